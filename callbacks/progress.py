@@ -10,6 +10,8 @@ import lightning.pytorch as pl
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from lightning_llm.terminal.console import new_console
+
 PACE_STEPS = 50
 
 
@@ -36,7 +38,7 @@ class ProgressLine(pl.Callback):
         """Show the bar, where there is a terminal to show it on."""
         if not trainer.is_global_zero:
             return
-        self._console = Console(highlight=False)
+        self._console = new_console(highlight=False)
         self._shown_at = time.monotonic()
         self._step_seconds.clear()
         self._step_end = None

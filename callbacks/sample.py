@@ -6,10 +6,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from lightning_llm.terminal.console import new_console
 from lightning_llm.terminal.text import escaped, excerpt
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Sample(pl.Callback):
                 file.write_text(escaped(text), encoding="utf-8")
                 shown, left_out = excerpt(text)
                 more = f"{left_out} more lines in {file}" if left_out else None
-                Console().print(Panel(Text(shown), title="sample", title_align="left", subtitle=more))
+                new_console().print(Panel(Text(shown), title="sample", title_align="left", subtitle=more))
         except Exception as error:
             log.warning("no sample was generated: %s: %s", type(error).__name__, error)
 

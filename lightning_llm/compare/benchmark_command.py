@@ -55,11 +55,12 @@ def print_benchmark(benchmark: Benchmark) -> None:
     """Print a row per submission: the median time to each workload's target, and the scores."""
     import sys
 
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=180, no_color=True)
+    from lightning_llm.terminal.console import new_console
+
+    console = new_console(markup=False) if sys.stdout.isatty() else new_console(markup=False, width=180, no_color=True)
     workloads = list(benchmark.targets)
     trials = ", ".join(benchmark.trial_keys) or "one run"
     console.print(Text(f"time to {benchmark.metric} of {benchmark.factor.name}; trials: {trials}", style="bold"))

@@ -160,12 +160,11 @@ def _print_data(comparison: Comparison) -> None:
 
 def print_table(comparison: Comparison) -> None:
     """Print the verdicts and what is to be read along."""
-    from rich.console import Console
-
     from lightning_llm.compare.table import print_comparison
+    from lightning_llm.terminal.console import new_console
 
     # What is printed comes from configs, where [brackets] are lists.
-    console = Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=180, no_color=True)
+    console = new_console(markup=False) if sys.stdout.isatty() else new_console(markup=False, width=180, no_color=True)
     print_comparison(comparison, console)
 
 

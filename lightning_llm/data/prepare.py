@@ -38,11 +38,12 @@ def progress_task(description: str, total_bytes: int | None, shown: bool) -> Ite
     if not shown:
         yield lambda done_bytes: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from lightning_llm.terminal.console import new_console
+
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=new_console(stderr=True)) as progress:
         task = progress.add_task(description, total=total_bytes)
         yield lambda done_bytes: progress.advance(task, done_bytes)
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from lightning_llm.health.report import HealthReport
+from lightning_llm.terminal.console import new_console
 
 MOST_ROWS = 16
 """Of ranks: above, the matrix of pairs is left to its file."""
@@ -15,8 +15,10 @@ WIDEST = 1000
 def print_report(report: HealthReport) -> None:
     """Print all tables that have rows, a line between them."""
     tables = [each for each in (_ranks(report), _collectives(report), _links(report), _disks(report)) if each.row_count]
-    width = max(Console(width=WIDEST).measure(each).maximum for each in tables)
-    console = Console(width=max(width, Console().width))  # nothing is cut off where no terminal says how wide it is
+    width = max(new_console(width=WIDEST).measure(each).maximum for each in tables)
+    console = new_console(
+        width=max(width, new_console().width)
+    )  # nothing is cut off where no terminal says how wide it is
     for table in tables:
         console.print(table)
         console.print()

@@ -220,9 +220,8 @@ def _print_data(report: Report) -> None:
 
 
 def _print_text(report: Report) -> None:
-    from rich.console import Console
-
     from lightning_llm.ladder.report import print_report
+    from lightning_llm.terminal.console import new_console
 
-    console = Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=180, no_color=True)
+    console = new_console(markup=False) if sys.stdout.isatty() else new_console(markup=False, width=180, no_color=True)
     print_report(report, console)

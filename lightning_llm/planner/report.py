@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from lightning_llm.plan.fit import GIB, RESERVE, hardware_facts
 from lightning_llm.planner.pricing import Priced, Pricer
 from lightning_llm.planner.search import Found, pareto_front
 from lightning_llm.planner.wording import layout_words, why_slower
+from lightning_llm.terminal.console import new_console
 
 LISTED, SHOWN, SHOWN_TOO_LARGE = 100, 10, 3
 """Layouts in the data, and on a terminal."""
@@ -142,5 +142,5 @@ def _table(layouts: list[dict[str, Any]]) -> str:
             f"{each['mfu']:.1%}", f"{each['memory_bytes'] / GIB:.1f}", f"{each['bubble_fraction']:.1%}", each["why"],
         )  # fmt: skip
     text = io.StringIO()
-    Console(file=text, width=400, color_system=None).print(table)
+    new_console(file=text, width=400, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from lightning_llm.config.output_path import file_problems
@@ -18,6 +17,7 @@ from lightning_llm.evaluate.request import Request, checked_request
 from lightning_llm.evaluate.spread import LAYOUT_WORD
 from lightning_llm.run.environment import is_first_rank, rank_environment
 from lightning_llm.run.launch import STOP_SECONDS, as_rank, launch_reported
+from lightning_llm.terminal.console import new_console
 from lightning_llm.verb.merged import merged
 
 GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
@@ -140,6 +140,6 @@ def print_metrics(done: Evaluation) -> None:
         error = each.get("stderr")
         values = [f"{its[metric]['value']:.4f}" for its in found.values()]
         table.add_row(metric, *values, "" if error is None else f"{error:.4f}")
-    Console().print(table)
+    new_console().print(table)
     for line in done.gain.lines() if done.gain else ():
         print(line)

@@ -5,12 +5,12 @@ import json
 import math
 import sys
 
-from rich.console import Console
 from rich.table import Table
 
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.evaluate.merge import Merge, merge
 from lightning_llm.probe.subject import device_of
+from lightning_llm.terminal.console import new_console
 from lightning_llm.terminal.waiting import show_progress
 
 
@@ -52,7 +52,7 @@ def print_merge(found: Merge) -> None:
         true = "" if each.true is None else f"{each.true['val_loss']:.4f}"
         parts = " + ".join(each.parts)
         table.add_row(parts, str(each.seed), *(f"{each.proxy[name]:.4f}" for name in found.metrics), true)
-    Console().print(table)
+    new_console().print(table)
     print(
         "Of several parts: the loss of their units' average, which ranks sets and is not what a run on them would have."
     )

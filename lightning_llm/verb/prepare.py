@@ -11,7 +11,6 @@ from typing import Any, get_args
 import numpy as np
 import yaml
 from pydantic import TypeAdapter, ValidationError
-from rich.console import Console
 from rich.table import Table
 
 from lightning_llm.config.commands import command
@@ -28,6 +27,7 @@ from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.run.checked_plan import read_words
 from lightning_llm.run.data_lines import account_lines
 from lightning_llm.run.weights import unnamed_problems
+from lightning_llm.terminal.console import new_console
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 SCORES = Path("scores.parquet")
@@ -163,7 +163,7 @@ def _score(
     for name, its in facts.items():
         cells = f"{its['documents']:,}", f"{its['bytes']:,}", f"{its['quality']:.3f}", f"{its['diversity']:.3f}"
         table.add_row(name, *cells, str(its["clusters"]))
-    Console().print(table)
+    new_console().print(table)
     print(f"written {file}\nnext    {_command_to_train(config, words, arguments, file)}")
     return 0
 

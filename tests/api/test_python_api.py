@@ -110,6 +110,21 @@ def test_quiet_prints_nothing_and_what_was_changed_is_put_back(small_run, tmp_pa
     assert capsys.readouterr().out == ""
 
 
+def test_quiet_is_quiet_in_a_notebook(runs, small_run, tmp_path, capsys, monkeypatch):
+    """In Jupyter, rich's consoles hand what they print to IPython's `display`, past `sys.stdout`."""
+    displayed = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("IPython.display.display", lambda *shown, **_: displayed.extend(shown))
+    words = small_run(tmp_path, "trainer.max_steps=2", "trainer.validate_every_steps=1", "callbacks=default")
+    lightning_llm.train(lightning_llm.compose(*words), quiet=True)
+    lightning_llm.compare(runs, quiet=True, output=tmp_path / "report")
+    lightning_llm.evaluate(runs[0], quiet=True, output=tmp_path / "evaluation.json")
+    assert (capsys.readouterr().out, displayed) == ("", [])
+    lightning_llm.compare(runs, output=tmp_path / "report")
+    assert "mxfp8" in capsys.readouterr().out
+    assert displayed == []
+
+
 def test_a_copy_is_checked_too(small_run, tmp_path):
     config = lightning_llm.compose(*small_run(tmp_path))
     wrong = config.model_copy(update={"seed": -1, "trainer": config.trainer.model_copy(update={"max_steps": 0})})

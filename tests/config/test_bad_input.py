@@ -70,6 +70,14 @@ def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
         (["precision=fp8"], "'fp8_delayed_micro_batch', 'fp8_subchannel' or 'fp8_subchannel_fp32scales'?"),
         (["parallel=fsdp"], "there is no 'fsdp'. Did you mean 'zero3'?"),
         (["parallel=tp_fsdp"], "Did you mean 'fsdp_tp'?"),
+        (["optim.name=lion"], "optim.name: there is no optimizer 'lion'. Known here: adamw, adamw8bit, muon."),
+        (
+            ["optim=adamw", "optim.nesterov=true"],
+            "unknown key of the optimizer 'adamw'. It is a key of optim.name='muon'.",
+        ),
+        (["optim.kind=lion"], "optim.kind: unknown key. The optimizer is optim.name: adamw, adamw8bit, muon."),
+        (["schedule.type=wsd"], "schedule.type: unknown key. The schedule is schedule.name: constant, cosine, wsd."),
+        (["data.tokenizer.name=gpt2"], "data.tokenizer.name: unknown key. Known here: "),
         (["logger=null"], "logger: there is no 'null'. Did you mean 'none'?"),
         (["precision=[bf16,mxfp8]"], "precision: is a list, whose files would be merged into one."),
         (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.aliases import known_elsewhere
@@ -124,11 +124,13 @@ def _problem(details: Any) -> Problem:
             return Problem(key, f"is an argument of Lightning's Trainer; here {ours} does it.")
         if alias := known_elsewhere(location[-1]):
             return Problem(key, f"unknown key.{alias}")
+        if of_kinds := _key_of_kinds(location, details["group"]):
+            return Problem(key, of_kinds)
         siblings = list(details["group"].model_fields) if details["group"] else []
         hint = did_you_mean(location[-1], siblings)
         # Once each: every kind of optimizer has the learning rate.
-        elsewhere = list(dict.fromkeys(each for each in all_keys(Config) if each.rpartition(".")[2] == location[-1]))
-        if elsewhere and "Did you mean" not in hint:
+        elsewhere = [each for each in dict.fromkeys(all_keys(Config)) if each.rpartition(".")[2] == location[-1]]
+        if elsewhere and location[-1] not in NAMES_OF_KINDS and "Did you mean" not in hint:
             hint = f" Did you mean {' or '.join(repr(each) for each in elsewhere[:3])}?"
         return Problem(key, f"unknown key.{hint}")
     if details["type"] == "missing":
@@ -159,6 +161,30 @@ def _problem(details: Any) -> Problem:
         what += " or null"
     quotes = " Write it in quotes." if details["type"] == "string_type" and isinstance(given, int | float) else ""
     return Problem(key, f"is {'null' if given is None else repr(given)}, must be {what}.{quotes}")
+
+
+NAMES_OF_KINDS = ("kind", "type", "name", "class", "_target_")
+"""Keys by which people name one of several kinds; each registry takes one of them."""
+
+
+def _key_of_kinds(location: list[str], kind: type[BaseModel] | None) -> str:
+    """Return the problem of an unknown key in a group of a registry, if its other kinds or its own key explain it.
+
+    `kind`: the class that does not take the key.
+    """
+    registry = registry_in(annotation_at(location[:-1]))
+    if registry is None:
+        return ""
+    group, key = ".".join(location[:-1]), location[-1]
+    if key in NAMES_OF_KINDS and key != registry.key:
+        return f"unknown key. The {registry.noun} is {group}.{registry.key}: {', '.join(registry)}."
+    others = [name for name in registry if key in registry[name].model_fields]
+    if not others:
+        return ""
+    own = next((f"'{name}'" for name in registry if registry[name] is kind), "this one")
+    owners = " or ".join(f"'{name}'" for name in others)
+    where = f"{group}.{registry.key}={owners}"
+    return f"unknown key of the {registry.noun} {own}. It is a key of {where}. Set that, or drop it."
 
 
 def _no_kind(location: list[str], details: Any) -> Problem:
