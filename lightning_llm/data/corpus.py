@@ -224,6 +224,24 @@ class Corpus:
         shares = counts / counts.sum()
         return float(-(shares * np.log(shares)).sum() + (len(counts) - 1) / (2 * counts.sum()))
 
+    def validation_text(self) -> dict[str, tuple[int, int | None]]:
+        """Return for each source how many tokens a validation scores, and the bytes of text that these stand for.
+
+        The bytes are None where they were not counted when the source was tokenized.
+        """
+        length = self.config.sequence_length
+        sizes = [stream.sizes() for stream in self.held_out]
+        found: dict[str, tuple[int, int | None]] = {
+            name: (0, None if its is None else 0) for name, its in zip(self.names, sizes, strict=True)
+        }
+        for source, window in self._validation_windows:
+            first, last = window * length + 1, (window + 1) * length + 1
+            tokens, size = found[self.names[source]]
+            its, count = sizes[source], len(self.held_out[source].tokens[first:last])
+            more = None if its is None or size is None else size + int(its[first:last].sum())
+            found[self.names[source]] = tokens + count, more
+        return found
+
     def validation(self, indices: Sequence[int], micro_batch_size: int) -> ValidationBatch:
         """Return the sequences `indices` of the fixed validation order; rows beyond them or it have no target."""
         length = self.config.sequence_length

@@ -211,8 +211,12 @@ def prepare_streams(
             closing(encode_batches(tokenizer, _batches(source), count)) as encoded,
         ):
             for batch, all_tokens in encoded:
+                measured = iter(tokenizer.byte_counts([each.text for each in batch if each in held_out]))
                 for document, tokens in zip(batch, all_tokens, strict=True):
-                    writers["validation" if document in held_out else "train"].add(tokens)
+                    if document in held_out:
+                        writers["validation"].add(tokens, next(measured))
+                    else:
+                        writers["train"].add(tokens)
                 advance(sum(document.text_bytes for document in batch))
         return {"dtype": dtype.str, "splits": {split: writer.close() for split, writer in writers.items()}}
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from lightning_llm.data.token_text import REPLACEMENT
 from lightning_llm.data.tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 8
 
 

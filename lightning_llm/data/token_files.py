@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 FLUSH_BYTES = 8 << 20
+SIZES = ".sizes"
+"""Of the validation split: the UTF-8 bytes of text that each token stands for, uint32 [tokens]."""
 
 
 class TokenWriter:
@@ -27,9 +29,15 @@ class TokenWriter:
         self._digest = blake2b(digest_size=16)
         self._file = (folder / f"{split}.bin").open("wb")
         self._starts_file = (folder / f"{split}.starts").open("wb")
+        self._sizes_file = (folder / f"{split}{SIZES}").open("wb") if split == "validation" else None
 
-    def add(self, document: np.ndarray) -> None:
-        """Append one document's token ids and the end-of-document token."""
+    def add(self, document: np.ndarray, sizes: np.ndarray | None = None) -> None:
+        """Append one document's token ids and the end-of-document token.
+
+        `sizes`, of held-out documents: the bytes of text of each, uint32 [tokens + 1].
+        """
+        if self._sizes_file is not None and sizes is not None:
+            self._sizes_file.write(sizes.astype("<u4").tobytes())
         self._starts.append(self.tokens)
         self._pending += [document.astype(self.dtype), self.end]
         self.tokens += len(document) + 1
@@ -49,7 +57,9 @@ class TokenWriter:
     def close(self) -> dict[str, Any]:
         """Write what is left to the disk and return the split's manifest entry."""
         self._flush()
-        for file in (self._file, self._starts_file):
+        for file in (self._file, self._starts_file, self._sizes_file):
+            if file is None:
+                continue
             file.flush()
             os.fsync(file.fileno())
             file.close()
@@ -77,6 +87,14 @@ class TokenStream:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStream, (self.folder, self.split, self.dtype, self.digest)
+
+    def sizes(self) -> np.ndarray | None:
+        """Return the bytes of text of each token, uint32 [tokens]; None where they were not counted.
+
+        They are of the validation split, unless the source was tokenized elsewhere, or by an earlier release.
+        """
+        file = self.folder / f"{self.split}{SIZES}"
+        return map_array(file, np.dtype("<u4")) if file.is_file() else None
 
     def document_ids(self, start: int, length: int) -> np.ndarray:
         """Return int64 [length]: for each position from `start`, its document, counted from 0 in this window."""

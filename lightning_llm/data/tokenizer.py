@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_llm.config.weight_files import TOKENIZER
+from lightning_llm.data.token_text import added_texts, byte_counts, decoded, pieces_of_token
 
 if TYPE_CHECKING:
     import tokenizers
@@ -30,7 +30,6 @@ END_OF_DOCUMENT_NAMES = (
 )
 BYTES_VOCAB_SIZE = 257
 SMALLEST_BPE_VOCAB_SIZE = 257
-_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def tokenizer_file(path: str | Path) -> Path:
@@ -87,7 +86,7 @@ class Tokenizer:
         if found is None:
             raise ValueError(f"{self.path} has no token {end_of_document or ' or '.join(END_OF_DOCUMENT_NAMES)}")
         self.end_of_document = found
-        self.is_bytes = vocabulary == bytes_vocabulary()
+        self.is_bytes = vocabulary == bytes_vocabulary() and _copies_bytes(self.path)
         self.vocab_size = max(vocabulary.values()) + 1
         content = self.path.read_bytes() + found.to_bytes(8, "little")
         self.fingerprint = blake2b(content, digest_size=16).hexdigest()
@@ -105,10 +104,15 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
+        backend.post_processor = tokenizers.processors.Sequence([])  # some cut spaces off the offsets; ids stay
         return backend
 
+    @cached_property
+    def _added_texts(self) -> dict[int, str]:
+        return added_texts(self._backend)
+
     def __getstate__(self) -> dict[str, object]:
-        return {key: value for key, value in self.__dict__.items() if key != "_backend"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_backend", "_added_texts")}
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return each text's token ids, uint32 [tokens], with neither end-of-document nor any other token added."""
@@ -117,27 +121,23 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
+    def byte_counts(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return how many UTF-8 bytes of each text its tokens stand for, uint32 [tokens + 1]; see `token_text`.
+
+        The last entry is that of the end-of-document token; the sum is the size of the text.
+        """
+        if self.is_bytes:
+            return [np.append(np.ones(len(text.encode()), np.uint32), np.uint32(0)) for text in texts]
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [byte_counts(text, each.offsets) for text, each in zip(texts, encodings, strict=True)]
+
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`, special tokens shown; bytes that are no UTF-8 become U+FFFD."""
-        return self._backend.decode([int(t) for t in tokens], skip_special_tokens=False)
+        return decoded(self._backend, [int(t) for t in tokens], self._added_texts)
 
-    def token_bytes(self) -> np.ndarray:
-        """Return how many bytes of text each token stands for, int64 [vocab_size]; special tokens for none.
-
-        Exact for byte-level tokenizers; for others by their words for a space ("▁") and a byte ("<0x0A>").
-        """
-        content = json.loads(self.path.read_bytes())
-        by_bytes = '"ByteLevel"' in json.dumps(content.get("decoder"))
-        sizes = np.zeros(self.vocab_size, np.int64)
-        for token, number in read_vocabulary(self.path).items():
-            if by_bytes:
-                sizes[number] = len(token)  # a character for each byte, see `bytes_vocabulary`
-            else:
-                sizes[number] = 1 if _BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
-        for token in content.get("added_tokens", ()):
-            sizes[token["id"]] = 0 if token.get("special") else len(token["content"].encode())
-        sizes[self.end_of_document] = 0
-        return sizes
+    def pieces_in(self, smaller: "Tokenizer", token: int) -> list[int]:
+        """Return the ids that `smaller`, the same tokenizer without `token`, has for its text; see `token_text`."""
+        return pieces_of_token(self._backend, smaller._backend, token)
 
     def save(self, path: str | Path) -> Path:
         """Copy the tokenizer.json to the file or existing folder `path`, and return where it went."""
@@ -170,6 +170,15 @@ def bytes_vocabulary() -> dict[str, int]:
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in printable]  # GPT-2 shows these as the characters from 256 up, in order
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)} | {END_OF_DOCUMENT: 256}
+
+
+def _copies_bytes(file: Path) -> bool:
+    """Return whether a tokenizer.json of the bytes' vocabulary gives a text's bytes as they are."""
+    content = json.loads(file.read_bytes())
+    model, split = content["model"], content.get("pre_tokenizer") or {}
+    changes = model.get("merges"), model.get("continuing_subword_prefix"), model.get("end_of_word_suffix")
+    splits_bytes = split.get("type") == "ByteLevel" and not split.get("add_prefix_space")
+    return splits_bytes and not content.get("normalizer") and not any(changes)
 
 
 def write_bytes_tokenizer(file: Path) -> None:

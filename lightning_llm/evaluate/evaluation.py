@@ -68,11 +68,9 @@ class Evaluation:
 
     def as_data(self) -> dict[str, Any]:
         """Return what --json prints."""
-        several = {
-            combine: {name: each["value"] for name, each in its.items()} for combine, its in self.by_combination.items()
-        }
+        several = {combine: _with_nulls(its) for combine, its in self.by_combination.items()}
         gain = {"gain": self.gain.as_data()} if self.gain else {}
-        metrics = several if self.how == "ensemble" else self.values
+        metrics = several if self.how == "ensemble" else _with_nulls(self.metrics)
         return self.about() | {"file": str(self.file), "metrics": metrics} | gain
 
     def as_json(self) -> dict[str, Any]:
@@ -84,6 +82,24 @@ class Evaluation:
         """Return what `as_json` described."""
         gain = data.get("gain")
         return cls(**{**data, "file": Path(data["file"]), "gain": EnsembleGain.from_data(gain) if gain else None})
+
+
+def _with_nulls(metrics: Metrics) -> dict[str, float | None]:
+    """Return the metrics' values by name, and null for a loss per byte that is unknown."""
+    suffixes = [name.removeprefix("val_loss") for name in metrics if name.partition("/")[0] == "val_loss"]
+    per_byte = [f"{name}{suffix}" for suffix in suffixes for name in ("bits_per_byte", "byte_perplexity")]
+    return {**dict.fromkeys(per_byte), **{name: each["value"] for name, each in metrics.items()}}
+
+
+def _note_unknown_bytes(corpus: Corpus) -> None:
+    """Print the sources whose text was not measured, so that there is no loss per byte."""
+    unknown = [name for name, (tokens, size) in corpus.validation_text().items() if tokens and size is None]
+    if unknown:
+        text = (
+            f"note   no bits_per_byte and byte_perplexity: the bytes of text are unknown of {', '.join(unknown)}, "
+            "tokenized elsewhere or by an earlier release (whose token cache in data.cache_dir may be deleted)"
+        )
+        print(text, file=sys.stderr)
 
 
 def evaluate_models(request: Request, output: Path | None) -> Evaluation:
@@ -101,6 +117,8 @@ def evaluate_models(request: Request, output: Path | None) -> Evaluation:
             torch.set_num_threads(config.trainer.threads)
         with _ranks_joined(request) as (layout, device):
             corpus, weights = _agreed_inputs(request, layout)
+            if corpus is not None and is_first_rank():
+                _note_unknown_bytes(corpus)
             combinations = COMBINATIONS if request.how == "ensemble" else COMBINATIONS[:1]
             found = {
                 combine: _losses(weights, corpus, layout, device, combine)
@@ -210,7 +228,9 @@ def _write(request: Request, done: Evaluation, output: Path | None) -> Path:
     """Write the results where they belong, with the run or, of several models, to a file; return the file."""
     first = request.subjects[0]
     if not request.how and first.checkpoint is not None and output is None:
-        file = record_evaluation(first.folder, first.checkpoint.step, done.metrics, state_of(first.folder) != "running")
+        unknown = [name for name, value in _with_nulls(done.metrics).items() if value is None]
+        ended = state_of(first.folder) != "running"
+        file = record_evaluation(first.folder, first.checkpoint.step, done.metrics, ended, unknown)
         from lightning_llm.record.mlflow.evaluations import track_evaluations
 
         if problem := track_evaluations(first.config, first.folder):

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from lightning_llm.config.schema import PrecisionConfig
-from lightning_llm.data.batch import ValidationBatch
-from lightning_llm.data.corpus import IGNORED, Corpus
+from lightning_llm.data.corpus import Corpus
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.ensemble import Combine, Ensemble
 from lightning_llm.parallel.layout import Layout
@@ -93,9 +92,9 @@ def validation_losses(
 ) -> dict[str, float]:
     """Return the mean losses in nats per token as a run records them ("val_loss", "val_loss/SOURCE", ...).
 
-    And of `val_loss`, per byte of text: "bits_per_byte" and "byte_perplexity", also per source. The end of a document
-    has no bytes, and its loss counts. The same on every rank of the model's layout; several models lie in this process
-    each. Collective.
+    And of `val_loss`, per byte of text: "bits_per_byte" and "byte_perplexity", also per source; left out where the
+    bytes are unknown, see `Corpus.validation_text`. The loss of a document's end counts. The same on every rank of the
+    model's layout; several models lie in this process each. Collective.
     """
     parallel = models[0].parallel
     if len(models) > 1:
@@ -110,28 +109,23 @@ def validation_losses(
         validation.add(batch.to(device), index, models[0].step)
         progress(index + 1, len(batches))
     losses: dict[str, float] = validation.finish()
-    return losses | _per_byte(losses, list(corpus.validation_batches(size)), corpus, watched)
+    return losses | _per_byte(losses, corpus.validation_text(), watched)
 
 
 def _per_byte(
-    losses: Mapping[str, float], batches: Sequence[ValidationBatch], corpus: Corpus, watched: Collection[str]
+    losses: Mapping[str, float], text: Mapping[str, tuple[int, int | None]], watched: Collection[str]
 ) -> dict[str, float]:
-    """Return the losses per byte of text; the one over sources is of those that `losses["val_loss"]` is of."""
-    sizes = corpus.tokenizer.token_bytes()  # [vocab_size]
-    counts = np.zeros((len(corpus.names), 2), np.int64)  # of tokens and of bytes, by source
-    for batch in batches:
-        for source in range(len(corpus.names)):
-            labels = batch.labels[batch.sources == source].numpy()
-            labels = labels[labels != IGNORED]
-            counts[source] += len(labels), sizes[labels].sum()
-    trained = counts[[name not in watched for name in corpus.names]].sum(0)
+    """Return the losses per byte of text, without those of unknown bytes; `text`: see `Corpus.validation_text`.
+
+    The one over sources is of those that `losses["val_loss"]` is of.
+    """
+    trained = [its for name, its in text.items() if name not in watched]
+    scored = [its for its in trained if its[0]] or [its for its in text.values() if its[0]]
     found = {}
-    for suffix, (tokens, size) in {
-        "": trained if trained[0] else counts.sum(0),
-        **dict(zip(map("/{}".format, corpus.names), counts, strict=True)),
-    }.items():
-        if size and f"val_loss{suffix}" in losses:
-            nats = losses[f"val_loss{suffix}"] * tokens / size
-            found[f"bits_per_byte{suffix}"] = float(nats / math.log(2))
-            found[f"byte_perplexity{suffix}"] = float(np.exp(nats))
+    for suffix, parts in {"": scored, **{f"/{name}": [its] for name, its in text.items()}}.items():
+        size = sum(size for _, size in parts if size is not None)
+        if all(known is not None for _, known in parts) and size and f"val_loss{suffix}" in losses:
+            nats = losses[f"val_loss{suffix}"] * sum(tokens for tokens, _ in parts) / size
+            found[f"bits_per_byte{suffix}"] = nats / math.log(2)
+            found[f"byte_perplexity{suffix}"] = float(np.exp(nats))  # infinite, where math.exp raises
     return found

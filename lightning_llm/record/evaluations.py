@@ -7,7 +7,7 @@ where it is the same.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,19 @@ def _number(value: Any) -> float:
     return float(NON_FINITE.get(value, value) if isinstance(value, str) else value)
 
 
-def record_evaluation(folder: Path, step: int, metrics: Mapping[str, Mapping[str, Any]], ended: bool) -> Path:
-    """Add `metrics` to what is known of `step`, replacing those of the same names, in one move; return the file.
+def record_evaluation(
+    folder: Path, step: int, metrics: Mapping[str, Mapping[str, Any]], ended: bool, unknown: Collection[str] = ()
+) -> Path:
+    """Add `metrics` to those of `step`, replacing those of the same names, in one move; return the file.
+
+    Earlier values of metrics that are now `unknown` are removed.
 
     The summary of a run that has `ended` says the newest step's, as "eval/NAME"; another's is its own process's.
     Raises ValueError where what is there is damaged.
     """
     known = read_evaluations(folder)
-    known[step] = {**known.get(step, {}), **{name: dict(each) for name, each in metrics.items()}}
+    earlier = {name: each for name, each in known.get(step, {}).items() if name not in unknown}
+    known[step] = {**earlier, **{name: dict(each) for name, each in metrics.items()}}
     file = folder / FOLDER / f"step={step}.json"
     file.parent.mkdir(exist_ok=True)
     write_json(file, {"step": step, "metrics": known[step]})

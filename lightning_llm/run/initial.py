@@ -46,6 +46,10 @@ def open_initial(config: Config, start: Start, tokenizer: Path) -> tuple[Initial
         "new_tokens": len(initial.pieces),
     }
     _say(config, weights, facts)
+    without = sum(not pieces for pieces in initial.pieces.values())
+    if without and is_first_rank():
+        text = "have no pieces in the weights' vocabulary: their rows are the mean of all rows"
+        print(f"note   {without:,} of the new tokens {text}", flush=True)
     return initial, {INIT: facts}
 
 

@@ -192,10 +192,10 @@ def _shown(value: Any) -> str:
 
 
 def pieces_of_new_tokens(config: Config, weights: Weights, tokenizer_path: Path) -> dict[int, list[int]]:
-    """Return, for each token id that the weights have no row for, the ids its text has in their vocabulary.
+    """Return, for each token id that the weights have no row for, the ids its text has in their vocabulary, if any.
 
     Raises:
-        ConfigError: there are such ids, and the weights bring no tokenizer, or the text of one has no pieces in it.
+        ConfigError: there are such ids, and the weights bring no tokenizer.
     """
     missing = range(weights.config.vocab_size, config.model.vocab_size)
     if not missing:
@@ -213,12 +213,6 @@ def pieces_of_new_tokens(config: Config, weights: Weights, tokenizer_path: Path)
         raise ConfigError(Problem("data.tokenizer", f"{error}.")) from error
     named = set(read_vocabulary(tokenizer_path).values())
     added = [token for token in missing if token in named]
-    encoded = theirs.encode_batch([ours.decode([token]) for token in added])
-    pieces = {token: [int(piece) for piece in each] for token, each in zip(added, encoded, strict=True)}
-    if empty := [token for token, each in pieces.items() if not each]:
-        text = (
-            f"{len(empty)} new tokens have no text in the weights' vocabulary (the first: {empty[0]}). Leave them out."
-        )
-        raise ConfigError(Problem("data.tokenizer", text))
+    pieces = {token: ours.pieces_in(theirs, token) for token in added}
     unused = [theirs.end_of_document]  # of ids that name no token, which no text ever has
     return {token: pieces.get(token, unused) for token in missing}

@@ -96,6 +96,13 @@ def test_tokens_give_the_corpus_of_their_text(of_text: Corpus, tmp_path: Path, l
     assert not list((tmp_path / "cache").rglob("train.bin"))
 
 
+def test_the_bytes_of_text_that_was_tokenized_elsewhere_are_unknown(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "cache", written("olmo", tmp_path / "data", "u2"), validation={"fraction": 0.3})
+    ((tokens, size),) = corpus.validation_text().values()
+    assert tokens > 0
+    assert size is None
+
+
 def test_held_out_documents_are_on_one_side_and_the_same_for_all_loaders(tmp_path: Path) -> None:
     held_out = {}
     for loader, variant in (("megatron", "i4 closed"), ("olmo", "u4"), ("olmo", "u2")):

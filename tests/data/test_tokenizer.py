@@ -49,14 +49,6 @@ def test_bytes_are_bytes(plain: Tokenizer, text: str) -> None:
     assert backend.encode(text).ids == tokens.tolist()
 
 
-@given(any_text)
-def test_tokens_have_the_bytes_of_their_text(bpe: Tokenizer, plain: Tokenizer, text: str) -> None:
-    for tokenizer in (bpe, plain):
-        tokens = tokenizer.encode_batch([text])[0]
-        assert tokenizer.token_bytes()[tokens].sum() == len(text.encode())
-        assert tokenizer.token_bytes()[tokenizer.end_of_document] == 0
-
-
 def test_sizes(bpe: Tokenizer, plain: Tokenizer) -> None:
     assert bpe.vocab_size == 300
     assert (plain.vocab_size, plain.end_of_document) == (257, 256)

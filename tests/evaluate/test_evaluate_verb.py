@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_llm.__main__ import main
 from lightning_llm.config.from_file import load_config
 from lightning_llm.data.opening import open_corpus
+from lightning_llm.data.token_files import TokenStream
 from lightning_llm.evaluate.members import AverageWeights
 from lightning_llm.evaluate.weights import decoder_of
 from lightning_llm.model.ensemble import Ensemble
@@ -76,6 +77,22 @@ def test_per_byte_figures_are_of_the_text(trained, capsys):
     nats = metrics["val_loss"] * sum(map(len, targets)) / len(text.encode())
     assert metrics["bits_per_byte"] == pytest.approx(nats / math.log(2))
     assert metrics["byte_perplexity/jsonl"] == pytest.approx(math.exp(nats))
+
+
+def test_a_loss_per_byte_is_null_where_the_bytes_are_unknown(trained, tmp_path, monkeypatch, capsys):
+    run = shutil.copytree(trained, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
+    assert evaluated(capsys, run)["metrics"]["bits_per_byte"] > 0
+    monkeypatch.setattr(TokenStream, "sizes", lambda stream: None)
+    assert main(["evaluate", str(run), "--json"]) == 0
+    printed = capsys.readouterr()
+    metrics = json.loads(printed.out)["metrics"]
+    assert metrics["val_loss"] > 0
+    names = [f"{name}{suffix}" for name in ("bits_per_byte", "byte_perplexity") for suffix in ("", "/jsonl")]
+    assert [metrics[name] for name in names] == [None] * 4
+    assert printed.err.count("the bytes of text are unknown of jsonl") == 1
+    assert not [name for name in read_run(run).validations if "byte" in name]
+    monkeypatch.undo()
+    assert all(evaluated(capsys, run)["metrics"][name] > 0 for name in names)
 
 
 def test_results_lie_with_the_run(trained, tmp_path, capsys):

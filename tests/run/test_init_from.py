@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from weight_folders import write_huggingface
 
@@ -22,9 +23,10 @@ from lightning_llm.config.from_file import load_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.model.weights import write
 from lightning_llm.model.weights.convert import state_dict_of
+from lightning_llm.model.weights.initial import InitialWeights
 from lightning_llm.record.files import read_records, summary_of
 from lightning_llm.record.reading import Run
-from lightning_llm.run.weights import init_problems, open_weights
+from lightning_llm.run.weights import init_problems, open_weights, pieces_of_new_tokens
 from lightning_llm.verb import export as export_verb
 from lightning_llm.verb import parity
 
@@ -174,6 +176,25 @@ def test_a_larger_vocabulary_needs_a_tokenizer_that_keeps_the_ids(places, small_
     assert main(["train", *words, "model.vocab_size=324"]) == 0
     assert ", 4 new tokens)" in capsys.readouterr().out
     assert summary_of(tmp_path / "run")["init"]["new_tokens"] == 4
+
+
+def test_rows_of_new_tokens_are_means_of_their_pieces_or_of_all(places, small_run, tmp_path, capsys):
+    backend = Backend.from_file(str(places / "base" / "tokenizer.json"))
+    backend.add_tokens([AddedToken(f"filler {number}", normalized=False) for number in range(20)])
+    backend.add_tokens([AddedToken(text, normalized=False) for text in ("Straße", "日本")])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    more = ["data.tokenizer.kind=file", f"data.tokenizer.path={tmp_path}", "data.tokenizer.vocab_size=null"]
+    config = compose_config([*words_of(small_run, tmp_path, places / "base", *more), "model.vocab_size=322"])
+    weights = open_weights(places / "base")
+    assert weights.config.vocab_size == 320
+    pieces = pieces_of_new_tokens(config, weights, tmp_path / "tokenizer.json")
+    own = Backend.from_file(str(places / "base" / "tokenizer.json"))
+    assert pieces == {320: own.encode("Straße").ids, 321: own.encode("日本").ids}
+    initial, width = InitialWeights(weights, config.model, {**pieces, 321: []}), config.model.hidden_size
+    old = weights.rows("embedding.weight", 0, 320).double()
+    new = initial("embedding.weight", 320 * width, 322 * width).view(2, width).double()
+    torch.testing.assert_close(new[0], old[pieces[320]].mean(0), rtol=0, atol=1e-7)
+    torch.testing.assert_close(new[1], old.mean(0), rtol=0, atol=1e-7)
 
 
 def test_runs_from_other_weights_at_the_same_path_are_not_compared_as_controlled(tmp_path):

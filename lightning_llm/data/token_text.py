@@ -1,0 +1,107 @@
+"""The text behind tokens, by the offsets, decoder and model of the `tokenizers` library, not by how they are spelled.
+
+A spelling alone says nothing: "Ã" is a byte to one tokenizer and a letter to another, and "▁", "##", "</w>" and
+"<0x0A>" are marks in some and text in others.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import tokenizers
+
+ADDED = "\ufdd0"
+"""In place of an added token for a decoder: a code point that is no character, and that no decoder changes."""
+REPLACEMENT = "\ufffd"
+"""In place of bytes that are no UTF-8."""
+NEIGHBORS = "aeinorstzx0"
+"""Letters that a piece is put between, to be encoded as within a text."""
+
+
+def byte_counts(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return how many UTF-8 bytes of `text` each token stands for, uint32 [tokens + 1]; the sum is that of `text`.
+
+    `offsets` are the tokens' spans in characters of `text`, as it was before any normalizer. Characters that no token
+    has (spaces that were dropped, say) belong to the token after them, and the last of them to the end of the
+    document, the last entry. Tokens that share a character share its bytes evenly.
+    """
+    points = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    sizes = 1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)
+    position = np.concatenate(([0], sizes.cumsum()))  # [characters + 1] in bytes
+    cuts = np.zeros(len(offsets) + 2, np.int64)  # between which bytes each token lies
+    cuts[-1] = position[-1]
+    if len(offsets):
+        spans = np.array(offsets, np.int64)
+        starts, ends = spans[:, 0], np.maximum.accumulate(spans[:, 1])
+        cuts[1:-1] = position[ends]
+        shared = np.flatnonzero(starts[1:] < ends[:-1])  # the next token begins within this one's last character
+        first, inverse, count = np.unique(starts[1:][shared], return_inverse=True, return_counts=True)
+        rank = np.arange(len(shared)) - (count.cumsum() - count)[inverse] + 1
+        width = position[ends[shared]] - position[first[inverse]]
+        cuts[1 + shared] = position[first[inverse]] + rank * width // (count[inverse] + 1)
+    return np.diff(np.maximum.accumulate(cuts)).astype(np.uint32)
+
+
+def added_texts(backend: "tokenizers.Tokenizer") -> dict[int, str]:
+    """Return the added tokens that the decoder takes for another text ("Straße" for bytes, say): id -> text."""
+    decoder = backend.decoder
+    added = {} if decoder is None else backend.get_added_tokens_decoder()
+    return {index: token.content for index, token in added.items() if decoder.decode([token.content]) != token.content}
+
+
+def decoded(backend: "tokenizers.Tokenizer", tokens: Sequence[int], literal: dict[int, str]) -> str:
+    """Return the text of `tokens`, special ones shown. `literal`: what `added_texts` returned."""
+    added = [literal[token] for token in tokens if token in literal]
+    if added:
+        spelled = [ADDED if token in literal else backend.id_to_token(token) for token in tokens]
+        parts = backend.decoder.decode([each for each in spelled if each is not None]).split(ADDED)
+        if len(parts) == len(added) + 1:
+            return "".join(part + text for part, text in zip(parts, [*added, ""], strict=True))
+    text: str = backend.decode(list(tokens), skip_special_tokens=False)
+    return text
+
+
+def pieces_of_token(ours: "tokenizers.Tokenizer", theirs: "tokenizers.Tokenizer", token: int) -> list[int]:
+    """Return the ids that `theirs` has for what `token`, an id of `ours`, stands for; empty where it has none.
+
+    `theirs` is the same tokenizer with fewer tokens. An added token is text as it stands. Another is a piece of the
+    model's: its own model takes it apart, which is exact for part of a character, too. A model that marks where words
+    begin or end cannot: the piece is encoded at such a place of a text.
+    """
+    added = ours.get_added_tokens_decoder()
+    if token in added:
+        ids: list[int] = theirs.encode(added[token].content, add_special_tokens=False).ids
+        return ids
+    piece, model = str(ours.id_to_token(token)), ours.model
+    prefix = getattr(model, "continuing_subword_prefix", None) or ""
+    suffix = getattr(model, "end_of_word_suffix", None) or ""
+    if not prefix and not suffix:
+        text = _byte_piece(ours.model, piece)
+        return [each.id for each in theirs.model.tokenize(text)] if text != REPLACEMENT else []
+    goes_on, ends = bool(prefix) and piece.startswith(prefix), not suffix or piece.endswith(suffix)
+    text = piece.removeprefix(prefix).removesuffix(suffix)
+    return _encoded_between(theirs, NEIGHBORS if goes_on else " ", text, " " if ends else NEIGHBORS)
+
+
+def _byte_piece(model: "tokenizers.models.Model", piece: str) -> str:
+    """Return the text of a piece that stands for one byte ("<0x41>"), U+FFFD if it is no character; else the piece."""
+    from tokenizers import decoders
+
+    return str(decoders.ByteFallback().decode([piece])) if getattr(model, "byte_fallback", False) else piece
+
+
+def _encoded_between(backend: "tokenizers.Tokenizer", befores: str, text: str, afters: str) -> list[int]:
+    """Return the ids of `text` between two of these letters where its ends are ends of tokens; else of it alone."""
+    first, last = 1, 1 + len(text)
+    for before, after in product(befores, afters):
+        encoding = backend.encode(f"{before}{text}{after}", add_special_tokens=False)
+        spans = list(zip(encoding.ids, encoding.offsets, strict=True))
+        inside = [index for index, (start, end) in spans if first <= start < end <= last]
+        beyond = [index for index, (start, end) in spans if end <= first or start >= last]
+        if inside and len(inside) + len(beyond) == len(spans):
+            return inside
+    ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    return ids
