@@ -31,6 +31,7 @@ from lightning_llm.record.files import (
     write_json,
 )
 from lightning_llm.record.final_figures import draw_losses, final_figures
+from lightning_llm.record.held_folder import HeldFolder
 from lightning_llm.record.liveness import Heartbeat
 from lightning_llm.record.provenance import code_hash, git_state, process_mark, versions
 from lightning_llm.terminal.text import escaped
@@ -39,6 +40,9 @@ from lightning_llm.train.record_logger import RecordLogger
 __all__ = ["RunFolder", "RunLogger", "Status", "cut_back"]
 
 log = logging.getLogger(__name__)
+
+CHECKED_EVERY_SECONDS = 1.0
+"""How often, at most, a record that is written has the folder's place checked."""
 
 
 @runtime_checkable
@@ -89,7 +93,9 @@ class RunFolder(pl.Callback):
         self.adopt = adopt
         self.metrics_path = self.run_dir / "metrics.jsonl"
         self.chain = RecordChain(ChainHead(unverified_steps=unverified_steps))
-        self._heartbeat = Heartbeat(self.run_dir)
+        self.held = HeldFolder(self.run_dir)
+        self._heartbeat = Heartbeat(self.held)
+        self._checked = 0.0
         self._file: Any = None
         self._summary: dict[str, Any] = {}
         self._started = self._began = 0.0
@@ -103,6 +109,7 @@ class RunFolder(pl.Callback):
         self._started, self._began = time.time(), time.monotonic()
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
+            self.held.open()
             if self.resumed_from_step is not None:
                 cut_back(self.metrics_path, self.resumed_from_step)
                 found = chain_of(self.metrics_path)
@@ -160,6 +167,7 @@ class RunFolder(pl.Callback):
 
         Raises:
             StorageError: it could not be written, and no part of it was.
+            FolderGoneError: it was written, and the folder is not at its path any more.
         """
         record = {**record, "time": round(time.time(), 3)}
         line = encode(record)
@@ -167,6 +175,9 @@ class RunFolder(pl.Callback):
         self.chain.add(record["step"], line)
         for logger in self.loggers:
             logger.record(record)
+        if time.monotonic() - self._checked > CHECKED_EVERY_SECONDS:
+            self._checked = time.monotonic()
+            self.held.check()
 
     def _append(self, line: bytes) -> None:
         try:
@@ -183,6 +194,14 @@ class RunFolder(pl.Callback):
             return
         self._file.close()
         detail = redacted(detail)
+        where = self.held.now()
+        self.held.close()
+        if where is None:  # deleted, and whatever lies at its path is another's
+            self._heartbeat.stop()
+            for logger in self.loggers:
+                logger.close(status, detail, {})
+            return
+        self.run_dir, self.metrics_path = where, where / self.metrics_path.name
         figures = final_figures(read_records(self.metrics_path))
         ended, wall = time.time(), time.monotonic() - self._began
         if figures.get("useful_seconds"):  # a clock that was set back leaves what this start is known to have taken

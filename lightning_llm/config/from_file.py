@@ -10,6 +10,7 @@ from lightning_llm.config.cluster_choice import give_way_to_cluster
 from lightning_llm.config.compose import compose_tree
 from lightning_llm.config.epochs import fill_steps
 from lightning_llm.config.from_weights import fill_from_weights
+from lightning_llm.config.moved_run import place_where_it_lies
 from lightning_llm.config.overrides import read_overrides
 from lightning_llm.config.resolve import read_tree
 from lightning_llm.config.schema import Config
@@ -29,6 +30,7 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
     """
     tree = read_mapping(file, file.name, "It must be as its run wrote it.")
     migrate(tree)
+    place_where_it_lies(tree, file)
     try:
         return _read_resolved(tree, overrides, to_build=False).checked()
     except ConfigError as error:
@@ -44,6 +46,8 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
 def read_file(file: Path, overrides: Sequence[str], config_dir: Path | None = None) -> Reading:
     """Return the config that `--config FILE` is, with overrides on top; what is sound beside its problems.
 
+    A run's config.yaml acts on the folder that it lies in (`place_where_it_lies`), unless an override says otherwise.
+
     `group=name` exchanges the whole group for that file's values; overrides of single keys come after.
 
     Raises:
@@ -51,6 +55,7 @@ def read_file(file: Path, overrides: Sequence[str], config_dir: Path | None = No
     """
     tree = read_mapping(file, "--config", "Give a run's config.yaml.")
     migrate(tree)
+    place_where_it_lies(tree, file)
     return _read_resolved(tree, overrides, config_dir, to_build=True)
 
 

@@ -28,3 +28,11 @@ def folders_named(word: str, root: Path) -> list[Path]:
         if path.is_dir():
             return [path]
     return [path for each in sorted(root.iterdir()) if (path := each / word).is_dir()] if root.is_dir() else []
+
+
+def same_folder(one: Path, other: Path) -> bool:
+    """Return whether two paths lead to the same folder, by links or mounts; of those not there, by their names."""
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return os.path.realpath(one) == os.path.realpath(other)

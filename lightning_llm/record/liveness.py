@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_llm.record.held_folder import HeldFolder
 from lightning_llm.record.provenance import has_ended, is_of_this_machine
 
 HEARTBEAT_SECONDS = 30.0
@@ -22,8 +23,8 @@ class Heartbeat:
     A thread and not the training loop: a validation, a checkpoint or a compilation may take longer than the limit.
     """
 
-    def __init__(self, folder: Path):
-        self.file = folder / "summary.json"
+    def __init__(self, folder: HeldFolder):
+        self.folder = folder
         self._stopped = threading.Event()
 
     def start(self) -> None:
@@ -37,7 +38,8 @@ class Heartbeat:
     def _beat(self) -> None:
         while not self._stopped.wait(HEARTBEAT_SECONDS):
             with contextlib.suppress(OSError):  # storage that is away for a while does not end the run
-                os.utime(self.file)
+                if (now := self.folder.now()) is not None:  # what lies at its old path may be another run's
+                    os.utime(now / "summary.json")
 
 
 def last_sign(folder: Path) -> float:

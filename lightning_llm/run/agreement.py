@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from filelock import FileLock
 
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import AgreedError, ConfigError, Problem
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.environment import is_first_rank
-from lightning_llm.run.lock import lock_run
+from lightning_llm.run.lock import RunLock, lock_run
 from lightning_llm.run.start import Start, decide_start
 from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, content_damage
 
@@ -125,7 +124,7 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def decide_together(config: Config, locks: list[FileLock]) -> Start:
+def decide_together(config: Config, locks: list[RunLock]) -> Start:
     """Return how the run starts, see `decide_with_ranks`, in a folder that is locked before it is looked at.
 
     Rank 0 adds its lock to `locks`, to be released when the run has ended.

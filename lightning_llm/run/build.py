@@ -14,6 +14,7 @@ from lightning_llm.callbacks.run_folder import RunFolder, RunLogger
 from lightning_llm.config.identity import flatten, frozen_values
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.targets import refused
+from lightning_llm.config.workspace import same_folder
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.parallel.layout import Layout
@@ -176,6 +177,7 @@ def _callbacks(plan: Plan, chosen: Mapping[str, pl.Callback], folder: RunFolder,
             config.trainer.validate_every_steps,
             start.step if _goes_on(start, checkpoints) else None,
             about=lambda step: {**known, RECORDS: folder.chain.at(step).as_data()},
+            check_folder=folder.held.check,
         ),
         FailStalledRun(start.run.begun_at_step or 0),
     ]
@@ -183,7 +185,7 @@ def _callbacks(plan: Plan, chosen: Mapping[str, pl.Callback], folder: RunFolder,
 
 def _goes_on(start: Start, checkpoints: Path) -> bool:
     """Return whether the run goes on from a checkpoint of its own folder."""
-    return start.checkpoint is not None and start.checkpoint.folder.parent == checkpoints
+    return start.checkpoint is not None and same_folder(start.checkpoint.run_folder, checkpoints.parent)
 
 
 def _unverified_steps(start: Start, run_dir: Path) -> int:

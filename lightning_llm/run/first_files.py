@@ -10,10 +10,12 @@ import torch.distributed as dist
 from lightning_llm.config.file import write_config
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_files import TOKENIZER
+from lightning_llm.config.workspace import same_folder
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.errors import AgreedError, Problem
 from lightning_llm.record.rank_liveness import clear_beats
 from lightning_llm.run.environment import is_first_rank
+from lightning_llm.run.lock import lock_made_folder
 from lightning_llm.run.rollbacks import Rollback, write_rollbacks
 from lightning_llm.run.start import Start
 
@@ -28,7 +30,7 @@ def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[],
         ConfigError: on every rank, where rank 0 cannot write it, or one does not see rank 0's folder.
     """
     folder = Path(config.run.dir)
-    goes_on = start.checkpoint is not None and start.checkpoint.run_folder == folder
+    goes_on = start.checkpoint is not None and same_folder(start.checkpoint.run_folder, folder)
     if start.checkpoint is not None and start.trunk is None and not goes_on:
         # Until it has saved its own start it begins there, if killed too. Of a branch branch_from says where.
         config = config.model_copy(update={"resume": str(start.checkpoint.folder)})
@@ -36,7 +38,7 @@ def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[],
     write = partial(_write_first, config, corpus, rollbacks)
     problem = None
     if is_first_rank() and not goes_on:
-        problem = _made(folder, write)
+        problem = _made(folder, write) or lock_made_folder(folder)
     if is_first_rank():
         clear_beats(folder)
     if dist.is_initialized():

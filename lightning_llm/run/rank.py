@@ -8,7 +8,6 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from filelock import FileLock
 
 from lightning_llm.callbacks.run_folder import RunLogger
 from lightning_llm.config.commands import how_to_go_on
@@ -23,6 +22,7 @@ from lightning_llm.plan.compiled_blocks import compile_note
 from lightning_llm.plan.origin import origin_lines
 from lightning_llm.plan.report import notes, plan_line
 from lightning_llm.plan.resolve import Plan
+from lightning_llm.record.held_folder import FolderGoneError
 from lightning_llm.record.loggers import LightningRunLogger
 from lightning_llm.record.mlflow.tracker import MLflowTracker, tracking_uri
 from lightning_llm.record.mlflow.ui import ui_lines
@@ -41,6 +41,7 @@ from lightning_llm.run.first_files import prepare_folder
 from lightning_llm.run.health import joined_ranks, refuse_unhealthy
 from lightning_llm.run.host_memory import give_back
 from lightning_llm.run.initial import open_initial
+from lightning_llm.run.lock import RunLock
 from lightning_llm.run.prepared_rank import Rank, prepare_rank, quiet_lightning
 from lightning_llm.run.requeue import requeue
 from lightning_llm.run.resume_history import resume_history
@@ -70,7 +71,7 @@ def run(plan: Plan, start: Start | None = None) -> int:
         Exception: any other failure: its traceback is the message, and the run's folder says "failed".
     """
     folder = plan.config.run.dir
-    locks: list[FileLock] = []
+    locks: list[RunLock] = []
     handlers = {number: signal.getsignal(number) for number in STOPPING}
     ignored = set(STOPPING) - set(not_ignored(STOPPING))
     threads = torch.get_num_threads()
@@ -117,6 +118,11 @@ def run(plan: Plan, start: Start | None = None) -> int:
 
 def report_end(error: BaseException, folder: str) -> int:
     """Say why the run in `folder` ended, and how it goes on; return its exit code. Silent ranks are named already."""
+    gone = next((each for each in (error, error.__cause__) if isinstance(each, FolderGoneError)), None)
+    if gone is not None:
+        further = how_to_go_on(gone.now) if gone.now else ""
+        say("; ".join(filter(None, (f"error: {error}", further))), sys.stderr)
+        return 1
     further = how_to_go_on(folder)
     if isinstance(error, StoppedBySignal):
         if error.saved_step is None and (saved := step_folders(Path(folder) / "checkpoints")):  # by an earlier start

@@ -8,6 +8,7 @@ from lightning_llm.config.commands import how_to_go_further
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.identity import below, differences_on_resume, is_data_path
 from lightning_llm.config.schema import Config
+from lightning_llm.config.workspace import same_folder
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.liveness import whose
@@ -169,7 +170,7 @@ def first_start(config: Config, verify: Verify) -> Start:
 
 def _identity(checkpoint: Checkpoint, folder: Path) -> RunIdentity:
     """Return who goes on from `checkpoint` in `folder`: the run that saved it, or a new one that begins there."""
-    if checkpoint.run_folder != folder:
+    if not same_folder(checkpoint.run_folder, folder):
         return RunIdentity.new(begun_at_step=checkpoint.step)
     known = RunIdentity.of_summary(summary_of(folder))
     return known or RunIdentity(checkpoint.run_id or RunIdentity.new().id, begun_at_step=None)
@@ -225,7 +226,7 @@ def _refuse_running(folder: Path, wait: bool) -> None:
 
 def _at_path(config: Config, folder: Path, holds_run: bool, verify: Verify) -> tuple[Checkpoint, tuple[Damage, ...]]:
     path = Path(str(config.resume)).expanduser().absolute()
-    if folder in path.parents or folder == path:
+    if any(same_folder(each, folder) for each in (path, *path.parents)):
         verify = with_records(config, verify)
     found, passed_over = checkpoint_at(path, verify)
     if found is None:
@@ -236,7 +237,7 @@ def _at_path(config: Config, folder: Path, holds_run: bool, verify: Verify) -> t
         summary_of(origin)  # what it says of the run's first part is kept
     except ValueError as error:
         raise ConfigError(Problem("resume", f"{error}. Remove that file to go on without what it says.")) from error
-    if holds_run and origin != folder:
+    if holds_run and not same_folder(origin, folder):
         text = f"{folder} holds another run than the checkpoint's ({origin}). Choose another run.dir, or that one."
         raise ConfigError(Problem("run.dir", text))
     _must_match(config, origin, checkpoint)

@@ -7,8 +7,10 @@ from typing import Any
 
 from lightning_llm.config.branching import changed_keys
 from lightning_llm.config.from_file import load_config
+from lightning_llm.config.moved_run import is_run_file, moved_from
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_files import TOKENIZER
+from lightning_llm.config.workspace import same_folder
 from lightning_llm.data.addressing import Mixture
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.record.run_tokenizer import tokenizer_problem
@@ -27,7 +29,11 @@ def resume_lines(config: Config, start: Start) -> list[str]:
         return [*lines, f"resume none: {config.run.dir} holds no {which}, so the run begins at step 0"]
     lines.append(f"resume from step {start.step}: {start.checkpoint.folder}")
     folder = Path(config.run.dir)
-    if start.checkpoint.run_folder == folder and (problem := tokenizer_problem(folder)):
+    own = same_folder(start.checkpoint.run_folder, folder)
+    if own and (left := moved_from(folder / "config.yaml")):
+        both = f". {left} holds a run, too, and stays as it is" if is_run_file(left / "config.yaml") else ""
+        lines.append(f"note   the run was in {left} before, and continues in {folder}{both}")
+    if own and (problem := tokenizer_problem(folder)):
         lines.append(f"note   {folder / TOKENIZER} {problem}; it is written anew")
     if start.checkpoint.version == UNSEALED:
         lines.append(

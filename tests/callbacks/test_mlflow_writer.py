@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,22 @@ def test_the_run_holds_what_the_folder_holds(store: MlflowClient, tmp_path: Path
     kept = tmp_path / "mlartifacts" / writer.run_id / "artifacts" / "events" / "step=2.txt"
     assert kept.read_text() == "what the batch held"
     assert Path(tmp_path / "mlartifacts" / writer.run_id / "artifacts" / "loss.png").read_bytes() == b"picture"
+
+
+def test_a_copied_folder_gets_a_run_of_its_own_and_a_moved_one_keeps_its(store: MlflowClient, tmp_path: Path) -> None:
+    def run_in(folder: Path) -> str:
+        writer = RunWriter(job(tmp_path, run_dir=str(folder), tags={"run_dir": str(folder)}))
+        writer.connect()
+        return writer.run_id
+
+    original = tmp_path / "run"
+    original.mkdir()
+    first = run_in(original)
+    copied = Path(shutil.copytree(original, tmp_path / "copy"))
+    second = run_in(copied)
+    assert second != first
+    moved = original.rename(tmp_path / "moved")
+    assert (run_in(moved), run_in(copied)) == (first, second)
 
 
 @pytest.mark.parametrize(("status", "theirs"), [("finished", "FINISHED"), ("failed", "FAILED"), ("stopped", "KILLED")])

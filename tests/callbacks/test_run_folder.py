@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -12,11 +13,13 @@ import matplotlib.pyplot as plt
 import pytest
 from protocol_module import TinyModule, fit
 
+from lightning_llm.callbacks import run_folder
 from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError
 from lightning_llm.record import liveness as heartbeat
 from lightning_llm.record.final_figures import final_figures
+from lightning_llm.record.held_folder import FolderGoneError
 
 
 class Memo:
@@ -125,6 +128,30 @@ def test_a_heart_beats_from_the_first_summary_to_the_last(tmp_path: Path, monkey
     thread.join(timeout=10)
     assert not thread.is_alive()
     assert not beats(0.2)
+
+
+@pytest.mark.parametrize("fate", ["moved", "replaced", "deleted"])
+def test_a_folder_that_goes_during_the_run_stops_it_and_is_not_written_again(
+    fate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "CHECKED_EVERY_SECONDS", -1.0)
+    here, moved = tmp_path / "run", tmp_path / "moved"
+    folder = RunFolder(here)
+    folder.open("cpu")
+    folder.write({"step": 1, "tokens": 8, "loss": 2.0})
+    if fate == "deleted":
+        shutil.rmtree(here)
+    else:
+        here.rename(moved)
+    if fate == "replaced":
+        here.mkdir()
+    with pytest.raises(FolderGoneError, match="was deleted" if fate == "deleted" else f"was moved to {moved}"):
+        folder.write({"step": 2, "tokens": 16, "loss": 1.5})
+    folder.close("failed", "FolderGoneError: ...")
+    assert list(here.glob("*")) == []
+    if fate != "deleted":
+        summary = json.loads((moved / "summary.json").read_text())
+        assert (summary["status"], summary["step"], summary["loss"]) == ("failed", 2, 1.5)
 
 
 class Told(BaseException):

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,37 @@ def test_lookers_do_not_take_each_other_for_a_trainer(tmp_path):
     held.release()
     with another_looks(folder):
         assert not is_locked(folder)
+
+
+def test_two_names_of_one_folder_are_one_lock(tmp_path):
+    folder = tmp_path / "real" / "0"
+    folder.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    held = lock_run(tmp_path / "link")
+    assert is_locked(folder)
+    with pytest.raises(ConfigError, match="is being trained right now"):
+        lock_run(folder)
+    held.release()
+    assert not is_locked(tmp_path / "link")
+    lock_run(folder).release()
+
+
+def test_a_folder_that_is_mounted_under_another_parent_is_locked_by_its_inode(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "LOOKED_AT_SECONDS", 0.1)
+    folder = tmp_path / "0"
+    made_later = lock_run(folder)  # the folder of a new run is made under the lock
+    folder.mkdir()
+    inode = os.open(folder, os.O_RDONLY)  # what a process does that knows the folder by another path
+    fcntl.flock(inode, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert "is being trained right now" in str(lock.lock_made_folder(folder))
+    made_later.release()
+    assert is_locked(folder)
+    with pytest.raises(ConfigError, match="is being trained right now"):
+        lock_run(folder)
+    os.close(inode)
+    held = lock_run(folder)
+    assert lock.lock_made_folder(folder) is None
+    held.release()
 
 
 def test_a_run_starts_although_another_process_looks(tmp_path, monkeypatch):

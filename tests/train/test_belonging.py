@@ -8,10 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from run_metrics import curve, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.commands import resume_command
+from lightning_llm.config.from_file import load_config
+from lightning_llm.config.moved_run import place_where_it_lies
 from lightning_llm.config.schema import CheckpointConfig
 from lightning_llm.integrity import seal, unseal
 from lightning_llm.record.files import damaged_record, summary_of, write_json
@@ -254,6 +257,47 @@ def test_a_run_of_an_earlier_release_with_a_relative_path_goes_on(run, corpus_fo
     forget(run, "data_hash")
     monkeypatch.chdir(corpus_folder)
     assert main(["train", *small_run(tmp_path, "resume=auto", "trainer.max_steps=6")]) == 0
+
+
+def test_a_copied_or_moved_run_continues_in_the_folder_of_its_config(run, whole, tmp_path, small_run, capsys):
+    def resume(folder: Path, *words: str) -> int:
+        return main(["train", "--config", str(folder / "config.yaml"), "resume=auto", *words])
+
+    before = {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()}
+    assert resume(run, "trainer.max_steps=7", "trainer.validate_every_steps=null") == 0
+    assert f"the run was in {whole} before, and continues in {run}. {whole} holds a run, too" in capsys.readouterr().out
+    assert {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()} == before
+    assert load_config(run / "config.yaml", []).run.dir == str(run)
+    moved = run.rename(tmp_path / "moved")
+    assert main(["train", "--config", str(moved / "config.yaml"), "resume=null"]) == 2
+    assert f"run.dir: {moved} already holds a run. Set resume=auto" in capsys.readouterr().err
+    assert resume(moved) == 0
+    assert "is finished at step 7" in capsys.readouterr().out
+    assert not run.exists()
+    link = tmp_path / "link"
+    link.symlink_to(moved)
+    assert load_config(link / "config.yaml", []).run.dir == str(link)  # the recorded folder is gone
+    assert main(["train", *small_run(tmp_path, f"run.dir={link}", f"resume={moved}/checkpoints/step=6")]) == 0
+    assert f"{link} is finished at step 6" in capsys.readouterr().out  # its own run's checkpoint, by another name
+
+
+def test_the_root_of_runs_moves_with_them(tmp_path):
+    recorded = {"run": {"root": "/gone/outputs", "dir": "/gone/outputs/experiment/sweep/3"}}
+
+    def placed(folder: Path) -> tuple[str, str]:
+        folder.mkdir(parents=True)
+        (folder / "summary.json").touch()
+        tree = OmegaConf.create(recorded)
+        place_where_it_lies(tree, folder / "config.yaml")
+        return tree.run.root, tree.run.dir
+
+    whole = tmp_path / "disk" / "experiment" / "sweep" / "3"
+    assert placed(whole) == (str(tmp_path / "disk"), str(whole))
+    renamed = tmp_path / "a" / "b" / "c" / "d"
+    assert placed(renamed) == (str(tmp_path / "a"), str(renamed))
+    tree = OmegaConf.create(recorded)
+    place_where_it_lies(tree, tmp_path / "config.yaml")  # a copy of the file alone
+    assert tree == recorded
 
 
 def test_other_data_under_the_same_name_are_refused(run, corpus_folder, tmp_path, small_run, capsys):

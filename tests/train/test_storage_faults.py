@@ -19,6 +19,7 @@ from run_metrics import curve, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.train.checkpoint.manifest import newest_verified, verified
+from lightning_llm.train.checkpoint.saver import Saver
 
 LIMIT_BYTES = 100_000
 """Less than a file of shards of `small_run`, more than any other of its files."""
@@ -106,6 +107,26 @@ def test_one_message_and_the_summary_says_it(fault, more, begun, child, small_ru
     assert main(["train", *words]) == 0
     assert steps_saved(begun / "run") == ([6, 8] if more else [4, 6])
     assert not list((begun / "run" / "checkpoints").glob(".*"))
+
+
+def test_a_save_does_not_make_a_folder_again_that_was_moved(tmp_path, small_run, monkeypatch, capsys):
+    def save_after_move(saver: Saver, *arguments: Any, **options: Any) -> None:
+        if saver.saved_step == 4:
+            (tmp_path / "run").rename(tmp_path / "moved")
+        save(saver, *arguments, **options)
+
+    save = Saver.save
+    monkeypatch.setattr(Saver, "save", save_after_move)
+    assert main(["train", *small_run(tmp_path, *COMMON)]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("error: the state of step 6 was not saved: ")
+    assert f"run was moved to {tmp_path}/moved during the run" in told
+    assert f"--config {tmp_path}/moved/config.yaml resume=auto" in told
+    assert not (tmp_path / "run").exists()
+    assert json.loads((tmp_path / "moved" / "summary.json").read_text())["status"] == "failed"
+    monkeypatch.undo()
+    assert main(["train", "--config", str(tmp_path / "moved" / "config.yaml"), "resume=auto"]) == 0
+    assert steps_saved(tmp_path / "moved") == [4, 6]
 
 
 def killed_at(words: list[str], run: str, count: int) -> int:

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.config.workspace import same_folder
 from lightning_llm.record.evaluations import evaluation_points
 from lightning_llm.record.files import decode
 from lightning_llm.record.mlflow.store import STATUSES, known_run, mark_orphans, noted_id, open_store, truncate
@@ -137,7 +138,7 @@ class RunWriter:
         client, experiment_id = open_store(self.job["tracking_uri"], self.job["experiment"])
         id_file = self.run_dir / self.job.get("id_file", RUN_ID_FILE)
         run = known_run(client, noted_id(id_file))
-        if run is None:
+        if run is None or self._is_of_original(run, id_file):
             # Killed before the id is noted, it is still known for an orphan.
             known = {key: self.job["tags"][key] for key in ("process", "run_dir") if key in self.job["tags"]}
             run = client.create_run(experiment_id, run_name=self.job["run_name"], tags=known)
@@ -151,6 +152,11 @@ class RunWriter:
         mark_orphans(client, experiment_id, but=self.run_id)  # its own process may have died by now: `finish` says so
         self._client = client
         return True
+
+    def _is_of_original(self, run: Any, id_file: Path) -> bool:
+        """Return whether this folder is a copy, and `run` that of the folder it was copied from, which is there."""
+        original = Path(run.data.tags.get("run_dir", self.run_dir))
+        return not same_folder(original, self.run_dir) and noted_id(original / id_file.name) == run.info.run_id
 
     def _describe(self, client: Any, run: Any) -> None:
         """Log parameters and tags. Parameters are immutable: one that a resumed run changes becomes a tag."""

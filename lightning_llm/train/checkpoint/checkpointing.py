@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_llm.config.schema import CheckpointConfig
+from lightning_llm.config.workspace import same_folder
 from lightning_llm.errors import StorageError
 from lightning_llm.record.files import read_records
 from lightning_llm.stopping import STOPPING, not_ignored, what_came
@@ -61,7 +62,7 @@ class Checkpointing(pl.Callback):
     before the checkpoint that a resumed run is cut back to. A run that spikes.policy ends is saved as it was before the
     step. The first signal of `STOPPING`, sent to any rank, lets a step end on all of them (and the validation after
     it), saves and raises `StoppedBySignal`; a second SIGINT to this process stops it at once. `resumed_step`: of the
-    checkpoint in `folder` that the run goes on from. `about`: as `Saver` has it.
+    checkpoint in `folder` that the run goes on from. `about`, `check_folder`: as `Saver` has them.
 
     Where saves are asynchronous, all ranks raise the failure of one after the same step, and whatever ends the run
     waits for the one that is being written (`awaited`). A run's last save is not, nor one that a signal asks for.
@@ -77,12 +78,13 @@ class Checkpointing(pl.Callback):
         validate_every: int | None,
         resumed_step: int | None = None,
         about: Callable[[int], Mapping[str, Any]] = lambda step: {},
+        check_folder: Callable[[], None] = lambda: None,
     ):
         self.folder = folder
         self.config = config
         self.max_steps = max_steps
         self.validate_every = validate_every
-        self.saver = Saver(folder, config, run, config_hash, resumed_step, about)
+        self.saver = Saver(folder, config, run, config_hash, resumed_step, about, check_folder)
         self._val_losses: dict[int, float] = {}
         self._asked = 0
         self._ended = self._at_once = False
@@ -100,7 +102,7 @@ class Checkpointing(pl.Callback):
             self._note(signal.SIGTERM, None)
         CallbackState.of_dicts(trainer).encode()  # one that cannot be kept is reported now, not at the first checkpoint
         start = trainer.strategy.resume_from
-        elsewhere = start is not None and start.folder.parent != self.folder
+        elsewhere = start is not None and not same_folder(start.run_folder, self.folder.parent)
         self.saver.start(pl_module, None if elsewhere else pl_module.completed_steps or None)
         trainer.strategy.save_failed_here = lambda: self.saver.failed
         if self.config.keep_best is not None and trainer.is_global_zero:

@@ -30,6 +30,7 @@ class Saver:
 
     `saved_step`: of the newest checkpoint that is whole. `taken_step`: of the newest state that was taken to be saved,
     which may still be written. `about(step)`: what the first rank's manifest says of the run beside its identity.
+    `check_folder`: called before each write, on the first rank; raises an OSError where the run's folder is gone.
     """
 
     def __init__(
@@ -40,12 +41,14 @@ class Saver:
         config_hash: str,
         saved_step: int | None = None,
         about: Callable[[int], Mapping[str, Any]] = lambda step: {},
+        check_folder: Callable[[], None] = lambda: None,
     ):
         self.folder = folder
         self.config = config
         self.run = run
         self.config_hash = config_hash
         self.about = about
+        self.check_folder = check_folder
         self.saved_step = self.taken_step = saved_step
         self.asynchronous = False
         self._device = torch.device("cpu")
@@ -146,7 +149,7 @@ class Saver:
     ) -> None:
         if snapshot.copies is not None:
             snapshot.copies.wait()
-        write(self.folder, snapshot, self.run, self.config_hash, group, self._abandoned)
+        write(self.folder, snapshot, self.run, self.config_hash, group, self._abandoned, self.check_folder)
         self.saved_step = snapshot.step
         if is_first_rank():
             try:

@@ -2,7 +2,7 @@
 
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -27,12 +27,14 @@ def write(
     config_hash: str,
     group: dist.ProcessGroup | None = None,
     abandoned: threading.Event | None = None,
+    check_folder: Callable[[], None] = lambda: None,
 ) -> None:
     """Write `folder`/step=N; it appears under that name only when every rank's bytes are on disk. Collective.
 
     Args:
         folder: the `checkpoints` folder of `run`, seen by all ranks.
         group: all ranks, on the CPU; None: the world's own. A thread beside training needs one to itself.
+        check_folder: raises OSError, on the first rank, where the folder of the run is not at its path any more.
         abandoned: set by whoever does not wait for the end any more: the checkpoint then fails.
 
     Raises:
@@ -47,8 +49,10 @@ def write(
     try:
         with on_all_ranks(failed, OSError, group=group):
             if first:
+                check_folder()
                 shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
+                folder.mkdir(exist_ok=True)  # not its parents: a run's folder that is gone is not made again
+                partial.mkdir()
         writer = TensorWriter(partial / TENSORS, abandoned)
         with torchs_failures(failed, OSError), without_its_warnings() if in_main_thread else nullcontext():
             dcp.save(
