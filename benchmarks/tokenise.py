@@ -91,7 +91,7 @@ def pace(tokenizer: Tokenizer, given: list[list[Document]], processes: int) -> P
     watched = [here, *here.children()]
     before, start, size = _cpu_seconds(watched), time.perf_counter(), 0
     for _ in range(len(given) - 2 * processes):
-        batch, _ = next(encoded)
+        batch, *_ = next(encoded)
         size += sum(each.text_bytes for each in batch)
     seconds = time.perf_counter() - start
     own, *others = ((after - then) / size for after, then in zip(_cpu_seconds(watched), before, strict=True))

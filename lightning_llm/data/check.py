@@ -25,6 +25,7 @@ from lightning_llm.data.tokenizer import (
     read_vocabulary,
     tokenizer_file,
 )
+from lightning_llm.data.tokenizer_files import format_problem, other_format_in
 from lightning_llm.errors import ConfigError, Problem
 
 
@@ -132,7 +133,9 @@ def _tokenizer_file_problems(config: TokenizerConfig, model_vocab_size: int) -> 
         return [Problem("data.tokenizer.path", "kind=file needs the path of a tokenizer.json or of its folder.")]
     file = tokenizer_file(config.path)
     if not os.path.isfile(file):
-        return [Problem("data.tokenizer.path", f"there is no file {file}.")]
+        other = other_format_in(file.parent) if os.path.isdir(config.path) else None
+        instead = "" if other is None else f" {other.name} is there, and {format_problem(other)}."
+        return [Problem("data.tokenizer.path", f"there is no file {file}.{instead}")]
     try:
         vocabulary = read_vocabulary(file)
     except (OSError, ValueError) as error:
@@ -142,7 +145,7 @@ def _tokenizer_file_problems(config: TokenizerConfig, model_vocab_size: int) -> 
     if size > model_vocab_size:
         text = f"{file} has {size:,} tokens, model.vocab_size is {model_vocab_size:,}: set model.vocab_size={size}."
         problems.append(Problem("data.tokenizer.path", text))
-    if find_end_of_document(vocabulary, config.end_of_document) is None:
+    if find_end_of_document(vocabulary, config.end_of_document, file) is None:
         wanted = config.end_of_document or " or ".join(END_OF_DOCUMENT_NAMES)
         special = sorted(token for token in vocabulary if token[:1] in "<[" and token[-1:] in ">]" and len(token) > 2)
         text = f"{file} has no token {wanted}. Name the one that ends a document; it has {', '.join(special[:10])}."

@@ -5,7 +5,8 @@ module (`python -m lightning_llm.data.encode`) and is spoken to through its pipe
 neither copies a process that has threads nor runs the user's own script once more. It ends with its input, and so with
 the process that started it, however that ends.
 
-Protocol, pickles: in, a `Tokenizer`, then lists of texts; out, for each list its tokens end to end and their counts.
+Protocol, pickles: in, a `Tokenizer`, then lists of texts; out, for each list its tokens end to end, their counts and
+the characters of each text without a token, or the error that the list met.
 """
 
 import os
@@ -31,7 +32,9 @@ SMALLEST_TEXT_BYTES = 32 << 20
 """Of a source that processes are started for unasked: a shorter one is done about when they have started."""
 AHEAD = 2  # batches per process that wait or are at work: the reader is never more than so far ahead of the writer
 
-Encoded = tuple[list["Document"], list[np.ndarray]]
+Counted = tuple[list[np.ndarray], list[int]]
+"""Token ids of each text, and the number of its characters without a token."""
+Encoded = tuple[list["Document"], list[np.ndarray], list[int]]
 
 
 def process_count(asked: int | None, text_bytes: int, tokenizer: Tokenizer) -> int:
@@ -51,7 +54,7 @@ def process_count(asked: int | None, text_bytes: int, tokenizer: Tokenizer) -> i
 def encode_batches(
     tokenizer: Tokenizer, batches: Iterable[list["Document"]], processes: int
 ) -> Generator[Encoded, None, None]:
-    """Yield each of `batches` with its documents' token ids, an integer array [tokens] each, in order.
+    """Yield each of `batches`, its documents' token ids, an integer array [tokens] each, and their lost characters.
 
     `processes` encode at once; with 1 this process does, with the tokenizer's own threads. At most `AHEAD` batches for
     each are in memory.
@@ -61,12 +64,12 @@ def encode_batches(
     """
     if processes == 1:
         for batch in batches:
-            yield batch, tokenizer.encode_batch([each.text for each in batch])
+            yield batch, *_counted(tokenizer, [each.text for each in batch])
         return
     workers: list[_Worker] = []
     free: SimpleQueue[_Worker] = SimpleQueue()
 
-    def encode(batch: list["Document"]) -> list[np.ndarray]:
+    def encode(batch: list["Document"]) -> Counted:
         worker = free.get()
         try:
             return worker.encode([each.text for each in batch])
@@ -74,7 +77,7 @@ def encode_batches(
             free.put(worker)
 
     pool = ThreadPoolExecutor(processes)
-    waiting: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
+    waiting: deque[tuple[list[Document], Future[Counted]]] = deque()
     try:
         for _ in range(processes):
             workers.append(_Worker(tokenizer))
@@ -93,9 +96,18 @@ def encode_batches(
             each.close()
 
 
-def _result(waiting: "tuple[list[Document], Future[list[np.ndarray]]]") -> Encoded:
+def _result(waiting: "tuple[list[Document], Future[Counted]]") -> Encoded:
     batch, encoded = waiting
-    return batch, encoded.result()
+    return batch, *encoded.result()
+
+
+def _counted(tokenizer: Tokenizer, texts: Sequence[str]) -> Counted:
+    """Return `Tokenizer.encode_counted`. Raises ConfigError for a text that the tokenizer refuses."""
+    try:
+        return tokenizer.encode_counted(texts)
+    except Exception as error:  # the library raises no other class
+        text = f"{tokenizer.path} has no tokens for some document: {error}. Give it a token for unknown text."
+        raise ConfigError(Problem("data.tokenizer.path", text)) from error
 
 
 class _Worker:
@@ -110,14 +122,17 @@ class _Worker:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, process_group=0)
         self._send(tokenizer)
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return each text's token ids."""
+    def encode(self, texts: Sequence[str]) -> Counted:
+        """Return each text's token ids, and the number of its characters without one."""
         self._send(texts)
         try:
-            tokens, counts = pickle.load(self._pipe(self.process.stdout))
+            answer = pickle.load(self._pipe(self.process.stdout))
         except EOFError as error:
             raise self._ended() from error
-        return np.split(tokens, np.cumsum(counts)[:-1])
+        if isinstance(answer, ConfigError):
+            raise answer
+        tokens, counts, dropped = answer
+        return np.split(tokens, np.cumsum(counts)[:-1]), dropped
 
     def close(self) -> None:
         """Wait for the end of the process and close its pipes."""
@@ -160,10 +175,15 @@ def serve() -> None:
             texts = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        encoded = tokenizer.encode_batch(texts)
-        tokens = np.concatenate(encoded).astype(tokenizer.token_dtype)
+        answer: Any
         try:
-            pickle.dump((tokens, [len(each) for each in encoded]), out, pickle.HIGHEST_PROTOCOL)
+            encoded, dropped = _counted(tokenizer, texts)
+            tokens = np.concatenate(encoded).astype(tokenizer.token_dtype)
+            answer = tokens, [len(each) for each in encoded], dropped
+        except ConfigError as error:
+            answer = error
+        try:
+            pickle.dump(answer, out, pickle.HIGHEST_PROTOCOL)
             out.flush()
         except BrokenPipeError:  # the process that asked is gone
             os._exit(0)

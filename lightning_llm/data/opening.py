@@ -37,15 +37,17 @@ def open_corpus(
     found = (id_problem(sources[name], scans[name], tokenizer, vocab_size) for name in token_files)
     if problems := [problem for problem in found if problem is not None]:
         raise ConfigError(problems)
-    streams = {}
+    streams, losses = {}, {}
     for name, source in sources.items():
         rule = held_out if name in trained else ALL_HELD_OUT
         if name in token_files:
-            made = token_streams(source, token_files[name], rule, tokenizer, config.tokenizer, cache_dir, progress)
+            streams[name] = token_streams(
+                source, token_files[name], rule, tokenizer, config.tokenizer, cache_dir, progress
+            )
         else:
             processes = config.tokenize_processes
             made = prepare_streams(source, scans[name], rule, tokenizer, cache_dir, progress, processes)
-        streams[name] = made
+            streams[name], losses[name] = made
     chosen = choose_documents(config, sources, streams, held_out, cache_dir)
     if problems := [each for name in config.drawn for each in _length_problems(name, streams[name], config)]:
         raise ConfigError(problems)
@@ -56,6 +58,7 @@ def open_corpus(
             skipped_files=source.skipped_files | scans[name].skipped_files,
             blank_records=scans[name].left_out,
             documents=scans[name].documents,
+            **losses.get(name, {}),
         )
         for name, source in sources.items()
     }

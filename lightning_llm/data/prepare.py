@@ -5,6 +5,7 @@ in every source alike and under every seed, so a text that occurs twice, or in t
 A source too small to have a key in that range gives its smallest key, which is then held out of all sources.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ from lightning_llm.data.cache import build_once, disk_problem, token_bytes
 from lightning_llm.data.encode import encode_batches, process_count
 from lightning_llm.data.source import Document, Source
 from lightning_llm.data.token_files import TokenStream, TokenWriter
-from lightning_llm.data.tokenizer import Tokenizer, tokenizer_file, train_bpe, write_bytes_tokenizer
+from lightning_llm.data.tokenizer import Tokenizer, train_bpe, write_bytes_tokenizer
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.keyed_hash import MASK_32
 
@@ -160,7 +161,9 @@ def prepare_tokenizer(
         if config.kind == "bytes":
             write_bytes_tokenizer(folder / TOKENIZER)
         elif config.kind == "file":
-            (folder / TOKENIZER).write_bytes(tokenizer_file(config.path or "").read_bytes())
+            given = Tokenizer(config.path or "", config.end_of_document)
+            given.save(folder)
+            given.declare_end(folder)
         else:
             expected = min(total_bytes, BPE_SAMPLE_BYTES)
             with progress_task(f"training a tokenizer of {size:,}", expected, shown) as advance:
@@ -193,10 +196,11 @@ def prepare_streams(
     cache_dir: Path,
     shown: bool,
     processes: int | None = None,
-) -> dict[str, TokenStream]:
-    """Return the source's `train` and `validation` streams, tokenised now where they are not cached.
+) -> tuple[dict[str, TokenStream], dict[str, int]]:
+    """Return the source's `train` and `validation` streams, tokenised now where they are not cached; and its losses.
 
-    `processes` is `data.tokenize_processes`. Memory does not grow with the source.
+    The losses are those that `SourceAccount` counts. `processes` is `data.tokenize_processes`. Memory does not grow
+    with the source.
     """
     dtype = tokenizer.token_dtype
     count = process_count(processes, found.text_bytes, tokenizer)
@@ -206,24 +210,39 @@ def prepare_streams(
         if problem:
             raise ConfigError(problem)
         writers = {split: TokenWriter(folder, split, dtype, tokenizer.end_of_document) for split in SPLITS}
+        losses: Counter[str] = Counter()
         with (
             progress_task(f"tokenising {source.name}", found.text_bytes, shown) as advance,
             closing(encode_batches(tokenizer, _batches(source), count)) as encoded,
         ):
-            for batch, all_tokens in encoded:
+            for batch, all_tokens, all_dropped in encoded:
                 measured = iter(tokenizer.byte_counts([each.text for each in batch if each in held_out]))
-                for document, tokens in zip(batch, all_tokens, strict=True):
+                for document, tokens, dropped in zip(batch, all_tokens, all_dropped, strict=True):
+                    losses += _losses(tokens, dropped, tokenizer.unknown)
                     if document in held_out:
                         writers["validation"].add(tokens, next(measured))
                     else:
                         writers["train"].add(tokens)
                 advance(sum(document.text_bytes for document in batch))
-        return {"dtype": dtype.str, "splits": {split: writer.close() for split, writer in writers.items()}}
+        splits = {split: writer.close() for split, writer in writers.items()}
+        return {"dtype": dtype.str, "splits": splits, "losses": dict(losses)}
 
     identity = {"source": source.identity(), "held_out": held_out.identity(), "tokenizer": tokenizer.fingerprint}
     folder, manifest = build_once(cache_dir, "tokens", identity, build)
     splits = manifest["splits"]
-    return {split: TokenStream(folder, split, manifest["dtype"], splits[split]["digest"]) for split in SPLITS}
+    streams = {split: TokenStream(folder, split, manifest["dtype"], splits[split]["digest"]) for split in SPLITS}
+    return streams, manifest["losses"]
+
+
+def _losses(tokens: np.ndarray, dropped: int, unknown: int | None) -> Counter[str]:
+    """Return what `SourceAccount` counts of one document, of whose characters `dropped` have no token."""
+    found: Counter[str] = Counter()
+    if dropped:
+        found["dropped_characters"] = dropped
+        found["shortened_documents" if len(tokens) else "emptied_documents"] = 1
+    if unknown is not None and (count := int(np.count_nonzero(tokens == unknown))):
+        found["unknown_tokens"] = count
+    return found
 
 
 def _batches(source: Source) -> Iterator[list[Document]]:

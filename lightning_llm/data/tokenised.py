@@ -53,7 +53,8 @@ def end_of_document_of(config: TokenizerConfig) -> int:
     """Return the id that ends a document for a tokenizer that needs no training; `check_data` has looked at it."""
     if config.kind == "bytes":
         return BYTES_VOCAB_SIZE - 1
-    found = find_end_of_document(read_vocabulary(tokenizer_file(config.path or "")), config.end_of_document)
+    file = tokenizer_file(config.path or "")
+    found = find_end_of_document(read_vocabulary(file), config.end_of_document, file)
     if found is None:
         raise ConfigError(Problem("data.tokenizer.end_of_document", "names no token of the tokenizer."))
     return found

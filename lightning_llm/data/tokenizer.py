@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_llm.config.weight_files import TOKENIZER
+from lightning_llm.data.lost_text import LossCounter
 from lightning_llm.data.token_text import added_texts, byte_counts, decoded, pieces_of_token
+from lightning_llm.data.tokenizer_files import (
+    declared_beside,
+    declared_within,
+    format_problem,
+    sampling_in,
+    switch_off_sampling,
+    unknown_token,
+    write_declaration,
+)
 
 if TYPE_CHECKING:
     import tokenizers
@@ -34,7 +44,7 @@ SMALLEST_BPE_VOCAB_SIZE = 257
 
 def tokenizer_file(path: str | Path) -> Path:
     """Return the tokenizer.json that `path`, the file itself or a folder that holds it, names."""
-    expanded = Path(path).expanduser().absolute()
+    expanded = Path(os.path.expanduser(path)).absolute()
     return expanded / TOKENIZER if os.path.isdir(expanded) else expanded
 
 
@@ -48,14 +58,23 @@ def read_vocabulary(file: Path) -> dict[str, int]:
         listed = content["model"]["vocab"]
         vocabulary = dict(listed) if isinstance(listed, dict) else {entry[0]: i for i, entry in enumerate(listed)}
         return vocabulary | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise ValueError(f"{file} is no tokenizer.json of the `tokenizers` library ({error!r})") from error
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        text = f"{file} is no tokenizer.json of the `tokenizers` library: {format_problem(file)}"
+        raise ValueError(text) from error
 
 
-def find_end_of_document(vocabulary: dict[str, int], name: str | None) -> int | None:
-    """Return the id of `name`, or of the first usual end-of-document token where `name` is None; None if absent."""
+def find_end_of_document(vocabulary: dict[str, int], name: str | None, file: Path | None = None) -> int | None:
+    """Return the id of the token that ends a document; None if absent.
+
+    It is `name`; where that is None, the first token of a usual name, or else the one that the tokenizer.json `file` or
+    the files beside it declare. Raises OSError and ValueError for one of these that cannot be read.
+    """
     names = END_OF_DOCUMENT_NAMES if name is None else (name,)
-    return next((vocabulary[n] for n in names if n in vocabulary), None)
+    found = next((vocabulary[n] for n in names if n in vocabulary), None)
+    if found is not None or name is not None or file is None:
+        return found
+    declared = declared_beside(file, vocabulary) or declared_within(file)
+    return None if declared is None else vocabulary.get(declared)
 
 
 def unusual_end_of_document(file: Path, ids: Sequence[int]) -> str | None:
@@ -82,11 +101,12 @@ class Tokenizer:
         """Open a file or a folder. Raises OSError, or ValueError where it is none or has no end-of-document token."""
         self.path = tokenizer_file(path)
         vocabulary = read_vocabulary(self.path)
-        found = find_end_of_document(vocabulary, end_of_document)
+        found = find_end_of_document(vocabulary, end_of_document, self.path)
         if found is None:
             raise ValueError(f"{self.path} has no token {end_of_document or ' or '.join(END_OF_DOCUMENT_NAMES)}")
         self.end_of_document = found
         self.is_bytes = vocabulary == bytes_vocabulary() and _copies_bytes(self.path)
+        self.sampling = sampling_in(self.path)
         self.vocab_size = max(vocabulary.values()) + 1
         content = self.path.read_bytes() + found.to_bytes(8, "little")
         self.fingerprint = blake2b(content, digest_size=16).hexdigest()
@@ -104,6 +124,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
+        switch_off_sampling(backend)
         backend.post_processor = tokenizers.processors.Sequence([])  # some cut spaces off the offsets; ids stay
         return backend
 
@@ -112,7 +133,8 @@ class Tokenizer:
         return added_texts(self._backend)
 
     def __getstate__(self) -> dict[str, object]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_backend", "_added_texts")}
+        made = ("_backend", "_added_texts", "_losses")
+        return {key: value for key, value in self.__dict__.items() if key not in made}
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return each text's token ids, uint32 [tokens], with neither end-of-document nor any other token added."""
@@ -131,6 +153,23 @@ class Tokenizer:
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         return [byte_counts(text, each.offsets) for text, each in zip(texts, encodings, strict=True)]
 
+    def encode_counted(self, texts: Sequence[str]) -> tuple[list[np.ndarray], list[int]]:
+        """Return `encode_batch` of the texts, and of each how many characters, blanks aside, have no token."""
+        if self.is_bytes or self._losses.lossless:
+            return self.encode_batch(texts), [0] * len(texts)
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        tokens = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        return tokens, self._losses.dropped(texts, encodings)
+
+    @cached_property
+    def _losses(self) -> LossCounter:
+        return LossCounter(self.path, self._backend)
+
+    @cached_property
+    def unknown(self) -> int | None:
+        """The id of the token for text that it does not know, None where it has none."""
+        return unknown_token(self.path)
+
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`, special tokens shown; bytes that are no UTF-8 become U+FFFD."""
         return decoded(self._backend, [int(t) for t in tokens], self._added_texts)
@@ -138,6 +177,14 @@ class Tokenizer:
     def pieces_in(self, smaller: "Tokenizer", token: int) -> list[int]:
         """Return the ids that `smaller`, the same tokenizer without `token`, has for its text; see `token_text`."""
         return pieces_of_token(self._backend, smaller._backend, token)
+
+    def declare_end(self, folder: Path) -> None:
+        """Write beside the copy in `folder` which token ends a document, where tokenizer.json alone does not say."""
+        vocabulary = read_vocabulary(self.path)
+        name = declared_beside(self.path, vocabulary)
+        is_usual = find_end_of_document(vocabulary, None) is not None or declared_within(self.path) is not None
+        if name is not None and vocabulary[name] == self.end_of_document and not is_usual:
+            write_declaration(folder, name)
 
     def save(self, path: str | Path) -> Path:
         """Copy the tokenizer.json to the file or existing folder `path`, and return where it went."""

@@ -42,4 +42,8 @@ def chosen_lines(corpus: Corpus) -> list[str]:
 
 def account_lines(corpus: Corpus) -> list[str]:
     """Return a note for each loss between the files of a source and its tokens."""
-    return [f"note   {line}" for name, account in corpus.accounts.items() for line in account.lines(name)]
+    lines = [line for name, account in corpus.accounts.items() for line in account.lines(name)]
+    if sampling := corpus.tokenizer.sampling:
+        text = f"data.tokenizer: sampling of tokens ({sampling} in its file) is switched off"
+        lines.append(f"{text}, so that a text always has the same tokens")
+    return [f"note   {line}" for line in lines]

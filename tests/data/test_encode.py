@@ -47,9 +47,9 @@ class LateWorker:
         self.tokenizer = tokenizer
         self.process = SimpleNamespace(kill=lambda: None)
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
+    def encode(self, texts: list[str]) -> tuple[list[np.ndarray], list[int]]:
         time.sleep(len(texts[0]) % 3 / 1000)
-        return self.tokenizer.encode_batch(texts)
+        return self.tokenizer.encode_counted(texts)
 
     def close(self) -> None:
         pass
@@ -75,9 +75,9 @@ def test_any_processes_and_batches_give_each_documents_tokens_in_order(
     for done, encoded in enumerate(encode_batches(tokenizer, reading(), processes)):
         assert read <= done + encode.AHEAD * processes  # no more is in memory
         made.append(encoded)
-    assert [batch for batch, _ in made] == batches
+    assert [batch for batch, *_ in made] == batches
     expected = [tokenizer.encode_batch([each.text])[0].tolist() for batch in batches for each in batch]
-    assert [tokens.tolist() for _, all_tokens in made for tokens in all_tokens] == expected
+    assert [tokens.tolist() for _, all_tokens, _ in made for tokens in all_tokens] == expected
 
 
 def test_a_cache_has_the_same_bits_however_it_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

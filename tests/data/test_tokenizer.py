@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
+from lightning_llm.config.schema.data import TokenizerConfig
+from lightning_llm.data.check import _tokenizer_file_problems
 from lightning_llm.data.tokenizer import Tokenizer, read_vocabulary, train_bpe, write_bytes_tokenizer
 
 TEXTS = [f"def f{i}(self):\n    return self.x{i % 7} + {i}\n" for i in range(300)]
@@ -106,3 +109,55 @@ def test_vocabulary_read_without_the_library_is_the_library_s(bpe: Tokenizer, tm
         file.write_text(broken)
         with pytest.raises(ValueError, match=r"no tokenizer\.json"):
             read_vocabulary(file)
+
+
+def bpe_with(folder: Path, *special: str) -> Path:
+    backend = Backend(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_the_end_of_a_document_is_found_by_what_is_declared(tmp_path: Path) -> None:
+    deepseek = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
+    assert Tokenizer(bpe_with(tmp_path, *deepseek)).end_of_document == 3
+    assert Tokenizer(bpe_with(tmp_path, "<|im_start|>", "<EOD>")).end_of_document == 3
+    folder = bpe_with(tmp_path, "<halt>", "<stop>")
+    with pytest.raises(ValueError, match="has no token"):
+        Tokenizer(folder)
+    for declared in ("<stop>", {"__type": "AddedToken", "content": "<stop>"}):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": declared}))
+        tokenizer = Tokenizer(folder)
+        assert tokenizer.end_of_document == 3
+    (tmp_path / "run").mkdir()
+    tokenizer.declare_end(tokenizer.save(tmp_path / "run").parent)
+    assert Tokenizer(tmp_path / "run").fingerprint == tokenizer.fingerprint  # what a run keeps is enough
+    usual = Tokenizer(bpe_with(tmp_path, "<stop>", "</s>"))  # a usual name goes first, as in earlier releases
+    assert usual.end_of_document == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        (
+            "tokenizer.model",
+            b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02" + bytes(range(128, 256)) * 9,
+            "sentencepiece",
+        ),
+        ("r50k.tiktoken", b"IQ== 0\nIg== 1\n", "tiktoken"),
+        ("tekken.json", b'{"config": {}, "vocab": [{"rank": 0, "token_bytes": "AA=="}]}', "tekken"),
+        ("vocab.json", b'{"a": 0}', "one part of a tokenizer"),
+    ],
+)
+def test_another_format_is_named_with_how_to_convert_it(
+    tmp_path: Path, name: str, content: bytes, expected: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=expected) as caught:
+        Tokenizer(tmp_path / name)
+    assert f"from_pretrained({str(tmp_path)!r}).save_pretrained(" in str(caught.value)
+    assert len(str(caught.value)) < 500
+    config = TokenizerConfig(kind="file", path=str(tmp_path))
+    (problem,) = _tokenizer_file_problems(config, 300)
+    assert problem.key == "data.tokenizer.path"
+    assert expected in problem.text
