@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.redact import redacted
+from lightning_llm.config.sqlite_address import sqlite_address
 from lightning_llm.config.weight_files import TOKENIZER
 from lightning_llm.config.workspace import default_outputs, folders_named
 from lightning_llm.errors import ConfigError, Problem, did_you_mean, gathered
@@ -135,7 +136,7 @@ def _id_files(root: Path) -> Iterable[Path]:
 
 
 def _store_of(root: Path) -> str:
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(root / 'mlflow.db').absolute()}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or sqlite_address(root / "mlflow.db")
 
 
 def _experiment_in_mlflow(name: str, root: Path, found: Found) -> list[Path]:

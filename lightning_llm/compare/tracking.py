@@ -14,6 +14,7 @@ from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.wording import interval_of, line_of, nats
 from lightning_llm.config.commands import sync_command
 from lightning_llm.config.redact import redact_uri, redacted, with_credentials
+from lightning_llm.config.sqlite_address import sqlite_address
 from lightning_llm.record.mlflow.store import LARGEST_VALUE, existing_store
 from lightning_llm.record.mlflow.sweep import DESCRIPTION
 from lightning_llm.record.mlflow.ui import artifact_page, children_page
@@ -117,7 +118,7 @@ def tracking_uri(pair: Pair) -> str:
         (pair.run.summary.get("mlflow") or {}).get("tracking_uri") or ""
     )  # what MLFLOW_TRACKING_URI was then
     uri = pair.run.config.get("logger.tracking_uri") or noted or os.environ.get("MLFLOW_TRACKING_URI")
-    return with_credentials(str(uri or f"sqlite:///{pair.run.config.get('run.root')}/mlflow.db"))
+    return with_credentials(str(uri or sqlite_address(Path(str(pair.run.config.get("run.root")), "mlflow.db"))))
 
 
 def _log_child(client: Any, pair: Pair, verdict: Verdict) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.config.sqlite_address import sqlite_address, sqlite_file
 from lightning_llm.interpreter import python_environment, python_module
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.liveness import has_died
@@ -47,7 +48,7 @@ def existing_store(uri: str) -> Any:
     Raises:
         FileNotFoundError: there is no such database.
     """
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+    if (database := sqlite_file(uri)) is not None and not database.exists():
         raise FileNotFoundError(f"there is no {uri}")
     return _client(uri)
 
@@ -56,17 +57,16 @@ def open_store(uri: str, experiment_name: str) -> tuple[Any, str]:
     """Return (client, id of the experiment), both made where they are not there yet."""
     lock: Any = contextlib.nullcontext()
     options = {}
-    if uri.startswith("sqlite:///"):
+    if (database := sqlite_file(uri)) is not None:
         # Several processes that meet a fresh database would all create its tables, and all but one fail.
         from filelock import FileLock
 
-        database = Path(uri.removeprefix("sqlite:///"))
         database.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{database}.lock", timeout=60)
         # Unless told otherwise MLflow puts artifacts where the process happens to have been started.
         options = {"artifact_location": (database.parent / "mlartifacts").absolute().as_uri()}
     with lock:
-        if uri.startswith("sqlite:///") and not database.exists():
+        if database is not None and not database.exists():
             _create(database)
         client = _client(uri)
         from mlflow.exceptions import MlflowException
@@ -91,7 +91,7 @@ def _create(database: Path) -> None:
     for left in (partial, partial.with_name(f"{partial.name}-journal")):
         left.unlink(missing_ok=True)
     partial.touch()  # SQLite would make it 0644 at most, whatever the umask leaves to a group
-    _client(f"sqlite:///{partial}").search_experiments(max_results=1)
+    _client(sqlite_address(partial)).search_experiments(max_results=1)
     os.replace(partial, database)
 
 

@@ -14,6 +14,7 @@ from lightning_llm.config.commands import sync_command
 from lightning_llm.config.identity import config_hash, flatten
 from lightning_llm.config.redact import redact_uri, redacted, with_credentials
 from lightning_llm.config.schema import Config
+from lightning_llm.config.sqlite_address import absolute_address, sqlite_address, sqlite_file
 from lightning_llm.record.files import Record, Status
 from lightning_llm.record.mlflow.store import noted_id, own_process
 from lightning_llm.record.mlflow.writer import RUN_ID_FILE
@@ -69,8 +70,9 @@ def tracking_uri(config: Config) -> str:
     with credentials: for MLflow's client, never to be printed or written (`redact_uri`).
     """
     uri = config.logger.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    path = uri.removeprefix("sqlite:///") if uri else str(Path(config.run.root, "mlflow.db"))
-    return f"sqlite:///{Path(path).absolute()}" if not uri or uri.startswith("sqlite:///") else with_credentials(uri)
+    if not uri:
+        return sqlite_address(Path(config.run.root, "mlflow.db"))
+    return with_credentials(uri) if sqlite_file(uri) is None else absolute_address(uri)
 
 
 def compared_parameters(config: Config) -> dict[str, str]:
@@ -224,7 +226,8 @@ class MLflowTracker:
 
     def _working_folder(self) -> Path:
         """Return a folder for the writer to live in: MLflow creates ./mlruns in it."""
-        folder = Path(self.uri.removeprefix("sqlite:///")).parent if self.uri.startswith("sqlite:///") else self.run_dir
+        database = sqlite_file(self.uri)
+        folder = self.run_dir if database is None else database.parent
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 

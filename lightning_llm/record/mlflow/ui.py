@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from lightning_llm.config.commands import program
 from lightning_llm.config.redact import redact_uri
+from lightning_llm.config.sqlite_address import sqlite_address, sqlite_file
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.interpreter import python_environment
 from lightning_llm.record.mlflow.store import PATIENCE, existing_store
@@ -51,14 +52,14 @@ def ui_lines(uri: str, experiment_id: str | None) -> list[str]:
     """Return how to look at the runs that are tracked at `uri`, for a terminal."""
     if uri.startswith(("http://", "https://")):
         return [f"curves {experiment_page(uri, experiment_id)}"]
-    if not uri.startswith("sqlite:///"):
+    if sqlite_file(uri) is None:
         return [f"curves in MLflow at {redact_uri(uri)}"]
     return [f"curves {ui_command(uri)}", f"       then open {experiment_page(LOCAL_SERVER, experiment_id)}"]
 
 
 def main() -> int:
     """Print the pages of the newest experiments of the outputs folder's database, and run MLflow's UI on it."""
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{default_outputs()}/mlflow.db"
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or sqlite_address(Path(default_outputs(), "mlflow.db"))
     if uri.startswith(("http://", "https://")):
         print("\n".join(ui_lines(uri, None)))
         return 0

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.config.sqlite_address import sqlite_address
 from lightning_llm.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def open_study(folder: Path) -> "Study":
     file = folder / STORAGE
     try:
         study = optuna.create_study(
-            storage=f"sqlite:///{file}", study_name=STUDY, direction="minimize", load_if_exists=True
+            storage=sqlite_address(file), study_name=STUDY, direction="minimize", load_if_exists=True
         )
     except Exception as error:  # SQLAlchemy's and Optuna's own, of a file that is damaged
         text = f"cannot be opened ({type(error).__name__}). Move it away: the search begins anew, beside the runs made."
