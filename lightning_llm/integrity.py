@@ -129,12 +129,21 @@ def unseal(content: bytes) -> dict[str, Any]:
 def parse_object(content: bytes) -> dict[str, Any]:
     """Return the JSON object in `content`. Raises ValueError as `unseal` does."""
     try:
-        values = json.loads(content)
+        values = json.loads(content, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is no JSON ({error})") from error
     if not isinstance(values, dict):
         raise ValueError("is no JSON object")
     return values
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises ValueError where it has a key twice, of which readers take either."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
+        raise ValueError(f"{twice!r} is given twice")
+    return found
 
 
 def _encoded(values: Mapping[str, Any]) -> bytes:

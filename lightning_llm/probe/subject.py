@@ -1,5 +1,6 @@
 """The subject of a probe: the weights at PATH, the model they belong to, and a few batches of text."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.plan.check import check_config
 from lightning_llm.probe.model import TokenBatch
-from lightning_llm.run.environment import rank_environment
+from lightning_llm.run.environment import is_first_rank, rank_environment
 from lightning_llm.run.weights import open_weights
 from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint, Damage, content_damage
 from lightning_llm.train.checkpoint.weights import CheckpointWeights
@@ -100,6 +101,8 @@ def _huggingface(path: Path, arguments: Sequence[str], text: Path | None, needs_
         problems.append(Problem("--text", f"{text} is no file."))
     if problems or weights is None:
         raise ConfigError(problems)
+    for note in weights.notes if is_first_rank() else ():
+        print(note, file=sys.stderr)
     length = min(HUGGINGFACE_TOKENS, weights.config.max_sequence_length)
     tokenizer = [
         *_tokenizer_words(path / TOKENIZER),

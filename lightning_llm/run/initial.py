@@ -70,7 +70,7 @@ def _say(config: Config, weights: Weights, facts: dict[str, Any]) -> None:
     named = f", {facts['architecture']}" if facts["architecture"] else ""
     added = f", {facts['new_tokens']:,} new tokens" if facts["new_tokens"] else ""
     print(f"init   {weights.path} ({weights.kind}{named}, digest {facts['digest'][:8]}{added})", flush=True)
-    if note := length_note(config, weights):
+    for note in filter(None, (length_note(config, weights), *weights.notes)):
         print(note, flush=True)
     if weights.tokenizer is None:
         print("note   the weights bring no tokenizer.json: nothing says that data.tokenizer is theirs", flush=True)

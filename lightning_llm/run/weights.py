@@ -158,6 +158,7 @@ def vocabulary_problems(config: Config, weights: Weights) -> Iterator[Problem]:
     except (OSError, ValueError) as error:
         yield Problem(str(own), f"{error}.")
         return
+    yield from rows_problems(known, weights)
     try:
         given = (
             bytes_vocabulary() if tokenizer.kind == "bytes" else read_vocabulary(tokenizer_file(tokenizer.path or ""))
@@ -171,6 +172,15 @@ def vocabulary_problems(config: Config, weights: Weights) -> Iterator[Problem]:
         )
         text = f"of {len(others):,} tokens of the weights' own tokenizer the ids differ ({shown}). {take}"
         yield Problem("data.tokenizer", text)
+
+
+def rows_problems(vocabulary: Mapping[str, int], weights: Weights) -> Iterator[Problem]:
+    """Yield that the weights' own tokenizer has tokens for which they have no row."""
+    rows = weights.config.vocab_size
+    if without := sorted((index, token) for token, index in vocabulary.items() if index >= rows):
+        shown = ", ".join(f"{token!r} is id {index}" for index, token in without[:SHOWN_TOKENS])
+        text = f"has {len(without):,} tokens for which the weights have no row ({shown}; vocab_size is {rows:,}). "
+        yield Problem(str(weights.tokenizer), f"{text}Take those tokens out, or bring the weights that belong to it.")
 
 
 def _id(vocabulary: Mapping[str, int], token: str) -> str:

@@ -53,6 +53,8 @@ def export(arguments: argparse.Namespace) -> int:
     skipped = "--no-parity" if arguments.no_parity else "; ".join(map(str, parity_problems(weights.config)))
     total = count_parameters(weights.config).total
     print(f"read         {weights.path}\narchitecture {entries['architectures'][0]}, {total:,} parameters", flush=True)
+    for note in weights.notes:
+        print(note, flush=True)
     logits = f"not compared with transformers ({skipped})"
     try:
         with whole_folder(output, arguments.force) as partial:

@@ -24,6 +24,7 @@ from lightning_llm.model.weights.folder import (
     open_imported,
 )
 from lightning_llm.model.weights.write import output_problems, undo_killed, whole_folder, write_tensors
+from lightning_llm.run.weights import rows_problems
 from lightning_llm.verb.parity import AnotherModelError, parity_of, parity_problems
 
 SIDE_FILES = (
@@ -64,6 +65,8 @@ def import_weights(arguments: argparse.Namespace) -> int:
     print(f"read         {folder}")
     print(f"architecture {weights.architecture}: {shape_line(weights)}")
     print(f"parameters   {count_parameters(weights.config).total:,} in {kept}", flush=True)
+    for note in weights.notes:
+        print(note, flush=True)
     logits = "not compared with transformers (--no-parity)"
     try:
         with whole_folder(output, arguments.force) as partial:
@@ -130,14 +133,15 @@ def open_source(folder: Path) -> FolderWeights:
 
 
 def tokenizer_problems(weights: Weights) -> list[Problem]:
-    """Return why the tokenizer.json that would be handed on with the weights is none."""
+    """Return why the tokenizer.json that would be handed on with the weights is none of theirs."""
+    if weights.tokenizer is None:
+        return []
     try:
-        if weights.tokenizer is not None:
-            read_vocabulary(weights.tokenizer)
+        vocabulary = read_vocabulary(weights.tokenizer)
     except (OSError, ValueError) as error:
         text = f"{error}. Save it anew, or take it away, and the weights go on without one."
         return [Problem(str(weights.tokenizer), text)]
-    return []
+    return list(rows_problems(vocabulary, weights))
 
 
 def hand_on(source: Path, target: Path, names: Iterable[str] = SIDE_FILES) -> None:

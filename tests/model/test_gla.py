@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from model_shapes import build, llama, tokens_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,6 +82,8 @@ def assert_close(found, expected, tolerance):
     st.sampled_from([0.1, 1.0, 30.0, 3000.0]),
     st.integers(0, 99),
 )
+@example(150, 2, 3, 5, [100], 1.0, 0)  # three chunks: no state passes the second, in which a document begins
+@example(192, 1, 2, 2, [64, 128], 1.0, 1)  # documents that begin with a chunk
 def test_chunks_equal_the_recurrence(length, heads, keys, values, cuts, gates, seed):
     """Outputs and all gradients, over uneven lengths, documents (of one token, too) and gates that forget at once."""
     ids = None if cuts is None else documents_of(length, cuts)

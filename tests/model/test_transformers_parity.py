@@ -5,11 +5,13 @@ import torch
 import torch.nn.functional as F
 from model_shapes import LLAMA3_SCALING, build, gemma2, gpt2, llama, qwen3, tokens_of
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lightning_llm.config.schema.model import RopeScaling
 from lightning_llm.errors import ConfigError
 from lightning_llm.model.huggingface import from_huggingface, huggingface_config, to_huggingface
 from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.model.rope import inverse_frequencies
 
 YARN = RopeScaling(
     kind="yarn",
@@ -103,3 +105,25 @@ def test_what_has_no_counterpart_is_refused():
 def test_heads_that_no_class_takes_are_refused_by_name():
     with pytest.raises(ConfigError, match="num_heads=5 of hidden_size=64"):
         huggingface_config(gemma2(num_heads=5, num_kv_heads=1))
+
+
+RAMPS = {
+    "within": (10_000.0, 2048, 32, 1),
+    "begins below the first pair": (10_000.0, 24, 32, 1),
+    "ends between the last pair and the width": (100.0, 4096, 32, 1),
+    "ends beyond the width": (12.0, 4096, 512, 1),
+    "of no width": (10_000.0, 2048, 4, 4),
+}
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize(("theta", "length", "fast", "slow"), RAMPS.values(), ids=RAMPS)
+def test_yarns_ramp_is_transformers_wherever_it_ends(theta, length, fast, slow, truncate):
+    scaling = {"factor": 4.0, "beta_fast": float(fast), "beta_slow": float(slow), "truncate": truncate}
+    ours = llama(
+        head_dim=32, rope_theta=theta, rope_scaling=RopeScaling(kind="yarn", original_sequence_length=length, **scaling)
+    )
+    entries = {"rope_type": "yarn", "original_max_position_embeddings": length, "rope_theta": theta, **scaling}
+    theirs = AutoConfig.for_model("llama", head_dim=32, max_position_embeddings=4 * length, rope_parameters=entries)
+    expected, _ = ROPE_INIT_FUNCTIONS["yarn"](theirs)
+    torch.testing.assert_close(inverse_frequencies(ours, torch.device("cpu")), expected, rtol=1e-6, atol=0)

@@ -1,6 +1,7 @@
 """A folder of weights with a fault, given to every verb that reads one: named, with what to do, and nothing made."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,9 +62,25 @@ FAULTS = {
                                                                    num_attention_heads=6), VERBS, ["no multiple of 4"]),
     "no tokenizer at all": (1, lambda folder: (folder / "tokenizer.json").write_text("{}"), VERBS,
                             ["is no tokenizer.json of the `tokenizers` library"]),
-    "a tokenizer with more tokens than rows": (1, lambda folder: more_tokens(folder), ["evaluate", "generate", "train"],
-                                               ["tokens, "]),
+    "a tokenizer with more tokens than rows": (1, lambda folder: more_tokens(folder), VERBS, ["tokens"]),
+    "two rope entries": (1, lambda folder: change_json(folder / "config.json", rope_scaling={
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}), VERBS,
+        ["rope_scaling: and rope_parameters are both given and differ (rope_type 'yarn' and 'default'"]),
+    "an adapter": (1, lambda folder: (folder / "adapter_config.json").write_text("{}"), VERBS, ["Merge it into them"]),
+    "two heads": (1, lambda folder: two_heads(folder), VERBS, ["tie_word_embeddings: is true or left out, which ties"]),
+    "a key twice": (1, lambda folder: twice(folder / "config.json"), VERBS, ["'rope_theta' is given twice"]),
+    "two sets of weights": (2, lambda folder: shutil.copyfile(folder / SECOND, folder / "model.safetensors"), VERBS,
+                            ["model.safetensors: is there beside model.safetensors.index.json"]),
 }  # fmt: skip
+
+
+def two_heads(folder: Path) -> None:
+    change_json(folder / "config.json", tie_word_embeddings=True)
+    change_tensors(folder, lambda state: state | {"lm_head.weight": state["model.embed_tokens.weight"] + 1})
+
+
+def twice(file: Path) -> None:
+    file.write_text('{"rope_theta": 5.0, ' + file.read_text().removeprefix("{"))
 
 
 def more_tokens(folder: Path) -> None:
@@ -96,3 +113,21 @@ def test_a_fault_is_named_by_every_verb_and_nothing_is_made(fault, tmp_path, cor
             assert part in printed.err, verb
         assert "this was run" not in printed.out
         assert [each.name for each in tmp_path.iterdir()] == ["hf"], verb
+
+
+def test_tensors_in_another_dtype_than_said_are_read_as_they_are_and_said(tmp_path, corpus_folder, capsys):
+    shape = compose_config(["model=llama_tiny", "model.num_layers=1", "model.vocab_size=300"]).model
+    folder = write_huggingface(tmp_path / "hf", shape, torch_dtype="bfloat16")
+    said = f"config.json of {folder} says bfloat16, and its tensors are in fp32: they are read as they are kept"
+    data = ["data=jsonl", f"data.sources.jsonl.path={corpus_folder / 'documents.jsonl'}", "data.sequence_length=32"]
+    run = [f"run.dir={tmp_path}/run", f"data.cache_dir={tmp_path}/cache", "logger=none", "callbacks=none"]
+    steps = ["trainer.max_steps=1", "trainer.validate_every_steps=null", "trainer.accelerator=cpu"]
+    for words in (
+        ["import", str(folder), "--output", str(tmp_path / "base"), "--no-parity"],
+        ["generate", str(folder), "--prompt", "the", "--max-new-tokens", "1"],
+        ["train", f"model.init_from={folder}", *data, *run, *steps],
+    ):
+        assert main(words) == 0, words
+        printed = capsys.readouterr()
+        assert said in printed.out + printed.err, words
+    assert load_file(tmp_path / "base" / "model.safetensors")["embedding.weight"].dtype == torch.float32

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.errors import Problem
+from lightning_llm.model.interop.contradictions import contradictions
 from lightning_llm.model.interop.rope import read_rope, rope_problems
 
 
@@ -16,6 +17,8 @@ class Architecture(ABC):
     """
 
     class_name: ClassVar[str]
+    model_type: ClassVar[str | None] = None
+    """The `model_type` of its config.json, by which transformers chooses the class; None: whatever stands there."""
     shape: ClassVar[str]
     """What a config must be to have this counterpart, in words."""
     block_prefix: ClassVar[str] = "model.layers"
@@ -33,6 +36,12 @@ class Architecture(ABC):
     """Entries of config.json that must be whole numbers."""
     wanted: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Entries of config.json of which this decoder computes some values alone; the first where there is no entry."""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Entries of config.json by another name that transformers takes as well: they must agree."""
+    not_null: ClassVar[tuple[str, ...]] = ()
+    """Entries of config.json that may be left out, but not be null."""
+    heads_divide: ClassVar[bool] = False
+    """Whether transformers wants heads to divide the width, whatever `head_dim`."""
     rotary: ClassVar[bool] = True
 
     @abstractmethod
@@ -56,6 +65,12 @@ class Architecture(ABC):
         for key in self.sizes:
             if type(values.get(key)) is not int or values[key] < 1:
                 yield Problem(f"config.json {key}", "a whole number must be given.")
+        yield from contradictions(values, self.model_type, self.aliases, self.not_null)
+        if self.heads_divide and type(heads := values.get("num_attention_heads")) is int and heads > 0:
+            width = values.get("hidden_size")
+            if type(width) is int and width % heads:
+                text = f"is {heads}, which does not divide hidden_size={width}, and {self.class_name} refuses that."
+                yield Problem("config.json num_attention_heads", f"{text} Take a model that transformers loads.")
         for key, (first, *others) in self.wanted.items():
             found = values.get(key, first)
             if not any(type(found) is type(each) and found == each for each in (first, *others)):
@@ -104,7 +119,7 @@ def is_plain(config: ModelConfig) -> bool:
     return config.embedding_scale is None and config.logit_cap is None
 
 
-def heads_divide(config: ModelConfig) -> bool:
+def has_dividing_heads(config: ModelConfig) -> bool:
     """Return whether query heads divide the width, which some of transformers' classes require, whatever head_dim."""
     return config.hidden_size % config.num_heads == 0
 

@@ -75,7 +75,8 @@ def architecture_named(values: Mapping[str, Any]) -> Architecture:
     if values.get("quantization_config") is not None:
         text = "says that the weights are quantised. Take the weights as they were before, in bf16, fp16 or fp32."
         problems.append(Problem("config.json quantization_config", text))
-    named = values.get("architectures") or [f"model_type {values.get('model_type')}"]
+    by_type = [each.class_name for each in architectures() if each.model_type == values.get("model_type") is not None]
+    named = values.get("architectures") or by_type or [f"model_type {values.get('model_type')}"]
     named = [str(each) for each in named] if isinstance(named, list) else [str(named)]
     known = {each.class_name: each for each in architectures()}
     found = known.get(named[0]) if len(named) == 1 else None
@@ -99,8 +100,8 @@ def model_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     family = architecture_named(values)
     if problems := list(family.problems(values)):
         raise ConfigError(problems)
-    keys = family.read(values)
     try:
+        keys = family.read(values)
         ModelConfig.model_validate({"name": "", **keys})
     except ValidationError as error:
         raise ConfigError(

@@ -9,7 +9,7 @@ from lightning_llm.model.interop.architecture import (
     LLAMA_SIZES,
     PRE_NORM,
     Architecture,
-    heads_divide,
+    has_dividing_heads,
     kinds_of,
     read_shape,
     shape_entries,
@@ -22,6 +22,7 @@ class Gemma2(Architecture):
     """Blocks normed before and behind, scores and logits capped, every second block with a window."""
 
     class_name: ClassVar[str] = "Gemma2ForCausalLM"
+    model_type: ClassVar[str] = "gemma2"
     shape: ClassVar[str] = (
         "Gemma 2 (rmsnorm_zero_centered, rope, geglu, gelu=tanh, post_norms, soft_capped_attention of one cap and "
         "scalar and at most one window, logit_cap, embedding_scale=sqrt_hidden_size, tie_embeddings, no bias, "
@@ -30,11 +31,16 @@ class Gemma2(Architecture):
 
     sizes: ClassVar[tuple[str, ...]] = LLAMA_SIZES
     wanted: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "hidden_activation": ("gelu_pytorch_tanh", None),
+        "hidden_activation": ("gelu_pytorch_tanh",),
         "attention_bias": (False,),
+        "mlp_bias": (False,),
         "tie_word_embeddings": (True,),
         "use_bidirectional_attention": (None, False),
     }
+
+    aliases: ClassVar[Mapping[str, str]] = {"hidden_act": "hidden_activation"}
+    not_null: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "head_dim", "num_key_value_heads")
+    heads_divide: ClassVar[bool] = True
 
     def fits(self, config: ModelConfig) -> bool:
         switches = (config.norm, config.position, config.gelu, config.embedding_scale, config.bias)
@@ -42,7 +48,7 @@ class Gemma2(Architecture):
         kinds = kinds_of(config) == {("soft_capped_attention", "geglu", True)}
         if switches != wanted or not kinds or config.rope_scaling or not config.tie_embeddings:
             return False
-        if not heads_divide(config):
+        if not has_dividing_heads(config):
             return False
         mixers = [_mixer(config, index) for index in range(config.num_layers)]
         alike = {(mixer.cap, mixer.query_pre_attention_scalar) for mixer in mixers}
@@ -61,7 +67,7 @@ class Gemma2(Architecture):
         window = next((mixer.window for mixer in mixers if mixer.window), None)
         return {
             "architectures": [self.class_name],
-            "model_type": "gemma2",
+            "model_type": self.model_type,
             "hidden_activation": "gelu_pytorch_tanh",
             "pad_token_id": None,  # transformers' default is 0, whose embedding it would not train
             "query_pre_attn_scalar": mixers[0].query_pre_attention_scalar or config.attention_head_dim,

@@ -11,6 +11,7 @@ class GPT2(Architecture):
     """GPT-2, and GPT-3's shape. Its Conv1D keeps weights as [inputs, outputs], q, k and v side by side."""
 
     class_name: ClassVar[str] = "GPT2LMHeadModel"
+    model_type: ClassVar[str] = "gpt2"
     shape: ClassVar[str] = (
         "GPT2 (layernorm, learned, gelu, bias, as many key/value heads as query heads, head_dim null)"
     )
@@ -34,6 +35,12 @@ class GPT2(Architecture):
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
+    }
+    aliases: ClassVar[Mapping[str, str]] = {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
     }
     rotary: ClassVar[bool] = False
 
@@ -59,7 +66,7 @@ class GPT2(Architecture):
     def entries(self, config: ModelConfig) -> dict[str, Any]:
         return {
             "architectures": [self.class_name],
-            "model_type": "gpt2",
+            "model_type": self.model_type,
             "vocab_size": config.vocab_size,
             "n_positions": config.max_sequence_length,
             "n_embd": config.hidden_size,

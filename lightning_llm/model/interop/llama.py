@@ -1,14 +1,15 @@
 """LlamaForCausalLM."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.errors import Problem
 from lightning_llm.model.interop.architecture import (
     LLAMA_SIZES,
     PRE_NORM,
     Architecture,
-    heads_divide,
+    has_dividing_heads,
     is_plain,
     kinds_of,
     read_shape,
@@ -32,12 +33,16 @@ class Llama(Architecture):
         "hidden_act": ("silu",),
         "attention_bias": (False,),
         "mlp_bias": (False,),
+        "sliding_window": (None,),
+        "use_sliding_window": (False,),
     }
+    not_null: ClassVar[tuple[str, ...]] = ("rms_norm_eps",)
+    heads_divide: ClassVar[bool] = True
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Transformers' own, where config.json has no entry and ours are others."""
 
     def fits(self, config: ModelConfig) -> bool:
-        return self._fits_but_for_windows(config) and windows_of(config) == {None} and heads_divide(config)
+        return self._fits_but_for_windows(config) and windows_of(config) == {None} and has_dividing_heads(config)
 
     def _fits_but_for_windows(self, config: ModelConfig) -> bool:
         alike = (config.norm, config.position, config.bias) == ("rmsnorm", "rope", False)
@@ -55,6 +60,20 @@ class Llama(Architecture):
             **shape_entries(config),
             **rope_entries(config),
         }
+
+    def problems(self, values: Mapping[str, Any]) -> Iterator[Problem]:
+        yield from super().problems(values)
+        yield from self.layer_type_problems(values)
+
+    def layer_type_problems(self, values: Mapping[str, Any]) -> Iterator[Problem]:
+        """Yield that `layer_types`, where it is given, is not full attention in each block."""
+        kinds = values.get("layer_types")
+        if kinds is None:
+            return
+        if not isinstance(kinds, list) or len(kinds) != values.get("num_hidden_layers"):
+            yield Problem("config.json layer_types", "must be a list of one kind for each of num_hidden_layers.")
+        elif odd := sorted({str(each) for each in kinds} - {"full_attention"}):
+            yield Problem("config.json layer_types", f"has {', '.join(odd)}; read here is full_attention alone.")
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
         mixer = {} if self.mixer == "attention" else {"layers": [self.mixer]}

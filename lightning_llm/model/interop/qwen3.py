@@ -1,10 +1,9 @@
 """Qwen3ForCausalLM."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.errors import Problem
 from lightning_llm.model.interop.architecture import PRE_NORM, windows_of
 from lightning_llm.model.interop.llama import Llama
 
@@ -20,8 +19,11 @@ class Qwen3(Llama):
     wanted: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "hidden_act": ("silu",),
         "attention_bias": (False,),
+        "mlp_bias": (False,),
         "use_sliding_window": (False,),
     }
+    not_null: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "head_dim")
+    heads_divide: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {"head_dim": 128, "num_key_value_heads": 32}
 
     def fits(self, config: ModelConfig) -> bool:
@@ -29,12 +31,6 @@ class Qwen3(Llama):
 
     def block_names(self, config: ModelConfig, index: int) -> dict[str, str]:
         return {**PRE_NORM, "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
-
-    def problems(self, values: Mapping[str, Any]) -> Iterator[Problem]:
-        yield from super().problems(values)
-        kinds = values.get("layer_types") or ()
-        if odd := sorted({str(each) for each in kinds} - {"full_attention"}):
-            yield Problem("config.json layer_types", f"has {', '.join(odd)}; read here is full_attention alone.")
 
 
 ARCHITECTURE = Qwen3()

@@ -33,6 +33,10 @@ REFUSED = {
     "proportional": "it turns a part of each head alone",
 }
 WHOLE_NUMBERS = ("original_sequence_length",)
+ENTRIES = ("rope_scaling", "rope_parameters")
+"""The two names of the entry: of transformers 4, which 5 still takes first, and of transformers 5."""
+MSCALES = ("mscale", "mscale_all_dim")
+SCALING = tuple(dict.fromkeys(theirs for keys in KEYS.values() for theirs in keys.values()))
 
 
 def rope_entries(config: ModelConfig) -> dict[str, Any]:
@@ -57,8 +61,7 @@ def read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
         return {"rope_theta": float(theta), "rope_scaling": None}
     given = dict(rope)
     if kind in ("llama3", "yarn"):  # as transformers fills it in
-        original = values.get("original_max_position_embeddings") or values.get("max_position_embeddings")
-        given.setdefault("original_max_position_embeddings", original)
+        given.setdefault("original_max_position_embeddings", _original(values))
     found = {ours: value for ours, theirs in KEYS[kind].items() if (value := given.get(theirs)) is not None}
     typed = {k: value if k in WHOLE_NUMBERS or isinstance(value, bool) else float(value) for k, value in found.items()}
     if kind == "yarn" and "attention_factor" not in typed:
@@ -69,16 +72,25 @@ def read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what of a config.json's positions this decoder does not compute."""
-    for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(values.get(key) or {}, Mapping):
-            yield Problem(f"config.json {key}", f"is {values[key]!r}, and must be an object or null.")
+    """Yield what of a config.json's positions contradicts itself, or is not computed by this decoder."""
+    for key in ENTRIES:
+        entry = values.get(key) or {}
+        if not isinstance(entry, Mapping):
+            yield Problem(f"config.json {key}", f"is {entry!r}, and must be an object or null.")
             return
+        if nested := [name for name, each in entry.items() if isinstance(each, Mapping)]:
+            text = f"has an entry for each of {', '.join(map(str, nested))}; read here is one for all blocks."
+            yield Problem(f"config.json {key}", text)
+            return
+    if problems := list(_contradictions(values)):
+        yield from problems
+        return
     rope = _rope(values)
     kind = _kind(rope)
-    theta = rope.get("rope_theta") or values.get("rope_theta") or THETA
-    if not _is_number(theta) or theta <= 0:
-        yield Problem("config.json rope_theta", f"is {theta!r}, and must be a number above 0.")
+    for where in (values, rope):
+        theta = where.get("rope_theta", THETA)
+        if not _is_number(theta) or theta <= 0:
+            yield Problem("config.json rope_theta", f"is {theta!r}, and must be a number above 0.")
     if (part := rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))) not in (None, 1, 1.0):
         yield Problem("config.json partial_rotary_factor", f"is {part!r}; whole heads are turned here.")
     if kind == "default":
@@ -92,14 +104,56 @@ def rope_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
     for ours, theirs in KEYS[kind].items():
         value = rope.get(theirs)
         needed = ours == "factor" or (kind == "llama3" and theirs not in filled)
-        if value is None and needed:
+        if value is None and (needed or (theirs in filled and theirs in rope)):
             yield Problem(f"config.json rope_scaling.{theirs}", f"is missing, which type {kind!r} needs.")
-        elif value is not None and ours != "truncate" and (not _is_number(value) or value <= 0):
+        elif theirs == "truncate" and theirs in rope and not isinstance(value, bool):
+            yield Problem("config.json rope_scaling.truncate", f"is {value!r}, and must be true or false.")
+        elif value is not None and theirs != "truncate" and (not _is_number(value) or value <= 0):
             yield Problem(f"config.json rope_scaling.{theirs}", f"is {value!r}, and must be a number above 0.")
+    for key in MSCALES if kind == "yarn" else ():
+        if (value := rope.get(key)) is not None and not _is_number(value):
+            yield Problem(f"config.json rope_scaling.{key}", f"is {value!r}, and must be a number.")
+
+
+def _contradictions(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield what is given twice and differs: transformers takes one of the two, its versions not the same one."""
+    entries = {key: values[key] for key in ENTRIES if values.get(key)}
+    for name, entry in entries.items():
+        if entry.get("type") is not None and entry.get("rope_type") not in (None, entry["type"]):
+            text = f"is {entry['type']!r}, and {name}.rope_type {entry['rope_type']!r}. Remove the wrong one."
+            yield Problem(f"config.json {name}.type", text)
+        for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
+            if key in entry and key in values and entry[key] != values[key]:
+                text = f"is {entry[key]!r}, and {key} outside it is {values[key]!r}. Remove the wrong one."
+                yield Problem(f"config.json {name}.{key}", text)
+        if _kind(entry) == "default" and (idle := [key for key in SCALING if entry.get(key) is not None]):
+            text = f"has {', '.join(idle)} and no type that uses them: transformers ignores them. Add rope_type, or"
+            yield Problem(f"config.json {name}", f"{text} remove them.")
+    if len(entries) == len(ENTRIES):
+        scaling, parameters = (_meaning(values, entry) for entry in entries.values())
+        if scaling != parameters:
+            differ = [key for key in {**scaling, **parameters} if scaling.get(key) != parameters.get(key)]
+            told = "; ".join(f"{key} {scaling.get(key)!r} and {parameters.get(key)!r}" for key in differ)
+            text = f"and rope_parameters are both given and differ ({told}). Remove the one that is wrong."
+            yield Problem("config.json rope_scaling", text)
+
+
+def _meaning(values: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what one of the two entries stands for, with what transformers adds to it."""
+    kind = _kind(entry)
+    used = [*KEYS.get(kind, {}).values(), *(MSCALES if kind == "yarn" else ())]
+    found = {key: entry[key] for key in used if entry.get(key) is not None}
+    if "original_max_position_embeddings" in used:
+        found.setdefault("original_max_position_embeddings", _original(values))
+    return {"rope_type": kind, "rope_theta": entry.get("rope_theta", values.get("rope_theta", THETA)), **found}
+
+
+def _original(values: Mapping[str, Any]) -> Any:
+    return values.get("original_max_position_embeddings") or values.get("max_position_embeddings")
 
 
 def _rope(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    found: Mapping[str, Any] = values.get("rope_scaling") or values.get("rope_parameters") or {}
     return found
 
 

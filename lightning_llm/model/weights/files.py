@@ -86,6 +86,7 @@ def open_files(folder: Path, single: str = SINGLE) -> TensorFiles:
     """
     index = folder / f"{single}.index.json"
     listed = _read_index(index) if _is_file(index) else None
+    _refuse_two_sets(folder / single, index, listed)
     files = _files_of(folder, single) if listed is None else sorted({folder / name for name in listed.values()})
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []
@@ -115,7 +116,9 @@ def open_pickled(folder: Path) -> PickledFiles:
     import torch
 
     index = folder / PICKLED_INDEX
-    names = sorted(set(_read_index(index).values())) if _is_file(index) else [PICKLED]
+    listed = _read_index(index) if _is_file(index) else None
+    _refuse_two_sets(folder / PICKLED, index, listed)
+    names = [PICKLED] if listed is None else sorted(set(listed.values()))
     kinds = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
     problems, entries, tensors = [], {}, {}
     for file in (folder / name for name in names):
@@ -141,6 +144,13 @@ def open_pickled(folder: Path) -> PickledFiles:
     if problems:
         raise ConfigError(problems)
     return PickledFiles(folder, tuple(folder / name for name in names), entries, tensors)
+
+
+def _refuse_two_sets(single: Path, index: Path, listed: dict[str, str] | None) -> None:
+    """Raise ConfigError where an index leads to other files than the one beside it, which transformers takes."""
+    if listed is not None and _is_file(single) and set(listed.values()) != {single.name}:
+        text = f"is there beside {index.name}, which names other files. Remove the weights that are not meant."
+        raise ConfigError(Problem(str(single), text))
 
 
 AGAIN = "Download or copy it again."

@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Of the manifest of an imported folder:
 `{"format", "source", "architecture", "model", "end_tokens", "files": {name: {"bytes", "digest"}}}`."""
+ADAPTER = "adapter_config.json"
+ROWS = 4096
+"""Rows of two tensors that are compared at once."""
+TORCH_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""Our names of dtypes, by torch's."""
 SHOWN_SHAPES = 6
 """How many tensors of another shape are named."""
 
@@ -50,6 +55,8 @@ class Weights(ABC):
     config: ModelConfig
     architecture: str | None
     """The class of transformers that they are of, None where there is none."""
+    notes: tuple[str, ...] = ()
+    """What was settled as transformers does, or otherwise, and may surprise: a line each."""
     end_tokens: tuple[int, ...] = ()
     """The ids that the model writes at its end, where files beside the weights name any."""
 
@@ -161,6 +168,9 @@ def open_huggingface(path: Path, open_tensors: Callable[[Path], TensorFiles] = o
         problems += [Problem(str(path / HUGGINGFACE), f"makes no model: {each}") for each in shape_problems(config)]
     except ConfigError as error:
         problems += [Problem(_under(path, each.key), each.text) for each in error.problems]
+    if (path / ADAPTER).exists():
+        text = "is there: transformers adds that adapter to the weights. Merge it into them, or move it away."
+        problems.append(Problem(str(path / ADAPTER), text))
     with gathered(problems):
         files = open_tensors(path)
     if problems or config is None or family is None or files is None:
@@ -168,7 +178,39 @@ def open_huggingface(path: Path, open_tensors: Callable[[Path], TensorFiles] = o
     stored = _with_their_names(files, stored_as(config, family), family)
     if problems := list(_differences(path, files, stored, partial(_is_left_out, family, config))):
         raise ConfigError(problems)
-    return FolderWeights(path, "a Hugging Face folder", config, family.class_name, files, stored)
+    if config.tie_embeddings and (head := f"{family.ends['head']}.weight") in files.entries:
+        _refuse_two_heads(path, files, stored["embedding.weight"].name, head)
+    weights = FolderWeights(path, "a Hugging Face folder", config, family.class_name, files, stored)
+    weights.notes = tuple(_dtype_notes(values, weights))
+    return weights
+
+
+def _refuse_two_heads(path: Path, files: TensorFiles, embedding: str, head: str) -> None:
+    """Raise ConfigError where the head of a tied model is not its embedding: transformers then does not tie them."""
+    import torch
+
+    rows = files.entries[embedding].shape[0]
+    alike = files.entries[head].shape == files.entries[embedding].shape and all(
+        torch.equal(*(files.part(name, first, min(first + ROWS, rows)).float() for name in (embedding, head)))
+        for first in range(0, rows, ROWS)
+    )
+    if not alike:
+        text = (
+            f"is true or left out, which ties head and embedding, and {head} holds other numbers than {embedding}. "
+            "Set it to false, or remove the tensor that is wrong."
+        )
+        raise ConfigError(Problem(f"{path}/{HUGGINGFACE} tie_word_embeddings", text))
+
+
+def _dtype_notes(values: Mapping[str, Any], weights: FolderWeights) -> Iterator[str]:
+    """Yield that tensors are kept in another dtype than config.json says."""
+    said = values.get("dtype") or values.get("torch_dtype")
+    kept = sorted({weights.dtype(name) for name in weights.shapes})
+    if isinstance(said, str) and kept != [TORCH_DTYPES.get(said, said)]:
+        yield (
+            f"note   config.json of {weights.path} says {said}, and its tensors are in {', '.join(kept)}: they are "
+            "read as they are kept, where transformers casts them"
+        )
 
 
 def open_imported(path: Path) -> FolderWeights:
