@@ -3,7 +3,7 @@
 import sys
 
 from lightning_llm.early_signals import early_signals, stop_line, taken
-from lightning_llm.interpreter import leave_working_folder
+from lightning_llm.interpreter import leave_working_folder, use_utf8
 from lightning_llm.slow_imports import slow_imports, take_process
 from lightning_llm.terminal.lasting_output import open_standard_streams
 
@@ -15,6 +15,7 @@ def main(argv: list[str] | None = None) -> int:
         if argv is not None:
             return _run(words)
         with early_signals(words):
+            use_utf8()
             open_standard_streams()
             leave_working_folder()
             return _run_command(words)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 SAFE_PATH = "PYTHONSAFEPATH"
+UTF8 = "PYTHONUTF8"
 ROOT = Path(__file__).resolve().parent.parent
 """The folder of this package: of a checkout, or site-packages."""
 
@@ -34,6 +35,17 @@ def python_environment() -> dict[str, str]:
         known = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
         found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(ROOT), *known]))
     return found
+
+
+def use_utf8() -> None:
+    """Start this command again in Python's UTF-8 mode where its locale knows ASCII alone, and its children in it.
+
+    Arguments, names of files and files that libraries open without an encoding could hold no other letters. Python
+    takes that mode by itself in the locale C, unless PYTHONUTF8=0 forbids it.
+    """
+    if sys.getfilesystemencoding() == "ascii" and os.environ.get(UTF8) != "1":
+        os.environ[UTF8] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def leave_working_folder() -> None:

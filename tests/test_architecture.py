@@ -26,7 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "user_cache",
         "version",
     ),
-    ("cast_linear", "early_signals", "registry"),
+    ("cast_linear", "early_signals", "registry", "socket_folder"),
     ("config",),
     ("model", "precision", "data", "optim"),
     ("plan",),

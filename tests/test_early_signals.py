@@ -34,7 +34,7 @@ def test_the_first_signal_ends_in_a_line_and_another_ends_at_once(number, monkey
 
     monkeypatch.setattr("lightning_llm.command_line.run_verb", interrupted)
     monkeypatch.setattr(sys, "argv", ["lightning-llm", "train"])
-    for name in ("leave_working_folder", "open_standard_streams", "take_process"):
+    for name in ("use_utf8", "leave_working_folder", "open_standard_streams", "take_process"):
         monkeypatch.setattr(f"lightning_llm.__main__.{name}", lambda: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     assert main() == 128 + number

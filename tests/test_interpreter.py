@@ -2,6 +2,7 @@
 
 import ast
 import os
+import subprocess
 import sys
 
 import pytest
@@ -50,3 +51,16 @@ def test_a_checkout_in_the_working_folder_is_found_by_what_it_starts(monkeypatch
     assert interpreter.python_environment()["PYTHONPATH"] == f"{interpreter.ROOT}{os.pathsep}/mine"
     monkeypatch.setattr(sys, "path", [])
     assert "PYTHONPATH" not in interpreter.python_environment()
+
+
+def test_a_locale_of_ascii_alone_does_not_decide_what_a_command_reads(tmp_path):
+    """Python decodes what the locale lacks to surrogates, which neither YAML nor the schema takes."""
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "é.yaml").write_text("# @package _global_\n# Ωμέγα\ntrainer: {max_steps: 3}\n", "utf-8")
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = interpreter.python_module(
+        "lightning_llm", "config", "--config-dir", str(tmp_path), "recipe=é", "run.name=é"
+    )
+    done = subprocess.run(command, env=os.environ | ascii_alone, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "name: é" in done.stdout.decode()

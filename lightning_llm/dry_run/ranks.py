@@ -13,6 +13,7 @@ from lightning_llm.plan.memory import memory_bytes, peak_memory_pp_rank
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.traffic import bytes_sent
+from lightning_llm.socket_folder import use_short_sockets
 
 AT_ONCE = 2
 """Processes: one rank of a large model takes half a gigabyte of real memory."""
@@ -33,6 +34,7 @@ def dry_run(plan: Plan) -> dict[str, Any]:
         RanksFailedError: where a rank's process was killed.
     """
     stride = plan.degrees.world // plan.degrees.pp
+    use_short_sockets()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lightning_llm.dry_run.rank", "torch.testing._internal.distributed.fake_pg"])
     try:

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.run import LauncherConfig
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.socket_folder import ray_environment
 
 ADDRESS = "RAY_ADDRESS"
 """Ray's own variable: `ray job submit` sets it for what it starts."""
@@ -78,7 +79,7 @@ def connected(launcher: LauncherConfig) -> Iterator[Any]:
     """
     address = address_of(launcher)
     if address is None:
-        for name, value in OF_THIS_MACHINE.items():
+        for name, value in {**OF_THIS_MACHINE, **ray_environment()}.items():
             os.environ.setdefault(name, value)
     else:
         os.environ.setdefault(*ONE_TRY)

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from functools import cache
 from typing import Any, TextIO
 
 _CLOSED = "was closed before the start"
@@ -54,7 +55,7 @@ class LastingStream:
         try:
             number = self._stream.fileno()
         except (OSError, ValueError):  # it has no descriptor, or lost it
-            self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
+            self._stream = _nothing()
         else:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, number)  # for what lies in the stream's buffer, and for child processes
@@ -98,14 +99,19 @@ def lasting_output(*, needed: bool = False) -> Iterator[None]:
     def refuse(error: OSError | ValueError) -> None:
         raise OutputGoneError(getattr(error, "strerror", None) or str(error), isinstance(error, BrokenPipeError))
 
-    with open(os.devnull, "w", encoding="utf-8") as nothing:
-        if sys.stdout is None and needed:
-            raise OutputGoneError(_CLOSED, reader_left=False)
-        out = LastingStream(sys.stdout or nothing, refuse if needed else note("output", sys.stderr))
-        errors = LastingStream(sys.stderr or nothing, note("errors", None if needed else sys.stdout))
-        with redirect_stdout(out), redirect_stderr(errors):  # type: ignore[type-var]
-            try:
-                yield
-            finally:
-                errors.flush()
-                out.flush()
+    if sys.stdout is None and needed:
+        raise OutputGoneError(_CLOSED, reader_left=False)
+    out = LastingStream(sys.stdout or _nothing(), refuse if needed else note("output", sys.stderr))
+    errors = LastingStream(sys.stderr or _nothing(), note("errors", None if needed else sys.stdout))
+    with redirect_stdout(out), redirect_stderr(errors):  # type: ignore[type-var]
+        try:
+            yield
+        finally:
+            errors.flush()
+            out.flush()
+
+
+@cache
+def _nothing() -> TextIO:
+    """Return a stream to nowhere, open to the end of the process: libraries keep what they find as sys.stderr."""
+    return open(os.devnull, "w", encoding="utf-8")

@@ -10,6 +10,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.data.batch import Batch
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.plan.units import micro_batches_per_rank
+from lightning_llm.socket_folder import use_short_sockets
 
 WORKERS_ON_CUDA = 2
 """Loader processes that read ahead of a device whose steps the host only launches."""
@@ -54,6 +55,8 @@ class CorpusDataModule(pl.LightningDataModule):
         workers = self.config.data.num_workers
         if workers is None:
             workers = WORKERS_ON_CUDA if self._on_cuda else 0
+        if workers:
+            use_short_sockets()
         return DataLoader(
             StepDataset(self.corpus, layout.micro_batches(count)),
             batch_size=None,

@@ -1,0 +1,56 @@
+"""A folder for unix sockets where that of temporary files, TMPDIR, has too long a path: 107 bytes are all they take.
+
+`multiprocessing` puts the sockets of loader processes and of its fork server there, Ray those of its own.
+"""
+
+import os
+import tempfile
+from multiprocessing import util
+
+from lightning_llm.errors import ConfigError, Problem
+
+LONGEST_PATH = 107
+"""Bytes of a socket's path on Linux (unix(7), sun_path)."""
+OWN_NAMES = len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+RAY_NAMES = len("/ray/session_2026-11-26_14-00-00_000000_1234567/sockets/plasma_store")
+SHORT = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def use_short_sockets() -> None:
+    """Have `multiprocessing` keep the sockets of this process, and of those that it starts, in a short folder.
+
+    Raises:
+        ConfigError: TMPDIR is too long, and there is no other folder.
+    """
+    if not _is_long(OWN_NAMES):
+        return
+    before = tempfile.tempdir
+    tempfile.tempdir = _short_folder()
+    try:
+        util.get_temp_dir()  # is chosen by the first who asks, and removed when this process ends
+    finally:
+        tempfile.tempdir = before
+
+
+def ray_environment() -> dict[str, str]:
+    """Return the variable that has Ray keep its sockets in a short folder, {} where TMPDIR is short.
+
+    Raises:
+        ConfigError: as `use_short_sockets`.
+    """
+    return {"RAY_TMPDIR": _short_folder()} if _is_long(RAY_NAMES) else {}
+
+
+def _is_long(names: int) -> bool:
+    return len(os.fsencode(tempfile.gettempdir())) + names > LONGEST_PATH
+
+
+def _short_folder() -> str:
+    found = next((each for each in SHORT if os.access(each, os.W_OK | os.X_OK)), None)
+    if found is None:
+        text = (
+            f"is {tempfile.gettempdir()}, too long for the sockets between processes, and {', '.join(SHORT)} cannot be "
+            f"written. Set TMPDIR to a folder of at most {LONGEST_PATH - RAY_NAMES} bytes."
+        )
+        raise ConfigError(Problem("TMPDIR", text))
+    return found
