@@ -7,6 +7,7 @@ from lightning_llm.config.run_paths import run_path_problems, secret_problems, t
 from lightning_llm.config.schema import Config, PrecisionConfig
 from lightning_llm.config.schema.metrics import monitor_problems
 from lightning_llm.config.schema.partial import Rule, gather
+from lightning_llm.config.schema.run import LauncherConfig
 from lightning_llm.data.check import batch_problems, data_rules
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.block_spec import shape_problems
@@ -64,9 +65,19 @@ def config_problems(found: Resolution) -> list[Problem]:
         *cluster_rules(config),
         lambda: retention_problems(config),
         lambda: _logger_problems(config) if to_train else [],
+        lambda: _launcher_problems(config.launcher),
         *data_rules(lambda: config.data, lambda: config.model.vocab_size, lambda: found.data_parallel_ranks),
     ]
     return gather(rules)
+
+
+def _launcher_problems(launcher: LauncherConfig) -> Iterator[Problem]:
+    for key, launchers in launcher.idle_keys().items():
+        text = (
+            f"is {getattr(launcher, key)!r}, without effect with launcher={launcher.name}. Use it with "
+            f"launcher={launchers}, or leave it out."
+        )
+        yield Problem(f"launcher.{key}", text)
 
 
 def layout_rule_problems(found: Resolution) -> list[Problem]:

@@ -33,6 +33,9 @@ def slurm_problems(launcher: LauncherConfig) -> Iterator[Problem]:
     if launcher.cluster == "slurm" and which("sbatch") is None:
         text = "is slurm, and there is no sbatch here. Start from a login node, or set launcher=local."
         yield Problem("launcher.name", text)
+    if launcher.container is not None:
+        text = f"is {launcher.container!r}, of `plan --script` alone: jobs of a sweep run outside. Leave it out."
+        yield Problem("launcher.container", text)
 
 
 def array_parameters(config: Config) -> dict[str, Any]:

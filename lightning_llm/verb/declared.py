@@ -75,6 +75,8 @@ def _plan(parser: ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help=text)
     whose = "whose way of training memory is counted for, to hold another's published figures against"
     parser.add_argument("--accounting", choices=ACCOUNTINGS, default=OURS.name, help=whose)
+    text = "write the run as a batch script for Slurm (sbatch FILE), with its config in FILE.yaml"
+    parser.add_argument("--script", type=Path, metavar="FILE", help=text)
     add_search_options(parser)
     add_multirun(parser)
 

@@ -57,6 +57,12 @@ def plan(arguments: argparse.Namespace) -> int:
             print(f"error: {error}", file=sys.stderr)
             return error.code
         lines.append(render_counts(facts))
+    if arguments.script:
+        from lightning_llm.run.slurm_script import write_script
+
+        seconds = facts["step_seconds"]["total"] * facts["max_steps"] if facts.get("step_seconds") else None
+        lines += write_script(planned.config, arguments.script, seconds)
+        facts["script"] = str(arguments.script.absolute())
     print(json.dumps(facts, indent=1) if arguments.json else "\n".join([render(facts), *lines]))
     return 0
 
@@ -90,6 +96,9 @@ def _option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
     if arguments.dry_run and foreign:
         text = f"counts what this trainer does, and --accounting {arguments.accounting} is another's. Leave one out."
         yield Problem("--dry-run", text)
+    others = {"-m": arguments.multirun, "--matrix": arguments.matrix, "--search": arguments.search}
+    for option in [name for name, given in others.items() if given and arguments.script]:
+        yield Problem("--script", f"writes the job of one run, and {option} is of many. Leave one of them out.")
     yield from search_option_problems(arguments)
     if arguments.tensor_axes:
         yield from _tensor_axes_problems(arguments, bool(foreign or many))
@@ -98,7 +107,7 @@ def _option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
 def _tensor_axes_problems(arguments: argparse.Namespace, others: bool) -> Iterator[Problem]:
     """Yield what goes not with --tensor-axes: all but a number of ranks."""
     words = [word for word in arguments.overrides if not word.startswith("parallel.tp=")]
-    if words or others or arguments.search or arguments.dry_run or arguments.config:
+    if words or others or arguments.search or arguments.dry_run or arguments.config or arguments.script:
         text = f"looks at the weights in {arguments.tensor_axes}, for parallel.tp=N ranks. Leave the rest out."
         yield Problem("--tensor-axes", text)
     for word in arguments.overrides:

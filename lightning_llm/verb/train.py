@@ -27,6 +27,9 @@ from lightning_llm.sweep.run import sweep
 from lightning_llm.terminal.lasting_output import lasting_output
 from lightning_llm.train.checkpoint.manifest import content_damage
 
+IN_SLURM = {"SLURM_JOB_ID", "SUBMITIT_EXECUTOR"}
+"""Variables of a job's processes: Slurm's, and submitit's with launcher.cluster=local."""
+
 
 def train(arguments: argparse.Namespace) -> int:
     """Train one run, or with -m one for each combination; return the exit code."""
@@ -107,6 +110,13 @@ def _lasting() -> Iterator[None]:
 def _start(plan: Plan, quiet: bool = False) -> int:
     """Train one run, in this process or in ranks that are started for it."""
     config = plan.config
+    if config.launcher.name == "slurm" and not IN_SLURM & os.environ.keys():
+        text = (
+            "is slurm, and this process is in no job of Slurm: the run would train here. Write its batch script by "
+            "`lightning-llm plan ... --script FILE` and submit it by sbatch; or set launcher=local to train here. "
+            "With -m the jobs of a sweep are submitted."
+        )
+        raise ConfigError(Problem("launcher.name", text))
     on_ray = config.launcher.name == "ray"
     if problems := list(ray_problems(config)) if on_ray else world_problems(config):
         raise ConfigError(problems)

@@ -166,6 +166,10 @@ class LoggerConfig(Group):
     offline: bool = Field(True, description="wandb: write to the run's folder alone")
 
 
+OF_SLURM = ("cluster", "partition", "account", "qos", "constraint", "setup", "container")
+OF_EITHER = ("cpus_per_task", "gpus_per_node", "memory_gb")
+
+
 class LauncherConfig(Group):
     """`launcher`: where the jobs of a sweep (`train -m`) run, and with `ray` the ranks of one run, too."""
 
@@ -192,6 +196,20 @@ class LauncherConfig(Group):
     )
     memory_gb: PositiveInt | None = Field(None, description="per node")
     setup: list[str] = Field([], description="Slurm: shell lines before the job, say to load modules")
+    container: str | None = Field(
+        None, description="image in which srun starts the ranks of a `plan --script` (pyxis); null: none"
+    )
+
+    def idle_keys(self) -> dict[str, str]:
+        """Return {key: launchers that it has an effect with} of keys that are set and have none with this launcher."""
+        effective = {"address": "ray", **dict.fromkeys(("timeout_minutes", *OF_EITHER), "slurm or ray")}
+        effective |= dict.fromkeys(OF_SLURM, "slurm")
+        fields = type(self).model_fields
+        return {
+            key: names
+            for key, names in effective.items()
+            if self.name not in names.split(" or ") and getattr(self, key) != fields[key].get_default()
+        }
 
 
 Callbacks = dict[str, dict[str, Any] | None]
