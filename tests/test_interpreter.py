@@ -34,7 +34,7 @@ def test_files_of_the_working_folder_replace_no_library(tmp_path, monkeypatch):
     batches = [[document("the tide tables")], [document("were pinned")]]
     write_bytes_tokenizer(tmp_path / "bytes.json")
     tokenizer = Tokenizer(tmp_path / "bytes.json")
-    encoded = [ids for _, all_ids in encode_batches(tokenizer, batches, 2) for ids in all_ids]
+    encoded = [ids for _, all_ids, *_ in encode_batches(tokenizer, batches, 2) for ids in all_ids]
     assert [tokenizer.decode(ids.tolist()) for ids in encoded] == ["the tide tables", "were pinned"]
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
