@@ -14,6 +14,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.file import write_config
 from lightning_llm.config.from_file import load_config, read_file
+from lightning_llm.config.identity import config_hash
 from lightning_llm.config.recipes import recipe_files
 from lightning_llm.data.score.table import COLUMNS, write_scores
 from lightning_llm.errors import ConfigError
@@ -48,6 +49,52 @@ def test_every_file_of_every_group_composes(chosen):
     config = compose_config([*(f"{group}={name}" for group, name in chosen.items()), *given])
     named = {group: node.name for group in chosen if hasattr(node := getattr(config, group), "name")}
     assert named == {group: name for group, name in chosen.items() if group != "callbacks"}
+
+
+SWALLOW = ["recipe=cpt/swallow_70b", "model.init_from=null", "data.tokenizer.kind=bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "group"),
+    [
+        ([*SWALLOW, "parallel=hsdp"], "parallel"),
+        ([*SWALLOW, "parallel=hsdp", "~callbacks.sample"], "parallel"),
+        (["recipe=llama3_405b_3d", "precision=mxfp8"], "precision"),
+        (["recipe=frontier_22b", "model=llama_8b"], "model"),
+        (["recipe=quickstart", "schedule=cosine"], "schedule"),
+        (["recipe=quickstart", "optim=muon"], "optim"),
+    ],
+)
+def test_a_group_that_is_chosen_beside_a_recipe_is_its_file_whole(words, group):
+    (choice,) = (word for word in words if word.startswith(f"{group}="))
+    found, plain = compose_config(words), compose_config([choice])
+    assert getattr(found, group).model_dump() == getattr(plain, group).model_dump()
+
+
+def test_a_choice_that_the_recipe_makes_itself_keeps_the_recipes_keys():
+    own = compose_config(SWALLOW)
+    assert (own.parallel.pp, own.parallel.tp, own.parallel.zero_stage) == (8, 4, 1)
+    for word in ("parallel=fsdp_pp_tp", "model=llama_70b", "precision=fp8_delayed", "optim=adamw"):
+        assert config_hash(compose_config([*SWALLOW, word])) == config_hash(own)
+    jobs = [config for _, config in compose_sweep([*SWALLOW, "parallel=fsdp_pp_tp,hsdp"])]
+    assert [(each.parallel.name, each.parallel.pp, each.parallel.dp_replicate) for each in jobs] == [
+        ("fsdp_pp_tp", 8, 1), ("hsdp", 1, 2),
+    ]  # fmt: skip
+    searched = compose_sweep(["recipe=sweep/time_to_target", "model=gla_tiny", "seed=0", "optim=adamw", "logger=csv"])
+    assert {(config.model.name, config.model.num_layers, config.logger.name) for _, config in searched} == {
+        ("gla_tiny", 2, "csv")
+    }
+
+
+def test_batches_and_initial_weights_of_a_recipe_stay_under_other_data_and_models():
+    found = compose_config(["recipe=frontier_22b", "data=jsonl", "data.sources.jsonl.path=/x", "parallel.tp=2"])
+    assert list(found.data.sources) == ["jsonl"]
+    assert (found.data.global_batch_size, found.data.sequence_length, found.parallel.tp) == (256, 2048, 2)
+    words = ["recipe=cpt/swallow_8b", "model=llama_tiny", "data.tokenizer.kind=bytes"]
+    assert compose_config(words).model.init_from == compose_config(words[:1]).model.init_from == "???"
+    ordered = [*SWALLOW, "parallel=hsdp", "parallel.tp=2", "~parallel.dp_replicate", "parallel.pp=2"]
+    found = compose_config(ordered)
+    assert (found.parallel.tp, found.parallel.pp, found.parallel.dp_replicate) == (2, 2, 1)
 
 
 def needed(recipe: str, folder: Path) -> list[str]:
