@@ -23,6 +23,8 @@ from lightning_llm.errors import ConfigError, Problem
 
 SCHEME = "config-dir"
 ENDING = ".yaml"
+NAMED_AFTER_FILE = ("model", "data", "precision", "parallel", "trainer", "spikes", "cluster")
+"""Groups with a free `name`; in the others it is the name of a kind."""
 
 
 def search_override(folder: Path) -> str:
@@ -78,6 +80,8 @@ class ConfigDirSource(ConfigSource):
         problems = [Problem(key, f"{file}: {text}") for text in (*_defaults_faults(tree), *_hydra_faults(tree))]
         if problems:
             raise ConfigError(problems)
+        if group in NAMED_AFTER_FILE and "defaults" in tree and "name" not in tree:
+            tree["name"] = config_path.rpartition("/")[2]  # and not as the file that it is built on
         return ConfigResult(
             provider=self.provider, path=self.full_path(), config=tree, header=_header(file, key, group)
         )

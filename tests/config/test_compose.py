@@ -51,6 +51,25 @@ def test_every_file_of_every_group_composes(chosen):
     assert named == {group: name for group, name in chosen.items() if group != "callbacks"}
 
 
+def test_a_file_that_is_built_on_another_has_a_name_of_its_own(tmp_path):
+    files = {
+        "precision/mine": "defaults: [mxfp8]\nfprop: {x: {rounding: stochastic}}\n",
+        "precision/deep/er": "defaults: [mxfp8, _self_]\n",
+        "precision/named": "defaults: [mxfp8]\nname: chosen\n",
+        "model/small": "defaults: [llama_tiny]\nnum_layers: 2\n",
+        "optim/fast": "defaults: [adamw]\nlearning_rate: 1\n",
+    }
+    for name, text in files.items():
+        file = tmp_path / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    found = compose_config(["precision=mine", "model=small", "optim=fast"], tmp_path)
+    assert (found.precision.name, found.model.name, found.optim.name) == ("mine", "small", "adamw")
+    assert found.precision.fprop.w.format == "e4m3"
+    names = [compose_config([f"precision={each}"], tmp_path).precision.name for each in ("deep/er", "named", "mxfp8")]
+    assert names == ["er", "chosen", "mxfp8"]
+
+
 SWALLOW = ["recipe=cpt/swallow_70b", "model.init_from=null", "data.tokenizer.kind=bytes"]
 
 
