@@ -186,7 +186,7 @@ def evaluate(
     tasks: Iterable[str] | str = (),
     tasks_only: bool = False,
     data: Iterable[str] | str = (),
-    limit: int | None = None,
+    limit: float | None = None,
     average: Iterable[StrPath | TrainResult] = (),
     ensemble: Iterable[StrPath | TrainResult] = (),
     batch_size: int = 8,
@@ -203,7 +203,7 @@ def evaluate(
         tasks: of lm-eval, by name or as a .yaml file.
         tasks_only: no validation losses.
         data: other data than the run's: "jsonl=FILE", or "KEY=VALUE" with a key below `data`.
-        limit: the first so many samples of each task.
+        limit: the first so many samples of each task; below 1, that share of them.
         average: the mean of these weights, and of `path`'s.
         ensemble: the mean of what these and `path` predict.
         batch_size: requests of a task at once.

@@ -52,8 +52,13 @@ def added_texts(backend: "tokenizers.Tokenizer") -> dict[int, str]:
     return {index: token.content for index, token in added.items() if decoder.decode([token.content]) != token.content}
 
 
-def decoded(backend: "tokenizers.Tokenizer", tokens: Sequence[int], literal: dict[int, str]) -> str:
-    """Return the text of `tokens`, special ones shown. `literal`: what `added_texts` returned."""
+def decoded(
+    backend: "tokenizers.Tokenizer", tokens: Sequence[int], literal: dict[int, str], skip_special: bool = False
+) -> str:
+    """Return the text of `tokens`, with special ones unless `skip_special`. `literal`: what `added_texts` returned."""
+    if skip_special:
+        special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
+        tokens = [token for token in tokens if token not in special]
     added = [literal[token] for token in tokens if token in literal]
     if added:
         spelled = [ADDED if token in literal else backend.id_to_token(token) for token in tokens]

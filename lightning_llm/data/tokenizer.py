@@ -170,9 +170,9 @@ class Tokenizer:
         """The id of the token for text that it does not know, None where it has none."""
         return unknown_token(self.path)
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`, special tokens shown; bytes that are no UTF-8 become U+FFFD."""
-        return decoded(self._backend, [int(t) for t in tokens], self._added_texts)
+    def decode(self, tokens: Iterable[int], skip_special: bool = False) -> str:
+        """Return the text of `tokens`, special tokens shown unless `skip_special`; bytes that are no UTF-8: U+FFFD."""
+        return decoded(self._backend, [int(t) for t in tokens], self._added_texts, skip_special)
 
     def pieces_in(self, smaller: "Tokenizer", token: int) -> list[int]:
         """Return the ids that `smaller`, the same tokenizer without `token`, has for its text; see `token_text`."""

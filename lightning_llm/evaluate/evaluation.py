@@ -209,6 +209,7 @@ def _task_results(request: Request, weights: Parts, layout: Layout, device: torc
     if request.tasks is None:
         return {}
     from lightning_llm.evaluate.harness import OwnModel
+    from lightning_llm.evaluate.task_settings import model_defaults
 
     dtype = request.compute_dtype or ""
     if layout.mesh is None:
@@ -218,10 +219,21 @@ def _task_results(request: Request, weights: Parts, layout: Layout, device: torc
     else:
         ((subject, initial),) = weights
         model = sharded_decoder_of(subject, initial, layout, device, dtype)
-    own = OwnModel(model, tokenizer_of(request.subjects[0]), device, request.batch_size)
-    limit = "all samples" if request.limit is None else f"the first {request.limit} samples"
+    first = request.subjects[0]
+    defaults, ignored = model_defaults(first.folder)
+    if ignored and is_first_rank():
+        listed = ", ".join(f"{key}={value}" for key, value in ignored.items())
+        print(f"note   {listed} of the folder's generation_config.json is not applied to tasks", file=sys.stderr)
+    own = OwnModel(model, tokenizer_of(first), device, request.batch_size, first.weights.end_tokens, defaults)
+    limit = _words_of(request.limit)
     found = request.tasks.results(own, request.limit)
     return {name: {**each, "of": f"version {each['version']}, {limit}"} for name, each in found.items()}
+
+
+def _words_of(limit: float | None) -> str:
+    if limit is None:
+        return "all samples"
+    return f"the first {limit:g} of the samples" if limit < 1 else f"the first {limit:.0f} samples"
 
 
 def _write(request: Request, done: Evaluation, output: Path | None) -> Path:

@@ -1,9 +1,10 @@
-"""lm-eval's tasks over our own weights. The one file that imports `lm_eval`, and only when it is asked for."""
+"""lm-eval's tasks over our own weights. It and `task_settings` alone import `lm_eval`, and only when asked for."""
 
 import contextlib
 import difflib
 import logging
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -18,22 +20,31 @@ from lightning_llm.data.text_stream import StopStrings, TextStream
 from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.evaluate.scoring import Continuation, continuation_scores
+from lightning_llm.evaluate.task_settings import WritingSettings, settings_problems
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.model.generate import CachedLogits, RecomputedLogits, Sampler, sampled
+from lightning_llm.model.generate import CachedLogits, RecomputedLogits, sampled
 from lightning_llm.parallel.fully_shard import reshard
 from lightning_llm.train.parallel_model import ParallelModel
 
 Pair = tuple[tuple[str, str], list[int], list[int]]
 """A request, and the tokens of its context and of the continuation to score."""
-DEFAULT_NEW_TOKENS = 256
-"""Where a task does not say how much it wants written: lm-eval's own default."""
 
 
 class OwnModel(TemplateLM):
     """A model of ours as lm-eval sees one: likelihoods and greedy text, in batches of `batch_size` requests."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, device: torch.device, batch_size: int):
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        device: torch.device,
+        batch_size: int,
+        ends: Collection[int] = (),
+        defaults: Mapping[str, Any] | None = None,
+    ):
         """`model`: a `Decoder` or an `Ensemble` of some in this process, or a `ParallelModel`.
+
+        `ends`: tokens that end a text beside the tokenizer's end of a document. `defaults`: see `model_defaults`.
 
         Of a model that ranks share each rank has this, is asked the same, and answers the same.
         """
@@ -41,7 +52,8 @@ class OwnModel(TemplateLM):
         self.parallel = model if isinstance(model, ParallelModel) else ParallelModel.in_this_process(model)
         self.model: Any = self.parallel.model if self.parallel.layout.mesh is None else self.parallel.whole
         self.own_tokenizer, self.batch_size = tokenizer, batch_size
-        self.target = device
+        self.target, self.ends, self.defaults = device, frozenset(ends), dict(defaults or {})
+        self._noted = False
         self.max_length: int = self.model.config.max_sequence_length
         self.vocab_size: int = self.model.config.vocab_size
 
@@ -81,37 +93,56 @@ class OwnModel(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return what the model writes after each context, up to the first of its `until` strings."""
-        written = [self._write(*request.args) for request in requests]
+        """Return what the model writes after each context, up to the first of its `until` strings.
+
+        As lm-eval's `hf` backend does: the text is that of the new tokens alone, without special tokens.
+        """
+        eos = self.own_tokenizer.decode([self.eot_token_id])
+        asked = [
+            self._prompt(context, WritingSettings.read(settings, eos, self.defaults))
+            for context, settings in (request.args for request in requests)
+        ]
+        generator = torch.Generator(self.target).manual_seed(0)  # one for all: a document may come several times
+        written = [self._write(*each, generator) for each in asked]
         for sync in self.parallel.syncs:
             reshard(sync.model)
         return written
 
+    def _prompt(self, context: str, settings: WritingSettings) -> tuple[list[int], int, WritingSettings]:
+        """Return the tokens of a context, cut at its beginning to fit, and how many may be written."""
+        tokens = self.tok_encode(context) or [self.eot_token_id]
+        kept = self.max_length - settings.max_new_tokens
+        if kept < 1:  # lm-eval's own backend fails here
+            kept = 1 if settings.max_length is None else self.max_length - 1
+            if not self._noted:
+                text = f"wants {settings.max_new_tokens} new tokens, and the context holds {self.max_length}"
+                print(f"note   a task {text}: prompts lose all but {kept} tokens", file=sys.stderr)
+                self._noted = True
+        try:
+            return tokens[-kept:], settings.new_tokens(len(tokens[-kept:]), self.max_length), settings
+        except ValueError as error:
+            raise ConfigError(Problem("--tasks", f"generation_kwargs: {error}. Raise it.")) from error
+
     @torch.no_grad()
-    def _write(self, context: str, settings: Mapping[str, Any]) -> str:
-        asked = settings.get("until") or []
-        until = [asked] if isinstance(asked, str) else [stop for stop in asked if stop]
-        count = min(int(settings.get("max_gen_toks", DEFAULT_NEW_TOKENS)), self.max_length - 1)
-        temperature = float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0
-        prompt = (self.tok_encode(context) or [self.eot_token_id])[-(self.max_length - count) :]
-        length = len(prompt) + count
+    def _write(self, prompt: list[int], count: int, settings: WritingSettings, generator: torch.Generator) -> str:
         logits: CachedLogits | RecomputedLogits = RecomputedLogits(self.model)
         if isinstance(self.model, Decoder):
             with contextlib.suppress(ValueError):  # a mixer that keeps no cache
-                logits = CachedLogits(self.model, 1, length)
-        generator = torch.Generator(self.target).manual_seed(0)
+                logits = CachedLogits(self.model, 1, len(prompt) + count)
         first = torch.tensor([prompt], device=self.target)
-        drawn = sampled(logits, first, self.vocab_size, Sampler(temperature), generator)
-        stream, stops = TextStream(self.own_tokenizer, prompt), StopStrings(until)
-        text = ""
+        drawn = sampled(logits, first, self.vocab_size, settings.sampler, generator)
+        stream, stops = TextStream(self.own_tokenizer, prompt), StopStrings(settings.until)
+        new: list[int] = []
         for _ in range(count):
             token = int(next(drawn))
-            if token == self.eot_token_id:
+            if token == self.eot_token_id or token in self.ends:
                 break
-            text += stops.add(stream.add(token))
+            new.append(token)
+            stops.add(stream.add(token))
             if stops.found is not None:
-                return text
-        return text + stops.add(stream.finish()) + stops.finish()
+                break
+        text = self.own_tokenizer.decode(new, skip_special=True)
+        return str(postprocess_generated_text(text, list(settings.until), None))
 
 
 class Tasks:
@@ -132,7 +163,7 @@ class Tasks:
         self.words = [str(files.get(word, word)) for word in words]
         for word in self.words if not problems else ():
             try:
-                self.manager.load([word])
+                problems += _settings_problems(self.manager.load([word])["tasks"])
             # Whatever a task's file or the loading of its data set raises.
             except Exception as error:
                 text = f"{word} cannot be loaded: {type(error).__name__}: {error}".splitlines()[0][:400]
@@ -140,7 +171,7 @@ class Tasks:
         if problems:
             raise ConfigError(problems)
 
-    def results(self, model: OwnModel, limit: int | None) -> dict[str, dict[str, Any]]:
+    def results(self, model: OwnModel, limit: float | None) -> dict[str, dict[str, Any]]:
         """Return by "TASK/METRIC": its `value`, `stderr` (None where there is none), `higher_is_better` and `samples`.
 
         A metric behind another filter than none is called "TASK/METRIC,FILTER". Of ranks lm-eval gives them to a
@@ -169,3 +200,12 @@ class Tasks:
                     "version": everything.get("versions", {}).get(task),
                 }
         return found
+
+
+def _settings_problems(tasks: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield what tasks want of text that is written, and cannot have."""
+    for name, task in tasks.items():
+        given = getattr(getattr(task, "config", None), "generation_kwargs", None)
+        for problem in settings_problems(given) if given and task.OUTPUT_TYPE == "generate_until" else ():
+            text = f"{name}: {problem}. Text is written greedily, or sampled by temperature, top_k and top_p."
+            yield Problem("--tasks", text)

@@ -34,8 +34,8 @@ class Request:
     """`subjects` of the models; `how` they are one: "" (there is one), "average" or "ensemble".
 
     `validates`: whether losses are wanted, of the first subject's data; `tasks`: those of lm-eval, or None, of which
-    the first `limit` samples are taken, `batch_size` at once, in `compute_dtype`. `degrees`: of the layout in the first
-    subject's config, which ranks take part in.
+    the first `limit` samples are taken (below 1: that share of them), `batch_size` at once, in `compute_dtype`.
+    `degrees`: of the layout in the first subject's config, which ranks take part in.
     """
 
     subjects: list[Subject]
@@ -43,7 +43,7 @@ class Request:
     validates: bool
     tasks: "Tasks | None"
     device: torch.device
-    limit: int | None
+    limit: float | None
     batch_size: int
     compute_dtype: str | None
     degrees: Degrees
@@ -60,7 +60,7 @@ def checked_request(
     tasks: Sequence[str] = (),
     tasks_only: bool = False,
     data: Sequence[str] = (),
-    limit: int | None = None,
+    limit: float | None = None,
     average: Sequence[Path] = (),
     ensemble: Sequence[Path] = (),
     batch_size: int = 8,
@@ -74,9 +74,11 @@ def checked_request(
         ConfigError: with all that is wrong.
     """
     problems: list[Problem] = []
-    for key, value in (("--limit", limit), ("--batch-size", batch_size)):
-        if value is not None and value < 1:
-            problems.append(Problem(key, f"is {value}, must be at least 1."))
+    if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit % 1 == 0)):
+        text = f"is {limit:g}, must be a number of samples, or a fraction of them between 0 and 1, such as 0.5."
+        problems.append(Problem("--limit", text))
+    if batch_size < 1:
+        problems.append(Problem("--batch-size", f"is {batch_size}, must be at least 1."))
     if average and ensemble:
         text = "goes without --average: models are made one by their weights or by what they predict."
         problems.append(Problem("--ensemble", text))

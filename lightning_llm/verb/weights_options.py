@@ -44,7 +44,7 @@ def add_evaluate_options(parser: ArgumentParser) -> None:
     add("--tasks", action="append", default=[], metavar="TASK", help="of lm-eval, or a .yaml of your own; also A,B")
     add("--tasks-only", action="store_true", help="no validation losses")
     add("--data", action="append", default=[], metavar="KEY=VALUE", help="other data: jsonl=FILE, or a key below data")
-    add("--limit", type=int, metavar="N", help="the first N samples of each task")
+    add("--limit", type=float, metavar="N", help="the first N samples of each task; 0.5: the first half of them")
     add("--average", nargs="+", type=Path, default=[], metavar="PATH", help="the mean of these weights, and PATH's")
     add("--ensemble", nargs="+", type=Path, default=[], metavar="PATH", help="the mean of what these and PATH predict")
     merged = (

@@ -9,13 +9,22 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from safetensors.torch import save_file
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from lightning_llm.__main__ import main
 from lightning_llm.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+from lightning_llm.errors import ConfigError
 from lightning_llm.evaluate.harness import OwnModel
+from lightning_llm.evaluate.task_settings import (
+    DEFAULT_TOP_K,
+    NEUTRAL,
+    WritingSettings,
+    model_defaults,
+    settings_problems,
+)
 from lightning_llm.evaluate.weights import decoder_of
 from lightning_llm.model.ensemble import Ensemble
+from lightning_llm.model.generate import Sampler
 from lightning_llm.model.huggingface import huggingface_config, to_huggingface
 from lightning_llm.probe.subject import find_subject, read_weights
 from lightning_llm.record.files import summary_of
@@ -69,6 +78,67 @@ def test_what_is_written_is_theirs(models):
     assert ours == theirs
 
 
+SETTINGS = {
+    "max_new_tokens": {"until": ["never said"], "max_new_tokens": 5},
+    "max_tokens": {"until": ["never said"], "max_tokens": 5, "do_sample": False},
+    "max_completion_tokens": {"until": ["never said"], "max_completion_tokens": 5},
+    "the first of several": {"until": [], "max_gen_toks": 4, "max_new_tokens": 9},
+    "one string": {"until": "he", "max_gen_toks": 24},
+    "of two strings the earlier": {"until": ["in", "e"], "max_gen_toks": 24, "temperature": 0.0},
+    "a temperature without sampling": {"until": ["he"], "max_gen_toks": 8, "do_sample": False, "temperature": 0.7},
+    "max_length": {"until": ["never said"], "max_gen_toks": 100, "max_length": 12},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_a_task_mean_what_they_mean_to_lm_eval(models, name):
+    arguments = [("the of and", dict(SETTINGS[name]))]
+    ours, theirs = (model.generate_until(requests("generate_until", arguments)) for model in models)
+    assert ours == theirs
+    assert len(ours[0]) > 0
+
+
+def test_a_temperature_alone_samples_and_documents_that_repeat_differ(models):
+    settings = {"until": [], "max_gen_toks": 12, "temperature": 1.5}
+    one, two = models[0].generate_until(requests("generate_until", [("the of and", dict(settings))] * 2))
+    greedy = models[0].generate_until(requests("generate_until", [("the of and", settings | {"do_sample": False})]))
+    assert len({one, two, *greedy}) == 3
+
+
+def test_max_length_without_room_is_refused_before_a_word_is_written(models):
+    arguments = [("the of", {"until": [], "max_gen_toks": 2}), ("the of and to in", {"until": [], "max_length": 2})]
+    with pytest.raises(ConfigError, match="max_length=2 leaves no room after a context of"):
+        models[0].generate_until(requests("generate_until", arguments))
+
+
+def test_settings_are_read_as_transformers_reads_them():
+    read = WritingSettings.read
+    assert GenerationConfig._get_default_generation_params()["top_k"] == DEFAULT_TOP_K
+    sampled = read({"do_sample": True, "temperature": 0.7, "top_p": 0.9}, "</s>", {"top_k": 20, "top_p": 0.5})
+    assert (sampled.sampler, sampled.until) == (Sampler(0.7, 20, 0.9), ("</s>",))
+    assert read({"temperature": 0.5}, "</s>", {}).sampler == Sampler(0.5, 50, 1.0)
+    assert read({"do_sample": True, "temperature": 1, "top_k": 0}, "", {}).sampler == Sampler(1.0, None, 1.0)
+    for neutral, values in NEUTRAL.items():
+        default = GenerationConfig._get_default_generation_params().get(neutral, values[0])
+        assert default in values
+    assert settings_problems({"until": ["x"], "num_beams": 1, "repetition_penalty": 1.0, "top_k": 5}) == []
+    assert settings_problems({"num_beams": 4, "temperature": -1, "do_sample": True})[0].startswith("generation_kwargs")
+    assert settings_problems({"num_beams": 4}) == ["generation_kwargs.num_beams=4 is not supported"]
+
+
+def test_a_folder_s_own_generation_settings_are_read_by_transformers(tmp_path):
+    assert model_defaults(tmp_path) == ({}, {})
+    GenerationConfig(top_p=0.8, top_k=20, do_sample=True, repetition_penalty=1.05).save_pretrained(tmp_path)
+    assert model_defaults(tmp_path) == ({"top_k": 20, "top_p": 0.8}, {"repetition_penalty": 1.05})
+
+
+def test_a_context_too_small_for_what_a_task_wants_is_noted_once(models, trained, capsys):
+    model = OwnModel(models[0].model, Tokenizer(trained), CPU, batch_size=1)
+    model.generate_until(requests("generate_until", [("the of and", {"until": ["e"]}), ("to in", {"until": ["e"]})]))
+    printed = capsys.readouterr().err
+    assert printed == "note   a task wants 256 new tokens, and the context holds 128: prompts lose all but 1 tokens\n"
+
+
 def test_batches_do_not_show(models, trained):
     alone = OwnModel(models[0].model, Tokenizer(trained), CPU, batch_size=1)
     one, two = (model.loglikelihood(requests("loglikelihood", PAIRS)) for model in (alone, models[0]))
@@ -113,6 +183,25 @@ def test_a_task_of_ones_own_offline(trained, task, tmp_path, capsys, monkeypatch
     assert main(["evaluate", str(run), "--tasks", str(task), "--tasks-only", "--limit", "1"]) == 0
     kept = json.loads((run / "evaluation" / "step=4.json").read_text())["metrics"]["my_choice/acc"]
     assert kept["of"] == "version 1.0, the first 1 samples"
+    assert main(["evaluate", str(run), "--tasks", str(task), "--tasks-only", "--limit", "0.6"]) == 0
+    kept = json.loads((run / "evaluation" / "step=4.json").read_text())["metrics"]["my_choice/acc"]
+    assert (kept["of"], kept["samples"]) == ("version 1.0, the first 0.6 of the samples", 4)
+    assert main(["evaluate", str(run), "--tasks", str(task), "--limit", "1.5"]) == 2
+    assert "--limit: is 1.5, must be a number of samples, or a fraction" in capsys.readouterr().err
+
+
+def test_a_task_whose_settings_would_be_ignored_is_refused(trained, task, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    choice = task.read_text()
+    head = choice.partition("output_type")[0].replace("my_choice", "written")
+    task.write_text(
+        f"{head}output_type: generate_until\ndoc_to_text: '{{{{q}}}}'\ndoc_to_target: '{{{{gold}}}}'\n"
+        "generation_kwargs: {until: ['x'], num_beams: 3, penalty_alpha: 0.6}\nmetric_list:\n  - metric: exact_match\n"
+    )
+    assert main(["evaluate", str(trained), "--tasks", str(task), "--tasks-only"]) == 2
+    printed = capsys.readouterr().err
+    assert "written: generation_kwargs.num_beams=3 is not supported. Text is written greedily, or sampled" in printed
+    assert "penalty_alpha=0.6" in printed
 
 
 def test_tasks_that_are_not_there_are_named(trained, task, tmp_path, capsys, monkeypatch):

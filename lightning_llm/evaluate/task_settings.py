@@ -1,0 +1,115 @@
+"""How a task of lm-eval wants text written (its `generation_kwargs`), as lm-eval and its `hf` backend read it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+
+from lightning_llm.config.weight_files import GENERATION
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.model.generate import Sampler
+
+DEFAULT_NEW_TOKENS = 256
+"""Where a task does not say how much it wants written: lm-eval's own default."""
+DEFAULT_TOP_K = 50
+"""Of a task that samples: the default of transformers' `generate`, which lm-eval's `hf` backend calls."""
+READ = frozenset({"do_sample", "temperature", "top_k", "top_p", "max_length", "until", "max_gen_toks"})
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "repetition_penalty": (1,),
+    "encoder_repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "diversity_penalty": (0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "min_p": (0,),
+    "early_stopping": (False,),
+    "use_cache": (True, False),
+}
+"""Settings of transformers' `generate` that are not implemented here, and the values by which they change no text."""
+
+
+@dataclass(frozen=True)
+class WritingSettings:
+    """Settings of one request: the strings that end its text, how tokens are drawn, and how many at most.
+
+    `max_length`, where given, bounds the prompt and the new tokens together, in place of `max_new_tokens`.
+    """
+
+    until: tuple[str, ...]
+    sampler: Sampler
+    max_new_tokens: int
+    max_length: int | None
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], end_of_document: str, defaults: Mapping[str, Any]) -> "WritingSettings":
+        """Return what `given`, a task's `generation_kwargs`, asks for.
+
+        `defaults`: top_k and top_p of the model's own generation_config.json. Raises ValueError for senseless values.
+        """
+        asked = dict(normalize_gen_kwargs(dict(given), DEFAULT_NEW_TOKENS))
+        until = handle_stop_sequences(asked["until"], eos=end_of_document)
+        samples = bool(asked.get("do_sample"))
+        drawn = {"top_k": DEFAULT_TOP_K, "top_p": 1.0, **defaults, **_set(asked)} if samples else {}
+        sampler = Sampler(
+            float(asked.get("temperature") or 0.0) if samples else 0.0,
+            int(drawn["top_k"]) or None if drawn else None,
+            float(drawn.get("top_p", 1.0)),
+        )
+        total = asked.get("max_length")
+        strings = tuple(stop for stop in until if stop)
+        return cls(strings, sampler, int(asked["max_gen_toks"]), None if total is None else int(total))
+
+    def new_tokens(self, prompt_tokens: int, longest: int) -> int:
+        """Return how many tokens may follow a prompt in a context of `longest`. Raises ValueError where none may."""
+        if self.max_length is None:
+            return min(self.max_new_tokens, longest - 1)
+        if (room := min(self.max_length, longest) - prompt_tokens) < 1:
+            raise ValueError(f"max_length={self.max_length} leaves no room after a context of {prompt_tokens} tokens")
+        return room
+
+
+def _set(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: settings[key] for key in ("top_k", "top_p") if settings.get(key) is not None}
+
+
+def settings_problems(given: Mapping[str, Any]) -> list[str]:
+    """Return what of a task's `generation_kwargs` cannot be done here: settings that would change its text."""
+    try:
+        asked = dict(normalize_gen_kwargs(dict(given), DEFAULT_NEW_TOKENS))
+        WritingSettings.read(given, "", {})
+    except (ValueError, TypeError) as error:
+        return [f"generation_kwargs cannot be read ({error})"]
+    return [
+        f"generation_kwargs.{key}={value!r} is not supported"
+        for key, value in asked.items()
+        if key not in READ and value is not None and value not in NEUTRAL.get(key, ())
+    ]
+
+
+def model_defaults(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the sampling defaults of a Hugging Face folder's generation_config.json, and what of it is not applied.
+
+    Read by transformers; without it, or without the file, both are empty. Raises ConfigError.
+    """
+    if not (folder / GENERATION).is_file():
+        return {}, {}
+    try:
+        from transformers import GenerationConfig
+    except ImportError:
+        return {}, {}
+    try:
+        said = GenerationConfig.from_pretrained(folder).to_diff_dict()
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(Problem(str(folder / GENERATION), f"transformers cannot read it: {error}.")) from error
+    ignored = {key: said[key] for key in NEUTRAL if said.get(key) is not None and said[key] not in NEUTRAL[key]}
+    return _set(said), ignored
