@@ -9,16 +9,21 @@ import torch
 from rich.panel import Panel
 from rich.text import Text
 
+from lightning_llm.record.state import is_among_jobs
 from lightning_llm.terminal.console import new_console
-from lightning_llm.terminal.text import escaped, excerpt
+from lightning_llm.terminal.text import escaped, excerpt, one_line
 
 log = logging.getLogger(__name__)
+SHOWN_LINES = 12
+SWEEP_COLUMNS = 160
+"""Of the one line that a job of a sweep shows on its sweep's terminal."""
 
 
 class Sample(pl.Callback):
     """Generates `max_new_tokens` tokens after `prompt` when training has ended, shows them and writes `sample.txt`.
 
-    Control characters are escaped in both; a terminal gets the first lines alone, the file all of them.
+    Control characters are escaped in both; a terminal gets the first `SHOWN_LINES` lines, or one
+    line where the jobs of a sweep share it; the file gets all of them.
 
     An empty prompt stands for the start of a document. The random numbers come from a generator of its own, seeded by
     `seed`; the model is left in the mode it was in. All ranks generate, rank 0 shows.
@@ -45,7 +50,10 @@ class Sample(pl.Callback):
             if trainer.is_global_zero:
                 file = Path(pl_module.config.run.dir, "sample.txt")
                 file.write_text(escaped(text), encoding="utf-8")
-                shown, left_out = excerpt(text)
+                if is_among_jobs():
+                    print(f"sample {one_line(text, SWEEP_COLUMNS)}  ({file})", flush=True)
+                    return
+                shown, left_out = excerpt(text, SHOWN_LINES)
                 more = f"{left_out} more lines in {file}" if left_out else None
                 new_console().print(Panel(Text(shown), title="sample", title_align="left", subtitle=more))
         except Exception as error:

@@ -14,6 +14,7 @@ from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.callbacks.sample import Sample
 from lightning_llm.callbacks.throughput import Throughput
 from lightning_llm.config.schema import Config
+from lightning_llm.record.state import JOB_VARIABLE
 from lightning_llm.terminal.text import escaped, excerpt
 
 
@@ -111,6 +112,24 @@ def test_the_sample_is_written_and_the_same_each_time(tmp_path: Path, capsys: py
 def test_an_empty_prompt_starts_a_document(config: Config) -> None:
     fit(TinyModule(config), [Sample(max_new_tokens=9), RunFolder(Path(config.run.dir))])
     assert len(Path(config.run.dir, "sample.txt").read_text()) == 9
+
+
+def test_a_sample_is_short_on_a_terminal_and_one_line_among_jobs(
+    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(f"line {number}\n" for number in range(60))
+    monkeypatch.setattr(Sample, "_generate", lambda *_: text)
+    file = Path(config.run.dir, "sample.txt")
+    fit(TinyModule(config), [Sample(), RunFolder(file.parent)])
+    printed = capsys.readouterr().out
+    assert (printed.count("line "), "48 more lines in" in printed) == (12, True)
+    monkeypatch.setenv(JOB_VARIABLE, "3")
+    fit(TinyModule(config), [Sample()])
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if "line 0" in each]
+    assert line.startswith("sample line 0 line 1 ")
+    assert line.endswith(f" ...  ({file})")
+    assert len(line) < 200 + len(str(file))
+    assert file.read_text() == text
 
 
 def test_a_sample_cannot_drive_the_terminal_nor_flood_it() -> None:
