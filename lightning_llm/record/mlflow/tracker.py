@@ -17,6 +17,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.sqlite_address import absolute_address, sqlite_address, sqlite_file
 from lightning_llm.record.files import Record, Status
 from lightning_llm.record.mlflow.store import noted_id, own_process
+from lightning_llm.record.mlflow.trouble import NO_ANSWER
 from lightning_llm.record.mlflow.writer import RUN_ID_FILE
 from lightning_llm.record.provenance import user_name
 
@@ -256,7 +257,7 @@ class MLflowTracker:
             if event["event"] == "connected":
                 self._experiment_id = event["experiment_id"]
             elif event["event"] == "trouble":
-                self._warn(event["text"])
+                self._warn(event["text"], event["advice"])
             elif event["event"] == "closed":
                 self._ended = event
 
@@ -269,15 +270,16 @@ class MLflowTracker:
             sync_command(self.run_dir),
         )
 
-    def _warn(self, problem: str) -> None:
-        """Say once what is wrong and what to do; keep the latest problem for the summary."""
+    def _warn(self, problem: str, advice: str = NO_ANSWER.advice) -> None:
+        """Log once what is wrong and what to do; keep the latest problem for the summary."""
         first, self._problem = not self._problem, redacted(problem)
         if first:
             log.warning(
                 "MLflow at %s is not being written (%s). Training goes on, metrics.jsonl has everything, and MLflow is "
-                "tried again until the end. Check that it is up, or set logger.tracking_uri, or logger=none.",
+                "tried again until the end. %s",
                 redact_uri(self.uri),
                 self._problem,
+                advice,
             )
 
 

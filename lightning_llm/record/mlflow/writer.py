@@ -26,6 +26,7 @@ from lightning_llm.config.workspace import same_folder
 from lightning_llm.record.evaluations import evaluation_points
 from lightning_llm.record.files import decode
 from lightning_llm.record.mlflow.store import STATUSES, known_run, mark_orphans, noted_id, open_store, truncate
+from lightning_llm.record.mlflow.trouble import trouble_of
 from lightning_llm.slow_imports import take_process
 
 RUN_ID_FILE = "mlflow_run_id"
@@ -219,7 +220,10 @@ def main() -> None:
             pause = job["flush_seconds"]
         except Exception as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-            _say({"event": "trouble", "text": text})
+            trouble = trouble_of(error)
+            _say({"event": "trouble", "text": text, "advice": trouble.advice})
+            if ending and not trouble.passes:
+                return  # the run is about to end, and does not wait for what would be no other in a few seconds
             pause = min(LONGEST_PAUSE_SECONDS, 2 * pause) if ending is None else 0.5
         if ending:
             time.sleep(pause)
