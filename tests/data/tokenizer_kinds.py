@@ -22,7 +22,7 @@ def byte_level(*merges: tuple[str, str], prefix: bool = False, trim: bool = Fals
     """Return byte-level BPE with these merges, in the alphabet of the library."""
     vocab = numbered(*BYTES, *("".join(merge) for merge in merges))
     made = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not trim)
     made.decoder = decoders.ByteLevel()
     if trim:
         made.post_processor = processors.ByteLevel(trim_offsets=True)
@@ -70,7 +70,7 @@ def word_ends(*merges: tuple[str, str]) -> Tokenizer:
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte-level": lambda: byte_level(("t", "h"), ("Ġ", "th"), ("Ġ", "â")),
-    "byte-level, prefix space, trimmed offsets": lambda: byte_level(("Ġ", "a"), prefix=True, trim=True),
+    "byte-level, prefix space, trimmed offsets": lambda: byte_level(("a", "Ġ"), prefix=True, trim=True),
     "byte-level, composed": lambda: byte_level(("t", "h"), normalizer=normalizers.NFKC()),
     "sentencepiece": lambda: sentencepiece(("▁", "t"), ("t", "h"), ("▁t", "h")),
     "unigram": lambda: unigram("▁the", "the", "an"),
