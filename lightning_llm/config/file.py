@@ -1,9 +1,11 @@
 """`config.yaml`: how a resolved config is kept."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -12,10 +14,22 @@ from lightning_llm.config.schema import Config
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """libyaml's where PyYAML was built with it: four times as fast, the same text but where it folds a long quoted one."""
 
+INTERPOLATION = re.compile(r"(\\*)\$\{")
+"""The start of an interpolation of OmegaConf, and the backslashes before it."""
+
 
 def config_text(config: Config) -> str:
     """Return `config` as YAML that `train --config FILE` takes."""
-    return str(yaml.dump(config.model_dump(), Dumper=_DUMPER, sort_keys=False, allow_unicode=True))
+    return str(yaml.dump(_literal(config.model_dump()), Dumper=_DUMPER, sort_keys=False, allow_unicode=True))
+
+
+def _literal(value: Any) -> Any:
+    """Return `value` with "${" in its texts escaped: a config is resolved, so that none is an interpolation."""
+    if isinstance(value, str):
+        return INTERPOLATION.sub(lambda found: f"{found[1] * 2}\\${{", value)
+    if isinstance(value, dict):
+        return {key: _literal(each) for key, each in value.items()}
+    return [_literal(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def write_config(config: Config, file: Path) -> None:

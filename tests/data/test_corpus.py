@@ -160,6 +160,19 @@ def test_validation_is_shared_by_weight_and_by_ranks(corpus: Corpus) -> None:
     assert (joined[12:] == IGNORED).all()
 
 
+@pytest.mark.parametrize("light", ["a", "b"])
+def test_a_source_of_tiny_weight_still_has_a_validation_sequence(
+    cache: Path, two_files: dict[str, Any], light: str
+) -> None:
+    mix = {name: source | {"weight": 1e-6 if name == light else 1.0} for name, source in two_files.items()}
+    corpus = open_corpus(data_config(cache, mix, validation={"fraction": 0.2, "sequences": 5}), 5, VOCABULARY)
+    scored = torch.cat([batch.sources for batch in corpus.validation_batches(4)])[: corpus.validation_sequences]
+    counts = {name: int((scored == number).sum()) for number, name in enumerate(mix)}
+    assert counts[light] == 1
+    assert sum(counts.values()) == 6
+    assert corpus.source_fingerprints.keys() == {"a", "b"}
+
+
 def test_what_is_scored_can_be_the_same_for_mixes_that_are_not(cache: Path, two_files: dict[str, Any]) -> None:
     found = []
     for weights in ((3.0, 1.0), (1.0, 1.0)):

@@ -10,7 +10,11 @@ import pyarrow.parquet
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.file import config_text
+from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.data.loader.files import find_files, matching_files
 from lightning_llm.data.source import Source
@@ -73,6 +77,22 @@ def test_a_folder_is_read_whatever_its_name(name: str) -> None:
             write(folder / name / f"y{ending}", "lower")
             assert sorted(texts_of(loader, folder)) == ["lower", "upper"]
             assert texts_of(loader, f"{folder}/x*{ending}") == ["upper"]  # the folder as it is, then a pattern
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return compose_config(["data=text", "data.sources.text.path=x"])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.text("\\${}ab:,?*[]%#'\" ", max_size=9))
+@example("\\${oc.env:HOME}")
+@example("a\\\\${b}")
+def test_a_path_in_config_yaml_is_the_path(config: Config, path: str) -> None:
+    sources = {"text": config.data.sources["text"].model_copy(update={"path": f"/{path}"})}
+    saved = config_text(config.model_copy(update={"data": config.data.model_copy(update={"sources": sources})}))
+    read = OmegaConf.create(saved)
+    assert OmegaConf.to_container(read.data.sources, resolve=True)["text"]["path"] == f"/{path}"
 
 
 def test_datasets_reads_a_folder_whatever_its_name(tmp_path: Path) -> None:
