@@ -164,7 +164,7 @@ def test_validation_is_shared_by_weight_and_by_ranks(corpus: Corpus) -> None:
 def test_a_source_of_tiny_weight_still_has_a_validation_sequence(
     cache: Path, two_files: dict[str, Any], light: str
 ) -> None:
-    mix = {name: source | {"weight": 1e-6 if name == light else 1.0} for name, source in two_files.items()}
+    mix = {name: source | {"weight": 1e-3 if name == light else 1.0} for name, source in two_files.items()}
     corpus = open_corpus(data_config(cache, mix, validation={"fraction": 0.2, "sequences": 5}), 5, VOCABULARY)
     scored = torch.cat([batch.sources for batch in corpus.validation_batches(4)])[: corpus.validation_sequences]
     counts = {name: int((scored == number).sum()) for number, name in enumerate(mix)}
