@@ -195,6 +195,7 @@ def make(file: Path, key: bytes, compiled: Any, args: tuple[Any, ...]) -> Any:
     import torch._dynamo.config as dynamo_config
     import torch.fx.experimental._config as shapes
 
+    _announce(file.parent)
     shapes_config: Any = shapes  # whose `patch` a type checker does not see
     try:
         # Floats are compiled in: tracing would otherwise start again, which this road cannot. Sizes that happen to be
@@ -217,6 +218,13 @@ def make(file: Path, key: bytes, compiled: Any, args: tuple[Any, ...]) -> Any:
         raise Unusable(f"{type(error).__name__}: {lines[0]}") from error
     tally.compiled += 1
     return kernel
+
+
+@functools.cache
+def _announce(kept: Path) -> None:
+    """Say once that kernels are compiled, which may take a minute without another line; of several ranks the first."""
+    if os.environ.get("RANK", "0") in ("", "0"):
+        _say(f"compiling the casts of this recipe, a few seconds each; they are kept for later runs in {kept}")
 
 
 def load(file: Path, key: bytes) -> Any | None:

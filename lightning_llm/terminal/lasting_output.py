@@ -103,7 +103,7 @@ def lasting_output(*, needed: bool = False) -> Iterator[None]:
         raise OutputGoneError(_CLOSED, reader_left=False)
     out = LastingStream(sys.stdout or _nothing(), refuse if needed else note("output", sys.stderr))
     errors = LastingStream(sys.stderr or _nothing(), note("errors", None if needed else sys.stdout))
-    with redirect_stdout(out), redirect_stderr(errors):  # type: ignore[type-var]
+    with redirect_stdout(out), redirect_stderr(errors):
         try:
             yield
         finally:

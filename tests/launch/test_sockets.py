@@ -1,6 +1,7 @@
 """Ranks of one machine, and what starts them, listen on the loopback interface alone. 10 seconds."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from lightning_llm.__main__ import main
 from lightning_llm.interpreter import SAFE_PATH
 from lightning_llm.run.launch import launch_ranks
+from lightning_llm.run.relay import signals_passed_on
 
 
 class Listening(pl.Callback):
@@ -43,11 +45,22 @@ def test_the_store_that_ranks_meet_by_is_on_the_loopback_interface_and_gloo_is_s
         before = listening(psutil.Process())
         info = get_rendezvous_handler(parameters).next_rendezvous()
         seen.update(info=info, sockets=listening(psutil.Process()) - before, gloo=os.environ.get("GLOO_SOCKET_IFNAME"))
+        seen["signals"] = settings.signals_to_handle
         return lambda *words: seen.update(words=words, safe_path=os.environ[SAFE_PATH])
 
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launch)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    launch_ranks(2, ["train"], threads=1, shutdown_seconds=1)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup: torch's agent would put its own handler there
+    try:
+        launch_ranks(2, ["train"], threads=1, shutdown_seconds=1)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        with signals_passed_on():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with signals_passed_on() as relay:
+        assert signal.getsignal(signal.SIGHUP) is relay
+    assert seen["signals"] == "SIGTERM,SIGINT,SIGQUIT"
     assert {each.laddr.ip for each in seen["sockets"]} == {"127.0.0.1"}
     where = seen["info"].bootstrap_store_info
     assert {each.laddr.port for each in seen["sockets"]} == {where.master_port}

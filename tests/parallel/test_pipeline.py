@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,8 @@ from traced_run import difference, run_with, traced_run
 
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.config.compose import compose_config
+from lightning_llm.parallel import pipeline as pipeline_module
+from lightning_llm.parallel.pipeline import Pipeline
 from lightning_llm.parallel.train_stage import TrainStage
 from lightning_llm.plan.schedule import receives_waiting
 from lightning_llm.plan.stages import bubble_fraction
@@ -297,3 +300,26 @@ def test_health_and_the_origin_of_nan_are_those_of_all_stages(layout, ranks, wor
         health[name] = (tmp_path / name / "run" / "health.jsonl").read_text()
     assert health["ours"] == health["alone"]
     assert SPOILED in health["ours"]
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 8])
+def test_the_last_logits_are_of_the_last_token_and_of_no_padding(length, monkeypatch):
+    """Under tp a length is padded to a multiple of the ranks; the logits of padding are nobody's."""
+    monkeypatch.setattr(pipeline_module, "whole_vocabulary", lambda logits, layout: logits)
+    whole = Pipeline.__new__(Pipeline)
+    config = SimpleNamespace(max_sequence_length=8, padded_vocab_size=6)
+    whole.stages = [
+        SimpleNamespace(decoder=SimpleNamespace(config=config, token_shards=4, compute_dtype=torch.float32))
+    ]
+    whole.layout = SimpleNamespace(degrees=SimpleNamespace(tp=2))
+    seen = []
+
+    def forward(tokens):
+        seen.append(tokens.shape[1])
+        return tokens[..., None].float().expand(-1, -1, 3)
+
+    whole.forward = forward
+    whole._from_last = lambda logits, shape, dtype: logits if logits.shape == shape else None
+    tokens = torch.arange(1, 1 + 2 * length).view(2, length)
+    assert whole.last_logits(tokens)[:, 0, 0].tolist() == tokens[:, -1].tolist()
+    assert seen[0] % 4 == 0

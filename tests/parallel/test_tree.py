@@ -1,10 +1,14 @@
 """Sums in the order of the tree, against a plain recursion over single numbers."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_llm.parallel.tree import TreeSum, sum_rows
+from lightning_llm.parallel import tree
+from lightning_llm.parallel.tree import Subtrees, TreeSum, sum_rows, tree_reduce_scatter
 
 
 def by_definition(values: list[torch.Tensor]) -> torch.Tensor:
@@ -45,3 +49,53 @@ def test_the_order_matters_so_that_these_tests_can_fail():
     for row in rows[1:]:
         chain += row
     assert not torch.equal(chain, sum_rows(rows.clone()))
+
+
+class FakeGroup(SimpleNamespace):
+    """Ranks of a process group, `ranks` in order."""
+
+    def size(self):
+        return len(self.ranks)
+
+
+def reduce_scattered(tensors, per_node, monkeypatch):
+    """Return the part of each rank, machines having `per_node` ranks, by collectives between lists in this process."""
+    world = len(tensors)
+    begun = []
+
+    def all_to_all(received, sent, group, async_op):
+        begun.append((received, sent.clone(), group))
+
+    monkeypatch.setattr(tree, "dist", SimpleNamespace(all_to_all_single=all_to_all))
+    works, parts = [], {}
+    for rank, tensor in enumerate(tensors):
+        node, place = divmod(rank, per_node)
+        within = FakeGroup(ranks=[node * per_node + each for each in range(per_node)])
+        between = FakeGroup(ranks=list(range(place, world, per_node)))
+        works.append(tree_reduce_scatter(tensor, FakeGroup(ranks=list(range(world))), Subtrees(within, between)))
+    while len(parts) < world:
+        for rank, work in enumerate(works):
+            try:
+                next(work)
+            except StopIteration as end:
+                parts[rank] = end.value
+        if begun:
+            for rank, (received, _, group) in enumerate(begun):
+                place = group.ranks.index(rank)
+                chunks = [begun[peer][1].chunk(group.size())[place] for peer in group.ranks]
+                received.copy_(torch.cat(chunks))
+            begun.clear()
+    return [parts[rank] for rank in range(world)]
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2), (2, 3), (3, 4), (4, 2), (1, 4), (5, 1), (2, 8)])
+def test_sums_in_two_stages_are_of_each_ranks_own_part_however_many_machines(nodes, per_node, monkeypatch):
+    """As many machines as ranks of each would hide a swap of the two; the bits are the tree's where 2^k share one."""
+    world, size = nodes * per_node, 3
+    rows = torch.randn(world, world * size, generator=torch.Generator().manual_seed(world))
+    parts = reduce_scattered([row.clone() for row in rows], per_node, monkeypatch)
+    for rank, part in enumerate(parts):
+        own = [row[rank * size : (rank + 1) * size] for row in rows]
+        if per_node & (per_node - 1) == 0:
+            assert torch.equal(part, by_definition(own))
+        torch.testing.assert_close(part, torch.stack(own).double().sum(0).float())

@@ -57,12 +57,15 @@ def x():
 
 
 @compiles
-def test_a_kernel_is_compiled_once_and_then_loaded_for_all_shapes_it_holds_for(kept, x):
+def test_a_kernel_is_compiled_once_and_then_loaded_for_all_shapes_it_holds_for(kept, x, capsys):
     first = kernels_of(even_or_odd)
     assert torch.equal(run(first, x), x * 2.5)
     assert torch.equal(run(first, x[:4, :6].contiguous()), x[:4, :6] * 2.5)
     assert first.compiled.times == 1
     assert tally.take().startswith("1 kernels compiled and 0 loaded in ")
+    said = capsys.readouterr().err
+    assert said.startswith("note   compiling the casts of this recipe, a few seconds each; ")
+    assert said.endswith(f"they are kept for later runs in {kept}\n")
     later = kernels_of(even_or_odd)  # as another process has it
     assert torch.equal(run(later, x[:2].contiguous()), x[:2] * 2.5)
     assert later.compiled.times == 0
@@ -75,6 +78,7 @@ def test_a_kernel_is_compiled_once_and_then_loaded_for_all_shapes_it_holds_for(k
     last = kernels_of(even_or_odd)
     assert torch.equal(run(last, odd), odd - 1.0)
     assert (last.compiled.times, tally.loaded) == (0, 2)
+    assert capsys.readouterr().err == ""  # said once
     other = kernels_of(even_or_odd, "another")
     run(other, x)
     assert other.compiled.times == 1

@@ -4,10 +4,12 @@ import math
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -179,6 +181,31 @@ def test_auxiliary_losses_of_blocks_are_trained_on_and_recorded(model, recompute
     assert record["auxiliary/size"] == pytest.approx(0.01 * sum(terms).item(), rel=1e-6)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     torch.testing.assert_close(gradients, {name: parameter.grad for name, parameter in plain.named_parameters()})
+
+
+@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 3)])
+def test_auxiliary_losses_are_means_over_all_ranks_and_micro_batches(dp, cp):
+    """Each rank of dp and cp has micro-batches, or parts of them, of its own; those of tp and pp have the same."""
+    values, record, sizes = torch.arange(1.0, 1 + 4 * dp * cp).view(dp * cp, 4), [], {"dp": dp, "cp": cp, "tp": 2}
+
+    class Ranks:
+        """The layout of this rank of `dp * cp`, summing what all of them have."""
+
+        degrees = SimpleNamespace(dp=dp, cp=cp)
+
+        def reduce(self, value, op, *axes):
+            assert op is dist.ReduceOp.SUM
+            assert math.prod(sizes[axis] for axis in axes) == dp * cp  # all of these ranks, and none of tp
+            return torch.stack([each._auxiliary_losses["size"] for each in steps]).sum()
+
+    steps = []
+    for of_rank in values:
+        step = TrainStep.__new__(TrainStep)
+        step.parallel, step._auxiliary_losses = SimpleNamespace(layout=Ranks()), {}
+        steps.append(step)
+        record += [share for value in of_rank for share in step._auxiliary_shares({"size": value}, 4)]
+    torch.testing.assert_close(torch.stack(record).sum(), values.mean())  # what gradients are taken of, in all
+    torch.testing.assert_close(steps[0]._reduce_auxiliary_losses(), {"auxiliary/size": values.mean()})
 
 
 def _with_terms(block: nn.Module, forward: Any, *arguments: Any) -> Tensor:
