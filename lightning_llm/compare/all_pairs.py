@@ -42,11 +42,14 @@ class PairGap:
     controlled: bool
     setting: str
     margin: float
+    damaged: bool = False
+    """Whether runs of the comparison are damaged, so that nothing is called lossless."""
 
     @property
     def decision(self) -> Decision:
         """Of the recipe against the other, at the margin."""
-        return decision_of(self.low, self.high, self.margin)
+        found = decision_of(self.low, self.high, self.margin)
+        return "inconclusive" if self.damaged and found == "lossless" else found
 
     def as_data(self) -> dict[str, Any]:
         """Return what `compare.json` has of it, under "all_pairs"."""
@@ -62,11 +65,11 @@ class PairGap:
         }
 
 
-def all_pairs(verdicts: Sequence[Verdict]) -> list[PairGap]:
+def all_pairs(verdicts: Sequence[Verdict], damaged: bool = False) -> list[PairGap]:
     """Return the gaps of all pairs of the levels that one family's verdicts are about, each way round once.
 
     Over runs that did not fail, by the tail that they have in common; a level whose verdict is none (the baseline has
-    not learned) has no pair.
+    not learned) has no pair. `damaged`: runs of the comparison are.
     """
     verdicts = [each for each in verdicts if each.judged.measured.unlearned is None]
     if not verdicts:
@@ -94,7 +97,7 @@ def all_pairs(verdicts: Sequence[Verdict]) -> list[PairGap]:
         found.append(
             PairGap(
                 one, other, float(gap[place]), float(low[place]), float(high[place]), int(pairs[place]),
-                controlled[one] and controlled[other], words, terms.margin,
+                controlled[one] and controlled[other], words, terms.margin, damaged,
             )
         )  # fmt: skip
     return found

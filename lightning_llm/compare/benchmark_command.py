@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.compare.benchmark import CLOCKS, Benchmark, score_runs
+from lightning_llm.compare.copies import without_copies
 from lightning_llm.compare.ended_jobs import read_found
 from lightning_llm.compare.find import find_runs
 from lightning_llm.compare.target import Targets
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.terminal.text import escaped
 
 FILE = "time_to_target.json"
 
@@ -32,7 +34,9 @@ def benchmark_named(
         ConfigError: nothing can be scored; or some cannot, after the rest was shown and written.
     """
     found = find_runs(words)
-    runs, problems, _ = read_found(found)
+    runs, problems, *_ = read_found(found)
+    runs, copies = without_copies(runs)
+    problems += copies
     try:
         benchmark = score_runs(runs, metric, targets, baseline, trial_keys)
     except ConfigError as error:
@@ -77,7 +81,7 @@ def print_benchmark(benchmark: Benchmark) -> None:
         table.add_row(name, *times, *(f"{scored[clock][name]:.3f}" for clock in CLOCKS))
     console.print(table)
     for note in benchmark.notes():
-        console.print(Text(f"  {note}", style="dim"), soft_wrap=True)
+        console.print(Text(escaped(f"  {note}"), style="dim"), soft_wrap=True)
 
 
 def _steps(value: float) -> str:

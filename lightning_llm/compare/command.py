@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from lightning_llm.compare.best_of import BestOf
 from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError, compare_runs, read_all
@@ -27,6 +27,7 @@ from lightning_llm.compare.wording import looks_statement
 from lightning_llm.config.commands import command
 from lightning_llm.config.identity import NOT_IDENTITY, below
 from lightning_llm.errors import ConfigError, Problem, gathered
+from lightning_llm.terminal.text import escaped
 
 if TYPE_CHECKING:
     from lightning_llm.compare.report.supplement import Supplement
@@ -66,7 +67,7 @@ def compare(arguments: argparse.Namespace) -> int:
         best_of,
         arguments.output,
         show=_print_data if arguments.json else print_table,
-        say=partial(print, file=sys.stderr if arguments.json else sys.stdout),
+        say=partial(print_escaped, file=sys.stderr if arguments.json else sys.stdout),
     )
     return 0
 
@@ -84,7 +85,7 @@ def _time_to_target(arguments: argparse.Namespace, targets: Targets) -> int:
         arguments.output,
         show=(lambda found: print(_json(found.as_data()))) if arguments.json else print_benchmark,
         write=_json,
-        say=partial(print, file=sys.stderr if arguments.json else sys.stdout),
+        say=partial(print_escaped, file=sys.stderr if arguments.json else sys.stdout),
     )
     return 0
 
@@ -118,11 +119,11 @@ def compare_named(
     terms, baseline = terms_of(asked, declared.design), declared.baseline or baseline
     if asked.all_pairs and (why := against_all_pairs(terms, best_of, declared.design, found)):
         raise ConfigError(Problem("--all-pairs", why))
-    runs, problems, ended = read_found(found)
+    runs, problems, ended, damaged = read_found(found)
     try:
         if best_of is not None:
             best_of = replace(best_of, sweeps=tuple(found.sweeps))
-        comparison = compare_runs(runs, terms, baseline, best_of, declared.design)
+        comparison = compare_runs(runs, terms, baseline, best_of, declared.design, damaged)
     except ConfigError as error:
         raise ConfigError([*found.problems, *problems, *error.problems]) from error
     comparison.problems = [*found.problems, *problems, *comparison.problems]
@@ -152,6 +153,11 @@ def note_look(comparison: Comparison, folder: Path) -> None:
         return
     if len(comparison.looks) > 1:
         comparison.notes.append(f"This is look {len(comparison.looks)} at these runs. {looks_statement()}")
+
+
+def print_escaped(line: str, file: TextIO | None = None) -> None:
+    """Print a line on where something went: a path may hold any character."""
+    print(escaped(line), file=file)
 
 
 def _print_data(comparison: Comparison) -> None:

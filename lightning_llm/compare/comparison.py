@@ -8,12 +8,13 @@ from typing import Any
 from lightning_llm.compare.all_pairs import PairGap, all_pairs
 from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.best_of import BestOf
+from lightning_llm.compare.copies import without_copies
 from lightning_llm.compare.data import finite, verdict_data
 from lightning_llm.compare.design import Design
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import Factor, choose_factor
 from lightning_llm.compare.grid import borne_out
-from lightning_llm.compare.judge import judge
+from lightning_llm.compare.judge import judge, withheld_beside
 from lightning_llm.compare.looks import Look
 from lightning_llm.compare.methods import Methods, methods_of
 from lightning_llm.compare.noise import Floor
@@ -110,6 +111,7 @@ class Comparison:
                     "seed": run.seed,
                     "status": run.status,
                     "mlflow_run_id": run.summary.get("mlflow_run_id"),
+                    "records_verified": not run.unverified,
                 }
                 for run in self.runs
             ],
@@ -145,17 +147,21 @@ def compare_runs(
     baseline: str | None = None,
     best_of: BestOf | None = None,
     design: Design | None = None,
+    damaged: Sequence[Path] = (),
 ) -> Comparison:
     """Return the verdicts over `runs`; `baseline` is "group=level" or "key=value", None for the usual one.
 
     `best_of`: each recipe at its best value of a key, by seeds that are not judged. `design`: declared looks, by which
-    verdicts are taken; `terms` and `baseline` are then its own.
+    verdicts are taken; `terms` and `baseline` are then its own. `damaged`: folders of runs that were to be compared and
+    cannot be used; beside them, and beside copies under another seed, no recipe is called lossless.
 
     Raises:
         ConfigError: where no verdict at all can be given, with every reason.
     """
+    runs, copies = without_copies(runs)
+    damaged = [*damaged, *(Path(each.key) for each in copies)]
     usable, waiting = split_usable(runs)
-    problems = unfinished_problems(waiting)
+    problems = [*copies, *unfinished_problems(waiting)]
     unfinished = [run for run in waiting if not run.words]
     if incomparable := why_incomparable(usable, terms.metric):
         raise ConfigError([*problems, incomparable])
@@ -181,14 +187,15 @@ def compare_runs(
         family.survived_at = survived
     comparison.problems += [*unpaired, *levels_without_a_run(waiting, usable, factor)]
     _judge_families(comparison, unfinished)
+    comparison.verdicts = [withheld_beside(verdict, damaged) for verdict in comparison.verdicts]
     if not comparison.verdicts:
         raise ConfigError(comparison.problems)
     comparison.families = [each for each in comparison.families if comparison.verdicts_of(each)]
     if terms.targets != NO_TARGETS:
         comparison.problems += terms.targets.check([family.words for family in comparison.families])
     if terms.all_pairs:
-        _add_all_pairs(comparison)
-    comparison.notes += notes_on(factor, comparison.families, comparison.verdicts)
+        _add_all_pairs(comparison, bool(damaged))
+    comparison.notes += notes_on(factor, comparison.families, comparison.verdicts, damaged)
     return comparison
 
 
@@ -212,10 +219,10 @@ def _judge_families(comparison: Comparison, unfinished: Sequence[Run]) -> None:
             comparison.floors.append((family, floor))
 
 
-def _add_all_pairs(comparison: Comparison) -> None:
+def _add_all_pairs(comparison: Comparison, damaged: bool) -> None:
     """Hold every recipe against every other, or note why none is."""
     for family in comparison.families:
-        comparison.all_pairs += all_pairs(comparison.verdicts_of(family))
+        comparison.all_pairs += all_pairs(comparison.verdicts_of(family), damaged)
     if not comparison.all_pairs:
         comparison.notes.append(
             "No table of all pairs: the baseline has not learned, or runs have no validation in common."

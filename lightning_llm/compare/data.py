@@ -20,6 +20,8 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "ci": [finite(estimate.low), finite(estimate.high)],
         "pairs": len(measured.seeds),
         "controlled": verdict.controlled,
+        "records_verified": not verdict.unverified,
+        "damaged": [str(folder) for folder in verdict.damaged],
         "confounders": [{"key": key, "values": values} for key, values in verdict.confounders.items()],
         "parameters": verdict.parameters,
         "tokens": verdict.tokens,

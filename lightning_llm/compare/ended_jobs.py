@@ -42,8 +42,20 @@ def without_ended(found: Found) -> Kept:
     return Kept([folder for folder in found.folders if folder not in ended], set(ended), [note])
 
 
-def read_found(found: Found) -> tuple[list[Run], list[Problem], list[str]]:
-    """Return the runs that were found, and those of lost jobs, what is wrong with others, and notes.
+class FoundRuns(NamedTuple):
+    """The `runs` that were found, and those of lost jobs; `problems` with others, and `notes`.
+
+    `damaged`: folders of runs that cannot be read, or whose files are not what the run wrote.
+    """
+
+    runs: list[Run]
+    problems: list[Problem]
+    notes: list[str]
+    damaged: list[Path]
+
+
+def read_found(found: Found) -> FoundRuns:
+    """Return the runs that were found.
 
     Raises:
         ConfigError: a search's record cannot be read.
@@ -54,4 +66,4 @@ def read_found(found: Found) -> tuple[list[Run], list[Problem], list[str]]:
     lost, without_kin = lost_jobs(found.sweeps, runs, kept.ended, damage)
     told = {str(run.folder) for run in lost}  # as unfinished, with why
     problems = [each for each in unreadable if each.key not in told]
-    return [*runs, *lost], [*problems, *without_kin], kept.notes
+    return FoundRuns([*runs, *lost], [*problems, *without_kin], kept.notes, list(damage))

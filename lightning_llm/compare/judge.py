@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from lightning_llm.compare.cost import cost_of
 from lightning_llm.compare.design import Design
@@ -65,6 +66,18 @@ def _verdict(
     cost = cost_of(sound, judged.measured.tail)
     plan = plan_seeds(judged, terms) if stage is None else SeedPlan()  # declared looks say when to go on
     return Verdict(judged, family, factor, terms, floor, plan, cost, curve=curve, stage=stage)
+
+
+def withheld_beside(verdict: Verdict, damaged: Sequence[Path]) -> Verdict:
+    """Return `verdict`, inconclusive instead of lossless where runs of the comparison are `damaged`.
+
+    What they would have shown is unknown, and so may be which recipe they are of; the intervals of a family, and the
+    variance that it shares, rest on all of its runs.
+    """
+    if not damaged or verdict.decision != "lossless":
+        return verdict
+    judged = replace(verdict.judged, decision="inconclusive", loss="inconclusive")
+    return replace(verdict, judged=judged, plan=SeedPlan(), damaged=tuple(damaged))
 
 
 def open_verdicts(verdicts: Sequence[Verdict]) -> dict[str, int]:

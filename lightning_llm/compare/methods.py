@@ -127,7 +127,8 @@ def _machines(study: Study) -> str:
 
 def _sizes(study: Study, key: str, unit: str) -> str:
     found = study.values(key)
-    return f"{listed([f'{each:g}' for each in found])} {unit}".strip() if found else ""
+    words = [f"{each:g}" if isinstance(each, int | float) else str(each) for each in found]
+    return f"{listed(words)} {unit}".strip() if found else ""
 
 
 def _range(span: tuple[int, int]) -> str:

@@ -1,15 +1,22 @@
 """Notes to read with the verdicts: how far they reach, and what the runs cannot show."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from lightning_llm.compare.branches import notes_on_branches
 from lightning_llm.compare.factor import Factor
+from lightning_llm.compare.losses import LOSS
 from lightning_llm.compare.pairing import Family
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.wording import power_statement, quantized_sentences
+from lightning_llm.record.reading import Run
+from lightning_llm.terminal.text import shown
 
 
-def notes_on(factor: Factor, families: Sequence[Family], verdicts: Sequence[Verdict]) -> list[str]:
+def notes_on(
+    factor: Factor, families: Sequence[Family], verdicts: Sequence[Verdict], damaged: Sequence[Path] = ()
+) -> list[str]:
     """Return what to read beside the verdicts, one sentence or two each."""
     notes = [factor.note] if factor.note else []
     notes.append(
@@ -21,11 +28,13 @@ def notes_on(factor: Factor, families: Sequence[Family], verdicts: Sequence[Verd
     if any(each.judged.estimate.comparisons > 1 for each in verdicts):
         notes.append("The intervals of recipes that share a baseline hold together, not one by one (Dunnett).")
     runs = list({id(run): run for family in families for run in family.runs}.values())
+    notes += [*_on_records(runs, damaged), *_on_middles(runs)]
     if any((run.summary.get("git") or {}).get("dirty") and "code_hash" not in run.summary for run in runs):
         notes.append("Some runs are of a changed checkout (git dirty): that they ran the same code is not recorded.")
-    if any(run.summary.get("data_hash") is None for run in runs):
+    if unnamed := [run for run in runs if run.summary.get("data_hash") is None]:
         notes.append(
-            "Some runs do not name their data by a hash: that it was the same is known from the configs alone."
+            f"Some runs do not name their data by a hash ({_named(unnamed)}): that it was the same is known from the "
+            "configs alone."
         )
     notes += [
         f"{run.name} went on from another folder at step {run.first_step}: its time to loss, spikes and skipped steps "
@@ -47,6 +56,44 @@ def notes_on(factor: Factor, families: Sequence[Family], verdicts: Sequence[Verd
     emulated = [each.name for each in verdicts if each.emulated]
     if emulated:
         notes.append(f"Emulated, so that their speed is none of the format's: {', '.join(dict.fromkeys(emulated))}.")
+    return notes
+
+
+MOST_NAMED = 6
+"""Runs that a note names one by one."""
+
+
+def _named(runs: Iterable[Run]) -> str:
+    names = [run.name for run in runs]
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(names[:MOST_NAMED])}{more}"
+
+
+def _on_records(runs: Sequence[Run], damaged: Sequence[Path]) -> list[str]:
+    """Return what to say of damaged runs, and of those whose records nothing verifies, by why."""
+    notes = []
+    if damaged:
+        names = ", ".join(str(shown("/".join(folder.parts[-2:]))) for folder in damaged)
+        notes.append(
+            f"Damaged, and left out: {names}. Beside them no recipe is called lossless. Bring their files back from a "
+            "copy, make them again, or compare the sound runs by naming these alone."
+        )
+    reasons: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.unverified:
+            reasons.setdefault(run.unverified, []).append(run)
+    notes += [f"Records not verified, since {why}: {_named(found)}." for why, found in reasons.items()]
+    return notes
+
+
+def _on_middles(runs: Sequence[Run]) -> list[str]:
+    """Return a note for each run that went on after a validation whose loss was not finite."""
+    notes = []
+    for run in runs:
+        losses = run.validations.get(LOSS, {})
+        lost = [step for step in sorted(losses)[:-1] if not math.isfinite(losses[step])]
+        if lost and math.isfinite(losses[max(losses)]):
+            notes.append(f"{run.name} had a validation loss that was not finite at step {', '.join(map(str, lost))}.")
     return notes
 
 

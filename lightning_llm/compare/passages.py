@@ -34,6 +34,15 @@ PASSAGES = (
         "of the steps that all runs have. The gap is the mean difference over the seeds at which neither run failed.",
     ),
     Passage(
+        "Records", "every run has them", lambda study: not study.unverified,
+        "The losses are those that the runs wrote: the records, the configuration and the hashes of code and data of "
+        "each run were verified by a hash chain and digests.",
+    ),
+    Passage(
+        "Records", "a run has none, or went on from one without", lambda study: study.unverified,
+        "The records of some runs carry no hash chain and were not verified.",
+    ),
+    Passage(
         "Intervals", "two recipes or more share a baseline", lambda study: study.comparisons > 1,
         "Intervals hold together for all recipes that share a baseline [@dunnett1955], with seeds as blocks; the "
         "multivariate t is integrated by quadrature [@genz2009].",

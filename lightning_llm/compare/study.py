@@ -90,7 +90,8 @@ class Study:
 
     def values(self, key: str) -> list[Any]:
         """Return the values of a config key over all runs, each once, in order of the runs."""
-        return list(dict.fromkeys(value for run in self.runs if (value := run.config.get(key)) is not None))
+        found = {str(value): value for run in self.runs if (value := run.config.get(key)) is not None}
+        return list(found.values())  # by text: a config of another version may hold a list where this has a number
 
     @property
     def models(self) -> list[str]:
@@ -172,6 +173,11 @@ class Study:
     def ended_by_search(self) -> bool:
         """Whether a search ended some recipes of the runs' sweeps early, and so chose those that are judged."""
         return ended_some(self.runs)
+
+    @property
+    def unverified(self) -> bool:
+        """Whether the records of any run could not be verified."""
+        return any(run.unverified for run in self.runs)
 
     @property
     def one_pair(self) -> bool:

@@ -10,6 +10,7 @@ from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.wording import interval_of, line_of, nats
+from lightning_llm.terminal.text import escaped
 
 STYLES = {"lossless": "green", "lossy": "red", "inconclusive": "yellow"}
 COLUMNS = ("gap", "CI", "pairs", "failed", "A/A", "loss", "time to loss", "tokens/s", "memory", "spikes", "skipped")
@@ -33,9 +34,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     if advice := comparison.advice:
         more = f"{advice.more_seeds} more seed{'s' * (advice.more_seeds > 1)}, for {', '.join(advice.decides)}"
         _print(console, Text(f"to decide ({more}; repeats nothing):"))
-        console.print(Text(f"  {advice.command}"), soft_wrap=True)
+        console.print(Text(escaped(f"  {advice.command}")), soft_wrap=True)
     for note in comparison.notes:
-        _print(console, Text(note, style="dim"))
+        _print(console, Text(escaped(note), style="dim"))
 
 
 def _print(console: Console, line: Text) -> None:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from lightning_llm.compare.branches import Switch, switch_of
@@ -42,6 +43,9 @@ class Verdict:
     curve: Curve | None = None
     stage: Stage | None = None
     """Where it stands among declared looks; None of a verdict at one look."""
+
+    damaged: tuple[Path, ...] = ()
+    """Folders of damaged runs, because of which it is not called lossless."""
 
     @property
     def name(self) -> str:
@@ -101,6 +105,12 @@ class Verdict:
         """Whether only the factor differs."""
         return not self.confounders
 
+    @cached_property
+    def unverified(self) -> list[Run]:
+        """The runs that it rests on whose records could not be verified."""
+        runs = {id(run): run for pair in self.pairs for run in (pair.baseline, pair.run)}
+        return [run for run in runs.values() if run.unverified]
+
     @property
     def may_not_have_acted(self) -> bool:
         """Whether the runs equal the baseline's to the last bit though the factor changes more than the order of sums.
@@ -124,6 +134,8 @@ class Verdict:
             return None
         if measured.unlearned:
             return "the baseline has not learned"
+        if self.damaged:
+            return "damaged runs"
         if self.tuned is not None and self.tuned.withheld:
             return f"{self.tuned.withheld} at the chosen values alone"
         if self.stage is not None and self.stage.look is None:
@@ -148,12 +160,14 @@ class Verdict:
             parts.append("not controlled")
         if self.switch:
             parts.append("late switching")
+        if self.unverified:
+            parts.append("records not verified")
         return f"{parts[0]} ({', '.join(parts[1:])})" if len(parts) > 1 else parts[0]
 
     @property
     def colour(self) -> Decision:
         """The decision whose colour it is shown in: no green where something stands against it."""
-        clean = self.controlled and not self.may_not_have_acted
+        clean = self.controlled and not self.may_not_have_acted and not self.unverified
         return "inconclusive" if self.decision == "lossless" and not clean else self.decision
 
     @property

@@ -34,6 +34,9 @@ def line_of(verdict: Verdict) -> str:
         keys = list(verdict.confounders)
         more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
         text += f"; not controlled: the runs differ in {', '.join(keys[:4])}{more} too"
+    if verdict.unverified:
+        runs = {id(run) for pair in verdict.pairs for run in (pair.baseline, pair.run)}
+        text += f"; records not verified ({len(verdict.unverified)} of {_count(len(runs), 'run')})"
     return f"{text}; {verdict.switch.words}" if verdict.switch else text
 
 
@@ -53,7 +56,14 @@ def quantized_sentences(verdicts: Sequence[Verdict]) -> list[str]:
 def reason_of(verdict: Verdict) -> str:
     """Return what has to be reported beside the numbers, as one phrase; empty where they show it all."""
     grid = verdict.tuned.words if verdict.tuned else ""
-    parts = [_unlearned(verdict), _failed(verdict), _missing(verdict), _unpriced(verdict), _identical(verdict)]
+    parts = [
+        _damaged(verdict),
+        _unlearned(verdict),
+        _failed(verdict),
+        _missing(verdict),
+        _unpriced(verdict),
+        _identical(verdict),
+    ]
     parts += [grid, _surer_in_tokens(verdict), _open(verdict)]
     return "; ".join(filter(None, parts))
 
@@ -157,6 +167,13 @@ def interval_of(estimate: Estimate) -> str:
     return f"[{nats(estimate.low, signed=True)}, {nats(estimate.high, signed=True)}]"
 
 
+def _damaged(verdict: Verdict) -> str:
+    if not verdict.damaged:
+        return ""
+    runs = "another run is" if len(verdict.damaged) == 1 else f"{len(verdict.damaged)} other runs are"
+    return f"{runs} damaged, so nothing is called lossless"
+
+
 def _unlearned(verdict: Verdict) -> str:
     if verdict.judged.measured.unlearned is None:
         return ""
@@ -215,7 +232,7 @@ def _identical(verdict: Verdict) -> str:
 def _open(verdict: Verdict) -> str:
     """Return what more seeds would do, for true gaps that are worth planning for: the observed one is noise."""
     judged, plan = verdict.judged, verdict.plan
-    if verdict.decision != "inconclusive" or judged.measured.unlearned or judged.measured.identical:
+    if verdict.decision != "inconclusive" or judged.measured.unlearned or judged.measured.identical or verdict.damaged:
         return ""
     if verdict.tuned is not None and verdict.tuned.withheld:
         return ""

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_llm.compare.best_of import BestOf
-from lightning_llm.compare.command import note_look, write_comparison
+from lightning_llm.compare.command import note_look, print_escaped, write_comparison
 from lightning_llm.compare.comparison import Comparison, compare_runs
 from lightning_llm.compare.data import json_ready
 from lightning_llm.compare.declared_looks import AskedTerms, declared_looks
@@ -70,7 +70,7 @@ def ladder(arguments: argparse.Namespace) -> int:
         best_of,
         Asked(arguments.ladder, target, decades, arguments.grade, arguments.ledger, arguments.output),
         show=_print_data if arguments.json else _print_text,
-        say=partial(print, file=sys.stderr if arguments.json else sys.stdout),
+        say=partial(print_escaped, file=sys.stderr if arguments.json else sys.stdout),
     )
     return 0
 
@@ -96,9 +96,9 @@ def ladder_named(
         raise ConfigError(_nothing_to_grade(file))
     declared = declared_looks(found, terms, baseline, best_of)
     here = terms_of(terms, declared.design)
-    runs, problems, notes = read_found(found)
+    runs, problems, notes, damaged = read_found(found)
     try:
-        comparison = compare_runs(runs, here, declared.baseline or baseline, best_of)
+        comparison = compare_runs(runs, here, declared.baseline or baseline, best_of, damaged=damaged)
     except ConfigError as error:
         raise ConfigError([*found.problems, *problems, *error.problems]) from error
     report = Report(ladder_of(comparison), here.confidence)

@@ -16,6 +16,7 @@ from lightning_llm.ladder.ledger import Prediction
 from lightning_llm.ladder.measured import Ladder
 from lightning_llm.ladder.refusal import law_misfit, too_small
 from lightning_llm.ladder.wording import gap_line, law_line, prediction_line, share, tally
+from lightning_llm.terminal.text import escaped
 
 
 @dataclass
@@ -141,7 +142,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _line(console: Console, text: str, style: str = "") -> None:
-    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
+    console.print(Text(escaped(text), style=style), soft_wrap=not console.is_terminal)
 
 
 def _table(report: Report, fit: Fit) -> Table:

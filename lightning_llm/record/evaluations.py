@@ -28,14 +28,17 @@ def read_evaluations(folder: Path) -> dict[int, Metrics]:
             content = json.loads(file.read_text(encoding="utf-8"))
             metrics = {name: {**each, "value": _number(each["value"])} for name, each in content["metrics"].items()}
             found[int(content["step"])] = metrics
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             text = f"{file} is damaged ({type(error).__name__}: {error}). Remove it and evaluate again"
             raise ValueError(text) from error
     return dict(sorted(found.items()))
 
 
 def _number(value: Any) -> float:
-    return float(NON_FINITE.get(value, value) if isinstance(value, str) else value)
+    value = NON_FINITE.get(value, value) if isinstance(value, str) else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{str(value)[:40]!r} is no number")
+    return float(value)
 
 
 def record_evaluation(

@@ -98,7 +98,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises ValueError naming the line where anything but the last line is broken.
     """
-    for _, record in _read_lines(path):
+    for _, record in read_lines(path):
         yield record
 
 
@@ -111,7 +111,7 @@ def cut_back(path: Path, step: int) -> int:
     kept = 0
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
-        for line, record in _read_lines(path) if path.exists() else ():
+        for line, record in read_lines(path) if path.exists() else ():
             if record["step"] > step or not step:  # a run begun afresh validates before its first step, too
                 break
             file.write(line)
@@ -133,7 +133,7 @@ def damaged_record(
     steps: list[int] = []
     head = ChainHead()
     try:
-        for line, record in _read_lines(path) if path.exists() else ():
+        for line, record in read_lines(path) if path.exists() else ():
             if record["step"] > step or not step:  # a run begun afresh validates before its first step, too
                 break
             head = head.after(line)
@@ -145,13 +145,13 @@ def damaged_record(
         begun_at_step = min(begun_at_step, steps[0] - 1)
     if missing := sorted(set(range(begun_at_step + 1, step + 1)).difference(steps)):
         lacks = "lacks" if path.exists() else "is missing, and with it"
-        return f"{lacks} the record{'s' if len(missing) > 1 else ''} of {_steps_in_words(missing)}"
+        return f"{lacks} the record{'s' if len(missing) > 1 else ''} of {steps_in_words(missing)}"
     return written.problem(head, f" up to step {step}") if written is not None and step else None
 
 
 def chain_of(path: Path) -> ChainHead:
     """Return the head of the hash chain over the whole lines of `path`. Raises ValueError as `read_records` does."""
-    return ChainHead.over(line for line, _ in _read_lines(path)) if path.exists() else ChainHead()
+    return ChainHead.over(line for line, _ in read_lines(path)) if path.exists() else ChainHead()
 
 
 def sealed_records(head: ChainHead, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def facts_digest(summary: Mapping[str, Any]) -> str:
     return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
-def _steps_in_words(steps: Sequence[int]) -> str:
+def steps_in_words(steps: Sequence[int]) -> str:
     """Return ascending `steps` as "steps 3-4, 7": the first few stretches of them."""
     known = set(steps)
     firsts = [each for each in steps if each - 1 not in known]
@@ -238,7 +238,8 @@ def _safe(value: Any) -> Any:
     return {key: _safe(each) for key, each in value.items()} if isinstance(value, Mapping) else value
 
 
-def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each whole line of `path` with its record, as `read_records` does."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from lightning_llm.config.identity import flatten
+from lightning_llm.config.identity import config_digest, flatten
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate
 from lightning_llm.config.schema.model import ModelConfig
@@ -20,14 +20,29 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.precision.native.capability import DEVICES
+from lightning_llm.record.chain import RECORDS, ChainHead
 from lightning_llm.record.evaluations import PREFIX, read_evaluations
-from lightning_llm.record.files import NON_FINITE, SOURCE_HASHES, STRAGGLER, ended_not_finite, read_records, summary_of
+from lightning_llm.record.files import (
+    NON_FINITE,
+    SOURCE_HASHES,
+    STRAGGLER,
+    Record,
+    ended_not_finite,
+    facts_digest,
+    number_of,
+    read_lines,
+    steps_in_words,
+    summary_of,
+)
 from lightning_llm.record.provenance import origin_of
 from lightning_llm.record.skipped_updates import stalled
+from lightning_llm.terminal.text import shown
 
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 WRITTEN = (*(key for key, each in Config.model_fields.items() if each.is_required()), "seed")
 """Keys that stand in the `config.yaml` of every run, the last of them near its end."""
+MOST_MISSING = 1000
+"""Of missing steps that are looked for: a message names a few."""
 EARLIER = "earlier."
 """Before the key of what a resumed run had otherwise in an earlier part: "earlier.code_hash"."""
 
@@ -59,13 +74,15 @@ class Run:
     """Of metrics that `evaluate` measured, "eval/NAME": what on."""
     higher_is_better: set[str] = field(default_factory=set)
     """Of these, those that a better model has more of."""
+    unverified: str = ""
+    """Why its records could not be verified, empty where they were."""
     words: tuple[str, ...] = ()
     """Of a job of a sweep of which they are all that is known: its config, which is empty but for the seed, is not."""
 
     @property
     def name(self) -> str:
         """The folder's last two names, enough to know it by: "20261121-170000/3"."""
-        return "/".join(self.folder.parts[-2:])
+        return str(shown("/".join(self.folder.parts[-2:])))
 
     @property
     def seed(self) -> int:
@@ -151,7 +168,12 @@ class Run:
         """Return a final figure of the summary, None where it was not measured or is no finite number."""
         value = self.summary.get(key)
         value = NON_FINITE.get(value, value) if isinstance(value, str) else value
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        try:
+            return float(value) if math.isfinite(value) else None
+        except OverflowError:
+            return None
 
     @cached_property
     def at_once(self) -> int:
@@ -159,7 +181,8 @@ class Run:
         in_sweep = (self.folder.parent / "sweep.json").is_file() and self.config.get(
             "launcher.name", "local"
         ) == "local"
-        return int(self.config.get("launcher.at_once") or 1) if in_sweep else 1
+        at_once = self.config.get("launcher.at_once")
+        return at_once if in_sweep and type(at_once) is int else 1
 
     @property
     def peak_memory_bytes(self) -> float | None:
@@ -168,28 +191,25 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Return the run of `folder`.
+    """Return the run of `folder`, its records verified as far as it says what they were (`Run.unverified`).
+
+    Text from its files is escaped: it may come from anywhere, and goes to terminals and reports.
 
     Raises:
-        ConfigError: a file is missing, or cannot be read as what it should be.
+        ConfigError: a file is missing, cannot be read as what it should be, or is not what the run wrote.
     """
     try:
         tree = _whole_config((folder / "config.yaml").read_text(encoding="utf-8"))
         migrate(tree)
         run = Run(folder, flatten(tree), summary_of(folder))
-        _read_metrics(run, folder / "metrics.jsonl")
+        head = _read_metrics(run, folder / "metrics.jsonl")
+        run.unverified = _verify(run, head)
         _read_evaluations(run)
-        if run.finished and not run.last_step:
-            raise ValueError("its summary says that it finished, and metrics.jsonl is missing or empty")
-        steps = run.config.get("trainer.max_steps")  # of a run that a callback ended, `finished` is false
-        if run.finished and isinstance(steps, int) and run.last_step < steps:
-            raise ValueError(
-                f"its summary says that it finished, and metrics.jsonl ends at step {run.last_step} of {steps}"
-            )
+        _check_end(run)
     except yaml.YAMLError as error:
         why = " ".join(str(error).split())[:300]
         raise ConfigError(Problem(str(folder), f"cannot be read as a run: config.yaml is no YAML ({why})")) from error
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:  # of a damaged record or summary
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(Problem(str(folder), f"cannot be read as a run: {why}")) from error
     try:
@@ -197,7 +217,51 @@ def read_run(folder: Path) -> Run:
         run.config = flatten(run.typed.model_dump(mode="json"))
     except ValidationError:  # of another version: its own words are all there is to compare by
         pass
+    run.config, run.summary = shown(run.config), shown(run.summary)
     return run
+
+
+def _verify(run: Run, head: ChainHead) -> str:
+    """Return why the records are not verified, "" where they are; `head`: of the hash chain over metrics.jsonl.
+
+    Raises:
+        ValueError: a file is not what the run wrote.
+    """
+    summary = run.summary
+    sealed, digest = summary.get(RECORDS), summary.get("config_digest")
+    if digest is not None:
+        if summary.get("seed") != run.config["seed"]:
+            raise ValueError(
+                f"config.yaml was changed: seed is {run.config['seed']!r}, the run's {summary.get('seed')!r}"
+            )
+        if digest != config_digest(run.config):
+            raise ValueError("config.yaml was changed: it is not the config that the run recorded (config_digest)")
+    if sealed is None:
+        if digest is None:
+            return "an earlier release wrote them, or their digests were removed"
+        if run.status in ("finished", "ended early"):
+            raise ValueError(f"summary.json was changed: it lacks '{RECORDS}', which the end of a run writes")
+        return "the run did not come to its end"
+    written = ChainHead.from_data(sealed)
+    if problem := written.problem(head):
+        raise ValueError(f"metrics.jsonl {problem}")
+    if sealed.get("facts") != facts_digest(summary):
+        raise ValueError("summary.json was changed: its seed, hashes or versions are not those that the run recorded")
+    steps = written.unverified_steps
+    return f"an earlier release wrote those up to step {steps}" if steps else ""
+
+
+def _check_end(run: Run) -> None:
+    """Raise ValueError where the records end elsewhere than the summary and the config say."""
+    if not run.finished:
+        return
+    if not run.last_step:
+        raise ValueError("its summary says that it finished, and metrics.jsonl is missing or empty")
+    steps, last = run.config.get("trainer.max_steps"), run.last_step  # one that a callback ended has not `finished`
+    if isinstance(steps, int) and last != steps:
+        raise ValueError(f"its summary says that it finished, and metrics.jsonl ends at step {last} of {steps}")
+    if max(run.validations.get("val_loss", {}), default=last) != last:
+        raise ValueError(f"its summary says that it finished, and metrics.jsonl lacks the validation of step {last}")
 
 
 def _whole_config(text: str) -> dict[str, Any]:
@@ -211,41 +275,80 @@ def _whole_config(text: str) -> dict[str, Any]:
         raise ValueError("config.yaml holds no mapping")
     if lacking := [key for key in WRITTEN if key not in tree]:
         raise ValueError(f"config.yaml lacks {', '.join(lacking)}, so it was cut off or changed")
+    if type(tree["seed"]) is not int:
+        raise ValueError(f"config.yaml has seed {str(tree['seed'])[:40]!r}, which is no whole number")
     return tree
 
 
-def _read_metrics(run: Run, path: Path) -> None:
-    seconds = 0.0
-    for record in read_records(path) if path.exists() else ():
-        step = record["step"]
-        losses = {key: value for key, value in record.items() if key.startswith("val_loss")}
-        if losses:
-            for key, value in losses.items():
-                if float(value) < 0:
-                    raise ValueError(f"metrics.jsonl has {key} = {value} at step {step}; no cross-entropy is below 0")
-                run.validations.setdefault(key, {})[step] = float(value)
-            run.tokens[step] = record.get("tokens", 0)
-            run.train_seconds[step] = seconds
+def _read_metrics(run: Run, path: Path) -> ChainHead:
+    """Add what the records say; return the head of their hash chain.
+
+    Raises:
+        ValueError: they contradict each other: a step twice or missing, out of order, a validation beyond the last.
+    """
+    seconds, head, last, size = 0.0, ChainHead(), 0, 0
+    missing: list[int] = []
+    for line, record in read_lines(path) if path.exists() else ():
+        head, size, step = head.after(line), size + len(line), record["step"]
+        if step < last:
+            raise ValueError(f"metrics.jsonl has step {step} after step {last}")
+        last = step
+        if any(key.startswith("val_loss") for key in record):
+            _add_validation(run, record, seconds)
             continue
         run.spikes += record.get("event", STRAGGLER) != STRAGGLER
         if record.get("event_action") == "stop":  # its update was not made
-            run.stopping_event = record["event"]
+            run.stopping_event = str(record.get("event"))
             continue
-        seconds += record.get("step_seconds", 0.0)
+        if step == run.last_step and run.first_step:
+            raise ValueError(f"metrics.jsonl has step {step} twice")
+        if run.first_step and len(missing) < MOST_MISSING:
+            missing += range(run.last_step + 1, min(step, run.last_step + 1 + MOST_MISSING))
+        seconds += number_of(record, "step_seconds", 0.0)
         run.first_step, run.last_step = run.first_step or step, step
         run.skipped_steps += bool(record.get("skipped"))
         run.skipped_in_a_row = run.skipped_in_a_row + 1 if record.get("skipped") else 0
+        loss = number_of(record, "loss")
         if not record.get("skipped"):  # what was left out did not reach the weights
-            run.last_loss = float(record.get("loss", math.nan))
+            run.last_loss = loss
+    begun = run.summary.get("begun_at_step")
+    if isinstance(begun, int) and run.first_step > begun + 1:
+        missing = [*range(begun + 1, min(run.first_step, begun + 1 + MOST_MISSING)), *missing]
+    if missing:
+        raise ValueError(
+            f"metrics.jsonl lacks the record{'s' if len(missing) > 1 else ''} of {steps_in_words(missing)}"
+        )
+    validated = max((step for losses in run.validations.values() for step in losses), default=0)
+    if run.last_step and validated > run.last_step:
+        raise ValueError(f"metrics.jsonl has a validation at step {validated}, beyond its last step, {run.last_step}")
+    if run.finished and path.exists() and path.stat().st_size != size:
+        raise ValueError("metrics.jsonl ends in a line that was cut off")
+    return head
+
+
+def _add_validation(run: Run, record: Record, seconds: float) -> None:
+    step = record["step"]
+    for key in (key for key in record if key.startswith("val_loss")):
+        value, known = number_of(record, key), run.validations.setdefault(shown(key), {})
+        if value < 0:
+            raise ValueError(f"metrics.jsonl has {key} = {value} at step {step}; no cross-entropy is below 0")
+        if step in known and repr(known[step]) != repr(value):
+            raise ValueError(f"metrics.jsonl has {key} twice at step {step}: {known[step]} and {value}")
+        known[step] = value
+    tokens = record.get("tokens", 0)
+    if type(tokens) is not int:
+        raise ValueError(f"metrics.jsonl has tokens = {str(tokens)[:40]!r} at step {step}, which is no whole number")
+    run.tokens[step] = tokens
+    run.train_seconds[step] = seconds
 
 
 def _read_evaluations(run: Run) -> None:
     step_tokens: list[Any] = [run.config.get(f"data.{key}") for key in ("global_batch_size", "sequence_length")]
     for step, metrics in read_evaluations(run.folder).items():
         for name, each in metrics.items():
-            key = f"{PREFIX}{name}"
+            key = shown(f"{PREFIX}{name}")
             run.validations.setdefault(key, {})[step] = each["value"]
-            run.evaluated_on[key] = str(each.get("of", ""))  # the newest step's
+            run.evaluated_on[key] = shown(str(each.get("of", "")))  # the newest step's
             if each.get("higher_is_better"):
                 run.higher_is_better.add(key)
         if all(isinstance(each, int) for each in step_tokens):

@@ -2,6 +2,8 @@
 
 import re
 import unicodedata
+from collections.abc import Mapping
+from typing import Any
 
 _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
 _DIRECTION = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -20,6 +22,15 @@ def _escape(letter: str) -> str:
     if letter in "\n\t" or (unicodedata.category(letter) not in ("Cc", "Cs") and letter not in _DIRECTION):
         return letter
     return f"\\x{ord(letter):02x}" if ord(letter) < 256 else f"\\u{ord(letter):04x}"
+
+
+def shown(value: Any) -> Any:
+    """Return nested data with all text, keys included, escaped: a newline or tab, too, so that no line is forged."""
+    if isinstance(value, str):
+        return value if value.isprintable() else escaped(value).replace("\n", "\\n").replace("\t", "\\t")
+    if isinstance(value, Mapping):
+        return {shown(key): shown(each) for key, each in value.items()}
+    return [shown(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def excerpt(text: str, max_lines: int = 40, max_columns: int = 400) -> tuple[str, int]:

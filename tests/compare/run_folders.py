@@ -10,6 +10,9 @@ import yaml
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
+from lightning_llm.config.identity import config_digest, flatten
+from lightning_llm.record.chain import ChainHead
+from lightning_llm.record.files import encode, sealed_records, write_json
 
 NOISE = [0.0004, -0.0003, 0.0001, 0.0006, -0.0005]
 VERSIONS = {"python": "3.11.7", "lightning_llm": "0.1.0", "torch": "2.13.0", "lightning": "2.6.6", "mlflow": "3.17.2"}
@@ -38,21 +41,30 @@ def make_run(
     summary: dict[str, Any] | None = None,
     records: list[dict[str, Any]] | None = None,
     steps: int = STEPS,
+    verified: bool = True,
 ) -> Path:
-    """Write a run whose validation loss falls from 6 to 3 + `noise`, and by `gap` more slowly; return its folder."""
+    """Write a run whose validation loss falls from 6 to 3 + `noise`, and by `gap` more slowly; return its folder.
+
+    `records`: what is else in the record of a step. `verified`: with seed, digests and hash chain, as RunFolder writes
+    them, and not as earlier releases did.
+    """
     config = config_of(*words)
     losses = losses or {step: curve(step) + gap * step / STEPS + noise for step in range(EVERY, steps + 1, EVERY)}
     if (summary or {}).get("status", "finished") == "finished":
         config["trainer"]["max_steps"] = max(losses)
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.dump(config, Dumper=yaml.CSafeDumper))
-    lines = [] if records is None else list(records)
+    given = {record["step"]: record for record in records or ()}
+    lines = []
+    seed_loss = 5.0 + config["seed"] / 1000
     for step in range(1, max(losses) + 1):
         common = {"step": step, "tokens": step * STEP_TOKENS, "time": 1000.0 + step}
-        lines.append({**common, "loss": 5.0, "step_seconds": STEP_TOKENS / speed, "tokens_per_second": speed})
+        line = {**common, "loss": seed_loss, "step_seconds": STEP_TOKENS / speed, "tokens_per_second": speed}
+        lines.append({**line, **given.get(step, {})})
         if step in losses:
             lines.append({**common, "val_loss": losses[step], "val_loss/code": losses[step]})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    content = [encode(line) for line in lines]
+    (folder / "metrics.jsonl").write_bytes(b"".join(content))
     written = {
         "status": "finished",
         "started_at": "2026-11-21T10:00:00+00:00",
@@ -67,9 +79,26 @@ def make_run(
         "host_memory_peak_bytes": 2**30,
         **(summary or {}),
     }
-    (folder / "summary.json").write_text(
-        json.dumps({key: value for key, value in written.items() if value is not None})
-    )
+    written = {key: value for key, value in written.items() if value is not None}
+    if verified:
+        written |= {"seed": config["seed"], "config_digest": config_digest(flatten(config))}
+        if written["status"] != "running":
+            written["records"] = sealed_records(ChainHead.over(content), written)
+    write_json(folder / "summary.json", written)
+    return folder
+
+
+def rewritten(folder: Path, **summary: Any) -> Path:
+    """Give a folder whose files a test has changed the digests that its run would have written; return the folder.
+
+    `summary`: keys of the summary that change, too; None takes a key out.
+    """
+    known = {**json.loads((folder / "summary.json").read_text()), **summary}
+    config = yaml.load((folder / "config.yaml").read_text(), yaml.CSafeLoader)
+    known |= {"seed": config["seed"], "config_digest": config_digest(flatten(config))}
+    known = {key: value for key, value in known.items() if value is not None}
+    head = ChainHead.over((folder / "metrics.jsonl").read_bytes().splitlines(keepends=True))
+    write_json(folder / "summary.json", {**known, "records": sealed_records(head, known)})
     return folder
 
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 
-from run_folders import EVERY, NOISE, STEPS, curve, make_run, verdicts
+from run_folders import EVERY, NOISE, STEPS, curve, make_run, rewritten, verdicts
 
 from lightning_llm.compare.branches import equivalent_starts
 from lightning_llm.compare.losses import tail_of
@@ -26,6 +26,7 @@ def make_branch(folder, precision, trunk, *, seed, gap=0.0, noise=0.0, step=BEGU
     make_run(folder, *words, losses=losses, summary={"branch": about, "begun_at_step": step})
     lines = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if json.loads(line)["step"] > step]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    rewritten(folder)
 
 
 def make_branches(folder, blocks, gaps=(("bf16", 0.0), ("mxfp8", 0.0), ("mxfp4_sr", 0.1))):

@@ -1,9 +1,7 @@
 """Which runs `compare` takes, by what name; what cannot be used, or not together, is said."""
 
-import json
-
 import pytest
-from run_folders import NOISE, STEPS, curve, make_run, make_sweep, refusal, verdicts
+from run_folders import NOISE, STEPS, curve, make_run, make_sweep, refusal, rewritten, verdicts
 
 from lightning_llm.__main__ import main
 
@@ -49,14 +47,12 @@ def test_mixes_of_data_are_compared_where_they_score_the_same_sequences(tmp_path
     mixes = {f"data.sources.code.weight={weight}": 0.001 * weight for weight in (1, 3)}
     sweep = make_sweep(tmp_path / "s", dict.fromkeys(mixes, 0.0))
     for folder in sorted(sweep.iterdir())[3:]:  # of the second mix: what is learned from is another thing
-        summary = json.loads((folder / "summary.json").read_text())
-        (folder / "summary.json").write_text(json.dumps({**summary, "data_hash": "e" * 32}))
+        rewritten(folder, data_hash="e" * 32)
     found = verdicts(capsys, sweep)
     (row,) = found["verdicts"]
     assert (found["factor"], row["controlled"]) == ("data", True)
     for folder in sorted(sweep.iterdir())[3:6]:
-        summary = json.loads((folder / "summary.json").read_text())
-        (folder / "summary.json").write_text(json.dumps({**summary, "validation_hash": "w" * 32}))
+        rewritten(folder, validation_hash="w" * 32)
     assert main(["compare", str(sweep)]) == 2
     assert "data.validation.weights" in capsys.readouterr().err
 
@@ -107,6 +103,7 @@ def test_metrics_that_end_early_and_a_metric_that_no_run_has_are_named(tmp_path,
     )
     lines = (sweep / "4" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (sweep / "4" / "metrics.jsonl").write_text("".join(lines[:60]))
+    rewritten(sweep / "4")
     found = verdicts(capsys, sweep, expect=2)
     assert "metrics.jsonl ends at step 50 of 100" in found["stderr"]
     assert [row["pairs"] for row in found["verdicts"]] == [2]
@@ -130,3 +127,15 @@ def test_jobs_that_shared_the_machine_and_a_tail_of_one_validation_are_said(tmp_
     assert "launcher.at_once" not in found["verdicts"][0]["speed_confounders"]
     wide = verdicts(capsys, tmp_path / "s", "--tail", "0.5")
     assert "The tail is one validation" not in " ".join(wide["notes"])
+
+
+@pytest.mark.parametrize("order", [("0", "9"), ("9", "0")])
+def test_of_baseline_runs_made_again_the_newest_is_in_the_pair(tmp_path, capsys, order):
+    """Whatever the folders' names: both were made in the same way, to other losses."""
+    older, newer = order
+    for name, noise, started in ((older, 0.5, "2026-11-20"), (newer, 0.0, "2026-11-22")):
+        at = {"started_at": f"{started}T10:00:00+00:00"}
+        make_run(tmp_path / "s" / name, "precision=bf16", "seed=0", noise=noise, summary=at)
+    make_run(tmp_path / "s" / "5", "precision=mxfp8", "seed=0", noise=0.25)
+    (row,) = verdicts(capsys, tmp_path / "s")["verdicts"]
+    assert row["gap"] == pytest.approx(0.25)

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import yaml
-from run_folders import make_run, make_sweep, refusal, verdicts
+from run_folders import make_run, make_sweep, refusal, rewritten, verdicts
 
 from lightning_llm.__main__ import main
 
@@ -51,6 +51,7 @@ def test_students_are_held_against_their_teachers_by_what_tells_them_apart(tmp_p
             config = yaml.safe_load((folder / "config.yaml").read_text())
             distil = {"teachers": ["/runs/a", "/runs/b"], "weight": weight, "temperature": 1.0}
             (folder / "config.yaml").write_text(yaml.safe_dump({**config, "distil": distil}))
+            rewritten(folder)
     found = verdicts(capsys, tmp_path / "s")
     assert (found["factor"], found["baseline"]) == ("distil", "no distil")
     assert list(found["by_name"]) == ["weight=0.5", "weight=1.0"]
@@ -73,6 +74,7 @@ def test_a_level_whose_varying_keys_are_null_is_not_without_the_group(tmp_path, 
         config = yaml.safe_load((folder / "config.yaml").read_text())
         distil = {"teachers": ["/runs/a"], "weight": 0.5 if given else None, "temperature": 1.0 if given else None}
         (folder / "config.yaml").write_text(yaml.safe_dump({**config, "distil": distil}))
+        rewritten(folder)
     found = verdicts(capsys, tmp_path / "s")
     assert found["factor"] == "distil"
     assert found["baseline"].endswith("temperature=null, weight=null")

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from run_folders import NOISE, STEPS, curve, make_run, make_sweep, verdicts
+from run_folders import NOISE, STEPS, curve, make_run, make_sweep, rewritten, verdicts
 from scipy import stats
 
 from lightning_llm.__main__ import main
@@ -29,6 +29,7 @@ def test_the_step_that_a_stop_left_unmade_is_no_step_of_the_run(tmp_path):
     stop = {"step": 31, "tokens": 1, "time": 0.0, "loss": "nan", "event": "non_finite", "event_action": "stop"}
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(stop) + "\n")
+    rewritten(run)
     read = read_run(run)
     assert (read.last_step, read.last_loss, read.spikes, read.non_finite) == (30, 5.0, 1, True)
 
@@ -99,6 +100,7 @@ def test_one_pair_that_diverged_before_its_first_validation_is_said(tmp_path, ca
     )
     lines = [json.loads(line) for line in (lost / "metrics.jsonl").read_text().splitlines()]
     (lost / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] < 5))
+    rewritten(lost)
     row = verdicts(capsys, tmp_path / "s")["by_name"]["mxfp8"]
     assert (row["verdict"], row["diverged_seeds"]) == ("inconclusive", [0])
     assert "1 of 1 failed: failure rate 3 to 100 %), diverged at seed 0" in row["line"]
@@ -130,8 +132,7 @@ def test_what_takes_no_context_to_reach_is_not_learned(tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
     assert verdicts(capsys, sweep)["by_name"]["mxfp8"]["baseline_learned"]
     for folder in sweep.glob("[0-9]*"):
-        summary = json.loads((folder / "summary.json").read_text())
-        (folder / "summary.json").write_text(json.dumps({**summary, "validation_unigram_nats": 2.9}))
+        rewritten(folder, validation_unigram_nats=2.9)
     row = verdicts(capsys, sweep)["by_name"]["mxfp8"]
     assert (row["verdict"], row["baseline_learned"]) == ("inconclusive", False)
     assert "at 3.023 nats, where the frequencies of the tokens alone give 2.900" in row["line"]
@@ -161,6 +162,7 @@ def test_seeds_that_a_policy_ended_are_not_dropped_from_the_verdict(policy, even
         folder = make_run(sweep / str(number), *words, losses=losses, summary=ended)
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(stop(51, event) + "\n")
+        rewritten(folder)
     row = verdicts(capsys, sweep, expect=0 if diverged else 2)["by_name"]["mxfp8"]
     assert row["verdict"] == "inconclusive"
     assert (row["diverged_seeds"], row["missing_seeds"]) == (([0, 1], []) if diverged else ([], [0, 1]))
@@ -227,8 +229,9 @@ def test_an_update_left_out_at_the_last_step_is_no_divergence(tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
     last = {"step": STEPS, "tokens": 1, "time": 0.0, "loss": "nan", "event": "non_finite", "skipped": True}
     for folder in sorted(sweep.iterdir())[3:6]:
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(last) + "\n")
+        *before, _, validation = (folder / "metrics.jsonl").read_text().splitlines()
+        (folder / "metrics.jsonl").write_text("\n".join([*before, json.dumps(last), validation]) + "\n")
+        rewritten(folder)
     row = verdicts(capsys, sweep)["by_name"]["mxfp8"]
     assert (row["diverged_seeds"], row["verdict"], row["skipped_steps"]) == ([], "lossless", 3)
 
@@ -320,6 +323,7 @@ def test_a_run_whose_records_begin_later_has_no_time_to_loss(tmp_path, capsys):
     for number in (3, 4, 5):
         lines = (sweep / str(number) / "metrics.jsonl").read_text().splitlines(keepends=True)
         (sweep / str(number) / "metrics.jsonl").write_text("".join(lines[60:]))  # resume=PATH, into this folder
+        rewritten(sweep / str(number))
     found = verdicts(capsys, sweep)
     assert found["by_name"]["mxfp8"]["time_to_loss"]["pairs"] == 0
     assert "went on from another folder at step 51" in " ".join(found["notes"])

@@ -112,7 +112,9 @@ def test_a_loss_below_zero_takes_its_run_out_and_is_named(tmp_path, capsys):
     make_run(sweep / "10", "precision=mxfp8", "seed=7", losses={5: 3.0, 10: -1e300})
     found = verdicts(capsys, sweep, expect=2)
     assert "metrics.jsonl has val_loss = -1e+300 at step 10; no cross-entropy is below 0" in found["stderr"]
-    assert found["by_name"]["mxfp8"]["verdict"] == "lossless"
+    row = found["by_name"]["mxfp8"]
+    assert (row["verdict"], row["qualified"]) == ("inconclusive", "inconclusive (damaged runs)")
+    assert (row["damaged"], row["ci"][1] < 0.01) == ([str(sweep / "10")], True)
 
 
 @pytest.mark.filterwarnings("error")

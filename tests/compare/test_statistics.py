@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from lightning_llm.compare.estimate import Measured, Terms, judge_all
 from lightning_llm.compare.pool import like_spread
 from lightning_llm.compare.power import PLANNED_GAP, power, seeds_needed
 from lightning_llm.compare.statistics import critical_value, decision_of, simultaneous_intervals
@@ -179,3 +180,32 @@ def test_the_margin_decides():
     assert decision_of(0.011, 0.02, MARGIN) == "lossy"
     assert decision_of(0.009, 0.011, MARGIN) == "inconclusive"
     assert decision_of(float("nan"), float("nan"), MARGIN) == "inconclusive"
+
+
+def test_seeds_that_one_recipe_lacks_lower_the_correlation_that_is_taken_for_all():
+    """n_ij / (2 sqrt(n_i n_j)) of seeds in common, the smallest of all pairs, in hundredths rounded down."""
+    rng = np.random.default_rng(5)
+    differences = rng.normal(0.0, 0.01, (3, 8))
+    differences[0, 4:] = np.nan  # 4 seeds, of which the second recipe has 2
+    differences[1, :2] = np.nan
+    found = simultaneous_intervals(differences)
+    correlation = np.floor(100 * 0.5 * 2 / (4 * 6) ** 0.5) / 100  # below that of 4 and 8 common seeds, 0.35
+    assert correlation == 0.20
+    for recipe, pairs in enumerate((4, 6, 8)):
+        q = critical_value(3, float(found.df[recipe]), 0.95, correlation)
+        half = q * found.sd[recipe] / pairs**0.5
+        assert found.high[recipe] - found.gap[recipe] == pytest.approx(half, rel=1e-9)
+
+
+def test_a_seed_far_in_the_recipes_favour_is_the_baselines_failure_and_the_error_is_shared_out():
+    """Of three recipes one is far better at one seed: its baseline failed there, and each has a third of the error."""
+    seeds = range(6)
+    ordinary = {name: {seed: 0.001 * (seed % 3 - 1) for seed in seeds} for name in ("a", "b", "c")}
+    ordinary["b"][4] = -2.0
+    ordinary["c"][1] = +3.0
+    recipes = [Measured(name, differences=differences) for name, differences in ordinary.items()]
+    found = {each.measured.label: each for each in judge_all(recipes, None, Terms())}
+    assert {name: each.stability.failed for name, each in found.items()} == {"a": (), "b": (), "c": (1,)}
+    assert {name: each.stability.baseline_failed for name, each in found.items()} == {"a": (), "b": (4,), "c": ()}
+    assert [each.stability.level for each in found.values()] == [pytest.approx(0.05 / 3)] * 3
+    assert {name: each.estimate.outlier_seeds for name, each in found.items()} == {"a": (), "b": (4,), "c": (1,)}

@@ -17,7 +17,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import AgreedError
 from lightning_llm.plan.known_bad import RULES, known_bad
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.record.files import summary_of
+from lightning_llm.record.files import chain_of, sealed_records, summary_of, write_json
 from lightning_llm.record.provenance import process_mark, send_signal
 from lightning_llm.record.reading import read_run
 from lightning_llm.run import fingerprint as module
@@ -139,14 +139,14 @@ def test_strictly_it_goes_on_where_all_is_the_same(begun, tmp_path):
 
 def test_a_run_of_an_earlier_release_has_none_to_differ_in(begun, tmp_path):
     shutil.copytree(begun[0], tmp_path / "old")
-    file = tmp_path / "old" / "summary.json"
-    summary = json.loads(file.read_text())
-    del summary["fingerprint"]
-    file.write_text(json.dumps(summary))
+    summary = summary_of(tmp_path / "old")
+    summary["records"] = sealed_records(chain_of(tmp_path / "old" / "metrics.jsonl"), {**summary, "fingerprint": None})
+    write_json(tmp_path / "old" / "summary.json", {**summary, "fingerprint": None})
     ours, theirs = read_run(begun[0]), read_run(tmp_path / "old")
     assert not [key for key in all_differences(ours, theirs) if key.startswith("fingerprint")]
     summary["fingerprint"] = {**fingerprint(CPU), "os": "Linux 1.0", "onednn": "1.0"}
-    file.write_text(json.dumps(summary))
+    summary["records"] = sealed_records(chain_of(tmp_path / "old" / "metrics.jsonl"), summary)
+    write_json(tmp_path / "old" / "summary.json", summary)
     theirs = read_run(tmp_path / "old")
     assert {"fingerprint.os", "fingerprint.onednn"} == {
         key for key in all_differences(ours, theirs) if key.startswith("fingerprint")

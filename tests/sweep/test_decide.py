@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from made_jobs import Killed, killed_after, make_jobs
 
 from lightning_llm.__main__ import main
+from lightning_llm.sweep import decide
 
 GAPS = {"bf16": 0.0, "fp8_current": 0.0, "fp8_delayed": 0.1, "mxfp8": 0.0095}
 NOISE = np.random.default_rng(3).normal(0, 0.003, (4, 12))
@@ -90,8 +92,12 @@ def says_which_run_each_look_waits_for(folder: Path, capsys: pytest.CaptureFixtu
     told = capsys.readouterr()
     for row in json.loads(told.out)["verdicts"]:
         assert (row["look"]["number"], row["look"]["waits_for"]) == (0, [str(folder / "1")])
-        assert row["line"].endswith(
-            "open at look 0 of 4; the next, after 3 seeds, waits for fp8_current at seed 0 (job 1: unreadable)"
+        assert (
+            row["line"]
+            .partition("; records not verified")[0]
+            .endswith(
+                "open at look 0 of 4; the next, after 3 seeds, waits for fp8_current at seed 0 (job 1: unreadable)"
+            )
         )
         assert row["line"].count("seed 0") == 1
     (line,) = (line for line in told.err.splitlines() if line.startswith("  - "))
@@ -268,3 +274,33 @@ def test_a_margin_in_tokens_is_declared_and_judged_by_the_baselines_other_length
         "margin 0.01 in place of 5 % of tokens" in note
         for note in verdicts(capsys, folder, "--margin", "0.01")["notes"]
     )
+
+
+def test_the_baseline_goes_on_for_the_recipe_that_needs_most_seeds(monkeypatch):
+    """Whatever the order of the verdicts; a recipe that is decided gets no more."""
+
+    def job(name: str, seed: int) -> SimpleNamespace:
+        return SimpleNamespace(folder=Path(f"{name}-{seed}"), config=SimpleNamespace(name=name, seed=seed), key=name)
+
+    jobs = [job(name, seed) for seed in range(9) for name in ("bf16", "more", "fewer", "decided")]
+    looks = [SimpleNamespace(seeds=count) for count in (3, 5, 8)]
+    design = SimpleNamespace(
+        looks=looks, seeds=tuple(range(9)), seeds_at=lambda look: range(look.seeds), terms=None, baseline=None
+    )
+
+    def verdict(name: str, coming: SimpleNamespace | None) -> SimpleNamespace:
+        pairs = [SimpleNamespace(run=job(name, seed), baseline=job("bf16", seed)) for seed in range(3)]
+        stage = SimpleNamespace(coming=coming)
+        return SimpleNamespace(name=name, family=SimpleNamespace(recipes={name: pairs}), stage=stage)
+
+    found = [verdict("more", looks[2]), verdict("fewer", looks[1]), verdict("decided", None)]
+    monkeypatch.setattr(decide, "state_of", lambda folder: "finished" if int(folder.name[-1]) < 3 else "new")
+    monkeypatch.setattr(decide, "read_run", lambda folder: folder)
+    monkeypatch.setattr(decide, "kind_of", lambda config: config.name)
+    for verdicts_found in (found, found[::-1]):
+        monkeypatch.setattr(decide, "compare_runs", lambda *_, v=verdicts_found, **__: SimpleNamespace(verdicts=v))
+        coming = decide.next_stage(SimpleNamespace(jobs=jobs), design).jobs
+        seeds = {name: [each.config.seed for each in coming if each.config.name == name] for name in ("bf16", "more")}
+        assert seeds == {"bf16": [3, 4, 5, 6, 7], "more": [3, 4, 5, 6, 7]}
+        assert [each.config.seed for each in coming if each.config.name == "fewer"] == [3, 4]
+        assert not any(each.config.name == "decided" for each in coming)
