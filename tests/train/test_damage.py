@@ -18,6 +18,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.callbacks import run_folder
 from lightning_llm.integrity import FileContent, seal, unseal
 from lightning_llm.record.files import cut_back, summary_of
+from lightning_llm.record.reading import read_run
 from lightning_llm.train.checkpoint.manifest import open_checkpoint
 from lightning_llm.train.checkpoint.state import read_tensors
 
@@ -238,6 +239,7 @@ def test_a_checkpoint_of_the_first_release_goes_on(old_run, capsys):
     new = open_checkpoint(old_run / "checkpoints" / "step=6")
     assert (new.version, new.run_id) == (3, summary_of(old_run)["run_id"])
     assert new.records.unverified_steps == summary_of(old_run)["records"]["unverified_steps"] == 4
+    assert read_run(old_run).unverified == "an earlier release wrote those up to step 4"
     read_tensors(old_run / "checkpoints" / "step=4")
 
 

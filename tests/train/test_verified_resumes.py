@@ -18,6 +18,7 @@ from lightning_llm.config.identity import config_digest, flatten
 from lightning_llm.integrity import sync_to_disk, unseal
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.record.files import summary_of
+from lightning_llm.record.reading import read_run
 from lightning_llm.train.checkpoint import writing
 from lightning_llm.train.checkpoint.manifest import step_folders
 
@@ -55,6 +56,7 @@ def test_manifests_and_summary_have_seed_config_and_the_chain_of_the_records(who
         assert manifest["frozen_config"]["precision.name"] == "fp32"
         assert not {"trainer.max_steps", "run.name"} & set(manifest["frozen_config"])
     assert summary["config_digest"] == config_digest(flatten(yaml.safe_load((whole / "config.yaml").read_text())))
+    assert read_run(whole).unverified == ""
 
 
 @pytest.mark.parametrize("words", [["recipe=quickstart"], ["precision=mxfp4_sr", "optim=muon"]])
