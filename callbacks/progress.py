@@ -32,6 +32,9 @@ class ProgressLine(pl.Callback):
         self._shown_at = 0.0
         self._step_seconds: deque[float] = deque(maxlen=PACE_STEPS)
         self._step_end: float | None = None
+        self._counted_from: tuple[float, int] | None = None
+        """When the last line was shown, by a clock without validations, and the tokens trained on by then."""
+        self._clock_stopped = 0.0
         self._validation_start = self._validation_seconds = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -42,6 +45,7 @@ class ProgressLine(pl.Callback):
         self._shown_at = time.monotonic()
         self._step_seconds.clear()
         self._step_end = None
+        self._counted_from = None
         if self._console.is_terminal:
             # Redrawn by hand: rich's own refreshing thread would take the interpreter from the training loop.
             columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
@@ -58,11 +62,13 @@ class ProgressLine(pl.Callback):
         if self._step_end is not None:
             self._step_seconds.append(now - self._step_end)
         self._step_end = now
+        if self._counted_from is None:  # the first step compiles
+            self._counted_from = (now - self._clock_stopped, pl_module.step_record["tokens"])
         interval = self.refresh_seconds if self._bar else self.line_seconds
         if now - self._shown_at < interval and step != max_steps:
             return
         self._shown_at = now
-        line = self._line(pl_module)
+        line = self._line(pl_module, now - self._clock_stopped)
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=step, description=line)
             self._bar.refresh()
@@ -78,6 +84,7 @@ class ProgressLine(pl.Callback):
         if self._console is None or trainer.sanity_checking:
             return
         self._validation_seconds = time.monotonic() - self._validation_start
+        self._clock_stopped += self._validation_seconds
         if self._step_end is not None:
             self._step_end += self._validation_seconds
         record = pl_module.validation_record
@@ -87,7 +94,8 @@ class ProgressLine(pl.Callback):
             if key.startswith("val_loss/")
         )
         line = f"step {record['step']} | validation loss {record['val_loss']:.4f}"
-        self._print(f"{line} ({sources})" if sources else line)
+        several = sum(key.startswith("val_loss/") for key in record) > 1  # one source's loss is the loss
+        self._print(f"{line} ({sources})" if several else line)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the bar down."""
@@ -106,15 +114,27 @@ class ProgressLine(pl.Callback):
         if self._console:
             self._console.print(line, markup=False, soft_wrap=True)
 
-    def _line(self, pl_module: Any) -> str:
+    def _line(self, pl_module: Any, clock: float) -> str:
         record, max_steps = pl_module.step_record, pl_module.config.trainer.max_steps
         parts = [f"step {record['step']}/{max_steps}", f"loss {record['loss']:.4f}"]
-        if "tokens_per_second" in record:
-            parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+        if (speed := self._mean_speed(record, clock)) is not None:
+            parts.append(f"{speed:,.0f} tokens/s")
         if self._step_seconds:
             left = self._seconds_left(record["step"], max_steps, pl_module.config.trainer.validate_every_steps)
             parts.append(f"{timedelta(seconds=round(left))} left")
         return " | ".join(parts)
+
+    def _mean_speed(self, record: dict[str, Any], clock: float) -> float | None:
+        """Return tokens per second since the last line, or since the first step, without validations.
+
+        A line at the first step has that step's own, if it was measured. One slow step, or one that waited for a
+        checkpoint, would otherwise stand for all of them in a log.
+        """
+        before, self._counted_from = self._counted_from, (clock, record["tokens"])
+        if before is None or clock <= before[0]:
+            speed: float | None = record.get("tokens_per_second")
+            return speed
+        return (record["tokens"] - before[1]) / (clock - before[0])
 
     def _seconds_left(self, step: int, max_steps: int, validate_every: int | None) -> float:
         every = validate_every or max_steps

@@ -34,6 +34,7 @@ from lightning_llm.record.final_figures import draw_losses, final_figures
 from lightning_llm.record.held_folder import HeldFolder
 from lightning_llm.record.liveness import Heartbeat
 from lightning_llm.record.provenance import code_hash, git_state, process_mark, versions
+from lightning_llm.record.sweep_file import title_of
 from lightning_llm.terminal.text import escaped
 from lightning_llm.train.record_logger import RecordLogger
 
@@ -241,7 +242,7 @@ class RunFolder(pl.Callback):
     def _draw(self) -> None:
         # A picture that fails (no space, no fonts) must not hide how the run itself ended.
         try:
-            draw_losses(read_records(self.metrics_path), self.run_dir / "loss.png", self.run_dir.name)
+            draw_losses(read_records(self.metrics_path), self.run_dir / "loss.png", title_of(self.run_dir))
         except Exception as error:
             log.warning("loss.png was not drawn: %s: %s", type(error).__name__, error)
 

@@ -82,6 +82,9 @@ def draw_losses(records: Iterable[Record], path: Path, title: str) -> None:
     if train:
         axes.plot(*zip(*train, strict=True), color="C0", alpha=0.3, linewidth=0.8)
         axes.plot(*zip(*_running_mean(train), strict=True), color="C0", label="training, running mean")
+    by_source = [key for key in losses if key.startswith("val_loss/")]
+    if len(by_source) == 1 and losses[by_source[0]] == losses.get("val_loss"):
+        del losses[by_source[0]]  # of the only source, which would hide the line under it
     for index, (key, points) in enumerate(sorted(losses.items()), start=1):
         axes.plot(*zip(*points, strict=True), color=f"C{index}", marker="o", markersize=3, label=key)
     if train or losses:

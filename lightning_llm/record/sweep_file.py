@@ -66,6 +66,15 @@ def parent_of_sweep(folder: Path) -> str | None:
     return _as_it_is(folder).get("mlflow_run_id")
 
 
+def title_of(run_folder: Path) -> str:
+    """Return a title for a run: its folder's name; of a sweep's job the sweep, its number and what it differs in."""
+    jobs = _as_it_is(run_folder.parent).get("jobs")
+    for job in jobs if isinstance(jobs, list) else ():
+        if isinstance(job, dict) and str(job.get("number")) == run_folder.name and isinstance(job.get("words"), list):
+            return f"{run_folder.parent.name}/{run_folder.name}: {' '.join(map(str, job['words']))}"
+    return run_folder.name
+
+
 def _as_it_is(folder: Path) -> dict[str, Any]:
     """Return the unchecked content of the file in `folder`, {} where it cannot be read, of which `compare` tells."""
     try:

@@ -12,6 +12,7 @@ from lightning_llm.model.weights.folder import Weights
 from lightning_llm.plan.coverage import coverage_of
 from lightning_llm.record.files import read_records, summary_of
 from lightning_llm.record.final_figures import draw_losses
+from lightning_llm.record.sweep_file import title_of
 from lightning_llm.version import __version__
 
 CURVES = "loss.png"
@@ -61,7 +62,7 @@ def _run_lines(folder: Path, run: Path, config: Config, step: int) -> Iterator[s
     if losses := _losses(records):
         yield from ["", "## Losses", "", *_table(losses)]
     if records:
-        draw_losses(records, folder / CURVES, f"{run.name}, up to step {step}")
+        draw_losses(records, folder / CURVES, f"{title_of(run)}, up to step {step}")
         yield from ["", f"![losses by step]({CURVES})"]
 
 

@@ -1,6 +1,8 @@
 """The progress line and the sample."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +17,9 @@ from lightning_llm.callbacks.sample import Sample
 from lightning_llm.callbacks.throughput import Throughput
 from lightning_llm.config.schema import Config
 from lightning_llm.record.state import JOB_VARIABLE
+from lightning_llm.record.final_figures import draw_losses
+from lightning_llm.record.sweep_file import title_of
+from lightning_llm.terminal.console import new_console
 from lightning_llm.terminal.text import escaped, excerpt
 
 
@@ -149,3 +154,53 @@ def test_a_sample_that_fails_does_not_fail_the_run(config: Config, caplog: pytes
     fit(TinyModule(config), [Sample(temperature=-1.0), RunFolder(Path(config.run.dir))])
     assert "no sample was generated: ValueError: temperature=-1.0" in caplog.text
     assert '"status": "finished"' in Path(config.run.dir, "summary.json").read_text()
+
+
+def test_a_line_has_the_mean_speed_since_the_last_one(config, capsys, monkeypatch):
+    """Steps of 60, 1, 20, 1, 1, 1 seconds; lines every 10 s: a stall counts once, a validation and compiling never."""
+
+    class Clock(pl.Callback):
+        now = 0.0
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+            self.now += (60.0, 1.0, 20.0, 1.0, 1.0, 1.0)[pl_module.completed_steps - 1]
+
+        def on_validation_batch_start(self, *_: Any) -> None:
+            self.now += 500.0
+
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
+    fit(TinyModule(config), [clock, ProgressLine(line_seconds=10.0)])
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    speeds = {words[0]: words[2] for words in lines if len(words) > 2 and words[2].endswith("tokens/s")}
+    step_tokens = 8
+    assert speeds["step 3/6"] == f"{2 * step_tokens / 21:,.0f} tokens/s"
+    assert speeds["step 6/6"] == f"{3 * step_tokens / 3:,.0f} tokens/s"
+
+
+def test_the_loss_of_the_only_source_is_not_shown_twice(config, capsys, tmp_path, monkeypatch):
+    records = [{"step": 1, "loss": 3.0}, {"step": 1, "val_loss": 2.0, "val_loss/code": 2.0}]
+    labels = []
+    monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda _, *points, label=None, **__: labels.append(label))
+    monkeypatch.setattr("matplotlib.axes.Axes.legend", lambda *_: None)
+    draw_losses(records, tmp_path / "one.png", "one")
+    assert [label for label in labels if label] == ["training, running mean", "val_loss"]
+    labels.clear()
+    draw_losses([records[0], records[1] | {"val_loss/prose": 2.5}], tmp_path / "two.png", "two")
+    assert labels[-3:] == ["val_loss", "val_loss/code", "val_loss/prose"]
+    line = ProgressLine()
+    line._console = new_console()
+    several = {"val_loss/a": 1.0, "val_loss/b": 3.0}
+    for sources, shown in (({"val_loss/code": 2.0}, "2.0000"), (several, "2.0000 (a 1.0000, b 3.0000)")):
+        module = SimpleNamespace(validation_record={"step": 1, "val_loss": 2.0, **sources})
+        line.on_validation_end(SimpleNamespace(sanity_checking=False), module)
+        assert capsys.readouterr().out == f"step 1 | validation loss {shown}\n"
+
+
+def test_a_job_is_called_by_what_it_differs_in(tmp_path):
+    job = {"number": 0, "words": ["precision=mxfp8", "seed=1"]}
+    (tmp_path / "sweep.json").write_text(json.dumps({"jobs": [job]}))
+    assert title_of(tmp_path / "0") == f"{tmp_path.name}/0: precision=mxfp8 seed=1"
+    assert title_of(tmp_path / "1") == "1"
+    (tmp_path / "sweep.json").write_text("[")
+    assert title_of(tmp_path / "0") == "0"
