@@ -5,6 +5,7 @@ the kernels that torch takes here, and checks them in a process that may use AVX
 each linear layer with a weight gradient from the wrong tensor. Three minutes on one core.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -104,7 +105,11 @@ def main(recipes: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--check"]:
-        check(sys.argv[2], Path(sys.argv[3]), json.load(sys.stdin))
+    parser = argparse.ArgumentParser(description="Check golden curves of one CPU's kernels with another's.")
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="precision recipes (the shipped ones)")
+    parser.add_argument("--check", nargs=2, help=argparse.SUPPRESS)  # in the process that may use AVX2 alone
+    asked = parser.parse_args()
+    if asked.check:
+        check(asked.check[0], Path(asked.check[1]), json.load(sys.stdin))
     else:
-        main(sys.argv[1:])
+        main(asked.recipes)

@@ -1,5 +1,6 @@
 """Description of the machine that rows are measured on. `python -m gpu_check.machine` prints it as JSON."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -84,4 +85,5 @@ def _engine() -> str | None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes no arguments
     print(json.dumps(probe()))

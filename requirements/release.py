@@ -5,6 +5,7 @@ hashes of their files as requirements/hashes.txt has them, and licences. The sam
 (SOURCE_DATE_EPOCH, by default the time of the last commit).
 """
 
+import argparse
 import hashlib
 import os
 import re
@@ -154,4 +155,6 @@ def _files(url: str, digests: list[str]) -> ExternalReference:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description="Build a release: wheel, sdist, SBOM and SHA256SUMS.")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder to make; an earlier release in it goes")
+    sys.exit(main(parser.parse_args().folder))

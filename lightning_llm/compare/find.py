@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.config.commands import command
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.sqlite_address import sqlite_address
 from lightning_llm.config.weight_files import TOKENIZER
-from lightning_llm.config.workspace import default_outputs, folders_named
+from lightning_llm.config.workspace import default_outputs, folders_named, possible_outputs
 from lightning_llm.errors import ConfigError, Problem, did_you_mean, gathered
 from lightning_llm.record.mlflow.store import all_runs, existing_store
 from lightning_llm.record.sweep_file import FILE
@@ -20,6 +21,8 @@ FOLDER_TAGS = ("sweep_folder", "run_dir")
 """In MLflow: of a sweep's parent, all of whose jobs are then looked at, and of a run."""
 ARTIFACTS = "mlartifacts"
 """MLflow's own folder, of copies of runs' files."""
+MOST_ELSEWHERE = 3
+"""Sweeps of other folders that a refusal names."""
 DEPTH = 3
 """How many folders deep runs lie below one that is named: outputs/EXPERIMENT/SWEEP/N."""
 
@@ -100,11 +103,21 @@ def _by_number(folder: Path) -> tuple[str, int, str]:
 def _newest_sweep(root: Path) -> Path:
     sweeps = {file.parent.parent for file in root.glob("*/*/*/config.yaml") if file.parent.name.isdigit()}
     if not sweeps:
-        text = (
-            f"no run was named, and there is no sweep in {root}. Name runs, or run a sweep: lightning-llm train -m ..."
-        )
+        text = f"no run was named, and there is no sweep in {root}."
+        if others := _sweeps_elsewhere(root):
+            text += f" There are sweeps in other folders: {'; '.join(command('compare', str(each)) for each in others)}"
+        else:
+            text += " Name runs (of a sweep with run.root=DIR: compare DIR), or run one: lightning-llm train -m ..."
         raise ConfigError(Problem("RUN", text))
     return max(sweeps, key=lambda sweep: max(file.stat().st_mtime for file in sweep.glob("*/config.yaml")))
+
+
+def _sweeps_elsewhere(root: Path) -> list[Path]:
+    """Return the newest sweeps below the working folder and below the roots that other settings choose."""
+    places = [Path.cwd(), *(Path(each) for each in possible_outputs())]
+    files = {file.resolve() for each in places for depth in range(DEPTH + 1) for file in each.glob("*/" * depth + FILE)}
+    newest = sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
+    return [file.parent for file in newest if root.resolve() not in file.parents][:MOST_ELSEWHERE]
 
 
 def _folders_named(word: str, root: Path, found: Found) -> list[Path]:

@@ -37,8 +37,8 @@ def notes_on(
             "configs alone."
         )
     notes += [
-        f"{run.name} went on from another folder at step {run.first_step}: its time to loss, spikes and skipped steps "
-        "before that are not known."
+        f"{run.name} went on from another folder at step {run.first_step}: its tokens to loss, spikes and skipped "
+        "steps before that are not known."
         for run in runs
         if run.first_step > 1 and not run.branch
     ]
@@ -49,8 +49,8 @@ def notes_on(
     at_once = sorted({run.at_once for run in runs} - {1})
     if at_once:
         notes.append(
-            f"Speed, time to loss and memory are of runs that shared the machine, {' or '.join(map(str, at_once))} at "
-            "once (launcher.at_once): not of a run alone, and the less like it the more its neighbours differed."
+            f"Speed, seconds to loss and memory are of runs that shared the machine, {' or '.join(map(str, at_once))} "
+            "at once (launcher.at_once): not of a run alone, and the less like it the more its neighbours differed."
         )
     notes += quantized_sentences(verdicts)
     emulated = [each.name for each in verdicts if each.emulated]

@@ -175,10 +175,10 @@ PASSAGES = (
         "[@hurlbert1984].",
     ),
     Passage(
-        "Cost", "time to loss was measured",
+        "Cost", "tokens to loss were measured",
         lambda study: any(verdict.cost.timed_pairs for verdict in study.verdicts),
-        "Time to loss is the ratio of the tokens, and of the training seconds, that recipe and baseline took to the "
-        "lowest loss that both reached.",
+        "Tokens to loss is the ratio of the tokens that recipe and baseline took to the lowest loss that both reached; "
+        "the ratio of the training seconds is recorded beside it.",
     ),
     Passage(
         "Cost", "a target was given", lambda study: any(verdict.time_to_target for verdict in study.verdicts),

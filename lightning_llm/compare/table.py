@@ -13,7 +13,7 @@ from lightning_llm.compare.wording import interval_of, line_of, nats
 from lightning_llm.terminal.text import escaped
 
 STYLES = {"lossless": "green", "lossy": "red", "inconclusive": "yellow"}
-COLUMNS = ("gap", "CI", "pairs", "failed", "A/A", "loss", "time to loss", "tokens/s", "memory", "spikes", "skipped")
+COLUMNS = ("gap", "CI", "pairs", "failed", "A/A", "loss", "tokens to loss", "tokens/s", "memory", "spikes", "skipped")
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:

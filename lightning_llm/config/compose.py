@@ -42,7 +42,8 @@ def read_composed(overrides: Sequence[str], config_dir: Path | None = None) -> R
     with open_composer(config_dir) as composer:
         parsed, problems = read_overrides(overrides)
         if any(recipe_sweep(parsed, composer)):
-            text = "this recipe is a sweep of several runs. Add -m: train -m runs it, plan -m lists it."
+            text = "this recipe is a sweep of several runs. Add -m: train -m runs it, plan -m lists it, "
+            text += "config -m prints it."
             raise ConfigError([*problems, Problem("recipe", text)])
         if of_sweeps := [each.key_or_group for each in parsed if each.key_or_group.startswith("sweep.")]:
             text = "is of a sweep, and nothing in one run reads it. Add -m, or leave it out."

@@ -18,8 +18,13 @@ def default_outputs() -> str:
     """Return the folder of all runs: LIGHTNING_LLM_OUTPUTS, the checkout's outputs/, or ~/lightning-llm/outputs."""
     if os.environ.get(OUTPUTS_VARIABLE):
         return str(Path(os.environ[OUTPUTS_VARIABLE]).expanduser().absolute())
+    return possible_outputs()[0]
+
+
+def possible_outputs() -> list[str]:
+    """Return the folders of runs without LIGHTNING_LLM_OUTPUTS: the checkout's, if there is one, and a wheel's."""
     root = checkout()
-    return str(root / "outputs" if root else Path.home() / "lightning-llm" / "outputs")
+    return [*([str(root / "outputs")] if root else []), str(Path.home() / "lightning-llm" / "outputs")]
 
 
 def folders_named(word: str, root: Path) -> list[Path]:

@@ -18,7 +18,7 @@ scatter that runs which all round to the same number do not show; it is added to
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -44,6 +44,11 @@ class Noise:
     nudged: bool
     mean: Curve | None = None
     sd: Curve | None = None
+
+    def first(self, steps: int) -> "Noise":
+        """Return the scatter of the first `steps` steps."""
+        mean, sd = (each.first(steps) if each else None for each in (self.mean, self.sd))
+        return replace(self, mean=mean, sd=sd)
 
     @classmethod
     def of(cls, curves: Sequence[Curve], nudged: bool) -> "Noise":

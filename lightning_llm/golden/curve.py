@@ -42,6 +42,11 @@ class Curve:
         """How many steps it has."""
         return len(self.loss)
 
+    def first(self, steps: int) -> "Curve":
+        """Return the curve of its first `steps` steps."""
+        norms = {name: its[:steps] for name, its in self.gradient_norms.items()}
+        return Curve(self.loss[:steps], self.grad_norm[:steps], self.lr[:steps], norms)
+
     @property
     def series(self) -> dict[str, list[float]]:
         """All numbers by name ("loss", "gradient_norms.NAME", ...), in the order in which a step computes them.

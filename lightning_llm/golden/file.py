@@ -6,7 +6,7 @@ A list of numbers is one line, so that a diff says which parameter moved.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,10 @@ class Golden:
         }
         bitwise = bool(layout_facts(plan)["bitwise"])
         return cls(plan.config.recipe, hashes, config, layout, bitwise, _plain(origin), curve, noise)
+
+    def first(self, steps: int) -> "Golden":
+        """Return what the file would contain if it had been recorded over its first `steps` steps alone."""
+        return replace(self, curve=self.curve.first(steps), noise=self.noise.first(steps) if self.noise else None)
 
     def as_data(self) -> dict[str, Any]:
         """Return it for JSON."""

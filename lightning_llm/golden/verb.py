@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from lightning_llm.errors import ConfigError, Problem, RanksFailedError, gathered
 from lightning_llm.golden.band import FEWEST_REPEATS, Band, Noise
@@ -83,6 +84,9 @@ def _check(arguments: argparse.Namespace) -> int:
         plan = _plan(arguments)
         file = arguments.file or default_file(plan.config)
         recorded = read_golden(file)
+        if arguments.steps is not None:
+            problems += _steps_problems(arguments.steps, recorded.curve.steps, file)
+            recorded = recorded.first(arguments.steps)
         if not arguments.allow_differences:
             problems += recipe_problems(recipe_changes(recorded, recipe_keys(plan.config)), str(file))
         if arguments.band and (recorded.noise is None or recorded.noise.mean is None):
@@ -103,6 +107,12 @@ def _check(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(check_lines(check, file)))
     return 1 if check.outcome == "different" else 0
+
+
+def _steps_problems(steps: int, recorded: int, file: Path) -> list[Problem]:
+    if 1 <= steps <= recorded:
+        return []
+    return [Problem("--steps", f"is {steps}; {file} has {recorded} steps. Use 1 to {recorded}.")]
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

@@ -1,6 +1,6 @@
 """Uses of torch beyond its documented interface, all of them here, and the error where one is gone.
 
-The range is that of pyproject.toml; tests ran with 2.13 on CPUs, and on GPUs with 2.11.
+The range is that of pyproject.toml; tests ran with 2.13 on CPUs, and have not run on GPUs.
 """
 
 from collections.abc import Iterator

@@ -27,15 +27,16 @@ def completion(arguments: argparse.Namespace) -> int:
 
 def complete_override(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
     """Return the overrides that `prefix` begins: a key's values behind `=`, keys one level at a time before it."""
-    key, equals, _value = prefix.partition("=")
+    key, equals, value = prefix.partition("=")
     sign = key[: len(key) - len(key.lstrip("+~"))]
     config_dir = getattr(parsed_args, "config_dir", None)
     name = key.lstrip("+~")
     if not equals:
         return [f"{sign}{each}" for each in _keys(name)]
-    if name in group_names():
-        return [f"{key}={each}" for each in option_files(name, config_dir)]
-    return [f"{key}={each}" for each in _values(name)]
+    known = list(option_files(name, config_dir)) if name in group_names() else _values(name)
+    *before, _ = value.split(",")  # several values make a sweep
+    typed = "".join(f"{each}," for each in before)
+    return [f"{key}={typed}{each}" for each in known if each not in before]
 
 
 def complete_group(prefix: str, **_: Any) -> list[str]:

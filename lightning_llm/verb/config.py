@@ -25,6 +25,7 @@ from lightning_llm.plan.resolve import Resolution
 from lightning_llm.plan.step_law import law_notes, law_row
 from lightning_llm.run.checked_plan import problems_beyond, read_arguments
 from lightning_llm.run.trunk import settled
+from lightning_llm.sweep.run import checked_jobs
 
 MISSING = "(none)"
 """In the place of a value where there is none."""
@@ -41,6 +42,8 @@ def config(arguments: argparse.Namespace) -> int:
     """
     if arguments.group is not None:
         return _print_groups(arguments)
+    if arguments.multirun:
+        return _print_sweep(arguments)
     found = settled(read_arguments(arguments)).checked()
     if secrets := list(secret_problems(found)):  # before anything is printed
         raise ConfigError(secrets)
@@ -57,6 +60,37 @@ def config(arguments: argparse.Namespace) -> int:
     if problems := problems_beyond(Resolution(found)):
         raise ConfigError(problems)
     return 0
+
+
+def _print_sweep(arguments: argparse.Namespace) -> int:
+    """Print the first job's config, and of each further job what it differs in from the first. Return 0."""
+    if arguments.diff:
+        raise ConfigError(Problem("--diff", "is of one run. Leave out -m, and give the overrides of one job."))
+    jobs, _, _ = checked_jobs(arguments, to_train=False)
+    configs = [found.model_dump(mode="json") for _, found in jobs]
+    if arguments.json:
+        facts = [{"overrides": words, "config": data} for (words, _), data in zip(jobs, configs, strict=True)]
+        print(json.dumps({"jobs": facts}, indent=1))
+        return 0
+    print(f"# job 0 of {len(jobs)}: {' '.join(jobs[0][0])}")
+    print(config_text(jobs[0][1]).rstrip(), flush=True)
+    first = flatten(configs[0])
+    for number, ((words, _), data) in enumerate(zip(jobs[1:], configs[1:], strict=True), 1):
+        print(f"# job {number} of {len(jobs)}: {' '.join(words)}")
+        for line in _differing(first, flatten(data)):
+            print(f"#   {line}")
+    return 0
+
+
+def _differing(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the overrides that make `other` of `first`, of groups whose file is another its name alone."""
+    differ = [key for key in {**first, **other} if first.get(key, MISSING) != other.get(key, MISSING)]
+    groups = [key.removesuffix("name") for key in differ if key.endswith(".name") and key.count(".") == 1]
+    for key in differ:
+        group = key.partition(".")[0] + "."
+        if group == "run." or (group in groups and key != f"{group}name"):
+            continue
+        yield f"{key}={override_value(other[key])}" if key in other else f"~{key}"
 
 
 def _print_difference(arguments: argparse.Namespace, found: Config) -> None:

@@ -89,6 +89,7 @@ def _config(parser: ArgumentParser) -> None:
     )
     group.completer = completion.complete_group
     what.add_argument("--diff", action="store_true", help="the overrides that make it of the defaults")
+    add_multirun(parser)
     add_config_dir(parser)
 
 

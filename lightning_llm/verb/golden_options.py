@@ -38,6 +38,7 @@ def _record(parser: ArgumentParser) -> None:
 
 def _check(parser: ArgumentParser) -> None:
     add = parser.add_argument
+    add("--steps", type=int, metavar="N", help="check the first N of the recorded steps (all of them)")
     add("--band", action="store_true", help="allow the measured band also where bits could be compared")
     share = f"the share of checks of an unchanged program that may fail, which sets the band's width ({FALSE_ALARMS})"
     add("--false-alarms", type=float, default=FALSE_ALARMS, metavar="P", help=share)

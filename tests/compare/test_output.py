@@ -271,3 +271,16 @@ def test_seeds_by_which_a_search_ended_recipes_are_said_to_judge_as_well(tmp_pat
     assert "judge them as well" in " ".join(found["methods"])
     rate = read_run(sweep / "0").config["optim.learning_rate"]
     assert f"205K tokens, optim.learning_rate={rate}: " in found["verdicts"][0]["line"]
+
+
+def test_without_a_sweep_those_of_other_folders_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path / "empty"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert "of a sweep with run.root=DIR: compare DIR" in refusal(capsys)
+    for root in ("here/mine", "home/lightning-llm/outputs"):
+        sweep = tmp_path / root / "exp" / "sweep-0"
+        sweep.mkdir(parents=True)
+        (sweep / "sweep.json").write_text("{}")
+        assert f"compare {sweep}" in refusal(capsys)

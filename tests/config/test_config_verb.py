@@ -192,3 +192,27 @@ def test_a_shell_asks_and_is_answered(tmp_path):
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT)
         assert set(answer.read_text().split()) == offered, done.stderr
         assert done.stdout.strip() == ""
+
+
+def test_a_sweep_is_printed_with_what_its_jobs_differ_in(capsys):
+    words = ["precision=bf16,nvfp4", "seed=0,1", "trainer.max_steps=7"]
+    assert main(["config", "-m", *words]) == 0
+    text = capsys.readouterr().out
+    first = yaml.safe_load(text)  # what follows the first job's config are comments
+    assert (first["precision"]["name"], first["seed"], first["trainer"]["max_steps"]) == ("bf16", 0, 7)
+    assert text.endswith("# job 3 of 4: precision=nvfp4 seed=1\n#   precision.name=nvfp4\n#   seed=1\n")
+    assert main(["config", "-m", "--json", *words]) == 0
+    jobs = json.loads(capsys.readouterr().out)["jobs"]
+    assert [each["config"]["seed"] for each in jobs] == [0, 1, 0, 1]
+    assert jobs[3]["overrides"] == ["precision=nvfp4", "seed=1"]
+    assert main(["config", "-m", "--diff", *words]) == 2
+    assert "--diff: is of one run" in capsys.readouterr().err
+
+
+def test_values_are_completed_behind_a_comma_too():
+    typed = complete_override("precision=bf16,mx", argparse.Namespace(config_dir=None))
+    assert "precision=bf16,mxfp8" in typed
+    assert "precision=bf16,bf16" not in typed
+    assert complete_override("parallel.schedule=gpipe,", argparse.Namespace(config_dir=None))[0].startswith(
+        "parallel.schedule=gpipe,1f1b"
+    )

@@ -1,6 +1,6 @@
 """Record the golden curves of all precision recipes, or of those named: `make golden ARGS="mxfp8 nvfp4"`."""
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -24,4 +24,6 @@ def main(recipes: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="precision recipes (all of them)")
+    main(parser.parse_args().recipes)

@@ -235,6 +235,8 @@ def test_other_data_are_another_recipe(recorded, words, capsys, tmp_path):
         ("check", ["--file", "LATER"], "has format 2, and this release reads 1"),
         ("check", ["--band"], "--band: needs repeats that differed"),
         ("check", ["--false-alarms", "0"], "--false-alarms: is 0, must be above 0"),
+        ("check", ["--steps", "4"], "--steps: is 4; "),
+        ("check", ["--steps", "0"], "has 3 steps. Use 1 to 3."),
         ("record", [], "is there already. Check against it, name another, or --force"),
         (
             "record",
@@ -268,3 +270,14 @@ def test_without_a_name_the_file_is_the_recipes(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["golden", "record", *words, "--steps", "1"]) == 0
     assert [file.name for file in (tmp_path / "golden").iterdir()] == ["llama_tiny.json"]
+
+
+def test_the_first_steps_alone_can_be_checked(recorded, words, tmp_path, capsys):
+    data = json.loads(recorded.read_text())
+    data["curve"]["loss"][2] += 1.0  # step 3 is another, steps 1 and 2 are as recorded
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(data))
+    code, facts = checked(words, file, capsys, "--steps", "2")
+    assert (code, facts["outcome"], facts["steps"]) == (0, "equal", 2)
+    code, facts = checked(words, file, capsys)
+    assert (code, facts["steps"], facts["first_difference"]["step"]) == (1, 3, 3)

@@ -79,7 +79,8 @@ def cast(x, how: CastConfig, noise=None, delayed=None):
         return round_elements(x / power, how.format, how.rounding) * power, np.abs(x / power) < 6
     if how.scale == "two_level_e4m3":
         whole = F32(np.abs(x).max())
-        encode = F32(2688) / whole
+        with np.errstate(over="ignore"):
+            encode = np.minimum(F32(2688) / whole, np.finfo(F32).max)
         sf = round_elements((amax.astype(F32) * F32(encode * F32(1 / 6))).astype(np.float64), "e4m3", "even")
         with np.errstate(divide="ignore"):  # a block scale of 0 takes the largest fp32 for a multiplier
             multiplier = np.minimum(F32(1) / (sf.astype(F32) * (F32(1) / encode)), np.finfo(F32).max)
@@ -90,12 +91,16 @@ def cast(x, how: CastConfig, noise=None, delayed=None):
             power = 2.0 ** (np.floor(np.log2(safe)) - EMAX[how.format])
         else:
             power = 2.0 ** np.ceil(np.log2(safe / LARGEST[how.format]))
+        power = np.maximum(power, 2.0**-127)  # E8M0's least number
         scaled = (x * how.prescale).astype(F32).astype(np.float64) / power
         return round_elements(scaled, how.format, how.rounding, noise) * power / how.prescale, None
     if how.scale == "delayed":
         scale = np.full_like(x, delayed).astype(F32)
     else:
-        scale = F32(LARGEST[how.format]) / safe.astype(F32)
+        with np.errstate(over="ignore"):
+            scale = F32(LARGEST[how.format]) / safe.astype(F32)
+        largest = np.finfo(F32).max if how.block == "tensor" else (2 - 2.0**-7) * 2.0**127  # of the operand's bf16
+        scale = np.minimum(scale, F32(largest))
         if how.scale == "power_of_two":
             scale = (2.0 ** np.floor(np.log2(scale.astype(np.float64)))).astype(F32)
     values = round_elements((x.astype(F32) * scale).astype(np.float64), how.format, how.rounding, noise)
@@ -103,8 +108,16 @@ def cast(x, how: CastConfig, noise=None, delayed=None):
 
 
 def quest_power(group):
-    std = np.sqrt(np.mean(group**2) - np.mean(group) ** 2)
-    return 2.0 ** np.floor(np.log2(2.92247856 / 6 * std + 1e-8))
+    """The moments are fp32 sums by halving: the variance of a near-constant block is rounding alone, below 0 too."""
+    mean, square = (by_halves(each) / F32(len(group)) for each in (group.astype(F32), group.astype(F32) ** 2))
+    std = F32(np.sqrt(np.float64(max(square - mean * mean, F32(0)))))
+    return 2.0 ** np.floor(np.log2(np.float64(F32(2.92247856 / 6) * std + F32(1e-8))))
+
+
+def by_halves(group):
+    while len(group) > 1:
+        group = group[: len(group) // 2] + group[len(group) // 2 :]
+    return group[0]
 
 
 def sylvester(size):
@@ -140,12 +153,11 @@ def linear(x, w, dy, recipe: PrecisionConfig, noise, signs, delayed, bf16):
     def through(gradient, mask, how):
         if how.clip_gradient:
             gradient = gradient * mask
-        size = how.hadamard.size if how.hadamard else 0
-        return (
-            gradient
-            if not size
-            else (gradient.reshape(-1, size) @ sylvester(size) / np.sqrt(size)).reshape(gradient.shape)
-        )
+        if how.hadamard is None:
+            return gradient
+        size, turned = how.hadamard.size, signs["fprop"]
+        s = np.diag(np.ones(size) if turned is None else turned) @ sylvester(size) / np.sqrt(size)
+        return (gradient.reshape(-1, size) @ s.T).reshape(gradient.shape)
 
     xq, x_mask = operand(x, "fprop.x")
     wq, w_mask = operand(w, "fprop.w")

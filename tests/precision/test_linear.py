@@ -93,8 +93,8 @@ def disagreement(actual, wanted, dtype, rotated_back):
     return float((np.abs(actual - wanted) > bound).mean())
 
 
-def worst_disagreement(name, wide=False):
-    recipe = load(name)
+def worst_disagreement(name, wide=False, recipe=None):
+    recipe = recipe or load(name)
     dtype = TORCH_DTYPES[recipe.compute_dtype]
     layer = layer_of(recipe)
     x, dy = tensors(dtype, wide)
@@ -115,6 +115,15 @@ def allowed(name):
 @pytest.mark.parametrize("name", QUANTISED)
 def test_three_gemms_agree_with_the_specification(name):
     assert worst_disagreement(name) <= allowed(name)
+
+
+def test_gradients_go_back_through_a_rotation_that_is_not_symmetric():
+    """Quartet's own matrix is its own transpose; with random signs of fprop it is not."""
+    recipe = load("quartet")
+    turned = recipe.fprop.x.hadamard.model_copy(update={"signs": "random"})
+    x, w = (each.model_copy(update={"hadamard": turned}) for each in (recipe.fprop.x, recipe.fprop.w))
+    signed = recipe.model_copy(update={"fprop": recipe.fprop.model_copy(update={"x": x, "w": w})})
+    assert worst_disagreement("quartet", recipe=signed) <= allowed("quartet")
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "mxfp4_sr_norht", "fp8_subchannel"])
@@ -327,6 +336,30 @@ def test_delayed_state_survives_resume():
     assert all(torch.equal(a, b) for a, b in zip(run(layer, x, dy), run(fresh, x, dy), strict=True))
     assert load_delayed_state(fresh, {}) == ["layers.0.q_proj"]
     assert fresh.scale is None or torch.equal(fresh.scale, torch.ones(3))
+
+
+def test_the_whole_amax_history_survives_resume():
+    """Four steps, the largest amax first, a history of three: the oldest row decides the next scale, then goes."""
+    recipe = load("fp8_delayed")
+    config = DelayedConfig(history_length=3)
+    slots = {
+        gemm: type(part)(**{role: cast.model_copy(update={"delayed": config}) for role, cast in part})
+        for gemm, part in ((gemm, getattr(recipe, gemm)) for gemm in ("fprop", "dgrad", "wgrad"))
+    }
+    recipe = recipe.model_copy(update=slots)
+    x, dy = tensors(torch.bfloat16)
+    layer, fresh = layer_of(recipe), layer_of(recipe)
+    for scale in (64, 16, 4, 1):
+        run(layer, x * scale, dy)
+        update_delayed(layer)
+    history = layer.amax_history.clone()
+    assert len(set(history[:, 0].tolist())) == 3
+    assert load_delayed_state(fresh, delayed_state(layer)) == []
+    assert torch.equal(fresh.amax_history, history)
+    for each in (layer, fresh):
+        run(each, x, dy)
+        update_delayed(each)
+    assert torch.equal(fresh.scale, layer.scale)
 
 
 def test_module_keeps_names_and_parameters():

@@ -12,7 +12,7 @@ from lightning_llm.compare.wording import minus, nats
 
 JUDGED = ("gap", "CI", "pairs", "failed", "stability", "tokens/s", "loss")
 """Columns of the table of verdicts."""
-COST = ("SD of a pair, as judged", "A/A", "time to loss", "memory", "spikes", "skipped")
+COST = ("SD of a pair, as judged", "A/A", "tokens to loss", "memory", "spikes", "skipped")
 """Columns of the table of noise and cost."""
 LONG = ("gap", "CI", "stability", "tokens/s", "loss")
 """Of these, those whose words take a phone's whole width."""

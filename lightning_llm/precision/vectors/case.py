@@ -1,6 +1,7 @@
 """One recorded case: its arrays as tensors, the comparison, and quantisers run eagerly or compiled."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ class Runner:
         def bound(*tensors: Any) -> Any:
             return function(*tensors, **constants)
 
-        return inductor.compiled(bound) if self.compiled else bound
+        return inductor.compiled(bound, _identity(function, constants)) if self.compiled else bound
 
     def quantise(
         self,
@@ -122,3 +123,12 @@ class Case:
         first = int(wrong.flatten().nonzero()[0])
         got, want = actual.flatten()[first].item(), expected.flatten()[first].item()
         return Check(array, f"{count} of {wrong.numel()} differ; first at {first}: {got!r}, recorded {want!r}")
+
+
+def _identity(function: Callable[..., Any], constants: Mapping[str, Any]) -> list[Any]:
+    """Return JSON data by which the kernels of `function` with these constants are kept between processes.
+
+    It includes the function's own source, since files of this folder are no part of a kernel's key.
+    """
+    values = {name: repr(value) for name, value in sorted(constants.items())}
+    return ["vectors", function.__module__, function.__qualname__, inspect.getsource(function), values]

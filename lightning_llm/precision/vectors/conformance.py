@@ -16,6 +16,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision import inductor
 from lightning_llm.precision.vectors import casts, linears
 from lightning_llm.precision.vectors.case import Case, Check, Runner
+from lightning_llm.terminal.waiting import Waiting
 
 INPUTS = frozenset(
     [
@@ -70,7 +71,12 @@ def run_conformance(folder: str | Path, compiled: bool) -> list[Verdict]:
     runner, files = Runner(compiled), _Files(folder)
     cases = [Case(spec, files.arrays(spec), runner) for spec in manifest]
     shared = {case.spec["file"]: case for case in cases if set(case.spec["arrays"]) <= INPUTS}
-    return [_verdict(case, shared) for case in cases]
+    progress = Waiting(f"vectors checked, of {len(cases)} {'compiled' if compiled else 'eager'}")
+    verdicts = []
+    for number, case in enumerate(cases):
+        progress.tell(number)  # compiling a case takes seconds the first time
+        verdicts.append(_verdict(case, shared))
+    return verdicts
 
 
 def _manifest(folder: Path) -> list[dict[str, Any]]:
