@@ -122,7 +122,7 @@ def _job_facts(job: Job) -> dict[str, Any]:
 
 def _quantized_rows(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Return one row per recipe and size of model: how much of the model the recipe quantizes."""
-    found = {}
+    found: dict[str, None] = {}
     several = len({job["parameters"] for job in jobs}) > 1
     for job in jobs:
         if job["quantized"]:

@@ -25,7 +25,7 @@ def completion(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def complete_override(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+def complete_override(prefix: str, parsed_args: argparse.Namespace, **_more: Any) -> list[str]:
     """Return the overrides that `prefix` begins: a key's values behind `=`, keys one level at a time before it."""
     key, equals, value = prefix.partition("=")
     sign = key[: len(key) - len(key.lstrip("+~"))]
@@ -34,7 +34,7 @@ def complete_override(prefix: str, parsed_args: argparse.Namespace, **_: Any) ->
     if not equals:
         return [f"{sign}{each}" for each in _keys(name)]
     known = list(option_files(name, config_dir)) if name in group_names() else _values(name)
-    *before, _ = value.split(",")  # several values make a sweep
+    *before, _last = value.split(",")  # several values make a sweep
     typed = "".join(f"{each}," for each in before)
     return [f"{key}={typed}{each}" for each in known if each not in before]
 
