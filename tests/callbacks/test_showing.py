@@ -16,8 +16,8 @@ from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.callbacks.sample import Sample
 from lightning_llm.callbacks.throughput import Throughput
 from lightning_llm.config.schema import Config
-from lightning_llm.record.state import JOB_VARIABLE
 from lightning_llm.record.final_figures import draw_losses
+from lightning_llm.record.state import JOB_VARIABLE
 from lightning_llm.record.sweep_file import title_of
 from lightning_llm.terminal.console import new_console
 from lightning_llm.terminal.text import escaped, excerpt
