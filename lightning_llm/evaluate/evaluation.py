@@ -221,9 +221,8 @@ def _task_results(request: Request, weights: Parts, layout: Layout, device: torc
         model = sharded_decoder_of(subject, initial, layout, device, dtype)
     first = request.subjects[0]
     defaults, ignored = model_defaults(first.folder)
-    if ignored and is_first_rank():
-        listed = ", ".join(f"{key}={value}" for key, value in ignored.items())
-        print(f"note   {listed} of the folder's generation_config.json is not applied to tasks", file=sys.stderr)
+    for note in ignored if is_first_rank() else ():
+        print(f"note   {note}", file=sys.stderr)
     own = OwnModel(model, tokenizer_of(first), device, request.batch_size, first.weights.end_tokens, defaults)
     limit = _words_of(request.limit)
     found = request.tasks.results(own, request.limit)

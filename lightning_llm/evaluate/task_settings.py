@@ -96,20 +96,22 @@ def settings_problems(given: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def model_defaults(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the sampling defaults of a Hugging Face folder's generation_config.json, and what of it is not applied.
+def model_defaults(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the sampling defaults of a Hugging Face folder's generation_config.json, and a note per ignored setting.
 
-    Read by transformers; without it, or without the file, both are empty. Raises ConfigError.
+    transformers reads the file; if it is not installed, a note reports that. Raises ConfigError.
     """
     if not (folder / GENERATION).is_file():
-        return {}, {}
+        return {}, []
     try:
         from transformers import GenerationConfig
     except ImportError:
-        return {}, {}
+        return {}, [f"{folder / GENERATION} is not applied to tasks: transformers, which reads it, is not installed"]
     try:
         said = GenerationConfig.from_pretrained(folder).to_diff_dict()
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(Problem(str(folder / GENERATION), f"transformers cannot read it: {error}.")) from error
     ignored = {key: said[key] for key in NEUTRAL if said.get(key) is not None and said[key] not in NEUTRAL[key]}
-    return _set(said), ignored
+    return _set(said), [
+        f"{key}={value} of {folder / GENERATION} is not applied to tasks" for key, value in ignored.items()
+    ]

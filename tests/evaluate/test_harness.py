@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -126,10 +127,16 @@ def test_settings_are_read_as_transformers_reads_them():
     assert settings_problems({"num_beams": 4}) == ["generation_kwargs.num_beams=4 is not supported"]
 
 
-def test_a_folder_s_own_generation_settings_are_read_by_transformers(tmp_path):
-    assert model_defaults(tmp_path) == ({}, {})
+def test_a_folder_s_own_generation_settings_are_read_by_transformers(tmp_path, monkeypatch):
+    assert model_defaults(tmp_path) == ({}, [])
     GenerationConfig(top_p=0.8, top_k=20, do_sample=True, repetition_penalty=1.05).save_pretrained(tmp_path)
-    assert model_defaults(tmp_path) == ({"top_k": 20, "top_p": 0.8}, {"repetition_penalty": 1.05})
+    read, (ignored,) = model_defaults(tmp_path)
+    assert read == {"top_k": 20, "top_p": 0.8}
+    assert ignored.startswith("repetition_penalty=1.05 of ")
+    monkeypatch.setitem(sys.modules, "transformers", None)  # not installed
+    read, (ignored,) = model_defaults(tmp_path)
+    assert read == {}
+    assert "transformers, which reads it, is not installed" in ignored
 
 
 def test_a_context_too_small_for_what_a_task_wants_is_noted_once(models, trained, capsys):
