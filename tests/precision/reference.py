@@ -40,7 +40,8 @@ def round_elements(v, name, rounding, noise=None):
     elif rounding == "half_to_zero":
         up = fraction > 0.5
     elif rounding == "stochastic":
-        up = fraction + noise >= 1
+        # In fp32, as the cast adds them: a sum just below a whole number may round up to it.
+        up = (F32(magnitude / gap) + F32(noise)) >= F32(table[high] / gap)
     else:
         up = noise < fraction
     return np.copysign(np.where(up, table[high], table[low]), v)
