@@ -1,10 +1,12 @@
 """Verdicts at each recipe's own best rate: what simulated grids say of their errors (docs/simulate_rates.py)."""
 
+import math
+
 import numpy as np
 import pytest
 import simulate_rates as simulate
 
-from lightning_llm.compare.tuned import grid_bounds
+from lightning_llm.compare.tuned import grid_bounds, plateau
 
 NOMINAL = 0.025
 """Of a one-sided claim by the bound of a 95 % interval."""
@@ -61,3 +63,16 @@ def test_bounds_by_hand():
     assert bounds.baseline_judged[0].tolist() == [True, True, False]
     assert not bounds.lossy(0.5)[0]
     assert bounds.lossless(0.5)[0]
+
+
+def test_a_plateau_ends_where_the_loss_crosses_the_margin_over_the_logarithm_of_the_value():
+    ends = plateau({1e-3: 3.04, 1e-2: 3.0, 1e-1: 3.005, 1.0: 3.025, 10.0: math.inf}, 0.02)
+    assert ends == pytest.approx((10**-2.5, 10**-0.25))
+    assert plateau({0.1: 3.0, 0.2: 3.001}, 0.01) == (0.1, 0.2)  # the grid's own ends
+    assert plateau({0.1: math.nan, 0.2: math.inf}, 0.01) is None
+
+
+def test_a_plateau_that_ends_beside_zero_is_of_straight_lines():
+    assert plateau({0.0: 3.04, 0.1: 3.0, 0.2: 3.04}, 0.02) == pytest.approx((0.05, 0.1 * 2**0.5))
+    assert plateau({0.0: 3.0, 0.1: 3.04}, 0.02) == pytest.approx((0.0, 0.05))
+    assert plateau({-0.1: 3.0, 0.1: 3.04}, 0.02) == pytest.approx((-0.1, 0.0))

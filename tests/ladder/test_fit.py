@@ -88,6 +88,22 @@ def test_the_gaps_terms_are_numpys_least_squares_on_pairs():
     assert gap.lack_of_fit == pytest.approx(unequal_lack_of_fit(terms, groups, n[::3]), rel=1e-4)
 
 
+def test_residuals_that_the_bootstrap_draws_are_as_large_as_the_pairs_scatter():
+    """A residual is smaller than the pair's error by what the fit took of it: over 1 less its leverage (HC3)."""
+    made = ladder(noise=0.01, seeds=3)
+    fit = fit_ladder(made)
+    gap, n, d = fit.gaps["recipe"], np.repeat(SIZES, 3), np.tile(TOKENS, 4)
+    constants = fit.law.constants()
+    columns = [constants["B"] * d ** -constants["beta"], constants["A"] * n ** -constants["alpha"], d / n]
+    terms = np.stack(columns, 1)
+    leverage = np.diag(terms @ np.linalg.inv(3 * terms.T @ terms) @ terms.T)  # of one pair of three
+    assert leverage.max() < 0.8  # beyond which it is bounded
+    assert leverage.max() > 0.05
+    pairs = np.array([list(rung.differences["recipe"].values()) for rung in made.rungs])
+    expected = (pairs - (terms @ gap.terms)[:, None]) / (1 - leverage)[:, None]
+    assert gap.residuals == pytest.approx(expected.ravel(), rel=1e-4)
+
+
 def test_a_test_of_fit_holds_its_level_where_sizes_scatter_unlike():
     rng = np.random.default_rng(0)
     n, d = np.repeat(SIZES, 3), np.tile(TOKENS, 4)

@@ -88,6 +88,13 @@ def test_schedules_at_their_landmarks():
         assert factors(name)[19:] == pytest.approx([0.1] * 6)
 
 
+def test_a_warm_up_that_is_longer_than_the_stable_phase_is_followed_by_the_decay():
+    """The decay begins where the warm-up ends, so that the rate never jumps down from its peak."""
+    schedule = SCHEDULES["wsd"](warmup_steps=8, decay_fraction=0.75, final_factor=0.0)
+    factors = [learning_rate_factor(schedule, updates, 12) for updates in range(14)]
+    assert factors == pytest.approx([*(n / 8 for n in range(1, 9)), 0.75, 0.5, 0.25, 0.0, 0.0, 0.0])
+
+
 def test_re_warming_rises_to_a_share_of_the_rate_and_decays_to_an_absolute_floor():
     keys = {"warmup_steps": 4, "decay_fraction": 0.25, "peak_factor": 0.5}
     for name in ("cosine", "wsd"):

@@ -20,7 +20,7 @@ from lightning_llm.plan.time.cost import PARTS
 from lightning_llm.plan.time.device import Device
 from lightning_llm.plan.time.links import Links
 from lightning_llm.plan.time.stage import exposed_backward, exposed_forward
-from lightning_llm.plan.time.step import StepTime, StepTimer
+from lightning_llm.plan.time.step import ONCE_BESIDE, StepTime, StepTimer
 from lightning_llm.plan.traffic import SHARDS, sent_at
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "plan.md"
@@ -193,6 +193,22 @@ def test_sums_over_replicas_hide_behind_the_last_backward_pass():
     assert timer.time.seconds["reductions"] == pytest.approx(sum(both))
     hidden = StepTimer(plan, CLUSTER).time.seconds["reductions"]
     assert sum(both) / 18 < hidden < sum(both)  # root, embedding, 16 blocks and the head: a 19th each, the last is bare
+
+
+def test_the_stages_of_a_rank_share_its_sums_over_replicas():
+    """Two stages of a rank each hide and send a half: all is sent once, however the layers are cut."""
+    words = ["parallel=pp_interleaved", "parallel.dp_replicate=2", "world=8", "parallel.reduction=tree"]
+    plan = plan_of(config_of(*words))
+    timer = StepTimer(plan, CLUSTER.model_copy(update={"overlap": False}))
+    for pp_rank, parts in enumerate(timer.parts):
+        assert len(parts) == 2
+        sent = timer.sent[pp_rank]
+        assert sent[TREE_SCATTER, "dp_replicate"] > 0
+        whole = sum(
+            timer.links.seconds(kind, axes, sent[kind, axes], -(-sent[kind, axes] // (25 * 2**20)))
+            for kind, axes in ONCE_BESIDE
+        )
+        assert timer.passes[pp_rank].seconds["reductions"] == pytest.approx(whole)
 
 
 def test_interleaving_pays_as_torchtitan_measured():

@@ -280,20 +280,20 @@ def test_delayed_update_takes_the_maximum_over_ranks():
     assert torch.equal(layer.scale, torch.tensor([448.0, 448.0, 57344.0]) / torch.maximum(mine, other))
 
 
+def with_history(recipe, config):
+    """Return `recipe` with `config` for all its delayed scales."""
+    parts = ((gemm, getattr(recipe, gemm)) for gemm in ("fprop", "dgrad", "wgrad"))
+    changed = {
+        gemm: type(part)(**{role: cast.model_copy(update={"delayed": config}) for role, cast in part})
+        for gemm, part in parts
+    }
+    return recipe.model_copy(update=changed)
+
+
 def test_layers_are_updated_together_as_each_would_be_alone():
     """Three with one recipe and one with a shorter history, whose amaxes differ."""
     recipe = load("fp8_delayed")
-    short = recipe.model_copy(
-        update={
-            gemm: type(part)(
-                **{
-                    role: cast.model_copy(update={"delayed": DelayedConfig(history_length=3, algorithm="most_recent")})
-                    for role, cast in part
-                }
-            )
-            for gemm, part in ((gemm, getattr(recipe, gemm)) for gemm in ("fprop", "dgrad", "wgrad"))
-        }
-    )
+    short = with_history(recipe, DelayedConfig(history_length=3, algorithm="most_recent"))
     layers = [layer_of(each) for each in (recipe, short, recipe, recipe)]
     largest = torch.tensor([448.0, 448.0, 57344.0])
     for step in range(4):
@@ -340,13 +340,7 @@ def test_delayed_state_survives_resume():
 
 def test_the_whole_amax_history_survives_resume():
     """Four steps, the largest amax first, a history of three: the oldest row decides the next scale, then goes."""
-    recipe = load("fp8_delayed")
-    config = DelayedConfig(history_length=3)
-    slots = {
-        gemm: type(part)(**{role: cast.model_copy(update={"delayed": config}) for role, cast in part})
-        for gemm, part in ((gemm, getattr(recipe, gemm)) for gemm in ("fprop", "dgrad", "wgrad"))
-    }
-    recipe = recipe.model_copy(update=slots)
+    recipe = with_history(load("fp8_delayed"), DelayedConfig(history_length=3))
     x, dy = tensors(torch.bfloat16)
     layer, fresh = layer_of(recipe), layer_of(recipe)
     for scale in (64, 16, 4, 1):
@@ -360,6 +354,23 @@ def test_the_whole_amax_history_survives_resume():
         run(each, x, dy)
         update_delayed(each)
     assert torch.equal(fresh.scale, layer.scale)
+
+
+@pytest.mark.parametrize(("saved", "restored"), [(4, 4), (4, 2), (3, 5), (4, None)])
+def test_a_full_history_is_restored_to_its_newest_rows(saved, restored):
+    """Row 0 collects the amax of this step, and the others are earlier ones, oldest first; None: in a phase of bf16."""
+    recipe = load("fp8_delayed")
+    layer = layer_of(with_history(recipe, DelayedConfig(history_length=saved)))
+    layer.materialise_state(torch.device("cpu"))
+    layer.amax_history[:] = torch.arange(saved)[:, None] + torch.tensor([10.0, 20.0, 30.0])
+    layer.scale[:] = torch.tensor([2.0, 3.0, 4.0])
+    config = None if restored is None else DelayedConfig(history_length=restored)
+    other = layer_of(load("bf16") if config is None else with_history(recipe, config))
+    assert load_delayed_state(other, delayed_state(layer)) == []
+    wanted = {4: [0, 1, 2, 3], 2: [0, 3], 5: [0, None, None, 1, 2], None: [0, 1, 2, 3]}[restored]
+    rows = [[0.0] * 3 if row is None else [10.0 + row, 20.0 + row, 30.0 + row] for row in wanted]
+    assert other.amax_history.tolist() == rows
+    assert other.scale.tolist() == [2.0, 3.0, 4.0]
 
 
 def test_module_keeps_names_and_parameters():

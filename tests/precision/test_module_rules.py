@@ -51,6 +51,8 @@ def test_nvfp4_keeps_what_nvidia_kept_at_every_depth(num_layers, high):
 
 @given(st.integers(0, 1000), st.integers(1, 200))
 @example(15, 100)  # a half, 1.5, where the double nearest to 0.015 is less than that
+@example(145, 100)  # the product of doubles is below 14.5
+@example(500, 5)  # halves go up, and not to the even
 def test_a_fraction_is_the_nearest_count_halves_up(thousandths, num_layers):
     found, exact = blocks_of(None, thousandths / 1000, num_layers), Fraction(thousandths, 1000) * num_layers
     assert abs(found - exact) <= Fraction(1, 2)

@@ -96,6 +96,57 @@ def test_the_gemms_operand_is_the_dequantised_tensor(cast):
     torch.testing.assert_close(made.flipped.dequantised(), wanted.T, rtol=2.0**-22, atol=0)
 
 
+EXACT = [cast for cast in DISTINCT if cast.scale.startswith("e8m0") and not cast.stochastic and cast.prescale == 1]
+
+
+@pytest.mark.parametrize("cast", EXACT, ids=label)
+def test_blocks_of_one_magnitude_have_the_scale_of_the_specification_down_to_the_least(cast):
+    """2^-127 is a scale, and nothing below it: amaxes from there to the largest, at powers of two and beside them."""
+    magnitudes = [
+        2.0**exponent * factor for exponent in range(-120, 127) for factor in (1.0, 1.0078125, 1.75, 1.9921875)
+    ]
+    x = torch.tensor(magnitudes)[:, None].expand(-1, 32).bfloat16()
+    found = quantise(x, cast.model_copy(update={"block": "1x32"}))
+    fmt = FORMATS[cast.format]
+    for magnitude, code in zip(magnitudes, found.stored_scale.flatten().tolist(), strict=True):
+        mantissa, exponent = math.frexp(magnitude)
+        if cast.scale == "e8m0_floor":
+            power = exponent - 1 - int(math.log2(fmt.max))
+        else:
+            mantissa, exponent = math.frexp(magnitude / fmt.max)
+            power = exponent - (mantissa == 0.5)
+        assert code == max(power, -127) + 127, (magnitude, cast.scale)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1"])
+def test_shared_exponents_of_zero_of_subnormals_and_of_what_is_not_finite(name):
+    amaxes = torch.tensor([0.0, 2.0**-149, 2.0**-127, 2.0**-126, 2.0**-100, 1.0, 2.0**127, math.inf, math.nan])
+    emax = {"e4m3": 8, "e5m2": 15, "e2m1": 2}[name]
+    floor = [0, 0, 0, 0, 27 - emax, 127 - emax, 254 - emax, 255, 255]
+    assert scales.e8m0_floor(amaxes, name).tolist() == floor
+    biased = torch.arange(256, dtype=torch.int32)
+    values = [2.0 ** (each - 127) for each in range(255)]
+    assert scales.e8m0_value(biased)[:255].tolist() == values
+    assert scales.e8m0_reciprocal(biased)[:255].tolist() == values[::-1]
+    assert scales.e8m0_value(biased)[255].isnan()
+    assert scales.e8m0_reciprocal(biased)[255].isnan()
+    assert scales.e8m0_exponent(scales.e8m0_value(biased)).tolist() == list(range(256))
+
+
+def test_a_power_of_two_is_rounded_up_to_at_every_edge():
+    """Against the least power of two that is not below, by arithmetic; 2^-127, which is subnormal, is the least."""
+    edges = [2.0**exponent for exponent in range(-149, 128)]
+    beside = torch.tensor(edges)
+    up = torch.nextafter(beside, torch.tensor(math.inf))
+    down = torch.nextafter(beside, torch.tensor(0.0))
+    for values, above in ((beside, 0), (up, 1), (down, 0)):
+        expected = [min(max(exponent + above, -127), 127) + 127 for exponent in range(-149, 128)]
+        if values is down:  # below the least subnormal is 0, and 2^-148 less a bit is 2^-149
+            expected[0] = 0
+        assert scales.float_to_e8m0(values).tolist() == expected
+    assert scales.float_to_e8m0(torch.tensor([0.0, math.inf, math.nan])).tolist() == [0, 254, 255]
+
+
 def test_quotients_are_those_of_ieee_division():
     """numpy divides fp32 by fp32: 400,000 quotients of the scales' numerators, normal and subnormal."""
     bits = np.random.default_rng(0).integers(1, 0x7F800000, 50_000, dtype=np.int32)

@@ -277,12 +277,12 @@ def test_a_margin_in_tokens_is_declared_and_judged_by_the_baselines_other_length
 
 
 def test_the_baseline_goes_on_for_the_recipe_that_needs_most_seeds(monkeypatch):
-    """Whatever the order of the verdicts; a recipe that is decided gets no more."""
+    """Whatever the order of the verdicts; a recipe that is decided gets no more, and runs in no pair as many as any."""
 
     def job(name: str, seed: int) -> SimpleNamespace:
         return SimpleNamespace(folder=Path(f"{name}-{seed}"), config=SimpleNamespace(name=name, seed=seed), key=name)
 
-    jobs = [job(name, seed) for seed in range(9) for name in ("bf16", "more", "fewer", "decided")]
+    jobs = [job(name, seed) for seed in range(9) for name in ("bf16", "more", "fewer", "decided", "alone")]
     looks = [SimpleNamespace(seeds=count) for count in (3, 5, 8)]
     design = SimpleNamespace(
         looks=looks, seeds=tuple(range(9)), seeds_at=lambda look: range(look.seeds), terms=None, baseline=None
@@ -297,10 +297,11 @@ def test_the_baseline_goes_on_for_the_recipe_that_needs_most_seeds(monkeypatch):
     monkeypatch.setattr(decide, "state_of", lambda folder: "finished" if int(folder.name[-1]) < 3 else "new")
     monkeypatch.setattr(decide, "read_run", lambda folder: folder)
     monkeypatch.setattr(decide, "kind_of", lambda config: config.name)
+    names = ("bf16", "more", "alone")
     for verdicts_found in (found, found[::-1]):
         monkeypatch.setattr(decide, "compare_runs", lambda *_, v=verdicts_found, **__: SimpleNamespace(verdicts=v))
         coming = decide.next_stage(SimpleNamespace(jobs=jobs), design).jobs
-        seeds = {name: [each.config.seed for each in coming if each.config.name == name] for name in ("bf16", "more")}
-        assert seeds == {"bf16": [3, 4, 5, 6, 7], "more": [3, 4, 5, 6, 7]}
+        seeds = {name: [each.config.seed for each in coming if each.config.name == name] for name in names}
+        assert seeds == {name: [3, 4, 5, 6, 7] for name in names}
         assert [each.config.seed for each in coming if each.config.name == "fewer"] == [3, 4]
         assert not any(each.config.name == "decided" for each in coming)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from made_jobs import make_jobs
+from scipy import stats
 from searched_jobs import recipe_loss, trials_of, words
 
 from lightning_llm.__main__ import main
@@ -136,3 +137,23 @@ def test_halving_seldom_ends_a_recipe_that_is_as_good_as_the_best(spread):
     assert (ended / trials <= np.where(np.array(spread) > 1, 0.06, 0.04)).all()  # of 250: known to 1 %
     far = np.vstack([np.zeros((4, 3)), np.full((1, 3), 9.0)]) + rng.standard_normal((5, 3)) * 0.1
     assert worse_than_best(far, keys, 2).keys() == {4}
+
+
+def test_an_interval_of_a_rung_has_its_share_of_the_error_and_clears_the_margin():
+    """By Student's t of the two recipes' differences: with one of them there is nothing else to hold together."""
+    best, other = np.array([3.0, 3.1, 3.3, 3.2]), np.array([3.36, 3.43, 3.72, 3.52])
+    differences = other - best
+    middle, spread = differences.mean(), differences.std(ddof=1) / 2
+    for rungs in (1, 2, 3):
+        low = middle - stats.t.ppf(1 - 0.05 / rungs / 2, 3) * spread
+        for margin, ends in ((low - 1e-6, True), (low + 1e-6, False)):
+            found = worse_than_best(np.stack([other, best]), SweepConfig(margin=margin), rungs)
+            assert found.keys() == ({0} if ends else set())
+            assert [each[:3] for each in found.values()] == [(1, pytest.approx(middle), pytest.approx(low))] * ends
+
+
+def test_a_rung_ends_what_lost_all_its_losses_unless_all_did():
+    nothing, some = [np.nan] * 3, [np.nan, 3.0, 3.1]
+    keys = SweepConfig(margin=0.01)
+    assert worse_than_best(np.array([nothing, some, nothing]), keys, 2).keys() == {0, 2}
+    assert worse_than_best(np.array([nothing, nothing]), keys, 2) == {}

@@ -5,13 +5,19 @@ import random
 from math import inf, nan
 
 import pytest
+import torch
 from run_metrics import read_metrics, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import CheckpointConfig
+from lightning_llm.integrity import unseal
 from lightning_llm.plan.checkpoints import kept_checkpoints
-from lightning_llm.train.checkpoint.retention import kept_steps
+from lightning_llm.train.checkpoint import writing
+from lightning_llm.train.checkpoint.manifest import step_folders
+from lightning_llm.train.checkpoint.ownership import RunIdentity
+from lightning_llm.train.checkpoint.retention import NONE, kept_steps, replace, supersede
+from lightning_llm.train.checkpoint.snapshot import Snapshot
 
 
 def test_the_union_of_the_three_stays():
@@ -21,6 +27,20 @@ def test_the_union_of_the_three_stays():
     last = CheckpointConfig(every_steps=10, keep_last=1)
     assert kept_steps([10, 20, 30], last, losses) == {30}
     assert kept_steps([], keep, losses) == set()
+
+
+def test_steps_are_numbers_and_not_text(tmp_path):
+    """Text would sort 9 above 100, and resume would go back to it."""
+    for step in (9, 100, 10, 1000):
+        (tmp_path / f"step={step}").mkdir()
+    for other in ("step=12.old", ".step=2000.partial", "step=", "step=x"):
+        (tmp_path / other).mkdir()
+    assert [path.name for path in step_folders(tmp_path)] == ["step=1000", "step=100", "step=10", "step=9"]
+    last = CheckpointConfig(every_steps=1, keep_last=2)
+    assert kept_steps([9, 100, 10, 1000], last, NONE) == {100, 1000}
+    supersede(tmp_path, 10)
+    assert [path.name for path in step_folders(tmp_path)] == ["step=10", "step=9"]
+    assert {path.name for path in (tmp_path / "superseded").iterdir()} == {"step=100", "step=1000"}
 
 
 def test_no_run_keeps_more_than_is_planned_and_some_as_many(tmp_path, small_run):
@@ -87,3 +107,37 @@ def test_a_run_keeps_its_best_and_knows_it_when_it_goes_on(tmp_path, small_run, 
 def test_what_could_not_be_kept_is_refused(tmp_path, small_run, words, said, capsys):
     assert main(["plan", *small_run(tmp_path, *words)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_checkpoint_has_its_name_only_when_every_file_of_it_is_on_the_disk(tmp_path, monkeypatch):
+    """Whole files, then the folders that name them, then the name, then the folder that holds that."""
+    events = []
+
+    def synced(path):
+        names = sorted(each.name for each in path.iterdir()) if path.is_dir() else len(path.read_bytes())
+        events.append((path.relative_to(tmp_path).as_posix(), names))
+
+    def replaced(final, partial, run):
+        events.append((partial.name, final.name))
+        replace(final, partial, run)
+
+    monkeypatch.setattr(writing, "sync_to_disk", synced)
+    monkeypatch.setattr(writing, "replace", replaced)
+    content = {"progress.json": b"p" * 7, "precision.safetensors": b"q" * 300}
+    weights = {"model": {"weight": torch.arange(12.0).view(3, 4)}}
+    writing.write(tmp_path, Snapshot(9, weights, content), RunIdentity("run"), "hash")
+    partial, final = ".step=9.partial", tmp_path / "step=9"
+    names = [*content, "manifest.json"]
+    sizes = {name: (final / name).stat().st_size for name in names}
+    tensors = sorted(each.name for each in (final / "tensors").iterdir())
+    assert tensors
+    assert events == [
+        *((f"{partial}/{name}", sizes[name]) for name in names),
+        (f"{partial}/tensors", tensors),
+        (partial, sorted([*names, "tensors"])),
+        (partial, "step=9"),
+        (".", ["step=9"]),
+    ]
+    manifest = unseal((final / "manifest.json").read_bytes())
+    assert (manifest["step"], manifest["config_hash"]) == (9, "hash")
+    assert set(manifest["files"]) == {*content, *(f"tensors/{name}" for name in tensors)}
