@@ -102,7 +102,7 @@ class Checkpointing(pl.Callback):
             self._note(signal.SIGTERM, None)
         CallbackState.of_dicts(trainer).encode()  # one that cannot be kept is reported now, not at the first checkpoint
         start = trainer.strategy.resume_from
-        elsewhere = start is not None and not same_folder(start.run_folder, self.folder.parent)
+        elsewhere = start is not None and not same_folder(start.folder.parent, self.folder)
         self.saver.start(pl_module, None if elsewhere else pl_module.completed_steps or None)
         trainer.strategy.save_failed_here = lambda: self.saver.failed
         if self.config.keep_best is not None and trainer.is_global_zero:
