@@ -23,6 +23,7 @@ from benchmarks import (
     results,
     roofline,
     rotation,
+    search,
     startup,
     step_law,
     tokenise,
@@ -57,6 +58,7 @@ BENCHMARKS: dict[str, Callable[[], Iterator[Row]]] = {
     "checkpoint_stall": checkpoint_stall.measure,
     "plan_time": plan_time.measure,
     "planner": planner.measure,
+    "search": search.measure,
     "machine": machine.measure,
     "step_law": step_law.measure,
 }

@@ -30,7 +30,7 @@ def step_time(words: Sequence[str], *, keeps_scores: bool = False) -> tuple[Step
     plan = plan_of(compose_config(list(words)))
     if plan.config.cluster is None:
         raise ValueError(f"{' '.join(words)} names no cluster")
-    timer = StepTimer(plan, plan.config.cluster)
+    timer = StepTimer(plan, plan.config.cluster, as_native=True)  # torchtitan's FP8 runs natively under tp
     if keeps_scores:
         replaced: Any = timer.operations
         replaced.kernel = partial(_with_scores, timer.operations)
@@ -53,11 +53,11 @@ def _with_scores(operations: Operations, mixer: Mixer) -> Passes:
 def predicted(row: Published, *, keeps_scores: bool = False) -> tuple[float, float]:
     """Return what the plan gives for `row` in its unit, and in model FLOPs per second and device."""
     step, model, length = step_time(row.words, keeps_scores=keeps_scores)
-    rate = step.mfu * step.peak_flops
+    rate = step.model_flops / (step.world * step.total)
     if row.unit == "tokens/s":
         return step.tokens_per_second, rate
     flops = megatron_flops(model, length) * step.tokens_per_second
-    return (flops / 1e12 if row.unit == "TFLOP/s" else 100 * flops / step.peak_flops), rate
+    return (flops / 1e12 if row.unit == "TFLOP/s" else 100 * flops / step.needed.peak), rate
 
 
 def megatron_flops(model: ModelConfig, length: int) -> float:

@@ -64,6 +64,7 @@ PEAK_TFLOPS: dict[str, tuple[dict[str, float], str]] = {
 }
 
 
+GIB = 2**30
 MEMORY_GIB: dict[str, int] = {
     "a100": 80,
     "l4": 24,

@@ -133,11 +133,11 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
     """Return the runs that can be read, and what is wrong with the others."""
     runs: list[Run] = []
     problems: list[Problem] = []
-    waiting = Waiting(f"reading {len(folders)} runs")
-    for number, folder in enumerate(folders):
-        waiting.tell(number)
-        with gathered(problems):
-            runs.append(read_run(folder))
+    with Waiting(f"reading {len(folders)} runs") as waiting:
+        for number, folder in enumerate(folders):
+            waiting.tell(number)
+            with gathered(problems):
+                runs.append(read_run(folder))
     return runs, problems
 
 

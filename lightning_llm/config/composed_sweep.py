@@ -43,12 +43,12 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list
         typed, problems = read_overrides(overrides)
         groups = of_search(with_seeds(_groups(typed, composer), typed, keys := sweep_keys(typed, composer)), keys)
         jobs: list[tuple[list[str], Reading]] = []
-        waiting = Waiting("composing the sweep's jobs")
         choices = (product(*each) for each in choices_of_products(groups, composer.search))
-        for arguments in (arguments for product_of_one in choices for arguments in product_of_one):
-            waiting.tell(len(jobs))
-            chosen = [redact_uri(word) for word in arguments if word not in overrides]
-            jobs.append((chosen, compose_one(parse_overrides(arguments), composer, problems)))
+        with Waiting("composing the sweep's jobs") as waiting:
+            for arguments in (arguments for product_of_one in choices for arguments in product_of_one):
+                waiting.tell(len(jobs))
+                chosen = [redact_uri(word) for word in arguments if word not in overrides]
+                jobs.append((chosen, compose_one(parse_overrides(arguments), composer, problems)))
         return jobs
 
 

@@ -1,7 +1,9 @@
 """Names, roles and sizes of a decoder's linear layers, without building it: what is checked before anything starts."""
 
+from functools import lru_cache
+
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.block_spec import block_parts, for_layers
+from lightning_llm.model.block_spec import Same, block_parts, for_layers
 from lightning_llm.model.spec import LinearSpec
 
 
@@ -33,5 +35,10 @@ def has_bias(config: ModelConfig) -> bool:
 
 def linear_widths(config: ModelConfig) -> dict[str, int]:
     """Return every size that a linear within a block has on one of its sides, by the keys that make it."""
-    sides = (side for linear in linears_of(config).values() for side in (linear.inputs, linear.outputs))
+    return dict(_widths(Same(config)))
+
+
+@lru_cache(maxsize=64)
+def _widths(same: Same) -> dict[str, int]:
+    sides = (side for linear in linears_of(same.model).values() for side in (linear.inputs, linear.outputs))
     return {side.text: side.length for side in sides}

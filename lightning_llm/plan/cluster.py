@@ -57,10 +57,9 @@ def _peak_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem]:
 def _node_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem]:
     devices, there = config.trainer.devices, cluster.devices_per_node
     if devices > there:
-        text = (
-            f"is {devices}, and a machine of cluster={cluster.name} has {there}. Set it to that, and world={devices}."
-        )
-        yield Problem("trainer.devices", text)
+        world = config.world or devices
+        text = f"is {devices}: must be at most {there}, the devices of a machine of cluster={cluster.name}. Set it to"
+        yield Problem("trainer.devices", f"{text} {there}, and world={world} for all ranks.")
 
 
 def _memory_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem]:

@@ -1,8 +1,10 @@
 """A layout as plain data and as text, for `plan`. Imports no torch."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from lightning_llm.hardware import GIB
 from lightning_llm.plan.accounting import OURS, Accounting
 from lightning_llm.plan.degrees import AXES, Degrees, bitwise_problem
 from lightning_llm.plan.memory import peak_memory, peak_memory_pp_rank
@@ -168,17 +170,33 @@ def _group_text(group: dict[str, Any]) -> str:
     return f"{group['count']} group{'s' if group['count'] > 1 else ''} of {size}: {' '.join(shown)}{more}"
 
 
-def byte_rows(name: str, text: str, kinds: dict[str, int]) -> list[tuple[str, str]]:
-    """Return bytes by kind as lines, their sum first; kinds without any are left out."""
-    parts = [(f"  {kind}", f"{size / 1e9:.3f} GB") for kind, size in kinds.items() if size]
-    return [(name, f"{sum(kinds.values()) / 1e9:.3f} GB {text}"), *parts]
+def byte_rows(name: str, text: str, kinds: dict[str, int], shown: Callable[[int], str]) -> list[tuple[str, str]]:
+    """Return bytes by kind as lines, their sum first, each as `shown`; kinds without any are left out."""
+    parts = [(f"  {kind}", shown(size)) for kind, size in kinds.items() if size]
+    return [(name, f"{shown(sum(kinds.values()))} {text}"), *parts]
+
+
+def memory_text(size: int) -> str:
+    """Return bytes that a device holds, in GiB (2^30), the unit of devices' memory and of CUDA's own messages."""
+    return f"{size / GIB:.3f} GiB"
+
+
+def traffic_text(size: int) -> str:
+    """Return bytes that links carry, in GB (10^9), as links' GB/s are."""
+    return f"{size / 1e9:.3f} GB"
 
 
 def memory_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what a rank holds at its peak as lines, of `plan_facts`."""
     peak = facts["memory_peak"]
     trainer = "" if facts["accounting"] == OURS.name else f", as {facts['accounting']} would hold"
-    return byte_rows("memory", f"per rank at most, in {peak['moment']}{trainer}, estimated", peak["bytes"])
+    text = f"per rank at most, in {peak['moment']}{trainer}, estimated"
+    return byte_rows("memory", text, peak["bytes"], memory_text)
+
+
+def sent_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what a rank sends in a step as lines, of `plan_facts`."""
+    return byte_rows("sent", "per rank and step", facts["bytes_sent"], traffic_text)
 
 
 def traffic_row(facts: dict[str, Any]) -> tuple[str, str]:
@@ -186,5 +204,5 @@ def traffic_row(facts: dict[str, Any]) -> tuple[str, str]:
     traffic, layout = facts["traffic_bytes"], facts["layout"]
     per_node, assumed = layout["ranks_per_node"], layout["ranks_per_node_assumed"]
     why = ", assumed; trainer.devices says how many" if assumed else ""
-    text = f"{traffic['within_nodes'] / 1e9:.3f} GB within, {traffic['between_nodes'] / 1e9:.3f} GB between machines"
+    text = f"{traffic_text(traffic['within_nodes'])} within, {traffic_text(traffic['between_nodes'])} between machines"
     return "  to ranks", f"{text} (of {per_node} rank{'s' if per_node > 1 else ''}{why})"

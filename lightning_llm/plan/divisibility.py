@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lightning_llm.config.schema import Config, ModelConfig
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.errors import Problem
-from lightning_llm.model.block_spec import block_parts, for_layers, mixer_of
+from lightning_llm.model.block_spec import Same, block_parts, for_layers, mixer_of
 from lightning_llm.model.linear_names import linear_names, linears_of
 from lightning_llm.model.spec import LinearSpec, Size
 from lightning_llm.plan.degrees import Degrees
@@ -154,8 +155,13 @@ def _sharded_axes(
 
 def part_widths(model: ModelConfig, tp: int) -> dict[str, int]:
     """Return how long each rank's part of a linear's inputs or outputs is, by what it is a part of; none where tp=1."""
-    shared = [_shared_side(linear) for linear in linears_of(model).values() if _is_cut(linear)]
-    return {f"{side.text} / tp={tp}": side.length // tp for side in shared if tp > 1}
+    return dict(_part_widths(Same(model), tp)) if tp > 1 else {}
+
+
+@lru_cache(maxsize=64)
+def _part_widths(same: Same, tp: int) -> dict[str, int]:
+    shared = [_shared_side(linear) for linear in linears_of(same.model).values() if _is_cut(linear)]
+    return {f"{side.text} / tp={tp}": side.length // tp for side in shared}
 
 
 def _is_cut(linear: LinearSpec) -> bool:

@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning_llm.config.schema import Config
-from lightning_llm.hardware import MEMORY_GIB, memory_bytes_here
+from lightning_llm.hardware import GIB, MEMORY_GIB, memory_bytes_here
 from lightning_llm.plan.accounting import OURS, Accounting
 from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory import memory_bytes
 from lightning_llm.plan.resolve import Plan, Resolution
 
-GIB = 2**30
 RESERVE = 0.05
 """Of a device's memory, what a change that is proposed leaves to CUDA's context and to what is not counted."""
 Overrides = dict[str, Any]

@@ -12,7 +12,7 @@ from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.parameter_gather import gathered_units
 from lightning_llm.plan.passes import coming_and_going
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.plan.stages import parts_of, rank_kind
+from lightning_llm.plan.stages import StagePart, parts_of, rank_kind
 from lightning_llm.plan.teachers import teacher_bytes
 from lightning_llm.plan.units import Units, reduces_once, shard_ranks, sums_in_tree, tree_buffers
 from lightning_llm.plan.weight_casts import kept_cast_bytes
@@ -97,8 +97,20 @@ def _fullest(plan: Plan, accounting: Accounting) -> tuple[int, PeakMemory]:
 
 def memory_at(plan: Plan, pp_rank: int, accounting: Accounting = OURS) -> PeakMemory:
     """Return what the ranks at `pp_rank` (0 .. pp - 1) of the pipeline hold."""
+    parts = parts_of(plan.config.model, plan.config.parallel, plan.degrees, pp_rank)
+    persistent, throughout = held_throughout(plan, parts, accounting)
+    largest, at_peak, moment = coming_and_going(plan, parts, pp_rank, accounting)
+    transient = throughout | at_peak
+    reserve = int(ALLOCATOR_RESERVE * sum(transient.values())) if on_gpu(plan) else 0
+    reserved = {"allocator_reserve": reserve}
+    return PeakMemory(persistent | throughout | largest | reserved, persistent | transient | reserved, moment)
+
+
+def held_throughout(
+    plan: Plan, parts: list[StagePart], accounting: Accounting = OURS
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of a rank with stages `parts` that persist, and those of buffers that it has in all passes."""
     config, degrees = plan.config, plan.degrees
-    parts = parts_of(config.model, config.parallel, degrees, pp_rank)
     units, ranks = gathered_units(config, parts, degrees), shard_ranks(config.parallel, degrees)
     gradient, once = DTYPE_BYTES[config.precision.main_grad_dtype], reduces_once(config.parallel, degrees)
     state = _state_bytes(config, degrees, units, accounting)
@@ -115,11 +127,7 @@ def memory_at(plan: Plan, pp_rank: int, accounting: Accounting = OURS) -> PeakMe
     }
     if accounting.buffers:  # gradients are reduced, and weights gathered, where they lie
         throughout = dict.fromkeys(throughout, 0)
-    largest, at_peak, moment = coming_and_going(plan, parts, pp_rank, accounting)
-    transient = throughout | at_peak
-    reserve = int(ALLOCATOR_RESERVE * sum(transient.values())) if on_gpu(plan) else 0
-    reserved = {"allocator_reserve": reserve}
-    return PeakMemory(persistent | throughout | largest | reserved, persistent | transient | reserved, moment)
+    return persistent, throughout
 
 
 def _state_bytes(config: Config, degrees: Degrees, units: Units, accounting: Accounting) -> StateBytes:

@@ -10,7 +10,7 @@ from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.linear_names import linear_names
 from lightning_llm.plan.accounting import OURS, Accounting
 from lightning_llm.plan.checkpoints import disk_facts, disk_notes, disk_row
-from lightning_llm.plan.describe import byte_rows, cost_facts, layout_facts, layout_rows, memory_rows, traffic_row
+from lightning_llm.plan.describe import cost_facts, layout_facts, layout_rows, memory_rows, sent_rows, traffic_row
 from lightning_llm.plan.fit import hardware_facts, hardware_row
 from lightning_llm.plan.known_bad import known_bad
 from lightning_llm.plan.nodes import reduction_note
@@ -137,7 +137,7 @@ def render(facts: dict[str, Any]) -> str:
         *_teacher_rows(facts),
         hardware_row(facts["hardware"]),
         *memory_rows(facts),
-        *byte_rows("sent", "per rank and step", facts["bytes_sent"]),
+        *sent_rows(facts),
         *([traffic_row(facts)] if facts["layout"]["world"] > 1 else []),
         *time_rows(facts),
         disk_row(facts["disk"]),

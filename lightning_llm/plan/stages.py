@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
 from lightning_llm.errors import Problem
-from lightning_llm.model.block_spec import for_layers
+from lightning_llm.model.block_spec import Same, for_layers
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.schedule import INTERLEAVED
 from lightning_llm.plan.units import Units, micro_batches_per_rank, units_of
@@ -34,6 +34,12 @@ def split_layers(model: ModelConfig, stages: int) -> list[StagePart]:
     heaviest stages weigh the same, the most even one (least squares); of equals the one that gives more to later
     stages, which keep fewer micro-batches. Raises ValueError where there are fewer blocks than stages.
     """
+    return list(_split(Same(model), stages))
+
+
+@lru_cache(maxsize=256)
+def _split(same: Same, stages: int) -> tuple[StagePart, ...]:
+    model = same.model
     if model.num_layers < stages:
         raise ValueError(f"{model.num_layers} blocks make no {stages} stages of at least one")
     table = model.padded_vocab_size * model.hidden_size
@@ -41,10 +47,10 @@ def split_layers(model: ModelConfig, stages: int) -> list[StagePart]:
     layers = range(model.num_layers)
     blocks = tuple(for_layers(model, layers, lambda index: units_of(model, [index]).blocks[0].shard(1)))
     ends = _even_split(blocks, stages, table + positions, table)
-    return [
+    return tuple(
         StagePart(stage, range(start, end), first=stage == 0, last=stage == stages - 1)
         for stage, (start, end) in enumerate(zip((0, *ends), ends, strict=False))
-    ]
+    )
 
 
 @lru_cache(maxsize=1024)

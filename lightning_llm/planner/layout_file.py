@@ -13,7 +13,7 @@ import yaml
 from lightning_llm.config.recipes import option_files
 from lightning_llm.config.schema.run import ParallelConfig
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.plan.fit import GIB
+from lightning_llm.hardware import GIB
 from lightning_llm.planner.pricing import Priced
 from lightning_llm.planner.wording import layout_words
 
@@ -64,8 +64,9 @@ def layout_text(name: str, priced: Priced, planner: str, words: list[str]) -> st
         f"{layout_words(priced)}: found by `plan --search --planner {planner}`",
         f"for {config.model.name}, {config.data.global_batch_size} sequences of {config.data.sequence_length} tokens a "
         f"step, {config.precision.name}, on {priced.plan.degrees.world} ranks of {cluster.name}.",
-        f"Planned: {priced.seconds:.4g} s a step at best, {priced.time.mfu:.1%} MFU, "
-        f"{priced.memory_bytes / GIB:.1f} GiB a rank. Take it with: {' '.join(words)}",
+        f"Planned: {priced.seconds:.4g} s a step at best, MFU {priced.time.mfu:.1%} of "
+        f"{priced.time.needed.text()}, {priced.memory_bytes / GIB:.1f} GiB a rank.",
+        f"Take it with: {' '.join(words)}",
     ]
     if priced.placement:
         comment.append(f"Machines in the order of ranks: {', '.join(priced.placement.order)}")

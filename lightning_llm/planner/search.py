@@ -1,5 +1,7 @@
-"""Every layout of a space priced: those that fit with the seconds of a step, those that do not with their bytes."""
+"""The layouts of a space that are worth a price: the fastest that fit, and those that lack the fewest bytes."""
 
+import heapq
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +10,10 @@ from lightning_llm.planner.pricing import Priced, Pricer
 from lightning_llm.planner.space import CHECKPOINTING, Choice
 from lightning_llm.terminal.waiting import Waiting
 
+LISTED = 100
+"""How many of the fastest layouts a search is sure to find."""
+NEAREST, EMULATED = 3, 10
+"""How many are found of the layouts that lack the fewest bytes, and of the emulated ones that hold the fewest."""
 MIXED = 10
 """How many of the fastest layouts are sure to recompute block by block where that is faster."""
 Mix = Callable[[Priced, Priced], Priced | None]
@@ -19,89 +25,145 @@ fit: the fastest in between, None where there is none."""
 class Found:
     """What a search found: `fitting` layouts by seconds, `missing` ones that hold too much by bytes.
 
-    `counts` are of layouts: `considered`, `refused` by the checks, `too_large`, `fitting`. `reasons` has how many
-    layouts the checks refused, by what they said.
+    `emulated` ones fit, have no time and stand by bytes. `counts` are of layouts: `considered`, `refused` by the
+    checks, `too_large`, `fitting`, `slower` than `LISTED` others, or than the same with less recomputation, and
+    `emulated`; and of the work: `priced` and `timed` ones. `reasons` has how many layouts the checks refused, by what
+    they reported; `no_time` how many are emulated, by the reason.
     """
 
     fitting: list[Priced] = field(default_factory=list)
     missing: list[Priced] = field(default_factory=list)
+    emulated: list[Priced] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
+    no_time: Counter[str] = field(default_factory=Counter)
 
 
 def search(pricer: Pricer, mix: Mix | None = None, *, every: bool = False) -> Found:
-    """Price all layouts of the pricer's space.
+    """Return the fastest layouts of the pricer's space: `LISTED` of them surely, all that fit with `every`.
 
-    Those that differ in recomputation and in the size of a micro-batch alone are looked at together: what cannot fit at
-    any larger size is not looked at again (`Priced.least_bytes`), and of those that fit at one size the one that
-    recomputes least is the fastest, and alone is timed, unless `every`.
+    By branch and bound: layouts come by their least seconds (`bounds.Bounds`), and the search ends at the first that is
+    slower at best than `LISTED` found ones. Of those that differ in recomputation alone, the one that recomputes least
+    of what fits is the fastest, and alone is timed, unless `every`.
     """
-    found, waiting = Found(), Waiting("layouts priced")
-    for family in _families(pricer.space.choices()):
-        least: dict[str, int] = {}
-        for choices in family:
-            found.counts["considered"] += len(choices)
-            waiting.tell(found.counts["considered"])
-            config = pricer.space.config_of(choices[0])
-            if problems := pricer.problems(config):
-                found.counts["refused"] += len(choices)
-                found.reasons.update(f"{each.key}: {each.text}" for each in problems)
-            elif pricer.fits(pricer.least_bytes(choices[0])):
-                _price(pricer, choices, mix, least, every, found)
+    return _Search(pricer, mix, every).found()
+
+
+class _Search:
+    def __init__(self, pricer: Pricer, mix: Mix | None, every: bool):
+        self.pricer, self.mix, self.every = pricer, mix, every
+        self.result = Found()
+        self.too_large: list[Choice] = []
+        self.without_time: list[Choice] = []
+        self.best: list[float] = []
+
+    def found(self) -> Found:
+        """Search, and return what was found."""
+        native = []
+        for choices in _families(self.pricer.space.choices()):
+            self.result.counts["considered"] += len(choices)
+            reason = self.pricer.no_time(choices[0])
+            if reason is None:
+                native.append((self.pricer.bounds.seconds(choices[0]), choices))
             else:
-                found.counts["too_large"] += len(choices)
-                found.missing.append(Priced(choices[0], pricer.plan(config), 0))
-    found.fitting.sort(key=lambda priced: (priced.seconds, priced.memory_bytes, priced.choice))
-    found.missing = _nearest(pricer, found.missing)
-    return found
+                self.result.no_time[reason] += len(choices)
+                self.without_time += choices
+        native.sort()
+        with Waiting("layouts looked at", of=len(native)) as waiting:
+            for number, (least, choices) in enumerate(native):
+                waiting.tell(number)
+                if least > self.limit:
+                    self.result.counts["slower"] += sum(len(rest) for _, rest in native[number:])
+                    break
+                self._price(choices)
+        self.result.fitting.sort(key=lambda priced: (priced.seconds, priced.memory_bytes, priced.choice))
+        self.result.missing = list(self._smallest(self.too_large, NEAREST))
+        fitting = (each for each in self._smallest(self.without_time, EMULATED) if self.pricer.fits(each.memory_bytes))
+        self.result.emulated = list(fitting)
+        self.result.counts["emulated"] = len(self.without_time)
+        return self.result
 
+    @property
+    def limit(self) -> float:
+        """Seconds above which a layout is not among those that a search is sure to find."""
+        return float("inf") if self.every or len(self.best) < LISTED else self.best[LISTED - 1]
 
-def _price(
-    pricer: Pricer, choices: Sequence[Choice], mix: Mix | None, least: dict[str, int], every: bool, found: Found
-) -> None:
-    """Add layouts that differ in recomputation alone, most of it first, to `found`.
+    def _price(self, choices: Sequence[Choice]) -> None:
+        """Add layouts that differ in recomputation alone, the least of it first, to what is found."""
+        fitting: list[Priced] = []
+        for place, choice in enumerate(choices):
+            if (fitting and not self.every) or self.pricer.bounds.seconds(choice) > self.limit:
+                self.result.counts["slower"] += len(choices) - place
+                break
+            priced = self._fitting(choice)
+            fitting += [priced] if priced is not None else []
+        self.result.counts["fitting"] += len(fitting)
+        if fitting and self.mix is not None and choices[0].activation_checkpoint == "none":
+            mixed = self._mixed(choices, fitting)
+            fitting = [*fitting, *mixed] if self.every else mixed or fitting
+        for priced in fitting:
+            timed = self.pricer.timed(priced)
+            self.result.fitting.append(timed)
+            insort(self.best, timed.seconds)
 
-    `least` has what smaller micro-batches say that each holds at least, and is kept.
-    """
-    fitting: list[Priced] = []
-    for choice in choices:
-        if not pricer.fits(least.get(choice.activation_checkpoint, 0)):
-            continue
-        priced = pricer.memory(choice)
-        least[choice.activation_checkpoint] = priced.least_bytes
-        (fitting if pricer.fits(priced.memory_bytes) else found.missing).append(priced)
-    found.counts["fitting"] += len(fitting)
-    found.counts["too_large"] += len(choices) - len(fitting)
-    if not fitting:
-        return
-    if mix is not None and choices[-1].activation_checkpoint == "none" and fitting[-1].choice != choices[-1]:
-        without = pricer.memory(choices[-1])
+    def _fitting(self, choice: Choice) -> Priced | None:
+        """Return the layout with its bytes where it is legal and fits; count it where it is not."""
+        if not self.pricer.fits(self.pricer.bounds.held_bytes(choice)):
+            self.too_large.append(choice)
+            self.result.counts["too_large"] += 1
+            return None
+        if problems := self.pricer.problems(self.pricer.space.config_of(choice)):
+            self.result.counts["refused"] += 1
+            self.result.reasons.update(f"{each.key}: {each.text}" for each in problems)
+            return None
+        priced = self.pricer.memory(choice)
+        if self.pricer.fits(priced.memory_bytes):
+            return priced
+        self.too_large.append(choice)
+        self.result.counts["too_large"] += 1
+        return None
+
+    def _mixed(self, choices: Sequence[Choice], fitting: Sequence[Priced]) -> list[Priced]:
+        """Return the layout that recomputes block by block where it may be among the `MIXED` fastest."""
+        least = fitting[0].choice
+        if self.mix is None or least == choices[0]:  # nothing need be recomputed
+            return []
         # Nothing in between is faster than without recomputation: where that is too slow, no mix is looked for.
-        best = sorted(priced.seconds for priced in found.fitting)[:MIXED]
-        if len(best) < MIXED or pricer.timed(without).seconds < best[-1]:
-            mixed = mix(fitting[0], without)
-            fitting += [mixed] if mixed is not None else []
-    found.fitting += [pricer.timed(priced) for priced in (fitting if every else fitting[-1:])]
+        slowest = self.best[MIXED - 1] if len(self.best) >= MIXED else float("inf")
+        if self.pricer.bounds.seconds(choices[0]) >= slowest:
+            return []
+        without = self.pricer.memory(choices[0])
+        if self.pricer.timed(without).seconds >= slowest:
+            return []
+        more = (self.pricer.memory(each) for each in reversed(choices) if each != least and each != choices[0])
+        smallest = next((each for each in more if self.pricer.fits(each.memory_bytes)), fitting[0])
+        mixed = self.mix(smallest, without)
+        return [] if mixed is None else [mixed]
 
-
-def _families(choices: Iterator[Choice]) -> Iterator[list[list[Choice]]]:
-    """Yield layouts that differ in recomputation and size alone: by size, and by recomputation, the most first."""
-    families: dict[Choice, dict[int, list[Choice]]] = {}
-    for choice in choices:
-        alike = choice._replace(activation_checkpoint="", micro_batch_size=0)
-        families.setdefault(alike, {}).setdefault(choice.micro_batch_size, []).append(choice)
-    for sizes in families.values():
-        yield [
-            sorted(sizes[size], key=lambda each: -CHECKPOINTING.index(each.activation_checkpoint))
-            for size in sorted(sizes)
+    def _smallest(self, choices: Sequence[Choice], count: int) -> Iterator[Priced]:
+        """Yield the legal layouts of `choices` that hold the fewest bytes, the fewest first, at most `count`."""
+        bounds, pricer, left = self.pricer.bounds, self.pricer, count
+        heap: list[tuple[int, int, Priced | None]] = [
+            (bounds.held_bytes(choice), number, None) for number, choice in enumerate(choices)
         ]
+        heapq.heapify(heap)
+        while heap and left:
+            _, number, priced = heapq.heappop(heap)
+            if priced is not None:
+                left -= 1
+                yield priced
+            elif not pricer.problems(pricer.space.config_of(choices[number])):
+                priced = pricer.memory(choices[number])
+                heapq.heappush(heap, (priced.memory_bytes, number, priced))
 
 
-def _nearest(pricer: Pricer, missing: list[Priced], count: int = 32) -> list[Priced]:
-    """Return the layouts that lack the fewest bytes, nearest first; what was not priced by what it holds at least."""
-    missing.sort(key=lambda priced: priced.memory_bytes or pricer.least_bytes(priced.choice))
-    nearest = [priced if priced.memory_bytes else pricer.memory(priced.choice) for priced in missing[:count]]
-    return sorted(nearest, key=lambda priced: (priced.memory_bytes, priced.choice))
+def _families(choices: Iterator[Choice]) -> Iterator[list[Choice]]:
+    """Yield layouts that differ in recomputation alone, the least of it first."""
+    families: dict[Choice, list[Choice]] = {}
+    for choice in choices:
+        families.setdefault(choice._replace(activation_checkpoint=""), []).append(choice)
+    for family in families.values():
+        yield sorted(family, key=lambda each: CHECKPOINTING.index(each.activation_checkpoint))
 
 
 def pareto_front(layouts: Sequence[Priced]) -> list[Priced]:

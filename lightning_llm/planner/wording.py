@@ -31,7 +31,10 @@ def checkpointing_words(priced: Priced) -> str:
 
 
 def why_slower(priced: Priced, best: Priced) -> str:
-    """Return the part of a step that a layout spends most more on than the fastest, in words; "" of that itself."""
+    """Return the part of a step that a layout spends most more on than the fastest, in words; "" of that itself.
+
+    Also "" where one of the two has no time.
+    """
     if priced.time is None or best.time is None or priced is best:
         return ""
     more = {part: seconds - best.time.seconds.get(part, 0.0) for part, seconds in priced.time.seconds.items()}

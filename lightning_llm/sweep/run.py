@@ -136,13 +136,14 @@ def checked_jobs(
 
 def _one_of_each_kind(configs: Sequence[Config]) -> Iterator[Config]:
     """Yield the configs that the rules can tell apart, the first of each."""
-    known, waiting = set(), Waiting("checking the sweep's jobs")
-    for number, config in enumerate(configs):
-        waiting.tell(number)
-        kind = config.model_dump_json(exclude=NOT_CHECKED, warnings=False)  # a sound part lacks fields
-        if kind not in known:
-            known.add(kind)
-            yield config
+    known = set()
+    with Waiting("checking the sweep's jobs") as waiting:
+        for number, config in enumerate(configs):
+            waiting.tell(number)
+            kind = config.model_dump_json(exclude=NOT_CHECKED, warnings=False)  # a sound part lacks fields
+            if kind not in known:
+                known.add(kind)
+                yield config
 
 
 def _launcher_problems(configs: list[Config], to_train: bool) -> Iterator[Problem]:

@@ -1,22 +1,38 @@
-"""Signs of life of what takes long before anything can be printed."""
+"""Progress of what takes long before anything can be printed."""
 
 import sys
 import time
+from typing import Self
 
 
 class Waiting:
-    """Prints to stderr what is being done and how far it is, every `every_seconds`, the first time after as long."""
+    """Prints to stderr what is being done and how much of it is done.
 
-    def __init__(self, what: str, every_seconds: float = 5.0):
-        self.what = what
-        self.every_seconds = every_seconds
-        self._told = time.monotonic()
+    On a terminal one line that is rewritten, and cleared at the end; elsewhere a line every `every_seconds`, the first
+    after as long.
+    """
 
-    def tell(self, done: int) -> None:
-        """Say that `done` of whatever is counted are done, if it is time to."""
-        if (now := time.monotonic()) - self._told >= self.every_seconds:
-            self._told = now
-            print(f"note   {self.what}: {done} so far", file=sys.stderr, flush=True)
+    def __init__(self, what: str, of: int | None = None, every_seconds: float = 30.0):
+        self.what, self.of = what, of
+        self.every_seconds = 0.5 if sys.stderr.isatty() else every_seconds
+        self._last = time.monotonic()
+
+    def tell(self, done: int, more: str = "") -> None:
+        """Report that `done` of whatever is counted are done, if it is time to; `more` follows the count."""
+        if (now := time.monotonic()) - self._last < self.every_seconds:
+            return
+        self._last = now
+        text = f"note   {self.what}: {done:,}{f' of {self.of:,}' if self.of is not None else ' so far'}{more}"
+        if sys.stderr.isatty():
+            show_progress(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        show_progress("")
 
 
 def show_progress(text: str) -> None:

@@ -62,7 +62,9 @@ def search_layouts(arguments: argparse.Namespace) -> int:
         draw_front(found.fitting, pricer.limit_bytes, title, arguments.pareto)
     print(json.dumps(facts, indent=1) if arguments.json else render_search(facts))
     if not found.fitting:
-        raise ConfigError(_nothing_fits(found, world))
+        if problems := list(_without_a_fastest(found, world, arguments)):
+            raise ConfigError(problems)
+        return 0
     if not arguments.json and arguments.write:
         folder = ["--config-dir", str(arguments.write.parent.parent)]
         print(f"written {arguments.write}: {' '.join([*program('lightning-llm', 'lightning_llm'), 'train', *folder])} "
@@ -106,6 +108,20 @@ def _matrix(file: Path | None, config: Config, world: int) -> LinkMatrix:
     if file is None:
         return uniform_links(machines, config.cluster.between_nodes.gb_per_second)
     return read_links(file, machines, world)
+
+
+def _without_a_fastest(found: Found, world: int, arguments: argparse.Namespace) -> Iterator[Problem]:
+    """Yield why a search that timed no layout failed: none fits, or a file was to have the fastest."""
+    if not found.emulated:
+        yield _nothing_fits(found, world)
+        return
+    for option in ("write", "pareto"):
+        if getattr(arguments, option):
+            text = (
+                "needs a layout with a time, and each that fits is emulated; the reasons are above. Leave it out, or "
+                "take a precision that is native there (plan --matrix)."
+            )
+            yield Problem(f"--{option}", text)
 
 
 def _nothing_fits(found: Found, world: int) -> Problem:

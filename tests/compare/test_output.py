@@ -95,7 +95,7 @@ def test_why_there_is_no_verdict_stands_in_its_cell(gaps, seeds, reason, tmp_pat
 
 def test_many_runs_give_a_sign_of_life(tmp_path, monkeypatch, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
-    clock = itertools.count(step=6.0)
+    clock = itertools.count(step=31.0)
     monkeypatch.setattr(waiting.time, "monotonic", lambda: next(clock))
     read_all(sorted(sweep.iterdir()))
     assert "note   reading 6 runs: 5 so far" in capsys.readouterr().err

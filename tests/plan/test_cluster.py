@@ -60,7 +60,18 @@ def test_all_that_is_wrong_is_said_at_once(capsys):
         ),
         (
             ["trainer.devices=16", "parallel=zero3", "data.global_batch_size=16", "data.micro_batch_size=1"],
-            "trainer.devices: is 16, and a machine of cluster=h100_dgx has 8. Set it to that, and world=16.",
+            "trainer.devices: is 16: must be at most 8, the devices of a machine of cluster=h100_dgx. Set it to 8, and "
+            "world=16 for all ranks.",
+        ),
+        (
+            [
+                "trainer.devices=16",
+                "world=64",
+                "parallel=zero3",
+                "data.global_batch_size=64",
+                "data.micro_batch_size=1",
+            ],
+            "Set it to 8, and world=64 for all ranks.",
         ),
         (["cluster.devices_per_package=2"], "cluster.within_package is null. Give both"),
         (["cluster.hardware=cpu"], "cluster.peak_tflops: has no bf16, and no table has that peak of cpu"),

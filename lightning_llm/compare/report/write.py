@@ -49,13 +49,13 @@ def write_report(comparison: Comparison, folder: Path, supplement: Supplement = 
         for stale in folder.glob(pattern):
             stale.unlink()
     failed: list[str] = []
-    waiting = Waiting(f"drawing {len(pictures)} pictures")
     drawn: list[Picture] = []
-    for picture in pictures:
-        svg = _made(f"figure-{picture.name}.svg", partial(_svg, picture), folder, failed)
-        drawn += [picture] if svg else []
-        _made(f"figure-{picture.name}.pdf", partial(_pdf, picture), folder, failed)
-        waiting.tell(len(drawn))
+    with Waiting(f"drawing {len(pictures)} pictures") as waiting:
+        for picture in pictures:
+            svg = _made(f"figure-{picture.name}.svg", partial(_svg, picture), folder, failed)
+            drawn += [picture] if svg else []
+            _made(f"figure-{picture.name}.pdf", partial(_pdf, picture), folder, failed)
+            waiting.tell(len(drawn))
     methods = comparison.methods
     of_tables = {f"{table.name}.{ending}" for table in tables for ending in ("csv", "tex")}
     absent = {name for name in FILES if name.startswith(OPTIONAL) and name not in of_tables}

@@ -130,7 +130,7 @@ class Operations:
         config, model, length = self.config, self.config.model, self.config.data.sequence_length
         on_cpu, recipe = self.device.cluster.hardware == "cpu", config.precision
         each = mixer.flops_per_token(model, length) / 3 / self.degrees.tp
-        masked, ratio, number_format = False, 2.0, recipe.compute_dtype
+        masked, ratio = False, 2.0
         if not mixer.recurrent:
             window = min(mixer.window_tokens(model) or length, length)
             masked = not on_cpu and (self.degrees.cp > 1 or config.data.document_mask or window < length)
@@ -138,8 +138,8 @@ class Operations:
                 each *= 1 if window < length else 0.5
             else:
                 each *= (1 if masked else 0.5) * length / window
-            ratio, number_format = BACKWARD_OF_ATTENTION, "fp32" if on_cpu else recipe.compute_dtype
-        peak = self.device.peak(number_format) or self.device.peak(recipe.compute_dtype)
+            ratio = BACKWARD_OF_ATTENTION
+        peak = self.device.peak(self.device.mixer_format(recipe.compute_dtype, recurrent=mixer.recurrent))
         if peak is None:
             raise ValueError(f"{self.device.cluster.hardware} multiplies no {recipe.compute_dtype}")
         scores = each / (4 * model.attention_head_dim) if on_cpu and not mixer.recurrent else 0

@@ -6,32 +6,43 @@ from typing import Any
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.time.cost import PARTS
-from lightning_llm.plan.time.step import StepTimer
+from lightning_llm.plan.time.published import published_ratio, ratio_text
+from lightning_llm.plan.time.step import StepTimer, no_time
+
+TIMED = ("bubble_fraction", "tokens_per_second", "mfu", "peak", "run_hours", "assumed", "published")
+"""Keys of `time` that a step without a time has as None."""
 
 
 def time_facts(plan: Plan) -> dict[str, Any]:
     """Return the time of a step on the config's cluster as data: `step_seconds` and `time`, None without a cluster.
 
     `step_seconds` are by part those of the rank that works longest, see `cost.PARTS`, and `total`, their sum and the
-    step's. In `time`: `cluster`; `bubble_fraction`, the part of a step in which ranks wait for other stages, their
-    mean; `tokens_per_second` of a device; `mfu`, model FLOPs over the devices' peak in the compute dtype; `assumed`,
-    what the times rest on.
+    step's. In `time`: `cluster`; `no_time`, why the step has no time, else None; `bubble_fraction`, the part of a step
+    in which ranks wait for other stages, their mean; `tokens_per_second` of a device; `mfu`, and the `peak` that it is
+    of in words; `run_hours`, of all steps of the run; `assumed`, the assumptions; `published`, the ratios of published
+    to predicted speeds of the layout's family (`published.Ratio`). All but the first two are None without a time, as
+    `step_seconds` is.
     """
     cluster = plan.config.cluster
     if cluster is None:
         return {"step_seconds": None, "time": None}
+    if (reason := no_time(plan, cluster)) is not None:
+        return {"step_seconds": None, "time": {"cluster": cluster.name, "no_time": reason} | dict.fromkeys(TIMED)}
     timer = StepTimer(plan, cluster)
     step = timer.time
     by_part = {part: step.seconds[part] for part in PARTS if step.seconds.get(part)}
+    values = (
+        step.bubble_fraction,
+        step.tokens_per_second,
+        step.mfu,
+        step.needed.text(),
+        step.total * plan.config.trainer.max_steps / 3600,
+        list(assumptions(plan, cluster, timer)),
+        published_ratio(plan.config, plan.degrees).as_data(),
+    )
     return {
         "step_seconds": by_part | {"total": step.total},
-        "time": {
-            "cluster": cluster.name,
-            "bubble_fraction": step.bubble_fraction,
-            "tokens_per_second": step.tokens_per_second,
-            "mfu": step.mfu,
-            "assumed": list(_assumptions(plan, cluster, timer)),
-        },
+        "time": {"cluster": cluster.name, "no_time": None} | dict(zip(TIMED, values, strict=True)),
     }
 
 
@@ -40,15 +51,23 @@ def time_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     time = facts["time"]
     if time is None:
         return []
+    if time["no_time"] is not None:
+        return [("time", f"no time: {time['no_time']}")]
     parts = dict(facts["step_seconds"])
     total = parts.pop("total")
     bubble = f", {time['bubble_fraction']:.1%} of it waiting for stages" if time["bubble_fraction"] > 5e-4 else ""
     return [
         ("time", f"{_seconds(total)} per step on {time['cluster']} at best{bubble}"),
         *((f"  {part}", f"{_seconds(value)}, {value / total:.1%}") for part, value in parts.items()),
-        ("speed", f"{time['tokens_per_second']:,.4g} tokens/s per device, {time['mfu']:.1%} MFU"),
+        ("speed", f"{time['tokens_per_second']:,.4g} tokens/s per device, MFU {time['mfu']:.1%} of {time['peak']}"),
+        ("run", _run_text(time["run_hours"], facts["max_steps"], facts["layout"]["world"])),
         *(("  assumed", each) for each in time["assumed"]),
+        ("  published", ratio_text(time["published"])),
     ]
+
+
+def _run_text(hours: float, steps: int, devices: int) -> str:
+    return f"{hours:,.4g} hours for {steps:,} steps at best, {hours * devices:,.4g} device hours"
 
 
 def _seconds(value: float) -> str:
@@ -58,7 +77,8 @@ def _seconds(value: float) -> str:
     return f"{value * 1e6:.3g} us"
 
 
-def _assumptions(plan: Plan, cluster: ClusterConfig, timer: StepTimer) -> Iterator[str]:
+def assumptions(plan: Plan, cluster: ClusterConfig, timer: StepTimer) -> Iterator[str]:
+    """Yield what the time of a step rests on, a line each."""
     recipe, device = plan.config.precision, timer.device
     formats = dict.fromkeys([recipe.compute_dtype, *timer.formats.units])
     peaks = ", ".join(f"{each} {(device.peak(each) or 0) / 1e12:.4g}" for each in formats)
@@ -69,10 +89,9 @@ def _assumptions(plan: Plan, cluster: ClusterConfig, timer: StepTimer) -> Iterat
         within, between = cluster.within_node.gb_per_second, cluster.between_nodes.gb_per_second
         hidden = "FSDP's beside computation" if cluster.overlap else "none beside computation"
         yield f"collectives at {within:g} GB/s within and {between:g} GB/s between machines, {hidden}"
-    if timer.formats.units and plan.decision.runs != "native":
-        units = " and ".join(sorted(timer.formats.units))
-        yield f"casts as if native, on {units} units; this plan's run {plan.decision.runs}: {plan.decision.reason}"
-    if timer.formats.without_unit:
-        yield f"{cluster.hardware} has no unit for these casts: GEMMs in {recipe.compute_dtype}, emulation not counted"
+    if timer.formats.units:
+        yield f"casts by {plan.decision.reason}, on {' and '.join(sorted(timer.formats.units))} units"
+    if recipe.phases:
+        yield "every step with the recipe's own casts, those of its phases left out"
     if any(plan.config.optim.exchanged_bytes(shard) for shard in timer.shards(0)):
         yield f"matrix products of {plan.config.optim.name} are not counted"

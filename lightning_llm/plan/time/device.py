@@ -25,6 +25,11 @@ class Device:
             return measured[number_format] * 1e12 if number_format in measured else None
         return planned_peak_flops(self.cluster.hardware, number_format)
 
+    def mixer_format(self, compute_dtype: str, *, recurrent: bool) -> str:
+        """Return the format of a mixer's own products: on a CPU attention multiplies in fp32."""
+        on_cpu = self.cluster.hardware == "cpu" and not recurrent
+        return "fp32" if on_cpu and self.peak("fp32") is not None else compute_dtype
+
     def bytes_seconds(self, moved: float, operators: float = 1) -> float:
         """Return the time in which `operators` read and write `moved` bytes of memory together."""
         return moved / (self.cluster.memory_gb_per_second * 1e9) + operators * self.cluster.operator_microseconds * 1e-6

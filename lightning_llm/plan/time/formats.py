@@ -23,10 +23,9 @@ class LinearFormats:
 
 
 class Formats:
-    """The formats of a recipe's linears on a device.
+    """The formats of a recipe's linears on a device, on whose units every cast slot is multiplied.
 
-    A slot that the device has a unit for is timed on it, whether or not the casts would run natively here; what it has
-    none for is timed in the compute dtype, without the casts.
+    `without_unit`: formats for which the cluster has no peak. Their GEMMs have no time.
     """
 
     def __init__(self, recipe: PrecisionConfig, names: list[str], num_layers: int, device: Device):
@@ -35,9 +34,10 @@ class Formats:
         self._high = LinearFormats(dict.fromkeys(GEMMS, recipe.compute_dtype), {})
         self._made: dict[int | None, LinearFormats] = {}
         self.units: set[str] = set()
-        """Units of low precision that GEMMs of those asked for are timed on."""
-        self.without_unit = False
-        """Whether any GEMM of those asked for has operands in formats that the device multiplies nowhere."""
+        """Units of low precision that GEMMs are timed on."""
+        self.without_unit: set[str] = set()
+        for name in names:
+            self.of(name)
 
     def of(self, name: str) -> LinearFormats:
         """Return those of the linear with the full `name`; of the head that a tied embedding is, the compute dtype."""
@@ -55,7 +55,7 @@ class Formats:
             units = {UNITS.get(casts[f"{gemm}.{operand}"].format) for operand in operands}
             unit = "fp8" if units == {"fp8", "fp4"} else units.pop() if len(units) == 1 else None
             if unit is not None and self.device.peak(unit) is None:
-                self.without_unit = True
+                self.without_unit.add(unit)
                 unit = None
             gemms[gemm] = unit or self.recipe.compute_dtype
             self.units |= {unit} if unit else set()

@@ -179,6 +179,11 @@ def _item(operations: Operations, passes: Passes, unit: Unit) -> Item:
     return Item(passes, gather, reduction, copies=Passes(copied_in, copied_out))
 
 
+def ends_of(operations: Operations) -> tuple[Passes, Passes]:
+    """Return the passes of the embedding, and those of the last norm, head and loss."""
+    return _embedding(operations), _head(operations)
+
+
 def _embedding(operations: Operations) -> Passes:
     """Return the look-up of rows and their cast, and of their gradient a zeroed table to which rows are added."""
     config, degrees, model = operations.config, operations.degrees, operations.config.model

@@ -23,6 +23,7 @@ from lightning_llm.plan.time.cost import Cost
 from lightning_llm.plan.time.device import Device
 from lightning_llm.plan.time.formats import Formats
 from lightning_llm.plan.time.links import Links
+from lightning_llm.plan.time.peak import NeededFlops, needed_flops
 from lightning_llm.plan.time.stage import StageTimes, stage_times
 from lightning_llm.plan.time.waiting import finish_times
 from lightning_llm.plan.traffic import Sent, sent_at
@@ -39,12 +40,17 @@ CLIPPING_READS = 3
 """How often gradients are read or written beside the update: their norm, and times the clipping factor."""
 
 
+class NoTimeError(ValueError):
+    """A step that has no time, because its casts are emulated or the cluster has no peak for them."""
+
+
 @dataclass(frozen=True)
 class StepTime:
     """The time of one optimizer step.
 
     `seconds` by part (`cost.PARTS`) are those of the rank that works longest, its waiting as `bubble`; their sum is
-    the step. `bubble_fraction` is the part of a step in which ranks wait for stages, all ranks' mean.
+    the step. `bubble_fraction` is the part of a step in which ranks wait for stages, all ranks' mean. `model_flops`
+    are the step's by `model.flops`; `needed` are those of one token that MFU is of.
     """
 
     seconds: dict[str, float]
@@ -52,7 +58,7 @@ class StepTime:
     model_flops: float
     tokens: int
     world: int
-    peak_flops: float
+    needed: NeededFlops
 
     @property
     def total(self) -> float:
@@ -66,20 +72,50 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over what the devices could do in that time, at the compute dtype's peak."""
-        return self.model_flops / (self.world * self.peak_flops * self.total)
+        """The step's needed FLOPs over what the devices could do in that time at the peaks of their formats.
+
+        At most 1: every needed FLOP takes the time of at least one at its format's peak, and no rank works longer than
+        the step.
+        """
+        return self.needed.seconds * self.tokens_per_second
+
+
+def no_time(plan: Plan, cluster: ClusterConfig) -> str | None:
+    """Return why a step of `plan` has no time on `cluster`: "emulated (REASON)"; None where it has one.
+
+    The decision is the plan's own, which `train` takes as well. Speeds of native kernels say nothing about emulation.
+    """
+    if plan.decision.runs != "native":
+        return f"{plan.decision.runs} ({plan.decision.reason})"
+    formats = _formats(plan, Device(cluster)) if plan.config.precision.quantises else None
+    if formats is None or not formats.without_unit:
+        return None
+    return f"cluster.peak_tflops has no {' and no '.join(sorted(formats.without_unit))}, in which GEMMs run"
+
+
+def _formats(plan: Plan, device: Device) -> Formats:
+    model = plan.config.model
+    return Formats(plan.config.precision, linear_names(model), model.num_layers, device)
 
 
 class StepTimer:
-    """Times one step of `plan` on its cluster; `formats` then knows what was assumed."""
+    """Times one step of `plan` on its cluster.
 
-    def __init__(self, plan: Plan, cluster: ClusterConfig, links: Links | None = None):
-        """`links`: those between the ranks where they are not all as the cluster says."""
+    Raises NoTimeError where the step has no time (`no_time`).
+    """
+
+    def __init__(self, plan: Plan, cluster: ClusterConfig, links: Links | None = None, *, as_native: bool = False):
+        """`links`: those between the ranks where they are not all as the cluster says.
+
+        `as_native`: time every cast on the device's unit, whatever this trainer does: for runs of other trainers.
+        """
+        if not as_native and (reason := no_time(plan, cluster)) is not None:
+            raise NoTimeError(f"no time: {reason}")
         config, degrees = plan.config, plan.degrees
         self.plan, self.config, self.degrees = plan, config, degrees
         self.device = Device(cluster)
         self.links = links or Links(cluster, degrees, ranks_per_node(config))
-        self.formats = Formats(config.precision, linear_names(config.model), config.model.num_layers, self.device)
+        self.formats = _formats(plan, self.device)
         self.operations = Operations(
             config, degrees, self.device, self.links, self.formats, plan.compiled, takes_blocks(plan)
         )
@@ -120,7 +156,7 @@ class StepTimer:
             model_flops=float(flops_per_token(self.config.model, self.config.data.sequence_length)) * tokens,
             tokens=tokens,
             world=self.degrees.world,
-            peak_flops=self.device.peak(self.config.precision.compute_dtype) or 0.0,
+            needed=needed_flops(self.config, self.formats, self.device),
         )
 
     @cached_property
