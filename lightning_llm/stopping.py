@@ -5,14 +5,18 @@ word that the time is nearly up. After either of the last two the run is to go o
 sysexits.h, and a job of Slurm queues itself again (`run.requeue`). Imports no torch.
 """
 
+import ctypes
+import os
 import re
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
 GOES_ON = (signal.SIGUSR1, signal.SIGALRM)
 """Those after which the run is to be started again."""
+PR_SET_PDEATHSIG = 1
 EXIT_GOES_ON = 75
 STOPPED_CODES = frozenset({EXIT_GOES_ON, *(128 + number for number in STOPPING if number not in GOES_ON)})
 """Exit codes of runs that a signal stopped."""
@@ -39,6 +43,18 @@ def not_ignored(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
     The timer's is this process's own. For processes that a script starts with `&`, a shell has SIGINT ignored.
     """
     return [each for each in numbers if each == signal.SIGALRM or signal.getsignal(each) is not signal.SIG_IGN]
+
+
+def die_with_parent() -> None:
+    """Have Linux send this process SIGTERM when the one that started it is gone."""
+    if not sys.platform.startswith("linux"):
+        return
+    launcher = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if launcher == 1:
+        return  # a container's own first process, or started by it
+    if os.getppid() != launcher:  # it died in between
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager

@@ -3,13 +3,13 @@
 import gc
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_llm.config.schema import Config
@@ -66,10 +66,11 @@ class RankCounts:
     cpu_seconds: float
 
 
-def dry_rank(plan: Plan, rank: int) -> RankCounts:
+def dry_rank(plan: Plan, rank: int, progress: Callable[[], None] | None = None) -> RankCounts:
     """Return what global `rank` of `plan` does in its first step. Joins a fake process group: once in a process.
 
-    Casts are kernels that allocate what they return and nothing else, and blocks are not compiled.
+    Casts are kernels that allocate what they return and nothing else, and blocks are not compiled. `progress` is called
+    as each of the rank's stages begins a micro-batch.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -79,10 +80,12 @@ def dry_rank(plan: Plan, rank: int) -> RankCounts:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # nobody is waited for
         layout = Layout.of(parallel, plan.degrees, CPU, ranks_per_node(plan.config))
-    return count_step(plan, layout, FakeTensorMode(allow_non_fake_inputs=True))
+    return count_step(plan, layout, FakeTensorMode(allow_non_fake_inputs=True), progress)
 
 
-def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankCounts:
+def count_step(
+    plan: Plan, layout: Layout, fake: FakeTensorMode | None, progress: Callable[[], None] | None = None
+) -> RankCounts:
     """Return what this rank of `layout` does in the first step of `plan`, in `fake` or, where it is None, for real."""
     started = time.process_time()
     config, within = plan.config, fake or nullcontext()
@@ -96,6 +99,8 @@ def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankC
                 stage.to_empty(device=device)
 
     quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, backend="shapes")
+    if progress is not None:
+        _tell_micro_batches(quantisation, progress)
     parallel = ParallelModel.of(config, layout, CPU, quantisation, fill=fill)
     decoders, gradients = _teachers(config), list[int]()
 
@@ -129,6 +134,19 @@ def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankC
         host_waits=counting.host_waits,
         cpu_seconds=time.process_time() - started,
     )
+
+
+def _tell_micro_batches(quantisation: Quantisation, progress: Callable[[], None]) -> None:
+    """Have `progress` called where a stage first begins a micro-batch; recomputation begins it again."""
+    begin, begun = quantisation.begin_micro_batch, set[tuple[int, int]]()
+
+    def begin_micro_batch(model: nn.Module, step: int, micro_batch: int) -> None:
+        if (key := (id(model), micro_batch)) not in begun:
+            begun.add(key)
+            progress()
+        begin(model, step, micro_batch)
+
+    quantisation.begin_micro_batch = begin_micro_batch  # type: ignore[method-assign]
 
 
 def _teachers(config: Config) -> list[Decoder]:

@@ -1,22 +1,15 @@
 """Every rank of a plan that differs from others, dry, in processes of their own, and what the formulas say."""
 
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from typing import Any
 
-from lightning_llm.dry_run.rank import RankCounts, dry_rank
-from lightning_llm.errors import RanksFailedError
+from lightning_llm.dry_run.processes import count_ranks
+from lightning_llm.dry_run.rank import RankCounts
 from lightning_llm.plan.memory import memory_bytes, peak_memory_pp_rank
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.traffic import bytes_sent
-from lightning_llm.socket_folder import use_short_sockets
 
-AT_ONCE = 2
-"""Processes: one rank of a large model takes half a gigabyte of real memory."""
 EXACT = ("parameters", "gradients", "optimizer")
 """Kinds of `memory_bytes` that the formulas have exactly."""
 
@@ -34,20 +27,8 @@ def dry_run(plan: Plan) -> dict[str, Any]:
         RanksFailedError: where a rank's process was killed.
     """
     stride = plan.degrees.world // plan.degrees.pp
-    use_short_sockets()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_llm.dry_run.rank", "torch.testing._internal.distributed.fake_pg"])
-    try:
-        with ProcessPoolExecutor(min(AT_ONCE, os.cpu_count() or 1), context, max_tasks_per_child=1) as pool:
-            # The last stage takes longest, by its loss: begun last it would run alone.
-            ranks = range(0, plan.degrees.world, stride)[::-1]
-            counts = list(pool.map(dry_rank, [plan] * plan.degrees.pp, ranks))[::-1]
-    except BrokenProcessPool:
-        text = (
-            "a rank's process was ended from outside, as the system does where memory runs out. A rank of a large "
-            "model takes about half a gigabyte, and two run at once: free some, or plan without --dry-run."
-        )
-        raise RanksFailedError(1, text) from None
+    # The last stage takes longest, by its loss: begun last it would run alone.
+    counts = count_ranks(plan, range(0, plan.degrees.world, stride)[::-1])[::-1]
     peak = max(counts, key=lambda each: each.peak_bytes)
     planned_of = counts[peak_memory_pp_rank(plan)]
     return {

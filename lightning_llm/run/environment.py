@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.stopping import die_with_parent
 
 if TYPE_CHECKING:
     from lightning_llm.config.schema import Config  # pydantic, which --help does without
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
 TORCHRUN = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world": "WORLD_SIZE", "local_world": "LOCAL_WORLD_SIZE"}
 NO_RANK = {"rank": 0, "local_rank": 0, "world": 1, "local_world": 1}
 """Values that any process may have which is alone."""
-PR_SET_PDEATHSIG = 1
 INTERACTIVE_NAMES = ("bash", "zsh", "sh", "interactive")
 """Names of jobs that are shells (lightning.fabric.plugins.environments.slurm knows two of them)."""
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -115,18 +112,6 @@ def die_with_launcher() -> None:
     """
     if rank_environment() is not None:
         die_with_parent()
-
-
-def die_with_parent() -> None:
-    """Have Linux send this process SIGTERM when the one that started it is gone."""
-    if not sys.platform.startswith("linux"):
-        return
-    launcher = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if launcher == 1:
-        return  # a container's own first process, or started by it
-    if os.getppid() != launcher:  # it died in between
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def adopt_world(config: Config) -> Config:

@@ -20,10 +20,10 @@ from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError
 from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted
 from lightning_llm.plan.resolve import Resolution
-from lightning_llm.run.environment import die_with_parent
 from lightning_llm.run.launch import Node, launch_ranks
 from lightning_llm.run.local_ranks import SAVE_SECONDS, passed_on
 from lightning_llm.slow_imports import slow_imports
+from lightning_llm.stopping import die_with_parent
 
 
 @dataclass(frozen=True)

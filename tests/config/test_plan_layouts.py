@@ -208,7 +208,7 @@ def test_every_layout_has_a_plan(layout):
     assert facts["memory_bytes"] == memory_bytes(plan_of(config))
     lines = dict(line.split(maxsplit=1) for line in render(facts).splitlines())
     assert lines["layout"].startswith(f"{layout}, {facts['layout']['world']} rank")
-    assert lines["memory"].startswith(f"{facts['memory_bytes']['total'] / 1e9:.3f} GB per rank at most, in ")
+    assert lines["memory"].startswith(f"{facts['memory_bytes']['total'] / 2**30:.3f} GiB per rank at most, in ")
     assert sum(facts["memory_peak"]["bytes"].values()) == facts["memory_bytes"]["total"]
 
 

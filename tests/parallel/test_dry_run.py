@@ -1,22 +1,30 @@
 """A dry run against the same step for real, on ranks of gloo, and against the plan's formulas. 25 seconds."""
 
+import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
+from forked_main import ForkedMain
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
+from lightning_llm.dry_run import processes
 from lightning_llm.dry_run.rank import CPU, count_step
 from lightning_llm.dry_run.ranks import dry_run
-from lightning_llm.errors import ConfigError
+from lightning_llm.early_signals import raised_as_terminated
+from lightning_llm.errors import ConfigError, Terminated
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.resolve import plan_of
+from lightning_llm.terminal.waiting import Waiting
 
 FULL = pytest.mark.full
 LAYOUTS = [
@@ -86,6 +94,45 @@ def test_it_needs_no_memory_for_a_large_model():
     dry = dry_run(plan)
     assert dry["differences"] == []
     assert dry["memory_bytes"]["parameters"] == pytest.approx(4 * 1_486_897_152 / 64, rel=1e-3)  # fp32 over 64 ranks
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_ends_a_dry_run_and_its_processes(number, monkeypatch):
+    """Sent as soon as the first micro-batch of 128 has begun: nothing is waited for, and nothing goes on."""
+    plan = plan_of(compose_config(["recipe=llama3_8b_fsdp2", "model.num_layers=2", "data.global_batch_size=8192"]))
+    assert plan.micro_batches == 128
+    told, pids, start = [], [], processes._start
+
+    def tell(_: Waiting, done: int, more: str = "") -> None:
+        told.append((done, more))
+        if done == 1:
+            os.kill(os.getpid(), number)
+
+    def started(*args: Any) -> Any:
+        connection, process = start(*args)
+        pids.append(process.pid)
+        return connection, process
+
+    monkeypatch.setattr(Waiting, "tell", tell)
+    monkeypatch.setattr(processes, "_start", started)
+    with pytest.raises((KeyboardInterrupt, Terminated)), raised_as_terminated():
+        dry_run(plan)
+    assert told[-1][0] == 1
+    assert told[-1][1].startswith(", about ")
+    assert len(pids) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+@pytest.mark.full
+def test_a_dry_run_that_is_killed_leaves_no_process():
+    with ForkedMain(["plan", "recipe=frontier_22b", "--dry-run"]) as command:
+        parent = psutil.Process(command._job.process.pid)
+        while len(found := parent.children(recursive=True)) < 3:  # the forkserver, and two ranks
+            time.sleep(0.2)
+        command.send_signal(signal.SIGKILL)
+        _, alive = psutil.wait_procs(found, timeout=60)
+    assert alive == []
 
 
 def test_what_ranks_would_have_to_tell_each_other_is_said(small_run, tmp_path):
