@@ -76,6 +76,31 @@ def test_a_tiny_weight_is_drawn() -> None:
         SampleOrder(Shares({"a": 1.0, "b": 1e-6}), {"a": 10, "b": 10}, 0)
 
 
+@pytest.mark.parametrize(
+    ("weights", "total", "counts"),
+    [([1, 1, 1], 1000, [334, 333, 333]), ([1, 1, 2], 2, [1, 0, 1]), ([3, 1], 3, [2, 1]), ([0, 1, 1], 3, [0, 2, 1])],
+)
+def test_ties_of_remainders_go_to_the_first(weights, total, counts) -> None:
+    assert largest_remainder(weights, total) == counts
+
+
+@pytest.mark.parametrize(
+    ("weights", "block", "counts"),
+    [
+        ([1.0], 1_000, [1_000]),
+        ([0.99, 0.01], 1_000, [990, 10]),
+        ([0.9901, 0.0099], 10_000, [9_901, 99]),
+        ([0.999, 0.001], 10_000, [9_990, 10]),
+        ([0.9991, 0.0009], 100_000, [99_910, 90]),
+        ([0.9999, 0.0001, 0.0], 100_000, [99_990, 10, 0]),
+    ],
+)
+def test_a_block_has_ten_samples_of_its_smallest_source(weights, block, counts) -> None:
+    """What a run draws follows from the block's size: another would be other data."""
+    shares = Shares({f"s{i}": weight for i, weight in enumerate(weights)})
+    assert (shares.block, shares.counts) == (block, counts)
+
+
 @given(weights_strategy, st.integers(1, 500))
 def test_largest_remainder_is_within_one(weights: list[float], total: int) -> None:
     counts = largest_remainder(weights, total)
