@@ -9,7 +9,7 @@ PaLM's count has all T x T scores of attention, of which causal kernels compute 
 100 %. Here a token attends to itself and what comes before it within its window, as the kernels' time counts.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -59,7 +59,7 @@ def needed_flops(config: Config, formats: Formats, device: Device) -> NeededFlop
     Raises ValueError where the device has no peak for one of them.
     """
     model, length = config.model, config.data.sequence_length
-    flops: Counter[str] = Counter()
+    flops: dict[str, float] = defaultdict(float)
 
     def add_linear(name: str, elements: int) -> None:
         made = formats.of(name)
