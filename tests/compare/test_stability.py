@@ -85,6 +85,22 @@ def test_a_catastrophe_is_named_and_ordinary_scatter_is_not(near, far, favour):
     assert outlier_seeds(differences, [], 0.01, floor=1.0) == []  # where rounding alone does that
 
 
+def test_outliers_are_fewer_than_half_of_the_seeds():
+    assert outlier_seeds({0: 0.001, 1: -0.002, 2: 0.9, 3: -0.8}, [], 0.01, 0.0) == []  # two of four
+    assert outlier_seeds({0: 0.001, 1: -0.002, 5: 0.003, 2: 0.9, 3: -0.8}, [], 0.01, 0.0) == [2, 3]  # of five
+    assert outlier_seeds({0: 0.001, 1: 0.9}, [0.001, 0.002], 0.01, 0.0) == []  # one of two
+
+
+def test_of_a_baseline_that_fails_often_no_rate_is_taken_to_be_rare():
+    """Up to 3 of 10 the common rate is at most 0.3; above, any is possible, and p is the larger for it."""
+    often = judge_stability(10, [*range(8)], [0, 1, 2, 3], 1, 0.95)
+    rarely = judge_stability(10, [*range(8)], [0, 1, 2], 1, 0.95)
+    assert often.p == mcnemar(4, 0, 10, 0.5)
+    assert rarely.p == mcnemar(5, 0, 10, 0.3)
+    assert mcnemar(4, 0, 10, 0.5) > mcnemar(4, 0, 10, 0.3)
+    assert mcnemar(5, 0, 10, 0.5) > mcnemar(5, 0, 10, 0.3)
+
+
 def test_what_is_far_out_at_every_seed_is_a_gap_and_what_others_do_is_ordinary():
     assert outlier_seeds({0: 1.0, 1: 1.2, 2: 0.9}, [], 0.01, 0.0) == []
     assert outlier_seeds({0: 0.001, 1: 1.2, 2: 0.9}, [], 0.01, 0.0) == []  # the most: no outliers

@@ -104,6 +104,33 @@ def test_residuals_that_the_bootstrap_draws_are_as_large_as_the_pairs_scatter():
     assert gap.residuals == pytest.approx(expected.ravel(), rel=1e-4)
 
 
+def test_the_bootstrap_scatters_as_rungs_of_unequal_pairs_do():
+    """A rung of one pair has a third of the weight of one of three, and its mean moves more: the sandwich's formula."""
+    made = ladder(noise=0.01, seeds=3)
+    for place, rung in enumerate(made.rungs):
+        rung.losses = dict.fromkeys(rung.losses, float(law(rung.parameters, rung.tokens)))  # the law itself stays
+        if place % 3:
+            rung.differences["recipe"] = {0: rung.differences["recipe"][0]}
+    fit = fit_ladder(made)
+    gap, n, d = fit.gaps["recipe"], np.repeat(SIZES, 3), np.tile(TOKENS, 4)
+    constants = fit.law.constants()
+    columns = [constants["B"] * d ** -constants["beta"], constants["A"] * n ** -constants["alpha"], d / n]
+    terms, counts = np.stack(columns, 1), np.array([len(rung.differences["recipe"]) for rung in made.rungs])
+    means = np.array([np.mean(list(rung.differences["recipe"].values())) for rung in made.rungs])
+    inverse = np.linalg.inv(terms.T @ (counts[:, None] * terms))
+    assert gap.terms == pytest.approx(inverse @ terms.T @ (counts * means), rel=1e-4)
+    pairs = [(place, gap_of) for place, rung in enumerate(made.rungs) for gap_of in rung.differences["recipe"].values()]
+    places, values = np.array([place for place, _ in pairs]), np.array([value for _, value in pairs])
+    leverage = np.einsum("ri,ij,rj->r", terms, inverse, terms)
+    residuals = (values - (terms @ gap.terms)[places]) / np.maximum(1 - leverage, 0.2)[places]
+    assert gap.residuals == pytest.approx(residuals, rel=1e-3)
+    squares = np.zeros(12)
+    np.add.at(squares, places, residuals**2)
+    spread = np.sqrt(np.diag(inverse @ (terms.T * squares) @ terms @ inverse))
+    assert gap.drawn.std(0) == pytest.approx(spread, rel=0.1)
+    assert gap.df == len(pairs) - 3
+
+
 def test_a_test_of_fit_holds_its_level_where_sizes_scatter_unlike():
     rng = np.random.default_rng(0)
     n, d = np.repeat(SIZES, 3), np.tile(TOKENS, 4)

@@ -219,6 +219,25 @@ def test_the_stages_of_a_rank_share_its_sums_over_replicas():
         assert timer.passes[pp_rank].seconds["reductions"] == pytest.approx(whole)
 
 
+def test_the_librarys_sums_over_replicas_wait_for_the_links_once_per_group(monkeypatch):
+    """FSDP2's groups are the blocks, the head (or tied embedding) and the rest; ours are buckets of 25 MiB."""
+    begun = {}
+    seconds_of = Links.seconds
+
+    def seconds(self, kind, axes, size, times=1):
+        begun[kind, axes] = times
+        return seconds_of(self, kind, axes, size, times)
+
+    monkeypatch.setattr(Links, "seconds", seconds)
+    plan = plan_of(config_of("parallel=hsdp", "parallel.dp_replicate=2", "world=16", "parallel.reduction=native"))
+    assert StepTimer(plan, CLUSTER).time.total > 0
+    assert begun["all_reduce", "dp_replicate"] == plan.config.model.num_layers + 2
+    plan = plan_of(config_of("parallel=ddp", "world=16", "parallel.reduction=tree"))
+    timer = StepTimer(plan, CLUSTER)
+    assert timer.time.total > 0
+    assert begun[TREE_SCATTER, "dp_replicate"] == -(-timer.sent[0][TREE_SCATTER, "dp_replicate"] // (25 * 2**20))
+
+
 def test_interleaving_pays_as_torchtitan_measured():
     """128 against 100 tokens/s per GPU, table 5 of pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md."""
     words = ["recipe=llama3_405b_3d", "cluster=h100_dgx", "precision=bf16"]
