@@ -1,6 +1,7 @@
 """What tp and cp do not divide is said with the arithmetic, all of it at once, before any process starts."""
 
 import re
+from itertools import product
 
 import pytest
 
@@ -8,6 +9,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.plan.check import check_config
+from lightning_llm.plan.divisibility import ShardedAxis
 
 WORDS = ["recipe=quickstart", "parallel=tp"]
 
@@ -35,8 +37,30 @@ def said(*words: str) -> str:
                 "each part of the outputs of q_proj, k_proj, v_proj is 192 / 2 = 96 long",
                 "that would cut precision.fprop.w (blocks of 128x128), dgrad.dy (blocks of 1x128), dgrad.w",
                 "Set parallel.tp=1, or model.head_dim to a multiple of 128.",
-                "parallel.cp: is 2, and each part of a sequence (two per rank) is 128 / 4 = 32 long",
-                "wgrad.x (blocks of 1x128). Set parallel.cp=1, or data.sequence_length to a multiple of 512.",
+                "parallel.cp: is 2, and each part of a sequence (two per rank) is 128 / 4 = 32 long, no multiple of 128: "
+                "that would cut precision.wgrad.dy (blocks of 1x128), wgrad.x (blocks of 1x128). Set parallel.cp=1, or data.sequence_length to a multiple of 512.",
+            ],
+        ),
+        (
+            ["parallel=fsdp_cp_tp", "parallel.tp=4", "world=8", "data.sequence_length=132"],
+            ["is 132, of which 2 context-parallel rank(s) have 66 tokens each, and tp=4 does", "Take a multiple of 8"],
+        ),
+        (  # along the sums of each product alone, and of them those that a rank has a part of
+            ["trainer.devices=2", "model.ffn_hidden_size=96", "precision=mxfp8"],
+            [
+                "outputs of gate_proj, up_proj is 96 / 2 = 48 long, no multiple of 32: that would cut precision."
+                "dgrad.dy (blocks of 1x32), dgrad.w (blocks of 1x32). Set",
+                "inputs of down_proj is 96 / 2 = 48 long, no multiple of 32: that would cut precision."
+                "fprop.x (blocks of 1x32), fprop.w (blocks of 1x32). Set",
+            ],
+        ),
+        (
+            ["trainer.devices=2", "model.ffn_hidden_size=96", "precision=quartet"],
+            [
+                "precision.dgrad.dy (blocks of 1x32), dgrad.dy (rotations of 32), dgrad.w (blocks of 1x32), dgrad.w "
+                "(rotations of 32). Set",
+                "precision.fprop.x (blocks of 1x32), fprop.x (rotations of 32), fprop.w (blocks of 1x32), fprop.w "
+                "(rotations of 32). Set",
             ],
         ),
         (["parallel.cp=2", "parallel.pp=2", "trainer.devices=4"], ["stages take whole sequences"]),
@@ -100,3 +124,10 @@ def test_what_divides_passes():
 def test_it_ends_with_exit_code_2_and_starts_nothing(capsys):
     assert main(["train", "recipe=quickstart", "parallel=tp", "trainer.devices=3"]) == 2
     assert "Take a divisor of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("times", "parts", "size"), product((1, 2, 6, 64), (2, 3, 4), (1, 16, 48)))
+def test_the_multiple_that_is_named_is_the_least_that_passes(times, parts, size):
+    axis = ShardedAxis("an axis", 0, parts, "tp", "a.key", times)
+    expected = next(value for value in range(1, 10**4) if times * value % (parts * size) == 0)
+    assert axis.passing(size) == expected

@@ -2,6 +2,7 @@
 
 import json
 from itertools import combinations
+from random import Random
 
 import pytest
 
@@ -14,7 +15,7 @@ from lightning_llm.plan.memory import memory_bytes
 from lightning_llm.plan.report import plan_facts
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.schedule import chunks_in_flight
-from lightning_llm.plan.stages import split_layers
+from lightning_llm.plan.stages import _even_split, split_layers
 
 BATCH = ["data.micro_batch_size=1", "data.sequence_length=2048"]
 
@@ -46,6 +47,31 @@ def test_no_other_split_has_a_lighter_heaviest_stage(stages, tied, vocabulary):
         [b - a for a, b in zip((0, *cut), (*cut, 9), strict=True)] for cut in combinations(range(1, 9), stages - 1)
     )
     assert heaviest([len(part.layers) for part in parts]) == min(map(heaviest, every))
+
+
+def test_of_the_lightest_splits_the_most_even_one_is_taken_and_of_equals_the_later():
+    """Blocks of unlike weights, by trying every cut."""
+    draw = Random(0)
+    for _ in range(200):
+        blocks = tuple(draw.randint(1, 4) for _ in range(draw.randint(3, 7)))
+        stages, first, last = draw.randint(1, 3), draw.randint(0, 5), draw.randint(0, 5)
+        own = [first, *[0] * (stages - 2), last] if stages > 1 else [first + last]
+
+        def weights(ends, blocks=blocks, own=own):
+            parts = zip((0, *ends), ends, own, strict=False)
+            return [sum(blocks[start:end]) + extra for start, end, extra in parts]
+
+        cuts = [(*cut, len(blocks)) for cut in combinations(range(1, len(blocks)), stages - 1)]
+        best = min(cuts, key=lambda ends: (max(weights(ends)), sum(each**2 for each in weights(ends)), ends))
+        assert _even_split(blocks, stages, first, last) == best
+
+
+def test_a_learned_table_of_positions_weighs_on_the_first_stage_alone():
+    words = ["model=llama_tiny", "model.num_layers=6", "model.position=learned", "model.vocab_size=256"]
+    model = compose_config([*words, "model.max_sequence_length=8192"]).model
+    counts = [len(part.layers) for part in split_layers(model, 3)]
+    assert counts[0] == 1  # the table of positions is as large as three blocks
+    assert counts == [1, 3, 2]
 
 
 def test_published_models_are_split_as_published():
@@ -126,6 +152,11 @@ def test_what_does_not_fit_is_said_with_the_arithmetic(words, said):
 def test_gpipe_takes_any_number_of_micro_batches():
     words = ["parallel=pp", "parallel.schedule=gpipe", "trainer.devices=4", "data.micro_batch_size=1"]
     check_config(compose_config(["model=llama_tiny", "data.global_batch_size=3", *words]))
+
+
+def test_as_many_micro_batches_and_layers_as_stages_are_enough():
+    words = ["parallel=pp", "trainer.devices=4", "data.micro_batch_size=1", "data.global_batch_size=4"]
+    check_config(compose_config(["model=llama_tiny", "model.num_layers=4", *words]))
 
 
 def test_layouts_work_at_two_ranks_per_axis():

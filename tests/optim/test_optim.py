@@ -95,6 +95,15 @@ def test_a_warm_up_that_is_longer_than_the_stable_phase_is_followed_by_the_decay
     assert factors == pytest.approx([*(n / 8 for n in range(1, 9)), 0.75, 0.5, 0.25, 0.0, 0.0, 0.0])
 
 
+def test_the_last_update_has_the_floor_however_short_the_decay():
+    wsd = SCHEDULES["wsd"](warmup_steps=2, decay_fraction=0.1, final_factor=0.1)  # one update of ten
+    assert [learning_rate_factor(wsd, updates, 10) for updates in (7, 8, 9, 10)] == pytest.approx([1, 1, 0.1, 0.1])
+    cosine = SCHEDULES["cosine"](warmup_steps=9, final_factor=0.1)
+    assert [learning_rate_factor(cosine, updates, 10) for updates in (8, 9, 10)] == pytest.approx([1, 0.1, 0.1])
+    for total in (9, 8):  # no update is left to decay in
+        assert learning_rate_factor(cosine, 9, total) == pytest.approx(0.1)
+
+
 def test_re_warming_rises_to_a_share_of_the_rate_and_decays_to_an_absolute_floor():
     keys = {"warmup_steps": 4, "decay_fraction": 0.25, "peak_factor": 0.5}
     for name in ("cosine", "wsd"):

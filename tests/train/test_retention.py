@@ -24,6 +24,8 @@ def test_the_union_of_the_three_stays():
     keep = CheckpointConfig(every_steps=10, keep_last=2, keep_every=40, keep_best=2)
     losses = {10: 3.0, 20: 1.0, 30: nan, 40: 2.0, 50: 1.0, 60: 1.0, 70: inf}
     assert kept_steps([10, 20, 30, 40, 50, 60, 70, 80, 90], keep, losses) == {20, 40, 50, 80, 90}
+    more = CheckpointConfig(every_steps=10, keep_last=1, keep_best=9)
+    assert kept_steps([10, 20, 30, 40, 70, 80, 90], more, losses) == {10, 20, 40, 90}  # none of no finite loss
     last = CheckpointConfig(every_steps=10, keep_last=1)
     assert kept_steps([10, 20, 30], last, losses) == {30}
     assert kept_steps([], keep, losses) == set()

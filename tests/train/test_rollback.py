@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from planted import corrupted_samples
@@ -136,3 +137,20 @@ def test_what_is_left_out_by_hand_is_not_to_lie_behind(told, tmp_path, small_run
     later = f"data.skip_samples=[{SPOILT},[172,175]]"
     assert main(["train", *words, f"resume={run}/checkpoints/step=40", later, f"run.dir={tmp_path}/later"]) == 0
     assert curve(tmp_path / "later")[0][0] == 41
+
+
+@pytest.mark.parametrize(
+    ("step", "skip_steps", "skipped", "expected"),
+    [
+        (5, 1, (), (16, 19)),
+        (5, 2, (), (12, 19)),
+        (1, 2, (), (0, 3)),  # there is no step before the first
+        (2, 9, (), (0, 7)),
+        (5, 2, ((0, 3), (14, 15)), (18, 25)),  # samples in the order of the config, in which some are left out already
+    ],
+)
+def test_a_rollback_leaves_out_the_samples_of_its_step_and_those_before(step, skip_steps, skipped, expected):
+    config = SimpleNamespace(
+        data=SimpleNamespace(global_batch_size=BATCH), spikes=SimpleNamespace(rollback_skip_steps=skip_steps)
+    )
+    assert Rollback.of({"step": step}, config, skipped).skipped == expected
