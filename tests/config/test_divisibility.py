@@ -37,8 +37,9 @@ def said(*words: str) -> str:
                 "each part of the outputs of q_proj, k_proj, v_proj is 192 / 2 = 96 long",
                 "that would cut precision.fprop.w (blocks of 128x128), dgrad.dy (blocks of 1x128), dgrad.w",
                 "Set parallel.tp=1, or model.head_dim to a multiple of 128.",
-                "parallel.cp: is 2, and each part of a sequence (two per rank) is 128 / 4 = 32 long, no multiple of 128: "
-                "that would cut precision.wgrad.dy (blocks of 1x128), wgrad.x (blocks of 1x128). Set parallel.cp=1, or data.sequence_length to a multiple of 512.",
+                "parallel.cp: is 2, and each part of a sequence (two per rank) is 128 / 4 = 32 long, no multiple of",
+                "that would cut precision.wgrad.dy (blocks of 1x128), wgrad.x (blocks of 1x128). Set parallel.cp=1, or "
+                "data.sequence_length to a multiple of 512.",
             ],
         ),
         (

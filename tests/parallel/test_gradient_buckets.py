@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from rank_group import RankGroup
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from traced_run import layout_here, whole
 
@@ -17,7 +18,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel import gradient_buckets
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.context import SequenceSharder
-from lightning_llm.parallel.gradient_buckets import BEGIN, END, BucketReductions
+from lightning_llm.parallel.gradient_buckets import BEGIN, END, Bucket, BucketReductions, buckets_of
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.plan import buffers
 
@@ -160,3 +161,46 @@ def test_buckets_hold_what_is_planned(keys, together, one_of_many, monkeypatch):
     replicas = keys.get("dp_replicate", 1)
     assert most == buffers.bucket_bytes(total, BUCKET_BYTES, "cp" in keys, replicas, together)
     assert most < total
+
+
+def test_buckets_are_as_full_as_may_be_alike_within_and_in_the_order_of_their_last():
+    """By hand, of 40 bytes each: what of another dtype or other ranks lies between others starts no new bucket."""
+
+    def rows(flat: torch.Tensor) -> Iterator[Any]:
+        yield from ()
+
+    def columns(flat: torch.Tensor) -> Iterator[Any]:
+        yield from ()
+
+    sizes = {"a": 4, "wide": 3, "b": 5, "other": 1, "c": 1, "d": 11, "half": 6, "e": 2, "last": 2}
+    dtypes = {"wide": torch.float64, "half": torch.bfloat16}
+    parameters = {name: nn.Parameter(torch.zeros(size, dtype=dtypes.get(name))) for name, size in sizes.items()}
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    others = {id(parameters["other"]), id(parameters["last"])}
+    with patch.object(gradient_buckets, "REPLICA_BUCKET_BYTES", 40):
+        found = buckets_of(list(parameters.values()), lambda each: [columns] if id(each) in others else [rows], 4)
+    assert [[names[id(each)] for each in bucket.parameters] for bucket in found] == [
+        ["wide"], ["a", "b", "c"], ["d"], ["half"], ["e"], ["other", "last"],
+    ]  # fmt: skip
+    assert [bucket.reductions for bucket in found] == [[rows]] * 5 + [[columns]]
+
+
+@pytest.mark.parametrize(("multiple", "padded"), [(1, 19), (4, 20), (5, 20), (6, 24), (19, 19)])
+def test_a_bucket_is_padded_to_what_is_shared_out_and_taken_apart_again(multiple, padded):
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 4), (2,), (5,))]
+    unused = nn.Parameter(torch.zeros(7))  # without a gradient
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    lengths = []
+
+    def added(flat: torch.Tensor) -> Iterator[Any]:
+        lengths.append(len(flat))
+        flat += torch.arange(len(flat))
+        yield from ()
+
+    bucket = Bucket([*parameters[:1], unused, *parameters[1:]], [added, added], multiple)
+    assert list(bucket.reduced()) == []
+    assert lengths == [padded, padded]
+    flat = torch.cat([parameter.grad.flatten() for parameter in parameters])
+    assert flat.tolist() == [2 * place + (1 if place < 12 else 2 if place < 14 else 3) for place in range(19)]
+    assert unused.grad is None
