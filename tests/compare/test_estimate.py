@@ -1,10 +1,13 @@
 """From pairs to verdicts, over families of three recipes that are unlike each other: whose failure counts for whom."""
 
 import math
+from pathlib import Path
 
 import pytest
 
-from lightning_llm.compare.estimate import LookLevels, Measured, Terms, judge_all
+from lightning_llm.compare.estimate import LookLevels, Measured, Terms, judge_all, measure
+from lightning_llm.compare.pairing import Pair
+from lightning_llm.record.reading import Run
 
 NEAR = {0: 0.001, 1: -0.002, 2: 0.0005, 3: 0.0015}
 TERMS = Terms(margin=0.01, confidence=0.95)
@@ -67,3 +70,48 @@ def test_what_has_not_learned_is_inconclusive_and_a_missing_run_forbids_lossless
     found = judge_all([unlearned, missing, lossy], None, TERMS)
     assert [each.loss for each in found] == ["lossy", "lossless", "lossy"]
     assert [each.decision for each in found] == ["inconclusive", "inconclusive", "lossy"]
+
+
+def test_a_pair_alone_has_no_interval_that_must_hold_with_others():
+    one = Measured("one", differences={0: 0.001})
+    found = judge_all([*family(), one], None, TERMS)
+    assert [each.estimate.comparisons for each in found] == [3] * 4
+    assert math.isnan(found[3].estimate.low)
+
+
+def run_of(seed: int, last: float, status: str = "finished") -> Run:
+    """Return a run of 20 steps, validated twice."""
+    losses = {"val_loss": {10: 4.0 + seed / 10, 20: last}}
+    return Run(
+        Path(), {"seed": seed, "model.vocab_size": 1024}, {"status": status}, losses, last_step=20, last_loss=3.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "differences", "diverged", "baseline_diverged", "identical"),
+    [
+        ((3.0, 3.1, 3.2), (3.0, 3.1, 3.2), {0: 0.0, 1: 0.0, 2: 0.0}, [], [], True),
+        ((3.0, 3.1, 3.3), (3.0, 3.1, 3.2), {0: 0.0, 1: 0.0, 2: 0.1}, [], [], False),
+        ((3.0, math.nan, 3.2), (3.0, 3.1, 3.2), {0: 0.0, 2: 0.0}, [1], [], False),
+        ((3.0, 3.1, 3.2), (3.0, 3.1, math.inf), {0: 0.0, 1: 0.0}, [], [2], True),
+        ((9.0, 3.1, math.nan), (3.0, math.nan, math.nan), {}, [0, 2], [1, 2], False),  # 9.0 is worse than guessing
+    ],
+)
+def test_pairs_of_which_a_run_diverged_are_counted_and_left_out(
+    ours, theirs, differences, diverged, baseline_diverged, identical
+):
+    pairs = [
+        Pair(run_of(seed, our), run_of(seed, their), {})
+        for seed, (our, their) in enumerate(zip(ours, theirs, strict=True))
+    ]
+    found = measure("recipe", pairs, [7], TERMS)
+    assert found.differences == pytest.approx(differences)
+    assert (found.diverged_seeds, found.baseline_diverged_seeds) == (diverged, baseline_diverged)
+    assert (found.identical, found.seeds, found.missing_seeds) == (identical, [0, 1, 2], [7])
+
+
+def test_seeds_without_a_price_are_no_part_of_the_differences():
+    pairs = [Pair(run_of(seed, 3.0 + seed / 100), run_of(seed, 3.0), {}) for seed in range(4)]
+    found = measure("recipe", pairs, [], TERMS, margins={1: 0.01, 3: 0.02, 9: 0.5})
+    assert found.differences == pytest.approx({1: 0.01, 3: 0.03})
+    assert (found.margins, found.unpriced_seeds, found.seeds) == ({1: 0.01, 3: 0.02}, [0, 2], [0, 1, 2, 3])

@@ -104,6 +104,15 @@ def test_the_last_update_has_the_floor_however_short_the_decay():
         assert learning_rate_factor(cosine, 9, total) == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("name", ["cosine", "wsd"])
+def test_a_schedule_of_given_steps_is_that_of_a_run_so_long(name):
+    keys = {"warmup_steps": 2, "decay_fraction": 0.4, "final_factor": 0.1}
+    given, of_run = SCHEDULES[name](**keys, total_steps=10), SCHEDULES[name](**keys)
+    for updates in range(14):
+        factor = learning_rate_factor(of_run, updates, 10)
+        assert learning_rate_factor(given, updates, 1000) == learning_rate_factor(given, updates, 5) == factor
+
+
 def test_re_warming_rises_to_a_share_of_the_rate_and_decays_to_an_absolute_floor():
     keys = {"warmup_steps": 4, "decay_fraction": 0.25, "peak_factor": 0.5}
     for name in ("cosine", "wsd"):
@@ -349,3 +358,19 @@ def test_rows_that_tensor_parallel_ranks_would_cut_within_a_block_are_refused():
         ConfigError, match=r"no multiple of optim.block_size=4096: .*Set optim.block_size=2048, or tp=1"
     ):
         check_config(compose_config([*words, "optim.block_size=4096"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "dimensions", "role"),
+    [
+        ("embedding.weight", 2, "embedding"),
+        ("position_embedding.weight", 2, "embedding"),
+        ("head.weight", 2, "head"),
+        ("norm.weight", 1, "vector"),
+        ("layers.11.attention_norm.weight", 1, "vector"),
+        ("layers.11.attention.q_proj.bias", 1, "vector"),
+        ("layers.11.attention.q_proj.weight", 2, "hidden"),
+    ],
+)
+def test_each_parameter_has_a_role(name, dimensions, role):
+    assert role_of(name, dimensions) == role
