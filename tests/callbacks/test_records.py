@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_llm.record.files import cut_back, decode, encode, read_records, write_json
+from lightning_llm.record.chain import ChainHead, RecordChain
+from lightning_llm.record.files import cut_back, damaged_record, decode, encode, read_records, write_json
 
 
 @given(st.floats(width=32))
@@ -74,3 +75,62 @@ def test_an_interrupted_cut_leaves_the_file_as_it_was(tmp_path: Path, monkeypatc
 def test_json_files_hold_no_bare_nan(tmp_path: Path) -> None:
     write_json(tmp_path / "summary.json", {"loss": math.inf, "inner": {"mfu": math.nan}})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"loss": "inf", "inner": {"mfu": "nan"}}
+
+
+def lines_of(steps: range) -> dict[int, list[bytes]]:
+    """Return by step the line of its record, and of a validation at every third."""
+    return {
+        step: [encode({"step": step, "loss": 1 / step}), *([encode({"step": step, "val_loss": 2.0})] * (step % 3 == 0))]
+        for step in steps
+    }
+
+
+@pytest.mark.parametrize(
+    ("steps", "upto", "begun", "or_earlier", "problem"),
+    [
+        (range(1, 13), 12, 0, False, None),
+        (range(1, 13), 9, 0, False, None),  # what comes after is computed again
+        (range(1, 13), 13, 0, False, "lacks the record of step 13"),
+        (range(9, 13), 12, 8, False, None),
+        (range(9, 13), 12, 7, False, "lacks the record of step 8"),
+        (range(9, 13), 12, 10, False, None),
+        (range(9, 13), 12, 10, True, None),  # an earlier release began the folder: at step 8, or later
+        (range(9, 13), 12, 4, True, "lacks the records of steps 5-8"),
+        (range(1, 13), 0, 0, False, None),
+        (range(0), 2, 0, False, "lacks the records of steps 1-2"),
+    ],
+)
+def test_a_checkpoint_goes_on_from_the_records_of_all_steps_before(
+    steps: range, upto: int, begun: int, or_earlier: bool, problem: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(line for lines in lines_of(steps).values() for line in lines))
+    assert damaged_record(path, upto, begun, or_earlier) == problem
+    missing = damaged_record(tmp_path / "none", max(upto, 1), 0)
+    assert missing is not None
+    assert missing.startswith("is missing, and with it the record")
+
+
+def test_the_chain_is_over_the_records_up_to_the_step_of_a_checkpoint(tmp_path: Path) -> None:
+    path, lines = tmp_path / "metrics.jsonl", lines_of(range(1, 13))
+    path.write_bytes(b"".join(line for each in lines.values() for line in each))
+    for step in (8, 9, 10):
+        head = ChainHead.over(line for at, each in lines.items() if at <= step for line in each)
+        assert damaged_record(path, step, 0, written=head) is None
+        assert damaged_record(path, step - 1, 0, written=head) is not None
+        assert damaged_record(path, step + 1, 0, written=head) is not None
+    assert damaged_record(path, 0, 0, written=ChainHead(3)) is None  # nothing was recorded before the first step
+    edited = path.read_bytes().replace(encode({"step": 4, "loss": 0.25}), encode({"step": 4, "loss": 0.26}))
+    path.write_bytes(edited)
+    problem = damaged_record(path, 10, 0, written=head)
+    assert problem == "does not hold what was written up to step 10: one of its 13 lines was changed or moved"
+
+
+def test_a_head_is_known_at_the_newest_step_and_the_one_before() -> None:
+    lines = [(step, line) for step, each in lines_of(range(8, 12)).items() for line in each]
+    chain = RecordChain(ChainHead.over([b"before\n"]))
+    for count, (step, line) in enumerate(lines, 1):
+        chain.add(step, line)
+        for at in (step - 1, step, step + 1):
+            expected = [line for other, line in lines[:count] if other <= at]
+            assert chain.at(at) == ChainHead.over([b"before\n", *expected])
