@@ -3,14 +3,18 @@
 import json
 import math
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 from run_folders import STEP_TOKENS, main, make_run, refusal, verdicts
 
-from lightning_llm.compare.censored import of_times
+from lightning_llm.compare.censored import of_times, time_to_target
+from lightning_llm.compare.pairing import Pair
 from lightning_llm.compare.profiles import median_times, profiles, ratios, scores
 from lightning_llm.compare.target import Reached, read_targets
+from lightning_llm.compare.target import reached as first_at
+from lightning_llm.record.reading import Run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 WORKLOADS = {"a": (4.4, 3.9), "b": (3.0, 2.6), "c": (2.5, 2.3)}
@@ -212,3 +216,46 @@ def test_a_target_that_is_met_before_the_first_step_is_met_by_all_alike():
         "other": {"w": 1.0},
         "third": {"w": math.inf},
     }
+
+
+def test_the_median_of_six_pairs_lies_between_their_extremes_and_of_nine_a_pair_further_in():
+    """By the binomial law of how many lie below it: 1 - 2 / 2^n, and 1 - 2 (1 + 9) / 2^9 for the second of nine."""
+
+    def ratios_of(*found):
+        return of_times([(reached(40 * each), reached(40)) for each in found], 4.0, 0.95)
+
+    assert ratios_of(1.1, 1.2, 1.3, 1.4, 1.5).interval is None  # 0.9375
+    six = ratios_of(1.4, 0.9, 1.2, 1.6, 1.0, 1.1)
+    assert six.interval == pytest.approx((0.9, 1.6))
+    assert (six.slower, six.faster, six.p) == (4, 1, pytest.approx(2 * 6 / 32))  # a ratio of 1 is neither
+    nine = ratios_of(1.9, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8)
+    assert nine.interval == pytest.approx((1.2, 1.8))
+    assert nine.p == pytest.approx(2 / 2**9)
+
+
+def curve_of(losses, seed=0, lost=False):
+    """A run with a validation every 10 steps, of 4 tokens each."""
+    values = {10 * place: loss for place, loss in enumerate(losses, 1)}
+    tokens, seconds = ({step: rate * step for step in values} for rate in (4, 0.5))
+    summary = {"status": "failed", "detail": "NonFiniteError: ..."} if lost else {"status": "finished"}
+    return Run(Path(), {"seed": seed}, summary, {"val_loss": values}, tokens, seconds, first_step=1)
+
+
+@pytest.mark.parametrize(("target", "higher", "step"), [
+    (3.5, False, 20), (3.4, False, 40), (2.9, False, math.inf), (4.0, True, 10), (4.1, True, math.inf),
+])  # fmt: skip
+def test_a_target_is_met_by_the_first_validation_that_is_at_it(target, higher, step):
+    found = first_at(curve_of([4.0, 3.5, math.nan, 3.0, 3.2]), "val_loss", target, higher_is_better=higher)
+    assert (found.steps, found.tokens, found.seconds) == (step, 4 * step, step / 2)
+    assert found.ended_tokens == 200
+
+
+def test_one_that_diverged_misses_for_as_long_as_the_other_was_watched():
+    arrives, lost = curve_of([4.0, 3.0, 2.9, 2.8, 2.7]), curve_of([4.0, 3.5], lost=True)
+    late = curve_of([4.0, 3.9, 3.8])
+    slower = time_to_target([Pair(lost, arrives, {})], "val_loss", 3.0, 0.95)
+    assert (slower.low, slower.high) == (pytest.approx(200 / 80), math.inf)
+    faster = time_to_target([Pair(arrives, lost, {})], "val_loss", 3.0, 0.95)
+    assert (faster.low, faster.high) == (0.0, pytest.approx(80 / 200))
+    missed = time_to_target([Pair(late, arrives, {})], "val_loss", 3.0, 0.95)
+    assert (missed.low, missed.arrived, missed.baseline_arrived) == (pytest.approx(120 / 80), 0, 1)

@@ -226,3 +226,23 @@ def test_what_only_watched_sources_cannot_be(tmp_path: Path, two_files: dict[str
     weights = {"fraction": 0.1, "weights": {"a": 1, "b": 2}}
     problems = check_data(data_config(tmp_path, one, mixture=mixture, validation=weights), VOCABULARY, 1)
     assert [problem.key for problem in problems] == ["data.mixture.phases.x.weights.b", "data.validation.weights"]
+
+
+def test_a_run_that_ends_where_a_phase_begins_has_none_of_it() -> None:
+    """Given in another order than they come in; of unlike lengths."""
+    mixture = Phases(
+        {"last": (25, {"a": 1.0, "b": 3.0}), "first": (0, {"a": 1.0, "b": 0.0}), "then": (10, {"a": 1, "b": 1})}
+    )
+    reached = {
+        total: [(each.name, each.first, each.last) for each in mixture.phases(total)] for total in (10, 11, 25, 29)
+    }
+    assert reached == {
+        10: [("first", 0, 10)],
+        11: [("first", 0, 10), ("then", 10, 11)],
+        25: [("first", 0, 10), ("then", 10, 25)],
+        29: [("first", 0, 10), ("then", 10, 25), ("last", 25, 29)],
+    }
+    for total in range(30):
+        drawn = [sum(each.drawn[source] for each in mixture.phases(total)) for source in (0, 1)]
+        walked = [mixture.ordinal(index)[0] for index in range(total)]
+        assert drawn == mixture.drawn(total) == [walked.count(0), walked.count(1)]
