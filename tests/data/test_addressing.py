@@ -186,3 +186,9 @@ def test_what_is_left_out_closes_up(ranges, weights):
     for end in (0, 5, 30):
         struck = {index for first, last in before(end, skipped) for index in range(first, last + 1)}
         assert struck == {index for index in range(end) if any(first <= index <= last for first, last in ranges)}
+
+
+def test_ranges_that_overlap_or_touch_are_one() -> None:
+    assert merged([(5, 6), (0, 3), (4, 4), (9, 12), (10, 11), (8, 9)]) == ((0, 6), (8, 12))
+    assert before(10, ((0, 6), (8, 12), (20, 21))) == ((0, 6), (8, 9))
+    assert before(8, ((0, 6), (8, 12))) == ((0, 6),)

@@ -313,3 +313,8 @@ def test_prepare_scores_what_a_run_then_draws_and_resumes_to_the_bit(small_run, 
     assert len(whole) == 6
     steps("parts", "trainer.max_steps=4")
     assert steps("parts", "resume=auto") == whole
+
+
+def test_a_whole_expectation_is_met_whatever_is_drawn():
+    expected, draws = np.array([2.0, 0.0, 1.5, 1.5, 3.0]), np.array([0.0, 0.0, 0.5, 0.499, 0.999])
+    assert realised_copies(expected, draws).tolist() == [2, 0, 1, 2, 3]

@@ -94,6 +94,13 @@ def test_phases_replace_the_slots_for_their_steps():
     assert phased.at(99, 100).fprop.x.format == "high"
 
 
+def test_a_phase_ends_before_the_step_at_its_end_and_the_next_may_begin_there():
+    phases = "[{start: 0.0, end: 0.3}, {start: 0.3, end: 0.5, fprop: {x: {format: e5m2}}}, {start: 0.8, end: 0.9}]"
+    phased = recipe(f"fprop: {{x: {{format: e4m3}}}}\nphases: {phases}")
+    formats = [phased.at(step, 10).fprop.x.format for step in range(10)]
+    assert formats == ["high"] * 3 + ["e5m2"] * 2 + ["e4m3"] * 3 + ["high", "e4m3"]
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("phases: [{start: 0.5, end: 0.8}, {start: 0.7}]", "phases overlap: one ends at 0.8, the next starts at 0.7"),
     ("phases: [{start: 0.5, end: 0.5}]", "must end after it starts"),
