@@ -10,7 +10,7 @@ from rich.console import Console
 from scipy import stats
 from scipy.optimize import least_squares
 
-from lightning_llm.compare.effective_data import Curve, effective_data
+from lightning_llm.compare.effective_data import Curve, _crossing, effective_data
 from lightning_llm.errors import ConfigError
 from lightning_llm.ladder.effect import effect_at
 from lightning_llm.ladder.fit import fit_ladder
@@ -269,3 +269,17 @@ def test_what_lies_beyond_the_baselines_runs_has_no_ratio():
     worse = effective_data({0: 6.0, 1: 6.1}, curve)
     assert (worse.ratio, worse.high, worse.as_data()["more_tokens"]) == (0, 0, np.inf)
     assert effective_data({0: 1.0, 1: 1.1}, curve).ratio == np.inf
+
+
+def test_a_bound_is_the_first_or_the_last_crossing_between_the_ratios_that_were_tried():
+    """Over the logarithm of the ratio; 0 below the first, infinite beyond the last."""
+    ratios = np.array([0.5, 1.0, 2.0, 4.0, 8.0])
+    twice = np.array([-1.0, 1.0, -3.0, 1.0, 2.0])
+    assert _crossing(ratios, twice) == pytest.approx(0.5 * 2**0.5)
+    assert _crossing(ratios, twice, last=True) == pytest.approx(2 * 2**0.75)
+    assert _crossing(ratios, -twice) == 0.0
+    assert _crossing(ratios, -twice, last=True) == math.inf
+    for last in (False, True):
+        assert _crossing(ratios, np.abs(twice), last=last) == 0.0
+        assert _crossing(ratios, -np.abs(twice), last=last) == math.inf
+        assert _crossing(ratios, np.array([-1.0, -1, 0, 1, 1]), last=last) == pytest.approx(2.0)
