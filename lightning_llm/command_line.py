@@ -31,7 +31,10 @@ def run_verb(words: list[str]) -> int:
         KeyboardInterrupt: a signal ended it, before or after what the verb saves.
     """
     try:
-        arguments = _parse(words)
+        try:
+            arguments = _parse(words)
+        except ConfigError as error:
+            return _report(error)
         verb = VERBS[arguments.verb]
         name, _, function = verb.function.partition(":")
         with lasting_output(needed=verb.prints_result):

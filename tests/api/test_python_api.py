@@ -49,6 +49,7 @@ def test_importing_it_imports_no_library_and_no_module_but_its_version():
     assert packages == str(
         [
             "lightning_llm",
+            "lightning_llm.at_start",
             "lightning_llm.compare",
             "lightning_llm.evaluate",
             "lightning_llm.lazy_torchmetrics",
