@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from lightning_llm.compare.comparison import read_all
 from lightning_llm.compare.find import Found
-from lightning_llm.compare.lost_jobs import lost_jobs
+from lightning_llm.compare.lost_jobs import lost_jobs, misplaced_runs
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run
 from lightning_llm.record.search_results import FILE, ended_by_search
@@ -62,6 +62,8 @@ def read_found(found: Found) -> FoundRuns:
     """
     kept = without_ended(found)
     runs, unreadable = read_all(kept.folders)
+    unreadable += (misplaced := misplaced_runs(found.sweeps, runs))
+    runs = [run for run in runs if str(run.folder) not in {each.key for each in misplaced}]
     damage = {Path(each.key): each.text.replace(f"{each.key}/", "") for each in unreadable}
     lost, without_kin = lost_jobs(found.sweeps, runs, kept.ended, damage)
     told = {str(run.folder) for run in lost}  # as unfinished, with why

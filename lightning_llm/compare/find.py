@@ -23,6 +23,8 @@ ARTIFACTS = "mlartifacts"
 """MLflow's own folder, of copies of runs' files."""
 MOST_ELSEWHERE = 3
 """Sweeps of other folders that a refusal names."""
+RUN_FILES = ("config.yaml", "metrics.jsonl")
+"""Files that a folder of a run is found by: one that lost its config is damaged, not absent."""
 DEPTH = 3
 """How many folders deep runs lie below one that is named: outputs/EXPERIMENT/SWEEP/N."""
 
@@ -81,14 +83,14 @@ def _runs_below(folder: Path) -> Iterator[Path]:
         yield folder
         return
     for depth in range(1, DEPTH + 1):
-        files = folder.glob("/".join(["*"] * depth) + "/config.yaml")
-        runs = (file.parent for file in files if is_run(file.parent) and ARTIFACTS not in file.parts)
+        files = (file for name in RUN_FILES for file in folder.glob("/".join(["*"] * depth) + f"/{name}"))
+        runs = {file.parent for file in files if is_run(file.parent) and ARTIFACTS not in file.parts}
         yield from sorted(runs, key=_by_number)
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether `folder` is a run's, also of one that failed before its first record."""
-    return (folder / "config.yaml").is_file() and has_begun(folder)
+    """Return whether `folder` is a run's, also of one that failed before its first record, or lost its config."""
+    return (folder / "metrics.jsonl").is_file() or ((folder / "config.yaml").is_file() and has_begun(folder))
 
 
 def has_begun(folder: Path) -> bool:

@@ -1,6 +1,7 @@
 """Jobs of a sweep without a readable run."""
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,32 @@ def lost_jobs(
             if _folder(sweep, job) not in by_folder and _folder(sweep, job) not in ended
         ]
     return lost, problems
+
+
+def misplaced_runs(sweeps: Sequence[Path], runs: Sequence[Run]) -> list[Problem]:
+    """Return a problem for each run in the folder of a sweep's job that it cannot be, by its seed or its run id.
+
+    One that was copied over another job's folder would hide that the other is lost. A sweep's file that cannot be read
+    is reported by `lost_jobs`.
+    """
+    by_folder = {run.folder: run for run in runs}
+    problems = []
+    for sweep in sweeps:
+        try:
+            jobs = checked_sweep(json.loads((sweep / FILE).read_text(encoding="utf-8"))).get("jobs", [])
+        except (OSError, ValueError, RecursionError):
+            continue
+        there = [(run, job.get("seed", run.seed)) for job in jobs if (run := by_folder.get(_folder(sweep, job)))]
+        ids = Counter(run.summary["run_id"] for run, _ in there if run.summary.get("run_id"))
+        for run, seed in there:
+            if run.seed != seed:
+                what = f"holds a run of seed {run.seed}, and the job of {FILE} has seed {seed}"
+            elif ids[run.summary.get("run_id")] > 1:
+                what = "has the run id of another job of its sweep, so one was copied over the other"
+            else:
+                continue
+            problems.append(Problem(str(run.folder), f"{what}. Bring the job's own folder back, or make it again."))
+    return problems
 
 
 def _folder(sweep: Path, job: Described) -> Path:

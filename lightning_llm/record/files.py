@@ -46,6 +46,9 @@ FACTS = (
 )  # fmt: skip
 """Keys of `summary.json` that comparisons rely on and that nobody changes once the run has ended."""
 
+END = ("status", "detail")
+"""Such keys that `mark_failed` alone changes, where a run failed after its own rank 0 had ended."""
+
 LARGEST_STEP = 2**53
 """Of a record: the largest that is exact as a float."""
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -155,13 +158,13 @@ def chain_of(path: Path) -> ChainHead:
 
 
 def sealed_records(head: ChainHead, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry `RECORDS` of the summary of a run that has ended: the chain's head, a digest of its facts."""
-    return {**head.as_data(), "facts": facts_digest(summary)}
+    """Return the entry `RECORDS` of the summary of a run that has ended: the chain's head, digests of facts and end."""
+    return {**head.as_data(), "facts": facts_digest(summary), "end": facts_digest(summary, END)}
 
 
-def facts_digest(summary: Mapping[str, Any]) -> str:
-    """Return 32 hex digits over the `FACTS` of a summary."""
-    facts = _safe({key: summary[key] for key in FACTS if key in summary})
+def facts_digest(summary: Mapping[str, Any], keys: Sequence[str] = FACTS) -> str:
+    """Return 32 hex digits over these `keys` of a summary."""
+    facts = _safe({key: summary[key] for key in keys if key in summary})
     return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
@@ -229,7 +232,11 @@ def mark_failed(folder: Path, detail: str) -> None:
     One that failed before it had a summary gets one; a folder that holds no run stays as it is.
     """
     if (folder / "config.yaml").is_file() or (folder / "summary.json").is_file():
-        write_json(folder / "summary.json", {**summary_of(folder), "status": "failed", "detail": redacted(detail)})
+        before = summary_of(folder)
+        summary = {**before, "status": "failed", "detail": redacted(detail)}
+        if (sealed := before.get(RECORDS)) and sealed.get("end") == facts_digest(before, END):
+            summary[RECORDS] = {**sealed, "end": facts_digest(summary, END)}
+        write_json(folder / "summary.json", summary)
 
 
 def _safe(value: Any) -> Any:

@@ -23,6 +23,7 @@ from lightning_llm.precision.native.capability import DEVICES
 from lightning_llm.record.chain import RECORDS, ChainHead
 from lightning_llm.record.evaluations import PREFIX, read_evaluations
 from lightning_llm.record.files import (
+    END,
     NON_FINITE,
     SOURCE_HASHES,
     STRAGGLER,
@@ -199,6 +200,8 @@ def read_run(folder: Path) -> Run:
         ConfigError: a file is missing, cannot be read as what it should be, or is not what the run wrote.
     """
     try:
+        if not (folder / "config.yaml").exists():
+            raise ValueError("config.yaml is missing")
         tree = _whole_config((folder / "config.yaml").read_text(encoding="utf-8"))
         migrate(tree)
         run = Run(folder, flatten(tree), summary_of(folder))
@@ -247,6 +250,8 @@ def _verify(run: Run, head: ChainHead) -> str:
         raise ValueError(f"metrics.jsonl {problem}")
     if sealed.get("facts") != facts_digest(summary):
         raise ValueError("summary.json was changed: its seed, hashes or versions are not those that the run recorded")
+    if sealed.get("end", end := facts_digest(summary, END)) != end:
+        raise ValueError("summary.json was changed: its status or detail is not the one that the run recorded")
     steps = written.unverified_steps
     return f"an earlier release wrote those up to step {steps}" if steps else ""
 

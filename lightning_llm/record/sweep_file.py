@@ -34,6 +34,10 @@ def checked_sweep(about: Any) -> dict[str, Any]:
     words = [job.get("words") for job in jobs]
     if not all(isinstance(each, list) and all(isinstance(word, str) for word in each) for each in words):
         raise ValueError("it is damaged: jobs without words")
+    if not all(type(job.get("seed")) is int and isinstance(job["kind"], str) for job in jobs if "kind" in job):
+        raise ValueError("it is damaged: jobs whose seed or kind is none")
+    if not all(isinstance(job.get("branch_from"), str | None) for job in jobs):
+        raise ValueError("it is damaged: jobs whose branch_from is no path")
     for key in (DESIGN, SEARCH):
         if key in about and not (isinstance(about[key], dict) and about[key]):
             raise ValueError(f"it is damaged: '{key}' holds nothing that was declared")

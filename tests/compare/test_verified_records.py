@@ -17,7 +17,9 @@ from lightning_llm.__main__ import main
 from lightning_llm.compare.comparison import Comparison, compare_runs, read_all
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.errors import ConfigError
+from lightning_llm.record.files import mark_failed
 from lightning_llm.record.reading import read_run
+from lightning_llm.record.sweep_file import checked_sweep
 
 RECIPES = {"precision=bf16": 0.0, "precision=mxfp8": 0.0}
 
@@ -278,3 +280,60 @@ def test_a_loss_that_was_lost_on_the_way_is_mentioned(tmp_path, capsys):
     make_run(sweep / "4", "precision=mxfp8", "seed=1", losses=losses)
     notes = verdicts(capsys, sweep)["notes"]
     assert "s/4 had a validation loss that was not finite at step 40." in notes
+
+
+def test_an_edited_end_is_named_and_a_failure_found_later_is_no_edit(tmp_path):
+    run = make_run(tmp_path / "run")
+    known = json.loads((run / "summary.json").read_text())
+    for edit in ({"status": "stopped"}, {"status": "failed", "detail": "NonFiniteError: step 3"}, {"detail": "x"}):
+        (run / "summary.json").write_text(json.dumps(known | edit))
+        with pytest.raises(ConfigError, match=r"summary.json was changed: its status or detail is not"):
+            read_run(run)
+    mark_failed(run, "OSError: rank 1")  # what was edited before stays so
+    with pytest.raises(ConfigError, match="its status or detail"):
+        read_run(run)
+    (run / "summary.json").write_text(json.dumps(known))
+    mark_failed(run, "OSError: rank 1")
+    assert (read_run(run).status, read_run(run).unverified) == ("failed", "")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_that_lost_its_config_is_damaged_and_not_absent(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", RECIPES)
+    (sweep / "4" / "config.yaml").unlink()
+    for words in ([sweep], [*sorted(sweep.glob("[0-9]"))]):
+        found = verdicts(capsys, *words, expect=2)
+        assert f"{sweep}/4: cannot be read as a run: config.yaml is missing" in found["stderr"]
+        assert found["by_name"]["mxfp8"]["qualified"] == "inconclusive (damaged runs)"
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_copied_over_another_job_of_its_sweep_is_named(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", RECIPES)
+    for folder in sweep.iterdir():
+        rewritten(folder, run_id=folder.name * 32)
+    jobs = [
+        {"number": n, "words": [f"precision={('bf16', 'mxfp8')[n // 3]}"], "key": str(n), "seed": n % 3, "kind": "k"}
+        for n in range(6)
+    ]
+    (sweep / "sweep.json").write_text(json.dumps({"jobs": jobs}))
+    assert verdicts(capsys, sweep)["by_name"]["mxfp8"]["qualified"] == "lossless"
+    for source, target, why in (
+        ("4", "3", "holds a run of seed 1, and the job of sweep.json has seed 0"),
+        ("0", "3", "has the run id of another job of its sweep"),
+    ):
+        copy = tmp_path / f"{source} over {target}"
+        shutil.copytree(sweep, copy)
+        shutil.rmtree(copy / target)
+        shutil.copytree(copy / source, copy / target)
+        found = verdicts(capsys, copy, expect=2)
+        assert why in found["stderr"]
+        assert all(row["qualified"].startswith("inconclusive") for row in found["verdicts"])
+
+
+@pytest.mark.parametrize("edit", [{"seed": None}, {"seed": "x"}, {"seed": True}, {"kind": [1]}, {"branch_from": [1]}])
+def test_an_odd_job_of_a_sweep_is_a_damaged_sweep(edit):
+    job = {"number": 0, "words": [], "key": "k", "seed": 0, "kind": "a"}
+    assert checked_sweep({"jobs": [job]})["jobs"] == [job]
+    with pytest.raises(ValueError, match="it is damaged: jobs whose"):
+        checked_sweep({"jobs": [job | edit]})
