@@ -5,6 +5,7 @@ import torch
 from model_shapes import build, gpt2, llama, tokens_of
 from torch import nn
 
+from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.decoder import Decoder, mask_padding
 from lightning_llm.model.init import initialise
 from lightning_llm.model.linear import Linear
@@ -176,3 +177,18 @@ def test_blocks_compile_whole_and_agree(backend, masked):
         next_token_loss_sum(model(tokens, None, ids), tokens).div(tokens.numel()).backward()
     for (name, mine), other in zip(compiled.named_parameters(), eager.parameters(), strict=True):
         assert (mine.grad - other.grad).norm() / other.grad.norm() < 2e-2, name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_has_the_embeddings_first_and_norm_and_head_last(tied):
+    sizes = {"num_layers": 3, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "ffn_hidden_size": 16}
+    config = ModelConfig(
+        name="t", vocab_size=32, max_sequence_length=8, position="learned", tie_embeddings=tied, **sizes
+    )
+    whole = Decoder(config)
+    parts = [whole.stage(layers, layers == [0], layers == [2]) for layers in ([0], [1], [2])]
+    assert [list(part.layers) for part in parts] == [["0"], ["1"], ["2"]]
+    assert [part.embedding is whole.embedding for part in parts] == [True, False, tied]
+    assert [part.position_embedding is whole.position_embedding for part in parts] == [True, False, False]
+    assert [part.norm is whole.norm for part in parts] == [False, False, True]
+    assert [part.head is not None for part in parts] == [False, False, not tied]

@@ -21,7 +21,7 @@ from lightning_llm.config.schema import ClusterConfig, Config
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.matrix import shipped_recipes
-from lightning_llm.plan.nodes import TREE_SCATTER
+from lightning_llm.plan.nodes import TREE_SCATTER, share_between_nodes
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.time.cost import PARTS
 from lightning_llm.plan.time.device import Device
@@ -397,3 +397,18 @@ def test_the_document_names_every_key_and_shows_commands_that_plan(capsys):
     assert {f"step_seconds.{part}" for part in (*PARTS, "total")} <= named
     assert {f"{group}.{key}" for group in ("time", "traffic_bytes") for key in facts[group]} <= named
     assert facts["step_seconds"].keys() - {"total"} <= set(PARTS)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "axes", "kind", "per_node", "share"),
+    [
+        (Degrees(dp_shard=2, tp=8), ["tp"], "all_gather", 8, 0.0),
+        (Degrees(dp_shard=24), ["dp_shard"], "all_gather", 8, 3 / 24),  # a ring enters each of three machines once
+        (Degrees(dp_shard=24), ["dp_shard"], "all_to_all", 8, 16 / 23),
+        (Degrees(dp_shard=24), ["dp_shard"], TREE_SCATTER, 8, 2 / 23),
+        (Degrees(dp_shard=12), ["dp_shard"], TREE_SCATTER, 6, 6 / 11),  # 6 are no subtree: each sends its own
+        (Degrees(pp=6), ["pp"], "send", 4, 1 / 5),
+    ],
+)
+def test_the_share_between_machines_is_counted_over_all_ranks(degrees, axes, kind, per_node, share):
+    assert share_between_nodes(degrees, axes, kind, per_node) == pytest.approx(share)
