@@ -7,7 +7,8 @@ in the middle of a word and shifts the offsets behind them, so its text is encod
 import json
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ import numpy as np
 
 PROBE = "\U0010fffdunknown\U0010fffd"
 """An unknown token that no vocabulary has."""
-BLANKS = np.array([code for code in range(sys.maxunicode + 1) if chr(code).isspace()], np.uint32)
+CUTTING = ("ByteLevel", "Digits", "Punctuation", "Split")
+"""Pre-tokenizers that cut a text and keep all of it, unless their `behavior` is to remove what they cut at."""
+NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+"""Normalizers that write the characters of a text in another way, and drop none."""
 JAMO = range(0x1160, 0x1200)
 """Vowels and final consonants of Hangul, which normalization composes with the letter before them."""
 
@@ -32,7 +36,8 @@ class LossCounter:
         complete = isinstance(vocabulary, dict) and vocabulary.keys() >= {*pre_tokenizers.ByteLevel.alphabet()}
         whole_bytes = complete and '"type": "ByteLevel"' in json.dumps(split)
         is_bpe = isinstance(vocabulary, dict) and "merges" in model
-        self.lossless = whole_bytes and is_bpe and split["type"] == "ByteLevel" and not content.get("normalizer")
+        normalizer = content.get("normalizer") or {"type": "NFC"}
+        self.lossless = whole_bytes and is_bpe and _keeps_all(split) and normalizer["type"] in NORMAL_FORMS
         self.backend, self.probe = backend, None
         if is_bpe and model.get("unk_token") is None and not whole_bytes:
             self.probe = 1 + max([*vocabulary.values(), *(each["id"] for each in content.get("added_tokens") or ())])
@@ -55,7 +60,7 @@ def dropped_characters(text: str, encoding: Any, unknown: int | None = None) -> 
     known, refused = _covered(len(text), offsets[~is_unknown]), _covered(len(text), offsets[is_unknown])
     if (known & ~refused).all():
         return 0
-    blank = np.isin(np.frombuffer(text.encode("utf-32-le"), "<u4"), BLANKS)
+    blank = np.isin(np.frombuffer(text.encode("utf-32-le"), "<u4"), _blanks())
     lost, composed = 0, -1
     for place in np.flatnonzero((~known | refused) & ~blank).tolist():
         before = place - 1
@@ -65,6 +70,17 @@ def dropped_characters(text: str, encoding: Any, unknown: int | None = None) -> 
         else:
             lost += 1
     return lost
+
+
+def _keeps_all(split: Mapping[str, Any]) -> bool:
+    """Return whether a pre-tokenizer of a tokenizer.json removes no character."""
+    parts = split["pretokenizers"] if split["type"] == "Sequence" else [split]
+    return all(each["type"] in CUTTING and each.get("behavior") != "Removed" for each in parts)
+
+
+@cache
+def _blanks() -> np.ndarray:
+    return np.array([code for code in range(sys.maxunicode + 1) if chr(code).isspace()], np.uint32)
 
 
 def _covered(length: int, offsets: np.ndarray) -> np.ndarray:

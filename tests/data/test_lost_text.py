@@ -89,6 +89,26 @@ def test_bytes_and_unknown_tokens_lose_nothing(tmp_path: Path) -> None:
     assert tokenizer.unknown in tokens[0]
 
 
+@pytest.mark.parametrize(
+    ("behavior", "normalizer", "lossless"),
+    [("isolated", None, True), ("isolated", normalizers.NFC(), True), ("removed", None, False),
+     ("isolated", normalizers.StripAccents(), False)],
+)  # fmt: skip
+def test_offsets_are_read_only_of_tokenizers_that_may_drop_text(tmp_path, behavior, normalizer, lossless) -> None:
+    """Those of Llama 3 and Qwen cut text, compose it and map it to bytes: reading offsets would double their time."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend = Backend(models.BPE(vocab=END | {each: n for n, each in enumerate(alphabet, 1)}, merges=[]))
+    cut = pre_tokenizers.Split("1", behavior)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    tokenizer = written(backend, tmp_path)
+    assert tokenizer._losses.lossless is lossless
+    text = "a1b \u00e9 e\u0301 \u4e2d"
+    encodings = tokenizer._backend.encode_batch([text], add_special_tokens=False)
+    assert (tokenizer._losses.dropped([text], encodings) == [0]) is (behavior == "isolated")
+
+
 def test_losses_are_counted_over_processes_and_kept_in_the_cache(tmp_path: Path) -> None:
     backend = bpe(KNOWN + "?")
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
