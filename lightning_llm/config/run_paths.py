@@ -66,7 +66,7 @@ def tracking_problems(config: Config) -> Iterator[Problem]:
 def secret_problems(config: Config) -> Iterator[Problem]:
     """Yield the keys that hold a secret, which config.yaml, summaries, MLflow and checkpoints would all have."""
     for key, value in flatten(config.model_dump(warnings=False)).items():
-        texts = [*_texts(value), *(key.split(".") if key.startswith(FREE_KEYS) else ())]
+        texts = [*texts_in(value), *(key.split(".") if key.startswith(FREE_KEYS) else ())]
         found = [name for each in texts if (name := secret_in(each, _shipped_words())) is not None]
         if found and found[0]:
             text = (
@@ -78,7 +78,7 @@ def secret_problems(config: Config) -> Iterator[Problem]:
             yield Problem(key, f"{text}MLflow. Leave them out of it, and give them in the environment.")
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
     """Yield every text in a config's value, keys of mappings too, and numbers: a secret may be all digits."""
     if isinstance(value, str):
         yield value
@@ -86,10 +86,10 @@ def _texts(value: Any) -> Iterator[str]:
         yield str(value)
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            yield from (*_texts(key), *_texts(each))
+            yield from (*texts_in(key), *texts_in(each))
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _texts(each)
+            yield from texts_in(each)
 
 
 @cache

@@ -9,11 +9,11 @@ import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from lightning_llm.config.commands import command
 from lightning_llm.config.config_dir import config_dir_arguments
 from lightning_llm.config.file import write_config
+from lightning_llm.config.run_paths import texts_in
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.plan.nodes import ranks_per_node
@@ -89,6 +89,7 @@ def _script(config: Config, file: Path, frozen: Path, run_seconds: float | None)
         if value is not None
     ]
     spread = ['export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"'] if launcher.cpus_per_task else []
+    made = [shlex.join(["mkdir", "-p", *_made_folders(config)])] if launcher.container else []
     return "\n".join(
         [
             "#!/bin/bash",
@@ -99,6 +100,7 @@ def _script(config: Config, file: Path, frozen: Path, run_seconds: float | None)
             "# Kernels, on storage that all nodes see: compiled once, and kept for later jobs.",
             f"export LIGHTNING_LLM_KERNELS={shlex.quote(_kernels())}",
             *spread,
+            *made,
             _srun(config, frozen),
             "",
         ]
@@ -150,20 +152,19 @@ def _written(config: Config) -> list[str]:
     return [config.run.root, config.run.dir, config.data.cache_dir or str(user_cache_dir()), _kernels()]
 
 
+def _made_folders(config: Config) -> list[str]:
+    """Return the folders that must exist before a container starts: those that ranks write to, or make theirs in."""
+    folder = Path(config.run.dir)
+    outside = [] if folder.is_relative_to(config.run.root) else [str(folder.parent)]
+    return [*outside, *(each for each in _written(config) if each != config.run.dir)]
+
+
 def _mounted(config: Config, frozen: Path) -> Iterator[str]:
-    """Yield what a container has to see, under its own name: what is written, and all paths of the config."""
-    yield from (str(frozen.parent), *_written(config)[::2], _kernels(), *config_dir_arguments()[1:])
-    for value in _texts(config.model_dump()):
+    """Yield the paths that a container mounts under their own names: folders written to, and paths of the config."""
+    yield from (str(frozen.parent), *_made_folders(config), *config_dir_arguments()[1:])
+    for value in texts_in(config.model_dump()):
         if value.startswith("/") and Path(value).exists():
             yield value
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _texts(each)
 
 
 def _node_local(config: Config) -> list[str]:

@@ -44,6 +44,11 @@ def plan(arguments: argparse.Namespace) -> int:
         made = matrix_of(planned.config)
         print(json.dumps(matrix_facts(made), indent=1) if arguments.json else render_matrix(made))
         return 0
+    if arguments.script:
+        from lightning_llm.run.slurm_script import script_problems
+
+        if problems := script_problems(planned.config, arguments.script):
+            raise ConfigError(problems)
     of_start, start_lines = _of_start(planned.config, None if arguments.config else arguments.overrides)
     facts = plan_facts(planned, ACCOUNTINGS[arguments.accounting]) | of_start
     lines = [*notes(planned, to_train=False), *start_lines]

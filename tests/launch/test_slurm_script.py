@@ -62,11 +62,15 @@ def test_a_container_sees_what_the_run_reads_and_writes(tmp_path):
     (tmp_path / "text.jsonl").touch()
     more = ["launcher.container=nvcr.io/nvidia/pytorch:26.01-py3", "data=jsonl", f"run.root={tmp_path}/runs"]
     more += [f"data.sources.jsonl.path={tmp_path}/text.jsonl", f"data.cache_dir={tmp_path}/cache"]
+    more += [f"run.dir={tmp_path}/elsewhere/mine"]
     write_script(compose_config([*CLUSTER, *more]), tmp_path / "job", None)
     words = srun_of(tmp_path / "job")
     (mounts,) = [word.partition("=")[2].split(",") for word in words if word.startswith("--container-mounts=")]
     assert "--container-image=nvcr.io/nvidia/pytorch:26.01-py3" in words
-    assert {str(tmp_path), f"{tmp_path}/runs", f"{tmp_path}/cache", f"{tmp_path}/text.jsonl"} <= set(mounts)
+    made = {f"{tmp_path}/{name}" for name in ("runs", "elsewhere", "cache")}
+    assert {str(tmp_path), f"{tmp_path}/text.jsonl", *made} <= set(mounts)
+    (making,) = [line for line in (tmp_path / "job").read_text().splitlines() if line.startswith("mkdir -p ")]
+    assert made <= set(shlex.split(making))  # before srun, since a container mounts no folder that is not there
     assert len(mounts) == len(set(mounts))
     assert words[words.index("train") - 1] == "lightning-llm"  # the image's own
 
