@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_llm.errors import ConfigError, Problem, RunFailedError, Terminated
-from lightning_llm.stopping import EXIT_GOES_ON
+from lightning_llm.stopping import EXIT_GOES_ON, STOPPED_CODES
 
 if TYPE_CHECKING:
     from lightning_llm.compare.comparison import Comparison
@@ -93,7 +93,7 @@ def train(config: "Config", *, quiet: bool = False) -> TrainResult:
     if code == EXIT_INPUT:
         text = f"{config.trainer.devices} ranks were started and refuse the run; what is wrong stands on stderr."
         raise ConfigError(Problem("trainer.devices", text))
-    if code > 128:
+    if code in STOPPED_CODES and code != EXIT_GOES_ON:
         raise KeyboardInterrupt if code == 128 + signal.SIGINT else Terminated(code - 128)
     summary = summary_of(folder)
     if code not in (0, EXIT_GOES_ON):

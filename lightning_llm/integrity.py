@@ -129,7 +129,7 @@ def unseal(content: bytes) -> dict[str, Any]:
 def parse_object(content: bytes) -> dict[str, Any]:
     """Return the JSON object in `content`. Raises ValueError as `unseal` does."""
     try:
-        values = json.loads(content, object_pairs_hook=_each_once)
+        values = json.loads(content, object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is no JSON ({error})") from error
     if not isinstance(values, dict):
@@ -137,7 +137,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
     return values
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON. Raises ValueError where it has a key twice, of which readers take either."""
     found = dict(pairs)
     if len(found) < len(pairs):

@@ -10,7 +10,7 @@ from lightning_llm.compare.wording import line_of, reason_of
 
 def verdict_data(verdict: Verdict) -> dict[str, Any]:
     """Return one verdict; the order is that of the file."""
-    judged, plan, family = verdict.judged, verdict.plan, verdict.family
+    judged, family = verdict.judged, verdict.family
     measured, estimate = judged.measured, judged.estimate
     return {
         "name": verdict.name,
@@ -42,10 +42,7 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "outlier_seeds": list(estimate.outlier_seeds),
         "missing_seeds": measured.missing_seeds,
         "baseline_learned": measured.unlearned is None,
-        "more_seeds": plan.more,
-        "seeds_if_no_gap": plan.if_no_gap,
-        "seeds_if_lossy": plan.if_lossy,
-        "seeds_if_stable": plan.if_stable,
+        **_seeds_data(verdict),
         "aa_floor": verdict.floor.sd,
         "aa_pairs": verdict.floor.pairs,
         "sd": finite(estimate.sd),
@@ -69,6 +66,17 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "effective_data": verdict.effective_data.as_data() if verdict.effective_data else None,
         "net_speed": verdict.net_speed,
         "line": line_of(verdict),
+    }
+
+
+def _seeds_data(verdict: Verdict) -> dict[str, Any]:
+    """Return how many more seeds would decide the verdict, and how many for each true gap that is planned for."""
+    plan = verdict.plan
+    return {
+        "more_seeds": plan.more,
+        "seeds_if_no_gap": plan.if_no_gap,
+        "seeds_if_lossy": plan.if_lossy,
+        "seeds_if_stable": plan.if_stable,
     }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_llm.config.redact import redacted
+from lightning_llm.integrity import each_once
 from lightning_llm.record.chain import DIGEST_BYTES, RECORDS, ChainHead
 
 Record = Mapping[str, Any]
@@ -66,7 +67,7 @@ def decode(line: bytes) -> dict[str, Any]:
     """Return the record of one line, with non-finite numbers as floats again. Raises ValueError if it is none."""
     try:
         text = line.decode("utf-8")  # of bytes, json would guess the encoding
-        record = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_repeats)
+        record = _DECODER.decode(text)
     except RecursionError as error:
         raise ValueError("not a record: nested too deep") from error
     if not isinstance(record, dict) or type(step := record.get("step")) is not int or not 0 <= step <= LARGEST_STEP:
@@ -89,11 +90,8 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"not a record: {name} is no JSON")
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("not a record: a key stands in it twice")
-    return found
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=each_once)
+"""Of all lines: `json.loads` with these arguments would make one for each line."""
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

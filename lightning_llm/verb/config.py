@@ -25,7 +25,6 @@ from lightning_llm.plan.resolve import Resolution
 from lightning_llm.plan.step_law import law_notes, law_row
 from lightning_llm.run.checked_plan import problems_beyond, read_arguments
 from lightning_llm.run.trunk import settled
-from lightning_llm.sweep.run import checked_jobs
 
 MISSING = "(none)"
 """In the place of a value where there is none."""
@@ -66,6 +65,8 @@ def _print_sweep(arguments: argparse.Namespace) -> int:
     """Print the first job's config, and of each further job what it differs in from the first. Return 0."""
     if arguments.diff:
         raise ConfigError(Problem("--diff", "is of one run. Leave out -m, and give the overrides of one job."))
+    from lightning_llm.sweep.run import checked_jobs  # imports what one run's config does without
+
     jobs, _, _ = checked_jobs(arguments, to_train=False)
     configs = [found.model_dump(mode="json") for _, found in jobs]
     if arguments.json:

@@ -71,11 +71,11 @@ def run_conformance(folder: str | Path, compiled: bool) -> list[Verdict]:
     runner, files = Runner(compiled), _Files(folder)
     cases = [Case(spec, files.arrays(spec), runner) for spec in manifest]
     shared = {case.spec["file"]: case for case in cases if set(case.spec["arrays"]) <= INPUTS}
-    progress = Waiting(f"vectors checked, of {len(cases)} {'compiled' if compiled else 'eager'}")
     verdicts = []
-    for number, case in enumerate(cases):
-        progress.tell(number)  # compiling a case takes seconds the first time
-        verdicts.append(_verdict(case, shared))
+    with Waiting(f"vectors checked, {'compiled' if compiled else 'eager'}", of=len(cases)) as waiting:
+        for number, case in enumerate(cases):
+            waiting.tell(number)  # compiling a case takes seconds the first time
+            verdicts.append(_verdict(case, shared))
     return verdicts
 
 
