@@ -3,7 +3,7 @@
 import sys
 
 from lightning_llm.early_signals import early_signals, stop_line, taken
-from lightning_llm.interpreter import leave_working_folder, use_utf8
+from lightning_llm.interpreter import has_working_folder, leave_working_folder, use_utf8
 from lightning_llm.slow_imports import slow_imports, take_process
 from lightning_llm.terminal.lasting_output import open_standard_streams
 
@@ -17,6 +17,9 @@ def main(argv: list[str] | None = None) -> int:
         with early_signals(words):
             use_utf8()
             open_standard_streams()
+            if not has_working_folder():
+                print("error: the working folder was deleted. Change to one that exists.", file=sys.stderr)
+                return 2
             leave_working_folder()
             return _run_command(words)
     except BaseException as error:

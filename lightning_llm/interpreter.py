@@ -48,6 +48,15 @@ def use_utf8() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+def has_working_folder() -> bool:
+    """Return whether the working folder still exists: another shell may have deleted it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def leave_working_folder() -> None:
     """Take the working folder off the module path of this process, which `python -m` puts there, and of its children.
 

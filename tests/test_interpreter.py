@@ -64,3 +64,11 @@ def test_a_locale_of_ascii_alone_does_not_decide_what_a_command_reads(tmp_path):
     done = subprocess.run(command, env=os.environ | ascii_alone, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert "name: é" in done.stdout.decode()
+
+
+def test_a_working_folder_that_was_deleted_is_named(tmp_path):
+    (tmp_path / "gone").mkdir()
+    command = ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", *interpreter.python_module("lightning_llm", "config")]
+    done = subprocess.run(command, cwd=tmp_path / "gone", capture_output=True, check=False, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: the working folder was deleted. Change to one that exists.\n"

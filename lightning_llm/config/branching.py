@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_llm.config.file import literal
 from lightning_llm.config.from_weights import OPTION, run_of
 from lightning_llm.config.identity import NOT_IDENTITY, below, flatten
 from lightning_llm.config.recipes import group_names, option_files
@@ -147,11 +148,11 @@ def branch_tree(
         for key in OWN:
             tree[key] = defaults[key]
         tree.run.experiment = experiment
-        tree.branch_from = str(branching.path)
+        tree.branch_from = literal(str(branching.path))
         OmegaConf.update(tree, "logger.tags", {}, merge=False)
     if not OmegaConf.is_dict(tree.get("data")):
         raise ConfigError(Problem("data", f"is {tree.get('data')!r}, must be a mapping, in the config of the trunk."))
-    trunks_data = OmegaConf.to_container(tree.data, resolve=True)
+    trunks_data = literal(OmegaConf.to_container(tree.data, resolve=True))
     recipe = [each.value() for each in parsed if each.key_or_group == "recipe"]
     if recipe:
         tree.recipe = recipe[-1]

@@ -20,16 +20,16 @@ INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 def config_text(config: Config) -> str:
     """Return `config` as YAML that `train --config FILE` takes."""
-    return str(yaml.dump(_literal(config.model_dump()), Dumper=_DUMPER, sort_keys=False, allow_unicode=True))
+    return str(yaml.dump(literal(config.model_dump()), Dumper=_DUMPER, sort_keys=False, allow_unicode=True))
 
 
-def _literal(value: Any) -> Any:
-    """Return `value` with "${" in its texts escaped: a config is resolved, so that none is an interpolation."""
+def literal(value: Any) -> Any:
+    """Return `value` with "${" in its texts escaped, so that a tree of OmegaConf resolves them to these texts."""
     if isinstance(value, str):
         return INTERPOLATION.sub(lambda found: f"{found[1] * 2}\\${{", value)
     if isinstance(value, dict):
-        return {key: _literal(each) for key, each in value.items()}
-    return [_literal(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: literal(each) for key, each in value.items()}
+    return [literal(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def write_config(config: Config, file: Path) -> None:

@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from lightning_llm.config.file import literal
 from lightning_llm.config.weight_files import GENERATION, HUGGINGFACE, IMPORTED, NOT_SHAPE, TOKENIZER
 from lightning_llm.config.yaml_file import read_mapping
 from lightning_llm.errors import ConfigError, Problem
@@ -62,16 +63,16 @@ def fill_from_weights(tree: DictConfig, typed: Sequence[str] = ()) -> None:
     with open_dict(tree):
         for key, value in shape.items():
             if key not in model and key not in NOT_SHAPE and value is not None:
-                model[key] = value
-        model.name = str(shape.get("name") or path.name)
+                model[key] = literal(value)
+        model.name = literal(str(shape.get("name") or path.name))
         tokenizer = tokenizer_of(path)
         trained = OmegaConf.select(tree, "data.tokenizer.kind") == "bpe"  # what is chosen where nobody chooses
         if tokenizer is not None and trained and not any(key.startswith("data.tokenizer") for key in typed):
             OmegaConf.update(tree, "data.tokenizer.kind", "file", force_add=True)
-            OmegaConf.update(tree, "data.tokenizer.path", str(tokenizer), force_add=True)
+            OmegaConf.update(tree, "data.tokenizer.path", literal(str(tokenizer)), force_add=True)
             OmegaConf.update(tree, "data.tokenizer.vocab_size", None, force_add=True)
             if (end := end_of_document_of(path)) is not None:
-                OmegaConf.update(tree, "data.tokenizer.end_of_document", end, force_add=True)
+                OmegaConf.update(tree, "data.tokenizer.end_of_document", literal(end), force_add=True)
 
 
 def weights_path(named: str) -> Path:
@@ -102,7 +103,7 @@ def shape_of(path: Path) -> dict[str, Any]:
         what = "holds no weights" if path.is_dir() else "is a file" if path.exists() else "does not exist"
         raise ConfigError(Problem(KEY, f"{path} {what}. Give {EXPECTED}."))
     model = read_mapping(run / "config.yaml", str(run / "config.yaml"), "It must be as its run wrote it.").get("model")
-    found_in_run: Any = OmegaConf.to_container(model) if isinstance(model, DictConfig) else {}
+    found_in_run: Any = OmegaConf.to_container(model, resolve=True) if isinstance(model, DictConfig) else {}
     return dict(found_in_run)
 
 

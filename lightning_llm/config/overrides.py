@@ -20,6 +20,7 @@ from hydra.core.override_parser.types import (
 )
 from hydra.errors import HydraException
 
+from lightning_llm.config.file import literal
 from lightning_llm.config.recipes import group_names, option_files
 from lightning_llm.config.schema.aliases import KEY, VALUES
 from lightning_llm.config.schema.data import loader_of
@@ -61,7 +62,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 
 def override(key: str, value: str | int | None) -> str:
     """Return the argument that sets `key` to `value`, whatever characters a text has."""
-    text = QuotedString(value, Quote.single).with_quotes() if isinstance(value, str) else value
+    text = QuotedString(literal(value), Quote.single).with_quotes() if isinstance(value, str) else value
     return f"{key}={'null' if text is None else text}"
 
 

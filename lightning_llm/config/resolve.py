@@ -10,6 +10,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from omegaconf.resolvers.oc import env
 
 from lightning_llm.config.cluster_choice import without_cluster
+from lightning_llm.config.file import literal
 from lightning_llm.config.law_words import read_with_laws
 from lightning_llm.config.recipes import group_names
 from lightning_llm.config.redact import note_interpolated, withheld
@@ -39,7 +40,7 @@ def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool
     if problem := without_cluster(tree):
         found[("cluster",)] = problem
     if isinstance(root := OmegaConf.select(tree, "run.root", throw_on_missing=False), str) and root:
-        OmegaConf.update(tree, "run.root", str(Path(root).expanduser().absolute()))
+        OmegaConf.update(tree, "run.root", literal(str(Path(root).expanduser().absolute())))
     unresolvable = _resolve(tree, ())
     found |= {
         _path(key): Problem(key, f"a value must be given.{HOW_MADE.get(key, '')}")

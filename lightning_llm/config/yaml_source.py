@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -30,7 +31,8 @@ NAMED_AFTER_FILE = ("model", "data", "precision", "parallel", "trainer", "spikes
 def search_override(folder: Path) -> str:
     """Return the override that has Hydra look for groups in `folder`, behind the shipped ones."""
     _register()
-    return f"hydra.searchpath=['{SCHEME}://{folder.absolute()}']"
+    where = QuotedString(f"{SCHEME}://{folder.absolute()}", Quote.single).with_quotes()
+    return f"hydra.searchpath=[{where}]"
 
 
 @cache

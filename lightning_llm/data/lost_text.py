@@ -55,7 +55,7 @@ class LossCounter:
 
 def dropped_characters(text: str, encoding: Any, unknown: int | None = None) -> int:
     """Return how many characters of `text`, blanks aside, no token covers, or one with the id `unknown`."""
-    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    offsets = np.minimum(np.array(encoding.offsets, np.int64).reshape(-1, 2), len(text))  # see `byte_counts`
     is_unknown = np.array(encoding.ids, np.int64) == (-1 if unknown is None else unknown)  # [tokens]
     known, refused = _covered(len(text), offsets[~is_unknown]), _covered(len(text), offsets[is_unknown])
     if (known & ~refused).all():

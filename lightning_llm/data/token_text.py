@@ -34,7 +34,7 @@ def byte_counts(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
     cuts = np.zeros(len(offsets) + 2, np.int64)  # between which bytes each token lies
     cuts[-1] = position[-1]
     if len(offsets):
-        spans = np.array(offsets, np.int64)
+        spans = np.minimum(np.array(offsets, np.int64), len(text))  # BPE that spells "</w>" in bytes counts those, too
         starts, ends = spans[:, 0], np.maximum.accumulate(spans[:, 1])
         cuts[1:-1] = position[ends]
         shared = np.flatnonzero(starts[1:] < ends[:-1])  # the next token begins within this one's last character

@@ -14,10 +14,12 @@ from omegaconf import OmegaConf
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.file import config_text
+from lightning_llm.config.overrides import override
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.data.loader.files import find_files, matching_files
 from lightning_llm.data.source import Source
+from lightning_llm.data.tokenizer import write_bytes_tokenizer
 
 CHARACTERS = "ab1 [](){}*?!%#$&'\"`\\:;,=~^@+-_.\n\té漢"
 NAMES = st.text(CHARACTERS, min_size=1, max_size=12).filter(lambda name: name not in (".", ".."))
@@ -95,6 +97,38 @@ def test_a_path_in_config_yaml_is_the_path(config: Config, path: str) -> None:
     assert OmegaConf.to_container(read.data.sources, resolve=True)["text"]["path"] == f"/{path}"
 
 
+@settings(max_examples=15, deadline=None)
+@given(st.text("\\${}ab:,?*[]%#'\" ", max_size=9))
+@example("${oc.env:HOME} it's")
+@example("a\\")
+def test_a_path_becomes_an_override_that_gives_the_path(path: str) -> None:
+    source, root = override("data.sources.text.path", f"/{path}"), override("run.root", f"/{path}")
+    config = compose_config(["data=text", source, root])
+    assert config.data.sources["text"].path == f"/{path}"
+    assert config.run.root == f"/{path}"
+    assert config.run.dir.startswith(f"/{path}/")
+
+
+@pytest.mark.parametrize("name", ["it's ${oc.env:HOME}", "a,b\\${x}"])
+def test_the_tokenizer_beside_weights_is_theirs_whatever_the_folders_name(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    write_bytes_tokenizer(folder / "tokenizer.json")
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    other = {"vocab_size": 257, "max_position_embeddings": 4096, "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **shape, **other}))
+    config = compose_config(["data=text", "data.sources.text.path=x", override("model.init_from", str(folder))])
+    assert (config.model.init_from, config.model.name) == (str(folder), name)
+    assert config.data.tokenizer.path == str(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["it's [x]", "a,b\\", "${oc.env:HOME}"])
+def test_a_config_dir_is_found_whatever_its_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / name / "recipe").mkdir(parents=True)
+    (tmp_path / name / "recipe" / "mine.yaml").write_text("# @package _global_\nseed: 7\n")
+    assert compose_config(["recipe=mine"], tmp_path / name).seed == 7
+
+
 def test_datasets_reads_a_folder_whatever_its_name(tmp_path: Path) -> None:
     import datasets
 
@@ -102,7 +136,7 @@ def test_datasets_reads_a_folder_whatever_its_name(tmp_path: Path) -> None:
     (tmp_path / "corpus v" / "x").mkdir(parents=True)
     (folder / ".git").mkdir(parents=True)
     write_jsonl(tmp_path / "corpus v" / "train.jsonl", "another")
-    write_jsonl(folder / "train-a::[1].jsonl", "named")
+    write_jsonl(folder / "train-a::[1]\n.jsonl", "named")
     write_jsonl(folder / ".git" / "train-b.jsonl", "hidden")
     write_jsonl(folder / "test.jsonl", "in test")
     source = Source("s", LOADERS["huggingface"](loader="huggingface", path=str(folder)))

@@ -8,8 +8,9 @@ import pytest
 from corpus_files import data_config, write_jsonl
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tokenizer_kinds import KINDS, byte_level, saved, sentencepiece, word_ends, wordpiece
-from tokenizers import normalizers
+from tokenizer_kinds import FALLBACK, KINDS, LETTERS, byte_level, saved, sentencepiece, word_ends, wordpiece
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, normalizers, pre_tokenizers
 
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.source import content_key
@@ -142,6 +143,18 @@ def test_a_byte_that_is_no_text_has_no_pieces(tmp_path: Path) -> None:
     ours = larger(theirs.path, tmp_path / "large", "<0xE6>", "<0x61>")
     assert ours.pieces_in(theirs, ours.vocab_size - 2) == []
     assert ours.pieces_in(theirs, ours.vocab_size - 1) == [vocab.index("a")]
+
+
+def test_offsets_beyond_the_text_count_no_bytes(tmp_path: Path) -> None:
+    vocab = {piece: number for number, piece in enumerate([*FALLBACK, *LETTERS])}
+    made = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, end_of_word_suffix="</w>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(saved(made, tmp_path))
+    texts = ["w0rld", "é", "", "ab 1"]
+    (tokens, lost), sizes = tokenizer.encode_counted(texts), tokenizer.byte_counts(texts)
+    assert [len(each) for each in tokens] == [9, 6, 0, 11]  # "</w>" is four tokens of its own
+    assert [int(each.sum()) for each in sizes] == [5, 2, 0, 4]
+    assert lost == [0, 0, 0, 0]
 
 
 def test_normalizers_do_not_change_what_is_counted(tmp_path: Path) -> None:

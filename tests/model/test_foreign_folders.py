@@ -177,6 +177,11 @@ VARIANTS = {
     "quantised": Variant(ALL, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "code of its own": Variant(ALL, auto_map={"AutoModelForCausalLM": "modeling.X"}),
     "layers of their own": Variant(("llama", "qwen3"), per_layer_config={"1": {"rms_norm_eps": 0.1}}),
+    "tokens see later ones": Variant(ALL, is_causal=False),
+    "tokens see later ones, null": Variant(("qwen3", "llama"), is_causal=None),
+    "tokens see earlier ones": Variant(("mistral",), is_causal=True),
+    "chunks, which generate goes by": Variant(("llama",), attention_chunk_size=4),
+    "weights of another name": Variant(("llama",), transformers_weights="other.safetensors"),
     # GPT-2
     "an alias": Variant(("gpt2",), hidden_size=64),
     "an alias of heads": Variant(("gpt2",), num_attention_heads=2),
@@ -201,6 +206,7 @@ ONE_MEANING = (
     "another epsilon", "epsilon left out", "tied, with the same head", "tied, without a head",
     "another dtype than the tensors'", "norms in another dtype", "no architectures", "an alias that agrees",
     "inner null", "gelu exact", "upcast", "another scalar", "a scalar left out", "caps left out",
+    "tokens see earlier ones",
 )  # fmt: skip
 """Variants that say one thing: they may be refused only where transformers does not load them either."""
 CASES = [(family, name) for name, variant in VARIANTS.items() for family in variant.families]

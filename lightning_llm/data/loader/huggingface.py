@@ -51,7 +51,7 @@ class HuggingFaceReader:
                 builder = datasets.load_dataset_builder(str(folder), name=config.subset)
                 rows = builder.as_streaming_dataset(split=config.split)
         except (ValueError, OSError) as error:  # names the splits or subsets there are
-            raise _load_problem(self.key, str(local), config, error) from error
+            raise _load_problem(self.key, str(local), config, str(error).replace(str(folder), str(local))) from error
         by_split = builder.config.data_files or {}
         read = {file for split, files in by_split.items() if split == config.split for file in files}
         data = {file for files in by_split.values() for file in files}
@@ -67,8 +67,8 @@ class HuggingFaceReader:
 def _plain_folder(folder: Path, files: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Path]]]:
     """Give a folder of links to the `files` of `folder`, and link -> file.
 
-    `datasets` resolves the folder that it is given and takes its name as a pattern, and "::" in a file's name as a
-    chain of URLs. The links have names without either.
+    `datasets` resolves the folder that it is given and takes its name as a pattern, "::" in a file's name as a chain
+    of URLs, and its patterns match no line break. The links have names without any of these.
     """
     temporary = tempfile.gettempdir()
     plain = temporary if not has_magic(temporary) and ":" not in temporary else "/tmp"
@@ -76,7 +76,7 @@ def _plain_folder(folder: Path, files: Sequence[Path]) -> Iterator[tuple[Path, d
         target, originals = Path(root).resolve() / "data", {}
         target.mkdir()
         for file in files:
-            link = target / str(file.relative_to(folder)).replace("::", "\ua789\ua789")
+            link = target / str(file.relative_to(folder)).replace("::", "\ua789\ua789").replace("\n", "\u2424")
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(file)
             originals[str(link)] = file
@@ -99,7 +99,7 @@ def _rows_of(saved: Any, split: str, key: str, where: Path) -> Any:
     return datasets.concatenate_datasets([saved[each.splitname].select(range(each.from_, each.to)) for each in parts])
 
 
-def _load_problem(key: str, path: str, config: TextSourceConfig, error: Exception) -> ConfigError:
+def _load_problem(key: str, path: str, config: TextSourceConfig, error: str) -> ConfigError:
     wanted = f"subset {config.subset!r}, split {config.split!r}"
     return ConfigError(Problem(f"{key}.path", f"{path!r} ({wanted}) cannot be loaded: {error}"))
 
@@ -111,7 +111,7 @@ def _load(key: str, path: str, config: TextSourceConfig, **options: Any) -> Any:
         with raised_in_a_line():
             return datasets.load_dataset(path, name=config.subset, split=config.split, **options)
     except (ValueError, OSError) as error:  # names the splits or subsets there are
-        raise _load_problem(key, path, config, error) from error
+        raise _load_problem(key, path, config, str(error)) from error
 
 
 def _load_from_hub(key: str, config: TextSourceConfig) -> Any:

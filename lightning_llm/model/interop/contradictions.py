@@ -10,8 +10,18 @@ from lightning_llm.errors import Problem
 
 SWITCHES = ("tie_word_embeddings",)
 """Entries that must be true or false where they are given: transformers refuses text and null."""
-UNUSUAL: Mapping[str, tuple[Any, ...]] = {"per_layer_config": (None, {}), "is_encoder_decoder": (False, None)}
-"""Entries of any class by which it computes something else, and the values by which it does not."""
+UNUSUAL: Mapping[str, tuple[Any, ...]] = {
+    "attention_chunk_size": (None,),
+    "fusion_config": (None,),
+    "is_causal": (True,),
+    "is_encoder_decoder": (False, None),
+    "per_layer_config": (None, {}),
+    "transformers_weights": (None,),
+}
+"""Entries of any class by which it computes something else or reads other files, and the values by which it does not.
+
+The first is that of a file without the entry.
+"""
 
 
 def contradictions(
@@ -35,5 +45,6 @@ def contradictions(
         if key in values and values[key] is None:
             yield Problem(f"config.json {key}", "is null, which transformers refuses. Give a value, or leave it out.")
     for key, usual in UNUSUAL.items():
-        if values.get(key) not in usual:
-            yield Problem(f"config.json {key}", f"is {values[key]!r}, which this decoder does not compute. Remove it.")
+        if (value := values.get(key, usual[0])) not in usual:
+            text = f"is {value!r}, which is not done here. Take weights trained without it, or remove it if these were."
+            yield Problem(f"config.json {key}", text)
