@@ -57,6 +57,7 @@ class WritingSettings:
         `defaults`: top_k and top_p of the model's own generation_config.json. Raises ValueError for senseless values.
         """
         asked = dict(normalize_gen_kwargs(dict(given), DEFAULT_NEW_TOKENS))
+        _refuse_senseless(asked)
         until = handle_stop_sequences(asked["until"], eos=end_of_document)
         samples = bool(asked.get("do_sample"))
         drawn = {"top_k": DEFAULT_TOP_K, "top_p": 1.0, **defaults, **_set(asked)} if samples else {}
@@ -80,6 +81,20 @@ class WritingSettings:
 
 def _set(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: settings[key] for key in ("top_k", "top_p") if settings.get(key) is not None}
+
+
+def _refuse_senseless(asked: Mapping[str, Any]) -> None:
+    """Raise ValueError for values that lm-eval passes on, and on which its `hf` backend fails or depends."""
+    until, samples = asked.get("until"), asked.get("do_sample")
+    stops = until if isinstance(until, list) else [until]
+    if odd := [each for each in stops if not isinstance(each, str | None)]:
+        raise ValueError(f"until holds {odd[0]!r}, and must be text")
+    if asked["max_gen_toks"] < 1:
+        raise ValueError(f"{asked['max_gen_toks']} new tokens, and must be at least 1")
+    if not isinstance(samples, bool | None):
+        raise ValueError(f"do_sample={samples!r}, and must be true or false")
+    if samples and not asked.get("temperature"):
+        raise ValueError("do_sample=True without a temperature above 0, which transformers refuses")
 
 
 def settings_problems(given: Mapping[str, Any]) -> list[str]:

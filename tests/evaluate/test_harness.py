@@ -123,6 +123,9 @@ def test_settings_are_read_as_transformers_reads_them():
         default = GenerationConfig._get_default_generation_params().get(neutral, values[0])
         assert default in values
     assert settings_problems({"until": ["x"], "num_beams": 1, "repetition_penalty": 1.0, "top_k": 5}) == []
+    for senseless in ({"until": [1]}, {"max_gen_toks": 0}, {"do_sample": "false"}, {"do_sample": True}):
+        assert "cannot be read" in settings_problems(senseless)[0]
+    assert settings_problems({"until": None, "max_gen_toks": "5", "do_sample": True, "temperature": 0.5}) == []
     assert settings_problems({"num_beams": 4, "temperature": -1, "do_sample": True})[0].startswith("generation_kwargs")
     assert settings_problems({"num_beams": 4}) == ["generation_kwargs.num_beams=4 is not supported"]
 
