@@ -62,6 +62,9 @@ class Terminated(KeyboardInterrupt):
         self.number = number
         super().__init__(signal.Signals(number).name)
 
+    def __reduce__(self) -> tuple[type["Terminated"], tuple[int]]:
+        return type(self), (self.number,)
+
 
 class RunFailedError(Exception):
     """A run that was started from Python failed; why stands in `folder`'s summary.json, too. Exit code 1."""

@@ -32,6 +32,15 @@ def literal(value: Any) -> Any:
     return [literal(each) for each in value] if isinstance(value, list | tuple) else value
 
 
+def without_escapes(value: Any) -> Any:
+    """Return `value`, read from a config.yaml as plain YAML, with its texts as they were in the config."""
+    if isinstance(value, str):
+        return INTERPOLATION.sub(lambda found: f"{found[1][: len(found[1]) // 2]}${{", value)
+    if isinstance(value, dict):
+        return {key: without_escapes(each) for key, each in value.items()}
+    return [without_escapes(each) for each in value] if isinstance(value, list) else value
+
+
 def write_config(config: Config, file: Path) -> None:
     """Write `config` so that `train --config FILE` repeats the run; the file appears whole."""
     partial = file.with_suffix(".partial")

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from lightning_llm.config.file import without_escapes
 from lightning_llm.config.identity import config_digest, flatten
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate
@@ -275,7 +276,7 @@ def _whole_config(text: str) -> dict[str, Any]:
     Raises:
         ValueError: it is no mapping, or lacks what every run has written.
     """
-    tree = yaml.load(text, Loader)
+    tree = without_escapes(yaml.load(text, Loader))
     if not isinstance(tree, dict):
         raise ValueError("config.yaml holds no mapping")
     if lacking := [key for key in WRITTEN if key not in tree]:

@@ -16,8 +16,12 @@ from run_folders import curve, make_run, make_sweep, rewritten, verdicts
 from lightning_llm.__main__ import main
 from lightning_llm.compare.comparison import Comparison, compare_runs, read_all
 from lightning_llm.compare.estimate import Terms
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.file import write_config
+from lightning_llm.config.identity import config_digest, flatten
 from lightning_llm.errors import ConfigError
-from lightning_llm.record.files import mark_failed
+from lightning_llm.record.chain import ChainHead
+from lightning_llm.record.files import mark_failed, sealed_records, write_json
 from lightning_llm.record.reading import read_run
 from lightning_llm.record.sweep_file import checked_sweep
 
@@ -337,3 +341,18 @@ def test_an_odd_job_of_a_sweep_is_a_damaged_sweep(edit):
     assert checked_sweep({"jobs": [job]})["jobs"] == [job]
     with pytest.raises(ValueError, match="it is damaged: jobs whose"):
         checked_sweep({"jobs": [job | edit]})
+
+
+@pytest.mark.parametrize("text", ["a${b}", "a\\${b}", "${oc.env:HOME}\\\\${c}", "plain\\"])
+def test_marks_of_an_interpolation_change_no_config(tmp_path, text):
+    """config.yaml has them escaped, for readers that interpolate; the recorded digest is of the config itself."""
+    config = compose_config(["recipe=quickstart"])
+    sources = {name: each.model_copy(update={"text_key": text}) for name, each in config.data.sources.items()}
+    config = config.model_copy(update={"data": config.data.model_copy(update={"sources": sources})})
+    folder = make_run(tmp_path / "0", "seed=0", summary={"status": "failed"})
+    write_config(config, folder / "config.yaml")
+    summary = json.loads((folder / "summary.json").read_text())
+    summary |= {"seed": config.seed, "config_digest": config_digest(flatten(config.model_dump()))}
+    head = ChainHead.over((folder / "metrics.jsonl").read_bytes().splitlines(keepends=True))
+    write_json(folder / "summary.json", {**summary, "records": sealed_records(head, summary)})
+    assert read_run(folder).unverified == ""
