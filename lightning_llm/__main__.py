@@ -3,7 +3,7 @@
 import sys
 
 from lightning_llm.early_signals import early_signals, stop_line, taken
-from lightning_llm.interpreter import has_working_folder, leave_working_folder, use_utf8
+from lightning_llm.interpreter import has_working_folder, leave_working_folder, unset_empty_ranks, use_utf8
 from lightning_llm.slow_imports import slow_imports, take_process
 from lightning_llm.terminal.lasting_output import open_standard_streams
 
@@ -21,6 +21,7 @@ def main(argv: list[str] | None = None) -> int:
                 print("error: the working folder was deleted. Change to one that exists.", file=sys.stderr)
                 return 2
             leave_working_folder()
+            unset_empty_ranks()
             return _run_command(words)
     except BaseException as error:
         # An import that a signal interrupts may raise an error of its own: libraries in C do.

@@ -11,6 +11,8 @@ from pathlib import Path
 
 SAFE_PATH = "PYTHONSAFEPATH"
 UTF8 = "PYTHONUTF8"
+RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+"""Variables that Lightning reads as whole numbers when it is imported."""
 ROOT = Path(__file__).resolve().parent.parent
 """The folder of this package: of a checkout, or site-packages."""
 
@@ -66,3 +68,10 @@ def leave_working_folder() -> None:
     first = Path(sys.path[0] or os.curdir).resolve()
     if not sys.flags.safe_path and first == Path.cwd() != ROOT:
         del sys.path[0]
+
+
+def unset_empty_ranks() -> None:
+    """Remove rank variables that are empty: a template of a job sets them so, and Lightning's import would raise."""
+    for name in RANKS:
+        if not os.environ.get(name, "0").strip():
+            del os.environ[name]

@@ -4,11 +4,14 @@ import ast
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import test_architecture
+from lightning.fabric.utilities.rank_zero import _get_rank
 
 from lightning_llm import interpreter
+from lightning_llm.__main__ import main
 from lightning_llm.data.encode import encode_batches
 from lightning_llm.data.source import document
 from lightning_llm.data.tokenizer import Tokenizer, write_bytes_tokenizer
@@ -51,6 +54,19 @@ def test_a_checkout_in_the_working_folder_is_found_by_what_it_starts(monkeypatch
     assert interpreter.python_environment()["PYTHONPATH"] == f"{interpreter.ROOT}{os.pathsep}/mine"
     monkeypatch.setattr(sys, "path", [])
     assert "PYTHONPATH" not in interpreter.python_environment()
+
+
+@pytest.mark.parametrize(("value", "rank"), [("", None), (" ", None), ("3", 3)])
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "SLURM_PROCID"])
+def test_an_empty_rank_counts_as_unset_where_lightning_reads_it(monkeypatch, name, value, rank):
+    monkeypatch.setattr(os, "environ", {**{k: v for k, v in os.environ.items() if "RANK" not in k}, name: value})
+    for step in ("use_utf8", "leave_working_folder", "open_standard_streams", "take_process"):
+        monkeypatch.setattr(f"lightning_llm.__main__.{step}", lambda: None)
+    monkeypatch.setattr("lightning_llm.__main__.early_signals", lambda words: nullcontext())
+    monkeypatch.setattr("lightning_llm.command_line.run_verb", lambda words: _get_rank())
+    monkeypatch.setattr(sys, "argv", ["lightning-llm", "plan"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    assert main() == rank
 
 
 def test_a_locale_of_ascii_alone_does_not_decide_what_a_command_reads(tmp_path):
