@@ -31,6 +31,8 @@ STRAGGLER = "straggler"
 SUMMARY_KINDS: Mapping[str, type] = {
     **dict.fromkeys(("status", "detail", "host", "process", "device", "run_id", "started_at", "ended_at"), str),
     **dict.fromkeys(("versions", "git", "mlflow", "precision", "fingerprint", "branch", "earlier", RECORDS), dict),
+    **dict.fromkeys(("init", "validation_hashes"), dict),
+    **dict.fromkeys(("data_hash", "validation_hash", "code_hash"), str),
     **dict.fromkeys(("begun_at_step", "resumed_from_step", "starts", "parameters", "seed"), int),
     "config_digest": str,
 }
@@ -191,6 +193,9 @@ def summary_of(folder: Path) -> dict[str, Any]:
     for key, kind in SUMMARY_KINDS.items():
         if summary.get(key) is not None and not isinstance(summary[key], kind):
             raise ValueError(f"{file} is damaged: '{key}' is {str(summary[key])[:40]!r}")
+    teachers = summary.get("distil") or []
+    if not isinstance(teachers, list) or not all(isinstance(each, dict) for each in teachers):
+        raise ValueError(f"{file} is damaged: 'distil' is {str(teachers)[:40]!r}")
     return summary
 
 

@@ -356,3 +356,11 @@ def test_marks_of_an_interpolation_change_no_config(tmp_path, text):
     head = ChainHead.over((folder / "metrics.jsonl").read_bytes().splitlines(keepends=True))
     write_json(folder / "summary.json", {**summary, "records": sealed_records(head, summary)})
     assert read_run(folder).unverified == ""
+
+
+@pytest.mark.parametrize("key", ["init", "distil", "data_hash", "validation_hash", "validation_hashes", "code_hash"])
+@pytest.mark.parametrize("value", [7, [1]])
+def test_a_summary_of_odd_types_is_a_damaged_run(tmp_path, key, value):
+    run = make_run(tmp_path / "run", summary={key: value}, verified=False)
+    with pytest.raises(ConfigError, match=f"summary.json is damaged: '{key}' is"):
+        read_run(run)
