@@ -10,7 +10,7 @@ ARGS ?=
 COMPILED := $(BIN)/python -m compileall -q lightning_llm callbacks && PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup hashes release train sweep compare plan test test-full chaos golden lint format bench gpu-check ui clean
+.PHONY: help setup hashes release train sweep compare plan test test-full chaos golden frozen frozen-record lint format bench gpu-check ui clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -71,6 +71,12 @@ chaos: setup  ## a hundred random faults, and a table of what came of them (ARGS
 
 golden: setup  ## record the golden curves in tests/golden anew (ARGS="mxfp8 ...": some of them)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/golden/record.py $(ARGS)
+
+frozen: setup  ## golden curves, hashes, plans, verdicts, keys of files, verbs and flags are the recorded ones: 2 minutes
+	$(COMPILED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist load tests/golden/test_golden.py tests/frozen $(ARGS)
+
+frozen-record: setup  ## record in tests/frozen what a change is meant to alter; the commit says why
+	cd tests && PYTHONPATH=.:frozen ../$(BIN)/python frozen/record.py
 
 # mypy cannot see through the package map of an editable install, so it checks the package as it would be installed.
 lint: setup  ## ruff, hadolint and mypy
