@@ -119,7 +119,8 @@ def _sweeps_elsewhere(root: Path) -> list[Path]:
     places = [Path.cwd(), *(Path(each) for each in possible_outputs())]
     files = {file.resolve() for each in places for depth in range(DEPTH + 1) for file in each.glob("*/" * depth + FILE)}
     newest = sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
-    return [file.parent for file in newest if root.resolve() not in file.parents][:MOST_ELSEWHERE]
+    found = [file.parent for file in newest if ARTIFACTS not in file.parts]  # MLflow keeps a copy of sweep.json
+    return [sweep for sweep in found if root.resolve() not in sweep.parents][:MOST_ELSEWHERE]
 
 
 def _folders_named(word: str, root: Path, found: Found) -> list[Path]:

@@ -20,8 +20,8 @@ def notes_on(
     """Return what to read beside the verdicts, one sentence or two each."""
     notes = [factor.note] if factor.note else []
     notes.append(
-        "A verdict holds at its model size and number of tokens. It rules recipes out; that one is lossless there does "
-        "not say so for larger models or longer runs, where damage may grow: see how the gap moves over both."
+        "A verdict holds at its model size and number of tokens. It can rule a recipe out; lossless here does not "
+        "imply lossless for larger models or longer runs, where damage may grow: see how the gap moves over both."
     )
     if any(each.plan.if_no_gap and each.plan.more for each in verdicts):
         notes.append(power_statement())

@@ -109,7 +109,10 @@ def _tokenizer_problems(config: TokenizerConfig, model_vocab_size: int) -> list[
     if config.kind != "file":
         for name in ("path", "end_of_document"):
             if getattr(config, name) is not None:
-                text = f"{getattr(config, name)!r} has a meaning for data.tokenizer.kind=file alone."
+                text = (
+                    f"{getattr(config, name)!r} is read with data.tokenizer.kind=file only, and kind is {config.kind}. "
+                    "Set data.tokenizer.kind=file, or drop this key."
+                )
                 problems.append(Problem(f"data.tokenizer.{name}", text))
     if config.kind == "file":
         return problems + _tokenizer_file_problems(config, model_vocab_size)

@@ -89,8 +89,9 @@ def disk_problems(config: Config, jobs: int = 1) -> list[Problem]:
     if each * kept <= room:
         return []
     text = (
-        f"{kept} checkpoints of {decimal(each)} each (what stays x runs + 1) need {decimal(each * kept)} "
-        f"and {folder} has {decimal(room)} free. Lower checkpoint.keep_last, or choose another run.root."
+        f"{kept} checkpoints of {decimal(each)} each (all that are kept, and one being written) need "
+        f"{decimal(each * kept)} and {folder} has {decimal(room)} free. Lower checkpoint.keep_last, or choose another "
+        "run.root."
     )
     if config.checkpoint.keep_every or config.checkpoint.keep_best:
         text = text.replace("keep_last,", "keep_last or keep_best, keep fewer by a larger keep_every,")

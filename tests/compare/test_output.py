@@ -16,6 +16,7 @@ from lightning_llm.compare.comparison import compare_runs, read_all
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.report.pictures import pictures_of
 from lightning_llm.compare.wording import more_or_fewer, nats, per_parameter
+from lightning_llm.config import workspace
 from lightning_llm.record.reading import read_run
 from lightning_llm.record.search_results import write_results
 from lightning_llm.terminal import waiting
@@ -278,6 +279,10 @@ def test_without_a_sweep_those_of_other_folders_are_named(tmp_path, monkeypatch,
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(workspace, "checkout", lambda: None)  # it may have sweeps of whoever runs the tests
+    artifacts = tmp_path / "here" / "mlartifacts" / "0" / "artifacts"  # MLflow's copy of a sweep.json is no sweep
+    artifacts.mkdir(parents=True)
+    (artifacts / "sweep.json").write_text("{}")
     assert "of a sweep with run.root=DIR: compare DIR" in refusal(capsys)
     for root in ("here/mine", "home/lightning-llm/outputs"):
         sweep = tmp_path / root / "exp" / "sweep-0"

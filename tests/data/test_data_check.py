@@ -108,6 +108,9 @@ def test_tokenizer_files(tmp_path: Path) -> None:
     names, text = check(258)
     assert names == ["data.tokenizer.path"]
     assert "has 259 tokens, model.vocab_size is 258" in text
+    names, text = check(300, kind="bpe")
+    assert names == ["data.tokenizer.path"]
+    assert text.endswith("kind is bpe. Set data.tokenizer.kind=file, or drop this key.")
     names, text = check(300, end_of_document="</s>")
     assert names == ["data.tokenizer.end_of_document"]
     assert "it has <|endoftext|>" in text

@@ -118,6 +118,12 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     assert "no JSON object" in problem_of(loader="jsonl", path=str(bad))
     bad.write_text('{"txt": "a"}\n')
     assert "no column 'text'; it has 'txt'" in problem_of(loader="jsonl", path=str(bad))
+    bad.write_text('{"text": "a"}\n')
+    (tmp_path / "stray.json").write_text("{}")
+    assert f"line 1 of {tmp_path / 'stray.json'} has no column 'text'; it has none. Name the column" in problem_of(
+        loader="jsonl", path=str(tmp_path)
+    )
+    (tmp_path / "stray.json").unlink()
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"caf\xe9 " * 10)
     assert f"line 1 of {latin}, byte 0xe9, is no UTF-8 text" in problem_of(loader="text", path=str(latin))

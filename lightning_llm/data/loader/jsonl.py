@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning_llm.config.schema.data import TextSourceConfig
 from lightning_llm.data.loader.records import text_of
-from lightning_llm.data.source import these_files
 from lightning_llm.data.text_files import opened_as_text
 
 
@@ -19,13 +18,12 @@ class JsonlReader:
 
     def documents(self) -> Iterator[str | None]:
         """Yield each record's text. Raises ValueError for a line that is no JSON object."""
-        where = these_files(self.config.path, self.files)
         for file in self.files:
             with opened_as_text(file) as lines:
                 for number, line in enumerate(lines, 1):
                     if not line.isspace():
-                        record = _record(line, f"line {number} of {file}")
-                        yield text_of(record, self.config.text_key, self.key, where)
+                        where = f"line {number} of {file}"
+                        yield text_of(_record(line, where), self.config.text_key, self.key, where)
 
 
 def _record(line: str, where: str) -> dict[str, Any]:

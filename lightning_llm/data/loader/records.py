@@ -11,13 +11,16 @@ from lightning_llm.integrity import unpickling_problem
 
 
 def text_of(record: Mapping[str, Any], column: str, key: str, where: str) -> str | None:
-    """Return the text in `column`, None where it is null; `where` names the files of the source at `key`.
+    """Return the text in `column`, None where it is null; `where` names the place in the source at `key`.
 
     Raises:
         ConfigError: there is no such column, or it holds something else.
     """
     if column not in record:
-        text = f"{where} has no column {column!r}; it has {', '.join(map(repr, record))}."
+        text = (
+            f"{where} has no column {column!r}; it has {', '.join(map(repr, record)) or 'none'}. "
+            "Name the column of the text, or choose a path without such records."
+        )
         raise ConfigError(Problem(f"{key}.text_key", text))
     value = record[column]
     if value is not None and not isinstance(value, str):
