@@ -139,7 +139,13 @@ def test_pictures_without_a_pair_that_is_left_warn_of_nothing(tmp_path):
 def write_sweep(sweep, overrides):
     """Write the sweep's file, as a start of it does."""
     jobs = [
-        {"number": int(folder.name), "words": [], "key": folder.name, "kind": "x", "seed": 0}
+        {
+            "number": int(folder.name),
+            "words": [],
+            "key": folder.name,
+            "kind": "x",
+            "seed": read_run(folder).config["seed"],
+        }
         for folder in sweep.glob("[0-9]*")
     ]
     typed = [{"overrides": overrides, "config_dir": None}]
