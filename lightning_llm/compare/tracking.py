@@ -148,8 +148,8 @@ def _log_parent(
     for key, line in lines.items():
         client.set_tag(parent, _safe(key), line[:5000])
     run = client.get_run(parent)
-    before = run.data.tags.get(DESCRIPTION, "")
     curves = f"[Curves of all jobs]({children_page(str(run.info.experiment_id), parent)})"
+    before = run.data.tags.get(DESCRIPTION, "").removeprefix(f"{curves}. ")  # the sweep's start wrote it
     parts = (headline(verdicts), curves, verdict_table(verdicts), WHERE.format(place=place))
     client.set_tag(parent, DESCRIPTION, described(before, "\n\n".join(parts)))
     for file in sorted(folder.iterdir()):

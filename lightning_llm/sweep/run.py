@@ -10,7 +10,6 @@ from lightning_llm.config.composed_sweep import read_sweep, read_sweep_keys
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.partial import gather
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.plan.origin import origin_lines
 from lightning_llm.plan.report import notes
 from lightning_llm.plan.resolve import Resolution, plan_of
 from lightning_llm.record.mlflow.sweep import parent_job, write_parent
@@ -92,7 +91,7 @@ def start(jobs: Sequence[Job], relay: Relay, leg: Leg | None = None) -> list[Out
     launcher = jobs[0].config.launcher
     here = launcher.name == "local"  # what Slurm's and Ray's machines are is not known on this one
     plans = [Resolution(job.config, to_train=here).plan() for job in jobs]
-    lines = [line for plan in plans for line in [*notes(plan, to_train=True), *origin_lines(plan.config)]]
+    lines = [line for plan in plans for line in notes(plan, to_train=True)]
     for line in dict.fromkeys(lines):
         print(line, flush=True)
     progress = Progress(len(jobs), queued=launcher.name == "slurm", leg=leg)
