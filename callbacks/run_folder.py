@@ -112,7 +112,7 @@ class RunFolder(pl.Callback):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self.held.open()
             if self.resumed_from_step is not None:
-                cut_back(self.metrics_path, self.resumed_from_step)
+                cut_back(self.metrics_path, self.resumed_from_step, self._unseal_summary)
                 found = chain_of(self.metrics_path)
                 self.chain = RecordChain(replace(found, unverified_steps=self.chain.head.unverified_steps))
             elif self.metrics_path.exists() and self.metrics_path.stat().st_size:
@@ -153,6 +153,13 @@ class RunFolder(pl.Callback):
         self._heartbeat.start()
         for logger in self.loggers:
             logger.open(self._summary, self.resumed_from_step)
+
+    def _unseal_summary(self) -> None:
+        """Take the earlier end back: a run that dies before its next summary would contradict it by fewer records."""
+        if earlier := summary_of(self.run_dir):
+            detail = f"its records were being cut back to step {self.resumed_from_step}, to go on from there"
+            ended = {key: value for key, value in earlier.items() if key not in (RECORDS, "ended_by")}
+            write_json(self.run_dir / "summary.json", {**ended, "status": "stopped", "detail": detail})
 
     def _earlier_starts(self) -> dict[str, Any]:
         """Return `starts`, this one included, `first_started_at`, seconds since the epoch, and `restarts`, if any."""

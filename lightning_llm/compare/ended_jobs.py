@@ -45,7 +45,8 @@ def without_ended(found: Found) -> Kept:
 class FoundRuns(NamedTuple):
     """The `runs` that were found, and those of lost jobs; `problems` with others, and `notes`.
 
-    `damaged`: folders of runs that cannot be read, or whose files are not what the run wrote.
+    `damaged`: folders of runs that cannot be read, or whose files are not what the run wrote, and files of sweeps that
+    cannot be read: they would say whether a run is missing.
     """
 
     runs: list[Run]
@@ -65,7 +66,8 @@ def read_found(found: Found) -> FoundRuns:
     unreadable += (misplaced := misplaced_runs(found.sweeps, runs))
     runs = [run for run in runs if str(run.folder) not in {each.key for each in misplaced}]
     damage = {Path(each.key): each.text.replace(f"{each.key}/", "") for each in unreadable}
-    lost, without_kin = lost_jobs(found.sweeps, runs, kept.ended, damage)
+    lost, of_sweeps = lost_jobs(found.sweeps, runs, kept.ended, damage)
     told = {str(run.folder) for run in lost}  # as unfinished, with why
     problems = [each for each in unreadable if each.key not in told]
-    return FoundRuns([*runs, *lost], [*problems, *without_kin], kept.notes, list(damage))
+    damaged = [*damage, *(Path(each.key) for each in of_sweeps)]
+    return FoundRuns([*runs, *lost], [*problems, *of_sweeps], kept.notes, damaged)

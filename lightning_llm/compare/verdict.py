@@ -45,7 +45,7 @@ class Verdict:
     """Where it stands among declared looks; None of a verdict at one look."""
 
     damaged: tuple[Path, ...] = ()
-    """Folders of damaged runs, because of which it is not called lossless."""
+    """Folders of damaged runs, and damaged files of sweeps, because of which it is not called lossless."""
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ from lightning_llm.compare.power import MOST_SEEDS, PLANNED_GAP, POWER
 from lightning_llm.compare.seeds import FEWEST_SEEDS
 from lightning_llm.compare.stability import STABILITY_MARGIN, Stability, rate_interval, upper_bound
 from lightning_llm.compare.verdict import Verdict
+from lightning_llm.record.sweep_file import FILE as SWEEP_FILE
 
 LOOKS = (
     "Every look at a growing sweep is another chance to err: with a true gap at the margin, lossless is reported "
@@ -170,8 +171,12 @@ def interval_of(estimate: Estimate) -> str:
 def _damaged(verdict: Verdict) -> str:
     if not verdict.damaged:
         return ""
-    runs = "another run is" if len(verdict.damaged) == 1 else f"{len(verdict.damaged)} other runs are"
-    return f"{runs} damaged, so nothing is called lossless"
+    sweeps = sum(folder.name == SWEEP_FILE for folder in verdict.damaged)
+    runs = len(verdict.damaged) - sweeps
+    found = ["another run"] if runs == 1 else [f"{runs} other runs"] if runs else []
+    found += [SWEEP_FILE] if sweeps else []
+    verb = "is" if len(verdict.damaged) == 1 else "are"
+    return f"{' and '.join(found)} {verb} damaged, so nothing is called lossless"
 
 
 def _unlearned(verdict: Verdict) -> str:

@@ -63,6 +63,7 @@ def _read_resolved(
     tree: DictConfig, overrides: Sequence[str], config_dir: Path | None = None, *, to_build: bool
 ) -> Reading:
     parsed, problems = read_overrides(overrides)
+    one_machine = tree.get("world") == OmegaConf.select(tree, "trainer.devices")
     for each in parsed:
         if each.key_or_group == "recipe":
             text = "is what the file was composed of. Override groups and keys, or compose anew without --config."
@@ -77,6 +78,8 @@ def _read_resolved(
     changed = {each.key_or_group for each in parsed}
     if changed & {"run.root", "run.experiment", "run.name"} and "run.dir" not in changed:
         OmegaConf.update(tree, "run.dir", "${run.root}/${run.experiment}/${run.name}")  # kept resolved, made of these
+    if "trainer.devices" in changed and "world" not in changed and one_machine:
+        tree.world = None  # noted when its ranks were started, of which there are others now
     give_way_to_cluster(tree, changed)
     fill_from_weights(tree, list(changed))
     if to_build:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
@@ -105,11 +105,12 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def cut_back(path: Path, step: int) -> int:
+def cut_back(path: Path, step: int, first: Callable[[], None] | None = None) -> int:
     """Leave only the records up to `step` in `path`, replacing it in one move; return how many stayed.
 
     Called when a run has resumed from the checkpoint of `step`: what came after it will be computed again, so it may
-    be damaged. Raises ValueError naming the line where anything before is.
+    be damaged. `first` is called when all is ready for the move. Raises ValueError naming the line where anything
+    before is damaged.
     """
     kept = 0
     partial = path.with_name(path.name + ".partial")
@@ -121,6 +122,8 @@ def cut_back(path: Path, step: int) -> int:
             kept += 1
         file.flush()
         os.fsync(file.fileno())
+    if first is not None:
+        first()
     os.replace(partial, path)
     return kept
 
@@ -245,6 +248,8 @@ def mark_failed(folder: Path, detail: str) -> None:
 def _safe(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value))
+    if isinstance(value, list | tuple):
+        return [_safe(each) for each in value]
     return {key: _safe(each) for key, each in value.items()} if isinstance(value, Mapping) else value
 
 

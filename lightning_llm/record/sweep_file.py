@@ -23,7 +23,7 @@ BEGINNING = (LOCKS, f"{FILE}.partial")
 
 def checked_sweep(about: Any) -> dict[str, Any]:
     """Return the content of `sweep.json`. Raises ValueError where it is not what `write` wrote."""
-    jobs = about.get("jobs", []) if isinstance(about, dict) else None
+    jobs = about.get("jobs") if isinstance(about, dict) else None
     if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
         raise ValueError("it is damaged: no list of jobs")
     numbers, keys = [job.get("number") for job in jobs], [job.get("key") for job in jobs]

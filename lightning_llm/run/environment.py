@@ -124,7 +124,7 @@ def adopt_world(config: Config) -> Config:
     if environment is None:
         return config
     problems = [
-        Problem(key, f"is {value}, and {found} ranks were started {where}. Leave it out, or start {value}.")
+        Problem(key, f"is {value}, and {found} ranks were started {where}. Set {key}={found}, or start {value}.")
         for key, value, found, where in (
             ("trainer.devices", config.trainer.devices, environment.local_world, "on this machine"),
             ("world", config.world or environment.world, environment.world, "in all"),
@@ -142,8 +142,8 @@ def world_problems(config: Config) -> list[Problem]:
     if config.world in (None, config.trainer.devices):
         return []
     text = (
-        f"is {config.world}, and {config.trainer.devices} ranks would be started here. Leave it out, set "
-        "trainer.devices, or start the ranks of several machines by torchrun or srun (world is for plan)."
+        f"is {config.world}, and {config.trainer.devices} ranks would be started here. Set world=null, set "
+        f"trainer.devices={config.world}, or start the ranks of several machines by torchrun or srun."
     )
     return [Problem("world", text)]
 

@@ -121,7 +121,7 @@ def test_jobs_that_shared_the_machine_and_a_tail_of_one_validation_are_said(tmp_
     assert "The tail is one validation (step 100)" in notes
     assert "trainer.validate_every_steps=2" in notes
     assert "or take in more of what there is (--tail 0.3)" in notes  # step 80 is there
-    (tmp_path / "s" / "sweep.json").write_text("{}")
+    (tmp_path / "s" / "sweep.json").write_text('{"jobs": []}')
     found = verdicts(capsys, tmp_path / "s")
     assert "2 at once (launcher.at_once)" in " ".join(found["notes"])
     assert "launcher.at_once" not in found["verdicts"][0]["speed_confounders"]

@@ -13,9 +13,17 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
+from lightning_llm.config.file import write_config
+from lightning_llm.config.from_file import load_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.run import environment, refused_rank
-from lightning_llm.run.environment import RankEnvironment, adopt_world, interactive_note, rank_environment
+from lightning_llm.run.environment import (
+    RankEnvironment,
+    adopt_world,
+    interactive_note,
+    rank_environment,
+    world_problems,
+)
 from lightning_llm.run.launch import first_failure, launch_ranks
 from lightning_llm.run.local_ranks import crowd_note, ended_by_failure, start_ranks
 from lightning_llm.run.restarts import Ended
@@ -108,6 +116,20 @@ def test_ranks_that_were_started_are_taken_over_or_refused(monkeypatch):
     assert (config.trainer.devices, config.world) == (4, 8)
     with pytest.raises(ConfigError, match=r"trainer\.devices.*is 2, and 4 ranks were started on this machine"):
         adopt_world(compose_config(["recipe=quickstart", "trainer.devices=2"]))
+
+
+def test_the_world_in_a_runs_config_gives_way_to_other_devices(tmp_path):
+    """Ranks note it when they start; several machines have more of it than devices, and it is asked for again."""
+    of_two = ["recipe=quickstart", "parallel=ddp", "trainer.devices=2"]
+    write_config(compose_config([*of_two, "world=2"]), tmp_path / "config.yaml")
+    config = load_config(tmp_path / "config.yaml", ["trainer.devices=1"])
+    assert (config.trainer.devices, config.world, world_problems(config)) == (1, None, [])
+    assert load_config(tmp_path / "config.yaml", ["trainer.devices=1", "world=2"]).world == 2
+    write_config(compose_config([*of_two, "world=4"]), tmp_path / "config.yaml")
+    (problem,) = world_problems(load_config(tmp_path / "config.yaml", ["trainer.devices=1"]))
+    assert "Set world=null, set trainer.devices=4, or" in problem.text
+    for word in ("world=null", "trainer.devices=4"):  # as it says
+        assert world_problems(load_config(tmp_path / "config.yaml", ["trainer.devices=1", word])) == []
 
 
 def test_more_ranks_than_cores_are_said():

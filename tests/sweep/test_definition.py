@@ -216,6 +216,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     "damage",
     [
         [],
+        {},
         {"jobs": None},
         {"jobs": [{}]},
         {"jobs": [{"number": -5, "key": "a"}]},

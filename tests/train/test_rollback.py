@@ -9,13 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from planted import corrupted_samples
+from planted import corrupted_samples, infinite_gradient
 from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.compare.differences import meaningful
 from lightning_llm.config.from_file import load_config
 from lightning_llm.data.corpus import Corpus
+from lightning_llm.model.decoder import Decoder
 from lightning_llm.record.reading import read_run
 from lightning_llm.run.rollbacks import Rollback, read_rollbacks, write_rollbacks
 from lightning_llm.stopping import exit_code
@@ -72,6 +73,16 @@ def test_a_run_goes_back_and_is_the_run_that_was_told(told, tmp_path, small_run,
     assert meaningful(read_run(run), read_run(told)) == {}
     assert load_config(run / "config.yaml", []).data.skip_samples is None
     assert steps_saved(run) == [10, 20, 30, 40, STEPS]
+
+
+def test_a_run_goes_back_behind_a_gradient_that_is_not_finite(tmp_path, small_run, monkeypatch):
+    """Its record, with NaN in it, is kept among the rollbacks."""
+    monkeypatch.setattr(Decoder, "forward", infinite_gradient(Decoder.forward, lambda n: n == 8))
+    assert main(["train", *small_run(tmp_path, "spikes.policy=rollback")]) == 0
+    run = tmp_path / "run"
+    (made,) = read_rollbacks(run)
+    assert (made.record["event"], made.record["grad_norm"], list(made.skipped)) == ("non_finite", "nan", [12, 19])
+    assert (read_run(run).unverified, read_run(run).last_step, read_run(run).spikes) == ("", 6, 0)
 
 
 def test_one_that_is_asked_to_stop_in_the_step_that_spikes_stops(told, tmp_path, small_run, monkeypatch, capsys):
