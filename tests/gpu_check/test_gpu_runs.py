@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from check_rows import measured
+from compare.run_folders import rewritten
 from precision.recipes import RECIPES, load
 
 from gpu_check import curves, memory, runs, setting, speed, steps
@@ -91,8 +92,8 @@ def test_curves_ask_compare_for_the_verdict(small_run, call, tmp_path):
         assert main(["train", *small_run(tmp_path, *words, f"run.dir={tmp_path / name}")]) == 0
         made[name] = runs.Run.__new__(runs.Run)
         made[name].folder = tmp_path / name
-    summary = tmp_path / "fp8_current/summary.json"
-    summary.write_text(summary.read_text().replace('"runs": "emulated"', '"runs": "native"'))
+    found = json.loads((tmp_path / "fp8_current/summary.json").read_text())["precision"]
+    rewritten(tmp_path / "fp8_current", precision=found | {"runs": "native"})
     (row,) = curves.verdict("fp8_current", made["fp8_current"], made["bf16"], call)
     assert (row.status, row.note.split(":")[0]) == ("measured", "inconclusive")  # a single pair
     ours, base = (made[name]._lines()[-1]["val_loss"] for name in ("fp8_current", "bf16"))

@@ -16,7 +16,7 @@ STEP, MICRO_BATCH = 3, 2
 
 
 class OverflowIn(pl.Callback):
-    """Multiplies the loss of one global micro-batch by infinity, wherever it is computed."""
+    """Multiplies the gradient of one global micro-batch's loss by infinity, wherever it is computed."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         begin, loss_sum = pl_module.quantisation.begin_micro_batch, pl_module.parallel.loss_sum
@@ -28,7 +28,9 @@ class OverflowIn(pl.Callback):
 
         def overflowing(*logits_and_labels: Any) -> Any:
             loss = loss_sum(*logits_and_labels)
-            return loss * float("inf") if current == [STEP, MICRO_BATCH] else loss
+            if current == [STEP, MICRO_BATCH]:
+                loss.register_hook(lambda gradient: gradient * float("inf"))
+            return loss
 
         pl_module.quantisation.begin_micro_batch, pl_module.parallel.loss_sum = noted, overflowing
 

@@ -48,9 +48,9 @@ def held(monkeypatch) -> Callable[[Callable], None]:
     """Return a function: what it is given runs, with the snapshot and whether to give up, before each write."""
 
     def hold(before: Callable) -> None:
-        def held_write(folder, snapshot, run, config_hash, group=None, abandoned=None):
+        def held_write(folder, snapshot, run, config_hash, group, abandoned, check_folder):
             before(snapshot, abandoned)
-            write(folder, snapshot, run, config_hash, group, abandoned)
+            write(folder, snapshot, run, config_hash, group, abandoned, check_folder)
 
         monkeypatch.setattr(saver, "write", held_write)
 
