@@ -1,8 +1,9 @@
 """`python -m gpu_check.ahead [RECIPE ...]`: casts as Inductor writes them for CUDA, compiled without a GPU.
 
 Each cast of a recipe becomes Triton in a build of torch for CPUs, on tensors without data, and machine code for sm_90
-and sm_100 by Triton's own compiler: which kernels there are, their registers, and what spills to memory. It wants the
-package triton (`pip install --no-deps triton`), which brings NVIDIA's assembler. Nothing runs, so no bits are compared.
+and sm_100 by Triton's own compiler: which kernels there are, their registers, and what spills to memory. It needs the
+package triton (`pip install --no-deps -r requirements/ahead.txt`), which includes NVIDIA's assembler. Nothing runs, so
+no bits are compared.
 """
 
 import argparse

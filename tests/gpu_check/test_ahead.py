@@ -11,7 +11,7 @@ MXFP8 = CastConfig(format="e4m3", block="1x32", scale="e8m0_ceil")
 @pytest.mark.full
 @pytest.mark.parametrize("capability", ahead.CAPABILITIES)
 def test_a_block_scaled_cast_is_one_kernel_that_spills_nothing_and_contracts_nothing(capability, tmp_path):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="pip install --no-deps -r requirements/ahead.txt")
     (source,) = ahead.triton_of(MXFP8, 1, capability)
     assert "tl.bfloat16" in source  # the rounding that a compiler may not leave out
     made = ahead.compiled(source, capability, tmp_path)
