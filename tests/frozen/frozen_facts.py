@@ -9,6 +9,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,13 @@ MACHINE = ("disk", "run_dir", "reports", "runs", "looks")
 def config_lines() -> list[str]:
     """Return one line "override config_hash recipe_hash" per value of every group and per recipe."""
     groups = [f"{file.parent.name}={file.stem}" for file in sorted((ROOT / "conf").glob("*/*.yaml"))]
-    return [
-        _hash_line(each, compose_config([each, *PATHS.get(each, ()), *FIXED])) for each in [*_own(groups), *recipes()]
-    ]
+    return [_hash_line(each, composed(each)) for each in [*_own(groups), *recipes()]]
+
+
+@cache
+def composed(override: str) -> Config:
+    """Return the config of one override of a group or of a recipe."""
+    return compose_config([override, *PATHS.get(override, ()), *FIXED])
 
 
 def sweep_lines(name: str) -> list[str]:
@@ -77,7 +82,7 @@ def recipes() -> list[str]:
 
 def plan_lines(override: str) -> list[str]:
     """Return the numbers, flags and names of a recipe's plan, one line "key value" each."""
-    facts = json.loads(json.dumps(plan_facts(Resolution(compose_config([override, *FIXED])).plan())))
+    facts = json.loads(json.dumps(plan_facts(Resolution(composed(override)).plan())))
     if facts["hardware"]["name"] == "cpu":
         del facts["hardware"]  # this machine's memory
     return list(_facts(facts))
