@@ -72,7 +72,7 @@ chaos: setup  ## a hundred random faults, and a table of what came of them (ARGS
 golden: setup  ## record the golden curves in tests/golden anew (ARGS="mxfp8 ...": some of them)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/golden/record.py $(ARGS)
 
-frozen: setup  ## golden curves, hashes, plans, verdicts, keys of files, verbs and flags are the recorded ones: 2 minutes
+frozen: setup  ## golden curves, hashes, plans, verdicts, keys of files, verbs and flags are the recorded ones: half a minute
 	$(COMPILED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist load tests/golden/test_golden.py tests/frozen $(ARGS)
 
 frozen-record: setup  ## record in tests/frozen what a change is meant to alter; the commit says why
