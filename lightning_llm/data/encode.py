@@ -105,7 +105,9 @@ def _counted(tokenizer: Tokenizer, texts: Sequence[str]) -> Counted:
     """Return `Tokenizer.encode_counted`. Raises ConfigError for a text that the tokenizer refuses."""
     try:
         return tokenizer.encode_counted(texts)
-    except Exception as error:  # the library raises no other class
+    except Exception as error:
+        if type(error) is not Exception:  # the only class that the library raises; any other is a fault of ours
+            raise
         text = f"{tokenizer.path} has no tokens for some document: {error}. Give it a token for unknown text."
         raise ConfigError(Problem("data.tokenizer.path", text)) from error
 

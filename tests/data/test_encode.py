@@ -180,3 +180,10 @@ def test_a_process_ends_without_a_word_when_who_asked_is_gone(tokenizer: Tokeniz
         process.stdin.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
+
+
+def test_a_fault_of_ours_is_not_reported_as_the_tokenizers(monkeypatch):
+    monkeypatch.setattr(Tokenizer, "encode_counted", lambda *_: [][1])
+    tokenizer = Tokenizer.__new__(Tokenizer)
+    with pytest.raises(IndexError):
+        list(encode_batches(tokenizer, [[document("text")]], 1))
