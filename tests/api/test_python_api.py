@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -114,8 +115,12 @@ def test_quiet_prints_nothing_and_what_was_changed_is_put_back(small_run, tmp_pa
 def test_quiet_is_quiet_in_a_notebook(runs, small_run, tmp_path, capsys, monkeypatch):
     """In Jupyter, rich's consoles hand what they print to IPython's `display`, past `sys.stdout`."""
     displayed = []
+    ipython = ModuleType("IPython.display")  # not a dependency of ours: rich imports it where it runs in Jupyter
+    ipython.display = lambda *shown, **_: displayed.extend(shown)
+    ipython.DisplayHandle = ipython.HTML = object
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", ipython)
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    monkeypatch.setattr("IPython.display.display", lambda *shown, **_: displayed.extend(shown))
     words = small_run(tmp_path, "trainer.max_steps=2", "trainer.validate_every_steps=1", "callbacks=default")
     lightning_llm.train(lightning_llm.compose(*words), quiet=True)
     lightning_llm.compare(runs, quiet=True, output=tmp_path / "report")
