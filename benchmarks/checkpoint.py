@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.rotation import Row
-from lightning_llm.integrity import content_problem
+from lightning_llm.base.integrity import content_problem
 from lightning_llm.train.checkpoint.tensor_storage import (
     TensorReader,
     TensorWriter,

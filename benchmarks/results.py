@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import rotation
 from benchmarks.rotation import Row
-from lightning_llm.hardware import device_name
+from lightning_llm.base.hardware import device_name
 
 FOLDER = Path(__file__).parent / "results"
 NAMED = re.compile(r"(?P<day>\d{4}-\d\d-\d\d)-(?P<device>.+)-(?P<name>[a-z0-9_]+)")

@@ -5,7 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_llm.hardware import host_peak_bytes
+from lightning_llm.base.hardware import host_peak_bytes
 
 
 class Memory(pl.Callback):

@@ -13,9 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 
+from lightning_llm.base.errors import ConfigError, Problem, StorageError
+from lightning_llm.base.hardware import describe_device
+from lightning_llm.base.terminal.text import escaped
 from lightning_llm.config.redact import redacted
-from lightning_llm.errors import ConfigError, Problem, StorageError
-from lightning_llm.hardware import describe_device
 from lightning_llm.record.chain import RECORDS, ChainHead, RecordChain
 from lightning_llm.record.files import (
     RESTARTS,
@@ -35,7 +36,6 @@ from lightning_llm.record.held_folder import HeldFolder
 from lightning_llm.record.liveness import Heartbeat
 from lightning_llm.record.provenance import code_hash, git_state, process_mark, versions
 from lightning_llm.record.sweep_file import title_of
-from lightning_llm.terminal.text import escaped
 from lightning_llm.train.record_logger import RecordLogger
 
 __all__ = ["RunFolder", "RunLogger", "Status", "cut_back"]

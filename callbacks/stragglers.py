@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.callbacks.throughput import FetchClock
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.health.rank_seconds import RankSeconds
 from lightning_llm.health.stragglers import PARTS, WAIT, Straggler, StragglerDetector
 from lightning_llm.parallel.layout import Layout

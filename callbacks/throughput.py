@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from lightning_llm.hardware import device_name, gemm_format, peak_flops_per_second
+from lightning_llm.base.hardware import device_name, gemm_format, peak_flops_per_second
 
 
 class FetchClock(PassThroughProfiler):

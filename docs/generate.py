@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from lightning_llm.base.registry import NameIn, Registry
 from lightning_llm.compare.methods import plain
 from lightning_llm.compare.passages import PASSAGES
 from lightning_llm.compare.power import power, seeds_needed
@@ -29,7 +30,6 @@ from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig,
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.plan.matrix import matrix, numbered
 from lightning_llm.precision.lint import NOT_TO_ALLOW, RULES, rule_name
-from lightning_llm.registry import NameIn, Registry
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))  # a test loads this file by its path

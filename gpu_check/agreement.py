@@ -12,8 +12,8 @@ from gpu_check.call import Call
 from gpu_check.library import layer_of, relative
 from gpu_check.rows import Item, Row, guarded, judged, missing
 from gpu_check.setting import native_recipes, recipes
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
-from lightning_llm.errors import ConfigError
 from lightning_llm.precision import inductor
 from lightning_llm.precision.block_scale import Scaled
 from lightning_llm.precision.delayed_state import delayed_state, update_delayed

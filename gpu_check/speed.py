@@ -19,9 +19,9 @@ from gpu_check.rows import Clock, Item, Row, judged, missing
 from gpu_check.runs import Run, words
 from gpu_check.setting import milliseconds, model_config, native_recipes, recipes
 from gpu_check.wheels import lacking
+from lightning_llm.base.hardware import device_name, peak_flops_per_second
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.precision import PrecisionConfig
-from lightning_llm.hardware import device_name, peak_flops_per_second
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
 from lightning_llm.model.loss import next_token_loss_sum
@@ -115,8 +115,10 @@ def ratio_row(what: str, rate: float | None, base: float | None, target: float, 
 
 
 def rate_rows(what: str, whose: str, rate: float, note: str) -> Iterator[Row]:
-    """Yield tokens/s, and what they are of the device's peak in bf16 where that is known; see `lightning_llm.hardware`
-    and `lightning_llm.model.flops`."""
+    """Yield tokens/s, and what they are of the device's peak in bf16 where that is known.
+
+    See `lightning_llm.base.hardware` and `lightning_llm.model.flops`.
+    """
     yield Row(what, rate, "tokens/s", "measured", note)
     peak = peak_flops_per_second(device_name(torch.device(setting.DEVICE)), "bf16")
     config = model_config(MODEL, max_sequence_length=LENGTH)

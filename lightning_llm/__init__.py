@@ -1,6 +1,6 @@
 """lightning-llm: compare LLM pre-training recipes; see README.md, and docs/python.md for what a notebook calls."""
 
-import lightning_llm.at_start  # noqa: F401  (before all that takes time)
+import lightning_llm.base.at_start  # noqa: F401  (before all that takes time)
 
 # isort: split
 from importlib import import_module
@@ -8,16 +8,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lightning_llm.lazy_torchmetrics import defer_torchmetrics
-from lightning_llm.version import __version__ as __version__
+from lightning_llm.base.lazy_torchmetrics import defer_torchmetrics
+from lightning_llm.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from inspect import Signature
 
     from lightning_llm.api import TrainResult, compare, compose, evaluate, load, train
+    from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError, RunFailedError
     from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError
     from lightning_llm.config.schema import Config
-    from lightning_llm.errors import ConfigError, Problem, RanksFailedError, RunFailedError
     from lightning_llm.evaluate.evaluation import Evaluation
 
 __all__ = [
@@ -52,11 +52,11 @@ _HOMES = {
     "Comparison": "lightning_llm.compare.comparison",
     "IncompleteComparisonError": "lightning_llm.compare.comparison",
     "Config": "lightning_llm.config.schema",
-    "ConfigError": "lightning_llm.errors",
+    "ConfigError": "lightning_llm.base.errors",
     "Evaluation": "lightning_llm.evaluate.evaluation",
-    "Problem": "lightning_llm.errors",
-    "RanksFailedError": "lightning_llm.errors",
-    "RunFailedError": "lightning_llm.errors",
+    "Problem": "lightning_llm.base.errors",
+    "RanksFailedError": "lightning_llm.base.errors",
+    "RunFailedError": "lightning_llm.base.errors",
 }
 """Public names, and the modules that they are imported from when they are asked for: torch costs seconds."""
 

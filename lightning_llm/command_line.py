@@ -8,18 +8,18 @@ import sys
 from functools import cache
 from typing import NoReturn
 
+from lightning_llm.base.errors import ConfigError, did_you_mean
+from lightning_llm.base.slow_imports import slow_imports
+from lightning_llm.base.terminal.lasting_output import OutputGoneError, lasting_output
+from lightning_llm.base.terminal.text import escaped
+from lightning_llm.base.version import __version__
 from lightning_llm.config.config_dir import open_config_dir
 from lightning_llm.config.hydra_options import without_hydra_options
 from lightning_llm.config.redact import redacted
-from lightning_llm.errors import ConfigError, did_you_mean
 from lightning_llm.run.environment import is_first_rank
 from lightning_llm.run.refused_rank import say_unless_said
-from lightning_llm.slow_imports import slow_imports
-from lightning_llm.terminal.lasting_output import OutputGoneError, lasting_output
-from lightning_llm.terminal.text import escaped
 from lightning_llm.verb import completion
 from lightning_llm.verb.declared import EXIT_CODES, OVERRIDES, VERBS
-from lightning_llm.version import __version__
 
 COMPOSES = tuple(name for name, verb in VERBS.items() if verb.composes)
 

@@ -9,7 +9,7 @@ import subprocess
 
 from sweep.forked_jobs import ForkedJob
 
-from lightning_llm.interpreter import python_module
+from lightning_llm.base.interpreter import python_module
 
 
 class ForkedMain:

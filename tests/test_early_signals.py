@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from lightning_llm import early_signals as early
-from lightning_llm import slow_imports
 from lightning_llm.__main__ import main
-from lightning_llm.at_start import is_command
-from lightning_llm.errors import ConfigError, Problem, Terminated
+from lightning_llm.base import early_signals as early
+from lightning_llm.base import slow_imports
+from lightning_llm.base.at_start import is_command
+from lightning_llm.base.errors import ConfigError, Problem, Terminated
 
 
 @pytest.fixture(autouse=True)

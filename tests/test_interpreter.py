@@ -10,13 +10,13 @@ import pytest
 import test_architecture
 from lightning.fabric.utilities.rank_zero import _get_rank
 
-from lightning_llm import interpreter
 from lightning_llm.__main__ import main
+from lightning_llm.base import interpreter
 from lightning_llm.data.encode import encode_batches
 from lightning_llm.data.source import document
 from lightning_llm.data.tokenizer import Tokenizer, write_bytes_tokenizer
 
-PLACES = {"lightning_llm.interpreter", "lightning_llm.run.launch", "lightning_llm.config.commands"}
+PLACES = {"lightning_llm.base.interpreter", "lightning_llm.run.launch", "lightning_llm.config.commands"}
 """Modules that may name the interpreter: the function, the call of torch's agent, and a path that is printed."""
 
 

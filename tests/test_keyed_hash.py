@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_llm.keyed_hash import StepKey, hash_words, mix, name_word
+from lightning_llm.base.keyed_hash import StepKey, hash_words, mix, name_word
 
 WORD = st.integers(0, 2**32 - 1)
 

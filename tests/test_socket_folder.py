@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_llm import socket_folder
-from lightning_llm.errors import ConfigError
+from lightning_llm.base import socket_folder
+from lightning_llm.base.errors import ConfigError
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.compare.differences import validation_differences
 from lightning_llm.compare.factor import Factor, choose_factor, varying_keys
 from lightning_llm.compare.pairing import Family, Pair, name_settings, setting_keys, setting_of
 from lightning_llm.compare.profiles import LARGEST_RATIO, median_times, profiles, ratios, scores
 from lightning_llm.compare.target import KEY, Reached, Targets, reached
 from lightning_llm.compare.unfinished import unfinished_problems
-from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.record.reading import Run
 
 CLOCKS = ("steps", "tokens", "seconds")

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from lightning_llm.base.errors import ConfigError, Problem, gathered
+from lightning_llm.base.terminal.text import escaped
 from lightning_llm.compare.best_of import BestOf
 from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError, compare_runs, read_all
 from lightning_llm.compare.data import json_ready
@@ -26,8 +28,6 @@ from lightning_llm.compare.target import NO_TARGETS, Targets, read_targets
 from lightning_llm.compare.wording import looks_statement
 from lightning_llm.config.commands import command
 from lightning_llm.config.identity import NOT_IDENTITY, below
-from lightning_llm.errors import ConfigError, Problem, gathered
-from lightning_llm.terminal.text import escaped
 
 if TYPE_CHECKING:
     from lightning_llm.compare.report.supplement import Supplement
@@ -166,8 +166,8 @@ def _print_data(comparison: Comparison) -> None:
 
 def print_table(comparison: Comparison) -> None:
     """Print the verdicts and what is to be read along."""
+    from lightning_llm.base.terminal.console import new_console
     from lightning_llm.compare.table import print_comparison
-    from lightning_llm.terminal.console import new_console
 
     # What is printed comes from configs, where [brackets] are lists.
     console = new_console(markup=False) if sys.stdout.isatty() else new_console(markup=False, width=180, no_color=True)

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem, gathered
+from lightning_llm.base.terminal.waiting import Waiting
 from lightning_llm.compare.all_pairs import PairGap, all_pairs
 from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.best_of import BestOf
@@ -31,9 +33,7 @@ from lightning_llm.compare.token_margin import in_nats
 from lightning_llm.compare.unfinished import levels_without_a_run, unfinished_problems
 from lightning_llm.compare.usable import newest_of_same, split_usable, why_incomparable
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.record.reading import Run, read_run
-from lightning_llm.terminal.waiting import Waiting
 
 
 @dataclass

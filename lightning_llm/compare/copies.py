@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.compare.losses import LOSS
 from lightning_llm.config.identity import frozen_values, may_move
-from lightning_llm.errors import Problem
 from lightning_llm.record.reading import Run
 
 REMEDY = "None of them is used: which is the original cannot be known. Remove the copy, or name the sound runs alone."

@@ -3,13 +3,13 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.best_of import BestOf
 from lightning_llm.compare.design import Design, read_design
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import Found
 from lightning_llm.compare.target import NO_TARGETS, Targets
 from lightning_llm.compare.token_margin import margin_of
-from lightning_llm.errors import ConfigError
 from lightning_llm.record.sweep_file import FILE, read_declared
 
 USUAL = "the usual one"

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.boundary import Spending, boundary, increments
 from lightning_llm.compare.estimate import LookLevels, Terms
 from lightning_llm.config.margin import read_margin
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.sweep_file import DESIGN
 
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.comparison import read_all
 from lightning_llm.compare.find import Found
 from lightning_llm.compare.lost_jobs import lost_jobs, misplaced_runs
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run
 from lightning_llm.record.search_results import FILE, ended_by_search
 

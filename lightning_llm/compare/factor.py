@@ -5,11 +5,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.compare.branches import equivalent_starts
 from lightning_llm.compare.differences import FREE, LAYOUT, ROUNDING
 from lightning_llm.compare.levels import WITHOUT, Level, as_text, as_word, labels_of, level_of, parsed, same_value
 from lightning_llm.config.identity import below
-from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.record.reading import Run
 
 GROUPS = ("precision", "optim", "schedule", "model", "data", "parallel", "trainer")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.compare.best_of import BestOf
 from lightning_llm.compare.declared_looks import AskedTerms
 from lightning_llm.compare.design import Design
@@ -14,7 +15,6 @@ from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import Found
 from lightning_llm.compare.losses import LOSS
 from lightning_llm.config.commands import command
-from lightning_llm.errors import ConfigError, Problem, gathered
 
 SCORED = "scores runs by when they reached a target, and judges none: leave out {}"
 NOT_SCORED: Mapping[str, str] = {

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.compare.best_of import BestOf, Choice
-from lightning_llm.errors import Problem
 from lightning_llm.record.reading import Run
 from lightning_llm.record.sweep_commands import command_with_values
 

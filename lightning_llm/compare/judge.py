@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.compare.cost import cost_of
 from lightning_llm.compare.design import Design
 from lightning_llm.compare.effective_data import Curve
@@ -14,7 +15,6 @@ from lightning_llm.compare.pairing import Family
 from lightning_llm.compare.seeds import SeedPlan, plan_seeds
 from lightning_llm.compare.sequential import Stage, judge_by_looks
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.errors import Problem
 
 
 def judge(

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.compare.find import has_begun
 from lightning_llm.compare.unfinished import UNREADABLE
-from lightning_llm.errors import Problem
 from lightning_llm.record.reading import Run
 from lightning_llm.record.sweep_file import FILE, checked_sweep
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.compare.branches import KEY as BRANCH_KEY
 from lightning_llm.compare.branches import equivalent_starts
 from lightning_llm.compare.differences import (
@@ -21,7 +22,6 @@ from lightning_llm.compare.differences import (
 from lightning_llm.compare.factor import Factor
 from lightning_llm.compare.losses import LOSS
 from lightning_llm.config.identity import below, is_data_path
-from lightning_llm.errors import Problem
 from lightning_llm.record.reading import Run
 
 Setting = tuple[tuple[str, str], ...]

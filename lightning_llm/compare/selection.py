@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.compare.best_of import BestOf, Choice
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import varying_keys
 from lightning_llm.compare.grid_edge import Beyond, beyond_of, edge_problem
 from lightning_llm.compare.losses import Tail, tail_of
 from lightning_llm.compare.tuned import plateau
-from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.record.reading import Run
 
 

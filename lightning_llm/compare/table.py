@@ -5,12 +5,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lightning_llm.base.terminal.text import escaped
 from lightning_llm.compare.all_pairs import PairGap
 from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.wording import interval_of, line_of, nats
-from lightning_llm.terminal.text import escaped
 
 STYLES = {"lossless": "green", "lossy": "red", "inconclusive": "yellow"}
 COLUMNS = ("gap", "CI", "pairs", "failed", "A/A", "loss", "tokens to loss", "tokens/s", "memory", "spikes", "skipped")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_llm.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.record.reading import Run
 
 KEY = "--target"

@@ -7,6 +7,7 @@ from itertools import combinations
 
 import numpy as np
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.differences import same_config
 from lightning_llm.compare.effective_data import REACH, Curve
 from lightning_llm.compare.estimate import Terms
@@ -15,7 +16,6 @@ from lightning_llm.compare.token_curve import OTHERWISE, around, is_sound, plann
 from lightning_llm.compare.unfinished import ENDED_EARLY, RUNNING, how_they_go_on, status_of
 from lightning_llm.config.commands import command
 from lightning_llm.config.margin import read_margin
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run
 
 LONGER = (2, 4, 3)

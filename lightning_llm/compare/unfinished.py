@@ -4,10 +4,10 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.factor import Factor
 from lightning_llm.compare.levels import Level, parsed, same_value
 from lightning_llm.config.commands import resume_command
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run
 from lightning_llm.record.state import state_of
 from lightning_llm.record.sweep_commands import command_for_the_rest

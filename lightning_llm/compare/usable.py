@@ -3,8 +3,8 @@
 import json
 from collections.abc import Sequence
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.identity import NOT_IDENTITY, below
-from lightning_llm.errors import Problem
 from lightning_llm.record.reading import Run, facts
 
 

@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.file import literal
 from lightning_llm.config.from_weights import OPTION, run_of
 from lightning_llm.config.identity import NOT_IDENTITY, below, flatten
@@ -21,7 +22,6 @@ from lightning_llm.config.resolve import first_line
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate
 from lightning_llm.config.yaml_file import read_mapping
-from lightning_llm.errors import ConfigError, Problem
 
 KEY = "branch_from"
 EXPECTED = "a run's folder (its newest good checkpoint is taken), or one of its checkpoints/step=N"

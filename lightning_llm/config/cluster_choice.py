@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from omegaconf import DictConfig
 
-from lightning_llm.errors import Problem
+from lightning_llm.base.errors import Problem
 
 NAMED = ("name", "hardware")
 """What every cluster's file says, and no single figure stands for."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from shutil import which
 
+from lightning_llm.base.interpreter import python_module
 from lightning_llm.config.config_dir import config_dir_arguments
-from lightning_llm.interpreter import python_module
 
 
 def command(*arguments: str) -> str:

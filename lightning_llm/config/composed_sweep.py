@@ -6,6 +6,8 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.terminal.waiting import Waiting
 from lightning_llm.config.composition import COMPOSITION_ERRORS, Composer
 from lightning_llm.config.one_run import compose_one, open_composer
 from lightning_llm.config.overrides import choices_of, parse_overrides, read_overrides
@@ -14,8 +16,6 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.strict import Reading
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.config.sweep_keys import choices_of_products, of_search, sweep_config, sweep_keys, with_seeds
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.terminal.waiting import Waiting
 
 
 def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Config]]:

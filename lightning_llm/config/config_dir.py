@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
 
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.base.errors import ConfigError, Problem
 
 PACKAGE = "config_dir"
 

@@ -10,8 +10,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.base import LARGEST_INT, MOST_TOKENS
-from lightning_llm.errors import ConfigError, Problem
 
 KEY, STEPS = "data.epochs", "trainer.max_steps"
 LENGTH = ("data.max_tokens", "data.sequence_length", "data.global_batch_size")

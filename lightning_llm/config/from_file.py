@@ -5,6 +5,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.branching import apply_overrides
 from lightning_llm.config.cluster_choice import give_way_to_cluster
 from lightning_llm.config.compose import compose_tree
@@ -17,7 +18,6 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate
 from lightning_llm.config.schema.strict import Reading
 from lightning_llm.config.yaml_file import read_mapping
-from lightning_llm.errors import ConfigError, Problem
 
 
 def load_config(file: Path, overrides: Sequence[str]) -> Config:

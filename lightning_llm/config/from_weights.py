@@ -12,11 +12,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.integrity import parse_object, read_regular, unseal
 from lightning_llm.config.file import literal
 from lightning_llm.config.weight_files import GENERATION, HUGGINGFACE, IMPORTED, NOT_SHAPE, TOKENIZER
 from lightning_llm.config.yaml_file import read_mapping
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.integrity import parse_object, read_regular, unseal
 
 OPTION = "from_weights"
 KEY = "model.init_from"

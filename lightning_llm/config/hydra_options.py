@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.base.errors import ConfigError, Problem
 
 HYDRA_OPTIONS = {
     "--info": "Write lightning-llm config --group for what can be composed, config for what is.",

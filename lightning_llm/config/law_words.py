@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.base import MOST_TOKENS
 from lightning_llm.config.schema.strict import Reading
-from lightning_llm.errors import Problem
 
 RATE, BATCH, STEPS = ("optim", "learning_rate"), ("data", "global_batch_size"), ("trainer", "max_steps")
 LAW = "lightning_llm.plan.step_law"

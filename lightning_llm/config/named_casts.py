@@ -8,10 +8,10 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.composition import Composer
 from lightning_llm.config.overrides import group_options, parse_overrides
 from lightning_llm.config.schema.precision import SLOTS
-from lightning_llm.errors import ConfigError, Problem, did_you_mean
 
 Node = dict[str, Any]
 

@@ -9,6 +9,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.branching import GroupTree, branch_tree, read_branching
 from lightning_llm.config.composed_tree import CONFIG_MODULE, compose_tree_of, not_composed
 from lightning_llm.config.composition import COMPOSITION_ERRORS, Composer, shipped_composer
@@ -21,7 +22,6 @@ from lightning_llm.config.resolve import read_tree
 from lightning_llm.config.schema.strict import Reading
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.config.yaml_source import search_override
-from lightning_llm.errors import ConfigError, Problem
 
 
 @contextmanager

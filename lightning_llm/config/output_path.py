@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from lightning_llm.errors import Problem
+from lightning_llm.base.errors import Problem
 
 KEY = "--output"
 

@@ -6,7 +6,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from lightning_llm.errors import Problem
+from lightning_llm.base.errors import Problem
 
 ENDING = ".yaml"
 OTHER_ENDING = ".yml"

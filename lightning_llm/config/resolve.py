@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 from omegaconf.resolvers.oc import env
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.cluster_choice import without_cluster
 from lightning_llm.config.file import literal
 from lightning_llm.config.law_words import read_with_laws
@@ -18,7 +19,6 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.config.schema.strict import HOW_MADE, Reading, read_config
 from lightning_llm.config.weight_files import UNNAMED
-from lightning_llm.errors import Problem
 
 INIT_FROM = "model.init_from"
 

@@ -8,11 +8,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import Problem, did_you_mean
 from lightning_llm.config.identity import flatten
 from lightning_llm.config.recipes import group_names, option_files
 from lightning_llm.config.redact import redact_uri, secret_in
 from lightning_llm.config.schema import ALGORITHMS, OPTIMIZERS, SCHEDULES, Config
-from lightning_llm.errors import Problem, did_you_mean
 
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 """What MLflow keeps a tracking store in (mlflow.store.db.db_types), each also as `DATABASE+DRIVER`."""

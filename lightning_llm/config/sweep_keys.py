@@ -9,10 +9,10 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.composition import COMPOSITION_ERRORS, Composer
 from lightning_llm.config.overrides import MOST_JOBS, choices_of, parse_overrides, values_of
 from lightning_llm.config.schema.sweep import READ_BY, SweepConfig
-from lightning_llm.errors import ConfigError, Problem, did_you_mean
 
 
 def sweep_keys(typed: Sequence[Override], composer: Composer) -> SweepConfig:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.base.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig  # and with it some start-up time, where files are only listed

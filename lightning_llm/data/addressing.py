@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
+from lightning_llm.base.keyed_hash import hash_words, mix, name_word
 from lightning_llm.config.schema.data import Pace
 from lightning_llm.data.pacing import Pacing
 from lightning_llm.data.skipped import Range, before, index_of
-from lightning_llm.keyed_hash import hash_words, mix, name_word
 
 BLOCK = 1_000
 LARGEST_BLOCK = 100_000

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data.addressing import largest_remainder
-from lightning_llm.errors import Problem
 
 KEY = "data.max_tokens"
 

@@ -20,9 +20,17 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.integrity import FileContent, content_problem, digest_of_file, file_mark, seal, size_problem, unseal
-from lightning_llm.user_cache import user_cache_dir
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.integrity import (
+    FileContent,
+    content_problem,
+    digest_of_file,
+    file_mark,
+    seal,
+    size_problem,
+    unseal,
+)
+from lightning_llm.base.user_cache import user_cache_dir
 
 CODE_VERSION = 2  # of everything under data/ that shapes a product; raise it when the same input gives another output
 MANIFEST = "manifest.json"

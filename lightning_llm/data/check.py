@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.data import DataConfig, TokenizerConfig
 from lightning_llm.config.schema.partial import Rule, gather
 from lightning_llm.data.bound import bound_problems
@@ -26,7 +27,6 @@ from lightning_llm.data.tokenizer import (
     tokenizer_file,
 )
 from lightning_llm.data.tokenizer_files import format_problem, other_format_in
-from lightning_llm.errors import ConfigError, Problem
 
 
 def check_data(config: DataConfig, model_vocab_size: int, world: int) -> list[Problem]:

@@ -21,9 +21,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.interpreter import python_environment, python_module
 from lightning_llm.data.tokenizer import Tokenizer
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.interpreter import python_environment, python_module
 
 if TYPE_CHECKING:  # a process starts sooner without the config's schema
     from lightning_llm.data.source import Document

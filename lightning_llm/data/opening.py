@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data.account import SourceAccount
 from lightning_llm.data.bound import limit_problem, window_limits
@@ -14,7 +15,6 @@ from lightning_llm.data.prepare import ALL_HELD_OUT, Scan, hold_out, prepare_str
 from lightning_llm.data.source import Source
 from lightning_llm.data.token_files import TokenStream
 from lightning_llm.data.tokenised import id_problem, scan_tokens, token_streams
-from lightning_llm.errors import ConfigError, Problem, gathered
 
 
 def open_corpus(

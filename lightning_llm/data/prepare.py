@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.keyed_hash import MASK_32
 from lightning_llm.config.schema.data import TokenizerConfig
 from lightning_llm.config.weight_files import TOKENIZER
 from lightning_llm.data.cache import build_once, disk_problem, token_bytes
@@ -22,8 +24,6 @@ from lightning_llm.data.encode import encode_batches, process_count
 from lightning_llm.data.source import Document, Source
 from lightning_llm.data.token_files import TokenStream, TokenWriter
 from lightning_llm.data.tokenizer import Tokenizer, train_bpe, write_bytes_tokenizer
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.keyed_hash import MASK_32
 
 KEY_RANGE = 1 << 64
 BPE_SAMPLE_BYTES = 64 << 20  # a larger corpus trains its tokenizer on a sample of documents of about this size
@@ -41,7 +41,7 @@ def progress_task(description: str, total_bytes: int | None, shown: bool) -> Ite
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from lightning_llm.terminal.console import new_console
+    from lightning_llm.base.terminal.console import new_console
 
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=new_console(stderr=True)) as progress:

@@ -7,10 +7,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.integrity import file_mark
 from lightning_llm.config.schema.data import SourceConfig
 from lightning_llm.data.text_files import DAMAGED, first_that_is_no_text
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.integrity import file_mark
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.integrity import file_mark
 from lightning_llm.config.schema.data import TokenizerConfig
 from lightning_llm.data.cache import build_once
 from lightning_llm.data.prepare import KEY_RANGE, SPLITS, HeldOut, Scan, progress_task
@@ -24,8 +26,6 @@ from lightning_llm.data.tokenizer import (
     read_vocabulary,
     tokenizer_file,
 )
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.integrity import file_mark
 
 PLACES = "documents.places"  # int64 [documents, 3]: number of the file, first token, tokens
 KEYS = "documents.keys"  # uint64 [documents]

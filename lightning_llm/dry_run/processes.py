@@ -9,12 +9,12 @@ from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
+from lightning_llm.base.errors import ConfigError, RanksFailedError
+from lightning_llm.base.socket_folder import use_short_sockets
+from lightning_llm.base.stopping import die_with_parent
+from lightning_llm.base.terminal.waiting import Waiting
 from lightning_llm.dry_run.rank import RankCounts, dry_rank
-from lightning_llm.errors import ConfigError, RanksFailedError
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.socket_folder import use_short_sockets
-from lightning_llm.stopping import die_with_parent
-from lightning_llm.terminal.waiting import Waiting
 
 AT_ONCE = 2
 """Processes: one rank of a large model takes half a gigabyte of real memory."""

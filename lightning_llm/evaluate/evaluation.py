@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_llm.base.errors import ConfigError
+from lightning_llm.base.terminal.waiting import show_progress
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.errors import ConfigError
 from lightning_llm.evaluate.ensemble_gap import EnsembleGain, ensemble_gain
 from lightning_llm.evaluate.members import AverageWeights
 from lightning_llm.evaluate.request import Request
@@ -32,7 +33,6 @@ from lightning_llm.record.state import state_of
 from lightning_llm.run.agreement import agree_on_inputs
 from lightning_llm.run.build import choose_device
 from lightning_llm.run.environment import is_first_rank
-from lightning_llm.terminal.waiting import show_progress
 
 
 @dataclass(frozen=True)

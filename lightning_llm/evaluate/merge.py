@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.rank_correlation import RankCorrelation
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.evaluate.members import AverageWeights, check_members
 from lightning_llm.evaluate.validation import TrainedModel, validation_losses
 from lightning_llm.model.weights.initial import InitialWeights

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.overrides import override
 from lightning_llm.config.recipes import option_files
 from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.data.check import check_data
-from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.evaluate.members import check_members
 from lightning_llm.evaluate.spread import composed_layout, spread, task_problems
 from lightning_llm.evaluate.weights import check_dtype, tokenizer_of

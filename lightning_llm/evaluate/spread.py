@@ -3,9 +3,9 @@
 import re
 from collections.abc import Sequence
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.plan.degrees import Degrees, layout_problems, resolve_degrees
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.nodes import with_reduction

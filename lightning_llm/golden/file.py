@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.differences import FREE, LAYOUT, ROUNDING
 from lightning_llm.config.identity import below, flatten, is_data_path, is_observer, training_hash
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.golden.band import Noise
 from lightning_llm.golden.curve import Curve
 from lightning_llm.plan.describe import layout_facts

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
+from lightning_llm.base.hardware import describe_device
 from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.config.identity import is_observer
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.golden.figures import Measured
 from lightning_llm.golden.trajectory import Trajectory
-from lightning_llm.hardware import describe_device
 from lightning_llm.plan.report import plan_line
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.record.provenance import FINGERPRINT, origin_of

@@ -7,8 +7,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_llm.base.keyed_hash import MASK_32, hash_words
 from lightning_llm.golden.figures import StepFigures
-from lightning_llm.keyed_hash import MASK_32, hash_words
 from lightning_llm.local_part import local
 from lightning_llm.parallel.grad_norm import parameter_gradient_norms
 from lightning_llm.precision.random_bits import mix

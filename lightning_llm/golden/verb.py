@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from lightning_llm.errors import ConfigError, Problem, RanksFailedError, gathered
+from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError, gathered
 from lightning_llm.golden.band import FEWEST_REPEATS, Band, Noise
 from lightning_llm.golden.comparison import band_facts, compare, input_changes, recipe_changes, recipe_problems
 from lightning_llm.golden.curve import Curve

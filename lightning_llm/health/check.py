@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from lightning_llm.hardware import device_name
+from lightning_llm.base.hardware import device_name
 from lightning_llm.health.blame import blamed_pairs, blamed_ranks
 from lightning_llm.health.collectives import BUS_FACTORS, SUMS, CollectiveTime, Exchange, WrongValues, time_collective
 from lightning_llm.health.disk import DiskReport, measure_disk

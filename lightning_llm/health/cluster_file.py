@@ -6,8 +6,8 @@ from statistics import median
 
 import yaml
 
+from lightning_llm.base.hardware import planned_hardware
 from lightning_llm.config.commands import command
-from lightning_llm.hardware import planned_hardware
 from lightning_llm.health.report import HealthReport
 from lightning_llm.plan.measured_cluster import write_cluster
 

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_llm.base.hardware import device_name, peak_flops_per_second
 from lightning_llm.gemm import product
-from lightning_llm.hardware import device_name, peak_flops_per_second
 from lightning_llm.parallel.torch_private import scaled_product
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

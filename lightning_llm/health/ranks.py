@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_llm.errors import UnhealthyError
+from lightning_llm.base.errors import UnhealthyError
 from lightning_llm.health.timer import PeerTimeoutError
 from lightning_llm.parallel.torch_private import ranks_store
 from lightning_llm.record.provenance import process_mark

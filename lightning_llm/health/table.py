@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from lightning_llm.base.terminal.console import new_console
 from lightning_llm.health.report import HealthReport
-from lightning_llm.terminal.console import new_console
 
 MOST_ROWS = 16
 """Of ranks: above, the matrix of pairs is left to its file."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.compare.best_of import BestOf
 from lightning_llm.compare.command import note_look, print_escaped, write_comparison
 from lightning_llm.compare.comparison import Comparison, compare_runs
@@ -17,7 +18,6 @@ from lightning_llm.compare.ended_jobs import read_found
 from lightning_llm.compare.find import find_runs
 from lightning_llm.compare.flags import best_of_words, of_ladder, terms_of
 from lightning_llm.compare.wording import short
-from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.ladder.fit import Fit, fit_ladder
 from lightning_llm.ladder.ledger import FILE, grade, is_of, read_ledger, write_ledger
 from lightning_llm.ladder.measured import UNLEARNED, Ladder, ladder_of
@@ -220,8 +220,8 @@ def _print_data(report: Report) -> None:
 
 
 def _print_text(report: Report) -> None:
+    from lightning_llm.base.terminal.console import new_console
     from lightning_llm.ladder.report import print_report
-    from lightning_llm.terminal.console import new_console
 
     console = new_console(markup=False) if sys.stdout.isatty() else new_console(markup=False, width=180, no_color=True)
     print_report(report, console)

@@ -16,7 +16,7 @@ from typing import Any
 
 from scipy import special
 
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.ladder.measured import Ladder, Rung
 
 FILE = "predictions.jsonl"

@@ -4,11 +4,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.losses import has_learned, tail_of
 from lightning_llm.compare.pairing import Family
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run
 
 Place = tuple[int, int]

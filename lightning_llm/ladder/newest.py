@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.sweep import FEWEST_SIZES, FEWEST_TOKENS
 from lightning_llm.config.workspace import default_outputs
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.ladder.ledger import FILE
 
 

@@ -4,6 +4,7 @@ import json
 from hashlib import sha256
 from pathlib import Path
 
+from lightning_llm.base.version import __version__
 from lightning_llm.compare.data import json_ready
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.ladder.effect import effect_at
@@ -13,7 +14,6 @@ from lightning_llm.ladder.measured import Ladder
 from lightning_llm.ladder.refusal import Target
 from lightning_llm.ladder.report import Report
 from lightning_llm.ladder.wording import line_of
-from lightning_llm.version import __version__
 
 
 def is_run(measured: Ladder, recipe: str, target: Target) -> bool:

@@ -8,15 +8,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_llm.base.errors import Problem
+from lightning_llm.base.terminal.text import escaped
 from lightning_llm.compare.wording import nats, per_parameter, short
-from lightning_llm.errors import Problem
 from lightning_llm.ladder.effect import Effect, effect_at
 from lightning_llm.ladder.fit import Fit
 from lightning_llm.ladder.ledger import Prediction
 from lightning_llm.ladder.measured import Ladder
 from lightning_llm.ladder.refusal import law_misfit, too_small
 from lightning_llm.ladder.wording import gap_line, law_line, prediction_line, share, tally
-from lightning_llm.terminal.text import escaped
 
 
 @dataclass

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.compose import compose_config
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.ladder.refusal import Target
 from lightning_llm.model.flops import count_parameters
 

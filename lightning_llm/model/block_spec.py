@@ -5,9 +5,9 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.block import NORMS
 from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig
-from lightning_llm.errors import Problem
 from lightning_llm.model.spec import Distribution, FeedForward, Mixer, Norm, ParameterSpec, Part
 
 Value = TypeVar("Value")

@@ -27,8 +27,8 @@ import re
 import torch
 from torch import Tensor
 
+from lightning_llm.base.keyed_hash import hash_words, name_word
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.keyed_hash import hash_words, name_word
 from lightning_llm.model.block_spec import block_parameters, norm_of
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.linear_names import block_linears

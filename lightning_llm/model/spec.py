@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.base import Group
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.errors import Problem
 
 if TYPE_CHECKING:
     from torch import nn

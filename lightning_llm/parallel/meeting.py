@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.base.errors import ConfigError, Problem
 
 NOTED_AFTER_SECONDS = 10.0
 """Ranks on busy machines come seconds after each other."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.parallel.cuda_environment import GLOO, NCCL, set_missing
 from lightning_llm.parallel.meeting import meet, open_store
 

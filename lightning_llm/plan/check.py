@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.run_paths import run_path_problems, secret_problems, tracking_problems
 from lightning_llm.config.schema import Config, PrecisionConfig
 from lightning_llm.config.schema.metrics import monitor_problems
 from lightning_llm.config.schema.partial import Rule, gather
 from lightning_llm.config.schema.run import LauncherConfig
 from lightning_llm.data.check import batch_problems, data_rules
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.block_spec import shape_problems
 from lightning_llm.model.linear_names import linear_names, linears_of
 from lightning_llm.plan.attention_kernel import attention_kernel_problems

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from lightning_llm.base.errors import Problem
+from lightning_llm.base.hardware import planned_peak_flops
 from lightning_llm.config.schema import ClusterConfig, Config
 from lightning_llm.config.schema.partial import Rule
-from lightning_llm.errors import Problem
-from lightning_llm.hardware import planned_peak_flops
 
 _MEMORY = "cluster.memory_gb_per_second"
 LEAST, MOST = 0.01, 1.2

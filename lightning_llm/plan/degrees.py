@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields
 from itertools import product
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import ParallelConfig
-from lightning_llm.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from lightning_llm.hardware import GIB
+from lightning_llm.base.hardware import GIB
 from lightning_llm.plan.accounting import OURS, Accounting
 from lightning_llm.plan.degrees import AXES, Degrees, bitwise_problem
 from lightning_llm.plan.memory import peak_memory, peak_memory_pp_rank

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config, ModelConfig
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.errors import Problem
 from lightning_llm.model.block_spec import Same, block_parts, for_layers, mixer_of
 from lightning_llm.model.linear_names import linear_names, linears_of
 from lightning_llm.model.spec import LinearSpec, Size

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from lightning_llm.base.hardware import GIB, MEMORY_GIB, memory_bytes_here
 from lightning_llm.config.schema import Config
-from lightning_llm.hardware import GIB, MEMORY_GIB, memory_bytes_here
 from lightning_llm.plan.accounting import OURS, Accounting
 from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.degrees import Degrees

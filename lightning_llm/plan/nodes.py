@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import Problem
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.units import micro_batches_per_rank, tree_buffers
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_files import TOKENIZER, UNNAMED
-from lightning_llm.errors import ConfigError
 from lightning_llm.model.interop.families import architecture, without_counterpart
 from lightning_llm.model.weights.tensors import parameter_shapes
 

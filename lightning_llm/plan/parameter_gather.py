@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.optim import ParameterShard, role_in_block
-from lightning_llm.errors import Problem
 from lightning_llm.model.linear_names import block_linears, linear_names
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.resolve import Resolution

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.identity import config_hash
 from lightning_llm.config.schema import Config, ParallelConfig
-from lightning_llm.errors import ConfigError
 from lightning_llm.model.linear_names import linear_widths
 from lightning_llm.plan.compiled_blocks import compiles
 from lightning_llm.plan.degrees import Degrees, given_degrees, resolve_degrees

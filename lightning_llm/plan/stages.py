@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
-from lightning_llm.errors import Problem
 from lightning_llm.model.block_spec import Same, for_layers
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.schedule import INTERLEAVED

@@ -13,9 +13,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.law_words import LawWords
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import Problem
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.resolve import Resolution
 

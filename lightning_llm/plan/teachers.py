@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import Config, ModelConfig
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.linear_names import has_bias
 from lightning_llm.optim.state_bytes import DTYPE_BYTES

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.errors import Problem
 from lightning_llm.model.linear_names import block_linears, linear_names
 from lightning_llm.model.spec import LinearSpec
 from lightning_llm.plan.activations import code_bits

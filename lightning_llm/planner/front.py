@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_llm.hardware import GIB
+from lightning_llm.base.hardware import GIB
 from lightning_llm.planner.pricing import Priced
 from lightning_llm.planner.search import pareto_front
 from lightning_llm.planner.wording import layout_words

@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.hardware import GIB
 from lightning_llm.config.recipes import option_files
 from lightning_llm.config.schema.run import ParallelConfig
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.hardware import GIB
 from lightning_llm.planner.pricing import Priced
 from lightning_llm.planner.wording import layout_words
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import ClusterConfig
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.nodes import TREE_SCATTER
 from lightning_llm.plan.time.links import Links

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from lightning_llm.errors import Problem
+from lightning_llm.base.errors import Problem
 from lightning_llm.plan.degrees import AXES, Degrees
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.planner.space import Space, divisors, key_of

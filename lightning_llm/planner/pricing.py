@@ -5,8 +5,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import ClusterConfig, Config
-from lightning_llm.errors import Problem
 from lightning_llm.plan.check import layout_rule_problems
 from lightning_llm.plan.fit import RESERVE, device_memory_bytes
 from lightning_llm.plan.memory import peak_memory

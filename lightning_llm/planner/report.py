@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_llm.hardware import GIB
+from lightning_llm.base.hardware import GIB
+from lightning_llm.base.terminal.console import new_console
 from lightning_llm.plan.fit import RESERVE, hardware_facts
 from lightning_llm.plan.time.describe import assumptions
 from lightning_llm.plan.time.published import published_ratio, range_text, ratio_text
@@ -15,7 +16,6 @@ from lightning_llm.plan.time.step import StepTimer, no_time
 from lightning_llm.planner.pricing import Priced, Pricer
 from lightning_llm.planner.search import LISTED, Found, pareto_front
 from lightning_llm.planner.wording import layout_words, why_slower
-from lightning_llm.terminal.console import new_console
 
 SHOWN, SHOWN_EMULATED = 10, 3
 """Layouts on a terminal; emulated ones at least, where there are any."""

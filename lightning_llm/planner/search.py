@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from lightning_llm.base.terminal.waiting import Waiting
 from lightning_llm.planner.pricing import Priced, Pricer
 from lightning_llm.planner.space import CHECKPOINTING, Choice
-from lightning_llm.terminal.waiting import Waiting
 
 LISTED = 100
 """How many of the fastest layouts a search is sure to find."""

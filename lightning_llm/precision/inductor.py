@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision import block_scale, quantize, scales
 from lightning_llm.precision.block_scale import Scaled
 from lightning_llm.precision.blocks import BlockShape, block_shape, blocked, unblocked

@@ -24,9 +24,9 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from lightning_llm.integrity import digest_of_file
+from lightning_llm.base.integrity import digest_of_file
+from lightning_llm.base.user_cache import user_cache_dir
 from lightning_llm.precision.kernel_key import processor, signature, software
-from lightning_llm.user_cache import user_cache_dir
 
 FOLDER = "LIGHTNING_LLM_KERNELS"
 """The environment variable that names another folder than the user's cache folder."""

@@ -7,8 +7,8 @@ may break a rule knowingly, by naming it in `allow`, but for those in `NOT_TO_AL
 
 from collections.abc import Callable, Iterable, Iterator
 
+from lightning_llm.base.errors import Problem, did_you_mean
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
-from lightning_llm.errors import Problem, did_you_mean
 
 Rule = Callable[[PrecisionConfig, dict[str, CastConfig]], Iterator[Problem]]
 GRADIENTS = ("dgrad.dy", "wgrad.dy")

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_llm.base.keyed_hash import StepKey, name_word
 from lightning_llm.cast_linear import Reduce, linear_with_unrounded_wgrad
 from lightning_llm.config.schema.precision import DelayedConfig, PrecisionConfig, slots_of
 from lightning_llm.gemm import linear
-from lightning_llm.keyed_hash import StepKey, name_word
 from lightning_llm.precision import inductor, linear_operator
 from lightning_llm.precision.linear import Record, quantised_linear
 from lightning_llm.precision.linear_call import LinearCall

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from fractions import Fraction
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.precision import CastRule, ModuleRules, PrecisionConfig, slots_of
-from lightning_llm.errors import Problem
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 

@@ -1,4 +1,4 @@
-"""Keyed random bits as tensors: the counterpart of `lightning_llm.keyed_hash`, and per-element noise from a key.
+"""Keyed random bits as tensors: the counterpart of `lightning_llm.base.keyed_hash`, and per-element noise from a key.
 
 Keys are hashed in int64 masked to 32 bits. A constant c >= 2^31 is used as c - 2^32, which is the same modulo 2^32, so
 that no product leaves the signed 64-bit range: |h * c| < 2^32 * 2^31. Elements are hashed in int32, whose sums and
@@ -8,7 +8,7 @@ products torch's kernels, and those it compiles, keep modulo 2^32: twice as many
 import torch
 from torch import Tensor
 
-from lightning_llm.keyed_hash import MASK_32
+from lightning_llm.base.keyed_hash import MASK_32
 
 
 def _signed(constant: int) -> int:

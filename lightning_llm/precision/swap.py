@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.cast_linear import CastOnUse
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision import inductor
 from lightning_llm.precision.coverage import Coverage, coverage
 from lightning_llm.precision.inductor import Backend

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema import ModelConfig, PrecisionConfig
-from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.model.weights.whole import whole_decoder

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from lightning_llm.base.errors import ConfigError, Problem, gathered
+from lightning_llm.base.hardware import describe_device
+from lightning_llm.base.terminal.waiting import show_progress
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.output_path import folder_problems
 from lightning_llm.config.schema import Config, PrecisionConfig
 from lightning_llm.config.workspace import default_outputs
-from lightning_llm.errors import ConfigError, Problem, gathered
-from lightning_llm.hardware import describe_device
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.probe.measure import measure
 from lightning_llm.probe.model import Pass, ProbedModel, TokenBatch
@@ -30,7 +31,6 @@ from lightning_llm.probe.subject import (
     read_weights,
     with_recipe,
 )
-from lightning_llm.terminal.waiting import show_progress
 
 ALL = "all"
 

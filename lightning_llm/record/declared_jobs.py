@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.identity import hashed_values, without_observers
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.sweep_file import DESIGN
 
 SHOWN_KEYS = 5

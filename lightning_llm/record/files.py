@@ -8,8 +8,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_llm.base.integrity import each_once
 from lightning_llm.config.redact import redacted
-from lightning_llm.integrity import each_once
 from lightning_llm.record.chain import DIGEST_BYTES, RECORDS, ChainHead
 
 Record = Mapping[str, Any]

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from lightning_llm.errors import StorageError
+from lightning_llm.base.errors import StorageError
 
 DELETED = " (deleted)"
 """What Linux adds to the path of an open folder that was deleted."""

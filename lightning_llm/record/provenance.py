@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
+from lightning_llm.base.version import __version__
 from lightning_llm.config.workspace import PACKAGE, checkout
-from lightning_llm.version import __version__
 
 RECORDED_PACKAGES = ("torch", "lightning", "mlflow", "transformer-engine")
 FINGERPRINT = "fingerprint"

@@ -10,13 +10,14 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.terminal.text import shown
 from lightning_llm.config.file import without_escapes
 from lightning_llm.config.identity import config_digest, flatten
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.data.skipped import SKIPPED_SAMPLES
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import plan_of
@@ -38,7 +39,6 @@ from lightning_llm.record.files import (
 )
 from lightning_llm.record.provenance import origin_of
 from lightning_llm.record.skipped_updates import stalled
-from lightning_llm.terminal.text import shown
 
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 WRITTEN = (*(key for key, each in Config.model_fields.items() if each.is_required()), "seed")

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.integrity import digest_problem
 from lightning_llm.config.weight_files import TOKENIZER
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.integrity import digest_problem
 from lightning_llm.record.files import summary_of
 
 DIGEST = "tokenizer_digest"

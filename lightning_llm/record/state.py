@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_llm.errors import ConfigError
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.record.files import ended_not_finite, summary_of
 from lightning_llm.record.liveness import await_sign, has_died
 from lightning_llm.record.reading import read_run

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.commands import sweep_command
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.workspace import default_outputs
-from lightning_llm.errors import ConfigError
 from lightning_llm.record.sweep_definition import Sweep, Typed, key_of
 from lightning_llm.record.sweep_file import DESIGN, read_sweep_file
 

@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.identity import (
     config_hash,
     flatten,
@@ -15,7 +16,6 @@ from lightning_llm.config.identity import (
 )
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.declared_jobs import Asked, check_declared_jobs
 from lightning_llm.record.job_keys import UNHASHED, axes_of, key_of, keys_of_jobs, kind_of
 from lightning_llm.record.sweep_file import DESIGN, FILE, OTHER_KEYS, SEARCH, read_sweep_file

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.base.errors import ConfigError, Problem
 
 FILE = "sweep.json"
 LOCKS = ".claims"

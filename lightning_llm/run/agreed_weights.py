@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
+from lightning_llm.base.errors import AgreedError, ConfigError, Problem
 from lightning_llm.config.from_weights import weights_path
-from lightning_llm.errors import AgreedError, ConfigError, Problem
 from lightning_llm.model.weights.folder import Weights, digest_of
 from lightning_llm.run.weights import open_weights
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from lightning_llm.base.errors import AgreedError, ConfigError, Problem
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import AgreedError, ConfigError, Problem
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.environment import is_first_rank
 from lightning_llm.run.lock import RunLock, lock_run

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.mixer.attention_kernel import FLEX, AttentionShape, NoKernelError, attention_by, kernel_of
 from lightning_llm.model.mixer.attention_spec import AttentionSpec

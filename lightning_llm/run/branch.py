@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import AgreedError, ConfigError, Problem
+from lightning_llm.base.integrity import digest_of_file
 from lightning_llm.config.branching import KEY, changed_keys
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_files import TOKENIZER
 from lightning_llm.data.tokenizer import tokenizer_file
-from lightning_llm.errors import AgreedError, ConfigError, Problem
-from lightning_llm.integrity import digest_of_file
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.run_tokenizer import DIGEST as TOKENIZER_DIGEST
 from lightning_llm.run.own_checkpoints import config_of_run

@@ -10,13 +10,14 @@ from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.callbacks import WeightAveraging
 
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.terminal.text import one_line
 from lightning_llm.callbacks.run_folder import RunFolder, RunLogger
 from lightning_llm.config.identity import flatten, frozen_values
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.targets import refused
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.data.corpus import Corpus
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.materialise import InitialSlice
 from lightning_llm.plan.resolve import Plan
@@ -24,7 +25,6 @@ from lightning_llm.record.chain import RECORDS
 from lightning_llm.run.environment import rank_environment
 from lightning_llm.run.facts import config_facts
 from lightning_llm.run.start import Start
-from lightning_llm.terminal.text import one_line
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
 from lightning_llm.train.checkpoint.manifest import FROZEN_CONFIG
 from lightning_llm.train.distillation import Distillation

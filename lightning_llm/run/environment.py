@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.stopping import die_with_parent
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.stopping import die_with_parent
 
 if TYPE_CHECKING:
     from lightning_llm.config.schema import Config  # pydantic, which --help does without

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
+from lightning_llm.base.hardware import describe_device
+from lightning_llm.base.integrity import digest_of_file
 from lightning_llm.config.identity import config_digest, flatten
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
-from lightning_llm.hardware import describe_device
-from lightning_llm.integrity import digest_of_file
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.coverage import coverage_of
 from lightning_llm.plan.resolve import Plan

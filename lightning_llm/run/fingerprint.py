@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_llm.base.errors import AgreedError, Problem
 from lightning_llm.config.identity import below
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import AgreedError, Problem
 from lightning_llm.gemm import operand
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.provenance import FINGERPRINT, has_fingerprint, origin_changes, origin_of

@@ -5,11 +5,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.compose import typed_value
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.identity import differences_on_resume
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.state import state_of
 from lightning_llm.run.start import Start, decide_start, first_start
 from lightning_llm.run.start_lines import resume_lines

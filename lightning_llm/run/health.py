@@ -4,8 +4,8 @@ import time
 
 import torch
 
+from lightning_llm.base.errors import UnhealthyError
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import UnhealthyError
 from lightning_llm.health.check import check_health
 from lightning_llm.health.extent import SHORT
 from lightning_llm.health.ranks import Ranks

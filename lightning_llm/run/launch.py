@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from lightning_llm.base.errors import AgreedError, ConfigError, RanksFailedError, Terminated, UnhealthyError
+from lightning_llm.base.interpreter import module_arguments, python_environment
+from lightning_llm.base.slow_imports import slow_imports
+from lightning_llm.base.stopping import not_ignored
+from lightning_llm.base.terminal.text import escaped
 from lightning_llm.config.redact import redacted
-from lightning_llm.errors import AgreedError, ConfigError, RanksFailedError, Terminated, UnhealthyError
-from lightning_llm.interpreter import module_arguments, python_environment
 from lightning_llm.run.environment import die_with_launcher
-from lightning_llm.slow_imports import slow_imports
-from lightning_llm.stopping import not_ignored
-from lightning_llm.terminal.text import escaped
 
 Result = TypeVar("Result")
 

@@ -8,18 +8,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lightning_llm.base.errors import CallbackFailedError
+from lightning_llm.base.slow_imports import slow_imports
+from lightning_llm.base.stopping import STOPPED_CODES, exit_code, not_ignored
 from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.config_dir import config_dir_arguments
 from lightning_llm.config.file import in_memory
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import CallbackFailedError
 from lightning_llm.record.files import mark_failed, summary_of
 from lightning_llm.record.rank_liveness import clear_beats, say_silent, says_silent, signal_ranks, silent_ranks
 from lightning_llm.run.launch import failure_line, first_failure, found_unhealthy, launch_ranks, message_of, say_refused
 from lightning_llm.run.lock import lock_run
 from lightning_llm.run.restarts import Ended, Restarts, goes_on
-from lightning_llm.slow_imports import slow_imports
-from lightning_llm.stopping import STOPPED_CODES, exit_code, not_ignored
 
 SAVE_SECONDS = 120
 """How long ranks may take to save after a signal, before they are killed."""

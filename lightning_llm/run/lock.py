@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.record.sweep_file import LOCKS
 
 LOOKED_AT_SECONDS = 1.0

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.commands import resume_elsewhere_command
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.identity import flatten, frozen_values, may_move
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import damaged_record, summary_of
 from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, Verify
 from lightning_llm.train.checkpoint.ownership import RunIdentity

@@ -9,8 +9,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.linear_names import has_bias
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import record_collectives

@@ -9,13 +9,14 @@ from types import FrameType
 
 import torch
 
+from lightning_llm.base.errors import CallbackFailedError, StorageError, UnhealthyError
+from lightning_llm.base.hardware import describe_device
+from lightning_llm.base.stopping import GOES_ON, STOPPING, alarm_after, exit_code, not_ignored
 from lightning_llm.callbacks.run_folder import RunLogger
 from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.schema import Config
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.errors import CallbackFailedError, StorageError, UnhealthyError
-from lightning_llm.hardware import describe_device
 from lightning_llm.parallel.cuda_environment import environment_line
 from lightning_llm.parallel.process_group import leave_process_group
 from lightning_llm.plan.compiled_blocks import compile_note
@@ -51,7 +52,6 @@ from lightning_llm.run.start import Start
 from lightning_llm.run.start_lines import branch_lines, resume_lines
 from lightning_llm.run.teachers import open_teachers
 from lightning_llm.run.watch import failures_marked, watched_ranks
-from lightning_llm.stopping import GOES_ON, STOPPING, alarm_after, exit_code, not_ignored
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedBySignal
 from lightning_llm.train.checkpoint.manifest import step_folders, step_of
 from lightning_llm.train.datamodule import CorpusDataModule

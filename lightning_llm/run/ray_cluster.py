@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.socket_folder import ray_environment
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.run import LauncherConfig
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.socket_folder import ray_environment
 
 ADDRESS = "RAY_ADDRESS"
 """Ray's own variable: `ray job submit` sets it for what it starts."""

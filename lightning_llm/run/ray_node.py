@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_llm.interpreter import python_environment, python_module
+from lightning_llm.base.interpreter import python_environment, python_module
 
 Event = tuple[str, Any]
 """("out" or "err", a text that the ranks wrote), and last ("end", the exit code and what the agent reported)."""

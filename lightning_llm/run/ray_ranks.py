@@ -18,11 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.slow_imports import slow_imports
+from lightning_llm.base.stopping import exit_code
 from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.config_dir import config_dir_arguments
 from lightning_llm.config.file import config_text
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import mark_failed
 from lightning_llm.record.rank_liveness import clear_beats
 from lightning_llm.run.launch import Node
@@ -33,8 +35,6 @@ from lightning_llm.run.ray_cluster import bundle, connected, in_words, is_own, m
 from lightning_llm.run.ray_node import RayNode
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.run.restarts import Ended, Restarts, goes_on
-from lightning_llm.slow_imports import slow_imports
-from lightning_llm.stopping import exit_code
 
 FAILING_SECONDS = 30.0
 """How long the other machines' ranks may take to end by themselves, after those of one have failed.

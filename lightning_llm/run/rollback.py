@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from lightning_llm.base.errors import AgreedError, ConfigError, Problem
 from lightning_llm.data.skipped import Range
-from lightning_llm.errors import AgreedError, ConfigError, Problem
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.agreement import decide_with_ranks
 from lightning_llm.run.environment import is_first_rank

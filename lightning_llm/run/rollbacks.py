@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.data.skipped import SKIPPED_SAMPLES, Range, before, index_of, merged
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import write_json
 from lightning_llm.train.checkpoint.manifest import PROGRESS, Checkpoint, Damage, Verify
 

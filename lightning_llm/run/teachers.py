@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from lightning_llm.base.errors import AgreedError, ConfigError, Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.data.tokenizer import Tokenizer
-from lightning_llm.errors import AgreedError, ConfigError, Problem
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.weights.convert import state_dict_of

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.branching import EXPECTED, KEY
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.from_weights import run_of
@@ -17,7 +18,6 @@ from lightning_llm.config.schema.base import BrokenKeyError
 from lightning_llm.config.schema.strict import Reading
 from lightning_llm.config.weight_files import TOKENIZER
 from lightning_llm.data.mixture.phases_spec import PhasedMixture, WeightPhase
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.run.environment import rank_environment
 from lightning_llm.run.start import checkpoint_at, sizes_alone
 from lightning_llm.run.weights import begins_anew

@@ -8,8 +8,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch.distributed as dist
 
+from lightning_llm.base.errors import CallbackFailedError
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import CallbackFailedError
 from lightning_llm.parallel.flight_recorder import collectives
 from lightning_llm.record.files import mark_failed, summary_of
 from lightning_llm.record.rank_heartbeat import RankHeartbeat

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.from_weights import EXPECTED, KEY, NOT_OF_WEIGHTS, weights_path
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.model import ModelConfig, RopeScaling
 from lightning_llm.config.weight_files import HUGGINGFACE, IMPORTED, TOKENIZER, UNNAMED
 from lightning_llm.data.tokenizer import Tokenizer, bytes_vocabulary, read_vocabulary, tokenizer_file
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.weights.folder import Weights, open_huggingface, open_imported
 from lightning_llm.record.run_tokenizer import run_tokenizer
 from lightning_llm.run.own_checkpoints import config_of_run

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.design import Design, declare, read_design
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import choose_factor
@@ -19,7 +20,6 @@ from lightning_llm.config.identity import flatten
 from lightning_llm.config.margin import read_margin
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.job_keys import kind_of
 from lightning_llm.record.reading import Run
 from lightning_llm.record.sweep_definition import Sweep, Typed, define

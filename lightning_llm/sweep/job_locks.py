@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 from filelock import FileLock, Timeout
 
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.record.sweep_definition import Job
 from lightning_llm.record.sweep_file import LOCKS
 

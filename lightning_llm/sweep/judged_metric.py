@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import ConfigError, Problem, did_you_mean
 
 LOSS, HIGH_PRECISION = "val_loss", "val_loss_high_precision"
 

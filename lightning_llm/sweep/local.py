@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.interpreter import python_environment, python_module
 from lightning_llm.config.config_dir import config_dir_arguments
 from lightning_llm.config.file import write_config
-from lightning_llm.interpreter import python_environment, python_module
 from lightning_llm.record.state import JOB_VARIABLE, SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job
 from lightning_llm.run.relay import Relay

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_llm.base.stopping import STOPPING, exit_code
 from lightning_llm.record.state import state_of
 from lightning_llm.record.sweep_definition import Job
-from lightning_llm.stopping import STOPPING, exit_code
 from lightning_llm.sweep.job_locks import Outcome
 
 STOPPED = {exit_code(number) for number in STOPPING}

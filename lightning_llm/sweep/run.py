@@ -4,12 +4,13 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.terminal.waiting import Waiting
 from lightning_llm.config.commands import sync_command
 from lightning_llm.config.compose import typed_value
 from lightning_llm.config.composed_sweep import read_sweep, read_sweep_keys
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.partial import gather
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.plan.report import notes
 from lightning_llm.plan.resolve import Resolution, plan_of
 from lightning_llm.record.mlflow.sweep import parent_job, write_parent
@@ -27,7 +28,6 @@ from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.local import run_here
 from lightning_llm.sweep.progress import Leg, Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
-from lightning_llm.terminal.waiting import Waiting
 
 NOT_CHECKED = {"seed", "resume", "run"}
 """Jobs that differ in these alone are checked once: each gets a folder of its own in the sweep's, and no rule reads the

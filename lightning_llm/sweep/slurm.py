@@ -10,9 +10,9 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.run import LauncherConfig
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import mark_failed, write_json
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 
+from lightning_llm.base.errors import CallbackFailedError, ConfigError, StorageError
+from lightning_llm.base.terminal.text import one_line
 from lightning_llm.config.redact import redacted
-from lightning_llm.errors import CallbackFailedError, ConfigError, StorageError
-from lightning_llm.terminal.text import one_line
 from lightning_llm.train.health.nonfinite import StepNotMadeError
 
 OTHER_ENDINGS = (ConfigError, StorageError, StepNotMadeError)

@@ -6,11 +6,11 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_llm.base.socket_folder import use_short_sockets
 from lightning_llm.config.schema import Config
 from lightning_llm.data.batch import Batch
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.plan.units import micro_batches_per_rank
-from lightning_llm.socket_folder import use_short_sockets
 
 WORKERS_ON_CUDA = 2
 """Loader processes that read ahead of a device whose steps the host only launches."""

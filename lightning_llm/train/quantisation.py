@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema import PrecisionConfig
-from lightning_llm.keyed_hash import StepKey
 from lightning_llm.precision.delayed_state import delayed_state, load_delayed_state, update_delayed
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.module import (

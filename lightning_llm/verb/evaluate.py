@@ -10,14 +10,14 @@ from typing import Any
 
 from rich.table import Table
 
+from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError, gathered
+from lightning_llm.base.terminal.console import new_console
 from lightning_llm.config.output_path import file_problems
-from lightning_llm.errors import ConfigError, Problem, RanksFailedError, gathered
 from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
 from lightning_llm.evaluate.request import Request, checked_request
 from lightning_llm.evaluate.spread import LAYOUT_WORD
 from lightning_llm.run.environment import is_first_rank, rank_environment
 from lightning_llm.run.launch import STOP_SECONDS, as_rank, launch_reported
-from lightning_llm.terminal.console import new_console
 from lightning_llm.verb.merged import merged
 
 GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}

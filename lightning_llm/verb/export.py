@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem, gathered
+from lightning_llm.base.integrity import digest_of_file, parse_object
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.from_weights import EOS, read_ids, run_of
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_files import GENERATION, HUGGINGFACE, TOKENIZER, TOKENIZER_CONFIG
 from lightning_llm.data.tokenizer import Tokenizer, read_vocabulary
-from lightning_llm.errors import ConfigError, Problem, gathered
-from lightning_llm.integrity import digest_of_file, parse_object
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.interop.families import architecture
 from lightning_llm.model.weights.convert import as_huggingface

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_llm.base.errors import ConfigError, Problem, gathered
+from lightning_llm.base.terminal.text import escaped
 from lightning_llm.data.text_stream import StopStrings, TextStream
 from lightning_llm.data.tokenizer import Tokenizer
-from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.evaluate.weights import decoder_of, end_words, tokenizer_of
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.generate import CachedLogits, Sampler, sampled
 from lightning_llm.probe.subject import Subject, device_of, find_subject, read_weights
-from lightning_llm.terminal.text import escaped
 
 DEFAULT_NEW_TOKENS = 200
 """Where --max-new-tokens is not given: as many, or what the context has room for."""

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
+from lightning_llm.base.errors import AgreedError, ConfigError, Problem, RanksFailedError, UnhealthyError, gathered
+from lightning_llm.base.hardware import device_name
+from lightning_llm.base.slow_imports import slow_imports
 from lightning_llm.config.config_dir import config_dir_arguments
 from lightning_llm.config.file import in_memory
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import AgreedError, ConfigError, Problem, RanksFailedError, UnhealthyError, gathered
-from lightning_llm.hardware import device_name
 from lightning_llm.health.check import check_health
 from lightning_llm.health.cluster_file import write_measured
 from lightning_llm.health.extent import FULL, SHORT
@@ -34,7 +35,6 @@ from lightning_llm.run.checked_plan import read_arguments
 from lightning_llm.run.environment import adopt_world, die_with_launcher, rank_environment, world_problems
 from lightning_llm.run.health import joined_ranks
 from lightning_llm.run.launch import STOP_SECONDS, failure_said, launch_ranks
-from lightning_llm.slow_imports import slow_imports
 
 
 def health(arguments: argparse.Namespace) -> int:

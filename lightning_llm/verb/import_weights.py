@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem, gathered
+from lightning_llm.base.integrity import FileContent, digest_of_file, seal
 from lightning_llm.config.from_weights import END_TOKENS
 from lightning_llm.config.weight_files import GENERATION, HUGGINGFACE, IMPORTED, TOKENIZER, TOKENIZER_CONFIG
 from lightning_llm.data.tokenizer import read_vocabulary
-from lightning_llm.errors import ConfigError, Problem, gathered
-from lightning_llm.integrity import FileContent, digest_of_file, seal
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.weights.convert import as_ours
 from lightning_llm.model.weights.files import INDEX, PICKLED, PICKLED_INDEX, SINGLE, open_files, open_pickled

@@ -7,11 +7,11 @@ import sys
 
 from rich.table import Table
 
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.terminal.console import new_console
+from lightning_llm.base.terminal.waiting import show_progress
 from lightning_llm.evaluate.merge import Merge, merge
 from lightning_llm.probe.subject import device_of
-from lightning_llm.terminal.console import new_console
-from lightning_llm.terminal.waiting import show_progress
 
 
 def merged(arguments: argparse.Namespace) -> int:

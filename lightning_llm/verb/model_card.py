@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.version import __version__
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.data import SourceConfig
 from lightning_llm.data.mixture.planned import planned_phases
@@ -13,7 +14,6 @@ from lightning_llm.plan.coverage import coverage_of
 from lightning_llm.record.files import read_records, summary_of
 from lightning_llm.record.final_figures import draw_losses
 from lightning_llm.record.sweep_file import title_of
-from lightning_llm.version import __version__
 
 CURVES = "loss.png"
 

@@ -12,8 +12,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.folder import Weights

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import ConfigError, Problem, RanksFailedError
 from lightning_llm.plan.accounting import ACCOUNTINGS, OURS
 from lightning_llm.plan.matrix import matrix_facts, matrix_of, render_matrix
 from lightning_llm.plan.report import notes, plan_facts, render

@@ -13,6 +13,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.base.terminal.console import new_console
 from lightning_llm.config.commands import command
 from lightning_llm.config.config_dir import config_dir_arguments
 from lightning_llm.config.output_path import file_problems
@@ -23,11 +25,9 @@ from lightning_llm.data.check import data_rules
 from lightning_llm.data.corpus_report import source_reports
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.score.scoring import score_documents
-from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.run.checked_plan import read_words
 from lightning_llm.run.data_lines import account_lines
 from lightning_llm.run.weights import unnamed_problems
-from lightning_llm.terminal.console import new_console
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 SCORES = Path("scores.parquet")

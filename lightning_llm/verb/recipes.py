@@ -3,8 +3,8 @@
 import argparse
 import json
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.recipes import describe, folder_problems, recipe_files
-from lightning_llm.errors import ConfigError
 
 
 def recipes(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_llm.errors import Problem
+from lightning_llm.base.errors import Problem
 from lightning_llm.plan.accounting import OURS
 
 

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lightning_llm.base.early_signals import raised_as_terminated
+from lightning_llm.base.errors import CallbackFailedError, ConfigError, Problem, UnhealthyError
+from lightning_llm.base.slow_imports import slow_imports
+from lightning_llm.base.terminal.lasting_output import lasting_output
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.strict import read_config
-from lightning_llm.early_signals import raised_as_terminated
-from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, UnhealthyError
 from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.checked_plan import checked_resolution, read_arguments
@@ -22,9 +24,7 @@ from lightning_llm.run.lock import lock_run
 from lightning_llm.run.ray_cluster import ray_problems
 from lightning_llm.run.restarts import is_started_again
 from lightning_llm.run.start import decide_start
-from lightning_llm.slow_imports import slow_imports
 from lightning_llm.sweep.run import sweep
-from lightning_llm.terminal.lasting_output import lasting_output
 from lightning_llm.train.checkpoint.manifest import content_damage
 
 IN_SLURM = {"SLURM_JOB_ID", "SUBMITIT_EXECUTOR"}

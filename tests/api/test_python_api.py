@@ -50,12 +50,12 @@ def test_importing_it_imports_no_library_and_only_small_modules():
     assert packages == str(
         [
             "lightning_llm",
-            "lightning_llm.at_start",
+            "lightning_llm.base.at_start",
             "lightning_llm.compare",
             "lightning_llm.evaluate",
-            "lightning_llm.lazy_torchmetrics",
+            "lightning_llm.base.lazy_torchmetrics",
             "lightning_llm.train",
-            "lightning_llm.version",
+            "lightning_llm.base.version",
         ]
     ), done.stderr
     assert standard == "[]"

@@ -2,7 +2,7 @@ import pytest
 import torch
 from lightning.fabric.utilities import throughput
 
-from lightning_llm.hardware import PEAK_TFLOPS, describe_device, device_name, gemm_format, peak_flops_per_second
+from lightning_llm.base.hardware import PEAK_TFLOPS, describe_device, device_name, gemm_format, peak_flops_per_second
 
 
 @pytest.mark.parametrize(

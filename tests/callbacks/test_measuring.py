@@ -12,11 +12,11 @@ from lightning.pytorch.profilers import SimpleProfiler
 from protocol_module import TinyModule, fit, make_config
 from torch.utils.data import TensorDataset
 
+from lightning_llm.base.hardware import host_peak_bytes
 from lightning_llm.callbacks import throughput
 from lightning_llm.callbacks.memory import Memory
 from lightning_llm.callbacks.throughput import Throughput
 from lightning_llm.config.schema import Config
-from lightning_llm.hardware import host_peak_bytes
 
 
 class Collect(pl.Callback):
@@ -108,7 +108,7 @@ def test_the_peak_counts_memory_that_was_given_back() -> None:
     # From within this larger process: the peak of the one that starts another must not be passed on.
     ballast = torch.ones(100 * 2**20)  # 400 MB
     code = (
-        "from lightning_llm.hardware import host_peak_bytes as peak\n"
+        "from lightning_llm.base.hardware import host_peak_bytes as peak\n"
         "before = peak(); block = b'x' * (300 * 2**20); del block; print(before, peak())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

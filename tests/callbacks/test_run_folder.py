@@ -13,10 +13,10 @@ import matplotlib.pyplot as plt
 import pytest
 from protocol_module import TinyModule, fit
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.callbacks import run_folder
 from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import ConfigError
 from lightning_llm.record import liveness as heartbeat
 from lightning_llm.record.final_figures import final_figures
 from lightning_llm.record.held_folder import FolderGoneError

@@ -10,6 +10,8 @@ import pytest
 import torch
 from protocol_module import TinyModule, fit, make_config
 
+from lightning_llm.base.terminal.console import new_console
+from lightning_llm.base.terminal.text import escaped, excerpt
 from lightning_llm.callbacks import progress
 from lightning_llm.callbacks.progress import ProgressLine
 from lightning_llm.callbacks.run_folder import RunFolder
@@ -19,8 +21,6 @@ from lightning_llm.config.schema import Config
 from lightning_llm.record.final_figures import draw_losses
 from lightning_llm.record.state import JOB_VARIABLE
 from lightning_llm.record.sweep_file import title_of
-from lightning_llm.terminal.console import new_console
-from lightning_llm.terminal.text import escaped, excerpt
 
 
 def test_plain_lines_where_there_is_no_terminal(config: Config, capsys: pytest.CaptureFixture[str]) -> None:

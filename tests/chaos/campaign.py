@@ -20,7 +20,7 @@ from chaos.faults_at_random import KINDS, STEPS, Fault
 from run_metrics import curve
 from small_runs import small_words, write_corpus
 
-from lightning_llm.errors import ConfigError
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.record.files import summary_of
 from lightning_llm.run.lock import lock_run
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_folders import NO_MEANING, curve, make_run
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import varying_keys
-from lightning_llm.errors import ConfigError
 from lightning_llm.record.reading import read_run
 
 FACTS = {

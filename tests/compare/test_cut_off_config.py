@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from run_folders import make_run
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.from_file import load_config
-from lightning_llm.errors import ConfigError
 from lightning_llm.record.reading import read_run
 
 

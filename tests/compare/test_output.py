@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from run_folders import make_run, make_sweep, refusal, verdicts
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.terminal import waiting
 from lightning_llm.compare.comparison import compare_runs, read_all
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.report.pictures import pictures_of
@@ -19,7 +20,6 @@ from lightning_llm.compare.wording import more_or_fewer, nats, per_parameter
 from lightning_llm.config import workspace
 from lightning_llm.record.reading import read_run
 from lightning_llm.record.search_results import write_results
-from lightning_llm.terminal import waiting
 
 
 def test_every_line_names_the_setting(tmp_path, capsys):

@@ -8,6 +8,7 @@ import simulate_looks as simulation
 from run_folders import make_sweep
 from scipy import special
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.boundary import SPENDINGS, boundary, increments, spent
 from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.design import declare, read_design
@@ -17,7 +18,6 @@ from lightning_llm.compare.report.panels import curve_panels
 from lightning_llm.compare.sequential import replay
 from lightning_llm.compare.statistics import simultaneous_intervals
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.errors import ConfigError
 from lightning_llm.record.reading import read_run
 
 LOOKS = SweepConfig().looks

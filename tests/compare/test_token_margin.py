@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from run_folders import curve, make_run
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.design import declare
 from lightning_llm.compare.effective_data import Curve, effective_data
@@ -15,7 +16,6 @@ from lightning_llm.compare.sequential import replay
 from lightning_llm.compare.token_margin import _shows_with
 from lightning_llm.compare.wording import line_of
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.errors import ConfigError
 from lightning_llm.record.provenance import process_mark
 from lightning_llm.record.reading import read_run
 

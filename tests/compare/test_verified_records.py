@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from run_folders import curve, make_run, make_sweep, rewritten, verdicts
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.comparison import Comparison, compare_runs, read_all
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.file import write_config
 from lightning_llm.config.identity import config_digest, flatten
-from lightning_llm.errors import ConfigError
 from lightning_llm.record.chain import ChainHead
 from lightning_llm.record.files import mark_failed, sealed_records, write_json
 from lightning_llm.record.reading import read_run

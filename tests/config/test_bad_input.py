@@ -6,13 +6,13 @@ import pytest
 from refusals import outputs, refused  # noqa: F401 - outputs is a fixture of every test
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.command_line import VERBS
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.overrides import parse_overrides
 from lightning_llm.config.run_paths import run_path_problems, tracking_problems
 from lightning_llm.config.schema.aliases import ALIASES, KEY
 from lightning_llm.config.schema.declared_types import fields_at
-from lightning_llm.errors import ConfigError
 from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.resolve import Resolution
 

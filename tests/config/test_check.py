@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
-from lightning_llm.errors import ConfigError
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.checkpoints import disk_facts, disk_notes, disk_problems

@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
-from lightning_llm.errors import ConfigError
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.divisibility import ShardedAxis
 

@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
+from lightning_llm.base.errors import ConfigError
+from lightning_llm.base.hardware import MEMORY_GIB
 from lightning_llm.config.compose import compose_config
-from lightning_llm.errors import ConfigError
-from lightning_llm.hardware import MEMORY_GIB
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.accounting import ACCOUNTINGS
 from lightning_llm.plan.check import check_config

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
-from lightning_llm.errors import ConfigError
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.linear_names import linear_names

@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema.precision import HIGH, slots_of
-from lightning_llm.errors import ConfigError
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.resolve import Resolution
 from lightning_llm.precision.lint import lint

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
-from lightning_llm.errors import ConfigError
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.degrees import resolve_degrees
 from lightning_llm.plan.memory import memory_bytes

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.hardware import describe_device
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 from lightning_llm.config.schema.run import Hardware
-from lightning_llm.hardware import describe_device
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.memory import memory_bytes
 from lightning_llm.plan.report import notes, plan_facts, plan_line, render

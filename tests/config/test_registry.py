@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import ValidationError
 
+from lightning_llm.base.errors import ConfigError
+from lightning_llm.base.registry import NameIn, Registry
 from lightning_llm.config.schema import declared_types, strict
 from lightning_llm.config.schema.base import Group
-from lightning_llm.errors import ConfigError
-from lightning_llm.registry import NameIn, Registry
 
 
 class Shape(Group):
@@ -151,7 +151,7 @@ def install(folder, entry: str, source: str) -> None:
 
 
 def test_an_installed_package_that_fails_is_named(tmp_path, monkeypatch):
-    from lightning_llm import registry
+    from lightning_llm.base import registry
 
     install(tmp_path, "kinds_of_test", "import no_such_module\n")
     monkeypatch.syspath_prepend(tmp_path)

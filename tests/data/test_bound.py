@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 from corpus_files import data_config
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.epochs import steps_of
 from lightning_llm.config.file import write_config
@@ -13,7 +14,6 @@ from lightning_llm.config.identity import differences_on_resume
 from lightning_llm.data.addressing import SampleOrder, Shares
 from lightning_llm.data.check import check_data
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.errors import ConfigError
 
 WINDOWS = {"a": 97, "b": 40}
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from corpus_files import data_config, words, write_jsonl
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data import prepare
 from lightning_llm.data.check import check_data
@@ -23,7 +24,6 @@ from lightning_llm.data.corpus import IGNORED, Corpus
 from lightning_llm.data.corpus_report import source_reports
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.prepare import train_bpe
-from lightning_llm.errors import ConfigError
 
 END = 256
 VOCABULARY = 300

@@ -21,13 +21,13 @@ from corpus_files import data_config, words, write_jsonl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.data import encode, prepare
 from lightning_llm.data.encode import SMALLEST_TEXT_BYTES, encode_batches, process_count
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.source import Document, document
 from lightning_llm.data.token_files import TokenWriter
 from lightning_llm.data.tokenizer import Tokenizer, train_bpe, write_bytes_tokenizer
-from lightning_llm.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.tokenizer import END_OF_DOCUMENT, Tokenizer
 from lightning_llm.data.tokenizer_files import switch_off_sampling
-from lightning_llm.errors import ConfigError
 
 KNOWN = "abcdefghij"
 END = {END_OF_DOCUMENT: 0}

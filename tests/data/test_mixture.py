@@ -11,6 +11,7 @@ from corpus_files import data_config, words, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.data import MIXTURES, DataConfig
 from lightning_llm.data.addressing import SampleOrder, Shares
 from lightning_llm.data.batch import ValidationBatch
@@ -21,7 +22,6 @@ from lightning_llm.data.mixture.phases import Phases
 from lightning_llm.data.mixture.planned import planned_phases
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.score.table import COLUMNS, write_scores
-from lightning_llm.errors import ConfigError
 
 VOCABULARY = 300
 TWO_PHASES = {

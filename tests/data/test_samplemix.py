@@ -11,6 +11,8 @@ from run_metrics import curve
 from scipy import stats
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
+from lightning_llm.base.keyed_hash import hash_words, name_word
 from lightning_llm.data.check import check_data
 from lightning_llm.data.chosen import ChosenStream
 from lightning_llm.data.corpus_report import source_reports
@@ -20,8 +22,6 @@ from lightning_llm.data.score.length_entropy_spec import LengthEntropy
 from lightning_llm.data.score.table import read_scores, scores_problems, write_scores
 from lightning_llm.data.score.tfidf_kmeans_spec import TfidfKMeans
 from lightning_llm.data.source import Source, content_key
-from lightning_llm.errors import ConfigError
-from lightning_llm.keyed_hash import hash_words, name_word
 
 
 def test_weights_are_the_softmax():

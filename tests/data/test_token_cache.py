@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.data import cache
 from lightning_llm.data.cache import (
     MANIFEST,
@@ -24,7 +25,6 @@ from lightning_llm.data.cache import (
     read_manifest,
 )
 from lightning_llm.data.token_files import TokenStream, TokenWriter
-from lightning_llm.errors import ConfigError
 
 SLOW_BUILD = """
 import sys, time

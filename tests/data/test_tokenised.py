@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from corpus_files import data_config, words, write_jsonl
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.data.check import check_data
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.corpus_report import source_reports
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.errors import ConfigError
 
 VOCABULARY = 300
 END = 256

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.data.tokenizer import END_OF_DOCUMENT, Tokenizer
-from lightning_llm.errors import ConfigError
 from lightning_llm.evaluate.harness import OwnModel
 from lightning_llm.evaluate.task_settings import (
     DEFAULT_TOP_K,

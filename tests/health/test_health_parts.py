@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_llm.errors import ConfigError
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.health import disk, memory
 from lightning_llm.health.blame import blamed_pairs, blamed_ranks
 from lightning_llm.health.check import check_health

@@ -12,10 +12,10 @@ import pytest
 from run_metrics import curve, steps_saved
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.stopping import seconds_of
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.identity import config_hash
 from lightning_llm.record.files import summary_of
-from lightning_llm.stopping import seconds_of
 
 ROOT = Path(__file__).parents[2]
 STEPS = ["trainer.max_steps=6", "checkpoint.every_steps=100", "data.micro_batch_size=1"]

@@ -10,9 +10,9 @@ import pytest
 from run_metrics import curve
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.identity import config_hash
-from lightning_llm.errors import ConfigError
 from lightning_llm.record.files import summary_of
 from lightning_llm.run.checked_plan import checked_plan
 from lightning_llm.run.restarts import Ended, Restarts

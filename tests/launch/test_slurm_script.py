@@ -11,9 +11,9 @@ from run_metrics import curve
 from test_requeue import STEPS, alarmed, slurm  # noqa: F401  (a fixture)
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
-from lightning_llm.errors import ConfigError
 from lightning_llm.plan.check import check_config
 from lightning_llm.record.files import summary_of
 from lightning_llm.run.slurm_script import frozen_config, script_problems, write_script

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.interpreter import SAFE_PATH
+from lightning_llm.base.interpreter import SAFE_PATH
 from lightning_llm.run.launch import launch_ranks
 from lightning_llm.run.relay import signals_passed_on
 

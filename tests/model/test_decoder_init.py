@@ -7,7 +7,7 @@ import pytest
 import torch
 from model_shapes import build, gpt2, llama, tokens_of
 
-from lightning_llm.keyed_hash import hash_words, name_word
+from lightning_llm.base.keyed_hash import hash_words, name_word
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import CHUNK_ELEMENTS, distribution_of, initialise, parameter_slice
 

@@ -9,8 +9,8 @@ from test_transformers_parity import CONFIGS, tokens_of
 from transformers import AutoConfig, AutoModelForCausalLM
 from weight_folders import random_weights, write_huggingface, write_tensors
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.errors import ConfigError
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.huggingface import huggingface_config, model_config_of, to_huggingface
 from lightning_llm.model.interop.architecture import Architecture

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, logging
 from weight_folders import write_huggingface
 
-from lightning_llm.errors import ConfigError
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.whole import whole_decoder
 from lightning_llm.run.weights import open_weights

@@ -3,9 +3,9 @@
 import pytest
 from precision.recipes import RECIPES, load
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig, PhaseConfig, slots_of
-from lightning_llm.errors import ConfigError
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.matrix import matrix, numbered, shipped_recipes
 from lightning_llm.plan.resolve import Resolution, plan_of

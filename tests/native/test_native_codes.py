@@ -6,8 +6,8 @@ from precision.recipes import load
 from test_transformer_engine import compute_capability, variants
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.precision import PhaseConfig, slots_of
-from lightning_llm.errors import ConfigError
 from lightning_llm.precision.native import codes as native_codes
 from lightning_llm.precision.native.codes import Stored, check_native_casts, sample
 

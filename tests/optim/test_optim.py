@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import OptimConfig, ParallelConfig
 from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES, ParameterShard
-from lightning_llm.errors import ConfigError
 from lightning_llm.optim.adamw8bit import dequantised, dynamic_map, quantised
 from lightning_llm.optim.learning_rate import LearningRate
 from lightning_llm.optim.matrices import on_one_rank

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema import Config
-from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.context import positions_of
 from lightning_llm.parallel.layout import Layout

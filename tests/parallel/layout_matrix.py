@@ -8,8 +8,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.run import ParallelConfig
-from lightning_llm.errors import ConfigError
 from lightning_llm.plan.degrees import Degrees, resolve_degrees
 
 FOLDER = Path(__file__).parents[2] / "conf" / "parallel"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from lightning_llm.base.errors import AgreedError, ConfigError, Problem
 from lightning_llm.config.compose import compose_config
-from lightning_llm.errors import AgreedError, ConfigError, Problem
 from lightning_llm.plan.resolve import Plan, plan_of
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import EMULATED

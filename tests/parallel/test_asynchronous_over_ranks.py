@@ -9,10 +9,10 @@ import torch.distributed as dist
 from run_metrics import curve
 from traced_run import run_with
 
+from lightning_llm.base.errors import StorageError
+from lightning_llm.base.integrity import unseal
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import StorageError
-from lightning_llm.integrity import unseal
 from lightning_llm.train.checkpoint import saver, tensor_storage
 from lightning_llm.train.checkpoint.manifest import newest_verified
 

@@ -18,9 +18,9 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 from traced_run import layout_here, run_with
 
+from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig, PrecisionConfig
-from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.context import SequenceSharder

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from traced_run import run_with
 
-from lightning_llm.errors import ConfigError
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.train.checkpoint.manifest import MANIFEST, content_damage, newest_verified, verified
 
 FULL = pytest.mark.full

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema import ParallelConfig
-from lightning_llm.errors import ConfigError
 from lightning_llm.plan.degrees import Degrees, bitwise_problem, micro_batches_of, resolve_degrees
 
 POWERS = st.sampled_from([1, 2, 4])

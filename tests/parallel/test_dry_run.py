@@ -15,16 +15,16 @@ import torch.distributed as dist
 from forked_main import ForkedMain
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.early_signals import raised_as_terminated
+from lightning_llm.base.errors import ConfigError, Terminated
+from lightning_llm.base.terminal.waiting import Waiting
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.dry_run import processes
 from lightning_llm.dry_run.rank import CPU, count_step
 from lightning_llm.dry_run.ranks import dry_run
-from lightning_llm.early_signals import raised_as_terminated
-from lightning_llm.errors import ConfigError, Terminated
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.terminal.waiting import Waiting
 
 FULL = pytest.mark.full
 LAYOUTS = [

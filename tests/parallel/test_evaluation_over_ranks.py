@@ -10,8 +10,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import lightning_llm
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import RanksFailedError
 from lightning_llm.data.tokenizer import Tokenizer
-from lightning_llm.errors import RanksFailedError
 from lightning_llm.evaluate.evaluation import evaluate_models
 from lightning_llm.evaluate.harness import OwnModel
 from lightning_llm.evaluate.request import checked_request

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from lightning_llm.base.errors import UnhealthyError
 from lightning_llm.config.compose import compose_config
-from lightning_llm.errors import UnhealthyError
 from lightning_llm.health import collectives, links, speeds
 from lightning_llm.health.check import check_health
 from lightning_llm.health.cluster_file import write_measured

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from lightning_llm.errors import ConfigError
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.parallel import meeting
 from lightning_llm.parallel.meeting import Wait, meet, open_store
 

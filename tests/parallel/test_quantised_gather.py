@@ -10,10 +10,10 @@ from test_bytes import measured, words_of
 from torch import Tensor
 from traced_run import Trace, difference, traced_run, whole
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.errors import ConfigError
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.memory import memory_bytes
 from lightning_llm.plan.resolve import plan_of

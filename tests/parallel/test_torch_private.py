@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage
 
-from lightning_llm.errors import ConfigError
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.parallel.torch_private import TESTED, check_overridden, private
 from lightning_llm.parallel.train_stage import TrainStage
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.cost import SPEED_KEYS
 from lightning_llm.compare.differences import ROUNDING, meaningful
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.identity import differences_on_resume
-from lightning_llm.errors import ConfigError
 from lightning_llm.plan.compiled_blocks import compile_note
 from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import Plan, Resolution

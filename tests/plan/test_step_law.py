@@ -9,10 +9,10 @@ import pytest
 from benchmarks import step_law as benchmark
 from benchmarks.rotation import InputError
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.identity import config_hash
-from lightning_llm.errors import ConfigError
 from lightning_llm.plan.step_law import (
     batch_tokens_at_steps,
     law_batch_tokens,

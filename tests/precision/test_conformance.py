@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_llm.errors import ConfigError
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.precision import rounding, scales
 from lightning_llm.precision.vectors.conformance import run_conformance
 

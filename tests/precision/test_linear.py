@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema.precision import DelayedConfig
-from lightning_llm.keyed_hash import StepKey
 from lightning_llm.precision import delayed, inductor
 from lightning_llm.precision.delayed_state import delayed_state, load_delayed_state, update_delayed
 from lightning_llm.precision.linear_plan import ROLES, SLOT_NAMES, LinearPlan

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
+from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
-from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_llm.base.errors import ConfigError
+from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import PrecisionConfig
-from lightning_llm.errors import ConfigError
 from lightning_llm.gemm import product
-from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.plan.coverage import coverage_of
 from lightning_llm.precision import inductor

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.cast_linear import linear_with_unrounded_wgrad
 from lightning_llm.config.compose import compose_config
 from lightning_llm.gemm import linear
-from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.precision.delayed_state import update_delayed
 from lightning_llm.precision.module import set_step_key

@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema.strict import Reading
 from lightning_llm.data.addressing import SampleOrder
-from lightning_llm.errors import ConfigError
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.mlflow.tracker import writer_job
 from lightning_llm.run.branch import first_step

@@ -12,8 +12,8 @@ import torch
 from weight_folders import write_huggingface
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
-from lightning_llm.errors import ConfigError
 from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.run.weights import open_weights
 from lightning_llm.train.checkpoint.manifest import Damage

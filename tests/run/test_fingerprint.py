@@ -12,9 +12,9 @@ import torch
 
 from lightning_llm import gemm
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import AgreedError
 from lightning_llm.compare.differences import all_differences, meaningful
 from lightning_llm.config.compose import compose_config
-from lightning_llm.errors import AgreedError
 from lightning_llm.plan.known_bad import RULES, known_bad
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.record.files import chain_of, sealed_records, summary_of, write_json

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer as Backend
 from weight_folders import write_huggingface
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.differences import meaningful
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
-from lightning_llm.errors import ConfigError
 from lightning_llm.model.weights import write
 from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.initial import InitialWeights

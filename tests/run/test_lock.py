@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_llm.errors import ConfigError
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.record.sweep_file import LOCKS
 from lightning_llm.run import lock
 from lightning_llm.run.lock import is_locked, lock_run

@@ -10,9 +10,9 @@ import pytest
 from weight_folders import write_huggingface
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.recipes import recipe_files
-from lightning_llm.errors import ConfigError
 from lightning_llm.plan.resolve import Resolution
 from lightning_llm.record.files import read_records, summary_of
 from lightning_llm.run.checked_plan import problems_beyond

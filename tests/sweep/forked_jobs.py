@@ -10,8 +10,8 @@ from typing import Any
 from rank_group import forkserver
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.interpreter import python_module
 from lightning_llm.callbacks import run_folder
-from lightning_llm.interpreter import python_module
 from lightning_llm.record.mlflow.tracker import MLflowTracker
 
 START = python_module("lightning_llm")

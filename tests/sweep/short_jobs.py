@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_llm.base.interpreter import python_module
 from lightning_llm.config.composed_sweep import compose_sweep
-from lightning_llm.interpreter import python_module
 from lightning_llm.record.sweep_definition import Job, Sweep, define
 from lightning_llm.sweep import local
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from short_jobs import sweep_of
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.command_line import _parser
 from lightning_llm.config.compose import compose_config, typed_value
 from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.identity import config_hash, training_hash
-from lightning_llm.errors import ConfigError
 from lightning_llm.record import sweep_definition as definition
 from lightning_llm.record.sweep_commands import command_to_go_on, command_with_seeds
 from lightning_llm.record.sweep_definition import Sweep, Typed, define

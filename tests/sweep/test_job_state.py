@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from short_jobs import sweep_of
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.file import write_config
-from lightning_llm.errors import ConfigError
 from lightning_llm.record import liveness as heartbeat
 from lightning_llm.record.files import write_json
 from lightning_llm.record.provenance import has_ended, process_mark

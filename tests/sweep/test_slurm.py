@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 from short_jobs import MEETING_CHILD, start_short_jobs, sweep_of, times
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
-from lightning_llm.errors import ConfigError
 from lightning_llm.record.state import detail_of, state_of
 from lightning_llm.run.relay import Relay
 from lightning_llm.sweep.progress import Progress

@@ -13,7 +13,7 @@ from made_jobs import Killed, killed_after, make_jobs
 from searched_jobs import recipe_loss, trials_of, words
 
 from lightning_llm.__main__ import main
-from lightning_llm.errors import ConfigError
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.sweep.search import watch
 from lightning_llm.sweep.search.curves import pruned_at
 from lightning_llm.sweep.search.space import corners_of, distributions_of, words_of

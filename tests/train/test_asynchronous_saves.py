@@ -15,10 +15,10 @@ from own_callbacks import Misbehaves
 from run_metrics import curve, read_metrics, steps_saved
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.errors import StorageError
+from lightning_llm.base.integrity import unseal
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.identity import FREE_ON_RESUME, below, config_hash
-from lightning_llm.errors import StorageError
-from lightning_llm.integrity import unseal
 from lightning_llm.record.files import summary_of
 from lightning_llm.train.checkpoint import saver
 from lightning_llm.train.checkpoint.manifest import newest_verified

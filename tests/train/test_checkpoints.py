@@ -8,7 +8,7 @@ from mlflow import MlflowClient
 from run_metrics import curve, read_metrics, same_weights, steps_saved, weights
 
 from lightning_llm.__main__ import main
-from lightning_llm.integrity import seal, unseal
+from lightning_llm.base.integrity import seal, unseal
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.train.checkpoint.manifest import VERSION
 

@@ -9,9 +9,9 @@ import torch
 from run_metrics import read_metrics, steps_saved
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.integrity import unseal
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import CheckpointConfig
-from lightning_llm.integrity import unseal
 from lightning_llm.plan.checkpoints import kept_checkpoints
 from lightning_llm.train.checkpoint import writing
 from lightning_llm.train.checkpoint.manifest import step_folders

@@ -12,10 +12,10 @@ from planted import infinite_gradient
 from run_metrics import curve, same_weights
 
 from lightning_llm.__main__ import main
+from lightning_llm.base.integrity import sync_to_disk, unseal
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.file import config_text
 from lightning_llm.config.identity import config_digest, flatten
-from lightning_llm.integrity import sync_to_disk, unseal
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.reading import read_run

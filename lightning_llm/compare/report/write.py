@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from lightning_llm.base.terminal.waiting import Waiting
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.report.latex import bibliography, document, methods_latex
 from lightning_llm.compare.report.page import page, title_of
@@ -12,7 +13,6 @@ from lightning_llm.compare.report.picture import Picture
 from lightning_llm.compare.report.pictures import pictures_of
 from lightning_llm.compare.report.supplement import NOTHING, Supplement, Table, tables_of
 from lightning_llm.compare.report.tables import curves_csv, sources_latex, verdicts_csv, verdicts_latex
-from lightning_llm.terminal.waiting import Waiting
 
 FILES = {
     "report.pdf": "the same to print and send",

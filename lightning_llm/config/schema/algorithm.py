@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import Field
 
+from lightning_llm.base.registry import Registry
 from lightning_llm.config.schema.base import Group
 from lightning_llm.config.schema.optim import ParameterShard
-from lightning_llm.registry import Registry
 
 
 class AlgorithmConfig(Group):

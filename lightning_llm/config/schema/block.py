@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from lightning_llm.base.registry import Registry
 from lightning_llm.config.schema.base import Group
-from lightning_llm.registry import Registry
 
 MIXERS: Registry[Group] = Registry("mixer", "lightning_llm.model.mixer")
 FEED_FORWARDS: Registry[Group] = Registry("feed-forward network", "lightning_llm.model.ffn")

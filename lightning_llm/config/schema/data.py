@@ -11,6 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
+from lightning_llm.base.errors import Problem
+from lightning_llm.base.integrity import file_mark
+from lightning_llm.base.registry import Registry
 from lightning_llm.config.schema.base import (
     Fraction,
     Group,
@@ -20,9 +23,6 @@ from lightning_llm.config.schema.base import (
     PositiveInt,
     TokenCount,
 )
-from lightning_llm.errors import Problem
-from lightning_llm.integrity import file_mark
-from lightning_llm.registry import Registry
 
 
 class SourceConfig(Group):

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from lightning_llm.base.registry import NameIn, Registry
 from lightning_llm.config.schema import Config
-from lightning_llm.registry import NameIn, Registry
 
 AnyMark = TypeVar("AnyMark")
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from lightning_llm.base.errors import Problem, did_you_mean
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.class_source import find_class, lineage
-from lightning_llm.errors import Problem, did_you_mean
 
 STOPS = "lightning.pytorch.callbacks.early_stopping.EarlyStopping"
 LOGS_RATES = "lightning.pytorch.callbacks.lr_monitor.LearningRateMonitor"

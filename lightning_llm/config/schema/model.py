@@ -4,10 +4,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from lightning_llm.base.errors import did_you_mean
+from lightning_llm.base.registry import NameIn
 from lightning_llm.config.schema.base import Group, PositiveFloat, PositiveInt
 from lightning_llm.config.schema.block import FEED_FORWARDS, MIXERS, NORMS, BlockConfig
-from lightning_llm.errors import did_you_mean
-from lightning_llm.registry import NameIn
 
 DEFAULT_LAYERS = ("attention",)
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from lightning_llm.base.registry import Registry
 from lightning_llm.config.schema.base import (
     Fraction,
     Group,
@@ -18,7 +19,6 @@ from lightning_llm.config.schema.base import (
     PositiveFloat,
     PositiveInt,
 )
-from lightning_llm.registry import Registry
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Role = Literal["hidden", "embedding", "head", "vector"]

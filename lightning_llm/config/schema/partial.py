@@ -7,10 +7,10 @@ from typing import Any, TypeVar, cast, get_args
 from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
 
+from lightning_llm.base.errors import Problem
+from lightning_llm.base.registry import Registry
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import BrokenKeyError, Group
-from lightning_llm.errors import Problem
-from lightning_llm.registry import Registry
 
 AnyGroup = TypeVar("AnyGroup", bound=Group)
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from lightning_llm.base.errors import Problem
+from lightning_llm.base.registry import Registry
 from lightning_llm.config.schema.base import Group
-from lightning_llm.errors import Problem
-from lightning_llm.registry import Registry
 
 Measure = Literal["quality", "diversity"]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.aliases import known_elsewhere
 from lightning_llm.config.schema.declared_types import (
@@ -24,7 +25,6 @@ from lightning_llm.config.schema.declared_types import (
 from lightning_llm.config.schema.lightning_keys import TRAINER_KEYS
 from lightning_llm.config.schema.partial import sound_part
 from lightning_llm.config.schema.targets import check_target
-from lightning_llm.errors import ConfigError, Problem, did_you_mean
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from lightning_llm.base.errors import Problem, did_you_mean
 from lightning_llm.config.schema.class_source import SourceClass, find_class, lineage, names_in
 from lightning_llm.config.schema.lightning_keys import CALLBACK, LIGHTNING_CALLBACKS, REFUSED_CALLBACKS
-from lightning_llm.errors import Problem, did_you_mean
 
 _SIMPLE_TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),

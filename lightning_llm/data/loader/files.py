@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.data import TextSourceConfig, TokenSourceConfig, loader_of
-from lightning_llm.errors import Problem
 
 WORKING_FOLDERS = frozenset(("__MACOSX", "__pycache__", "_delta_log", "_spark_metadata", "_temporary"))
 """Folders that programs keep beside data for themselves, with files of the same endings."""

@@ -8,11 +8,11 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.schema.data import TextSourceConfig
 from lightning_llm.data.loader.files import local_path
 from lightning_llm.data.loader.records import column_of, raised_in_a_line
 from lightning_llm.data.source import these_files
-from lightning_llm.errors import ConfigError, Problem, did_you_mean
 
 HUB_PROBE_SECONDS = 5
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.data import LOADERS, TextSourceConfig
 from lightning_llm.data.loader.files import FoundFiles, find_files, local_path
-from lightning_llm.errors import Problem
 
 
 @LOADERS.register

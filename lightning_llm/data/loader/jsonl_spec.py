@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.data import LOADERS, TextSourceConfig
 from lightning_llm.data.loader.files import LocalFiles, beginning, file_problems
 from lightning_llm.data.text_files import with_compressed
-from lightning_llm.errors import Problem
 
 
 @LOADERS.register

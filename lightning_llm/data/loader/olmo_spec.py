@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.data import LOADERS, TokenSourceConfig
 from lightning_llm.data.loader.files import LocalFiles, file_problems
-from lightning_llm.errors import Problem
 
 NUMPY_MAGIC = b"\x93NUMPY"
 

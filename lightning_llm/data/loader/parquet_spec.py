@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.data import LOADERS, TextSourceConfig
 from lightning_llm.data.loader.files import LocalFiles, file_problems
-from lightning_llm.errors import Problem
 
 COMPRESSION = 3  # text within parquet, about
 

@@ -6,8 +6,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.data import LOADERS, TextSourceConfig
-from lightning_llm.errors import Problem
 
 
 @LOADERS.register

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.integrity import unpickling_problem
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.integrity import unpickling_problem
 
 
 def text_of(record: Mapping[str, Any], column: str, key: str, where: str) -> str | None:

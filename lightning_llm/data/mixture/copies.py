@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.keyed_hash import name_word
 from lightning_llm.data.score.table import scores_of
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.keyed_hash import name_word
 
 SHOWN_CLUSTERS = 64
 MOST_COPIES = 2**28

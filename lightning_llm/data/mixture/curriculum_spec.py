@@ -6,10 +6,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.base import PositiveInt
 from lightning_llm.config.schema.data import MIXTURES, Pace
 from lightning_llm.data.mixture.static_spec import StaticMixture
-from lightning_llm.errors import Problem
 
 
 @MIXTURES.register

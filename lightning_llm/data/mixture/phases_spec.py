@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.schema.base import Fraction, Group, NonNegativeFloat, NonNegativeInt, PositiveInt
 from lightning_llm.config.schema.data import MIXTURES, MixtureConfig
 from lightning_llm.data.mixture.weights import weight_problems
-from lightning_llm.errors import ConfigError, Problem, did_you_mean
 
 
 class WeightPhase(Group):

@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.base import Fraction, PositiveFloat
 from lightning_llm.config.schema.data import MIXTURES, MixtureConfig
-from lightning_llm.errors import ConfigError, Problem
 
 LEAST_TEMPERATURE = 1e-3
 LARGEST_RATIO = 1000.0

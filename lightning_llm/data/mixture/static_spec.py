@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.data import MIXTURES, MixtureConfig
 from lightning_llm.data.mixture.weights import weight_problems
-from lightning_llm.errors import Problem
 
 
 @MIXTURES.register

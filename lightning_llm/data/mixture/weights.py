@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.data.addressing import SMALLEST_SHARE
-from lightning_llm.errors import Problem
 
 
 def weight_problems(weights: Mapping[str, float], keys: Mapping[str, str]) -> Iterator[Problem]:

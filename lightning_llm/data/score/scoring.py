@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.config.schema.score import ScorerConfig, UnscorableError
 from lightning_llm.data.score.table import write_scores
 from lightning_llm.data.source import Source
-from lightning_llm.errors import ConfigError, Problem
 
 
 def score_documents(

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.integrity import digest_of_file
 from lightning_llm.data.score.columns import typed_column, wrong_values
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.integrity import digest_of_file
 
 COLUMNS = {
     "source": "string",

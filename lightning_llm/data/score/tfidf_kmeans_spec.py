@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.base import NonNegativeInt, PositiveInt
 from lightning_llm.config.schema.score import SCORERS, Measure, ScorerConfig, UnscorableError
-from lightning_llm.errors import Problem
 
 CHARACTERS = 20_000
 """Of each document, from its beginning: enough to tell what it is about."""

@@ -4,8 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.errors import Problem
 from lightning_llm.model.interop.contradictions import contradictions
 from lightning_llm.model.interop.rope import read_rope, rope_problems
 

@@ -6,7 +6,7 @@ transformers takes one of the two without a word. Which one differs between its 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_llm.errors import Problem
+from lightning_llm.base.errors import Problem
 
 SWITCHES = ("tie_word_embeddings",)
 """Entries that must be true or false where they are given: transformers refuses text and null."""

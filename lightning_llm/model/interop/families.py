@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.registry import load_installed
 from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model import interop
 from lightning_llm.model.interop.architecture import Architecture
-from lightning_llm.registry import load_installed
 
 _FOUND: dict[str, Architecture] = {}
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.errors import Problem
 from lightning_llm.model.interop.architecture import (
     LLAMA_SIZES,
     PRE_NORM,

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.model import ModelConfig, RopeScaling
-from lightning_llm.errors import Problem
 
 THETA = 10_000.0
 """Transformers' default of every family here."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.base import PositiveFloat, PositiveInt
 from lightning_llm.config.schema.block import MIXERS
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.errors import Problem
 from lightning_llm.model.block_spec import norm_of
 from lightning_llm.model.spec import (
     ForwardPass,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_llm.errors import ConfigError, Problem, gathered
-from lightning_llm.integrity import unpickling_problem
+from lightning_llm.base.errors import ConfigError, Problem, gathered
+from lightning_llm.base.integrity import unpickling_problem
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from lightning_llm.config.from_weights import end_tokens_of
-from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.config.weight_files import HUGGINGFACE, IMPORTED, TOKENIZER
-from lightning_llm.errors import ConfigError, Problem, gathered
-from lightning_llm.integrity import (
+from lightning_llm.base.errors import ConfigError, Problem, gathered
+from lightning_llm.base.integrity import (
     FileContent,
     content_problem,
     digest_of_file,
@@ -26,6 +23,9 @@ from lightning_llm.integrity import (
     size_problem,
     unseal,
 )
+from lightning_llm.config.from_weights import end_tokens_of
+from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.config.weight_files import HUGGINGFACE, IMPORTED, TOKENIZER
 from lightning_llm.model.block_spec import shape_problems
 from lightning_llm.model.interop.architecture import Architecture
 from lightning_llm.model.interop.families import architecture_named, model_config_of

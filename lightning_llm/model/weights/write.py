@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.integrity import sync_to_disk
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.integrity import sync_to_disk
 from lightning_llm.model.weights.files import INDEX, SINGLE
 
 if TYPE_CHECKING:

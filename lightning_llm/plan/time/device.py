@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from lightning_llm.base.hardware import COMPUTE_UNITS, planned_peak_flops
 from lightning_llm.config.schema import ClusterConfig
-from lightning_llm.hardware import COMPUTE_UNITS, planned_peak_flops
 
 FORMAT_BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 TILES = ((256, 128), (128, 256), (128, 128))

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision.hadamard import fixed_signs, rotate, rotation
 from lightning_llm.precision.linear_plan import DTYPES, ROLES, LinearPlan
 from lightning_llm.precision.native.transformer_engine import NativeLinear, engine

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.precision import PrecisionConfig
-from lightning_llm.errors import Problem
 from lightning_llm.precision.native.capability import Capability
 from lightning_llm.precision.native.express import Kind, NativeRecipe, native_recipes
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.precision import HIGH, CastConfig, DelayedConfig, HadamardConfig, PrecisionConfig
-from lightning_llm.errors import Problem
 
 Kind = Literal["delayed", "current", "subchannel", "mxfp8", "nvfp4"]
 NAMES: dict[Kind, str] = {

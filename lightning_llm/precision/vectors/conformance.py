@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.terminal.waiting import Waiting
 from lightning_llm.precision import inductor
 from lightning_llm.precision.vectors import casts, linears
 from lightning_llm.precision.vectors.case import Case, Check, Runner
-from lightning_llm.terminal.waiting import Waiting
 
 INPUTS = frozenset(
     [

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.interpreter import python_environment, python_module
+from lightning_llm.base.slow_imports import slow_imports
 from lightning_llm.config.sqlite_address import sqlite_address, sqlite_file
-from lightning_llm.interpreter import python_environment, python_module
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.liveness import has_died
 from lightning_llm.record.provenance import has_ended
-from lightning_llm.slow_imports import slow_imports
 
 LARGEST_VALUE = {"params": 6000, "tags": 8000}  # mlflow.utils.validation; beyond it mlflow cuts without a word
 STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}

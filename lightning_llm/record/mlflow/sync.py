@@ -12,11 +12,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.redact import redact_uri, redacted
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import default_outputs, folders_named
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import read_records, summary_of, write_json
 from lightning_llm.record.final_figures import final_figures
 from lightning_llm.record.mlflow.store import ORPHANED, own_process

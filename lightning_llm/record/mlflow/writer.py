@@ -22,12 +22,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.slow_imports import take_process
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.record.evaluations import evaluation_points
 from lightning_llm.record.files import decode
 from lightning_llm.record.mlflow.store import STATUSES, known_run, mark_orphans, noted_id, open_store, truncate
 from lightning_llm.record.mlflow.trouble import trouble_of
-from lightning_llm.slow_imports import take_process
 
 RUN_ID_FILE = "mlflow_run_id"
 FIRST_METRICS = {"loss", "val_loss"}

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.losses import tail_of
-from lightning_llm.errors import ConfigError
 from lightning_llm.record.reading import Run, read_run
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.job_keys import kind_of
 from lightning_llm.record.liveness import whose

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.identity import hashed_values, training_hash, without_observers
-from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job, define
 from lightning_llm.record.sweep_file import OTHER_KEYS, SEARCH

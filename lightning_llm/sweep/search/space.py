@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.identity import in_hash
 from lightning_llm.config.overrides import MOST_JOBS, values_of
-from lightning_llm.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

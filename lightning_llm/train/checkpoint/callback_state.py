@@ -19,8 +19,8 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.integrity import unpickling_problem
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.integrity import unpickling_problem
 from lightning_llm.train.checkpoint.manifest import Damage, DamagedError
 
 FILE = "callbacks.pt"

@@ -10,11 +10,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_llm.base.errors import StorageError
+from lightning_llm.base.stopping import STOPPING, not_ignored, what_came
 from lightning_llm.config.schema import CheckpointConfig
 from lightning_llm.config.workspace import same_folder
-from lightning_llm.errors import StorageError
 from lightning_llm.record.files import read_records
-from lightning_llm.stopping import STOPPING, not_ignored, what_came
 from lightning_llm.train.checkpoint.callback_state import CallbackState
 from lightning_llm.train.checkpoint.ownership import RunIdentity
 from lightning_llm.train.checkpoint.retention import supersede

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_llm.errors import StorageError
-from lightning_llm.integrity import unpickling_problem
+from lightning_llm.base.errors import StorageError
+from lightning_llm.base.integrity import unpickling_problem
 from lightning_llm.train.checkpoint.manifest import DamagedError
 
 UNREADABLE = (

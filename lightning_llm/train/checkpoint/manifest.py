@@ -24,8 +24,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.integrity import (
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.integrity import (
     SEAL,
     FileContent,
     content_problem,

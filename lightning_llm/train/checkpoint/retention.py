@@ -10,8 +10,8 @@ from math import isfinite, nan
 from pathlib import Path
 from types import MappingProxyType
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema import CheckpointConfig
-from lightning_llm.errors import ConfigError
 from lightning_llm.train.checkpoint.manifest import ASIDE, DamagedError, open_checkpoint, step_folders, step_of
 from lightning_llm.train.checkpoint.ownership import RunIdentity
 

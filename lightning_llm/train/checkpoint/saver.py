@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_llm.base.errors import StorageError
 from lightning_llm.config.schema import CheckpointConfig
-from lightning_llm.errors import StorageError
 from lightning_llm.train.checkpoint.failures import ignore_its_warnings
 from lightning_llm.train.checkpoint.ownership import RunIdentity
 from lightning_llm.train.checkpoint.retention import prune

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-from lightning_llm.errors import AgreedError, ConfigError, Problem, StorageError
+from lightning_llm.base.errors import AgreedError, ConfigError, Problem, StorageError
 from lightning_llm.precision.loss_scale import LossScale
 from lightning_llm.train.checkpoint.callback_state import FILE as CALLBACKS
 from lightning_llm.train.checkpoint.callback_state import CallbackState, collect, read_callbacks, restore_callbacks

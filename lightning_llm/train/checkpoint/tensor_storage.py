@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from xxhash import xxh3_128
 
-from lightning_llm.integrity import FileContent, parse_object
+from lightning_llm.base.integrity import FileContent, parse_object
 from lightning_llm.train.checkpoint.manifest import TENSORS, UNSEALED, Checkpoint, Damage, DamagedError
 
 METADATA = "metadata.json"

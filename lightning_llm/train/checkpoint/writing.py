@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from lightning_llm.errors import StorageError
-from lightning_llm.integrity import FileContent, sync_to_disk
+from lightning_llm.base.errors import StorageError
+from lightning_llm.base.integrity import FileContent, sync_to_disk
 from lightning_llm.train.checkpoint.failures import on_all_ranks, torchs_failures, without_its_warnings
 from lightning_llm.train.checkpoint.manifest import MANIFEST, TENSORS, sealed_manifest
 from lightning_llm.train.checkpoint.ownership import RunIdentity

@@ -7,7 +7,7 @@ import os
 import tempfile
 from multiprocessing import util
 
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.base.errors import ConfigError, Problem
 
 LONGEST_PATH = 107
 """Bytes of a socket's path on Linux (unix(7), sun_path)."""

@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 from pydantic import BaseModel, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
-from lightning_llm.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 
 ENTRY_POINTS = "lightning_llm.components"
 """The group of entry points by which an installed package adds kinds."""

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-from lightning_llm.errors import Terminated
-from lightning_llm.slow_imports import is_importing
+from lightning_llm.base.errors import Terminated
+from lightning_llm.base.slow_imports import is_importing
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C; a scheduler, or whoever stops a process; a terminal that was closed."""

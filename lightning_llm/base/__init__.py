@@ -1,0 +1,1 @@
+"""What every other package stands on: errors, files, processes, the terminal. Imports nothing of ours."""
