@@ -58,7 +58,7 @@ plan: setup  ## what RECIPE would do, without running it
 	$(BIN)/lightning-llm plan $(if $(filter sweep/%,$(RECIPE)),-m) recipe=$(RECIPE) $(ARGS)
 
 ui: setup  ## print the pages of the newest experiments, and run the MLflow UI on the local database
-	@$(BIN)/python -m lightning_llm.record.mlflow.ui $(ARGS)
+	@$(BIN)/python -m lightning_llm.tracking.mlflow.ui $(ARGS)
 
 test: setup  ## the covering tests, CPU only: about 12 minutes on 2 quiet cores
 	$(COMPILED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not full and not gpu" $(ARGS)

@@ -25,7 +25,7 @@ from benchmarks.trainer_overhead import trainer_steps
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.gemm import linear
+from lightning_llm.linalg.gemm import linear
 from lightning_llm.parallel.torch_private import all_gather
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.measured_cluster import write_cluster

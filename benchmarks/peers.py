@@ -22,7 +22,7 @@ from lightning_llm.parallel.compile import compile_blocks
 from lightning_llm.plan.check import check_config
 from lightning_llm.run.prepared_rank import prepare_rank, quiet_lightning
 from lightning_llm.run.rank import fit
-from lightning_llm.run.start import Start
+from lightning_llm.run.resume.start import Start
 
 Step = Callable[[], float]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -14,17 +14,17 @@ from benchmarks.published_steps import MEGATRON
 from benchmarks.rotation import Row
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
-from lightning_llm.plan.accounting import ACCOUNTINGS
 from lightning_llm.plan.check import layout_rule_problems
 from lightning_llm.plan.degrees import resolve_degrees
-from lightning_llm.plan.memory import memory_bytes
+from lightning_llm.plan.memory.accounting import ACCOUNTINGS
+from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import Resolution
+from lightning_llm.plan.search.galvatron import mix_by_block
+from lightning_llm.plan.search.pricing import Pricer
+from lightning_llm.plan.search.search import search
+from lightning_llm.plan.search.space import Space
+from lightning_llm.plan.search.wording import layout_words
 from lightning_llm.plan.time.step import StepTimer
-from lightning_llm.planner.galvatron import mix_by_block
-from lightning_llm.planner.pricing import Pricer
-from lightning_llm.planner.search import search
-from lightning_llm.planner.space import Space
-from lightning_llm.planner.wording import layout_words
 
 A100_BYTES = 80 * 2**30
 GALVATRON_BYTES = 36 * 2**30

@@ -17,10 +17,10 @@ import psutil
 from benchmarks.rotation import Row
 from lightning_llm.base.integrity import digest_of_file
 from lightning_llm.config.schema.data import LOADERS
-from lightning_llm.data.encode import encode_batches
 from lightning_llm.data.prepare import HeldOut, Scan, prepare_streams
-from lightning_llm.data.source import Document, Source
-from lightning_llm.data.tokenizer import Tokenizer, train_bpe
+from lightning_llm.data.sources.source import Document, Source
+from lightning_llm.data.tokens.encode import encode_batches
+from lightning_llm.data.tokens.tokenizer import Tokenizer, train_bpe
 
 VOCAB_SIZE = 8192
 BATCH_BYTES = 1 << 20

@@ -11,9 +11,9 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_llm.local_part import local
+from lightning_llm.linalg.local_part import local
 from lightning_llm.parallel.grad_norm import global_norm
-from lightning_llm.train.health.spike_policy import describe_event
+from lightning_llm.train.spikes.spike_policy import describe_event
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from lightning_llm.health.rank_seconds import RankSeconds
 from lightning_llm.health.stragglers import PARTS, WAIT, Straggler, StragglerDetector
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.waiting import WaitClock, waits_counted
-from lightning_llm.record.files import STRAGGLER, Record, Status
+from lightning_llm.tracking.files import STRAGGLER, Record, Status
 
 log = logging.getLogger(__name__)
 

@@ -20,16 +20,16 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lightning_llm.base.registry import NameIn, Registry
-from lightning_llm.compare.methods import plain
-from lightning_llm.compare.passages import PASSAGES
-from lightning_llm.compare.power import power, seeds_needed
-from lightning_llm.compare.references import LADDER, STATISTICS
+from lightning_llm.compare.report.methods import plain
+from lightning_llm.compare.report.passages import PASSAGES
+from lightning_llm.compare.report.references import LADDER, STATISTICS
+from lightning_llm.compare.statistics.power import power, seeds_needed
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import Group
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.plan.matrix import matrix, numbered
-from lightning_llm.precision.lint import NOT_TO_ALLOW, RULES, rule_name
+from lightning_llm.plan.text.matrix import matrix, numbered
+from lightning_llm.precision.recipe.lint import NOT_TO_ALLOW, RULES, rule_name
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))  # a test loads this file by its path

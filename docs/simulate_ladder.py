@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy import special
 from simulated import fill_in
 
-from lightning_llm.compare.effective_data import Curve, effective_data
+from lightning_llm.compare.tokens.effective_data import Curve, effective_data
 from lightning_llm.ladder.effect import effect_at
 from lightning_llm.ladder.fit import fit_ladder
 from lightning_llm.ladder.measured import Ladder, Rung

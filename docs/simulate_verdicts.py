@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from simulated import fill_in
 
-from lightning_llm.compare.all_pairs import pairwise_intervals
 from lightning_llm.compare.estimate import Judged, Measured, Terms, judge_all
-from lightning_llm.compare.power import seeds_needed
-from lightning_llm.compare.statistics import simultaneous_intervals
+from lightning_llm.compare.statistics.all_pairs import pairwise_intervals
+from lightning_llm.compare.statistics.intervals import simultaneous_intervals
+from lightning_llm.compare.statistics.power import seeds_needed
 
 TERMS = Terms()
 RECIPES, TAIL = 4, 5

@@ -14,10 +14,11 @@ from gpu_check.rows import Item, Row, guarded, judged, missing
 from gpu_check.setting import native_recipes, recipes
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
-from lightning_llm.precision import inductor
-from lightning_llm.precision.block_scale import Scaled
-from lightning_llm.precision.delayed_state import delayed_state, update_delayed
-from lightning_llm.precision.inductor import Backend
+from lightning_llm.precision.cast import inductor
+from lightning_llm.precision.cast.block_scale import Scaled
+from lightning_llm.precision.cast.inductor import Backend
+from lightning_llm.precision.cast.operand import Operand
+from lightning_llm.precision.linear.delayed_state import delayed_state, update_delayed
 from lightning_llm.precision.native.codes import (
     Stored,
     axis_of,
@@ -29,7 +30,6 @@ from lightning_llm.precision.native.codes import (
 )
 from lightning_llm.precision.native.decide import decide
 from lightning_llm.precision.native.express import native_recipe
-from lightning_llm.precision.operand import Operand
 
 TOKENS, INPUTS, OUTPUTS = 512, 1024, 768
 BACKENDS: tuple[Backend, Backend] = ("eager", "compiled")

@@ -59,7 +59,7 @@ def admits() -> Iterator[Row]:
 def layer_of(recipe: PrecisionConfig, inputs: int, outputs: int) -> Any:
     """Return a linear of a block, with fp32 masters, as `recipe` runs natively on this machine."""
     from lightning_llm.model.linear import Linear
-    from lightning_llm.precision.swap import swap_linears
+    from lightning_llm.precision.linear.swap import swap_linears
 
     linear = Linear(inputs, outputs, bias=False, device=setting.DEVICE)
     model = nn.ModuleDict({"layers": nn.ModuleDict({"1": nn.ModuleDict({"linear": linear})})})
@@ -91,7 +91,7 @@ def exactness(name: str, recipe: PrecisionConfig) -> Iterator[Row]:
             y = layer(operand)
             y.backward(dy)
             if recipe.quantises:
-                from lightning_llm.precision.delayed_state import update_delayed
+                from lightning_llm.precision.linear.delayed_state import update_delayed
 
                 update_delayed(layer)
         w = layer.weight.detach().bfloat16().float()

@@ -42,7 +42,7 @@ def _run_command(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     with slow_imports():
-        from lightning_llm.command_line import run_verb
+        from lightning_llm.cli.command_line import run_verb
 
     return run_verb(words)
 

@@ -17,7 +17,7 @@ from lightning_llm.base.stopping import EXIT_GOES_ON, STOPPED_CODES
 if TYPE_CHECKING:
     from lightning_llm.compare.comparison import Comparison
     from lightning_llm.config.schema import Config
-    from lightning_llm.data.tokenizer import Tokenizer
+    from lightning_llm.data.tokens.tokenizer import Tokenizer
     from lightning_llm.evaluate.evaluation import Evaluation
     from lightning_llm.model.decoder import Decoder
 
@@ -80,9 +80,9 @@ def train(config: "Config", *, quiet: bool = False) -> TrainResult:
         KeyboardInterrupt: it was stopped by a signal, with its state saved; by SIGTERM or SIGHUP,
             `errors.Terminated`, a kind of it.
     """
+    from lightning_llm.cli.train import train_config
     from lightning_llm.config.schema import Config
-    from lightning_llm.record.files import read_records, summary_of
-    from lightning_llm.verb.train import train_config
+    from lightning_llm.tracking.files import read_records, summary_of
 
     if not isinstance(config, Config):
         text = f"is {type(config).__name__}, and must be what lightning_llm.compose(...) returns."
@@ -137,8 +137,8 @@ def compare(
         ConfigError: nothing could be judged, with every reason. Flags in its text are the arguments' names here.
     """
     from lightning_llm.compare.command import compare_named, print_table
-    from lightning_llm.compare.declared_looks import AskedTerms
     from lightning_llm.compare.flags import best_of_words
+    from lightning_llm.compare.sequential.declared_looks import AskedTerms
     from lightning_llm.compare.target import read_targets
 
     given = [runs] if isinstance(runs, str | os.PathLike | TrainResult) else runs
@@ -217,7 +217,7 @@ def evaluate(
         ConfigError: with all that is wrong. Flags in its text are the arguments' names here.
         RanksFailedError: a rank failed.
     """
-    from lightning_llm.verb.evaluate import evaluated, print_metrics
+    from lightning_llm.cli.evaluate import evaluated, print_metrics
 
     done = evaluated(
         None if path is None else _path_of(path),

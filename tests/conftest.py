@@ -103,7 +103,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
     """Leave loss.png out, 0.2 CPU seconds of every run, but where files of a run's folder are tested."""
-    run_folder = sys.modules.get("lightning_llm.callbacks.run_folder")
+    run_folder = sys.modules.get("lightning_llm.train.run_folder")
     if run_folder is not None and request.path.name not in DRAWN:
         with pytest.MonkeyPatch.context() as patch:  # not the fixture, whose undoing would come after all others'
             patch.setattr(run_folder, "draw_losses", lambda *_: None)
@@ -115,7 +115,7 @@ def _undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _forked_writer(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fork what writes to MLflow from a process that has imported it, but where the command is tested."""
-    tracker = sys.modules.get("lightning_llm.record.mlflow.tracker")
+    tracker = sys.modules.get("lightning_llm.tracking.mlflow.tracker")
     if tracker is not None and "own_writer" not in request.fixturenames:
         from forked_writer import start_writer
 

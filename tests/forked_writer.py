@@ -12,11 +12,11 @@ from typing import Any
 
 from rank_group import forkserver
 
-MODULE = "lightning_llm.record.mlflow.writer"
+MODULE = "lightning_llm.tracking.mlflow.writer"
 
 
 def start_writer(command: list[str], **how: Any) -> Any:
-    """Be `subprocess.Popen` for `record.mlflow.tracker`; a command that is not the writer's runs as it is."""
+    """Be `subprocess.Popen` for `tracking.mlflow.tracker`; a command that is not the writer's runs as it is."""
     return ForkedWriter(how["cwd"], how["env"]) if command[-1] == MODULE else subprocess.Popen(command, **how)
 
 
@@ -58,6 +58,6 @@ def _write(inbox: Any, said: Any, folder: str, environment: dict[str, str]) -> N
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    from lightning_llm.record.mlflow import writer
+    from lightning_llm.tracking.mlflow import writer
 
     writer.main()

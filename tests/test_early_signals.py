@@ -32,7 +32,7 @@ def test_the_first_signal_ends_in_a_line_and_another_ends_at_once(number, monkey
         finally:  # where a second one would have given a traceback
             assert {signal.getsignal(each) for each in early.ENDING} == {signal.SIG_DFL}
 
-    monkeypatch.setattr("lightning_llm.command_line.run_verb", interrupted)
+    monkeypatch.setattr("lightning_llm.cli.command_line.run_verb", interrupted)
     monkeypatch.setattr(sys, "argv", ["lightning-llm", "train"])
     for name in ("use_utf8", "leave_working_folder", "open_standard_streams", "take_process"):
         monkeypatch.setattr(f"lightning_llm.__main__.{name}", lambda: None)
@@ -51,7 +51,7 @@ def test_an_import_that_makes_another_error_of_a_signal_is_a_stop(monkeypatch, c
         except Terminated as stop:
             raise ImportError("initialization failed") from stop  # as pybind11's modules do
 
-    monkeypatch.setattr("lightning_llm.command_line.run_verb", interrupted)
+    monkeypatch.setattr("lightning_llm.cli.command_line.run_verb", interrupted)
     assert main(["plan"]) == 143
     assert capsys.readouterr().err == "stopped by SIGTERM\n"
 
@@ -100,7 +100,7 @@ def test_what_is_no_signal_is_raised(monkeypatch):
     def fails(words):
         raise ValueError("a fault")
 
-    monkeypatch.setattr("lightning_llm.command_line.run_verb", fails)
+    monkeypatch.setattr("lightning_llm.cli.command_line.run_verb", fails)
     with pytest.raises(ValueError, match="a fault"):
         main(["plan"])
     assert early.taken(ConfigError(Problem("key", "is wrong."))) == 0

@@ -12,11 +12,11 @@ from lightning.fabric.utilities.rank_zero import _get_rank
 
 from lightning_llm.__main__ import main
 from lightning_llm.base import interpreter
-from lightning_llm.data.encode import encode_batches
-from lightning_llm.data.source import document
-from lightning_llm.data.tokenizer import Tokenizer, write_bytes_tokenizer
+from lightning_llm.data.sources.source import document
+from lightning_llm.data.tokens.encode import encode_batches
+from lightning_llm.data.tokens.tokenizer import Tokenizer, write_bytes_tokenizer
 
-PLACES = {"lightning_llm.base.interpreter", "lightning_llm.run.launch", "lightning_llm.config.commands"}
+PLACES = {"lightning_llm.base.interpreter", "lightning_llm.run.launch.torch_agent", "lightning_llm.config.commands"}
 """Modules that may name the interpreter: the function, the call of torch's agent, and a path that is printed."""
 
 
@@ -63,7 +63,7 @@ def test_an_empty_rank_counts_as_unset_where_lightning_reads_it(monkeypatch, nam
     for step in ("use_utf8", "leave_working_folder", "open_standard_streams", "take_process"):
         monkeypatch.setattr(f"lightning_llm.__main__.{step}", lambda: None)
     monkeypatch.setattr("lightning_llm.__main__.early_signals", lambda words: nullcontext())
-    monkeypatch.setattr("lightning_llm.command_line.run_verb", lambda words: _get_rank())
+    monkeypatch.setattr("lightning_llm.cli.command_line.run_verb", lambda words: _get_rank())
     monkeypatch.setattr(sys, "argv", ["lightning-llm", "plan"])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     assert main() == rank

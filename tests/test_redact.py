@@ -15,11 +15,11 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.redact import WHOLE_URIS_VARIABLE, redact_uri, with_credentials
-from lightning_llm.record.mlflow.tracker import MLflowTracker, tracking_uri
-from lightning_llm.record.sweep_commands import command_with_seeds
-from lightning_llm.record.sweep_definition import Typed, define
-from lightning_llm.record.sweep_writing import write_sweep
 from lightning_llm.run import rank as run
+from lightning_llm.tracking.mlflow.tracker import MLflowTracker, tracking_uri
+from lightning_llm.tracking.sweep_commands import command_with_seeds
+from lightning_llm.tracking.sweep_definition import Typed, define
+from lightning_llm.tracking.sweep_writing import write_sweep
 
 URI = "http://someone:s3cret@127.0.0.1:9"
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_llm import gemm
+from lightning_llm.linalg import gemm
 
 WIDENED = [torch.bfloat16, torch.float16]
 HALF_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of 8 and 11 bits, rounded to nearest

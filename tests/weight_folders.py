@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.data.tokenizer import write_bytes_tokenizer
+from lightning_llm.data.tokens.tokenizer import write_bytes_tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.huggingface import huggingface_config, to_huggingface
 from lightning_llm.model.init import initialise

@@ -13,7 +13,7 @@ SAFE_PATH = "PYTHONSAFEPATH"
 UTF8 = "PYTHONUTF8"
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 """Variables that Lightning reads as whole numbers when it is imported."""
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 """The folder of this package: of a checkout, or site-packages."""
 
 

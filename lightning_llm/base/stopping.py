@@ -2,7 +2,7 @@
 
 SIGHUP is a terminal that was closed, SIGALRM `trainer.max_time`, by this process's own timer; SIGUSR1 a scheduler's
 word that the time is nearly up. After either of the last two the run is to go on, so the exit code is EX_TEMPFAIL of
-sysexits.h, and a job of Slurm queues itself again (`run.requeue`). Imports no torch.
+sysexits.h, and a job of Slurm queues itself again (`run.launch.requeue`). Imports no torch.
 """
 
 import ctypes

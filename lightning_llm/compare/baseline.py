@@ -7,9 +7,9 @@ from statistics import fmean, median
 from typing import Any
 
 from lightning_llm.compare.estimate import Terms
-from lightning_llm.compare.losses import tail_of
-from lightning_llm.compare.pairing import Family
-from lightning_llm.record.reading import Run
+from lightning_llm.compare.runs.losses import tail_of
+from lightning_llm.compare.runs.pairing import Family
+from lightning_llm.tracking.reading import Run
 
 
 @dataclass(frozen=True)

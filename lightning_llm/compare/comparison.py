@@ -7,33 +7,33 @@ from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.base.terminal.waiting import Waiting
-from lightning_llm.compare.all_pairs import PairGap, all_pairs
 from lightning_llm.compare.baseline import Baseline
-from lightning_llm.compare.best_of import BestOf
-from lightning_llm.compare.copies import without_copies
+from lightning_llm.compare.best_value.best_of import BestOf
+from lightning_llm.compare.best_value.grid import borne_out
+from lightning_llm.compare.best_value.selection import Selection, select_best
 from lightning_llm.compare.data import finite, verdict_data
-from lightning_llm.compare.design import Design
 from lightning_llm.compare.estimate import Terms
-from lightning_llm.compare.factor import Factor, choose_factor
-from lightning_llm.compare.grid import borne_out
 from lightning_llm.compare.judge import judge, withheld_beside
-from lightning_llm.compare.looks import Look
-from lightning_llm.compare.methods import Methods, methods_of
-from lightning_llm.compare.noise import Floor
 from lightning_llm.compare.notes import notes_on
-from lightning_llm.compare.paired_curves import paired_curves
-from lightning_llm.compare.pairing import Family, pair_runs
-from lightning_llm.compare.searched import survived_at
-from lightning_llm.compare.seeds import Advice
-from lightning_llm.compare.selection import Selection, select_best
-from lightning_llm.compare.study import Study
+from lightning_llm.compare.report.methods import Methods, methods_of
+from lightning_llm.compare.report.study import Study
+from lightning_llm.compare.runs.copies import without_copies
+from lightning_llm.compare.runs.factor import Factor, choose_factor
+from lightning_llm.compare.runs.pairing import Family, pair_runs
+from lightning_llm.compare.runs.searched import survived_at
+from lightning_llm.compare.runs.unfinished import levels_without_a_run, unfinished_problems
+from lightning_llm.compare.runs.usable import newest_of_same, split_usable, why_incomparable
+from lightning_llm.compare.sequential.design import Design
+from lightning_llm.compare.sequential.looks import Look
+from lightning_llm.compare.statistics.all_pairs import PairGap, all_pairs
+from lightning_llm.compare.statistics.noise import Floor
+from lightning_llm.compare.statistics.paired_curves import paired_curves
+from lightning_llm.compare.statistics.seeds import Advice
 from lightning_llm.compare.target import NO_TARGETS
-from lightning_llm.compare.token_curve import curve_of
-from lightning_llm.compare.token_margin import in_nats
-from lightning_llm.compare.unfinished import levels_without_a_run, unfinished_problems
-from lightning_llm.compare.usable import newest_of_same, split_usable, why_incomparable
+from lightning_llm.compare.tokens.token_curve import curve_of
+from lightning_llm.compare.tokens.token_margin import in_nats
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.record.reading import Run, read_run
+from lightning_llm.tracking.reading import Run, read_run
 
 
 @dataclass

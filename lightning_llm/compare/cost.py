@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from statistics import geometric_mean, median
 from typing import Any
 
-from lightning_llm.compare.differences import LAYOUT, all_differences
-from lightning_llm.compare.losses import LOSS, Tail
-from lightning_llm.compare.pairing import Pair
+from lightning_llm.compare.runs.differences import LAYOUT, all_differences
+from lightning_llm.compare.runs.losses import LOSS, Tail
+from lightning_llm.compare.runs.pairing import Pair
 from lightning_llm.config.identity import below
-from lightning_llm.record.reading import Run
+from lightning_llm.tracking.reading import Run
 
 SPEED_KEYS = (
     *LAYOUT,

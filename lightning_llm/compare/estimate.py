@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from lightning_llm.compare.losses import LOSS, TAIL_SHARE, Tail, diverged, has_learned, learned_below, tail_of
-from lightning_llm.compare.pairing import Pair
-from lightning_llm.compare.stability import Stability, judge_stability, outlier_seeds
-from lightning_llm.compare.statistics import Decision, Intervals, decision_of, simultaneous_intervals
+from lightning_llm.compare.runs.losses import LOSS, TAIL_SHARE, Tail, diverged, has_learned, learned_below, tail_of
+from lightning_llm.compare.runs.pairing import Pair
+from lightning_llm.compare.statistics.intervals import Decision, Intervals, decision_of, simultaneous_intervals
+from lightning_llm.compare.statistics.stability import Stability, judge_stability, outlier_seeds
 from lightning_llm.compare.target import NO_TARGETS, Targets
 
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem, gathered
-from lightning_llm.compare.best_of import BestOf
-from lightning_llm.compare.declared_looks import AskedTerms
-from lightning_llm.compare.design import Design
+from lightning_llm.compare.best_value.best_of import BestOf
 from lightning_llm.compare.estimate import Terms
-from lightning_llm.compare.find import Found
-from lightning_llm.compare.losses import LOSS
+from lightning_llm.compare.runs.find import Found
+from lightning_llm.compare.runs.losses import LOSS
+from lightning_llm.compare.sequential.declared_looks import AskedTerms
+from lightning_llm.compare.sequential.design import Design
 from lightning_llm.config.commands import command
 
 SCORED = "scores runs by when they reached a target, and judges none: leave out {}"

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from lightning_llm.compare.differences import validation_differences
-from lightning_llm.compare.losses import LOSS, Tail
-from lightning_llm.compare.pairing import Pair
+from lightning_llm.compare.runs.differences import validation_differences
+from lightning_llm.compare.runs.losses import LOSS, Tail
+from lightning_llm.compare.runs.pairing import Pair
 
 HIGH_PRECISION = "val_loss_high_precision"
 

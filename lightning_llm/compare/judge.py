@@ -6,14 +6,14 @@ from pathlib import Path
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.compare.cost import cost_of
-from lightning_llm.compare.design import Design
-from lightning_llm.compare.effective_data import Curve
 from lightning_llm.compare.estimate import Judged, Measured, Terms, judge_all, measure
-from lightning_llm.compare.factor import Factor
-from lightning_llm.compare.noise import Floor, measure_floor
-from lightning_llm.compare.pairing import Family
-from lightning_llm.compare.seeds import SeedPlan, plan_seeds
-from lightning_llm.compare.sequential import Stage, judge_by_looks
+from lightning_llm.compare.runs.factor import Factor
+from lightning_llm.compare.runs.pairing import Family
+from lightning_llm.compare.sequential.design import Design
+from lightning_llm.compare.sequential.verdicts import Stage, judge_by_looks
+from lightning_llm.compare.statistics.noise import Floor, measure_floor
+from lightning_llm.compare.statistics.seeds import SeedPlan, plan_seeds
+from lightning_llm.compare.tokens.effective_data import Curve
 from lightning_llm.compare.verdict import Verdict
 
 

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lightning_llm.base.terminal.text import shown
-from lightning_llm.compare.branches import notes_on_branches
-from lightning_llm.compare.factor import Factor
-from lightning_llm.compare.losses import LOSS
-from lightning_llm.compare.pairing import Family
+from lightning_llm.compare.runs.branches import notes_on_branches
+from lightning_llm.compare.runs.factor import Factor
+from lightning_llm.compare.runs.losses import LOSS
+from lightning_llm.compare.runs.pairing import Family
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.wording import power_statement, quantized_sentences
-from lightning_llm.record.reading import Run
+from lightning_llm.tracking.reading import Run
 
 
 def notes_on(

@@ -6,9 +6,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_llm.base.terminal.text import escaped
-from lightning_llm.compare.all_pairs import PairGap
 from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.comparison import Comparison
+from lightning_llm.compare.statistics.all_pairs import PairGap
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.wording import interval_of, line_of, nats
 

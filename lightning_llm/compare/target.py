@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.record.reading import Run
+from lightning_llm.tracking.reading import Run
 
 KEY = "--target"
 

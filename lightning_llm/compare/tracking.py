@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.compare.comparison import Comparison
-from lightning_llm.compare.pairing import Pair
 from lightning_llm.compare.report.write import FILES
+from lightning_llm.compare.runs.pairing import Pair
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.wording import interval_of, line_of, nats
 from lightning_llm.config.commands import sync_command
 from lightning_llm.config.redact import redact_uri, redacted, with_credentials
 from lightning_llm.config.sqlite_address import sqlite_address
-from lightning_llm.record.mlflow.store import LARGEST_VALUE, existing_store
-from lightning_llm.record.mlflow.sweep import DESCRIPTION
-from lightning_llm.record.mlflow.ui import artifact_page, children_page
-from lightning_llm.record.reading import Run
-from lightning_llm.record.state import state_of
-from lightning_llm.record.sweep_file import FILE, parent_of_sweep
+from lightning_llm.tracking.mlflow.store import LARGEST_VALUE, existing_store
+from lightning_llm.tracking.mlflow.sweep import DESCRIPTION
+from lightning_llm.tracking.mlflow.ui import artifact_page, children_page
+from lightning_llm.tracking.reading import Run
+from lightning_llm.tracking.state import state_of
+from lightning_llm.tracking.sweep_file import FILE, parent_of_sweep
 
 BEGIN, END = "<!-- verdicts -->", "<!-- end of verdicts -->"
 """Around the verdicts in a sweep's description: what stands outside is somebody's own."""

@@ -6,25 +6,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.compare.branches import Switch, switch_of
-from lightning_llm.compare.censored import TimeToTarget, time_to_target
+from lightning_llm.compare.best_value.tuned import Tuned
 from lightning_llm.compare.cost import Cost
-from lightning_llm.compare.differences import LAYOUT, ROUNDING
-from lightning_llm.compare.effective_data import Curve, EffectiveData, effective_data
 from lightning_llm.compare.estimate import Judged, Terms
-from lightning_llm.compare.factor import ITSELF, Factor
 from lightning_llm.compare.further_gaps import gaps_by_source, high_precision_gap
-from lightning_llm.compare.noise import Floor
-from lightning_llm.compare.pairing import Family, Pair
-from lightning_llm.compare.seeds import SeedPlan
-from lightning_llm.compare.sequential import Stage
-from lightning_llm.compare.spikes import Spikes, judge_spikes
-from lightning_llm.compare.statistics import Decision
-from lightning_llm.compare.tuned import Tuned
+from lightning_llm.compare.runs.branches import Switch, switch_of
+from lightning_llm.compare.runs.differences import LAYOUT, ROUNDING
+from lightning_llm.compare.runs.factor import ITSELF, Factor
+from lightning_llm.compare.runs.pairing import Family, Pair
+from lightning_llm.compare.sequential.verdicts import Stage
+from lightning_llm.compare.statistics.censored import TimeToTarget, time_to_target
+from lightning_llm.compare.statistics.intervals import Decision
+from lightning_llm.compare.statistics.noise import Floor
+from lightning_llm.compare.statistics.seeds import SeedPlan
+from lightning_llm.compare.statistics.spikes import Spikes, judge_spikes
+from lightning_llm.compare.tokens.effective_data import Curve, EffectiveData, effective_data
 from lightning_llm.config.identity import below
 from lightning_llm.plan.coverage import coverage_of
-from lightning_llm.precision.coverage import Coverage
-from lightning_llm.record.reading import Run
+from lightning_llm.precision.recipe.coverage import Coverage
+from lightning_llm.tracking.reading import Run
 
 
 @dataclass(frozen=True)

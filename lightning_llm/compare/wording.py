@@ -4,14 +4,14 @@ import math
 import re
 from collections.abc import Sequence
 
-from lightning_llm.compare.censored import TimeToTarget
 from lightning_llm.compare.estimate import Estimate
-from lightning_llm.compare.losses import LEARNED_SHARE
-from lightning_llm.compare.power import MOST_SEEDS, PLANNED_GAP, POWER
-from lightning_llm.compare.seeds import FEWEST_SEEDS
-from lightning_llm.compare.stability import STABILITY_MARGIN, Stability, rate_interval, upper_bound
+from lightning_llm.compare.runs.losses import LEARNED_SHARE
+from lightning_llm.compare.statistics.censored import TimeToTarget
+from lightning_llm.compare.statistics.power import MOST_SEEDS, PLANNED_GAP, POWER
+from lightning_llm.compare.statistics.seeds import FEWEST_SEEDS
+from lightning_llm.compare.statistics.stability import STABILITY_MARGIN, Stability, rate_interval, upper_bound
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.record.sweep_file import FILE as SWEEP_FILE
+from lightning_llm.tracking.sweep_file import FILE as SWEEP_FILE
 
 LOOKS = (
     "Every look at a growing sweep is another chance to err: with a true gap at the margin, lossless is reported "

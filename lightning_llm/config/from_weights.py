@@ -20,7 +20,7 @@ from lightning_llm.config.yaml_file import read_mapping
 
 OPTION = "from_weights"
 KEY = "model.init_from"
-FAMILIES, TOKENIZERS = "lightning_llm.model.interop.families", "lightning_llm.data.tokenizer"
+FAMILIES, TOKENIZERS = "lightning_llm.model.interop.families", "lightning_llm.data.tokens.tokenizer"
 """Read a config.json, and a tokenizer.json. Named and not imported, as the registries' packages are: they stand above
 this one."""
 EXPECTED = (

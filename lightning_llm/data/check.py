@@ -7,7 +7,6 @@ from pathlib import Path
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.data import DataConfig, TokenizerConfig
 from lightning_llm.config.schema.partial import Rule, gather
-from lightning_llm.data.bound import bound_problems
 from lightning_llm.data.cache import (
     default_cache_dir,
     disk_problem,
@@ -16,9 +15,10 @@ from lightning_llm.data.cache import (
     read_manifest,
     token_bytes,
 )
-from lightning_llm.data.source import Source
-from lightning_llm.data.tokenised import scan_identity
-from lightning_llm.data.tokenizer import (
+from lightning_llm.data.mixing.bound import bound_problems
+from lightning_llm.data.sources.source import Source
+from lightning_llm.data.tokens.tokenised import scan_identity
+from lightning_llm.data.tokens.tokenizer import (
     BYTES_VOCAB_SIZE,
     END_OF_DOCUMENT_NAMES,
     SMALLEST_BPE_VOCAB_SIZE,
@@ -26,7 +26,7 @@ from lightning_llm.data.tokenizer import (
     read_vocabulary,
     tokenizer_file,
 )
-from lightning_llm.data.tokenizer_files import format_problem, other_format_in
+from lightning_llm.data.tokens.tokenizer_files import format_problem, other_format_in
 
 
 def check_data(config: DataConfig, model_vocab_size: int, world: int) -> list[Problem]:

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from lightning_llm.config.schema.data import DataConfig
-from lightning_llm.data.account import SourceAccount
-from lightning_llm.data.addressing import Mixture, SampleOrder, largest_remainder
 from lightning_llm.data.batch import Batch, ValidationBatch
-from lightning_llm.data.bound import window_limits
 from lightning_llm.data.cache import digest_of
-from lightning_llm.data.skipped import index_of, merged
-from lightning_llm.data.token_files import TokenStream
-from lightning_llm.data.tokenizer import Tokenizer
+from lightning_llm.data.mixing.addressing import Mixture, SampleOrder, largest_remainder
+from lightning_llm.data.mixing.bound import window_limits
+from lightning_llm.data.mixing.skipped import index_of, merged
+from lightning_llm.data.sources.account import SourceAccount
+from lightning_llm.data.tokens.token_files import TokenStream
+from lightning_llm.data.tokens.tokenizer import Tokenizer
 
 IGNORED = -100  # a label that is no target: what torch's cross entropy ignores by default
 

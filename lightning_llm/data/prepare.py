@@ -20,10 +20,10 @@ from lightning_llm.base.keyed_hash import MASK_32
 from lightning_llm.config.schema.data import TokenizerConfig
 from lightning_llm.config.weight_files import TOKENIZER
 from lightning_llm.data.cache import build_once, disk_problem, token_bytes
-from lightning_llm.data.encode import encode_batches, process_count
-from lightning_llm.data.source import Document, Source
-from lightning_llm.data.token_files import TokenStream, TokenWriter
-from lightning_llm.data.tokenizer import Tokenizer, train_bpe, write_bytes_tokenizer
+from lightning_llm.data.sources.source import Document, Source
+from lightning_llm.data.tokens.encode import encode_batches, process_count
+from lightning_llm.data.tokens.token_files import TokenStream, TokenWriter
+from lightning_llm.data.tokens.tokenizer import Tokenizer, train_bpe, write_bytes_tokenizer
 
 KEY_RANGE = 1 << 64
 BPE_SAMPLE_BYTES = 64 << 20  # a larger corpus trains its tokenizer on a sample of documents of about this size

@@ -16,8 +16,8 @@ from lightning_llm.config.schema import Config
 from lightning_llm.data.batch import Batch
 from lightning_llm.dry_run.counting import Counting
 from lightning_llm.dry_run.sending import sends_held
-from lightning_llm.gemm import unwidened
-from lightning_llm.local_part import local
+from lightning_llm.linalg.gemm import unwidened
+from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.ensemble import Ensemble
@@ -26,16 +26,16 @@ from lightning_llm.model.weights.whole import frozen
 from lightning_llm.optim.optimizer import initialise_state
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.materialise import InitialSlice, materialise
-from lightning_llm.plan.activations import on_gpu
+from lightning_llm.plan.memory.activations import on_gpu
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.teachers import teacher_models
 from lightning_llm.plan.traffic import small_bytes
 from lightning_llm.train.distillation import Distillation
-from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.spikes.spike_policy import SpikePolicy
 from lightning_llm.train.state import TrainState
 from lightning_llm.train.step import TrainStep
 

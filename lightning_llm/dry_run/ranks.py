@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_llm.dry_run.processes import count_ranks
 from lightning_llm.dry_run.rank import RankCounts
-from lightning_llm.plan.memory import memory_bytes, peak_memory_pp_rank
+from lightning_llm.plan.memory.rank_bytes import memory_bytes, peak_memory_pp_rank
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.traffic import bytes_sent

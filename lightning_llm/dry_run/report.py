@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_llm.plan.describe import memory_text, traffic_text
+from lightning_llm.plan.text.describe import memory_text, traffic_text
 
 
 def render_counts(facts: dict[str, Any]) -> str:

@@ -17,8 +17,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.data.text_stream import StopStrings, TextStream
-from lightning_llm.data.tokenizer import Tokenizer
+from lightning_llm.data.tokens.text_stream import StopStrings, TextStream
+from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.evaluate.scoring import Continuation, continuation_scores
 from lightning_llm.evaluate.task_settings import WritingSettings, settings_problems
 from lightning_llm.model.decoder import Decoder

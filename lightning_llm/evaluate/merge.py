@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.compare.rank_correlation import RankCorrelation
+from lightning_llm.compare.statistics.rank_correlation import RankCorrelation
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.evaluate.members import AverageWeights, check_members
@@ -24,8 +24,8 @@ from lightning_llm.model.weights.initial import InitialWeights
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.probe.subject import Subject, find_subject, verified_weights
-from lightning_llm.record.files import write_json
-from lightning_llm.record.state import state_of
+from lightning_llm.tracking.files import write_json
+from lightning_llm.tracking.state import state_of
 
 FILE = "merge.json"
 MOST_PARTS = 12

@@ -19,7 +19,7 @@ from lightning_llm.evaluate.spread import composed_layout, spread, task_problems
 from lightning_llm.evaluate.weights import check_dtype, tokenizer_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.probe.subject import Subject, device_of, find_subject
-from lightning_llm.record.evaluations import read_evaluations
+from lightning_llm.tracking.evaluations import read_evaluations
 
 if TYPE_CHECKING:
     from lightning_llm.evaluate.harness import Tasks

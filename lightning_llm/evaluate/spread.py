@@ -10,7 +10,7 @@ from lightning_llm.plan.degrees import Degrees, layout_problems, resolve_degrees
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.nodes import with_reduction
 from lightning_llm.plan.stages import pipeline_problems
-from lightning_llm.run.environment import adopt_world
+from lightning_llm.run.launch.environment import adopt_world
 
 LAYOUT_WORD = re.compile(r"(parallel(\.\w+)?|trainer\.devices|world)=.*", re.DOTALL)
 """An override that says how an evaluation is spread, and no path."""

@@ -10,7 +10,7 @@ from lightning_llm.config.identity import below
 from lightning_llm.golden.band import Band
 from lightning_llm.golden.curve import GRAD_NORM, GRADIENT_NORMS, LEARNING_RATE, LOSS, Curve, same
 from lightning_llm.golden.file import Golden, is_bitwise_key
-from lightning_llm.record.provenance import FINGERPRINT, origin_changes
+from lightning_llm.tracking.provenance import FINGERPRINT, origin_changes
 
 Outcome = Literal["equal", "within_band", "different"]
 Changes = dict[str, tuple[Any, Any]]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lightning_llm.golden.figures import StepFigures
-from lightning_llm.record.files import NON_FINITE
+from lightning_llm.tracking.files import NON_FINITE
 
 LOSS, GRAD_NORM, LEARNING_RATE = "loss", "grad_norm", "lr"
 GRADIENT_NORMS = "gradient_norms"

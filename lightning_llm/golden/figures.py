@@ -23,7 +23,7 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class Measured:
-    """The first steps, and where their numbers come from (`record.provenance.origin_of`); the same on every rank."""
+    """The first steps, and where their numbers come from (`tracking.provenance.origin_of`); the same on every rank."""
 
     figures: list[StepFigures]
     origin: dict[str, Any]

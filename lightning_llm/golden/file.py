@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.compare.differences import FREE, LAYOUT, ROUNDING
+from lightning_llm.compare.runs.differences import FREE, LAYOUT, ROUNDING
 from lightning_llm.config.identity import below, flatten, is_data_path, is_observer, training_hash
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.golden.band import Noise
 from lightning_llm.golden.curve import Curve
-from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import Plan
+from lightning_llm.plan.text.describe import layout_facts
 
 FORMAT = 1
 """Of the file. Another is of another release."""
@@ -37,7 +37,7 @@ class Golden:
     `hashes`: of the config, of what of it is learned by, of the precision recipe. `config`: the keys that say what is
     learned, dotted, without places, names and nulls; `layout`: those of ranks and the order of sums. `bitwise`: whether
     the layout trains to the bits of one rank. `origin`: versions, device, fingerprint, code and data
-    (`record.provenance.origin_of`). `noise`: the scatter of repeats; None where there were none.
+    (`tracking.provenance.origin_of`). `noise`: the scatter of repeats; None where there were none.
     """
 
     recipe: str | None

@@ -9,29 +9,29 @@ from pathlib import Path
 import torch
 
 from lightning_llm.base.hardware import describe_device
-from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.config.identity import is_observer
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.golden.figures import Measured
 from lightning_llm.golden.trajectory import Trajectory
-from lightning_llm.plan.report import plan_line
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.record.provenance import FINGERPRINT, origin_of
+from lightning_llm.plan.text.report import plan_line
 from lightning_llm.run.agreement import agree_on_data
 from lightning_llm.run.attention_kernel import attention_of
 from lightning_llm.run.build import build_module, build_trainer
-from lightning_llm.run.environment import is_first_rank, say
 from lightning_llm.run.facts import origin_here, run_facts
 from lightning_llm.run.fingerprint import fingerprint
 from lightning_llm.run.host_memory import give_back
-from lightning_llm.run.initial import open_initial
+from lightning_llm.run.launch.environment import is_first_rank, say
 from lightning_llm.run.prepared_rank import Rank, prepare_rank, quiet_lightning
-from lightning_llm.run.start import Start
+from lightning_llm.run.resume.initial import open_initial
+from lightning_llm.run.resume.start import Start
 from lightning_llm.run.teachers import open_teachers
+from lightning_llm.tracking.provenance import FINGERPRINT, origin_of
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
 from lightning_llm.train.datamodule import CorpusDataModule
-from lightning_llm.train.health.nonfinite import StepNotMadeError
-from lightning_llm.train.health.stalled_run import FailStalledRun
+from lightning_llm.train.run_folder import RunFolder
+from lightning_llm.train.spikes.nonfinite import StepNotMadeError
+from lightning_llm.train.spikes.stalled_run import FailStalledRun
 
 WRITERS = (RunFolder, Checkpointing, Superseding, FailStalledRun)
 """The callbacks that leave files."""

@@ -14,8 +14,8 @@ from lightning_llm.config.config_dir import config_dir_arguments
 from lightning_llm.config.file import in_memory
 from lightning_llm.golden.figures import Measured
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.run.environment import is_first_rank, rank_environment
-from lightning_llm.run.launch import STOP_SECONDS, as_rank, launch_reported
+from lightning_llm.run.launch.environment import is_first_rank, rank_environment
+from lightning_llm.run.launch.torch_agent import STOP_SECONDS, as_rank, launch_reported
 
 
 def measured_runs(plan: Plan, steps: int, nudges: Sequence[int | None]) -> list[Measured]:

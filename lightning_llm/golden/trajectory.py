@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from lightning_llm.base.keyed_hash import MASK_32, hash_words
 from lightning_llm.golden.figures import StepFigures
-from lightning_llm.local_part import local
+from lightning_llm.linalg.local_part import local
 from lightning_llm.parallel.grad_norm import parameter_gradient_norms
-from lightning_llm.precision.random_bits import mix
+from lightning_llm.precision.cast.random_bits import mix
 
 FP32_ROUNDING = 2.0**-24
 """Half a unit in the last place: the largest relative error of rounding to fp32."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_llm.base.hardware import device_name, peak_flops_per_second
-from lightning_llm.gemm import product
+from lightning_llm.linalg.gemm import product
 from lightning_llm.parallel.torch_private import scaled_product
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

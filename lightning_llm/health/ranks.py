@@ -16,8 +16,8 @@ import torch.distributed as dist
 from lightning_llm.base.errors import UnhealthyError
 from lightning_llm.health.timer import PeerTimeoutError
 from lightning_llm.parallel.torch_private import ranks_store
-from lightning_llm.record.provenance import process_mark
-from lightning_llm.record.rank_liveness import Beat
+from lightning_llm.tracking.provenance import process_mark
+from lightning_llm.tracking.rank_liveness import Beat
 
 NAMED_RANKS = 8
 """How many ranks an error names, of thousands."""

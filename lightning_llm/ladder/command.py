@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem, gathered
-from lightning_llm.compare.best_of import BestOf
+from lightning_llm.compare.best_value.best_of import BestOf
 from lightning_llm.compare.command import note_look, print_escaped, write_comparison
 from lightning_llm.compare.comparison import Comparison, compare_runs
 from lightning_llm.compare.data import json_ready
-from lightning_llm.compare.declared_looks import AskedTerms, declared_looks
-from lightning_llm.compare.ended_jobs import read_found
-from lightning_llm.compare.find import find_runs
 from lightning_llm.compare.flags import best_of_words, of_ladder, terms_of
+from lightning_llm.compare.runs.ended_jobs import read_found
+from lightning_llm.compare.runs.find import find_runs
+from lightning_llm.compare.sequential.declared_looks import AskedTerms, declared_looks
 from lightning_llm.compare.wording import short
 from lightning_llm.ladder.fit import Fit, fit_ladder
 from lightning_llm.ladder.ledger import FILE, grade, is_of, read_ledger, write_ledger

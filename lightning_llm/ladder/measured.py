@@ -6,10 +6,10 @@ from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.comparison import Comparison
-from lightning_llm.compare.losses import has_learned, tail_of
-from lightning_llm.compare.pairing import Family
+from lightning_llm.compare.runs.losses import has_learned, tail_of
+from lightning_llm.compare.runs.pairing import Family
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.record.reading import Run
+from lightning_llm.tracking.reading import Run
 
 Place = tuple[int, int]
 """(parameters, tokens)."""

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_llm.cast_linear import CastOnUse, Reduce
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.linalg.cast_linear import CastOnUse, Reduce
 from lightning_llm.model.block_spec import block_parts, mixer_of, norm_of
 from lightning_llm.model.chunked_loss import LossOf
 from lightning_llm.model.linear import Linear

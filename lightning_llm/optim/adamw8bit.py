@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_llm.local_part import local
+from lightning_llm.linalg.local_part import local
 from lightning_llm.optim.adamw8bit_spec import AdamW8bitConfig
 from lightning_llm.optim.matrices import MatrixOptimizer, gradient_of
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_llm.local_part import local
+from lightning_llm.linalg.local_part import local
 from lightning_llm.optim.matrices import MatrixOptimizer, OnWhole, gradient_of, on_one_rank
 from lightning_llm.optim.muon_spec import MuonConfig
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_llm.config.schema.optim import OptimConfig, Role, role_in_block
-from lightning_llm.local_part import local
+from lightning_llm.linalg.local_part import local
 from lightning_llm.optim.adamw_spec import AdamWFields
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_llm.config.schema import ParallelConfig
-from lightning_llm.gemm import PRODUCTS
-from lightning_llm.precision.linear_operator import OPERATOR
-from lightning_llm.precision.module import quantised_layers, recompute_contexts
+from lightning_llm.linalg.gemm import PRODUCTS
+from lightning_llm.precision.linear.module import quantised_layers, recompute_contexts
+from lightning_llm.precision.linear.operator import OPERATOR
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from lightning_llm.local_part import local
+from lightning_llm.linalg.local_part import local
 from lightning_llm.parallel.tree import TreeSum
-from lightning_llm.plan.buffers import REPLICA_BUCKET_BYTES
+from lightning_llm.plan.memory.buffers import REPLICA_BUCKET_BYTES
 
 Works = Iterator[dist.Work]
 """Collectives one behind the other: each is begun when it is asked for, which is once the one before has ended."""

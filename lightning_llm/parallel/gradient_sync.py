@@ -15,7 +15,7 @@ from lightning_llm.parallel.gradient_buckets import Bucket, BucketReductions, Re
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.tensor import is_tp_shard
 from lightning_llm.parallel.tree import TreeReduceScatter, tree_all_reduce
-from lightning_llm.plan.units import reduces_once
+from lightning_llm.plan.memory.units import reduces_once
 
 
 class GradientSync:

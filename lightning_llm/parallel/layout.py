@@ -16,8 +16,8 @@ from lightning_llm.parallel.process_group import join_process_group
 from lightning_llm.parallel.torch_private import all_gather, flattened, set_timeout
 from lightning_llm.parallel.tree import Subtrees
 from lightning_llm.plan.degrees import AXES, Degrees, micro_batches_of
+from lightning_llm.plan.memory.units import sums_in_tree, uses_fsdp
 from lightning_llm.plan.nodes import SHARD_AXES, ranks_together
-from lightning_llm.plan.units import sums_in_tree, uses_fsdp
 
 WITHIN, BETWEEN = "within_nodes", "between_nodes"
 

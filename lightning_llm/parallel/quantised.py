@@ -11,9 +11,9 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.context import positions_of
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.shard_axes import SHARD_AXES
-from lightning_llm.precision.keyed_noise import Origin
-from lightning_llm.precision.linear_plan import Shard
-from lightning_llm.precision.module import QuantisedLinear, quantised_layers
+from lightning_llm.precision.cast.keyed_noise import Origin
+from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
+from lightning_llm.precision.linear.plan import Shard
 
 
 def place_shards(model: Decoder, layout: Layout, sequence_length: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""FSDP2's gather of weights as FP8 codes, a byte per element, instead of in the compute dtype (`precision.gathered`).
+"""FSDP2's gather of weights as FP8 codes, a byte per element (`precision.linear.gathered`).
 
 FSDP2 asks a shard for what it is to gather (`fsdp_pre_all_gather`) and hands it what came (`fsdp_post_all_gather`): an
 extension that it documents, and looks for when the first forward pass begins. torchao gathers float8 weights by it, as
@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.local_part import local
+from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.fully_shard import reshard, sharded_modules
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.torch_private import fsdp_parameters, keeping_version
-from lightning_llm.precision.block_scale import Scaled
-from lightning_llm.precision.gathered import GatheredWeight
-from lightning_llm.precision.module import QuantisedLinear, quantised_layers
+from lightning_llm.precision.cast.block_scale import Scaled
+from lightning_llm.precision.linear.gathered import GatheredWeight
+from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
 
 Travels = tuple[CastConfig, Scaled] | None
 """What codes mean that are on their way; None: the weight is, in the compute dtype."""

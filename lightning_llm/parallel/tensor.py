@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from lightning_llm.cast_linear import Reduce
-from lightning_llm.local_part import local
+from lightning_llm.linalg.cast_linear import Reduce
+from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.collectives import (
     GroupRef,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_llm.local_part import local
+from lightning_llm.linalg.local_part import local
 from lightning_llm.optim.matrices import on_one_rank
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.torch_private import shard_offset

@@ -18,14 +18,14 @@ from lightning_llm.plan.cluster import cluster_rules
 from lightning_llm.plan.compiled_blocks import compiler_failure
 from lightning_llm.plan.degrees import Degrees, checkpointing_problems, layout_problems
 from lightning_llm.plan.divisibility import sharding_problems
+from lightning_llm.plan.memory.parameter_gather import parameter_gather_problems
+from lightning_llm.plan.memory.weight_casts import weight_cast_problems
 from lightning_llm.plan.nodes import tensor_parallel_problems
-from lightning_llm.plan.parameter_gather import parameter_gather_problems
 from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.plan.stages import pipeline_problems
 from lightning_llm.plan.teachers import teacher_problems
-from lightning_llm.plan.weight_casts import weight_cast_problems
-from lightning_llm.precision.lint import lint
-from lightning_llm.precision.module_rules import (
+from lightning_llm.precision.recipe.lint import lint
+from lightning_llm.precision.recipe.module_rules import (
     layers_of_casts,
     nothing_converted,
     other_modules,

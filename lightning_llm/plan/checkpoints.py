@@ -13,7 +13,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.metrics import metric_names
 from lightning_llm.data.cache import nearest_existing
 from lightning_llm.optim.state_bytes import state_bytes
-from lightning_llm.plan.units import units_of
+from lightning_llm.plan.memory.units import units_of
 
 LONGEST_NAME_BYTES = 255
 """NAME_MAX of Linux's file systems."""

@@ -13,7 +13,7 @@ from lightning_llm.model.linear_names import linear_names, linears_of
 from lightning_llm.model.spec import LinearSpec, Size
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.shard_axes import SHARD_AXES
-from lightning_llm.precision.module_rules import layers_of_casts
+from lightning_llm.precision.recipe.module_rules import layers_of_casts
 
 CONTRACTION = {"fprop.x": 1, "fprop.w": 1, "dgrad.dy": 1, "dgrad.w": 0, "wgrad.dy": 0, "wgrad.x": 0}
 """The axis of each slot's operand (x [M, K], w [N, K], dy [M, N]) that its GEMM sums over."""

@@ -8,9 +8,9 @@ Engine 2.0 and 2.1, whose overlapped tensor parallelism gave wrong weight gradie
 
 from collections.abc import Callable, Iterator, Mapping
 
-from lightning_llm.plan.activations import on_gpu
+from lightning_llm.plan.memory.activations import on_gpu
+from lightning_llm.plan.memory.units import shard_ranks
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.plan.units import shard_ranks
 
 Rule = Callable[[Plan, Mapping[str, str]], Iterator[str]]
 SHORTENED = ("BF16", "F16", "TF32", "ANY")

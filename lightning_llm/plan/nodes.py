@@ -8,7 +8,7 @@ from itertools import pairwise
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.units import micro_batches_per_rank, tree_buffers
+from lightning_llm.plan.memory.units import micro_batches_per_rank, tree_buffers
 
 SHARD_AXES = ("dp_shard", "cp")
 """The axes over which FSDP2 shards."""

@@ -10,8 +10,8 @@ from lightning_llm.model.linear_names import linear_widths
 from lightning_llm.plan.compiled_blocks import compiles
 from lightning_llm.plan.degrees import Degrees, given_degrees, resolve_degrees
 from lightning_llm.plan.divisibility import part_widths
+from lightning_llm.plan.memory.units import micro_batches_per_rank
 from lightning_llm.plan.nodes import with_reduction
-from lightning_llm.plan.units import micro_batches_per_rank
 from lightning_llm.precision.native.capability import HARDWARE, Capability, capability_here, device_here
 from lightning_llm.precision.native.decide import Decision, decide
 

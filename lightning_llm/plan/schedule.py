@@ -1,6 +1,6 @@
 """The order in which a pipeline's rank runs forward and backward passes, and how many of them wait. Imports no torch.
 
-`tests/plan/test_schedule_order.py` holds the orders against torch's own. Memory (`plan.passes`) and time (`plan.time`)
+`tests/plan/test_schedule_order.py` holds them against torch's own. Memory (`plan.memory.passes`) and time (`plan.time`)
 both follow them.
 """
 

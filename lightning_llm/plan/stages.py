@@ -10,8 +10,8 @@ from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
 from lightning_llm.model.block_spec import Same, for_layers
 from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.memory.units import Units, micro_batches_per_rank, units_of
 from lightning_llm.plan.schedule import INTERLEAVED
-from lightning_llm.plan.units import Units, micro_batches_per_rank, units_of
 
 ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv_zero_bubble")
 

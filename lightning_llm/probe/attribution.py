@@ -12,7 +12,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from lightning_llm.precision.ablation import all_but_slot, only_slot
+from lightning_llm.precision.recipe.ablation import all_but_slot, only_slot
 from lightning_llm.probe.model import Pass, ProbedModel
 
 TARGET = 0.8

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision.ablation import only_slot
-from lightning_llm.precision.linear import quantised_linear
-from lightning_llm.precision.linear_plan import SLOT_NAMES, LinearPlan
-from lightning_llm.precision.module import HIGH_CASTS
+from lightning_llm.precision.linear.autograd import quantised_linear
+from lightning_llm.precision.linear.module import HIGH_CASTS
+from lightning_llm.precision.linear.plan import SLOT_NAMES, LinearPlan
+from lightning_llm.precision.recipe.ablation import only_slot
 from lightning_llm.probe.comparison import Sums, compare
 from lightning_llm.probe.model import ProbedModel
 

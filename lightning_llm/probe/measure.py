@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_llm.precision.linear_plan import SLOT_NAMES
+from lightning_llm.precision.linear.plan import SLOT_NAMES
 from lightning_llm.probe.attribution import TARGET, gradient_error, layers_to_keep, slot_shares
 from lightning_llm.probe.comparison import Collector, Sums, figures
 from lightning_llm.probe.local import local_sums

@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 from lightning_llm.config.schema import PrecisionConfig
-from lightning_llm.precision.ablation import as_yaml_values, only_slot
-from lightning_llm.precision.linear_plan import SLOT_NAMES
-from lightning_llm.precision.module_rules import without_idle_rules
+from lightning_llm.precision.linear.plan import SLOT_NAMES
+from lightning_llm.precision.recipe.ablation import as_yaml_values, only_slot
+from lightning_llm.precision.recipe.module_rules import without_idle_rules
 from lightning_llm.probe.local import COLUMNS
 from lightning_llm.probe.measure import END_TO_END, worst
 

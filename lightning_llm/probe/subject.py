@@ -23,8 +23,8 @@ from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.plan.check import check_config
 from lightning_llm.probe.model import TokenBatch
-from lightning_llm.run.environment import is_first_rank, rank_environment
-from lightning_llm.run.weights import open_weights
+from lightning_llm.run.launch.environment import is_first_rank, rank_environment
+from lightning_llm.run.resume.weights import open_weights
 from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint, Damage, content_damage
 from lightning_llm.train.checkpoint.weights import CheckpointWeights
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from lightning_llm.base.errors import AgreedError, ConfigError, Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.run.environment import is_first_rank
-from lightning_llm.run.lock import RunLock, lock_run
-from lightning_llm.run.start import Start, decide_start
+from lightning_llm.run.launch.environment import is_first_rank
+from lightning_llm.run.launch.lock import RunLock, lock_run
+from lightning_llm.run.resume.start import Start, decide_start
 from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, content_damage
 
 

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.terminal.text import one_line
-from lightning_llm.callbacks.run_folder import RunFolder, RunLogger
 from lightning_llm.config.identity import flatten, frozen_values
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.targets import refused
@@ -21,17 +20,18 @@ from lightning_llm.data.corpus import Corpus
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.materialise import InitialSlice
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.record.chain import RECORDS
-from lightning_llm.run.environment import rank_environment
 from lightning_llm.run.facts import config_facts
-from lightning_llm.run.start import Start
+from lightning_llm.run.launch.environment import rank_environment
+from lightning_llm.run.resume.start import Start
+from lightning_llm.tracking.chain import RECORDS
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
 from lightning_llm.train.checkpoint.manifest import FROZEN_CONFIG
 from lightning_llm.train.distillation import Distillation
 from lightning_llm.train.early_end import EarlyEnd
-from lightning_llm.train.health.stalled_run import FailStalledRun
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.record_logger import RecordLogger
+from lightning_llm.train.run_folder import RunFolder, RunLogger
+from lightning_llm.train.spikes.stalled_run import FailStalledRun
 from lightning_llm.train.strategy import TrainStrategy
 
 

@@ -14,10 +14,10 @@ from lightning_llm.base.errors import AgreedError, Problem
 from lightning_llm.config.identity import below
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
-from lightning_llm.gemm import operand
-from lightning_llm.record.files import summary_of
-from lightning_llm.record.provenance import FINGERPRINT, has_fingerprint, origin_changes, origin_of
-from lightning_llm.run.start import Start
+from lightning_llm.linalg.gemm import operand
+from lightning_llm.run.resume.start import Start
+from lightning_llm.tracking.files import summary_of
+from lightning_llm.tracking.provenance import FINGERPRINT, has_fingerprint, origin_changes, origin_of
 
 DRIVER = Path("/proc/driver/nvidia/version")
 VARIABLES = re.compile(

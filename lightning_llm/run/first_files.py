@@ -13,11 +13,11 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_files import TOKENIZER
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.data.corpus import Corpus
-from lightning_llm.record.rank_liveness import clear_beats
-from lightning_llm.run.environment import is_first_rank
-from lightning_llm.run.lock import lock_made_folder
-from lightning_llm.run.rollbacks import Rollback, write_rollbacks
-from lightning_llm.run.start import Start
+from lightning_llm.run.launch.environment import is_first_rank
+from lightning_llm.run.launch.lock import lock_made_folder
+from lightning_llm.run.resume.rollbacks import Rollback, write_rollbacks
+from lightning_llm.run.resume.start import Start
+from lightning_llm.tracking.rank_liveness import clear_beats
 
 
 def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[], None] | None:

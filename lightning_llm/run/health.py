@@ -9,7 +9,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.health.check import check_health
 from lightning_llm.health.extent import SHORT
 from lightning_llm.health.ranks import Ranks
-from lightning_llm.run.environment import rank_environment
+from lightning_llm.run.launch.environment import rank_environment
 
 
 def joined_ranks(config: Config) -> Ranks:

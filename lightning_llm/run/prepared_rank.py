@@ -16,15 +16,15 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import record_collectives
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.precision.inductor import no_compiler
+from lightning_llm.precision.cast.inductor import no_compiler
+from lightning_llm.precision.linear.swap import choose_backend
 from lightning_llm.precision.native.codes import check_native_casts
 from lightning_llm.precision.native.decide import Decision
-from lightning_llm.precision.swap import choose_backend
 from lightning_llm.run.agreement import agree_on_plan
 from lightning_llm.run.attention_kernel import attention_kernels
 from lightning_llm.run.build import build_callbacks, choose_device
-from lightning_llm.run.environment import say
 from lightning_llm.run.host_memory import keep_memory
+from lightning_llm.run.launch.environment import say
 
 
 @dataclass(frozen=True)

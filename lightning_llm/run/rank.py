@@ -12,7 +12,6 @@ import torch
 from lightning_llm.base.errors import CallbackFailedError, StorageError, UnhealthyError
 from lightning_llm.base.hardware import describe_device
 from lightning_llm.base.stopping import GOES_ON, STOPPING, alarm_after, exit_code, not_ignored
-from lightning_llm.callbacks.run_folder import RunLogger
 from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.schema import Config
@@ -21,42 +20,43 @@ from lightning_llm.parallel.cuda_environment import environment_line
 from lightning_llm.parallel.process_group import leave_process_group
 from lightning_llm.plan.compiled_blocks import compile_note
 from lightning_llm.plan.origin import origin_lines
-from lightning_llm.plan.report import notes, plan_line
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.record.held_folder import FolderGoneError
-from lightning_llm.record.loggers import LightningRunLogger
-from lightning_llm.record.mlflow.tracker import MLflowTracker, tracking_uri
-from lightning_llm.record.mlflow.ui import ui_lines
-from lightning_llm.record.provenance import FINGERPRINT
-from lightning_llm.record.rank_liveness import RankSilentError
-from lightning_llm.record.state import is_among_jobs, mlflow_facts
+from lightning_llm.plan.text.report import notes, plan_line
 from lightning_llm.run.agreement import agree_on_data, decide_together
 from lightning_llm.run.attention_kernel import attention_of, kernel_line
-from lightning_llm.run.branch import branch_facts, check_branch_tokenizer
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer
 from lightning_llm.run.data_lines import account_lines, chosen_lines, data_line, phase_lines
-from lightning_llm.run.environment import die_with_launcher, is_first_rank, rank_environment, say
 from lightning_llm.run.facts import origin_here, run_facts
 from lightning_llm.run.fingerprint import agree_on_fingerprint, fingerprint
 from lightning_llm.run.first_files import prepare_folder
 from lightning_llm.run.health import joined_ranks, refuse_unhealthy
 from lightning_llm.run.host_memory import give_back
-from lightning_llm.run.initial import open_initial
-from lightning_llm.run.lock import RunLock
+from lightning_llm.run.launch.environment import die_with_launcher, is_first_rank, rank_environment, say
+from lightning_llm.run.launch.lock import RunLock
+from lightning_llm.run.launch.requeue import requeue
 from lightning_llm.run.prepared_rank import Rank, prepare_rank, quiet_lightning
-from lightning_llm.run.requeue import requeue
-from lightning_llm.run.resume_history import resume_history
-from lightning_llm.run.rollback import go_back, rollback_line
-from lightning_llm.run.rollbacks import rollback_facts, skipped_samples
-from lightning_llm.run.start import Start
-from lightning_llm.run.start_lines import branch_lines, resume_lines
+from lightning_llm.run.resume.branch import branch_facts, check_branch_tokenizer
+from lightning_llm.run.resume.initial import open_initial
+from lightning_llm.run.resume.resume_history import resume_history
+from lightning_llm.run.resume.rollback import go_back, rollback_line
+from lightning_llm.run.resume.rollbacks import rollback_facts, skipped_samples
+from lightning_llm.run.resume.start import Start
+from lightning_llm.run.resume.start_lines import branch_lines, resume_lines
 from lightning_llm.run.teachers import open_teachers
 from lightning_llm.run.watch import failures_marked, watched_ranks
+from lightning_llm.tracking.held_folder import FolderGoneError
+from lightning_llm.tracking.loggers import LightningRunLogger
+from lightning_llm.tracking.mlflow.tracker import MLflowTracker, tracking_uri
+from lightning_llm.tracking.mlflow.ui import ui_lines
+from lightning_llm.tracking.provenance import FINGERPRINT
+from lightning_llm.tracking.rank_liveness import RankSilentError
+from lightning_llm.tracking.state import is_among_jobs, mlflow_facts
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedBySignal
 from lightning_llm.train.checkpoint.manifest import step_folders, step_of
 from lightning_llm.train.datamodule import CorpusDataModule
-from lightning_llm.train.health.nonfinite import StepNotMadeError
-from lightning_llm.train.health.spike_policy import SpikeRollback
+from lightning_llm.train.run_folder import RunLogger
+from lightning_llm.train.spikes.nonfinite import StepNotMadeError
+from lightning_llm.train.spikes.spike_policy import SpikeRollback
 
 
 def run(plan: Plan, start: Start | None = None) -> int:

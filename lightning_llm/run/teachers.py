@@ -7,17 +7,17 @@ import torch
 
 from lightning_llm.base.errors import AgreedError, ConfigError, Problem
 from lightning_llm.config.schema import Config
-from lightning_llm.data.tokenizer import Tokenizer
+from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.model.weights.whole import frozen_decoder
 from lightning_llm.plan.teachers import KEY, teacher_differences
-from lightning_llm.record.files import summary_of
-from lightning_llm.run.agreed_weights import agreed_weights
-from lightning_llm.run.environment import is_first_rank
-from lightning_llm.run.start import DISTIL, Start
+from lightning_llm.run.launch.environment import is_first_rank
+from lightning_llm.run.resume.agreed_weights import agreed_weights
+from lightning_llm.run.resume.start import DISTIL, Start
+from lightning_llm.tracking.files import summary_of
 from lightning_llm.train.distillation import Distillation
 
 

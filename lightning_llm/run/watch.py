@@ -11,9 +11,9 @@ import torch.distributed as dist
 from lightning_llm.base.errors import CallbackFailedError
 from lightning_llm.config.schema import Config
 from lightning_llm.parallel.flight_recorder import collectives
-from lightning_llm.record.files import mark_failed, summary_of
-from lightning_llm.record.rank_heartbeat import RankHeartbeat
-from lightning_llm.record.rank_liveness import (
+from lightning_llm.tracking.files import mark_failed, summary_of
+from lightning_llm.tracking.rank_heartbeat import RankHeartbeat
+from lightning_llm.tracking.rank_liveness import (
     Beat,
     RankSilentError,
     absent_ranks,
@@ -23,8 +23,8 @@ from lightning_llm.record.rank_liveness import (
     silent_ranks,
 )
 from lightning_llm.train.callback_failure import callback_failures
-from lightning_llm.train.health.spike_policy import SpikeRollback
 from lightning_llm.train.module import LanguageModule
+from lightning_llm.train.spikes.spike_policy import SpikeRollback
 
 
 @contextmanager

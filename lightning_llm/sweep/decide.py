@@ -1,7 +1,7 @@
 """`sweep.until=decided`: seeds look by look, until each recipe's verdict is decided or the declared looks are spent.
 
 Which jobs come next follows from the runs in the sweep's folder and the design in its `sweep.json` alone
-(`lightning_llm.compare.sequential`). So the same command goes on after any end, repeats nothing, and no look is spent
+(`compare.sequential.verdicts`). So the same command goes on after any end, repeats nothing, and no look is spent
 twice.
 """
 
@@ -10,20 +10,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from lightning_llm.compare.comparison import Comparison, compare_runs
-from lightning_llm.compare.design import Design
+from lightning_llm.compare.sequential.design import Design
 from lightning_llm.compare.wording import line_of
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.record.job_keys import kind_of
-from lightning_llm.record.reading import read_run
-from lightning_llm.record.state import SETTLED, state_of
-from lightning_llm.record.sweep_definition import Job, Sweep, tracked
-from lightning_llm.record.sweep_writing import write_sweep
-from lightning_llm.run.relay import signals_passed_on
+from lightning_llm.run.launch.relay import signals_passed_on
 from lightning_llm.sweep.declared import Composed, Definition, declared_sweep
 from lightning_llm.sweep.elsewhere import await_elsewhere, runs_elsewhere
 from lightning_llm.sweep.ending import close
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.run import left_to_do, opened, start
+from lightning_llm.tracking.job_keys import kind_of
+from lightning_llm.tracking.reading import read_run
+from lightning_llm.tracking.state import SETTLED, state_of
+from lightning_llm.tracking.sweep_definition import Job, Sweep, tracked
+from lightning_llm.tracking.sweep_writing import write_sweep
 
 
 @dataclass(frozen=True)

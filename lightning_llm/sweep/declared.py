@@ -10,21 +10,21 @@ from functools import partial
 from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.compare.design import Design, declare, read_design
 from lightning_llm.compare.estimate import Terms
-from lightning_llm.compare.factor import choose_factor
-from lightning_llm.compare.losses import LOSS
-from lightning_llm.compare.pairing import Family, pair_runs
-from lightning_llm.compare.token_margin import NEEDS, Unplanned, unplanned
+from lightning_llm.compare.runs.factor import choose_factor
+from lightning_llm.compare.runs.losses import LOSS
+from lightning_llm.compare.runs.pairing import Family, pair_runs
+from lightning_llm.compare.sequential.design import Design, declare, read_design
+from lightning_llm.compare.tokens.token_margin import NEEDS, Unplanned, unplanned
 from lightning_llm.config.identity import flatten
 from lightning_llm.config.margin import read_margin
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.record.job_keys import kind_of
-from lightning_llm.record.reading import Run
-from lightning_llm.record.sweep_definition import Sweep, Typed, define
-from lightning_llm.record.sweep_file import DESIGN, FILE
 from lightning_llm.sweep.judged_metric import check_metric
+from lightning_llm.tracking.job_keys import kind_of
+from lightning_llm.tracking.reading import Run
+from lightning_llm.tracking.sweep_definition import Sweep, Typed, define
+from lightning_llm.tracking.sweep_file import DESIGN, FILE
 
 LENGTH = "trainer.max_steps"
 Composed = tuple[list[tuple[list[str], Config]], str | None, Typed]

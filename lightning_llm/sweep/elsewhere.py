@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from lightning_llm.record.files import summary_of
-from lightning_llm.record.liveness import whose
-from lightning_llm.record.provenance import is_of_this_machine
-from lightning_llm.record.state import SETTLED, state_of
-from lightning_llm.record.sweep_definition import Job
-from lightning_llm.run.lock import is_locked
-from lightning_llm.run.relay import Relay
+from lightning_llm.run.launch.lock import is_locked
+from lightning_llm.run.launch.relay import Relay
+from lightning_llm.tracking.files import summary_of
+from lightning_llm.tracking.liveness import whose
+from lightning_llm.tracking.provenance import is_of_this_machine
+from lightning_llm.tracking.state import SETTLED, state_of
+from lightning_llm.tracking.sweep_definition import Job
 
 AWAITED_EVERY_SECONDS = 2.0
 NAMED_AFTER_SECONDS = 60.0

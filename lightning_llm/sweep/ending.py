@@ -8,18 +8,18 @@ from typing import Any
 
 from lightning_llm.config.commands import command, sync_command
 from lightning_llm.config.schema import Config
-from lightning_llm.record.mlflow.sweep import parent_job, write_parent
-from lightning_llm.record.mlflow.sync import catch_up
-from lightning_llm.record.mlflow.tracker import tracking_uri
-from lightning_llm.record.mlflow.ui import ui_lines
-from lightning_llm.record.state import SETTLED, detail_of, mlflow_facts, state_of
-from lightning_llm.record.sweep_commands import command_to_go_on
-from lightning_llm.record.sweep_definition import Job, Sweep
-from lightning_llm.record.sweep_file import TOLD, read_sweep_file
-from lightning_llm.record.sweep_writing import write_sweep
 from lightning_llm.sweep.elsewhere import is_trained, runs_elsewhere
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.progress import STOPPED
+from lightning_llm.tracking.mlflow.sweep import parent_job, write_parent
+from lightning_llm.tracking.mlflow.sync import catch_up
+from lightning_llm.tracking.mlflow.tracker import tracking_uri
+from lightning_llm.tracking.mlflow.ui import ui_lines
+from lightning_llm.tracking.state import SETTLED, detail_of, mlflow_facts, state_of
+from lightning_llm.tracking.sweep_commands import command_to_go_on
+from lightning_llm.tracking.sweep_definition import Job, Sweep
+from lightning_llm.tracking.sweep_file import TOLD, read_sweep_file
+from lightning_llm.tracking.sweep_writing import write_sweep
 
 
 @dataclass

@@ -10,8 +10,8 @@ import psutil
 from filelock import FileLock, Timeout
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.record.sweep_definition import Job
-from lightning_llm.record.sweep_file import LOCKS
+from lightning_llm.tracking.sweep_definition import Job
+from lightning_llm.tracking.sweep_file import LOCKS
 
 OTHER_FILES = 64
 """What a process may still open beside the locks that it is to hold."""

@@ -12,13 +12,13 @@ from typing import Any
 from lightning_llm.base.interpreter import python_environment, python_module
 from lightning_llm.config.config_dir import config_dir_arguments
 from lightning_llm.config.file import write_config
-from lightning_llm.record.state import JOB_VARIABLE, SETTLED, state_of
-from lightning_llm.record.sweep_definition import Job
-from lightning_llm.run.relay import Relay
+from lightning_llm.run.launch.relay import Relay
 from lightning_llm.sweep.devices import VISIBLE, DevicePool, cuda_devices
 from lightning_llm.sweep.elsewhere import runs_elsewhere
 from lightning_llm.sweep.job_locks import Outcome, locked
 from lightning_llm.sweep.progress import Progress
+from lightning_llm.tracking.state import JOB_VARIABLE, SETTLED, state_of
+from lightning_llm.tracking.sweep_definition import Job
 
 REFUSED = 2
 """Exit code of a job whose config or folder is no good: another process trains there, say."""

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.compare.factor import USUAL_BASELINES
+from lightning_llm.compare.runs.factor import USUAL_BASELINES
 from lightning_llm.config.composed_sweep import read_sweep_keys
 from lightning_llm.config.identity import config_hash
 from lightning_llm.config.schema.sweep import FEWEST_SIZES, FEWEST_TOKENS
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.plan.coverage import coverage_of
 from lightning_llm.plan.origin import tokenizer_text, weights_text
-from lightning_llm.precision.coverage import Coverage
-from lightning_llm.record.files import summary_of
-from lightning_llm.record.state import SETTLED, state_of
-from lightning_llm.record.sweep_definition import Job, Sweep, define
-from lightning_llm.run.branch import first_step
+from lightning_llm.precision.recipe.coverage import Coverage
+from lightning_llm.run.resume.branch import first_step
 from lightning_llm.sweep.run import checked_jobs
+from lightning_llm.tracking.files import summary_of
+from lightning_llm.tracking.state import SETTLED, state_of
+from lightning_llm.tracking.sweep_definition import Job, Sweep, define
 
 SHOWN = 3
 """How many origins of weights or tokenizers a line gives."""

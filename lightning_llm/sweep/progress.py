@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_llm.base.stopping import STOPPING, exit_code
-from lightning_llm.record.state import state_of
-from lightning_llm.record.sweep_definition import Job
 from lightning_llm.sweep.job_locks import Outcome
+from lightning_llm.tracking.state import state_of
+from lightning_llm.tracking.sweep_definition import Job
 
 STOPPED = {exit_code(number) for number in STOPPING}
 """Exit codes of a job that was told to save and stop."""

@@ -11,23 +11,23 @@ from lightning_llm.config.compose import typed_value
 from lightning_llm.config.composed_sweep import read_sweep, read_sweep_keys
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.partial import gather
-from lightning_llm.plan.report import notes
 from lightning_llm.plan.resolve import Resolution, plan_of
-from lightning_llm.record.mlflow.sweep import parent_job, write_parent
-from lightning_llm.record.mlflow.tracker import tracking_uri
-from lightning_llm.record.state import SETTLED, settled_state
-from lightning_llm.record.sweep_definition import Job, Sweep, Typed, define, tracked
-from lightning_llm.record.sweep_writing import write_sweep
+from lightning_llm.plan.text.report import notes
 from lightning_llm.run.checked_plan import problems_beyond
-from lightning_llm.run.ray_cluster import in_sweep, ray_problems
-from lightning_llm.run.relay import Relay, signals_passed_on
-from lightning_llm.run.trunk import settled
+from lightning_llm.run.launch.ray_cluster import in_sweep, ray_problems
+from lightning_llm.run.launch.relay import Relay, signals_passed_on
+from lightning_llm.run.resume.trunk import settled
 from lightning_llm.sweep.elsewhere import runs_elsewhere
 from lightning_llm.sweep.ending import close, close_again
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.local import run_here
 from lightning_llm.sweep.progress import Leg, Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
+from lightning_llm.tracking.mlflow.sweep import parent_job, write_parent
+from lightning_llm.tracking.mlflow.tracker import tracking_uri
+from lightning_llm.tracking.state import SETTLED, settled_state
+from lightning_llm.tracking.sweep_definition import Job, Sweep, Typed, define, tracked
+from lightning_llm.tracking.sweep_writing import write_sweep
 
 NOT_CHECKED = {"seed", "resume", "run"}
 """Jobs that differ in these alone are checked once: each gets a folder of its own in the sweep's, and no rule reads the

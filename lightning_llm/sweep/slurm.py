@@ -13,13 +13,13 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.run import LauncherConfig
-from lightning_llm.record.files import mark_failed, write_json
-from lightning_llm.record.state import SETTLED, state_of
-from lightning_llm.record.sweep_definition import Job
-from lightning_llm.run.relay import Relay
+from lightning_llm.run.launch.relay import Relay
 from lightning_llm.sweep.job_locks import Outcome, allow_open_files, locked
 from lightning_llm.sweep.local import frozen_config, job_command
 from lightning_llm.sweep.progress import Progress
+from lightning_llm.tracking.files import mark_failed, write_json
+from lightning_llm.tracking.state import SETTLED, state_of
+from lightning_llm.tracking.sweep_definition import Job
 
 POLL_SECONDS = 2.0
 

@@ -10,7 +10,7 @@ from lightning_llm.base.socket_folder import use_short_sockets
 from lightning_llm.config.schema import Config
 from lightning_llm.data.batch import Batch
 from lightning_llm.data.corpus import Corpus
-from lightning_llm.plan.units import micro_batches_per_rank
+from lightning_llm.plan.memory.units import micro_batches_per_rank
 
 WORKERS_ON_CUDA = 2
 """Loader processes that read ahead of a device whose steps the host only launches."""

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.precision import LossScalingConfig
-from lightning_llm.local_part import local
+from lightning_llm.linalg.local_part import local
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.precision.loss_scale import LossScale
 

@@ -10,22 +10,22 @@ from torch import Tensor
 
 from lightning_llm.config.schema import Config
 from lightning_llm.data.batch import Batch, ValidationBatch
-from lightning_llm.data.tokenizer import Tokenizer
+from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
 from lightning_llm.parallel.gathered_logits import GatheredLogits
 from lightning_llm.parallel.materialise import InitialSlice
 from lightning_llm.parallel.pipeline import PipelinedDecoder
-from lightning_llm.precision.kernel_cache import tally
+from lightning_llm.precision.cast.kernel_cache import tally
+from lightning_llm.precision.linear.swap import EMULATED
 from lightning_llm.precision.native.decide import Decision
-from lightning_llm.precision.swap import EMULATED
 from lightning_llm.train.distillation import Distillation
-from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.progress import set_global_step, validate_now
 from lightning_llm.train.quantisation import Quantisation
 from lightning_llm.train.record_logger import RecordLogger
+from lightning_llm.train.spikes.spike_policy import SpikePolicy
 from lightning_llm.train.state import TrainState
 from lightning_llm.train.step import TrainStep
 from lightning_llm.train.validation import Validation

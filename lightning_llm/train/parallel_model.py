@@ -19,8 +19,8 @@ from lightning_llm.parallel.materialise import Fill, InitialSlice, materialise
 from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
 from lightning_llm.parallel.vocabulary import loss_sum_of
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.units import micro_batches_per_rank
-from lightning_llm.plan.weight_casts import keeping_blocks
+from lightning_llm.plan.memory.units import micro_batches_per_rank
+from lightning_llm.plan.memory.weight_casts import keeping_blocks
 from lightning_llm.train.quantisation import Quantisation
 
 

@@ -9,20 +9,20 @@ from torch import Tensor, nn
 
 from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema import PrecisionConfig
-from lightning_llm.precision.delayed_state import delayed_state, load_delayed_state, update_delayed
-from lightning_llm.precision.inductor import Backend
-from lightning_llm.precision.module import (
+from lightning_llm.precision.cast.inductor import Backend
+from lightning_llm.precision.linear.delayed_state import delayed_state, load_delayed_state, update_delayed
+from lightning_llm.precision.linear.module import (
     QuantisedLinear,
     high_precision_forward,
     quantised_layers,
     set_recipe,
     set_step_key,
 )
-from lightning_llm.precision.module_rules import block_of
+from lightning_llm.precision.linear.shared_casts import shared
+from lightning_llm.precision.linear.swap import EMULATED, SwapReport, sum_in_fp32, swap_linears
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.native.transformer_engine import seed_random_bits
-from lightning_llm.precision.shared_casts import shared
-from lightning_llm.precision.swap import EMULATED, SwapReport, sum_in_fp32, swap_linears
+from lightning_llm.precision.recipe.module_rules import block_of
 
 VALIDATION_KEY = 1 << 31
 """Added to a validation batch's index, so that its random bits are none of a training micro-batch's."""

@@ -24,9 +24,9 @@ from lightning_llm.parallel.pipeline import Pipeline
 from lightning_llm.parallel.whole_matrices import WholeMatrices
 from lightning_llm.train.algorithm.protocol import Algorithm
 from lightning_llm.train.distillation import RECORD, Distillation
-from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
+from lightning_llm.train.spikes.spike_policy import SpikePolicy
 from lightning_llm.train.state import TrainState
 
 

@@ -19,8 +19,8 @@ from run_metrics import curve, read_metrics, same_weights
 import lightning_llm
 import lightning_llm.train.step
 from lightning_llm.__main__ import main
-from lightning_llm.run.launch import AGENT_SIGNALS
-from lightning_llm.verb import train as train_verb
+from lightning_llm.cli import train as train_verb
+from lightning_llm.run.launch.torch_agent import AGENT_SIGNALS
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,10 +12,10 @@ import pytest
 from protocol_module import make_config
 
 from lightning_llm.__main__ import main
-from lightning_llm.callbacks.run_folder import RunFolder
-from lightning_llm.record import loggers
-from lightning_llm.record.files import read_records
-from lightning_llm.record.loggers import WANDB_ID_FILE, LightningRunLogger
+from lightning_llm.tracking import loggers
+from lightning_llm.tracking.files import read_records
+from lightning_llm.tracking.loggers import WANDB_ID_FILE, LightningRunLogger
+from lightning_llm.train.run_folder import RunFolder
 
 
 def records(first: int, last: int) -> list[dict[str, Any]]:
@@ -46,7 +46,7 @@ def expected(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
 @pytest.fixture
 def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Return a function that makes a run of five steps under a logger, goes on at step 3, and returns its folder."""
-    monkeypatch.setattr("lightning_llm.callbacks.run_folder.draw_losses", lambda *_: None)
+    monkeypatch.setattr("lightning_llm.train.run_folder.draw_losses", lambda *_: None)
 
     def make(name: str) -> Path:
         config = make_config(tmp_path, logger={"name": name})
@@ -119,7 +119,7 @@ def test_wandb_offline(resumed, monkeypatch):
 
 
 def test_a_logger_that_fails_is_left_alone(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("lightning_llm.callbacks.run_folder.draw_losses", lambda *_: None)
+    monkeypatch.setattr("lightning_llm.train.run_folder.draw_losses", lambda *_: None)
     monkeypatch.setattr(loggers.CSVLogger, "log_metrics", lambda *_: 1 / 0)
     config = make_config(tmp_path, logger={"name": "csv"})
     logger = write(config, records(1, 4))

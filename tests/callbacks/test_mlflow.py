@@ -15,9 +15,9 @@ import pytest
 from mlflow import MlflowClient
 from protocol_module import TinyModule, fit, make_config
 
-from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.config.schema import Config
-from lightning_llm.record.mlflow.tracker import MLflowTracker
+from lightning_llm.tracking.mlflow.tracker import MLflowTracker
+from lightning_llm.train.run_folder import RunFolder
 
 HERE = Path(__file__).parent
 FACTS = {"parameters": 123_456, "data_hash": "d00d"}

@@ -9,9 +9,9 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException, RestException, get_error_code
 from protocol_module import make_config
 
-from lightning_llm.record.mlflow.store import open_store
-from lightning_llm.record.mlflow.tracker import MLflowTracker
-from lightning_llm.record.mlflow.trouble import DELETED, NO_ANSWER, NOT_ALLOWED, REFUSED, TOO_LARGE, trouble_of
+from lightning_llm.tracking.mlflow.store import open_store
+from lightning_llm.tracking.mlflow.tracker import MLflowTracker
+from lightning_llm.tracking.mlflow.trouble import DELETED, NO_ANSWER, NOT_ALLOWED, REFUSED, TOO_LARGE, trouble_of
 
 
 def of_status(status: int) -> MlflowException:

@@ -11,10 +11,10 @@ import pytest
 from mlflow import MlflowClient
 from protocol_module import make_config
 
-from lightning_llm.record.files import cut_back, encode
-from lightning_llm.record.mlflow.store import open_store
-from lightning_llm.record.mlflow.tracker import compared_parameters, tracking_uri
-from lightning_llm.record.mlflow.writer import RUN_ID_FILE, RunWriter, points
+from lightning_llm.tracking.files import cut_back, encode
+from lightning_llm.tracking.mlflow.store import open_store
+from lightning_llm.tracking.mlflow.tracker import compared_parameters, tracking_uri
+from lightning_llm.tracking.mlflow.writer import RUN_ID_FILE, RunWriter, points
 
 
 def job(tmp_path: Path, **changes: Any) -> dict[str, Any]:

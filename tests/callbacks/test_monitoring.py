@@ -13,12 +13,12 @@ import torch
 from protocol_module import TinyModule, fit, make_config
 
 from lightning_llm.callbacks.profile import Profile
-from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.callbacks.system import System
 from lightning_llm.callbacks.throughput import Throughput
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
-from lightning_llm.record.final_figures import final_figures
+from lightning_llm.tracking.final_figures import final_figures
+from lightning_llm.train.run_folder import RunFolder
 
 
 def records(config: Config) -> list[dict[str, Any]]:

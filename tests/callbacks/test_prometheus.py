@@ -23,14 +23,14 @@ from protocol_module import TinyModule, fit, make_config
 
 from lightning_llm.__main__ import main
 from lightning_llm.callbacks.prometheus import Prometheus
-from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.identity import training_hash
-from lightning_llm.record import metrics_publisher
-from lightning_llm.record.files import read_records
-from lightning_llm.record.metric_families import FAMILIES, PREFIX, RunMetrics, metric_of
-from lightning_llm.record.metrics_publisher import MetricsPublisher, Wishes
-from lightning_llm.record.state import JOB_VARIABLE
+from lightning_llm.tracking import metrics_publisher
+from lightning_llm.tracking.files import read_records
+from lightning_llm.tracking.metric_families import FAMILIES, PREFIX, RunMetrics, metric_of
+from lightning_llm.tracking.metrics_publisher import MetricsPublisher, Wishes
+from lightning_llm.tracking.state import JOB_VARIABLE
+from lightning_llm.train.run_folder import RunFolder
 
 IDENTITY = {"experiment": "trial", "run": "first"}
 

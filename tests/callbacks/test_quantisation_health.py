@@ -11,7 +11,7 @@ from traced_run import run_with
 
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.config.compose import compose_config
-from lightning_llm.train.health.nonfinite import NonFiniteError
+from lightning_llm.train.spikes.nonfinite import NonFiniteError
 
 BAD = "layers.1.feed_forward.down_proj"
 

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from lightning_llm.record.provenance import process_mark
-from lightning_llm.record.rank_heartbeat import RankHeartbeat
-from lightning_llm.record.rank_liveness import (
+from lightning_llm.tracking.provenance import process_mark
+from lightning_llm.tracking.rank_heartbeat import RankHeartbeat
+from lightning_llm.tracking.rank_liveness import (
     absent_ranks,
     beats,
     clear_beats,

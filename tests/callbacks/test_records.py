@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_llm.record.chain import ChainHead, RecordChain
-from lightning_llm.record.files import cut_back, damaged_record, decode, encode, read_records, write_json
+from lightning_llm.tracking.chain import ChainHead, RecordChain
+from lightning_llm.tracking.files import cut_back, damaged_record, decode, encode, read_records, write_json
 
 
 @given(st.floats(width=32))

@@ -14,12 +14,12 @@ import pytest
 from protocol_module import TinyModule, fit
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.callbacks import run_folder
-from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.config.schema import Config
-from lightning_llm.record import liveness as heartbeat
-from lightning_llm.record.final_figures import final_figures
-from lightning_llm.record.held_folder import FolderGoneError
+from lightning_llm.tracking import liveness as heartbeat
+from lightning_llm.tracking.final_figures import final_figures
+from lightning_llm.tracking.held_folder import FolderGoneError
+from lightning_llm.train import run_folder
+from lightning_llm.train.run_folder import RunFolder
 
 
 class Memo:
@@ -255,7 +255,7 @@ def test_a_picture_that_fails_does_not_hide_how_the_run_ended(
     def full(*_: Any) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("lightning_llm.callbacks.run_folder.draw_losses", full)
+    monkeypatch.setattr("lightning_llm.train.run_folder.draw_losses", full)
     fit(TinyModule(config), [RunFolder(Path(config.run.dir))])
     assert summary(config.run.dir)["status"] == "finished"
     assert "loss.png was not drawn: OSError: No space left" in caplog.text

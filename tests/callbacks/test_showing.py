@@ -14,13 +14,13 @@ from lightning_llm.base.terminal.console import new_console
 from lightning_llm.base.terminal.text import escaped, excerpt
 from lightning_llm.callbacks import progress
 from lightning_llm.callbacks.progress import ProgressLine
-from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.callbacks.sample import Sample
 from lightning_llm.callbacks.throughput import Throughput
 from lightning_llm.config.schema import Config
-from lightning_llm.record.final_figures import draw_losses
-from lightning_llm.record.state import JOB_VARIABLE
-from lightning_llm.record.sweep_file import title_of
+from lightning_llm.tracking.final_figures import draw_losses
+from lightning_llm.tracking.state import JOB_VARIABLE
+from lightning_llm.tracking.sweep_file import title_of
+from lightning_llm.train.run_folder import RunFolder
 
 
 def test_plain_lines_where_there_is_no_terminal(config: Config, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,15 +17,15 @@ from mlflow import MlflowClient
 from protocol_module import make_config
 
 from lightning_llm.__main__ import main
-from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.config.file import write_config
-from lightning_llm.record.files import summary_of, write_json
-from lightning_llm.record.mlflow.store import ORPHANED, mark_orphans
-from lightning_llm.record.mlflow.sweep import parent_job, update
-from lightning_llm.record.mlflow.sync import catch_up
-from lightning_llm.record.mlflow.tracker import writer_job
-from lightning_llm.record.mlflow.writer import RunWriter
-from lightning_llm.record.provenance import process_mark
+from lightning_llm.tracking.files import summary_of, write_json
+from lightning_llm.tracking.mlflow.store import ORPHANED, mark_orphans
+from lightning_llm.tracking.mlflow.sweep import parent_job, update
+from lightning_llm.tracking.mlflow.sync import catch_up
+from lightning_llm.tracking.mlflow.tracker import writer_job
+from lightning_llm.tracking.mlflow.writer import RunWriter
+from lightning_llm.tracking.provenance import process_mark
+from lightning_llm.train.run_folder import RunFolder
 
 GONE = " ".join([*process_mark().split()[:2], "1"])
 """The mark of a process that had this one's number long ago."""

@@ -21,8 +21,8 @@ from run_metrics import curve
 from small_runs import small_words, write_corpus
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.record.files import summary_of
-from lightning_llm.run.lock import lock_run
+from lightning_llm.run.launch.lock import lock_run
+from lightning_llm.tracking.files import summary_of
 
 STARTS = 6
 START_SECONDS = 240

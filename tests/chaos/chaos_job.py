@@ -18,8 +18,8 @@ from forked_rank import ForkedRank
 from rank_group import forkserver
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from lightning_llm.record.files import summary_of
-from lightning_llm.record.rank_liveness import beats
+from lightning_llm.tracking.files import summary_of
+from lightning_llm.tracking.rank_liveness import beats
 
 NO_BYTES = (1, 1)
 """A file may have one byte from now on: to a write it is as if the disk were full (EFBIG in place of ENOSPC)."""
@@ -95,7 +95,7 @@ def _value(words: list[str], key: str) -> str:
 
 def _serve(words: list[str], log: str, environment: dict[str, str], address: str) -> None:
     from lightning_llm.__main__ import main
-    from lightning_llm.callbacks import run_folder
+    from lightning_llm.train import run_folder
 
     os.setsid()
     # Ranks come from the same server, as multiprocessing's own words have it: it would start one more, and import all.

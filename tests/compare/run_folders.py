@@ -11,8 +11,8 @@ import yaml
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.identity import config_digest, flatten
-from lightning_llm.record.chain import ChainHead
-from lightning_llm.record.files import encode, sealed_records, write_json
+from lightning_llm.tracking.chain import ChainHead
+from lightning_llm.tracking.files import encode, sealed_records, write_json
 
 NOISE = [0.0004, -0.0003, 0.0001, 0.0006, -0.0005]
 VERSIONS = {"python": "3.11.7", "lightning_llm": "0.1.0", "torch": "2.13.0", "lightning": "2.6.6", "mlflow": "3.17.2"}

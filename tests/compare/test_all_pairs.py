@@ -7,7 +7,7 @@ import pytest
 from run_folders import main, verdicts
 from scipy import stats
 
-from lightning_llm.compare.all_pairs import pairwise_intervals, range_critical_value
+from lightning_llm.compare.statistics.all_pairs import pairwise_intervals, range_critical_value
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

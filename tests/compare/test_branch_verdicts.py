@@ -5,9 +5,9 @@ import shutil
 
 from run_folders import EVERY, NOISE, STEPS, curve, make_run, rewritten, verdicts
 
-from lightning_llm.compare.branches import equivalent_starts
-from lightning_llm.compare.losses import tail_of
-from lightning_llm.record.reading import Run, read_run
+from lightning_llm.compare.runs.branches import equivalent_starts
+from lightning_llm.compare.runs.losses import tail_of
+from lightning_llm.tracking.reading import Run, read_run
 
 BEGUN = 80
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lightning_llm.compare.estimate import LookLevels, Measured, Terms, judge_all, measure
-from lightning_llm.compare.pairing import Pair
-from lightning_llm.record.reading import Run
+from lightning_llm.compare.runs.pairing import Pair
+from lightning_llm.tracking.reading import Run
 
 NEAR = {0: 0.001, 1: -0.002, 2: 0.0005, 3: 0.0015}
 TERMS = Terms(margin=0.01, confidence=0.95)

@@ -4,8 +4,8 @@ import pytest
 from run_folders import NOISE, STEPS, make_sweep, verdicts
 
 from lightning_llm.__main__ import main
-from lightning_llm.record.evaluations import evaluation_points, record_evaluation
-from lightning_llm.record.mlflow.writer import log_evaluations
+from lightning_llm.tracking.evaluations import evaluation_points, record_evaluation
+from lightning_llm.tracking.mlflow.writer import log_evaluations
 
 KEY = "eval/choice/acc"
 

@@ -6,7 +6,7 @@ import pytest
 from run_folders import make_sweep, refusal, verdicts
 
 from lightning_llm.__main__ import main
-from lightning_llm.compare.looks import Look, record_look
+from lightning_llm.compare.sequential.looks import Look, record_look
 
 
 @pytest.mark.parametrize(

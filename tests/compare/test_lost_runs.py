@@ -8,7 +8,7 @@ from run_folders import NOISE, STEPS, curve, make_run, make_sweep, rewritten, ve
 from scipy import stats
 
 from lightning_llm.__main__ import main
-from lightning_llm.record.reading import read_run
+from lightning_llm.tracking.reading import read_run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -10,19 +10,19 @@ import pytest
 import yaml
 from run_folders import make_run, make_sweep
 
-from lightning_llm.compare.best_of import BestOf
+from lightning_llm.compare.best_value.best_of import BestOf
 from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.estimate import Terms
-from lightning_llm.compare.looks import look_at
-from lightning_llm.compare.methods import listed, spans
-from lightning_llm.compare.passages import PASSAGES
-from lightning_llm.compare.recipe_sources import PAPERS, citation_of, sources_of
-from lightning_llm.compare.references import KNOWN, LADDER, keys_in
 from lightning_llm.compare.report.latex import bibliography, cited, document, methods_latex
+from lightning_llm.compare.report.methods import listed, spans
 from lightning_llm.compare.report.page import page
+from lightning_llm.compare.report.passages import PASSAGES
+from lightning_llm.compare.report.recipe_sources import PAPERS, citation_of, sources_of
+from lightning_llm.compare.report.references import KNOWN, LADDER, keys_in
 from lightning_llm.compare.report.supplement import Table
 from lightning_llm.compare.report.tables import sources_latex, verdicts_latex
-from lightning_llm.record.reading import read_run
+from lightning_llm.compare.sequential.looks import look_at
+from lightning_llm.tracking.reading import read_run
 
 
 def compared(folder, best_of=None):

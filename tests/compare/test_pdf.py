@@ -15,7 +15,7 @@ from lightning_llm.compare.report.pdf import pages
 from lightning_llm.compare.report.style import drawing_style
 from lightning_llm.compare.report.supplement import Table, tables_of
 from lightning_llm.compare.report.typesetting import PAGE_HEIGHT, PAGE_WIDTH, SIDE, TOP, Line, pages_of, table
-from lightning_llm.record.reading import read_run
+from lightning_llm.tracking.reading import read_run
 
 ROUNDING = 0.03
 """Inches by which a text may be wider as it is drawn than as it was measured: a pixel either side."""

@@ -11,12 +11,12 @@ from scipy import stats
 
 from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.estimate import Terms
-from lightning_llm.compare.paired_curves import paired_curves, source_gaps
 from lightning_llm.compare.report.panels import curve_panels, forest_rows
 from lightning_llm.compare.report.pictures import pictures_of
 from lightning_llm.compare.report.style import COLOURS, FAILED, FLOOR
 from lightning_llm.compare.report.trends import trends
-from lightning_llm.record.reading import read_run
+from lightning_llm.compare.statistics.paired_curves import paired_curves, source_gaps
+from lightning_llm.tracking.reading import read_run
 
 RNG = np.random.default_rng(0)
 

@@ -7,7 +7,7 @@ import pytest
 from run_folders import make_run, verdicts
 from scipy import special
 
-from lightning_llm.compare.spikes import judge_spikes, sign_flip
+from lightning_llm.compare.statistics.spikes import judge_spikes, sign_flip
 
 
 @pytest.mark.parametrize("values", [[1, 2, 3], [4, -1, 2, 7], [0, 0, 5, 1, -2], [-1, -2]])

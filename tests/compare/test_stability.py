@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from lightning_llm.compare.cost import time_ratio
-from lightning_llm.compare.pairing import Pair
-from lightning_llm.compare.stability import judge_stability, mcnemar, outlier_seeds, rate_interval, upper_bound
+from lightning_llm.compare.runs.pairing import Pair
+from lightning_llm.compare.statistics.stability import (
+    judge_stability,
+    mcnemar,
+    outlier_seeds,
+    rate_interval,
+    upper_bound,
+)
 from lightning_llm.compare.wording import FALSE_LOSSLESS_BY_LOOKS
-from lightning_llm.record.reading import Run
+from lightning_llm.tracking.reading import Run
 
 SCENARIOS = {scenario.name: scenario for scenario in simulation.SCENARIOS}
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from run_folders import STEP_TOKENS, main, make_run, refusal, verdicts
 
-from lightning_llm.compare.censored import of_times, time_to_target
-from lightning_llm.compare.pairing import Pair
-from lightning_llm.compare.profiles import median_times, profiles, ratios, scores
+from lightning_llm.algoperf.profiles import median_times, profiles, ratios, scores
+from lightning_llm.compare.runs.pairing import Pair
+from lightning_llm.compare.statistics.censored import of_times, time_to_target
 from lightning_llm.compare.target import Reached, read_targets
 from lightning_llm.compare.target import reached as first_at
-from lightning_llm.record.reading import Run
+from lightning_llm.tracking.reading import Run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 WORKLOADS = {"a": (4.4, 3.9), "b": (3.0, 2.6), "c": (2.5, 2.3)}

@@ -9,15 +9,15 @@ from run_folders import curve, make_run
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.comparison import compare_runs
-from lightning_llm.compare.design import declare
-from lightning_llm.compare.effective_data import Curve, effective_data
 from lightning_llm.compare.estimate import Measured, Terms, judge_all
-from lightning_llm.compare.sequential import replay
-from lightning_llm.compare.token_margin import _shows_with
+from lightning_llm.compare.sequential.design import declare
+from lightning_llm.compare.sequential.verdicts import replay
+from lightning_llm.compare.tokens.effective_data import Curve, effective_data
+from lightning_llm.compare.tokens.token_margin import _shows_with
 from lightning_llm.compare.wording import line_of
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.record.provenance import process_mark
-from lightning_llm.record.reading import read_run
+from lightning_llm.tracking.provenance import process_mark
+from lightning_llm.tracking.reading import read_run
 
 E, B, BETA = 1.5, 300.0, 0.45
 AT = 66_000.0

@@ -16,8 +16,8 @@ from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.tracking import BEGIN, END, described, log_verdicts
 from lightning_llm.config.commands import sync_command
-from lightning_llm.record.mlflow.store import LARGEST_VALUE
-from lightning_llm.record.reading import read_run
+from lightning_llm.tracking.mlflow.store import LARGEST_VALUE
+from lightning_llm.tracking.reading import read_run
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,10 @@ from lightning_llm.compare.estimate import Terms
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.file import write_config
 from lightning_llm.config.identity import config_digest, flatten
-from lightning_llm.record.chain import ChainHead
-from lightning_llm.record.files import mark_failed, sealed_records, write_json
-from lightning_llm.record.reading import read_run
-from lightning_llm.record.sweep_file import checked_sweep
+from lightning_llm.tracking.chain import ChainHead
+from lightning_llm.tracking.files import mark_failed, sealed_records, write_json
+from lightning_llm.tracking.reading import read_run
+from lightning_llm.tracking.sweep_file import checked_sweep
 
 RECIPES = {"precision=bf16": 0.0, "precision=mxfp8": 0.0}
 

@@ -7,7 +7,7 @@ from refusals import outputs, refused  # noqa: F401 - outputs is a fixture of ev
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.command_line import VERBS
+from lightning_llm.cli.command_line import VERBS
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.overrides import parse_overrides
 from lightning_llm.config.run_paths import run_path_problems, tracking_problems

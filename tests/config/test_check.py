@@ -15,7 +15,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.checkpoints import disk_facts, disk_notes, disk_problems
-from lightning_llm.precision.swap import swap_linears
+from lightning_llm.precision.linear.swap import swap_linears
 
 ROOT = Path(__file__).parents[2]
 LATE = "precision.phases=[{start: 0.5, fprop: {x: {format: e4m3}, w: {format: e4m3}}}]"

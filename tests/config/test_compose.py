@@ -17,7 +17,7 @@ from lightning_llm.config.file import write_config
 from lightning_llm.config.from_file import load_config, read_file
 from lightning_llm.config.identity import config_hash
 from lightning_llm.config.recipes import recipe_files
-from lightning_llm.data.score.table import COLUMNS, write_scores
+from lightning_llm.data.scoring.table import COLUMNS, write_scores
 from lightning_llm.model.block_spec import shape_problems
 from lightning_llm.plan.check import check_config
 

@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from lightning_llm.__main__ import main
+from lightning_llm.cli.completion import SHELLS, complete_override
+from lightning_llm.cli.config import override_value
 from lightning_llm.config import file as config_file
 from lightning_llm.config.compose import compose_config, parse_overrides
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.recipes import describe, group_names, option_files
-from lightning_llm.verb.completion import SHELLS, complete_override
-from lightning_llm.verb.config import override_value
 
 ROOT = Path(__file__).parents[2]
 PLACE = {"run": {"name", "dir"}, "recipe": True}

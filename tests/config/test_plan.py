@@ -13,13 +13,13 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 from lightning_llm.config.schema.run import Hardware
 from lightning_llm.optim.state_bytes import state_bytes
-from lightning_llm.plan.memory import memory_bytes
-from lightning_llm.plan.report import notes, plan_facts, plan_line, render
+from lightning_llm.plan.memory.rank_bytes import memory_bytes
+from lightning_llm.plan.memory.units import units_of
 from lightning_llm.plan.resolve import Resolution, plan_of
-from lightning_llm.plan.units import units_of
-from lightning_llm.precision.describe import precision_facts
+from lightning_llm.plan.text.report import notes, plan_facts, plan_line, render
 from lightning_llm.precision.native.capability import DEVICES, HARDWARE
 from lightning_llm.precision.native.decide import decide
+from lightning_llm.precision.recipe.describe import precision_facts
 from lightning_llm.train.checkpoint import saver
 
 RECIPES = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "precision").glob("*.yaml"))

@@ -11,8 +11,8 @@ from lightning_llm.config.epochs import steps_of
 from lightning_llm.config.file import write_config
 from lightning_llm.config.from_file import read_file
 from lightning_llm.config.identity import differences_on_resume
-from lightning_llm.data.addressing import SampleOrder, Shares
 from lightning_llm.data.check import check_data
+from lightning_llm.data.mixing.addressing import SampleOrder, Shares
 from lightning_llm.data.opening import open_corpus
 
 WINDOWS = {"a": 97, "b": 40}

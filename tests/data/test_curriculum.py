@@ -9,10 +9,10 @@ import pytest
 from corpus_files import data_config
 
 from lightning_llm.config.schema.data import Pace
-from lightning_llm.data.addressing import SampleOrder, Shares
+from lightning_llm.data.mixing.addressing import SampleOrder, Shares
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.data.score.table import write_scores
-from lightning_llm.data.source import Source
+from lightning_llm.data.scoring.table import write_scores
+from lightning_llm.data.sources.source import Source
 
 
 @pytest.mark.parametrize("total", [60, 137, 400])

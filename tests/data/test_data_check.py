@@ -16,7 +16,7 @@ from corpus_files import data_config
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data.check import check_data
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.data.tokenizer import train_bpe
+from lightning_llm.data.tokens.tokenizer import train_bpe
 
 CODE = {"loader": "python", "part": "code"}
 

@@ -22,12 +22,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.data import encode, prepare
-from lightning_llm.data.encode import SMALLEST_TEXT_BYTES, encode_batches, process_count
+from lightning_llm.data import prepare
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.data.source import Document, document
-from lightning_llm.data.token_files import TokenWriter
-from lightning_llm.data.tokenizer import Tokenizer, train_bpe, write_bytes_tokenizer
+from lightning_llm.data.sources.source import Document, document
+from lightning_llm.data.tokens import encode
+from lightning_llm.data.tokens.encode import SMALLEST_TEXT_BYTES, encode_batches, process_count
+from lightning_llm.data.tokens.token_files import TokenWriter
+from lightning_llm.data.tokens.tokenizer import Tokenizer, train_bpe, write_bytes_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,7 @@ def test_who_encodes(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.M
 
 
 def _encoders() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "lightning_llm.data.encode" in each.cmdline()]
+    return [each for each in psutil.Process().children() if "lightning_llm.data.tokens.encode" in each.cmdline()]
 
 
 def test_a_process_that_is_killed_ends_the_run_in_one_line(tokenizer: Tokenizer) -> None:
@@ -125,7 +126,7 @@ def test_a_process_that_is_killed_ends_the_run_in_one_line(tokenizer: Tokenizer)
 def test_a_writer_holds_no_more_of_a_long_split_than_of_a_short_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_llm.data.token_files.FLUSH_BYTES", 4096)
+    monkeypatch.setattr("lightning_llm.data.tokens.token_files.FLUSH_BYTES", 4096)
     most = {}
     for count in (2_000, 20_000):
         (folder := tmp_path / str(count)).mkdir()
@@ -172,7 +173,7 @@ def test_memory_does_not_grow_with_the_text(tokenizer: Tokenizer, tmp_path: Path
 
 def test_a_process_ends_without_a_word_when_who_asked_is_gone(tokenizer: Tokenizer) -> None:
     pipe = subprocess.PIPE
-    command = [sys.executable, "-m", "lightning_llm.data.encode"]
+    command = [sys.executable, "-m", "lightning_llm.data.tokens.encode"]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         process.stdout.close()
         for message in (tokenizer, TEXTS):

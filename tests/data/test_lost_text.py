@@ -12,8 +12,8 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.data.tokenizer import END_OF_DOCUMENT, Tokenizer
-from lightning_llm.data.tokenizer_files import switch_off_sampling
+from lightning_llm.data.tokens.tokenizer import END_OF_DOCUMENT, Tokenizer
+from lightning_llm.data.tokens.tokenizer_files import switch_off_sampling
 
 KNOWN = "abcdefghij"
 END = {END_OF_DOCUMENT: 0}

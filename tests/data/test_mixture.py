@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.data import MIXTURES, DataConfig
-from lightning_llm.data.addressing import SampleOrder, Shares
 from lightning_llm.data.batch import ValidationBatch
 from lightning_llm.data.check import check_data
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.corpus_report import phase_reports, source_reports
-from lightning_llm.data.mixture.phases import Phases
-from lightning_llm.data.mixture.planned import planned_phases
+from lightning_llm.data.mixing.addressing import SampleOrder, Shares
+from lightning_llm.data.mixing.phases import Phases
+from lightning_llm.data.mixing.planned import planned_phases
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.data.score.table import COLUMNS, write_scores
+from lightning_llm.data.scoring.table import COLUMNS, write_scores
 
 VOCABULARY = 300
 TWO_PHASES = {

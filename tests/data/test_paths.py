@@ -17,9 +17,9 @@ from lightning_llm.config.file import config_text
 from lightning_llm.config.overrides import override
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.data import LOADERS
-from lightning_llm.data.loader.files import find_files, matching_files
-from lightning_llm.data.source import Source
-from lightning_llm.data.tokenizer import write_bytes_tokenizer
+from lightning_llm.data.sources.files import find_files, matching_files
+from lightning_llm.data.sources.source import Source
+from lightning_llm.data.tokens.tokenizer import write_bytes_tokenizer
 
 CHARACTERS = "ab1 [](){}*?!%#$&'\"`\\:;,=~^@+-_.\n\té漢"
 NAMES = st.text(CHARACTERS, min_size=1, max_size=12).filter(lambda name: name not in (".", ".."))

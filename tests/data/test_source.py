@@ -18,10 +18,10 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.data.check import check_data
-from lightning_llm.data.loader import python_library
-from lightning_llm.data.loader.files import matching_files
 from lightning_llm.data.prepare import scan
-from lightning_llm.data.source import Source, content_key
+from lightning_llm.data.sources import python_library
+from lightning_llm.data.sources.files import matching_files
+from lightning_llm.data.sources.source import Source, content_key
 
 
 def source_of(loader: str, **keys: Any) -> Source:
@@ -95,7 +95,8 @@ def test_huggingface_folder_of_files(tmp_path: Path) -> None:
 def test_hub_out_of_reach_is_said_at_once() -> None:
     """In a process of its own: HF_HUB_OFFLINE is read when huggingface_hub is imported."""
     program = (
-        "import time\nfrom lightning_llm.data.source import Source\nfrom lightning_llm.base.errors import ConfigError\n"
+        "import time\nfrom lightning_llm.data.sources.source import Source\n"
+        "from lightning_llm.base.errors import ConfigError\n"
         "from lightning_llm.config.schema.data import LOADERS\nimport datasets\nstart = time.time()\n"
         "try:\n    list(Source('s', LOADERS['huggingface'](path='nobody/no-such-set')).documents())\n"
         "except ConfigError as error:\n    print(error)\nprint(time.time() - start < 10)\n"

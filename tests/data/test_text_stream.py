@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_llm.data.text_stream import StopStrings, TextStream
-from lightning_llm.data.tokenizer import Tokenizer, train_bpe, write_bytes_tokenizer
+from lightning_llm.data.tokens.text_stream import StopStrings, TextStream
+from lightning_llm.data.tokens.tokenizer import Tokenizer, train_bpe, write_bytes_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from lightning_llm.data.cache import (
     product_folder,
     read_manifest,
 )
-from lightning_llm.data.token_files import TokenStream, TokenWriter
+from lightning_llm.data.tokens.token_files import TokenStream, TokenWriter
 
 SLOW_BUILD = """
 import sys, time

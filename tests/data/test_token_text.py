@@ -13,9 +13,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
 
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.data.source import content_key
-from lightning_llm.data.text_stream import TextStream
-from lightning_llm.data.tokenizer import Tokenizer, write_bytes_tokenizer
+from lightning_llm.data.sources.source import content_key
+from lightning_llm.data.tokens.text_stream import TextStream
+from lightning_llm.data.tokens.tokenizer import Tokenizer, write_bytes_tokenizer
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 words = st.lists(st.sampled_from(["the", "than", " ", "  ", "Ünd", "€", "日本", "ﬃ", "a\n", "."]), max_size=20).map(

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from lightning_llm.config.schema.data import TokenizerConfig
 from lightning_llm.data.check import _tokenizer_file_problems
-from lightning_llm.data.tokenizer import Tokenizer, read_vocabulary, train_bpe, write_bytes_tokenizer
+from lightning_llm.data.tokens.tokenizer import Tokenizer, read_vocabulary, train_bpe, write_bytes_tokenizer
 
 TEXTS = [f"def f{i}(self):\n    return self.x{i % 7} + {i}\n" for i in range(300)]
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
@@ -71,7 +71,7 @@ def test_training_depends_on_the_texts_alone(bpe: Tokenizer, tmp_path: Path) -> 
     file = tmp_path / "tokenizer.json"
     (tmp_path / "texts.json").write_text(json.dumps(TEXTS))
     program = (
-        "import json, pathlib, sys\nfrom lightning_llm.data.tokenizer import train_bpe\n"
+        "import json, pathlib, sys\nfrom lightning_llm.data.tokens.tokenizer import train_bpe\n"
         "train_bpe(json.load(open(sys.argv[1])), 300, pathlib.Path(sys.argv[2]))\n"
     )
     environment = {"RAYON_NUM_THREADS": "3", "PYTHONHASHSEED": "77"}

@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from lightning_llm.data.tokenizer import END_OF_DOCUMENT
+from lightning_llm.data.tokens.tokenizer import END_OF_DOCUMENT
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz.,"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())

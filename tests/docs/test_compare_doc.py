@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.command_line import _parser
-from lightning_llm.compare.differences import FREE
-from lightning_llm.compare.statistics import simultaneous_intervals
+from lightning_llm.cli.command_line import _parser
+from lightning_llm.compare.runs.differences import FREE
+from lightning_llm.compare.statistics.intervals import simultaneous_intervals
 from lightning_llm.config.composed_sweep import compose_sweep, read_sweep_keys
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from lightning_llm.__main__ import main
-from lightning_llm.command_line import _parser
+from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.composed_sweep import compose_sweep
 
 TEXT = (Path(__file__).parents[2] / "docs" / "data_recipes.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_llm.base.keyed_hash import StepKey
-from lightning_llm.command_line import _parser
+from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.schema import Config
@@ -20,13 +20,13 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.plan.check import check_config
-from lightning_llm.plan.report import plan_facts
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.precision import inductor
-from lightning_llm.precision.delayed_state import update_delayed
-from lightning_llm.precision.lint import RULES
-from lightning_llm.precision.module import set_step_key
-from lightning_llm.precision.swap import swap_linears
+from lightning_llm.plan.text.report import plan_facts
+from lightning_llm.precision.cast import inductor
+from lightning_llm.precision.linear.delayed_state import update_delayed
+from lightning_llm.precision.linear.module import set_step_key
+from lightning_llm.precision.linear.swap import swap_linears
+from lightning_llm.precision.recipe.lint import RULES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "precision.md"

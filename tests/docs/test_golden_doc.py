@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from lightning_llm.__main__ import main
-from lightning_llm.command_line import _parse
+from lightning_llm.cli.command_line import _parse
 from lightning_llm.config.compose import compose_config
 from lightning_llm.golden.band import Band, Noise
 from lightning_llm.golden.curve import Curve

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_llm.command_line import _parser
+from lightning_llm.cli.command_line import _parser
 from lightning_llm.ladder.ledger import grade, read_ledger
 from lightning_llm.ladder.target import target_of
 from lightning_llm.model.flops import count_parameters

@@ -7,7 +7,7 @@ from pathlib import Path
 from gpu_check.__main__ import _parser as gpu_check_parser
 from gpu_check.aims import AIMS
 from gpu_check.checks import CHECKS, RUN
-from lightning_llm.command_line import _parser
+from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.plan.check import check_config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_llm.callbacks.quantisation_health import COLUMNS
-from lightning_llm.command_line import _parse
+from lightning_llm.cli.command_line import _parse
 from lightning_llm.config.compose import compose_config
 from lightning_llm.probe.comparison import compare, figures
 

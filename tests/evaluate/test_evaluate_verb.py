@@ -12,15 +12,15 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_llm.__main__ import main
 from lightning_llm.config.from_file import load_config
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.data.token_files import TokenStream
+from lightning_llm.data.tokens.token_files import TokenStream
 from lightning_llm.evaluate.members import AverageWeights
 from lightning_llm.evaluate.weights import decoder_of
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.weights.convert import whole_state
 from lightning_llm.model.weights.initial import InitialWeights
 from lightning_llm.probe.subject import find_subject, read_weights, verified_weights
-from lightning_llm.record.files import read_records, summary_of
-from lightning_llm.record.reading import read_run
+from lightning_llm.tracking.files import read_records, summary_of
+from lightning_llm.tracking.reading import read_run
 
 CPU = torch.device("cpu")
 

@@ -10,12 +10,12 @@ import torch
 from lightning_llm import load
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
+from lightning_llm.cli.export import write_generation
 from lightning_llm.config.compose import compose_config
-from lightning_llm.data.tokenizer import Tokenizer
+from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.evaluate.weights import decoder_of
 from lightning_llm.model.generate import generate
 from lightning_llm.probe.subject import find_subject, read_weights
-from lightning_llm.verb.export import write_generation
 
 
 def facts_of(capsys, *words):

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+from lightning_llm.data.tokens.tokenizer import END_OF_DOCUMENT, Tokenizer
 from lightning_llm.evaluate.harness import OwnModel
 from lightning_llm.evaluate.task_settings import (
     DEFAULT_TOP_K,
@@ -28,7 +28,7 @@ from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.generate import Sampler
 from lightning_llm.model.huggingface import huggingface_config, to_huggingface
 from lightning_llm.probe.subject import find_subject, read_weights
-from lightning_llm.record.files import summary_of
+from lightning_llm.tracking.files import summary_of
 
 CPU = torch.device("cpu")
 PAIRS = [

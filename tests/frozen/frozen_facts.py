@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.__main__ import main
-from lightning_llm.command_line import _parser
+from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.identity import config_hash
 from lightning_llm.config.schema import Config
-from lightning_llm.plan.report import plan_facts
 from lightning_llm.plan.resolve import Resolution
+from lightning_llm.plan.text.report import plan_facts
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -3,7 +3,7 @@
 Bits depend on the kernels that PyTorch chooses for the processor, so curves lie in a folder per family of kernels,
 named by a fingerprint of what plain torch operations give there, none of this project's code in them. A processor of a
 recorded family must give its curves to the last bit; another, the numbers of any family as far as rounding goes.
-Products are torch's own, also where runs take fp32's for them (`lightning_llm.gemm`).
+Products are torch's own, also where runs take fp32's for them (`lightning_llm.linalg.gemm`).
 """
 
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from lightning_llm import gemm
 from lightning_llm.config.compose import compose_config
 from lightning_llm.golden.measure import measure
+from lightning_llm.linalg import gemm
 from lightning_llm.plan.check import check_config
 
 HERE = Path(__file__).parent

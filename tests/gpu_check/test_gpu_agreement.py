@@ -7,8 +7,8 @@ from precision.recipes import load
 
 from gpu_check import agreement, library, setting
 from lightning_llm.config.schema.precision import slots_of
-from lightning_llm.precision import inductor
-from lightning_llm.precision.linear_plan import LinearPlan
+from lightning_llm.precision.cast import inductor
+from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.native.capability import Capability
 from lightning_llm.precision.native.transformer_engine import NativeLinear
 

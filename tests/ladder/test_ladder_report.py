@@ -25,7 +25,7 @@ from lightning_llm.ladder.ledger import is_of, read_ledger
 from lightning_llm.ladder.measured import ladder_of
 from lightning_llm.ladder.report import Report
 from lightning_llm.ladder.supplement import supplement_of
-from lightning_llm.record.reading import read_run
+from lightning_llm.tracking.reading import read_run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 PLACE = ["model=llama_tiny", f"data.tokens={16 * STEP_TOKENS}"]

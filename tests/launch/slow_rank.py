@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.health.products import SquareProduct
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.run.environment import rank_environment
+from lightning_llm.run.launch.environment import rank_environment
 
 
 class SlowRank(pl.Callback):

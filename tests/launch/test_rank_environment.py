@@ -16,17 +16,17 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.file import write_config
 from lightning_llm.config.from_file import load_config
-from lightning_llm.run import environment, refused_rank
-from lightning_llm.run.environment import (
+from lightning_llm.run.launch import environment, refused_rank
+from lightning_llm.run.launch.environment import (
     RankEnvironment,
     adopt_world,
     interactive_note,
     rank_environment,
     world_problems,
 )
-from lightning_llm.run.launch import first_failure, launch_ranks
-from lightning_llm.run.local_ranks import crowd_note, ended_by_failure, start_ranks
-from lightning_llm.run.restarts import Ended
+from lightning_llm.run.launch.local_ranks import crowd_note, ended_by_failure, start_ranks
+from lightning_llm.run.launch.restarts import Ended
+from lightning_llm.run.launch.torch_agent import first_failure, launch_ranks
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 SRUN = {

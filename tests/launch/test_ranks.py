@@ -18,7 +18,7 @@ from rank_group import forkserver
 from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
-from lightning_llm.run import local_ranks
+from lightning_llm.run.launch import local_ranks
 
 ROOT = Path(__file__).parents[2]
 TIMES = ["schedule.total_steps=300", "checkpoint.every_steps=null", "data.micro_batch_size=1"]

@@ -20,13 +20,13 @@ from run_metrics import curve, read_metrics, steps_saved
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.identity import config_hash
-from lightning_llm.record.files import summary_of
-from lightning_llm.run import ray_ranks
-from lightning_llm.run.node_agent import Task
-from lightning_llm.run.ray_cluster import OF_THIS_MACHINE, OWN, bundle, connected, is_own, machines, ray_problems
-from lightning_llm.run.ray_node import RayNode
-from lightning_llm.run.ray_ranks import PlacedRanks
-from lightning_llm.run.restarts import Ended
+from lightning_llm.run.launch import ray_ranks
+from lightning_llm.run.launch.node_agent import Task
+from lightning_llm.run.launch.ray_cluster import OF_THIS_MACHINE, OWN, bundle, connected, is_own, machines, ray_problems
+from lightning_llm.run.launch.ray_node import RayNode
+from lightning_llm.run.launch.ray_ranks import PlacedRanks
+from lightning_llm.run.launch.restarts import Ended
+from lightning_llm.tracking.files import summary_of
 
 STEPS = ["trainer.max_steps=6", "checkpoint.every_steps=2", "data.micro_batch_size=1"]
 AGENT = """
@@ -71,7 +71,7 @@ def test_what_ray_runs_is_heard_started_again_and_stopped(
     run.mkdir()
     (run / "config.yaml").touch()
     steps = iter([3, 5, 7])
-    monkeypatch.setattr("lightning_llm.run.restarts.last_step", lambda folder: next(steps))
+    monkeypatch.setattr("lightning_llm.run.launch.restarts.last_step", lambda folder: next(steps))
 
     def stop() -> None:
         while not (tmp_path / "waits").exists():
@@ -169,7 +169,7 @@ def test_what_a_user_gets_wrong(
     of_three = "parallel=ddp", "data.global_batch_size=6"
     assert main(["train", *small_run(tmp_path, "launcher=ray", "world=3", "trainer.devices=2", *of_three)]) == 2
     assert "world: is 3, no multiple of trainer.devices=2" in capsys.readouterr().err
-    monkeypatch.setattr("lightning_llm.run.ray_cluster.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_llm.run.launch.ray_cluster.find_spec", lambda name: None)
     words = small_run(tmp_path, "launcher=ray")
     for more in ([], ["-m", "seed=0,1"]):
         assert main(["train", *words, *more]) == 2

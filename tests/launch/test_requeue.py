@@ -15,7 +15,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.base.stopping import seconds_of
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.identity import config_hash
-from lightning_llm.record.files import summary_of
+from lightning_llm.tracking.files import summary_of
 
 ROOT = Path(__file__).parents[2]
 STEPS = ["trainer.max_steps=6", "checkpoint.every_steps=100", "data.micro_batch_size=1"]

@@ -13,9 +13,9 @@ from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.identity import config_hash
-from lightning_llm.record.files import summary_of
 from lightning_llm.run.checked_plan import checked_plan
-from lightning_llm.run.restarts import Ended, Restarts
+from lightning_llm.run.launch.restarts import Ended, Restarts
+from lightning_llm.tracking.files import summary_of
 
 STEPS = ["trainer.max_steps=6", "checkpoint.every_steps=2", "trainer.validate_every_steps=3", "data.micro_batch_size=1"]
 

@@ -15,8 +15,8 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
 from lightning_llm.plan.check import check_config
-from lightning_llm.record.files import summary_of
-from lightning_llm.run.slurm_script import frozen_config, script_problems, write_script
+from lightning_llm.run.launch.slurm_script import frozen_config, script_problems, write_script
+from lightning_llm.tracking.files import summary_of
 
 CLUSTER = [
     "recipe=quickstart", "cluster=h100_dgx", "world=16", "trainer.devices=8", "parallel=hsdp", "launcher=slurm",

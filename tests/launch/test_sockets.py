@@ -11,8 +11,8 @@ import pytest
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.interpreter import SAFE_PATH
-from lightning_llm.run.launch import launch_ranks
-from lightning_llm.run.relay import signals_passed_on
+from lightning_llm.run.launch.relay import signals_passed_on
+from lightning_llm.run.launch.torch_agent import launch_ranks
 
 
 class Listening(pl.Callback):

@@ -14,8 +14,8 @@ import yaml
 from run_metrics import curve, read_metrics
 
 from lightning_llm.__main__ import main
-from lightning_llm.record.files import summary_of
-from lightning_llm.run.restarts import last_step
+from lightning_llm.run.launch.restarts import last_step
+from lightning_llm.tracking.files import summary_of
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from lightning_llm.cast_linear import linear_with_unrounded_wgrad
 from lightning_llm.config.compose import compose_config
+from lightning_llm.linalg.cast_linear import linear_with_unrounded_wgrad
 from lightning_llm.model import loss_spec
 from lightning_llm.model.chunked_loss import LossOf
 from lightning_llm.model.decoder import Decoder

@@ -13,15 +13,15 @@ import torch
 from torch.nn.functional import pad
 
 from lightning_llm.config.schema.precision import CastConfig, DelayedConfig, HadamardConfig
-from lightning_llm.precision.block_scale import tensor_amax
-from lightning_llm.precision.formats import decode
-from lightning_llm.precision.gemm import multiply
-from lightning_llm.precision.hadamard import rotate, rotation
-from lightning_llm.precision.keyed_noise import Origin, keyed_noise
-from lightning_llm.precision.linear_plan import SLOT_NAMES
-from lightning_llm.precision.operand import BlockScales, Operand
-from lightning_llm.precision.quantize import quantise
-from lightning_llm.precision.scales import NVFP4_RANGE, divide, e8m0_value
+from lightning_llm.precision.cast.block_scale import tensor_amax
+from lightning_llm.precision.cast.formats import decode
+from lightning_llm.precision.cast.hadamard import rotate, rotation
+from lightning_llm.precision.cast.keyed_noise import Origin, keyed_noise
+from lightning_llm.precision.cast.operand import BlockScales, Operand
+from lightning_llm.precision.cast.quantize import quantise
+from lightning_llm.precision.cast.scales import NVFP4_RANGE, divide, e8m0_value
+from lightning_llm.precision.linear.gemm import multiply
+from lightning_llm.precision.linear.plan import SLOT_NAMES
 
 DType = IntEnum("DType", {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6,
                           "kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10})  # fmt: skip

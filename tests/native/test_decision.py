@@ -7,8 +7,8 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig, PhaseConfig, slots_of
 from lightning_llm.plan.check import check_config
-from lightning_llm.plan.matrix import matrix, numbered, shipped_recipes
 from lightning_llm.plan.resolve import Resolution, plan_of
+from lightning_llm.plan.text.matrix import matrix, numbered, shipped_recipes
 from lightning_llm.precision.native import capability
 from lightning_llm.precision.native import transformer_engine as te
 from lightning_llm.precision.native.capability import (

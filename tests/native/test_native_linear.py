@@ -9,13 +9,13 @@ from test_transformer_engine import compute_capability
 from torch import nn
 
 from lightning_llm.config.schema.precision import slots_of
-from lightning_llm.precision.delayed_state import delayed_state, load_delayed_state, update_delayed
-from lightning_llm.precision.linear_plan import LinearPlan
-from lightning_llm.precision.module import QuantisedLinear, high_precision_forward, set_recipe
+from lightning_llm.precision.linear.delayed_state import delayed_state, load_delayed_state, update_delayed
+from lightning_llm.precision.linear.module import QuantisedLinear, high_precision_forward, set_recipe
+from lightning_llm.precision.linear.plan import LinearPlan
+from lightning_llm.precision.linear.swap import swap_linears
 from lightning_llm.precision.native import transformer_engine as te
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.native.transformer_engine import NativeLinear
-from lightning_llm.precision.swap import swap_linears
 
 NATIVE = Decision("native", library="2.20.2")
 WIDTH = 256

@@ -14,8 +14,8 @@ from test_decision import NATIVE, with_cast
 from torch import nn
 
 from lightning_llm.config.schema.precision import HIGH, slots_of
-from lightning_llm.precision.linear_plan import LinearPlan
-from lightning_llm.precision.module import QuantisedLinear
+from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.native import transformer_engine as te
 from lightning_llm.precision.native.capability import Capability
 from lightning_llm.precision.native.codes import quantizers_of

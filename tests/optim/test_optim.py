@@ -25,7 +25,7 @@ from lightning_llm.parallel.grad_norm import clip_gradients, gradient_norm
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.units import _shard
+from lightning_llm.plan.memory.units import _shard
 
 ALONE = Layout(ParallelConfig(name="single"), Degrees())
 PARAMETERS = [

@@ -10,12 +10,12 @@ import pytest
 from run_metrics import read_metrics
 
 from lightning_llm.__main__ import main
-from lightning_llm.command_line import _parser
+from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.commands import program, resume_command, sync_command
-from lightning_llm.record.mlflow.store import own_process
-from lightning_llm.record.mlflow.ui import _port, ui_command, ui_lines
 from lightning_llm.run import rank as run
 from lightning_llm.run.build import build_trainer
+from lightning_llm.tracking.mlflow.store import own_process
+from lightning_llm.tracking.mlflow.ui import _port, ui_command, ui_lines
 from lightning_llm.train.checkpoint.checkpointing import StoppedBySignal
 
 

@@ -14,11 +14,11 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.quantised import place_shards
 from lightning_llm.plan.degrees import Degrees, resolve_degrees
 from lightning_llm.plan.divisibility import CONTRACTION
-from lightning_llm.precision.inductor import Backend
-from lightning_llm.precision.linear_call import LinearCall
-from lightning_llm.precision.linear_plan import LinearPlan
-from lightning_llm.precision.module import quantised_layers, set_step_key
-from lightning_llm.precision.swap import swap_linears
+from lightning_llm.precision.cast.inductor import Backend
+from lightning_llm.precision.linear.call import LinearCall
+from lightning_llm.precision.linear.module import quantised_layers, set_step_key
+from lightning_llm.precision.linear.plan import LinearPlan
+from lightning_llm.precision.linear.swap import swap_linears
 
 BATCH = 2
 BY_DEFINITION = {

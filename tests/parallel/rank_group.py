@@ -35,14 +35,14 @@ forkserver.set_forkserver_preload(
         "lightning.pytorch",
         "lightning_llm.run.build",
         "lightning_llm.run.rank",
-        "lightning_llm.callbacks.run_folder",
+        "lightning_llm.train.run_folder",
         "lightning_llm.config.compose",
         "lightning_llm.model.decoder",
         "lightning_llm.plan.check",
         "lightning_llm.plan.resolve",
         "torch.distributed.tensor.debug",
-        "lightning_llm.verb.train",
-        "lightning_llm.record.mlflow.writer",
+        "lightning_llm.cli.train",
+        "lightning_llm.tracking.mlflow.writer",
         "mlflow.store.tracking.sqlalchemy_store",
         "tests.composed_once",
     ]
@@ -148,8 +148,8 @@ def _serve(rank: int, world: int, meeting: str | None, stacks: str, pipe: Any) -
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=wait)
     from lightning.fabric.utilities import registry
 
-    from lightning_llm.callbacks import run_folder
     from lightning_llm.parallel import layout
+    from lightning_llm.train import run_folder
 
     # Each run of a rank's life has the groups of the one before it under the same axes: new ones cost threads and
     # connections, and DTensor's caches hold a mesh for every equal one to come, groups and all.

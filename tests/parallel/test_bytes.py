@@ -26,12 +26,12 @@ from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.parallel.activation import expensive_ops
 from lightning_llm.parallel.fully_shard import sharded_modules
 from lightning_llm.parallel.tree import TreeSum
-from lightning_llm.plan.activations import selective_bytes_per_token
 from lightning_llm.plan.degrees import resolve_degrees
-from lightning_llm.plan.memory import memory_bytes, peak_memory_pp_rank
+from lightning_llm.plan.memory.activations import selective_bytes_per_token
+from lightning_llm.plan.memory.rank_bytes import memory_bytes, peak_memory_pp_rank
+from lightning_llm.plan.memory.units import tree_buffers, units_of
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent
-from lightning_llm.plan.units import tree_buffers, units_of
 
 RANKS = 4
 TURNS = {"tree": 4, "native": 2}

@@ -26,8 +26,8 @@ from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.context import SequenceSharder
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.precision.module import set_step_key
-from lightning_llm.precision.swap import swap_linears
+from lightning_llm.precision.linear.module import set_step_key
+from lightning_llm.precision.linear.swap import swap_linears
 from tests.precision.recipes import load
 
 LAYERS, TOKENS = 12 if "LAYOUT_STEPS" in os.environ else 4, 32

@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import lightning_llm
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import RanksFailedError
-from lightning_llm.data.tokenizer import Tokenizer
+from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.evaluate.evaluation import evaluate_models
 from lightning_llm.evaluate.harness import OwnModel
 from lightning_llm.evaluate.request import checked_request
@@ -102,7 +102,7 @@ def launched(ranks, monkeypatch):
         started.append(words)
         ranks(count).call(in_main, list(words))
 
-    monkeypatch.setattr("lightning_llm.run.launch.launch_ranks", launch)
+    monkeypatch.setattr("lightning_llm.run.launch.torch_agent.launch_ranks", launch)
     return started
 
 
@@ -186,7 +186,7 @@ def test_a_rank_that_fails_is_named_once(run, monkeypatch, capsys):
         failure.message = {"message": "RuntimeError: no memory", "extraInfo": {"py_callstack": "Traceback: its line"}}
         raise ChildFailedError("evaluate", {1: failure})
 
-    monkeypatch.setattr("lightning_llm.run.launch.launch_ranks", fail)
+    monkeypatch.setattr("lightning_llm.run.launch.torch_agent.launch_ranks", fail)
     words = [str(run), "parallel=zero3", "trainer.devices=2"]
     assert main(["evaluate", *words]) == 1
     said = capsys.readouterr().err

@@ -20,7 +20,7 @@ from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.context import SequenceSharder
 from lightning_llm.parallel.gradient_buckets import BEGIN, END, Bucket, BucketReductions, buckets_of
 from lightning_llm.parallel.gradient_sync import GradientSync
-from lightning_llm.plan import buffers
+from lightning_llm.plan.memory import buffers
 
 FP32 = PrecisionConfig(name="fp32", compute_dtype="fp32")
 MODEL = ModelConfig(

@@ -10,8 +10,8 @@ from traced_run import run_with
 
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.config.compose import compose_config
-from lightning_llm.precision.cast_statistics import SUMS
-from lightning_llm.train.health.nonfinite import NonFiniteError
+from lightning_llm.precision.cast.cast_statistics import SUMS
+from lightning_llm.train.spikes.nonfinite import NonFiniteError
 
 
 class Counting(QuantisationHealth):

@@ -24,7 +24,7 @@ from lightning_llm.model.weights.initial import InitialWeights
 from lightning_llm.model.weights.tensors import stored_as
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.materialise import ELEMENTS_AT_ONCE
-from lightning_llm.plan.memory import memory_bytes
+from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
 
 FULL = pytest.mark.full

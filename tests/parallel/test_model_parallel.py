@@ -20,7 +20,7 @@ from nudged_run import NUDGES, SENSITIVITY, nudged_run
 from traced_run import Trace, traced_run, unsaved_run
 
 from lightning_llm.config.compose import compose_config
-from lightning_llm.local_part import local
+from lightning_llm.linalg.local_part import local
 from lightning_llm.plan.shard_axes import SHARD_AXES
 
 GPT = [

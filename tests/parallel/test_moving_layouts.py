@@ -12,7 +12,7 @@ from slow_weights import SlowWeights
 from traced_run import layout_here, traced_run
 
 from lightning_llm.config.compose import compose_config
-from lightning_llm.local_part import local
+from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.gathered_logits import GatheredLogits

@@ -12,12 +12,12 @@ from traced_run import Trace, difference, layout_here, of_all_stages, traced_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.optim import OPTIMIZERS
-from lightning_llm.local_part import local
+from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.optim.optimizer import role_of
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.whole_matrices import WholeMatrices
-from lightning_llm.plan.memory import memory_bytes
+from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent
 

@@ -21,7 +21,7 @@ from lightning_llm.parallel.pipeline import Pipeline
 from lightning_llm.parallel.train_stage import TrainStage
 from lightning_llm.plan.schedule import receives_waiting
 from lightning_llm.plan.stages import bubble_fraction
-from lightning_llm.train.health.nonfinite import NonFiniteError
+from lightning_llm.train.spikes.nonfinite import NonFiniteError
 
 SHORT = ["trainer.max_steps=2", "schedule.warmup_steps=1"]
 Order = list[tuple[str, int, int]]

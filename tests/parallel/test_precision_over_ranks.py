@@ -9,8 +9,8 @@ import pytest
 from traced_run import difference, traced_run
 
 from lightning_llm.config.compose import compose_config
-from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import plan_of
+from lightning_llm.plan.text.describe import layout_facts
 
 STEP, MICRO_BATCH = 3, 2
 

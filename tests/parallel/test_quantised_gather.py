@@ -15,12 +15,12 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.plan.check import check_config
-from lightning_llm.plan.memory import memory_bytes
+from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent
-from lightning_llm.precision.gathered import GatheredWeight
-from lightning_llm.precision.module import QuantisedLinear, quantised_layers
-from lightning_llm.precision.quantize import quantise
+from lightning_llm.precision.cast.quantize import quantise
+from lightning_llm.precision.linear.gathered import GatheredWeight
+from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
 
 FULL = pytest.mark.full
 CODES = "precision.parameter_gather=quantised"

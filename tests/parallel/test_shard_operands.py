@@ -23,11 +23,11 @@ from lightning_llm.parallel.context import positions_of
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.divisibility import CONTRACTION, sharding_problems
 from lightning_llm.plan.shard_axes import SHARD_AXES
-from lightning_llm.precision import inductor
-from lightning_llm.precision.inductor import Backend
-from lightning_llm.precision.linear_call import Given, LinearCall
-from lightning_llm.precision.linear_plan import LinearPlan
-from lightning_llm.precision.module import QuantisedLinear
+from lightning_llm.precision.cast import inductor
+from lightning_llm.precision.cast.inductor import Backend
+from lightning_llm.precision.linear.call import Given, LinearCall
+from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.native.capability import Capability
 from tests.precision.recipes import RECIPES as ALL_RECIPES
 from tests.precision.recipes import load

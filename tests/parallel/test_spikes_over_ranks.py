@@ -11,7 +11,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.train.checkpoint.manifest import newest_verified
-from lightning_llm.train.health.spike_policy import SpikeStop
+from lightning_llm.train.spikes.spike_policy import SpikeStop
 
 BAD = 36
 

@@ -10,9 +10,9 @@ from test_bytes import Measure
 from traced_run import Trace, difference, traced_run
 
 from lightning_llm.config.schema import Config
+from lightning_llm.plan.memory.units import units_of
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent, traffic_bytes
-from lightning_llm.plan.units import units_of
 
 Sent = Counter[tuple[str, tuple[int, ...]]]
 

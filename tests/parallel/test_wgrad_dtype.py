@@ -7,7 +7,7 @@ from test_bytes import HELD, measured, words_of
 from traced_run import difference, traced_run
 
 from lightning_llm.config.compose import compose_config
-from lightning_llm.plan.memory import memory_bytes
+from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent
 

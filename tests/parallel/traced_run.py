@@ -19,8 +19,8 @@ from lightning_llm.plan.degrees import resolve_degrees
 from lightning_llm.run.agreement import decide_together
 from lightning_llm.run.build import build_module, build_trainer
 from lightning_llm.run.first_files import prepare_folder
-from lightning_llm.run.initial import open_initial
 from lightning_llm.run.prepared_rank import open_layout, quiet_lightning
+from lightning_llm.run.resume.initial import open_initial
 from lightning_llm.run.teachers import open_teachers
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing
 from lightning_llm.train.datamodule import CorpusDataModule

@@ -20,9 +20,9 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import ClusterConfig, Config
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.matrix import shipped_recipes
 from lightning_llm.plan.nodes import TREE_SCATTER, share_between_nodes
 from lightning_llm.plan.resolve import plan_of
+from lightning_llm.plan.text.matrix import shipped_recipes
 from lightning_llm.plan.time.cost import PARTS
 from lightning_llm.plan.time.device import Device
 from lightning_llm.plan.time.links import Links

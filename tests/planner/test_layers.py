@@ -7,14 +7,14 @@ from itertools import product
 import pytest
 
 from lightning_llm.config.compose import compose_config
-from lightning_llm.plan.memory import memory_bytes
+from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
+from lightning_llm.plan.search.galvatron import mix_by_block
+from lightning_llm.plan.search.layers import cheapest_modes
+from lightning_llm.plan.search.pricing import Pricer
+from lightning_llm.plan.search.search import search
+from lightning_llm.plan.search.space import Space, typed_values
 from lightning_llm.plan.time.step import StepTimer
-from lightning_llm.planner.galvatron import mix_by_block
-from lightning_llm.planner.layers import cheapest_modes
-from lightning_llm.planner.pricing import Pricer
-from lightning_llm.planner.search import search
-from lightning_llm.planner.space import Space, typed_values
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -10,8 +10,8 @@ import yaml
 from lightning_llm.__main__ import main
 from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.plan.schedule import passes_of
+from lightning_llm.plan.search.placement import PlacementProblem, anneal, critical_path_seconds
 from lightning_llm.plan.time.waiting import finish_times
-from lightning_llm.planner.placement import PlacementProblem, anneal, critical_path_seconds
 
 GPUS = 8
 

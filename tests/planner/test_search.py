@@ -12,12 +12,12 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.check import config_problems
-from lightning_llm.plan.memory import memory_bytes
+from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import Resolution, plan_of
+from lightning_llm.plan.search.pricing import Pricer
+from lightning_llm.plan.search.search import Found, pareto_front, search
+from lightning_llm.plan.search.space import Space, divisors, typed_values
 from lightning_llm.plan.time.step import StepTimer
-from lightning_llm.planner.pricing import Pricer
-from lightning_llm.planner.search import Found, pareto_front, search
-from lightning_llm.planner.space import Space, divisors, typed_values
 
 TIGHT = ["model=llama_3b", "cluster=h100_dgx", "world=2", "data.sequence_length=4096", "data.global_batch_size=8"]
 """Of which about half do not fit 80 GiB."""

@@ -5,10 +5,10 @@ import torch
 import yaml
 
 from lightning_llm.config.schema.precision import SLOTS, PrecisionConfig, slots_of
-from lightning_llm.precision.ablation import all_but_slot, as_yaml_values, only_slot
-from lightning_llm.precision.linear import quantised_linear
-from lightning_llm.precision.linear_plan import KEY_COUNT, LinearPlan
-from lightning_llm.precision.lint import lint
+from lightning_llm.precision.linear.autograd import quantised_linear
+from lightning_llm.precision.linear.plan import KEY_COUNT, LinearPlan
+from lightning_llm.precision.recipe.ablation import all_but_slot, as_yaml_values, only_slot
+from lightning_llm.precision.recipe.lint import lint
 from tests.precision.recipes import RECIPES, load
 
 QUANTISED = [name for name in RECIPES if load(name).quantises]

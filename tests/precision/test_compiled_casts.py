@@ -17,8 +17,8 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.divisibility import CONTRACTION
-from lightning_llm.precision import inductor, kernel_cache
-from lightning_llm.precision.vectors.conformance import run_conformance
+from lightning_llm.precision.cast import inductor, kernel_cache
+from lightning_llm.precision.conformance.conformance import run_conformance
 from tests.precision.recipes import CASTS, DISTINCT
 
 pytestmark = pytest.mark.skipif(inductor.no_compiler("cpu") is not None, reason="no C++ compiler")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.precision import rounding, scales
-from lightning_llm.precision.vectors.conformance import run_conformance
+from lightning_llm.precision.cast import rounding, scales
+from lightning_llm.precision.conformance.conformance import run_conformance
 
 VECTORS = Path(__file__).parent / "vectors"
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_llm.precision import inductor
-from lightning_llm.precision.quantize import quantise
+from lightning_llm.precision.cast import inductor
+from lightning_llm.precision.cast.quantize import quantise
 from tests.precision import reference
 from tests.precision.recipes import DISTINCT, load
 

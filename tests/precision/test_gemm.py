@@ -5,11 +5,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_llm import gemm as products
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision import gemm, inductor
-from lightning_llm.precision.gemm import multiply
-from lightning_llm.precision.operand import BlockScales, Operand
+from lightning_llm.linalg import gemm as products
+from lightning_llm.precision.cast import inductor
+from lightning_llm.precision.cast.operand import BlockScales, Operand
+from lightning_llm.precision.linear import gemm
+from lightning_llm.precision.linear.gemm import multiply
 
 ROW, SQUARE = CastConfig(format="e4m3", block="1x128"), CastConfig(format="e4m3", block="128x128")
 NARROW, POWER = CastConfig(format="e4m3", block="1x32"), CastConfig(format="e4m3", block="1x32", scale="e8m0_ceil")

@@ -6,7 +6,7 @@ from torch._inductor import cpp_builder
 from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.precision import inductor, kernel_cache
+from lightning_llm.precision.cast import inductor, kernel_cache
 
 MESSAGE = "CppCompileError: C++ compile error\n\nOutput:\n a.h:1:2: fatal error: bits/b.h: No such file\nmore"
 

@@ -7,11 +7,11 @@ import torch
 from filelock import FileLock
 
 from lightning_llm.__main__ import main
-from lightning_llm.precision import inductor, kernel_cache, quantize
-from lightning_llm.precision.blocks import block_shape, blocked
-from lightning_llm.precision.kernel_cache import Kernels, tally
-from lightning_llm.precision.kernel_key import signature
-from lightning_llm.precision.keyed_noise import Origin
+from lightning_llm.precision.cast import inductor, kernel_cache, quantize
+from lightning_llm.precision.cast.blocks import block_shape, blocked
+from lightning_llm.precision.cast.kernel_cache import Kernels, tally
+from lightning_llm.precision.cast.kernel_key import signature
+from lightning_llm.precision.cast.keyed_noise import Origin
 from recipes import RECIPES, load
 
 compiles = pytest.mark.skipif(inductor.no_compiler("cpu") is not None, reason="no C++ compiler")

@@ -7,17 +7,17 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema.precision import DelayedConfig
-from lightning_llm.precision import delayed, inductor
-from lightning_llm.precision.delayed_state import delayed_state, load_delayed_state, update_delayed
-from lightning_llm.precision.linear_plan import ROLES, SLOT_NAMES, LinearPlan
-from lightning_llm.precision.module import (
+from lightning_llm.precision.cast import delayed, inductor
+from lightning_llm.precision.cast.random_bits import random_signs, uniform_noise
+from lightning_llm.precision.linear.delayed_state import delayed_state, load_delayed_state, update_delayed
+from lightning_llm.precision.linear.module import (
     QuantisedLinear,
     quantised_layers,
     recompute_contexts,
     set_recipe,
     set_step_key,
 )
-from lightning_llm.precision.random_bits import random_signs, uniform_noise
+from lightning_llm.precision.linear.plan import ROLES, SLOT_NAMES, LinearPlan
 from tests.precision import reference
 from tests.precision.recipes import RECIPES, load
 

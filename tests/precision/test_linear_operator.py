@@ -21,16 +21,16 @@ from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.activation import checkpoint_blocks
 from lightning_llm.parallel.compile import compile_blocks
-from lightning_llm.precision.delayed_state import delayed_state, update_delayed
-from lightning_llm.precision.linear_call import LinearCall
-from lightning_llm.precision.module import (
+from lightning_llm.precision.linear.call import LinearCall
+from lightning_llm.precision.linear.delayed_state import delayed_state, update_delayed
+from lightning_llm.precision.linear.module import (
     QuantisedLinear,
     high_precision_forward,
     quantised_layers,
     set_recipe,
     set_step_key,
 )
-from lightning_llm.precision.swap import swap_linears
+from lightning_llm.precision.linear.swap import swap_linears
 from tests.precision.recipes import RECIPES, load
 
 LAYERS = 3

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from lightning_llm.base import keyed_hash
 from lightning_llm.base.keyed_hash import MASK_32, StepKey
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision import random_bits
-from lightning_llm.precision.keyed_noise import Origin, keyed_noise
-from lightning_llm.precision.quantize import quantise
+from lightning_llm.precision.cast import random_bits
+from lightning_llm.precision.cast.keyed_noise import Origin, keyed_noise
+from lightning_llm.precision.cast.quantize import quantise
 from tests.precision.recipes import load
 
 SIZE = 1 << 18

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_llm.precision import inductor
-from lightning_llm.precision.linear_plan import LinearPlan
-from lightning_llm.precision.module import QuantisedLinear
+from lightning_llm.precision.cast import inductor
+from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.plan import LinearPlan
 from tests.precision.recipes import load
 
 

@@ -8,19 +8,19 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import PrecisionConfig
-from lightning_llm.gemm import product
+from lightning_llm.linalg.gemm import product
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.plan.coverage import coverage_of
-from lightning_llm.precision import inductor
-from lightning_llm.precision.delayed_state import update_delayed
-from lightning_llm.precision.module import (
+from lightning_llm.precision.cast import inductor
+from lightning_llm.precision.linear.delayed_state import update_delayed
+from lightning_llm.precision.linear.module import (
     QuantisedLinear,
     high_precision_forward,
     quantised_layers,
     set_recipe,
     set_step_key,
 )
-from lightning_llm.precision.swap import choose_backend, swap_linears
+from lightning_llm.precision.linear.swap import choose_backend, swap_linears
 from tests.precision.recipes import RECIPES, load
 
 LAYERS, WIDTH = 4, 128

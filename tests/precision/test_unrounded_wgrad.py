@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from lightning_llm.base.keyed_hash import StepKey
-from lightning_llm.cast_linear import linear_with_unrounded_wgrad
 from lightning_llm.config.compose import compose_config
-from lightning_llm.gemm import linear
+from lightning_llm.linalg.cast_linear import linear_with_unrounded_wgrad
+from lightning_llm.linalg.gemm import linear
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.precision.delayed_state import update_delayed
-from lightning_llm.precision.module import set_step_key
+from lightning_llm.precision.linear.delayed_state import update_delayed
+from lightning_llm.precision.linear.module import set_step_key
 from lightning_llm.train.quantisation import Quantisation
 from tests.precision.recipes import RECIPES, load
 from tests.precision.test_linear import TORCH_DTYPES, allowed, disagreement, expected, layer_of, run, tensors

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision import quantize
-from lightning_llm.precision.keyed_noise import Origin, keyed_noise
+from lightning_llm.precision.cast import quantize
+from lightning_llm.precision.cast.keyed_noise import Origin, keyed_noise
 from lightning_llm.probe.comparison import compare, figures
 
 

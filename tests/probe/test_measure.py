@@ -10,8 +10,8 @@ from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.precision import quantize
-from lightning_llm.precision.ablation import all_but_slot
+from lightning_llm.precision.cast import quantize
+from lightning_llm.precision.recipe.ablation import all_but_slot
 from lightning_llm.probe.attribution import TARGET, gradient_error, layers_to_keep, slot_shares
 from lightning_llm.probe.comparison import figures
 from lightning_llm.probe.local import local_sums

@@ -13,11 +13,11 @@ from weight_folders import write_huggingface
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
+from lightning_llm.cli import export as export_verb
 from lightning_llm.config.compose import compose_config
 from lightning_llm.model.weights.convert import state_dict_of
-from lightning_llm.run.weights import open_weights
+from lightning_llm.run.resume.weights import open_weights
 from lightning_llm.train.checkpoint.manifest import Damage
-from lightning_llm.verb import export as export_verb
 
 
 @pytest.fixture(scope="module")

@@ -10,19 +10,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_llm import gemm
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import AgreedError
-from lightning_llm.compare.differences import all_differences, meaningful
+from lightning_llm.compare.runs.differences import all_differences, meaningful
 from lightning_llm.config.compose import compose_config
+from lightning_llm.linalg import gemm
 from lightning_llm.plan.known_bad import RULES, known_bad
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.record.files import chain_of, sealed_records, summary_of, write_json
-from lightning_llm.record.provenance import process_mark, send_signal
-from lightning_llm.record.reading import read_run
 from lightning_llm.run import fingerprint as module
 from lightning_llm.run.fingerprint import agree_on_fingerprint, driver_version, fingerprint
-from lightning_llm.run.start import Start
+from lightning_llm.run.resume.start import Start
+from lightning_llm.tracking.files import chain_of, sealed_records, summary_of, write_json
+from lightning_llm.tracking.provenance import process_mark, send_signal
+from lightning_llm.tracking.reading import read_run
 
 CPU = torch.device("cpu")
 

@@ -18,17 +18,17 @@ from weight_folders import write_huggingface
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.compare.differences import meaningful
+from lightning_llm.cli import export as export_verb
+from lightning_llm.cli import parity
+from lightning_llm.compare.runs.differences import meaningful
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
 from lightning_llm.model.weights import write
 from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.initial import InitialWeights
-from lightning_llm.record.files import read_records, summary_of
-from lightning_llm.record.reading import Run
-from lightning_llm.run.weights import init_problems, open_weights, pieces_of_new_tokens
-from lightning_llm.verb import export as export_verb
-from lightning_llm.verb import parity
+from lightning_llm.run.resume.weights import init_problems, open_weights, pieces_of_new_tokens
+from lightning_llm.tracking.files import read_records, summary_of
+from lightning_llm.tracking.reading import Run
 
 
 @pytest.fixture(scope="module")

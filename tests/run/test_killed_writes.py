@@ -62,7 +62,7 @@ def test_whenever_it_is_killed_a_folder_is_whole_or_not_there(verb, base, tmp_pa
     source = base if verb == "export" else base.with_name("hf")
     whole_write = write.write_tensors
     monkeypatch.setattr(
-        f"lightning_llm.verb.{'import_weights' if verb == 'import' else 'export'}.write_tensors",
+        f"lightning_llm.cli.{'import_weights' if verb == 'import' else 'export'}.write_tensors",
         lambda folder, tensors: whole_write(folder, tensors, 100_000),
     )  # several files and an index
     out = tmp_path / "out"
@@ -132,7 +132,7 @@ def test_two_commands_do_not_write_one_folder_at_once(base, tmp_path, monkeypatc
             codes.append(main(words))
         return wrote(folder, tensors)
 
-    monkeypatch.setattr("lightning_llm.verb.export.write_tensors", while_another)
+    monkeypatch.setattr("lightning_llm.cli.export.write_tensors", while_another)
     assert main(words) == 0
     assert codes == [None, 2]
     said = capsys.readouterr().err

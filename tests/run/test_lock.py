@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.record.sweep_file import LOCKS
-from lightning_llm.run import lock
-from lightning_llm.run.lock import is_locked, lock_run
+from lightning_llm.run.launch import lock
+from lightning_llm.run.launch.lock import is_locked, lock_run
+from lightning_llm.tracking.sweep_file import LOCKS
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.recipes import recipe_files
 from lightning_llm.plan.resolve import Resolution
-from lightning_llm.record.files import read_records, summary_of
 from lightning_llm.run.checked_plan import problems_beyond
+from lightning_llm.tracking.files import read_records, summary_of
 
 SOON = ("cpt/replay", "cpt/swallow_8b", "sweep/replay")
 CONTINUE, SWEEPS = (

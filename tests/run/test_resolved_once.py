@@ -10,7 +10,7 @@ RESOLVERS = {
     ("lightning_llm.precision.native.decide", "decide"),
     ("lightning_llm.config.identity", "config_hash"),
     ("lightning_llm.data.check", "data_rules"),
-    ("lightning_llm.run.start", "decide_start"),
+    ("lightning_llm.run.resume.start", "decide_start"),
 }
 
 

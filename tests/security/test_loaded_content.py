@@ -19,7 +19,7 @@ from weight_folders import write_huggingface
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
-from lightning_llm.precision import kernel_cache
+from lightning_llm.precision.cast import kernel_cache
 
 EXPLOITS: dict[str, Callable[[Path], Any]] = {
     "pickle": lambda mark: pickle.loads(pickled(mark)),

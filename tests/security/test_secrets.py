@@ -18,9 +18,9 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.redact import redacted, secret_in
 from lightning_llm.config.run_paths import secret_problems
 from lightning_llm.model.weights.write import ToWrite, write_tensors
-from lightning_llm.record.files import summary_of
-from lightning_llm.record.mlflow.tracker import MLflowTracker
 from lightning_llm.run import rank
+from lightning_llm.tracking.files import summary_of
+from lightning_llm.tracking.mlflow.tracker import MLflowTracker
 
 CANARY = "c4nary0f"
 SECRETS = (
@@ -206,7 +206,7 @@ def test_what_ends_a_command_unforeseen_is_printed_without(
     def fail(words: list[str]) -> None:
         raise RuntimeError(f"sent {os.environ['HF_TOKEN']}")
 
-    monkeypatch.setattr("lightning_llm.command_line._parse", fail)
+    monkeypatch.setattr("lightning_llm.cli.command_line._parse", fail)
     monkeypatch.setattr("lightning_llm.__main__.take_process", lambda: None)
     monkeypatch.setattr("lightning_llm.__main__.early_signals", lambda words: nullcontext())
     monkeypatch.setattr("lightning_llm.__main__.leave_working_folder", lambda: None)

@@ -11,8 +11,8 @@ from rank_group import forkserver
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.interpreter import python_module
-from lightning_llm.callbacks import run_folder
-from lightning_llm.record.mlflow.tracker import MLflowTracker
+from lightning_llm.tracking.mlflow.tracker import MLflowTracker
+from lightning_llm.train import run_folder
 
 START = python_module("lightning_llm")
 

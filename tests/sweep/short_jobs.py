@@ -7,8 +7,8 @@ import pytest
 
 from lightning_llm.base.interpreter import python_module
 from lightning_llm.config.composed_sweep import compose_sweep
-from lightning_llm.record.sweep_definition import Job, Sweep, define
 from lightning_llm.sweep import local
+from lightning_llm.tracking.sweep_definition import Job, Sweep, define
 
 CHILD = """
 import json, pathlib, sys, time, yaml

@@ -9,14 +9,14 @@ import pytest
 from short_jobs import sweep_of
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.command_line import _parser
+from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.compose import compose_config, typed_value
 from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.identity import config_hash, training_hash
-from lightning_llm.record import sweep_definition as definition
-from lightning_llm.record.sweep_commands import command_to_go_on, command_with_seeds
-from lightning_llm.record.sweep_definition import Sweep, Typed, define
-from lightning_llm.record.sweep_writing import write_sweep
+from lightning_llm.tracking import sweep_definition as definition
+from lightning_llm.tracking.sweep_commands import command_to_go_on, command_with_seeds
+from lightning_llm.tracking.sweep_definition import Sweep, Typed, define
+from lightning_llm.tracking.sweep_writing import write_sweep
 
 RECIPE = """# @package _global_
 # Two precisions, and bf16 against itself.

@@ -19,11 +19,11 @@ from made_jobs import MadeJob, make_jobs
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.composed_sweep import compose_sweep
-from lightning_llm.record.sweep_definition import Job, define
-from lightning_llm.record.sweep_file import LOCKS
-from lightning_llm.run.lock import lock_run
+from lightning_llm.run.launch.lock import lock_run
 from lightning_llm.sweep import elsewhere
 from lightning_llm.sweep.search import watch
+from lightning_llm.tracking.sweep_definition import Job, define
+from lightning_llm.tracking.sweep_file import LOCKS
 
 
 def words(folder: Path, *more: str) -> list[str]:

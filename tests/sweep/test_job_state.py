@@ -17,16 +17,16 @@ from short_jobs import sweep_of
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.file import write_config
-from lightning_llm.record import liveness as heartbeat
-from lightning_llm.record.files import write_json
-from lightning_llm.record.provenance import has_ended, process_mark
-from lightning_llm.record.reading import read_run
-from lightning_llm.record.state import detail_of, settled_state, state_of
-from lightning_llm.record.sweep_definition import Job
-from lightning_llm.record.sweep_writing import write_sweep
-from lightning_llm.run.start import Start, decide_start
+from lightning_llm.run.resume.start import Start, decide_start
 from lightning_llm.sweep.ending import close, close_again
 from lightning_llm.sweep.job_locks import Outcome, allow_open_files, locked
+from lightning_llm.tracking import liveness as heartbeat
+from lightning_llm.tracking.files import write_json
+from lightning_llm.tracking.provenance import has_ended, process_mark
+from lightning_llm.tracking.reading import read_run
+from lightning_llm.tracking.state import detail_of, settled_state, state_of
+from lightning_llm.tracking.sweep_definition import Job
+from lightning_llm.tracking.sweep_writing import write_sweep
 
 
 def test_processes_are_told_apart_from_those_that_took_their_number() -> None:

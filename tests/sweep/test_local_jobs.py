@@ -15,13 +15,13 @@ from short_jobs import CHILD, MEETING_CHILD, start_short_jobs, sweep_of, times
 from lightning_llm.__main__ import main
 from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.record.state import state_of
-from lightning_llm.record.sweep_definition import define
 from lightning_llm.sweep import ending
 from lightning_llm.sweep import run as sweep_run
 from lightning_llm.sweep.devices import DevicePool, cuda_devices
 from lightning_llm.sweep.local import Relay, run_here
 from lightning_llm.sweep.progress import Progress, duration
+from lightning_llm.tracking.state import state_of
+from lightning_llm.tracking.sweep_definition import define
 
 
 def test_two_at_a_time_are_two_and_never_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

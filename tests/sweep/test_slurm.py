@@ -15,10 +15,10 @@ from short_jobs import MEETING_CHILD, start_short_jobs, sweep_of, times
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
-from lightning_llm.record.state import detail_of, state_of
-from lightning_llm.run.relay import Relay
+from lightning_llm.run.launch.relay import Relay
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.sweep.slurm import array_parameters, run_on_slurm, slurm_problems
+from lightning_llm.tracking.state import detail_of, state_of
 
 
 @pytest.mark.usefixtures("short_children")

@@ -13,8 +13,8 @@ import numpy as np
 from scipy import signal, stats
 
 from lightning_llm.config.schema import SpikesConfig
-from lightning_llm.record.files import read_records
-from lightning_llm.train.health.spikes import SpikeState
+from lightning_llm.tracking.files import read_records
+from lightning_llm.train.spikes.spikes import SpikeState
 
 CURVE = Path(__file__).with_name("quickstart_curve.txt")
 WARMUP = 60

@@ -17,8 +17,8 @@ from lightning_llm.config.commands import resume_command
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.moved_run import place_where_it_lies
 from lightning_llm.config.schema import CheckpointConfig
-from lightning_llm.record.files import damaged_record, summary_of, write_json
 from lightning_llm.run import first_files
+from lightning_llm.tracking.files import damaged_record, summary_of, write_json
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing
 from lightning_llm.train.checkpoint.manifest import newest_verified, open_checkpoint
 from lightning_llm.train.checkpoint.ownership import RunIdentity

@@ -9,8 +9,8 @@ from run_metrics import curve, read_metrics, same_weights, steps_saved, weights
 
 from lightning_llm.__main__ import main
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.precision import inductor
-from lightning_llm.record.files import summary_of
+from lightning_llm.precision.cast import inductor
+from lightning_llm.tracking.files import summary_of
 from lightning_llm.train.checkpoint.state import read_tensors
 
 STEP = 4

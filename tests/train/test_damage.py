@@ -16,9 +16,9 @@ from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.integrity import FileContent, seal, unseal
-from lightning_llm.callbacks import run_folder
-from lightning_llm.record.files import cut_back, summary_of
-from lightning_llm.record.reading import read_run
+from lightning_llm.tracking.files import cut_back, summary_of
+from lightning_llm.tracking.reading import read_run
+from lightning_llm.train import run_folder
 from lightning_llm.train.checkpoint.manifest import open_checkpoint
 from lightning_llm.train.checkpoint.state import read_tensors
 

@@ -23,17 +23,17 @@ from lightning_llm.data.batch import Batch
 from lightning_llm.dry_run.rank import count_step
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.check import check_config
-from lightning_llm.plan.memory import memory_bytes
+from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.precision.linear_call import LinearCall
-from lightning_llm.precision.module import quantised_layers
-from lightning_llm.precision.operand import Operand
-from lightning_llm.precision.weight_cast_rules import kept_slots
-from lightning_llm.precision.weight_casts import KeptCasts
-from lightning_llm.train.health.spike_policy import SpikePolicy
+from lightning_llm.precision.cast.operand import Operand
+from lightning_llm.precision.linear.call import LinearCall
+from lightning_llm.precision.linear.module import quantised_layers
+from lightning_llm.precision.linear.weight_cast_rules import kept_slots
+from lightning_llm.precision.linear.weight_casts import KeptCasts
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.spikes.spike_policy import SpikePolicy
 from lightning_llm.train.state import TrainState
 from lightning_llm.train.step import TrainStep
 

@@ -18,13 +18,13 @@ from traced_run import run_with
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
-from lightning_llm.precision import inductor
-from lightning_llm.record.reading import read_run
-from lightning_llm.record.skipped_updates import stalled
-from lightning_llm.record.state import state_of
+from lightning_llm.precision.cast import inductor
+from lightning_llm.tracking.reading import read_run
+from lightning_llm.tracking.skipped_updates import stalled
+from lightning_llm.tracking.state import state_of
 from lightning_llm.train.checkpoint.state import read_tensors
-from lightning_llm.train.health.spike_policy import SpikePolicy, SpikeStop
 from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.spikes.spike_policy import SpikePolicy, SpikeStop
 
 RECIPES = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "precision").glob("*.yaml"))
 SHAPE = [

@@ -8,9 +8,9 @@ from run_metrics import curve, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.precision import inductor
-from lightning_llm.record.files import summary_of, write_json
-from lightning_llm.run.lock import lock_run
+from lightning_llm.precision.cast import inductor
+from lightning_llm.run.launch.lock import lock_run
+from lightning_llm.tracking.files import summary_of, write_json
 from lightning_llm.train.checkpoint.manifest import TENSORS
 
 

@@ -14,13 +14,13 @@ from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.stopping import exit_code
-from lightning_llm.compare.differences import meaningful
+from lightning_llm.compare.runs.differences import meaningful
 from lightning_llm.config.from_file import load_config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.record.reading import read_run
-from lightning_llm.run.rollbacks import Rollback, read_rollbacks, write_rollbacks
-from lightning_llm.train.health.spike_policy import SpikePolicy, SpikeRollback
+from lightning_llm.run.resume.rollbacks import Rollback, read_rollbacks, write_rollbacks
+from lightning_llm.tracking.reading import read_run
+from lightning_llm.train.spikes.spike_policy import SpikePolicy, SpikeRollback
 
 BATCH, BAD = 4, 40
 """Samples of a step, and the step whose samples are bad: past the 32 that a decision needs."""

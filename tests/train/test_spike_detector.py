@@ -10,8 +10,8 @@ from noise import clean_steps, false_alarms, read_curve
 from pydantic import ValidationError
 
 from lightning_llm.config.schema import SpikesConfig
-from lightning_llm.train.health.spike_policy import SpikePolicy, SpikeStop
-from lightning_llm.train.health.spikes import Finding, SpikeState
+from lightning_llm.train.spikes.spike_policy import SpikePolicy, SpikeStop
+from lightning_llm.train.spikes.spikes import Finding, SpikeState
 
 CONFIG = SpikesConfig()
 STEPS = 300

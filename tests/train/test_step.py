@@ -29,11 +29,11 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.vocabulary import loss_sum_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.train.algorithm.synchronous import Synchronous
-from lightning_llm.train.health.nonfinite import NonFiniteError
-from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.spikes.nonfinite import NonFiniteError
+from lightning_llm.train.spikes.spike_policy import SpikePolicy
 from lightning_llm.train.state import TrainState
 from lightning_llm.train.step import TrainStep
 

@@ -17,8 +17,8 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.file import config_text
 from lightning_llm.config.identity import config_digest, flatten
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.record.files import summary_of
-from lightning_llm.record.reading import read_run
+from lightning_llm.tracking.files import summary_of
+from lightning_llm.tracking.reading import read_run
 from lightning_llm.train.checkpoint import writing
 from lightning_llm.train.checkpoint.manifest import step_folders
 

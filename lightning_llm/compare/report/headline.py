@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_llm.compare.comparison import Comparison
-from lightning_llm.compare.statistics import Decision
+from lightning_llm.compare.statistics.intervals import Decision
 from lightning_llm.compare.wording import short
 
 ORDER: tuple[Decision, ...] = ("lossless", "lossy", "inconclusive")

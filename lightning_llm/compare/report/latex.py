@@ -7,9 +7,9 @@ r"""The report for LaTeX: methods with `\cite`, the entries they cite, and a doc
 import re
 from collections.abc import Iterable, Sequence
 
-from lightning_llm.compare.methods import Methods
-from lightning_llm.compare.references import CITATION, Reference, citations_in
+from lightning_llm.compare.report.methods import Methods
 from lightning_llm.compare.report.picture import Picture
+from lightning_llm.compare.report.references import CITATION, Reference, citations_in
 
 ESCAPED = {"&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
            "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "<": r"\textless{}",

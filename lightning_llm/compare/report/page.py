@@ -8,10 +8,10 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
 
 from lightning_llm.compare.comparison import Comparison
-from lightning_llm.compare.methods import Methods
-from lightning_llm.compare.references import CITATION, citations_in
 from lightning_llm.compare.report.headline import headlines, sentence
+from lightning_llm.compare.report.methods import Methods
 from lightning_llm.compare.report.picture import Picture
+from lightning_llm.compare.report.references import CITATION, citations_in
 from lightning_llm.compare.report.rows import COST, JUDGED, LONG, baseline_row, verdict_row
 from lightning_llm.compare.report.style import COLOURS, DARK_COLOURS, SYMBOLS
 from lightning_llm.compare.report.supplement import Table

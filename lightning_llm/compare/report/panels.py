@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.estimate import Terms
-from lightning_llm.compare.paired_curves import Curve, difference, kept_pairs, paired_curves
-from lightning_llm.compare.pairing import Family, Pair
-from lightning_llm.compare.statistics import Decision
+from lightning_llm.compare.runs.pairing import Family, Pair
+from lightning_llm.compare.statistics.intervals import Decision
+from lightning_llm.compare.statistics.paired_curves import Curve, difference, kept_pairs, paired_curves
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.record.reading import Run
+from lightning_llm.tracking.reading import Run
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 
 from lightning_llm.compare.comparison import Comparison
-from lightning_llm.compare.methods import plain
 from lightning_llm.compare.report.headline import headlines, sentence
+from lightning_llm.compare.report.methods import plain
 from lightning_llm.compare.report.page import title_of
 from lightning_llm.compare.report.picture import Picture
 from lightning_llm.compare.report.rows import JUDGED, Row, baseline_row, verdict_row

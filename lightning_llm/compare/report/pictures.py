@@ -8,7 +8,6 @@ from functools import partial
 from typing import Literal
 
 from lightning_llm.compare.comparison import Comparison
-from lightning_llm.compare.pairing import Family
 from lightning_llm.compare.report import draw
 from lightning_llm.compare.report.panels import (
     CurvePanel,
@@ -24,6 +23,7 @@ from lightning_llm.compare.report.panels import (
 from lightning_llm.compare.report.picture import Picture
 from lightning_llm.compare.report.small_multiples import MOST_APART, Panel, small_multiples
 from lightning_llm.compare.report.trends import Trend, trends
+from lightning_llm.compare.runs.pairing import Family
 from lightning_llm.compare.wording import nats
 
 SHADED = " Shaded around zero: the A/A floor."

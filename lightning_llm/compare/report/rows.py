@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_llm.compare.baseline import Baseline
-from lightning_llm.compare.stability import Stability, rate_interval, upper_bound
-from lightning_llm.compare.statistics import Decision
+from lightning_llm.compare.statistics.intervals import Decision
+from lightning_llm.compare.statistics.stability import Stability, rate_interval, upper_bound
 from lightning_llm.compare.table import COLUMNS, baseline_cells, cells
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.wording import minus, nats

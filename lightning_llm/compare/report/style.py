@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lightning_llm.compare.statistics import Decision
+from lightning_llm.compare.statistics.intervals import Decision
 
 COLOURS: dict[Decision, str] = {"lossless": "#0057b7", "inconclusive": "#6b6f75", "lossy": "#b84300"}
 """On white each has a contrast of at least 4.5, which text needs (WCAG 2.2, 1.4.3)."""

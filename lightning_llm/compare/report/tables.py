@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.data import finite
-from lightning_llm.compare.paired_curves import SourceGap, paired_curves, source_gaps
 from lightning_llm.compare.report.latex import latex_row
+from lightning_llm.compare.statistics.paired_curves import SourceGap, paired_curves, source_gaps
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.wording import interval_of, nats, short
 

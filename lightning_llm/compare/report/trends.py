@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.report.panels import Interval, interval_of
-from lightning_llm.compare.statistics import Decision
+from lightning_llm.compare.statistics.intervals import Decision
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.wording import short
 

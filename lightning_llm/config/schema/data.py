@@ -1,8 +1,8 @@
 """`data`: which documents, how they become tokens, and how tokens become batches.
 
 Loaders and mixtures are registered kinds: a subclass of `SourceConfig` (of `TextSourceConfig` for those built in that
-read text, of `TokenSourceConfig` where documents are tokens already) in a module `lightning_llm/data/loader/*_spec.py`,
-one of `MixtureConfig` in `lightning_llm/data/mixture/*_spec.py`, or either in an installed package (docs/extend.md).
+read text, of `TokenSourceConfig` where documents are tokens already) in a module `data/sources/*_spec.py`,
+one of `MixtureConfig` in `lightning_llm/data/mixing/*_spec.py`, or either in an installed package (docs/extend.md).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,7 +72,7 @@ class SourceConfig(Group):
         return sum(file.stat().st_size for file in files)
 
     def build(self, key: str, files: Sequence[Path]) -> Any:
-        """Return the `data.source.DocumentReader`; where `tokenised`, the `data.tokenised.TokenReader`."""
+        """Return the `data.sources.source.DocumentReader`; the `data.tokens.tokenised.TokenReader` if `tokenised`."""
         raise NotImplementedError
 
 
@@ -103,7 +103,7 @@ class TextSourceConfig(SourceConfig):
 
 
 class TokenSourceConfig(SourceConfig):
-    """A loader of token ids that `data.tokenizer` gave: they are mapped where they lie, never copied."""
+    """A loader of token ids that `data.tokens.tokenizer` gave: they are mapped where they lie, never copied."""
 
     tokenised: ClassVar[bool] = True
 
@@ -162,19 +162,19 @@ class MixtureConfig(Group):
         return self.model_dump()
 
     def chooser(self) -> Any:
-        """Return the `data.chosen.Chooser` of the documents in the training streams; None: each once, as it is read."""
+        """Return the `data.mixing.chosen.Chooser` of the documents in training streams; None: each once, as read."""
         return None
 
     def build(self, weights: Mapping[str, float], step_samples: int, max_steps: int | None) -> Any:
-        """Return the `data.addressing.Mixture` of sources of these `weights`; of windows, where `shares_by_tokens`.
+        """Return the `data.mixing.addressing.Mixture` of sources of these `weights`; of windows if `shares_by_tokens`.
 
         A step takes `step_samples` samples; `max_steps` is the run's length, None where nobody knows.
         """
         raise NotImplementedError
 
 
-LOADERS: Registry[SourceConfig] = Registry("loader", "lightning_llm.data.loader", key="loader")
-MIXTURES: Registry[MixtureConfig] = Registry("mixture", "lightning_llm.data.mixture")
+LOADERS: Registry[SourceConfig] = Registry("loader", "lightning_llm.data.sources", key="loader")
+MIXTURES: Registry[MixtureConfig] = Registry("mixture", "lightning_llm.data.mixing")
 
 
 def loader_of(name: str) -> str | None:

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_llm.gemm import operand, product
+from lightning_llm.linalg.gemm import operand, product
 from lightning_llm.model.mixer.attention_spec import SHORT_KERNEL_TOKENS
 
 ROWS = 64

@@ -12,13 +12,13 @@ from lightning_llm.model.linear_names import block_linears
 from lightning_llm.model.mixer.attention_spec import AttentionSpec
 from lightning_llm.model.spec import LinearSpec, MemoryPass, Mixer
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
-from lightning_llm.plan.activations import tokens_of
 from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.memory.activations import tokens_of
+from lightning_llm.plan.memory.units import micro_batches_per_rank, reduces_once, uses_fsdp
 from lightning_llm.plan.time.cost import Cost, Passes
 from lightning_llm.plan.time.device import Device
 from lightning_llm.plan.time.formats import Formats
 from lightning_llm.plan.time.links import Links
-from lightning_llm.plan.units import micro_batches_per_rank, reduces_once, uses_fsdp
 
 BACKWARD_OF_ATTENTION = 2.5
 """Matrix products of attention's backward pass over those of its forward pass, 5 over 2: the scores are made again

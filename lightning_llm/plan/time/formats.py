@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
 from lightning_llm.plan.time.device import FORMAT_BYTES, Device
-from lightning_llm.precision.module_rules import reasons_to_stay_high, rule_of
+from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, rule_of
 
 GEMMS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 UNITS = {"e4m3": "fp8", "e5m2": "fp8", "e2m1": "fp4"}

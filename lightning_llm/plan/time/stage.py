@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from lightning_llm.model.block_spec import norm_of
 from lightning_llm.model.spec import LinearSpec, Size, hidden
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
-from lightning_llm.plan.activations import recomputed_layers
-from lightning_llm.plan.loss_chunks import loss_chunks
+from lightning_llm.plan.memory.activations import recomputed_layers
+from lightning_llm.plan.memory.loss_chunks import loss_chunks
+from lightning_llm.plan.memory.parameter_gather import gathered_units
+from lightning_llm.plan.memory.units import Unit, reduces_once, shard_ranks, sums_in_tree, uses_fsdp
 from lightning_llm.plan.nodes import TREE_SCATTER
-from lightning_llm.plan.parameter_gather import gathered_units
 from lightning_llm.plan.stages import StagePart
 from lightning_llm.plan.time.block import Operations
 from lightning_llm.plan.time.cost import Cost, Passes
 from lightning_llm.plan.traffic import SHARDS
-from lightning_llm.plan.units import Unit, reduces_once, shard_ranks, sums_in_tree, uses_fsdp
 
 LOSS_BYTES = (14, 20)
 """Bytes of `model.loss` per logit beside the logits' own dtype's, forward and backward: cast to fp32, log-softmax of it

@@ -11,9 +11,10 @@ from lightning_llm.config.schema.optim import ParameterShard
 from lightning_llm.model.flops import flops_per_token
 from lightning_llm.model.linear_names import linear_names
 from lightning_llm.optim.state_bytes import state_bytes
-from lightning_llm.plan.activations import boundary_bytes
 from lightning_llm.plan.attention_kernel import takes_blocks
-from lightning_llm.plan.buffers import REPLICA_BUCKET_BYTES
+from lightning_llm.plan.memory.activations import boundary_bytes
+from lightning_llm.plan.memory.buffers import REPLICA_BUCKET_BYTES
+from lightning_llm.plan.memory.units import shard_ranks
 from lightning_llm.plan.nodes import TREE_SCATTER, ranks_per_node
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.schedule import Pass, passes_of
@@ -27,7 +28,6 @@ from lightning_llm.plan.time.peak import NeededFlops, needed_flops
 from lightning_llm.plan.time.stage import StageTimes, stage_times
 from lightning_llm.plan.time.waiting import finish_times
 from lightning_llm.plan.traffic import Sent, sent_at
-from lightning_llm.plan.units import shard_ranks
 
 ROUNDING = 1e-9
 """Of a step: less is no part of it, but what sums of floats leave."""

@@ -94,7 +94,7 @@ def device_here(accelerator: str) -> Capability:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         return Capability.none(f"no CUDA device: torch {torch.__version__}, {built}, finds none")
     major, minor = torch.cuda.get_device_capability()
-    from lightning_llm.precision.inductor import no_compiler
+    from lightning_llm.precision.cast.inductor import no_compiler
 
     cuda = version_tuple(torch.version.cuda or "")
     return Capability(f"sm_{major}{minor}", (major, minor), cuda, no_compiler=no_compiler("cuda"))

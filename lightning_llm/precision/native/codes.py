@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
-from lightning_llm.precision.hadamard import fixed_signs, rotate, rotation
-from lightning_llm.precision.linear_plan import DTYPES, ROLES, LinearPlan
+from lightning_llm.precision.cast.hadamard import fixed_signs, rotate, rotation
+from lightning_llm.precision.cast.quantize import quantise
+from lightning_llm.precision.cast.scales import divide
+from lightning_llm.precision.linear.plan import DTYPES, ROLES, LinearPlan
 from lightning_llm.precision.native.transformer_engine import NativeLinear, engine
-from lightning_llm.precision.quantize import quantise
-from lightning_llm.precision.scales import divide
 
 SIZE = 256  # whole blocks of every recipe, and tiles of 16 x 16
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -26,14 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision.linear_plan import ROLES, LinearPlan
-from lightning_llm.precision.module import QuantisedLinear
+from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.observed_casts import observe_casts
+from lightning_llm.precision.linear.plan import ROLES, LinearPlan
+from lightning_llm.precision.linear.weight_cast_rules import kept_by_kernel
+from lightning_llm.precision.linear.weight_casts import OwnCasts
 from lightning_llm.precision.native.decide import MULTIPLES
 from lightning_llm.precision.native.express import NativeRecipe, express
 from lightning_llm.precision.native.main_grad import MainGrad
-from lightning_llm.precision.observed_casts import observe_casts
-from lightning_llm.precision.weight_cast_rules import kept_by_kernel
-from lightning_llm.precision.weight_casts import OwnCasts
 
 ROLE_OF = {"input": "x", "weight": "w", "grad_output": "dy"}
 """Transformer Engine's `QuantizerRole.tensor_type`, and the tensor's name here."""

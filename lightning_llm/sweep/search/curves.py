@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import fmean, median
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.compare.losses import tail_of
-from lightning_llm.record.reading import Run, read_run
+from lightning_llm.compare.runs.losses import tail_of
+from lightning_llm.tracking.reading import Run, read_run
 
 
 def run_in(folder: Path) -> Run | None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.record.search_results import ENDED_AT, FILE, read_trials
-from lightning_llm.record.sweep_definition import Job
+from lightning_llm.tracking.search_results import ENDED_AT, FILE, read_trials
+from lightning_llm.tracking.sweep_definition import Job
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,7 @@ from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.record.files import summary_of
-from lightning_llm.record.job_keys import kind_of
-from lightning_llm.record.liveness import whose
-from lightning_llm.record.rank_liveness import signal_ranks
-from lightning_llm.record.search_results import ENDED_AT, FILE, write_results
-from lightning_llm.record.state import SETTLED, state_of
-from lightning_llm.record.sweep_definition import Job, Sweep, define
-from lightning_llm.record.sweep_file import SEARCH
-from lightning_llm.run.relay import Relay, signals_passed_on
+from lightning_llm.run.launch.relay import Relay, signals_passed_on
 from lightning_llm.sweep.elsewhere import await_elsewhere, runs_elsewhere
 from lightning_llm.sweep.ending import close
 from lightning_llm.sweep.job_locks import Outcome
@@ -33,6 +25,14 @@ from lightning_llm.sweep.search.dropped import Dropped, dropped_before
 from lightning_llm.sweep.search.run import Asked, check_launcher
 from lightning_llm.sweep.search.rungs import losses_at, worse_than_best
 from lightning_llm.sweep.search.watch import watched
+from lightning_llm.tracking.files import summary_of
+from lightning_llm.tracking.job_keys import kind_of
+from lightning_llm.tracking.liveness import whose
+from lightning_llm.tracking.rank_liveness import signal_ranks
+from lightning_llm.tracking.search_results import ENDED_AT, FILE, write_results
+from lightning_llm.tracking.state import SETTLED, state_of
+from lightning_llm.tracking.sweep_definition import Job, Sweep, define
+from lightning_llm.tracking.sweep_file import SEARCH
 
 FEWEST_SEEDS = 2
 

@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.identity import hashed_values, training_hash, without_observers
-from lightning_llm.record.state import SETTLED, state_of
-from lightning_llm.record.sweep_definition import Job, define
-from lightning_llm.record.sweep_file import OTHER_KEYS, SEARCH
-from lightning_llm.record.sweep_writing import write_sweep
-from lightning_llm.run.relay import Relay, signals_passed_on
+from lightning_llm.run.launch.relay import Relay, signals_passed_on
 from lightning_llm.sweep.elsewhere import await_elsewhere
 from lightning_llm.sweep.ending import close
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
@@ -30,6 +26,10 @@ from lightning_llm.sweep.search.study import add_trial, open_study
 from lightning_llm.sweep.search.told import print_best, tell, write_trials
 from lightning_llm.sweep.search.trials import Search
 from lightning_llm.sweep.search.watch import watched
+from lightning_llm.tracking.state import SETTLED, state_of
+from lightning_llm.tracking.sweep_definition import Job, define
+from lightning_llm.tracking.sweep_file import OTHER_KEYS, SEARCH
+from lightning_llm.tracking.sweep_writing import write_sweep
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

@@ -6,10 +6,10 @@ from typing import Any
 
 from lightning_llm.config.composed_sweep import read_space
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.record.search_results import FILE
-from lightning_llm.record.sweep_definition import Sweep
-from lightning_llm.record.sweep_file import SEARCH
 from lightning_llm.sweep.search.run import Asked
+from lightning_llm.tracking.search_results import FILE
+from lightning_llm.tracking.sweep_definition import Sweep
+from lightning_llm.tracking.sweep_file import SEARCH
 
 
 def search_facts(arguments: argparse.Namespace, keys: SweepConfig) -> tuple[Sweep, dict[str, Any]]:

@@ -8,9 +8,9 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.composed_sweep import read_space
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.record.job_keys import kind_of
-from lightning_llm.record.sweep_definition import Typed
 from lightning_llm.sweep.run import checked_jobs
+from lightning_llm.tracking.job_keys import kind_of
+from lightning_llm.tracking.sweep_definition import Typed
 
 ComposedJob = tuple[list[str], Config]
 

@@ -16,10 +16,10 @@ from statistics import fmean
 
 import numpy as np
 
-from lightning_llm.compare.losses import tail_of
-from lightning_llm.compare.statistics import simultaneous_intervals
+from lightning_llm.compare.runs.losses import tail_of
+from lightning_llm.compare.statistics.intervals import simultaneous_intervals
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.record.reading import Run
+from lightning_llm.tracking.reading import Run
 
 
 def losses_at(runs: Sequence[Sequence[Run | None]], step: int, keys: SweepConfig) -> np.ndarray:

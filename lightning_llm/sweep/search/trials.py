@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.record.job_keys import kind_of
-from lightning_llm.record.state import SETTLED, state_of
-from lightning_llm.record.sweep_definition import Job, Sweep, define, tracked
 from lightning_llm.sweep.search.curves import paired_curve
 from lightning_llm.sweep.search.run import Asked, ComposedJob, without_repeats
+from lightning_llm.tracking.job_keys import kind_of
+from lightning_llm.tracking.state import SETTLED, state_of
+from lightning_llm.tracking.sweep_definition import Job, Sweep, define, tracked
 
 
 @dataclass

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from lightning_llm.record.sweep_definition import Job
-from lightning_llm.run.relay import Relay
+from lightning_llm.run.launch.relay import Relay
+from lightning_llm.tracking.sweep_definition import Job
 
 SECONDS = 0.5
 """Between two looks."""

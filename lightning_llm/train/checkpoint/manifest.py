@@ -35,7 +35,7 @@ from lightning_llm.base.integrity import (
     size_problem,
     unseal,
 )
-from lightning_llm.record.chain import RECORDS, ChainHead
+from lightning_llm.tracking.chain import RECORDS, ChainHead
 
 VERSION = 3
 UNSEALED = 2

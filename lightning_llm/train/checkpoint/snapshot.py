@@ -12,8 +12,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from lightning_llm.data.skipped import SKIPPED_SAMPLES
-from lightning_llm.local_part import local
+from lightning_llm.data.mixing.skipped import SKIPPED_SAMPLES
+from lightning_llm.linalg.local_part import local
 from lightning_llm.train.checkpoint.callback_state import FILE as CALLBACKS
 from lightning_llm.train.checkpoint.callback_state import collect
 from lightning_llm.train.checkpoint.manifest import PRECISION, PROGRESS

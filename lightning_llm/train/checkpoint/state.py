@@ -19,8 +19,8 @@ from lightning_llm.train.checkpoint.failures import UNREADABLE, on_all_ranks, to
 from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint, DamagedError, verified
 from lightning_llm.train.checkpoint.snapshot import FLAT, algorithm_state, optimizer_state, parameters, union
 from lightning_llm.train.checkpoint.tensor_storage import open_tensors
-from lightning_llm.train.health.spikes import SpikeState
 from lightning_llm.train.module import LanguageModule
+from lightning_llm.train.spikes.spikes import SpikeState
 
 OPTIONS = "param_groups."
 """Before the names of an optimizer's options in its flat state: one for each parameter and option."""

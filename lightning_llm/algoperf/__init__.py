@@ -1,0 +1,1 @@
+"""Runs scored by AlgoPerf's rules, instead of judged by their losses."""

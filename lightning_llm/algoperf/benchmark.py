@@ -1,0 +1,216 @@
+"""`compare --time-to-target`: runs scored by AlgoPerf's rules, instead of judged by their losses.
+
+A submission is a level of the factor, a workload a setting, a study a seed, a trial a value of the tuned key, all of
+whose runs of one seed are the trials of a study.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from lightning_llm.algoperf.profiles import LARGEST_RATIO, median_times, profiles, ratios, scores
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.compare.runs.differences import validation_differences
+from lightning_llm.compare.runs.factor import Factor, choose_factor, varying_keys
+from lightning_llm.compare.runs.pairing import Family, Pair, name_settings, setting_keys, setting_of
+from lightning_llm.compare.runs.unfinished import unfinished_problems
+from lightning_llm.compare.target import KEY, Reached, Targets, reached
+from lightning_llm.tracking.reading import Run
+
+CLOCKS = ("steps", "tokens", "seconds")
+USUAL_TRIALS = "optim.learning_rate"
+Trial = tuple[str, str, int]
+"""Submission, workload, study."""
+
+
+@dataclass
+class Benchmark:
+    """What came of it. `times`: {clock: {submission: {workload: {study: times of its trials}}}}; `targets`: by
+    workload; `problems`: what keeps the table from being whole."""
+
+    factor: Factor
+    trial_keys: tuple[str, ...]
+    metric: str
+    targets: dict[str, float]
+    times: dict[str, dict[str, dict[str, dict[int, list[float]]]]]
+    shared_machine: bool
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def submissions(self) -> list[str]:
+        """Levels of the factor, the baseline first."""
+        return list(self.times["steps"])
+
+    def medians(self, clock: str) -> dict[str, dict[str, float]]:
+        """Return {submission: {workload: median over studies of the best trial's time}}, infinite for a miss."""
+        return median_times(self.times[clock])
+
+    def scores(self, clock: str) -> dict[str, float]:
+        """Return each submission's score by `clock`."""
+        return scores(self.medians(clock))
+
+    def as_data(self) -> dict[str, Any]:
+        """Return what `time_to_target.json` holds; an infinite time is null."""
+        tau, _ = profiles(ratios(self.medians("steps")))
+        return {
+            "factor": self.factor.name,
+            "submissions": self.submissions,
+            "targets": self.targets,
+            "metric": self.metric,
+            "trial_keys": list(self.trial_keys),
+            "largest_ratio": LARGEST_RATIO,
+            "times": self.times,
+            "medians": {clock: self.medians(clock) for clock in CLOCKS},
+            "scores": {clock: self.scores(clock) for clock in CLOCKS},
+            "tau": list(tau),
+            "profiles": {
+                clock: {name: list(rho) for name, rho in profiles(ratios(self.medians(clock)))[1].items()}
+                for clock in CLOCKS
+            },
+            "problems": [{"key": each.key, "text": each.text} for each in self.problems],
+            "notes": self.notes(),
+        }
+
+    def _arrivals(self) -> str:
+        """Return in how many of its studies, one per workload and seed, each submission reached the target."""
+        counts = []
+        for name, workloads in self.times["steps"].items():
+            studies = [trials for own in workloads.values() for trials in own.values()]
+            counts.append(f"by {name} in {sum(math.isfinite(min(trials)) for trials in studies)} of {len(studies)}")
+        return f"{', '.join(counts)} studies"
+
+    def notes(self) -> list[str]:
+        """Return what to read beside the table."""
+        found = [
+            "Time is that of the first validation at the target or better: the least of a study's trials, the median "
+            f"over studies. A miss takes for ever, as does more than {LARGEST_RATIO:g} times the fastest. A score is "
+            "the mean share of workloads within tau times the fastest, 1 <= tau <= 4 (AlgoPerf, arXiv 2306.07179)."
+        ]
+        if not any(self.scores("steps").values()):
+            found.append(
+                f"All score 0, since the median study has to arrive. The target was reached {self._arrivals()}."
+            )
+        if self.shared_machine:
+            found.append(
+                "Seconds are of runs that shared a machine (launcher.at_once), or of a CPU with other work: noise. "
+                "Steps and tokens are not."
+            )
+        return found
+
+
+def score_runs(
+    runs: Sequence[Run], metric: str, targets: Targets, baseline: str | None, trial_keys: Sequence[str]
+) -> Benchmark:
+    """Return the scores of `runs`, those that diverged being trials that miss.
+
+    Raises:
+        ConfigError: a target is missing or of no setting, a trial key does not vary, nothing is to be told apart.
+    """
+    usable = [run for run in runs if run.finished or run.lost_its_loss]
+    problems = unfinished_problems([run for run in runs if run not in usable], "No trial")
+    if not usable:
+        raise ConfigError([*problems, Problem("RUN", "there is no finished run.")])
+    if not any(metric in run.validations for run in usable):
+        raise ConfigError([*problems, Problem("--metric", f"no run has a validation of '{metric}'.")])
+    keys = _trial_keys(usable, trial_keys)
+    shown = [replace(run, config={k: v for k, v in run.config.items() if k not in keys}) for run in usable]
+    factor = choose_factor(shown, baseline)
+    workloads = _workloads(shown, factor, metric)
+    names = list(dict.fromkeys(workloads))
+    higher = any(metric in run.higher_is_better for run in usable)
+    _check_targets(targets, names, usable, workloads, metric, higher=higher)
+    times: dict[str, dict[str, dict[str, dict[int, list[float]]]]] = {clock: {} for clock in CLOCKS}
+    levels = sorted(factor.labels, key=lambda level: level != factor.baseline)
+    first: dict[str, Run] = {}
+    for level in levels:
+        for run, workload in zip(shown, workloads, strict=True):
+            if factor.level(run) != level:
+                continue
+            problems += _unlike(first.setdefault(workload, run), run, metric)
+            at = reached(run, metric, targets.of(workload) or 0.0, higher_is_better=higher)
+            _enter(times, factor.labels[level], workload, run.seed, at)
+    problems += _unequal(times["steps"])
+    shared = any(run.at_once > 1 or run.figure("device_memory_peak_bytes") is None for run in usable)
+    found = {name: float(targets.of(name) or 0.0) for name in names}
+    return Benchmark(factor, keys, metric, found, times, shared, problems)
+
+
+def _trial_keys(runs: Sequence[Run], asked: Sequence[str]) -> tuple[str, ...]:
+    """Return the keys whose values are trials; where none is asked for, the learning rate where it varies."""
+    varying = varying_keys(runs)
+    if not asked:
+        return (USUAL_TRIALS,) if USUAL_TRIALS in varying and len(varying) > 1 else ()
+    problems = [
+        Problem("--trials", f"'{key}' does not vary over these runs.{did_you_mean(key, varying)}")
+        for key in asked
+        if key not in varying
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return tuple(asked)
+
+
+def _workloads(runs: Sequence[Run], factor: Factor, metric: str) -> list[str]:
+    """Return the workload of each run, in words: all that varies beside factor, trials and seed."""
+    keys = setting_keys(runs, factor, metric)
+    families: dict[Any, Family] = {}
+    for run in runs:
+        setting = {key: run.config.get(key) for key in keys}
+        families.setdefault(setting_of(run, keys), Family(setting, recipes={"": [Pair(run, run, {})]}))
+    name_settings(list(families.values()))
+    return [families[setting_of(run, keys)].words or "all" for run in runs]
+
+
+def _check_targets(
+    targets: Targets, names: Sequence[str], runs: Sequence[Run], workloads: Sequence[str], metric: str, *, higher: bool
+) -> None:
+    """Raise ConfigError where a workload has no target, with what its runs come to, or a target no workload."""
+    if problems := targets.check(names):
+        best = []
+        for name in names:
+            ends = [
+                (max if higher else min)(values)
+                for run, workload in zip(runs, workloads, strict=True)
+                if workload == name
+                and (values := [each for each in run.validations.get(metric, {}).values() if math.isfinite(each)])
+            ]
+            if ends:
+                best.append(f"{name} from {min(ends):.4g} to {max(ends):.4g}, half of them {median(ends):.4g}")
+        reach = f"The runs' best {metric}: {'; '.join(best)}. Choose a target before looking at who is first."
+        raise ConfigError([*problems, Problem(KEY, reach)])
+
+
+def _unlike(first: Run, run: Run, metric: str) -> list[Problem]:
+    unlike = validation_differences(first, run, metric)
+    if not unlike:
+        return []
+    text = f"its {metric} is not comparable with that of {first.folder}: they differ in {', '.join(unlike)}."
+    return [Problem(str(run.folder), text)]
+
+
+def _enter(times: dict[str, Any], submission: str, workload: str, study: int, at: Reached) -> None:
+    for clock in CLOCKS:
+        studies = times[clock].setdefault(submission, {}).setdefault(workload, {})
+        studies.setdefault(study, []).append(getattr(at, clock))
+
+
+def _unequal(times: dict[str, dict[str, dict[int, list[float]]]]) -> list[Problem]:
+    """Return where submissions had unequal chances: other workloads, studies, or numbers of trials."""
+    counts = {
+        name: {(w, s): len(trials) for w, studies in own.items() for s, trials in studies.items()}
+        for name, own in times.items()
+    }
+    every = {key: max(each.get(key, 0) for each in counts.values()) for each in counts.values() for key in each}
+    found = []
+    for name, own in counts.items():
+        short = [
+            f"{w} at seed {s}: {own.get((w, s), 0)} of {most}"
+            for (w, s), most in every.items()
+            if own.get((w, s), 0) < most
+        ]
+        if short:
+            text = f"has fewer trials than others, {'; '.join(short[:3])}{' ...' * (len(short) > 3)}: no fair score."
+            found.append(Problem(name, text))
+    return found

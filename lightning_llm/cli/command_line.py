@@ -1,0 +1,118 @@
+"""The verbs of `lightning-llm VERB [hydra overrides]`. A verb's module is imported when the verb is called."""
+
+import argparse
+import importlib
+import re
+import signal
+import sys
+from functools import cache
+from typing import NoReturn
+
+from lightning_llm.base.errors import ConfigError, did_you_mean
+from lightning_llm.base.slow_imports import slow_imports
+from lightning_llm.base.terminal.lasting_output import OutputGoneError, lasting_output
+from lightning_llm.base.terminal.text import escaped
+from lightning_llm.base.version import __version__
+from lightning_llm.cli import completion
+from lightning_llm.cli.declared import EXIT_CODES, OVERRIDES, VERBS
+from lightning_llm.config.config_dir import open_config_dir
+from lightning_llm.config.hydra_options import without_hydra_options
+from lightning_llm.config.redact import redacted
+from lightning_llm.run.launch.environment import is_first_rank
+from lightning_llm.run.launch.refused_rank import say_unless_said
+
+COMPOSES = tuple(name for name, verb in VERBS.items() if verb.composes)
+
+
+def run_verb(words: list[str]) -> int:
+    """Run one verb; return the exit code.
+
+    Raises:
+        KeyboardInterrupt: a signal ended it, before or after what the verb saves.
+    """
+    try:
+        try:
+            arguments = _parse(words)
+        except ConfigError as error:
+            return _report(error)
+        verb = VERBS[arguments.verb]
+        name, _, function = verb.function.partition(":")
+        with lasting_output(needed=verb.prints_result):
+            try:
+                open_config_dir(getattr(arguments, "config_dir", None))
+                with slow_imports():
+                    module = importlib.import_module(name)
+                return int(getattr(module, function)(arguments))
+            except ConfigError as error:
+                return _report(error)
+    except OutputGoneError as gone:
+        if gone.reader_left:  # head, a pager: it has seen enough
+            return 128 + signal.SIGPIPE
+        print(f"error: {gone}", file=sys.stderr)
+        return 1
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as all else here does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print `message` and exit with 2."""
+        if found := re.match(r"argument VERB: invalid choice: '(.*)' \(choose", message):
+            word = found.group(1)
+            verb = f" Write {self.prog} train {word}." if "=" in word else did_you_mean(word, VERBS)
+            verb = f" Write {self.prog} --help." if word == "help" else verb
+            message = f"there is no verb '{word}'.{verb}"
+        self.exit(2, f"error: {message}{'' if message[-1] in '.?' else '.'} See {self.prog} --help\n")
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed words. Overrides may stand on both sides of an option, which argparse alone refuses."""
+    parser = _parser()
+    completion.answer_shell(parser)
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    arguments, rest = parser.parse_known_args(without_hydra_options(argv, COMPOSES))
+    if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):
+        dashed = hasattr(arguments, "overrides") and any(re.fullmatch(r"--?[\w.-]+(=.*)?", word) for word in rest)
+        hint = f". Overrides have no dashes: key=value{_meant(rest)}" if dashed else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]  # a new list: theirs may be the parser's default
+    return arguments
+
+
+def _meant(options: list[str]) -> str:
+    """Return what options that are written as other trainers' are called here."""
+    from lightning_llm.config.schema.aliases import known_elsewhere
+
+    names = (word.lstrip("-").partition("=")[0] for word in options if word.startswith("-"))
+    return "".join(f". {name}:{hint}" for name in names if (hint := known_elsewhere(name)))
+
+
+@cache
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        prog="lightning-llm",
+        description="Compare LLM pre-training recipes: model size x parallel layout x precision x data mix.",
+        epilog=OVERRIDES + EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"lightning-llm {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, verb in VERBS.items():
+        raw = argparse.RawDescriptionHelpFormatter
+        child = verbs.add_parser(name, help=verb.help, description=verb.help, epilog=verb.epilog, formatter_class=raw)
+        verb.declare(child)
+    return parser
+
+
+def _report(error: ConfigError) -> int:
+    count = len(error.problems)
+    lines = [f"{count} problem{'s' if count > 1 else ''} with the config or its inputs"]
+    lines += [f"  - {escaped(redacted(str(problem)))}" for problem in error.problems]
+    if is_first_rank():
+        print(f"error: {lines[0]}", *lines[1:], sep="\n", file=sys.stderr, flush=True)
+    else:
+        say_unless_said("\n".join(lines))
+    return 2

@@ -1,0 +1,163 @@
+"""The verb `export`: a run's or a checkpoint's weights as a folder that transformers loads, with a model card."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.base.errors import ConfigError, Problem, gathered
+from lightning_llm.base.integrity import digest_of_file, parse_object
+from lightning_llm.cli.import_weights import SIDE_FILES, hand_on, tokenizer_problems
+from lightning_llm.cli.model_card import write_card
+from lightning_llm.cli.parity import AnotherModelError, check_accepted, parity_of, parity_problems
+from lightning_llm.config.from_file import load_config
+from lightning_llm.config.from_weights import EOS, read_ids, run_of
+from lightning_llm.config.schema import Config
+from lightning_llm.config.weight_files import GENERATION, HUGGINGFACE, TOKENIZER, TOKENIZER_CONFIG
+from lightning_llm.data.tokens.tokenizer import Tokenizer, read_vocabulary
+from lightning_llm.model.flops import count_parameters
+from lightning_llm.model.interop.families import architecture
+from lightning_llm.model.weights.convert import as_huggingface
+from lightning_llm.model.weights.folder import Weights, open_huggingface
+from lightning_llm.model.weights.write import output_problems, undo_killed, whole_folder, write_tensors
+from lightning_llm.run.resume.weights import open_weights
+from lightning_llm.tracking.files import summary_of
+from lightning_llm.train.checkpoint.manifest import content_damage, step_of
+
+TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Write the folder, compare what transformers makes of it with our own logits, print both; return 0, or 1."""
+    output = Path(arguments.output).expanduser().absolute()
+    path = Path(arguments.path).expanduser().absolute()
+    problems: list[Problem] = []
+    weights, run, config, tensors, entries = None, None, None, [], {}
+    with gathered(problems):
+        weights = open_weights(path, content_damage)
+        run = run_of(weights.path)
+        weights.verify()
+        problems += tokenizer_problems(weights)
+        config = None if run is None else load_config(run / "config.yaml", [])
+        entries = _entries(weights, config, arguments.dtype)
+        check_accepted(entries)
+        tensors = as_huggingface(weights, weights.config, arguments.dtype)
+    with gathered(problems):
+        for line in undo_killed(output):
+            print(line, file=sys.stderr)
+    problems += output_problems(output, path, arguments.force, sum(each.size_bytes for each in tensors))
+    if problems or weights is None:
+        raise ConfigError(problems)
+    skipped = "--no-parity" if arguments.no_parity else "; ".join(map(str, parity_problems(weights.config)))
+    total = count_parameters(weights.config).total
+    print(f"read         {weights.path}\narchitecture {entries['architectures'][0]}, {total:,} parameters", flush=True)
+    for note in weights.notes:
+        print(note, flush=True)
+    logits = f"not compared with transformers ({skipped})"
+    try:
+        with whole_folder(output, arguments.force) as partial:
+            write_tensors(partial, tensors)
+            _write_json(partial / HUGGINGFACE, entries)
+            _write_tokenizer(partial, weights, config)
+            if not skipped:
+                parity = parity_of(partial, open_huggingface(partial))
+                logits = parity.line
+                if not parity.holds:
+                    raise AnotherModelError(logits)
+            step = step_of(weights.path) if run is not None else None
+            write_card(partial, weights, run, config, step, entries["architectures"][0], arguments.dtype, logits)
+    except AnotherModelError as error:
+        return error.report()
+    print(f"logits       {logits}\nwritten      {output}")
+    return 0
+
+
+def _entries(weights: Weights, config: Config | None, dtype: str) -> dict[str, Any]:
+    """Return the content of config.json. Raises ConfigError where no architecture of transformers is the model's."""
+    try:
+        family = architecture(weights.config)
+    except ConfigError as error:
+        text = (
+            "There is no folder to make of it for transformers; its weights remain where they are, in "
+            f"{weights.path}, and model.init_from takes them from there. An installed package "
+            "may add an Architecture for its kinds (docs/weights.md)."
+        )
+        raise ConfigError([Problem(each.key, f"{each.text} {text}") for each in error.problems]) from error
+    entries = {**family.entries(weights.config), "dtype": TORCH_NAMES[dtype], "torch_dtype": TORCH_NAMES[dtype]}
+    if weights.tokenizer is not None:
+        entries |= {EOS: _eos(_ends(weights, config)), "bos_token_id": None}
+    return entries
+
+
+def _ends(weights: Weights, config: Config | None) -> tuple[int, ...]:
+    """Return the ids that end a text: those that the weights' files name, else that of the run's tokenizer, if any."""
+    if weights.end_tokens or weights.tokenizer is None:
+        return weights.end_tokens
+    named = None if config is None else config.data.tokenizer.end_of_document
+    try:
+        return (Tokenizer(weights.tokenizer, named).end_of_document,)
+    except (OSError, ValueError):
+        return ()
+
+
+def _eos(ids: Sequence[int]) -> int | list[int] | None:
+    """Return `ids` as transformers' files have them."""
+    return None if not ids else ids[0] if len(ids) == 1 else list(ids)
+
+
+def _write_tokenizer(folder: Path, weights: Weights, config: Config | None) -> None:
+    """Write tokenizer.json, what transformers needs beside it, and how to generate.
+
+    Files that came with the weights that a run started from are handed on where its tokenizer is still theirs.
+    """
+    if weights.tokenizer is None:
+        return
+    hand_on(weights.tokenizer.parent, folder, (TOKENIZER,))
+    origin = _origin_of_tokenizer(weights)
+    if origin is not None:
+        hand_on(origin, folder, [name for name in SIDE_FILES if name != TOKENIZER])
+    ends = _ends(weights, config)
+    if not (folder / TOKENIZER_CONFIG).exists():
+        eos = _first_token(folder / TOKENIZER, ends)
+        values = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": weights.config.max_sequence_length}
+        _write_json(folder / TOKENIZER_CONFIG, values | ({} if eos is None else {"eos_token": eos}))
+    write_generation(folder / GENERATION, ends)
+
+
+def _first_token(file: Path, ids: Sequence[int]) -> str | None:
+    """Return the first of the tokens `ids` that the tokenizer has, None where it has none or cannot be read."""
+    try:
+        tokens = {index: token for token, index in read_vocabulary(file).items()}
+    except (OSError, ValueError):
+        return None
+    return next((tokens[each] for each in ids if each in tokens), None)
+
+
+def write_generation(file: Path, ends: Sequence[int]) -> None:
+    """Write how to generate; a `file` that was handed on stays, with `ends` added where it knows none of them."""
+    try:
+        known = parse_object(file.read_bytes()) if file.exists() else {}
+        said = read_ids(known.get(EOS))
+    except ValueError as error:
+        text = f"{error}, in the folder that the run started from. Mend it there, or move it away."
+        raise ConfigError(Problem(file.name, text)) from error
+    if not file.exists() or (ends and not set(ends) & set(said)):
+        _write_json(file, known | ({EOS: _eos([*ends, *said])} if ends else {}))
+
+
+def _origin_of_tokenizer(weights: Weights) -> Path | None:
+    """Return the folder that has the tokenizer's other files: the weights' own, or that of those a run started from."""
+    run = run_of(weights.path)
+    if run is None:
+        return weights.path
+    named = (summary_of(run).get("init") or {}).get("path")
+    origin = None if named is None else Path(named)
+    if origin is None or weights.tokenizer is None or not (origin / TOKENIZER).is_file():
+        return None
+    return origin if digest_of_file(origin / TOKENIZER) == digest_of_file(weights.tokenizer) else None
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

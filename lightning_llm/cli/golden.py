@@ -1,0 +1,139 @@
+"""The verb `golden`: a recipe's first steps recorded in a file, and held against the same steps made anew."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError, gathered
+from lightning_llm.golden.band import FEWEST_REPEATS, Band, Noise
+from lightning_llm.golden.comparison import band_facts, compare, input_changes, recipe_changes, recipe_problems
+from lightning_llm.golden.curve import Curve
+from lightning_llm.golden.defaults import FALSE_ALARMS
+from lightning_llm.golden.file import Golden, default_file, place_problems, read_golden, recipe_keys, write_golden
+from lightning_llm.golden.ranks import leave_for_launcher, measured_runs
+from lightning_llm.golden.report import check_lines, recorded_lines
+from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted
+from lightning_llm.plan.resolve import Plan
+from lightning_llm.run.checked_plan import checked_resolution, read_arguments
+from lightning_llm.run.launch.environment import is_first_rank, rank_environment
+from lightning_llm.train.spikes.nonfinite import StepNotMadeError
+
+
+def golden(arguments: argparse.Namespace) -> int:
+    """Record, or check; return 0, 1 where a check finds a difference or the run fails, or what failed ranks end with.
+
+    Raises:
+        ConfigError: with all that is wrong with the words, the config or the golden file.
+    """
+    try:
+        return _record(arguments) if arguments.action == "record" else _check(arguments)
+    except RanksFailedError as error:
+        return error.code
+    except StepNotMadeError as error:
+        if is_first_rank():
+            print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _record(arguments: argparse.Namespace) -> int:
+    problems = _record_problems(arguments)
+    with gathered(problems):
+        plan = _plan(arguments)
+        file = arguments.file or default_file(plan.config)
+        problems += [] if arguments.result else place_problems(file, replace=arguments.force)
+    if problems:
+        raise ConfigError(problems)
+    if arguments.result is not None:
+        leave_for_launcher(plan, arguments.steps, arguments.nudged_by, arguments.result)
+        return 0
+    nudges: list[int | None] = [None, *(number if arguments.nudge else None for number in range(arguments.repeats))]
+    runs = measured_runs(plan, arguments.steps, nudges)
+    curves = [Curve.of(each.figures) for each in runs]
+    noise = Noise.of(curves, arguments.nudge) if arguments.repeats else None
+    made = Golden.of(plan, runs[0].origin, curves[0], noise)
+    if not is_first_rank():
+        return 0
+    write_golden(made, file)
+    band = Band(noise, FALSE_ALARMS) if noise else None
+    if arguments.json:
+        facts = band_facts(band) if band and band.noise.mean else None
+        print(json.dumps({"file": str(file), **made.as_data(), "band": facts}, indent=1))
+    else:
+        print("\n".join(recorded_lines(made, file, band)))
+    return 0
+
+
+def _record_problems(arguments: argparse.Namespace) -> list[Problem]:
+    problems = []
+    if arguments.steps < 1:
+        problems.append(Problem("--steps", f"is {arguments.steps}, must be at least 1."))
+    if arguments.repeats != 0 and arguments.repeats < FEWEST_REPEATS:
+        text = f"is {arguments.repeats}, must be 0, or at least {FEWEST_REPEATS}: of fewer no band can be made."
+        problems.append(Problem("--repeats", text))
+    if arguments.nudge and not arguments.repeats:
+        problems.append(Problem("--nudge", "is of repeats, and there are none. Add --repeats 5."))
+    return problems
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    problems: list[Problem] = []
+    if not 0 < arguments.false_alarms < 1:
+        problems.append(Problem("--false-alarms", f"is {arguments.false_alarms:g}, must be above 0 and below 1."))
+    with gathered(problems):
+        plan = _plan(arguments)
+        file = arguments.file or default_file(plan.config)
+        recorded = read_golden(file)
+        if arguments.steps is not None:
+            problems += _steps_problems(arguments.steps, recorded.curve.steps, file)
+            recorded = recorded.first(arguments.steps)
+        if not arguments.allow_differences:
+            problems += recipe_problems(recipe_changes(recorded, recipe_keys(plan.config)), str(file))
+        if arguments.band and (recorded.noise is None or recorded.noise.mean is None):
+            text = f"needs repeats that differed, and {file} has none. Record it by --repeats 5 --nudge --force."
+            problems.append(Problem("--band", text))
+    if problems:
+        raise ConfigError(problems)
+    (run,) = measured_runs(plan, recorded.curve.steps, [None])
+    now = Golden.of(plan, run.origin, Curve.of(run.figures))
+    if not is_first_rank():
+        return 0
+    if not arguments.allow_differences and (problems := recipe_problems(input_changes(recorded, now), str(file))):
+        raise ConfigError(problems)
+    band = Band(recorded.noise, arguments.false_alarms) if recorded.noise else None
+    check = compare(recorded, now, band, prefer_band=arguments.band)
+    if arguments.json:
+        print(json.dumps({"file": str(file), **check.as_data()}, indent=1, allow_nan=False))
+    else:
+        print("\n".join(check_lines(check, file)))
+    return 1 if check.outcome == "different" else 0
+
+
+def _steps_problems(steps: int, recorded: int, file: Path) -> list[Problem]:
+    if 1 <= steps <= recorded:
+        return []
+    return [Problem("--steps", f"is {steps}; {file} has {recorded} steps. Use 1 to {recorded}.")]
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    """Return the checked plan; sets what CUDA needs to be told before it is used, as `train` does.
+
+    Raises:
+        ConfigError: what `train` refuses, room for checkpoints aside; or a run that does not begin at step 0.
+    """
+    set_allocator()
+    plan = checked_resolution(read_arguments(arguments), to_train=True, saves=False).plan()
+    config = plan.config
+    text = "is {}, and golden curves begin at step 0 with the recipe's own weights. Leave it out."
+    problems = [
+        Problem(key, text.format(value))
+        for key, value in (("resume", config.resume), ("branch_from", config.branch_from))
+        if value is not None
+    ]
+    if rank_environment() is None and config.world not in (None, config.trainer.devices):
+        words = f"is {config.world}, and {config.trainer.devices} ranks would be started here. Set trainer.devices."
+        problems.append(Problem("world", words))
+    if problems:
+        raise ConfigError(problems)
+    set_missing(wanted(plan))
+    return plan

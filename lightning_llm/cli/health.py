@@ -1,0 +1,162 @@
+"""The verb `health`: what the ranks and machines of a run do, whether their numbers are right, and who is slow."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from lightning_llm.base.errors import AgreedError, ConfigError, Problem, RanksFailedError, UnhealthyError, gathered
+from lightning_llm.base.hardware import device_name
+from lightning_llm.base.slow_imports import slow_imports
+from lightning_llm.config.config_dir import config_dir_arguments
+from lightning_llm.config.file import in_memory
+from lightning_llm.config.schema import Config
+from lightning_llm.health.check import check_health
+from lightning_llm.health.cluster_file import write_measured
+from lightning_llm.health.extent import FULL, SHORT
+from lightning_llm.health.products import formats_of, peak_tflops
+from lightning_llm.health.ranks import Ranks
+from lightning_llm.health.report import HealthReport
+from lightning_llm.health.table import print_report, verdict_lines
+from lightning_llm.health.thresholds import (
+    NOT_IN_SHORT,
+    OPTION,
+    Threshold,
+    config_problems,
+    device_problems,
+    failing_lines,
+    read_thresholds,
+)
+from lightning_llm.parallel.process_group import join_process_group, leave_process_group
+from lightning_llm.run.checked_plan import read_arguments
+from lightning_llm.run.health import joined_ranks
+from lightning_llm.run.launch.environment import adopt_world, die_with_launcher, rank_environment, world_problems
+from lightning_llm.run.launch.torch_agent import STOP_SECONDS, failure_said, launch_ranks
+
+
+def health(arguments: argparse.Namespace) -> int:
+    """Measure on all ranks, print, and write what `plan` reads; return 1 where anything is wrong, slow or too low."""
+    config, thresholds = _asked(arguments)
+    if rank_environment() is not None:
+        return _rank(config, thresholds, arguments)
+    if config.trainer.devices == 1:
+        return _measure(config, thresholds, arguments)
+    with in_memory(config) as file:
+        words = ["health", "--config", str(file), *config_dir_arguments(), *_options(arguments)]
+        trainer = config.trainer
+        try:
+            with failure_said(by_ranks=True):
+                launch_ranks(trainer.devices, words, threads=trainer.threads, shutdown_seconds=STOP_SECONDS)
+        except RanksFailedError as error:
+            return error.code
+    return 0
+
+
+def _asked(arguments: argparse.Namespace) -> tuple[Config, list[Threshold]]:
+    """Return the config and the thresholds. Raises ConfigError with all that is wrong with both."""
+    problems: list[Problem] = []
+    config: Config | None = None
+    thresholds: list[Threshold] = []
+    if arguments.fail_below is not None:
+        with gathered(problems):
+            thresholds = read_thresholds(arguments.fail_below)
+    if not 0 < arguments.slower_than < float("inf"):
+        problems.append(Problem("--slower-than", f"is {arguments.slower_than:g}. Give a share above 0: 0.1 for 10 %."))
+    if arguments.output is not None and arguments.output.exists() and not arguments.output.is_dir():
+        problems.append(Problem("--output", f"{arguments.output} is no folder. Choose another name."))
+    with gathered(problems):
+        config = adopt_world(read_arguments(arguments).checked())
+        if rank_environment() is None:
+            problems += world_problems(config)
+        problems += config_problems(thresholds, config.world or config.trainer.devices, config.cluster)
+        problems += _short_problems(thresholds) if arguments.short else []
+    if problems or config is None:
+        raise ConfigError(problems)
+    return config, thresholds
+
+
+def _short_problems(thresholds: list[Threshold]) -> list[Problem]:
+    text = "is not measured with --short. Leave one of the two out."
+    return [Problem(OPTION, f"{each.name} {text}") for each in thresholds if each.name in NOT_IN_SHORT]
+
+
+def _options(arguments: argparse.Namespace) -> list[str]:
+    """Return the options of the command for its ranks."""
+    words = ["--slower-than", str(arguments.slower_than)]
+    words += [f"--{name}" for name in ("short", "json") if getattr(arguments, name)]
+    given = {"--fail-below": arguments.fail_below, "--output": arguments.output}
+    return [*words, *(word for option, path in given.items() if path is not None for word in (option, str(path)))]
+
+
+def _rank(config: Config, thresholds: list[Threshold], arguments: argparse.Namespace) -> int:
+    """Measure as one of several ranks. What it raises beside what it says is kept for the launcher."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    die_with_launcher()
+    try:
+        return int(record(_measure)(config, thresholds, arguments) or 0)
+    except UnhealthyError as error:
+        error.end_stopped()
+        return 1
+    except (KeyboardInterrupt, Exception) as error:
+        if isinstance(error, ConfigError) or "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            raise
+        return 130 if isinstance(error, KeyboardInterrupt) else 1  # the launcher says which rank failed first, and why
+
+
+def _measure(config: Config, thresholds: list[Threshold], arguments: argparse.Namespace) -> int:
+    """Measure with all ranks; the first prints and writes. Returns the exit code, the same on every rank."""
+    with slow_imports():
+        from lightning_llm.run.build import choose_device
+
+    if config.trainer.threads:
+        torch.set_num_threads(config.trainer.threads)
+    device = choose_device(config)
+    if (here := rank_environment()) is not None:
+        join_process_group(device, here.world, config.parallel.timeout_seconds)
+    try:
+        ranks = joined_ranks(config)
+        _agree_on_thresholds(ranks, device, thresholds)
+        folder = Path(config.run.dir)
+        extent = (SHORT if arguments.short else FULL)[device.type]
+        report = check_health(ranks, device, extent, folder, arguments.slower_than)
+        failing = failing_lines(report, thresholds, config.cluster)
+        if ranks.rank == 0:
+            output = arguments.output or Path(config.run.root, "health")
+            lines = [*_written(report, ranks.local_world, output), *verdict_lines(report, failing)]
+            if arguments.json:
+                print(json.dumps({**report.as_data(), "below": failing}, indent=1), flush=True)
+            else:
+                print_report(report)
+            print("\n".join(lines), file=sys.stderr if arguments.json else sys.stdout, flush=True)
+        ranks.meet()  # the first to end ends the others, where a launcher sees a failure
+        return int(bool(report.wrong or report.slow or failing))
+    except UnhealthyError as error:
+        if error.speaks:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise  # for the launcher to know that it is said
+    finally:
+        leave_process_group()
+
+
+def _written(report: HealthReport, devices_per_node: int, output: Path) -> list[str]:
+    """Write what `plan` takes; return what to say of it, or why it could not be written."""
+    try:
+        return write_measured(report, devices_per_node, output)
+    except OSError as error:
+        return [f"note       nothing for plan: {output} cannot be written: {error.strerror or error}"]
+
+
+def _agree_on_thresholds(ranks: Ranks, device: torch.device, thresholds: list[Threshold]) -> None:
+    """Return quietly where every rank's device can be judged by `thresholds`. Collective.
+
+    Raises:
+        ConfigError: on every rank, with what the devices of any cannot be judged by.
+    """
+    peaks = {name: peak_tflops(device, name) for name in formats_of(device)}
+    found = ranks.share(device_problems(thresholds, device_name(device), peaks, peaks))
+    if problems := list(dict.fromkeys(each for its in found for each in its)):
+        raise AgreedError(problems)

@@ -1,0 +1,127 @@
+"""The verb `plan`: a run, a sweep or every recipe on every GPU, described; one step of it, dry; a layout, searched."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError
+from lightning_llm.cli.search_options import search_option_problems
+from lightning_llm.config.schema import Config
+from lightning_llm.plan.memory.accounting import ACCOUNTINGS, OURS
+from lightning_llm.plan.text.matrix import matrix_facts, matrix_of, render_matrix
+from lightning_llm.plan.text.report import notes, plan_facts, render
+from lightning_llm.run.checked_plan import checked_plan
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Print the plan of one run; with --matrix, -m, --search or --tensor-axes, what these say.
+
+    As text or, with --json, as data; with --dry-run, with what its ranks do in one step, counted.
+
+    Raises:
+        ConfigError: options that do not go together, or else what is wrong with the config.
+    """
+    if problems := list(_option_problems(arguments)):
+        raise ConfigError(problems)
+    if arguments.tensor_axes:
+        from lightning_llm.cli.tensor_axes import print_tensor_axes
+
+        return print_tensor_axes(arguments.tensor_axes, _ranks(arguments.overrides), as_data=arguments.json)
+    if arguments.search:
+        from lightning_llm.cli.search import search_layouts
+
+        return search_layouts(arguments)
+    if arguments.multirun:
+        from lightning_llm.sweep.outline import outline
+
+        return outline(arguments)
+    planned = checked_plan(arguments, to_train=False)
+    if arguments.matrix:
+        made = matrix_of(planned.config)
+        print(json.dumps(matrix_facts(made), indent=1) if arguments.json else render_matrix(made))
+        return 0
+    if arguments.script:
+        from lightning_llm.run.launch.slurm_script import script_problems
+
+        if problems := script_problems(planned.config, arguments.script):
+            raise ConfigError(problems)
+    of_start, start_lines = _of_start(planned.config, None if arguments.config else arguments.overrides)
+    facts = plan_facts(planned, ACCOUNTINGS[arguments.accounting]) | of_start
+    lines = [*notes(planned, to_train=False), *start_lines]
+    if arguments.dry_run:
+        from lightning_llm.dry_run.ranks import dry_run
+        from lightning_llm.dry_run.report import render_counts
+
+        try:
+            facts["dry_run"] = dry_run(planned)
+        except RanksFailedError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.code
+        lines.append(render_counts(facts))
+    if arguments.script:
+        from lightning_llm.run.launch.slurm_script import write_script
+
+        seconds = facts["step_seconds"]["total"] * facts["max_steps"] if facts.get("step_seconds") else None
+        lines += write_script(planned.config, arguments.script, seconds)
+        facts["script"] = str(arguments.script.absolute())
+    print(json.dumps(facts, indent=1) if arguments.json else "\n".join([render(facts), *lines]))
+    return 0
+
+
+def _of_start(config: Config, words: Sequence[str] | None) -> tuple[dict[str, Any], list[str]]:
+    """Return what a run goes on from, another's checkpoint or its own, as data and as lines.
+
+    Raises:
+        ConfigError: `train` refuses to.
+    """
+    if config.resume is None and config.branch_from is None and not Path(config.run.dir).is_dir():
+        return {}, []
+    from lightning_llm.run.resume.branch import branch_facts  # these import what other plans do without
+    from lightning_llm.run.resume.going_on import planned_start
+    from lightning_llm.run.resume.start_lines import branch_lines
+
+    start, lines = planned_start(config, words)
+    if start.trunk is None:
+        return {}, lines
+    return branch_facts(config, start), [*lines, *branch_lines(config, start)]
+
+
+def _option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+    """Yield which options do not go together: memory is of one run, a dry run of one of this trainer's."""
+    many = "--matrix" if arguments.matrix else "-m" if arguments.multirun else None
+    foreign = arguments.accounting != OURS.name
+    if arguments.dry_run and many:
+        yield Problem("--dry-run", f"is of one run, and {many} of many. Leave one of them out.")
+    if foreign and many:
+        yield Problem("--accounting", f"counts the memory of one run, and {many} is of many. Leave one of them out.")
+    if arguments.dry_run and foreign:
+        text = f"counts what this trainer does, and --accounting {arguments.accounting} is another's. Leave one out."
+        yield Problem("--dry-run", text)
+    others = {"-m": arguments.multirun, "--matrix": arguments.matrix, "--search": arguments.search}
+    for option in [name for name, given in others.items() if given and arguments.script]:
+        yield Problem("--script", f"writes the job of one run, and {option} is of many. Leave one of them out.")
+    yield from search_option_problems(arguments)
+    if arguments.tensor_axes:
+        yield from _tensor_axes_problems(arguments, bool(foreign or many))
+
+
+def _tensor_axes_problems(arguments: argparse.Namespace, others: bool) -> Iterator[Problem]:
+    """Yield what goes not with --tensor-axes: all but a number of ranks."""
+    words = [word for word in arguments.overrides if not word.startswith("parallel.tp=")]
+    if words or others or arguments.search or arguments.dry_run or arguments.config or arguments.script:
+        text = f"looks at the weights in {arguments.tensor_axes}, for parallel.tp=N ranks. Leave the rest out."
+        yield Problem("--tensor-axes", text)
+    for word in arguments.overrides:
+        if word.startswith("parallel.tp=") and not re.fullmatch(r"parallel\.tp=0*[1-9]\d*", word):
+            yield Problem(
+                "parallel.tp", f"is {word.removeprefix('parallel.tp=')!r}, must be a whole number, at least 1."
+            )
+
+
+def _ranks(words: Sequence[str]) -> int:
+    """Return how many ranks share each weight, of the words that `_tensor_axes_problems` lets pass."""
+    return int(words[-1].removeprefix("parallel.tp=")) if words else 1

@@ -1,0 +1,175 @@
+"""The verb `train`: compose, check, start. Nothing heavy is imported before the checks are through."""
+
+import argparse
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning_llm.base.early_signals import raised_as_terminated
+from lightning_llm.base.errors import CallbackFailedError, ConfigError, Problem, UnhealthyError
+from lightning_llm.base.slow_imports import slow_imports
+from lightning_llm.base.terminal.lasting_output import lasting_output
+from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.strict import read_config
+from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted
+from lightning_llm.plan.resolve import Plan
+from lightning_llm.run.checked_plan import checked_resolution, read_arguments
+from lightning_llm.run.launch.environment import interactive_note, rank_environment, world_problems
+from lightning_llm.run.launch.local_ranks import crowd_note, start_ranks
+from lightning_llm.run.launch.lock import lock_run
+from lightning_llm.run.launch.ray_cluster import ray_problems
+from lightning_llm.run.launch.restarts import is_started_again
+from lightning_llm.run.resume.going_on import refuse_unnamed_resume
+from lightning_llm.run.resume.start import decide_start
+from lightning_llm.sweep.run import sweep
+from lightning_llm.train.checkpoint.manifest import content_damage
+
+IN_SLURM = {"SLURM_JOB_ID", "SUBMITIT_EXECUTOR"}
+"""Variables of a job's processes: Slurm's, and submitit's with launcher.cluster=local."""
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Train one run, or with -m one for each combination; return the exit code."""
+    with _lasting():
+        if arguments.multirun:
+            if rank_environment() is not None:
+                text = "starts its jobs, and their ranks, by itself. Call it once, without torchrun or srun."
+                raise ConfigError(Problem("-m", text))
+            return sweep(arguments)
+        set_allocator()
+        plan = checked_resolution(read_arguments(arguments), to_train=True, by_launcher=True).plan()
+        set_missing(wanted(plan))
+        unnamed = arguments.config is None and plan.config.resume == "auto"
+        if unnamed and (rank_environment() is None or is_started_again()):
+            refuse_unnamed_resume(plan.config, arguments.overrides)
+        return _start(plan) if rank_environment() is None else _run_rank(plan)
+
+
+def train_config(config: Config, *, quiet: bool = False) -> int:
+    """Train one run in this process, or in ranks of its own, for a caller that goes on; return the exit code.
+
+    `quiet`: ranks that are started write nothing to the standard output.
+
+    Raises:
+        ConfigError: with all that is wrong with the config, or with this process as a place to train from.
+    """
+    problems = _process_problems()
+    set_allocator()
+    try:
+        # A copy with other values (pydantic's model_copy) was never looked at.
+        reading = read_config(config.model_dump(warnings=False))
+        plan = checked_resolution(reading, to_train=True, by_launcher=True).plan()
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from error
+    if problems:
+        raise ConfigError(problems)
+    set_missing(wanted(plan))
+    with lasting_output(), _lasting():
+        if config.resume == "auto" and not Path(config.run.dir).exists():
+            refuse_unnamed_resume(config, [])
+        return _start(plan, quiet)
+
+
+def _process_problems() -> list[Problem]:
+    """Return why no run can be started from this process, which does other things, too."""
+    problems = []
+    if threading.current_thread() is not threading.main_thread():
+        name = threading.current_thread().name
+        text = f"is {name}, and a run takes signals, to save and stop. Call it from the main thread."
+        problems.append(Problem("thread", text))
+    if (ranks := rank_environment()) is not None:
+        text = (
+            f"is rank {ranks.rank} of {ranks.world}, started by torchrun or srun, and a run from Python starts its "
+            "ranks by itself (trainer.devices). Call it in one process, or start lightning-llm train --config FILE."
+        )
+        problems.append(Problem("process", text))
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        text = (
+            f"has a process group of {distributed.get_world_size()} already, and a run makes its own. Leave it "
+            "(torch.distributed.destroy_process_group()), or train in another process."
+        )
+        problems.append(Problem("torch.distributed", text))
+    return problems
+
+
+@contextmanager
+def _lasting() -> Iterator[None]:
+    """Hold what a run of hours needs of its process: threads that wait, and signals."""
+    # CPU threads that spin while they wait for each other starve each other where others want the cores: 50 times
+    # slower here, two threads on two cores under a load of 16. Alone, spinning is twice as fast as sleeping.
+    if os.getloadavg()[0] > (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    with raised_as_terminated():
+        yield
+
+
+def _start(plan: Plan, quiet: bool = False) -> int:
+    """Train one run, in this process or in ranks that are started for it."""
+    config = plan.config
+    if config.launcher.name == "slurm" and not IN_SLURM & os.environ.keys():
+        text = (
+            "is slurm, and this process is in no job of Slurm: the run would train here. Write its batch script by "
+            "`lightning-llm plan ... --script FILE` and submit it by sbatch; or set launcher=local to train here. "
+            "With -m the jobs of a sweep are submitted."
+        )
+        raise ConfigError(Problem("launcher.name", text))
+    on_ray = config.launcher.name == "ray"
+    if problems := list(ray_problems(config)) if on_ray else world_problems(config):
+        raise ConfigError(problems)
+    if note := interactive_note():
+        print(note, file=sys.stderr, flush=True)
+    if not on_ray and config.trainer.devices == 1 and config.trainer.max_restarts == 0:
+        return _run_alone(plan)
+    start = decide_start(config)  # a first look: the ranks verify what they go on from, and decide
+    if start.finished and decide_start(config, content_damage).finished:
+        print(start.nothing_left(config))
+        return 0
+    if on_ray:
+        from lightning_llm.run.launch.ray_ranks import start_ranks_on_ray
+
+        return start_ranks_on_ray(config, quiet)
+    if note := crowd_note(config, os.cpu_count() or 1):
+        print(note, flush=True)
+    return start_ranks(config, quiet)
+
+
+def _run_alone(plan: Plan) -> int:
+    """Run the only rank in this process, its start decided before anything heavy is imported."""
+    lock = lock_run(Path(plan.config.run.dir))
+    try:
+        start = decide_start(plan.config, content_damage)
+        if start.finished:
+            print(start.nothing_left(plan.config))
+            return 0
+        with slow_imports():
+            from lightning_llm.parallel.process_group import leave_process_group
+            from lightning_llm.run.rank import run
+
+        try:
+            return run(plan, start)
+        finally:
+            leave_process_group()  # of one rank, which a failed run is still in
+    finally:
+        lock.release()
+
+
+def _run_rank(plan: Plan) -> int:
+    """Run one of several ranks. What it raises is kept for the launcher, with the time, so that the first is known."""
+    with slow_imports():
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        from lightning_llm.run.rank import run
+
+    try:
+        return int(record(run)(plan) or 0)
+    except UnhealthyError as error:  # said by one of those that raise it
+        error.end_stopped()
+        return 1
+    except CallbackFailedError as error:
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # srun has started the ranks, and nobody gathers what they say
+            print(f"error: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
+        return 1

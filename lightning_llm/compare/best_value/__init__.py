@@ -1,0 +1,1 @@
+"""Each recipe at its own best value of a key."""

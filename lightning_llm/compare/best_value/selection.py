@@ -1,0 +1,237 @@
+"""Each recipe at its own best value of a key, chosen by the losses of some seeds and judged by those of others.
+
+Judged by the seeds that chose it, the recipe with more values to choose from, or with more noise, would look better
+than it is: the best of several is low by luck, too.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.compare.best_value.best_of import BestOf, Choice
+from lightning_llm.compare.best_value.grid_edge import Beyond, beyond_of, edge_problem
+from lightning_llm.compare.best_value.tuned import plateau
+from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.runs.factor import varying_keys
+from lightning_llm.compare.runs.losses import Tail, tail_of
+from lightning_llm.tracking.reading import Run
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One recipe at judging seeds: `runs`: {value: {seed: run}}, the chosen `value`, and all that were `tried`."""
+
+    value: Any
+    runs: dict[Any, dict[int, Run]]
+    tried: tuple[Any, ...]
+
+
+@dataclass
+class Selection:
+    """The choices over `key`, made by `seeds`, and the runs that are left to judge.
+
+    `others`: the keys that tell recipes apart; `grids`: {a recipe's values of these: its grid}.
+    """
+
+    key: str
+    seeds: tuple[int, ...]
+    choices: list[Choice] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    unfinished: list[Run] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    grids: dict[str, Grid] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    by_all: bool = False
+
+    def grid_of(self, run: Run) -> Grid:
+        """Return the grid of the recipe that `run` is of."""
+        return self.grids[_identity(run, self.others)]
+
+    def as_data(self) -> dict[str, Any]:
+        """Return what `compare.json` holds of it."""
+        choices = [
+            {
+                "recipe": each.words,
+                "value": each.value,
+                "losses": each.losses,
+                "plateau": list(each.plateau) if each.plateau else None,
+                "at_the_edge": each.at_the_edge,
+            }
+            for each in self.choices
+        ]
+        return {"key": self.key, "seeds": list(self.seeds), "choices": choices}
+
+    def lines(self) -> list[str]:
+        """Return what there is to say of it, a sentence each."""
+        name, seeds = self.key.rpartition(".")[2], ", ".join(map(str, self.seeds))
+        over = "all of them" if self.by_all else "the other seeds"
+        what = f"Each recipe has its best {self.key} by the loss at seed {seeds}; verdicts are over {over}."
+        return [what, *(each.line(name) for each in self.choices)]
+
+
+def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, terms: Terms) -> Selection:
+    """Return the best value of `asked.key` for each combination of all else that varies, and the runs to judge.
+
+    Raises:
+        ConfigError: the key does not vary, holds no numbers, a recipe lacks a choosing seed, no other seed is left, or
+            fewer than two recipes kept their loss at any value.
+    """
+    others = _other_keys(runs, unfinished, asked.key)
+    every = tuple(sorted({run.seed for run in runs}))
+    seeds = every if asked.by_all else asked.seeds or every[:1]
+    kept_back = () if asked.by_all else seeds
+    selection = Selection(asked.key, seeds, others=others, by_all=asked.by_all)
+    tail = tail_of([run for run in runs if run.seed in seeds and not run.lost_its_loss], terms.metric, terms.tail_share)
+    recipes: dict[str, tuple[list[Run], list[Run]]] = {}
+    for number, each in enumerate((runs, unfinished)):
+        for run in each:
+            recipes.setdefault(_identity(run, others), ([], []))[number].append(run)
+    problems: list[Problem] = []
+    beyond: dict[Beyond, list[Choice]] = {}
+    for finished, rest in recipes.values():
+        words = _words([*finished, *rest][0], others)
+        losses = _losses_by_value(finished, asked.key, seeds, tail, words, problems)
+        if not losses:
+            continue
+        best = min(losses, key=lambda value: losses[value])
+        if math.isinf(losses[best]):
+            selection.choices.append(Choice(words, None, losses))
+            continue
+        judged = [run for run in finished if run.config[asked.key] == best and run.seed not in kept_back]
+        lost = tuple(sorted(run.seed for run in judged if run.lost_its_loss))
+        over_all = _losses_over_all(finished, asked.key, terms)
+        flat = plateau(over_all, terms.margin) if math.isfinite(terms.margin) else None  # in tokens: not known yet
+        least = min(over_all, key=lambda value: over_all[value], default=None)
+        selection.choices.append(choice := Choice(words, best, losses, lost, flat, least))
+        if choice.at_the_edge:
+            beyond.setdefault(beyond_of(choice, [*finished, *rest]), []).append(choice)
+            continue
+        selection.runs += judged
+        selection.grids[_identity(finished[0], others)] = Grid(
+            best, _by_seed(finished, asked.key, kept_back), tuple(losses)
+        )
+        selection.unfinished += [run for run in rest if run.config[asked.key] == best and run.seed not in kept_back]
+    selection.problems = [edge_problem(choices, where, asked) for where, choices in beyond.items()]
+    problems += [] if problems else _nothing_to_judge(selection)
+    if problems:
+        raise ConfigError([*selection.problems, *problems])
+    return selection
+
+
+def _by_seed(finished: Sequence[Run], key: str, choosing: Sequence[int]) -> dict[Any, dict[int, Run]]:
+    """Return {value: {judging seed: run}}."""
+    found: dict[Any, dict[int, Run]] = {}
+    for run in finished:
+        if run.seed not in choosing:
+            found.setdefault(run.config[key], {})[run.seed] = run
+    return found
+
+
+def _losses_over_all(finished: Sequence[Run], key: str, terms: Terms) -> dict[Any, float]:
+    """Return the mean loss at each value over the seeds that have all values, infinite where a run lost its loss."""
+    runs = {(run.config[key], run.seed): run for run in finished}
+    values = sorted({value for value, _ in runs})
+    seeds = [seed for seed in sorted({seed for _, seed in runs}) if all((value, seed) in runs for value in values)]
+    tail = tail_of([run for run in runs.values() if not run.lost_its_loss], terms.metric, terms.tail_share)
+    if tail is None or not seeds:
+        return {}
+    return {
+        value: math.inf
+        if any(runs[value, seed].lost_its_loss for seed in seeds)
+        else math.fsum(tail.of(runs[value, seed]) for seed in seeds) / len(seeds)
+        for value in values
+    }
+
+
+def has_grid(runs: Sequence[Run], key: str) -> bool:
+    """Return whether two recipes or more ran at several values of `key`, so that each may be taken at its best.
+
+    That is three at least: the best of two is always the last at one end.
+    """
+    others = [each for each in varying_keys(runs) if each != key]
+    values: dict[str, dict[int, set[Any]]] = {}
+    for run in runs:
+        values.setdefault(_identity(run, others), {}).setdefault(run.seed, set()).add(run.config.get(key))
+    return sum(sum(len(found) > 2 for found in by_seed.values()) > 1 for by_seed in values.values()) > 1
+
+
+def _other_keys(runs: Sequence[Run], unfinished: Sequence[Run], key: str) -> list[str]:
+    """Return the keys that vary beside `key`. Raises ConfigError where `key` does not, or holds no numbers."""
+    varying = varying_keys([*runs, *unfinished])
+    if key not in varying:
+        raise ConfigError(Problem("--best-of", f"'{key}' does not vary over these runs.{_tunable(runs, key, varying)}"))
+    if not _is_numeric(runs, key):
+        raise ConfigError(Problem("--best-of", f"'{key}' holds no numbers; the factor is what is compared by."))
+    return [each for each in varying if each != key]
+
+
+def _is_numeric(runs: Sequence[Run], key: str) -> bool:
+    values = [run.config.get(key) for run in runs]
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _tunable(runs: Sequence[Run], key: str, varying: Sequence[str]) -> str:
+    """Return which keys a best value can be taken of instead of `key`; where none is, what varies, and what to run."""
+    found = [each for each in varying if _is_numeric(runs, each) and has_grid(runs, each)]
+    if found:
+        return did_you_mean(key, found)
+    groups = ", ".join(dict.fromkeys(each.partition(".")[0] for each in varying))
+    what = f": what varies is {groups}, the factor, by which recipes are told apart" if groups else ": nothing varies"
+    return (
+        f" No key can be tuned here{what}. Run each recipe at several values of it, say "
+        "optim.learning_rate=1e-3,2e-3,4e-3,8e-3."
+    )
+
+
+def _losses_by_value(
+    finished: Sequence[Run], key: str, seeds: Sequence[int], tail: Tail | None, words: str, problems: list[Problem]
+) -> dict[Any, float]:
+    """Return one recipe's mean loss over `seeds` at each value, infinite where a run lost its loss.
+
+    A value that lacks a seed goes to `problems`.
+    """
+    losses: dict[Any, float] = {}
+    for value in sorted({run.config[key] for run in finished}):
+        found = {run.seed: run for run in finished if run.config[key] == value}
+        if missing := sorted(set(seeds) - found.keys()):
+            text = f"has no finished run of {words} at {value:g} and seed {missing[0]}. "
+            problems.append(Problem(f"--best-of {key}", f"{text}Finish it, or give other --choose-by seeds."))
+            continue
+        of_seeds = [found[seed] for seed in seeds]
+        whole = tail is not None and not any(run.lost_its_loss for run in of_seeds)
+        losses[value] = math.fsum(map(tail.of, of_seeds)) / len(seeds) if tail is not None and whole else math.inf
+    return losses
+
+
+def _nothing_to_judge(selection: Selection) -> list[Problem]:
+    """Return why no verdict can follow from `selection`, if so."""
+    key, lost = selection.key, [each for each in selection.choices if each.value is None]
+    if lost and len(selection.choices) - len(lost) < 2:  # nothing is left to hold against another
+        text = " ".join(each.line(key.rpartition(".")[2]) for each in lost)
+        return [Problem(f"--best-of {key}", f"{text} Try lower values, or give other --choose-by seeds.")]
+    judged = {_identity(run, selection.others) for run in selection.runs}
+    if selection.problems and len(judged) < 2:
+        return [Problem(f"--best-of {key}", "so fewer than two recipes are left whose best value is inside the grid.")]
+    if selection.runs:
+        return []
+    text = f"all runs at the best values have the seeds that chose them ({', '.join(map(str, selection.seeds))})."
+    best = [each for each in selection.choices if each.value is not None]
+    chosen = "; ".join(f"{each.words} {key}={each.value:g}" for each in best)
+    return [Problem(f"--best-of {key}", f"{text} Run others: {chosen}, each with seeds of its own.")]
+
+
+def _identity(run: Run, keys: Sequence[str]) -> str:
+    return json.dumps([run.config.get(key) for key in keys], default=str)
+
+
+def _words(run: Run, keys: Sequence[str]) -> str:
+    """Return a recipe by the names of the groups that vary, and by the keys of those that have none."""
+    words = []
+    for group in dict.fromkeys(key.partition(".")[0] for key in keys):
+        name = run.config.get(f"{group}.name")
+        own = [f"{key}={run.config.get(key)}" for key in keys if key.startswith(group)]
+        words += [f"{group}={name}"] if name else own
+    return " ".join(words) or "the recipe"

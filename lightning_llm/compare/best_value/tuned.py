@@ -1,0 +1,145 @@
+"""Verdicts at each recipe's own best rate, that hold whatever the choice of the rate: intersection-union tests.
+
+The claim is about the best of a grid: gap = min over v of mean[recipe, v] - min over u of mean[baseline, u]. A choice
+by few seeds may be wrong, and of two recipes the noisier one chooses worse: held against the other at the chosen rates
+alone, it would be called lossy though at its best it is not. So the side that would profit from a better choice is
+given every value of the grid:
+
+    lossy:    at every value v of its own, the recipe's gap to the baseline at the chosen value is above the margin;
+    lossless: the recipe at its chosen value is within the margin of the baseline at every value u.
+
+Either is a claim that several hypotheses are all wrong, each of which is tested at the full level: the test of all has
+that level, too (R. L. Berger, Technometrics 24 (1982) 295-300), and needs no correction for the size of the grid. The
+other side's value is chosen by seeds that are not judged; where that choice is wrong, it only makes the claim harder.
+
+Letters: K recipes behind the baseline, R values, S judging seeds; arrays may have further axes in front.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_llm.compare.statistics.intervals import Array, simultaneous_intervals
+
+FEWEST_JUDGED = 2
+"""Pairs at a value that say anything of it."""
+
+
+@dataclass(frozen=True)
+class GridBounds:
+    """[..., K, R] each: `low` of the recipe at each own value against the baseline's chosen one, `high` of the recipe
+    at its chosen value against each of the baseline's; `worse`, `baseline_worse`: runs diverged there, so that it is
+    not the best; `judged`, `baseline_judged`: there are pairs enough to say."""
+
+    low: Array
+    high: Array
+    worse: NDArray[np.bool_]
+    baseline_worse: NDArray[np.bool_]
+    judged: NDArray[np.bool_]
+    baseline_judged: NDArray[np.bool_]
+
+    def lossy(self, margin: float) -> NDArray[np.bool_]:
+        """Return whether each recipe is lossy at every value of its own that was judged, [..., K]."""
+        with np.errstate(invalid="ignore"):
+            return np.asarray(((self.low > margin) | self.worse | ~self.judged).all(-1) & self.judged.any(-1))
+
+    def lossless(self, margin: float) -> NDArray[np.bool_]:
+        """Return whether each is lossless against every value of the baseline that was judged, [..., K]."""
+        with np.errstate(invalid="ignore"):
+            within = (self.high < margin) | self.baseline_worse | ~self.baseline_judged
+        return np.asarray(within.all(-1) & self.baseline_judged.any(-1))
+
+
+def grid_bounds(losses: Array, chosen: NDArray[np.int64], confidence: float = 0.95) -> GridBounds:
+    """Return the bounds that both claims rest on; those of K recipes hold together (Dunnett), at each value.
+
+    Args:
+        losses: [..., 1 + K, R, S] in nats at judging seeds, the baseline first; NaN: no run, infinite: it diverged.
+        chosen: [..., 1 + K] the place of each one's value, chosen by other seeds.
+    """
+    values = losses.shape[-2]
+    lost: NDArray[np.bool_] = np.asarray(np.isinf(losses).any(-1))  # [..., 1 + K, R]
+    clean = np.where(np.isinf(losses), np.nan, losses)
+    best = np.take_along_axis(clean, chosen[..., None, None], -2)[..., 0, :]  # [..., 1 + K, S]
+    base, others = best[..., :1, :], best[..., 1:, :]
+    recipes = others.shape[-2]
+    low = np.full((*others.shape[:-1], values), np.nan)
+    high, judged, baseline_judged = low.copy(), np.zeros(low.shape, bool), np.zeros(low.shape, bool)
+    for value in range(values):
+        against = others - clean[..., :1, value, :]
+        high[..., value] = simultaneous_intervals(against, confidence).high
+        baseline_judged[..., value] = np.isfinite(against).sum(-1) >= FEWEST_JUDGED
+        for recipe in range(recipes):
+            differences = others - base
+            differences[..., recipe, :] = (clean[..., 1 + recipe, value, :][..., None, :] - base)[..., 0, :]
+            low[..., recipe, value] = simultaneous_intervals(differences, confidence).low[..., recipe]
+            judged[..., recipe, value] = np.isfinite(differences[..., recipe, :]).sum(-1) >= FEWEST_JUDGED
+    worse, baseline_worse = lost[..., 1:, :], np.broadcast_to(lost[..., :1, :], low.shape)
+    return GridBounds(low, high, worse, baseline_worse, judged | worse, baseline_judged | baseline_worse)
+
+
+def plateau(losses: Mapping[float, float], margin: float) -> tuple[float, float] | None:
+    """Return the range of values over which the loss is within `margin` of its least: straight lines over log(value).
+
+    Ends at the grid's ends, where those are within it, too. None without a finite loss.
+    """
+    known = sorted((value, loss) for value, loss in losses.items() if math.isfinite(loss))
+    if not known:
+        return None
+    place = min(range(len(known)), key=lambda index: known[index][1])
+    limit = known[place][1] + margin
+    return _end(known[: place + 1][::-1], limit), _end(known[place:], limit)
+
+
+def _end(known: Sequence[tuple[float, float]], limit: float) -> float:
+    """Return where the losses, going out from the least, first rise above `limit`; the last value if nowhere."""
+    for (inner, low), (outer, high) in pairwise(known):
+        if high > limit:
+            share = (limit - low) / (high - low)
+            if inner <= 0 or outer <= 0:
+                return inner + share * (outer - inner)
+            return math.exp(math.log(inner) + share * (math.log(outer) - math.log(inner)))
+    return known[-1][0]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What the grid says of one verdict. `value`, `baseline_value`: chosen; `withheld`: the decision that the grid does
+    not bear out, None where it does; `because`: {"own" or "baseline's": value} that stand against it; `unjudged`:
+    values, of either, with too few judging pairs to say."""
+
+    key: str
+    value: Any
+    baseline_value: Any
+    withheld: str | None = None
+    because: tuple[tuple[str, Any], ...] = ()
+    unjudged: tuple[Any, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """Why a decision is withheld, as a phrase; empty where none is."""
+        if not self.withheld:
+            return ""
+        name = self.key.rpartition(".")[2]
+        values = ", ".join(f"{value:g}" for _, value in self.because)
+        if self.withheld == "lossy":
+            claim = f"lossy at {name}={self.value:g}, but not shown to be so at its own {values}"
+        else:
+            claim = f"lossless against the baseline at {name}={self.baseline_value:g}, but not at {values}"
+        return f"{claim}: which is best is open"
+
+    def as_data(self) -> dict[str, Any]:
+        """Return what `compare.json` has of a verdict under "tuned"."""
+        return {
+            "key": self.key,
+            "value": self.value,
+            "baseline_value": self.baseline_value,
+            "withheld": self.withheld,
+            "because": [{"whose": whose, "value": value} for whose, value in self.because],
+            "unjudged": list(self.unjudged),
+        }

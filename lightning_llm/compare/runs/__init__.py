@@ -1,0 +1,1 @@
+"""Runs of a comparison: found, read and paired."""

@@ -1,0 +1,198 @@
+"""The factor: what the runs are compared by, its levels, and which of them is the baseline."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.compare.runs.branches import equivalent_starts
+from lightning_llm.compare.runs.differences import FREE, LAYOUT, ROUNDING
+from lightning_llm.compare.runs.levels import WITHOUT, Level, as_text, as_word, labels_of, level_of, parsed, same_value
+from lightning_llm.config.identity import below
+from lightning_llm.tracking.reading import Run
+
+GROUPS = ("precision", "optim", "schedule", "model", "data", "parallel", "trainer")
+"""In this order, where several vary and none is asked for."""
+NOT_THE_RECIPE = ("precision.backend",)
+"""Says where casts run, not which: a confounder."""
+USUAL_BASELINES = {"precision": ("bf16", "fp32"), "parallel": ("single",)}
+
+ITSELF, SEVERAL = "rounding", "configuration"
+"""The factor where the runs differ in several keys that change the order of sums, and in nothing else; and where they
+differ in several keys of no one group."""
+NOT_COMPARED = (*(key for key in FREE if key not in NOT_THE_RECIPE), "seed")
+
+
+@dataclass(frozen=True)
+class Factor:
+    """`name`: a config group, one dotted key, or "rounding"; `keys`: those in which it varies; `labels`: its levels.
+
+    `chosen`: one of the keys, of which each level has a value of its own in each setting, and so is not told by it.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    labels: dict[Level, str]
+    baseline: Level
+    note: str = ""
+    chosen: str | None = None
+
+    def level(self, run: Run) -> Level:
+        """Return the values of the keys that tell levels apart."""
+        return level_of(run, self._telling)
+
+    @property
+    def _telling(self) -> tuple[str, ...]:
+        return tuple(key for key in self.keys if key != self.chosen)
+
+    def label(self, run: Run) -> str:
+        """Return what the run's level is called: "mxfp8", "learning_rate=0.002"."""
+        return self.labels[self.level(run)]
+
+    def in_words(self, run: Run) -> str:
+        """Return the run's level as its keys and their values: "optim.learning_rate=0.002"."""
+        return ", ".join(f"{key}={as_word(value)}" for key, value in zip(self._telling, self.level(run), strict=True))
+
+    @property
+    def baseline_label(self) -> str:
+        """What the baseline is called."""
+        return self.labels[self.baseline]
+
+
+def choose_factor(runs: Sequence[Run], asked: str | None = None, chosen: str | None = None) -> Factor:
+    """Return the factor over `runs`; `asked` is "group=level", "dotted.key=value" or a level alone.
+
+    `chosen`: a key of which each recipe has a value of its own, which then is part of the factor, whatever its group.
+
+    Raises:
+        ConfigError: the runs do not differ, or no run has the baseline's level.
+    """
+    name, equals, wanted = (asked or "").partition("=")  # the first: a level's own name may hold others
+    if not equals:
+        name, wanted = "", name
+    found = varying_keys(runs)
+    varying = [key for key in found if key != chosen] or found
+    note = ""
+    if not name:
+        name, note = _most_likely(varying)
+    if name in (ITSELF, SEVERAL):
+        return _itself(name, runs, tuple(varying), wanted, note)
+    groups = {key.partition(".")[0] for run in runs for key in run.config}
+    single = "." in name
+    if name == "seed" or (name not in groups and not any(name in run.config for run in runs)):
+        text = f"there is no group or key '{name}' to compare by.{did_you_mean(name, groups - {'seed', 'run'})}"
+        raise ConfigError(Problem("--baseline", text))
+    keys = (
+        (name,) if single else tuple(key for key in varying if key.startswith(f"{name}.") and key not in NOT_THE_RECIPE)
+    )
+    own = str(chosen) if not single and chosen in found and keys and keys != (chosen,) else None
+    keys = tuple(key for key in keys if key != own)
+    levels = list(dict.fromkeys(level_of(run, keys) for run in runs))
+    if len(levels) < 2:
+        same = name if asked or varying else "config, but for the seed"
+        text = (
+            f"all {len(runs)} runs have the same {same}; a verdict needs a baseline and something to hold against it."
+        )
+        raise ConfigError(Problem("RUN", text))
+    labels = labels_of(runs, name, keys, levels)
+    baseline, reason = _baseline(name, labels, wanted, runs, keys)
+    return Factor(name, (*keys, *([own] if own else [])), labels, baseline, " ".join(filter(None, (note, reason))), own)
+
+
+def varying_keys(runs: Sequence[Run]) -> list[str]:
+    """Return the config keys that differ between any two runs and can change what is learned, without the seed."""
+    keys = sorted({key for run in runs for key in run.config})
+    found = [
+        key for key in keys if len({as_text(run.config.get(key)) for run in runs}) > 1 and not below(key, NOT_COMPARED)
+    ]
+    same_start = equivalent_starts(runs)
+    found = [key for key in found if key not in same_start]
+    if all(run.bitwise_layout for run in runs):  # only where it is what they are compared by
+        return [key for key in found if not below(key, LAYOUT) or key.startswith("parallel.")]
+    return found
+
+
+def _most_likely(varying: list[str]) -> tuple[str, str]:
+    """Return the factor to take where none was asked for, and what to say of the choice."""
+    telling = [key for key in varying if key not in NOT_THE_RECIPE and not below(key, ROUNDING)]
+    candidates = [group for group in GROUPS if group in {key.partition(".")[0] for key in telling} - {"parallel"}]
+    if candidates:
+        several = f"{', '.join(candidates)} vary; compared by {candidates[0]} (--baseline GROUP=LEVEL chooses)."
+        return candidates[0], several if len(candidates) > 1 else ""
+    same = varying and all(below(key, ROUNDING) for key in varying)
+    note = "The runs are of one recipe, held against itself: no gap here is real." if same else ""
+    beside = {key for key in varying if not key.startswith("parallel.")} - {"trainer.devices", "world"}
+    if not beside:
+        return "parallel", note
+    if len(varying) == 1:
+        return varying[0], note
+    groups = {key.partition(".")[0] for key in varying}
+    if not same and len(groups) == 1:
+        return groups.pop(), note
+    return ITSELF if same else SEVERAL, note
+
+
+def _itself(name: str, runs: Sequence[Run], keys: tuple[str, ...], wanted: str, note: str) -> Factor:
+    """Return the factor over runs of one recipe: each way to run it is a level, named by what is not as in the first.
+
+    Raises:
+        ConfigError: a level was asked for: such runs have the first as their baseline.
+    """
+    if wanted:
+        text = f"'{wanted}' alone does not say of which key; the runs differ in {', '.join(keys)}. Give KEY=VALUE."
+        raise ConfigError(Problem("--baseline", text))
+    levels = list(dict.fromkeys(level_of(run, keys) for run in runs))
+    first = levels[0]
+    labels = {first: str(runs[0].config.get("precision.name") or "the first run")}
+    for level in levels[1:]:
+        labels[level] = ", ".join(
+            f"{k}={as_word(v)}" for k, v, base in zip(keys, level, first, strict=True) if v != base
+        )
+    return Factor(name, keys, labels, first, note)
+
+
+def _baseline(
+    name: str, labels: dict[Level, str], wanted: str, runs: Sequence[Run], keys: tuple[str, ...]
+) -> tuple[Level, str]:
+    """Return the baseline's level and what to say of how it was chosen."""
+    by_name: dict[str, list[Level]] = {}
+    for run in runs:
+        level = level_of(run, keys)
+        for word in {labels[level], str(run.config.get(f"{name}.name") or labels[level])}:
+            if level not in by_name.setdefault(word, []):
+                by_name[word].append(level)
+    if wanted:
+        if len(keys) == 1:
+            same = [level for level in labels if same_value(json.loads(level[0]), parsed(wanted))]
+            if len(same) == 1:
+                return same[0], ""
+        found = by_name.get(wanted, [])
+        if len(found) == 1:
+            return found[0], ""
+        hint = did_you_mean(wanted, labels.values())
+        text = f"'{wanted}' is {'several levels' if found else 'the level of no run'}.{hint}"
+        raise ConfigError(Problem("--baseline", text))
+    return _usual_baseline(name, labels, by_name)
+
+
+def _usual_baseline(name: str, labels: dict[Level, str], by_name: dict[str, list[Level]]) -> tuple[Level, str]:
+    """Return the level that is the baseline where none was asked for, and what to say of it."""
+    several = ""
+    for usual in USUAL_BASELINES.get(name, ()):
+        found = by_name.get(usual, [])
+        if len(found) == 1:
+            reason = f"The baseline is {usual}, for {several}: --baseline {name}=LEVEL chooses one of them."
+            return found[0], reason if several else ""
+        if found and not several:
+            several = f"{len(found)} levels are called {usual} ({' and '.join(labels[level] for level in found)})"
+    if name == "precision":
+        known = list(labels.values())
+        text = f"{several or 'none of the runs is bf16 or fp32'}. Choose one: --baseline precision=NAME, of "
+        text += f"{', '.join(known)}; the first is {shlex.join(['--baseline', f'precision={known[0]}'])}."
+        raise ConfigError(Problem("--baseline", text))
+    without = [level for level, label in labels.items() if label == f"{WITHOUT} {name}"]
+    first, why = (without[0], f"the runs without {name}") if without else (next(iter(labels)), "as of the first run")
+    other = next(label for level, label in labels.items() if level != first)
+    word = other if other.startswith(f"{name}=") else f"{name}={other}"
+    return first, f"The baseline is {labels[first]}, {why}; another: {shlex.join(['--baseline', word])}."

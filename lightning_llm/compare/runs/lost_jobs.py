@@ -1,0 +1,144 @@
+"""Jobs of a sweep without a readable run."""
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.base.errors import Problem
+from lightning_llm.compare.runs.find import has_begun
+from lightning_llm.compare.runs.unfinished import UNREADABLE
+from lightning_llm.tracking.reading import Run
+from lightning_llm.tracking.sweep_file import FILE, checked_sweep
+
+Described = Mapping[str, Any]
+"""A job as `sweep.json` lists it."""
+
+
+def lost_jobs(
+    sweeps: Sequence[Path], runs: Sequence[Run], ended: Collection[Path] = (), damage: Mapping[Path, str] | None = None
+) -> tuple[list[Run], list[Problem]]:
+    """Return the jobs of whole `sweeps` that none of `runs` is, as runs without a step; and what is wrong with a sweep.
+
+    `ended`: folders of jobs that are not to be missed; `damage`: {folder: why it cannot be read}, which such a run has
+    as what it said of its end.
+
+    What such a job was is known from a run that differs in the seed alone, or the trunk, as the sweep's file says, or
+    in numbers alone, as its words do. Of others the words are all that is known (`Run.words`).
+    """
+    by_folder = {run.folder: run for run in runs}
+    lost, problems = [], []
+    for sweep in sweeps:
+        try:
+            jobs = checked_sweep(json.loads((sweep / FILE).read_text(encoding="utf-8"))).get("jobs", [])
+        except (OSError, ValueError, RecursionError) as error:
+            problems.append(Problem(str(sweep / FILE), f"cannot be read, so a job may be missing unseen: {error}."))
+            continue
+        known = _Known([(job, by_folder[folder]) for job in jobs if (folder := _folder(sweep, job)) in by_folder])
+        lost += [
+            _lost(_folder(sweep, job), job, known, damage or {})
+            for job in jobs
+            if _folder(sweep, job) not in by_folder and _folder(sweep, job) not in ended
+        ]
+    return lost, problems
+
+
+def misplaced_runs(sweeps: Sequence[Path], runs: Sequence[Run]) -> list[Problem]:
+    """Return a problem for each run in the folder of a sweep's job that it cannot be, by its seed or its run id.
+
+    One that was copied over another job's folder would hide that the other is lost. A sweep's file that cannot be read
+    is reported by `lost_jobs`.
+    """
+    by_folder = {run.folder: run for run in runs}
+    problems = []
+    for sweep in sweeps:
+        try:
+            jobs = checked_sweep(json.loads((sweep / FILE).read_text(encoding="utf-8"))).get("jobs", [])
+        except (OSError, ValueError, RecursionError):
+            continue
+        there = [(run, job.get("seed", run.seed)) for job in jobs if (run := by_folder.get(_folder(sweep, job)))]
+        ids = Counter(run.summary["run_id"] for run, _ in there if run.summary.get("run_id"))
+        for run, seed in there:
+            if run.seed != seed:
+                what = f"holds a run of seed {run.seed}, and the job of {FILE} has seed {seed}"
+            elif ids[run.summary.get("run_id")] > 1:
+                what = "has the run id of another job of its sweep, so one was copied over the other"
+            else:
+                continue
+            problems.append(Problem(str(run.folder), f"{what}. Bring the job's own folder back, or make it again."))
+    return problems
+
+
+def _folder(sweep: Path, job: Described) -> Path:
+    return sweep / str(job["number"])
+
+
+class _Known:
+    """The jobs of a sweep that there are runs of: a run of each kind, of like words, and of each trunk."""
+
+    def __init__(self, jobs: Sequence[tuple[Described, Run]]):
+        self.by_kind: dict[str, Run] = {}
+        self.by_words: dict[frozenset[str], Run] = {}
+        self.branches: dict[str, dict[str, Any]] = {}
+        for job, run in jobs:
+            self.by_kind.setdefault(_kind_and_seed(job)[0], run)
+            self.by_words.setdefault(_without_numbers(job["words"]), run)
+            if trunk := run.config.get("branch_from"):
+                self.branches.setdefault(trunk, run.branch)
+
+
+def _lost(folder: Path, job: Described, known: _Known, damage: Mapping[Path, str]) -> Run:
+    """Return the job as a run without a step."""
+    kind, seed = _kind_and_seed(job)
+    summary: dict[str, Any] = {"status": UNREADABLE} if has_begun(folder) else {}
+    if folder in damage:
+        summary["detail"] = damage[folder]
+    own: dict[str, Any] = {} if seed is None else {"seed": seed}
+    if (sibling := known.by_kind.get(kind)) is not None and seed is not None:
+        trunk = job.get("branch_from")
+        if branch := known.branches.get(str(trunk)):
+            summary["branch"] = branch
+        return Run(folder, {**sibling.config, **own, "branch_from": trunk}, summary, typed=sibling.typed)
+    if config := _config_by_words(job["words"], known):
+        return Run(folder, config | own, summary)
+    return Run(folder, own, summary, words=tuple(job["words"]))
+
+
+def _config_by_words(words: Sequence[str], known: _Known) -> dict[str, Any]:
+    """Return the config of a run whose words have other numbers alone, with these; {} without any such run.
+
+    A number is of the type that the run's is: 1 is 1.0 where that is a float.
+    A word of a group (precision=mxfp8) stands for many keys, and one such as step_law for a number not known here.
+    """
+    run = known.by_words.get(_without_numbers(words))
+    numbers = dict(filter(None, map(_number, words)))
+    if run is None or not all(type(run.config.get(key)) in (float, type(n)) for key, n in numbers.items()):
+        return {}
+    return {**run.config, **{key: type(run.config[key])(n) for key, n in numbers.items()}}
+
+
+def _without_numbers(words: Iterable[str]) -> frozenset[str]:
+    """Return the words, of those that set a single key to a number the key alone."""
+    return frozenset(found[0] if (found := _number(word)) else word for word in words)
+
+
+def _number(word: str) -> tuple[str, int | float] | None:
+    key, _, value = word.lstrip("+").partition("=")
+    if "." not in key and key != "seed":
+        return None
+    for kind in (int, float):
+        try:
+            return key, kind(value)
+        except ValueError:
+            continue
+    return None
+
+
+def _kind_and_seed(job: Described) -> tuple[str, int | None]:
+    """Return what the job shares with those of other seeds, and its seed; earlier versions noted words alone."""
+    if "kind" in job:
+        return job["kind"], job["seed"]
+    seeds = [word.partition("=")[2] for word in job["words"] if word.startswith("seed=")]
+    kind = " ".join(word for word in job["words"] if not word.startswith("seed="))
+    return kind, int(seeds[0]) if seeds and seeds[0].isdigit() else None

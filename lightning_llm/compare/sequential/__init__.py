@@ -1,0 +1,1 @@
+"""Verdicts at declared looks."""

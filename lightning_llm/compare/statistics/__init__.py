@@ -1,0 +1,1 @@
+"""Intervals, power and tests behind verdicts."""

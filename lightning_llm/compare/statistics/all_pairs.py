@@ -1,0 +1,173 @@
+"""Every recipe against every other, the baseline among them, with intervals that hold together: `--all-pairs`.
+
+The gap of two recipes is the mean of their differences seed by seed, as against the baseline. All pairs of M levels
+hold together by the studentized range (J. W. Tukey, "The problem of multiple comparisons", 1953; C. W. Dunnett, J. Am.
+Stat. Assoc. 75 (1980) 796-800 for unequal variances), with seeds as blocks. Variances of like spread are pooled as in
+`statistics`, none below a pair's own: with M levels of one spread over S seeds that is the residual of the two-way
+layout, and has its (M - 1) (S - 1) degrees of freedom.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special  # and not stats, which takes a second to import
+
+from lightning_llm.compare.runs.losses import tail_of
+from lightning_llm.compare.statistics.intervals import Decision, decision_of
+from lightning_llm.compare.statistics.pool import BASELINE_CORRELATION, pool_variances
+from lightning_llm.compare.verdict import Verdict
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class PairGap:
+    """The gap of `recipe` to `other` over `pairs` common seeds; its interval holds with those of all other pairs.
+
+    `controlled`: neither differs from the baseline in more than the factor. `setting`: where it holds, in words.
+    """
+
+    recipe: str
+    other: str
+    gap: float
+    low: float
+    high: float
+    pairs: int
+    controlled: bool
+    setting: str
+    margin: float
+    damaged: bool = False
+    """Whether runs of the comparison are damaged, so that nothing is called lossless."""
+
+    @property
+    def decision(self) -> Decision:
+        """Of the recipe against the other, at the margin."""
+        found = decision_of(self.low, self.high, self.margin)
+        return "inconclusive" if self.damaged and found == "lossless" else found
+
+    def as_data(self) -> dict[str, Any]:
+        """Return what `compare.json` has of it, under "all_pairs"."""
+        return {
+            "recipe": self.recipe,
+            "other": self.other,
+            "setting": self.setting,
+            "verdict": self.decision,
+            "gap": self.gap,
+            "ci": [self.low, self.high],
+            "pairs": self.pairs,
+            "controlled": self.controlled,
+        }
+
+
+def all_pairs(verdicts: Sequence[Verdict], damaged: bool = False) -> list[PairGap]:
+    """Return the gaps of all pairs of the levels that one family's verdicts are about, each way round once.
+
+    Over runs that did not fail, by the tail that they have in common; a level whose verdict is none (the baseline has
+    not learned) has no pair. `damaged`: runs of the comparison are.
+    """
+    verdicts = [each for each in verdicts if each.judged.measured.unlearned is None]
+    if not verdicts:
+        return []
+    terms, words = verdicts[0].terms, verdicts[0].family.words
+    baseline = verdicts[0].factor.baseline_label
+    kept = {
+        verdict.name: [p for p in verdict.sound_pairs if p.run.seed not in verdict.judged.estimate.outlier_seeds]
+        for verdict in verdicts
+    }
+    runs = [run for pairs in kept.values() for pair in pairs for run in (pair.run, pair.baseline)]
+    tail = tail_of(runs, terms.metric, terms.tail_share)
+    if tail is None:
+        return []
+    losses = {baseline: {pair.run.seed: tail.of(pair.baseline) for pairs in kept.values() for pair in pairs}}
+    losses |= {name: {pair.run.seed: tail.of(pair.run) for pair in pairs} for name, pairs in kept.items()}
+    controlled = {baseline: True} | {verdict.name: verdict.controlled for verdict in verdicts}
+    seeds = sorted({seed for own in losses.values() for seed in own})
+    matrix = np.array([[own.get(seed, math.nan) for seed in seeds] for own in losses.values()])
+    gap, low, high, pairs = pairwise_intervals(matrix, terms.confidence)
+    names = list(losses)
+    found = []
+    for place, (first, second) in enumerate(combinations(range(len(names)), 2)):
+        one, other = names[second], names[first]  # the later against the earlier, as recipes against the baseline
+        found.append(
+            PairGap(
+                one, other, float(gap[place]), float(low[place]), float(high[place]), int(pairs[place]),
+                controlled[one] and controlled[other], words, terms.margin, damaged,
+            )
+        )  # fmt: skip
+    return found
+
+
+def pairwise_intervals(losses: Array, confidence: float = 0.95) -> tuple[Array, Array, Array, NDArray[np.int64]]:
+    """Return gap, low, high and common seeds of all pairs, each [..., P]: the later level less the earlier.
+
+    Pairs are in the order of `itertools.combinations`; all intervals hold together with `confidence`.
+
+    Args:
+        losses: [..., M, S] in nats, NaN where a level has no run at a seed.
+    """
+    levels = losses.shape[-2]
+    first, second = (np.array(each) for each in zip(*combinations(range(levels), 2), strict=True))
+    differences = losses[..., second, :] - losses[..., first, :]  # [..., P, S]
+    there = np.isfinite(differences)
+    pairs = there.sum(-1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        gap = np.where(there, differences, 0.0).sum(-1) / np.where(pairs > 0, pairs, np.nan)
+        squares = (np.where(there, differences - gap[..., None], 0.0) ** 2).sum(-1)
+    own_df = np.maximum(pairs - 1, 0)
+    same = there.any(-1) & (squares == 0)  # runs of equal bits: no spread, and no place in the pool
+    own = np.where((own_df > 0) & ~same, squares / np.maximum(own_df, 1), np.nan)
+    found = pool_variances(own, np.where(np.isfinite(own), own_df, 0), partial(_pooled_df, first=first, second=second))
+    variance, df = found.variance, found.df
+    q = np.full(df.shape, np.nan)
+    valid = np.isfinite(variance)
+    for each in np.unique(df[valid]):
+        q[valid & (df == each)] = range_critical_value(levels, float(each), confidence)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        half = np.where(same & (own_df > 0), 0.0, q * np.sqrt(variance / pairs))
+    return gap, gap - half, gap + half, pairs
+
+
+def _pooled_df(df: NDArray[np.int64], pool: NDArray[np.bool_], first: Array, second: Array) -> Array:
+    """Return the degrees of freedom of the pooled variance, [...], by Satterthwaite as in `pool.pooled_df`.
+
+    Differences that share a level correlate with 1/2, others do not.
+    """
+    share = (first[:, None] == first) | (first[:, None] == second) | (second[:, None] == first)
+    share = (share | (second[:, None] == second)) & ~np.eye(len(first), dtype=bool)
+    own = np.where(pool, df, 0).astype(float)
+    total = own.sum(-1)
+    both = np.where(share, np.minimum(own[..., :, None], own[..., None, :]), 0.0).sum((-1, -2))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray(total**2 / (total + BASELINE_CORRELATION**2 * both))
+
+
+@lru_cache(maxsize=1024)
+def range_critical_value(levels: int, df: float, confidence: float = 0.95) -> float:
+    """Return q with P(all |T_ij| <= q) = `confidence` over the pairs of `levels` equal means: Tukey's, over sqrt(2).
+
+    P(range <= w) = M integral phi(z) (Phi(z) - Phi(z - w))^(M - 1) dz, averaged over the scale of the variance's
+    estimate, by Gauss quadrature (200 x 96 nodes): to 1e-6, held against `scipy.stats.studentized_range`.
+    """
+    from scipy.optimize import brentq
+
+    if levels == 2:
+        return float(special.stdtrit(df, 0.5 + confidence / 2))
+    nodes, weights = np.polynomial.legendre.leggauss(200)
+    z, z_weights = 9 * nodes, 9 * weights * np.exp(-((9 * nodes) ** 2) / 2) / math.sqrt(2 * math.pi)
+    u, u_weights = np.polynomial.legendre.leggauss(96)
+    scale = np.sqrt(special.chdtri(df, (1 - u) / 2) / df)[:, None]  # [96, 1]
+
+    def excess(q: float) -> float:
+        width = q * math.sqrt(2) * scale
+        inside = levels * (special.ndtr(z) - special.ndtr(z - width)) ** (levels - 1)  # [96, 200]
+        return float(u_weights / 2 @ inside @ z_weights) - confidence
+
+    least = float(special.stdtrit(df, 0.5 + confidence / 2))
+    most = float(special.stdtrit(df, 1 - (1 - confidence) / (levels * (levels - 1))))
+    return float(brentq(excess, least, most * (1 + 1e-6), xtol=1e-7))

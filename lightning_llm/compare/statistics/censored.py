@@ -1,0 +1,142 @@
+"""Time to a target, of a recipe beside the baseline: censored where a run never arrives, on either side.
+
+Leaving out pairs of which one never arrives flatters: who arrives late is who else does not arrive. Here such a pair
+says what it knows. Where the recipe alone misses, its time over the baseline's is above its budget over the
+baseline's time; where the baseline alone misses, below the recipe's time over the baseline's budget; where both do,
+anything. The median over the pairs of the lower ends and that of the upper ends bound the median ratio; that of the
+times themselves, with a miss beyond all, is the Kaplan-Meier estimate where all runs are watched for equally long
+(E. L. Kaplan and P. Meier, J. Am. Stat. Assoc. 53 (1958) 457-481).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from scipy import special  # and not stats, which takes a second to import
+
+from lightning_llm.compare.runs.pairing import Pair
+from lightning_llm.compare.target import Reached, reached
+
+
+@dataclass(frozen=True)
+class TimeToTarget:
+    """Of one recipe at `target`, over its pairs by seed, tokens seen being the time.
+
+    `arrived`, `baseline_arrived`: runs that reached it; `tokens`, `baseline_tokens`: medians, infinite where half or
+    more missed; `low`, `high`: what the median ratio of a pair's tokens lies between, equal where censoring does not
+    matter; `slower`, `faster`: pairs of which that is known; `p`: two-sided, of as many or more on one side (exact sign
+    test); `interval`: of the median ratio, by the order of the pairs, with at least `confidence`; None for too few.
+    """
+
+    target: float
+    pairs: int
+    arrived: int
+    baseline_arrived: int
+    tokens: float
+    baseline_tokens: float
+    low: float
+    high: float
+    slower: int
+    faster: int
+    p: float
+    interval: tuple[float, float] | None
+    confidence: float
+
+    @property
+    def words(self) -> str:
+        """The ratio, as far as it is known."""
+        if not self.pairs:
+            return "-"
+        if self.low == self.high:
+            return f"{self.low:.2f}x" if math.isfinite(self.low) else "never"
+        if math.isinf(self.high):
+            return f">= {self.low:.2f}x" if self.low > 0 else "unknown"
+        return f"<= {self.high:.2f}x" if self.low == 0 else f"{self.low:.2f} to {self.high:.2f}x"
+
+    def as_data(self) -> dict[str, Any]:
+        """Return what `compare.json` has under "time_to_target"; an infinite bound is null."""
+        return {
+            "target": self.target,
+            "pairs": self.pairs,
+            "arrived": self.arrived,
+            "baseline_arrived": self.baseline_arrived,
+            "tokens": self.tokens,
+            "baseline_tokens": self.baseline_tokens,
+            "tokens_ratio_bounds": [self.low, self.high],
+            "slower": self.slower,
+            "faster": self.faster,
+            "p": self.p,
+            "tokens_ratio_ci": list(self.interval) if self.interval else None,
+            "confidence": self.confidence,
+        }
+
+
+def time_to_target(
+    pairs: Sequence[Pair], metric: str, target: float, confidence: float, *, higher_is_better: bool = False
+) -> TimeToTarget:
+    """Return how much longer the runs of `pairs` took to `target` than the baseline's.
+
+    One that diverged first never arrives: it misses for as long as the other was watched.
+    """
+    times = []
+    for pair in pairs:
+        ours, theirs = (
+            reached(run, metric, target, higher_is_better=higher_is_better) for run in (pair.run, pair.baseline)
+        )
+        longest = max(ours.ended_tokens, theirs.ended_tokens)
+        if pair.run.lost_its_loss:
+            ours = replace(ours, ended_tokens=longest)
+        if pair.baseline.lost_its_loss:
+            theirs = replace(theirs, ended_tokens=longest)
+        times.append((ours, theirs))
+    return of_times(times, target, confidence)
+
+
+def of_times(times: Sequence[tuple[Reached, Reached]], target: float, confidence: float) -> TimeToTarget:
+    """Return `time_to_target` of pairs of times, the recipe's first."""
+    bounds = [_ratio(ours, theirs) for ours, theirs in times]
+    slower, faster = sum(low > 1 for low, _ in bounds), sum(high < 1 for _, high in bounds)
+    decided = slower + faster
+    tail = float(special.bdtr(min(slower, faster), decided, 0.5)) if decided else 1.0
+    lows, highs = sorted(low for low, _ in bounds), sorted(high for _, high in bounds)
+    return TimeToTarget(
+        target=target,
+        pairs=len(times),
+        arrived=sum(math.isfinite(ours.tokens) for ours, _ in times),
+        baseline_arrived=sum(math.isfinite(theirs.tokens) for _, theirs in times),
+        tokens=median(ours.tokens for ours, _ in times) if times else math.nan,
+        baseline_tokens=median(theirs.tokens for _, theirs in times) if times else math.nan,
+        low=median(lows) if times else 0.0,
+        high=median(highs) if times else math.inf,
+        slower=slower,
+        faster=faster,
+        p=min(1.0, 2 * tail),
+        interval=_median_interval(lows, highs, confidence),
+        confidence=confidence,
+    )
+
+
+def _ratio(ours: Reached, theirs: Reached) -> tuple[float, float]:
+    """Return the bounds of the recipe's tokens over the baseline's."""
+    if math.isfinite(ours.tokens) and math.isfinite(theirs.tokens):
+        return (ours.tokens / theirs.tokens,) * 2 if theirs.tokens else (0.0, math.inf)
+    if math.isfinite(theirs.tokens):
+        return (ours.ended_tokens / theirs.tokens if theirs.tokens else 0.0), math.inf
+    if math.isfinite(ours.tokens):
+        return 0.0, ours.tokens / theirs.ended_tokens if theirs.ended_tokens else math.inf
+    return 0.0, math.inf
+
+
+def _median_interval(lows: Sequence[float], highs: Sequence[float], confidence: float) -> tuple[float, float] | None:
+    """Return the order-statistics interval of the median: the k-th lower end from below, the k-th upper from above.
+
+    Exact for any continuous distribution (W. R. Thompson, Ann. Math. Stat. 7 (1936) 122-128), and wider where pairs are
+    censored. None where even the extremes hold less than `confidence`: below 6 pairs at 95 %.
+    """
+    count = len(lows)
+    fitting = [k for k in range(1, count // 2 + 1) if 1 - 2 * special.bdtr(k - 1, count, 0.5) >= confidence]
+    if not fitting:
+        return None
+    return lows[max(fitting) - 1], highs[count - max(fitting)]

@@ -1,0 +1,1 @@
+"""Gaps as numbers of tokens."""

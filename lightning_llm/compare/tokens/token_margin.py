@@ -1,0 +1,214 @@
+"""A margin in tokens, made one in nats by the baseline's curve; and what to run where that is not known."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.runs.differences import same_config
+from lightning_llm.compare.runs.pairing import Family
+from lightning_llm.compare.runs.unfinished import ENDED_EARLY, RUNNING, how_they_go_on, status_of
+from lightning_llm.compare.tokens.effective_data import REACH, Curve
+from lightning_llm.compare.tokens.token_curve import OTHERWISE, around, is_sound, planned_tokens
+from lightning_llm.config.commands import command
+from lightning_llm.config.margin import read_margin
+from lightning_llm.tracking.reading import Run
+
+LONGER = (2, 4, 3)
+"""Times the judged length: what else the baseline is run for, the first first."""
+NEEDS = "needs the baseline at two other numbers of tokens, about half and twice, each with its own decay,"
+
+
+def in_nats(terms: Terms, family: Family, curve: Curve | None, of_baseline: Sequence[Run] = ()) -> Terms:
+    """Return the terms with a margin given in tokens made one in nats for this family; others as they are.
+
+    A recipe that needs a share m of tokens more is worth D / (1 + m): the margin is that much of the baseline's loss.
+    It is the mean over all seeds; a verdict is by that of each seed (`Curve.margins`), so that its noise is accounted.
+
+    Args:
+        of_baseline: all its runs, of any length, those that may yet come to their end as well.
+
+    Raises:
+        ConfigError: the baseline was not run at other numbers of tokens, or its loss does not fall with them.
+    """
+    share = terms.token_margin
+    if share is None:
+        return terms
+    where = f" ({family.words})" if family.words else ""
+    if curve is None or not _shows(curve, share):
+        lacking = _lacking(family, curve, terms, of_baseline)
+        raise ConfigError(Problem("--margin", f"{100 * share:g}%{where} {lacking}"))
+    nats = float(np.mean(list(curve.margins(share).values())))
+    if not nats > 0:
+        text = f"{100 * share:g}%{where} is no loss in nats: the baseline's loss does not fall from "
+        counts = ", ".join(f"{count:,.0f}" for count in curve.tokens)
+        raise ConfigError(Problem("--margin", f"{text}{counts} tokens. Give the margin in nats, say --margin 0.01."))
+    return replace(terms, margin=nats)
+
+
+def _shows(curve: Curve, share: float) -> bool:
+    """Whether the baseline's token counts are enough to read off what `share` more tokens are worth."""
+    return len(curve.tokens) >= 3 and curve.reach[0] <= 1 / (1 + share) <= curve.reach[1]
+
+
+def _shows_with(at: int, counts: set[int], share: float) -> bool:
+    """Whether runs of the baseline at `counts` tokens would be enough beside those at `at`."""
+    return _shows(Curve(tuple(map(float, sorted({*around(at, sorted(counts - {at})), at}))), {}, float(at)), share)
+
+
+@dataclass(frozen=True)
+class Unplanned:
+    """A setting whose margin in tokens planned jobs would leave unknown.
+
+    `baseline`: a run of it, of the length that is judged, which is `steps`; `there`: all the numbers of steps that it
+    is planned for; `others`: two that would be enough beside.
+    """
+
+    setting: str
+    baseline: Run
+    there: tuple[int, ...]
+    steps: int
+    others: tuple[int, int]
+
+
+def unplanned(families: Sequence[Family], runs: Sequence[Run], seeds: Sequence[int], terms: Terms) -> list[Unplanned]:
+    """Return the settings in which jobs that are planned would leave a margin in tokens unknown; [] for one in nats.
+
+    Args:
+        runs: every job, of all seeds, as a run that has only its config.
+        seeds: at which the margin is needed.
+    """
+    share, found = terms.token_margin, []
+    if share is None:
+        return []
+    for family in families:
+        pair = next(iter(family.recipes.values()))[0]
+        at, steps = planned_tokens(pair.baseline), int(pair.baseline.config["trainer.max_steps"])
+        alike = [run for run in runs if run is not pair.baseline and same_config(run, pair.baseline, OTHERWISE)]
+        counts = set.intersection(*({planned_tokens(run) for run in alike if run.seed == seed} for seed in seeds))
+        if not _shows_with(at, counts, share):
+            there = tuple(round(count / at * steps) for count in sorted({*counts, at}))
+            others = max(1, steps // 2), 2 * steps
+            found.append(Unplanned(family.words, pair.baseline, there, steps, others))
+    return found
+
+
+def _lacking(family: Family, curve: Curve | None, terms: Terms, of_baseline: Sequence[Run]) -> str:
+    """Return what runs a margin in tokens needs, which of them tell it, which go on, and what adds the others."""
+    share, base = terms.token_margin or 0.0, next(iter(family.recipes.values()))[0].baseline
+    steps, at = int(base.config.get("trainer.max_steps") or base.last_step), planned_tokens(base)
+    seeds = sorted({pair.baseline.seed for pairs in family.recipes.values() for pair in pairs})
+    alike = [run for run in of_baseline if run.seed in seeds and same_config(run, base, OTHERWISE)]
+    useless = _by_length([run for run in alike if _is_over(run) and not is_sound(run, terms)], base)
+    if curve is None and steps in useless:
+        return f"is not known: at {steps} steps {_says_nothing({steps: useless[steps]})}. Train for longer."
+    there = {round(count / curve.at * steps): round(count) for count in curve.tokens} if curve else {steps: at}
+    text = f"{NEEDS} at the same seeds. It is there at {_listed(there)} steps."
+    useless = {length: runs for length, runs in useless.items() if length not in there}
+    if useless:
+        text += f" At {_listed(useless)} steps {_says_nothing(useless)}."
+    pending = [run for run in alike if not _is_over(run)]
+    if ended := _by_length([run for run in pending if status_of(run) == ENDED_EARLY], base):
+        text += f" At {_where(ended)} a search ended its runs early."
+    coming = _by_length([run for run in pending if status_of(run) != ENDED_EARLY], base)
+    waiting = {length: runs for length, runs in coming.items() if length not in there}
+    expected = {**there, **{length: planned_tokens(runs[0]) for length, runs in waiting.items()}}
+    if waiting:
+        text += f" {_unfinished(waiting)}"
+        if _shows_with(at, set(expected.values()), share):
+            return text
+        text += "."
+    return f"{text} {_what_to_add(base, steps, share, seeds, expected, set(useless))}"
+
+
+def _is_over(run: Run) -> bool:
+    return run.finished or run.lost_its_loss
+
+
+def _by_length(runs: Sequence[Run], base: Run) -> dict[int, list[Run]]:
+    """Return {steps, of batches as the base's: runs}, in ascending order."""
+    steps, at = int(base.config.get("trainer.max_steps") or base.last_step), planned_tokens(base)
+    found: dict[int, list[Run]] = {}
+    for run in sorted(runs, key=planned_tokens):
+        found.setdefault(round(planned_tokens(run) / at * steps), []).append(run)
+    return found
+
+
+def _says_nothing(useless: Mapping[int, Sequence[Run]]) -> str:
+    """Return why the baseline's runs there tell nothing of tokens."""
+    diverged = {run.lost_its_loss for runs in useless.values() for run in runs}
+    why = {True: "the baseline diverged", False: "the baseline has not learned"}
+    return f"{' or '.join(why[each] for each in sorted(diverged))}, which tells nothing of tokens"
+
+
+def _what_to_add(
+    base: Run, steps: int, share: float, seeds: Sequence[int], known: Mapping[int, int], useless: set[int]
+) -> str:
+    """Return the lengths that would be enough beside those `known`, {steps: tokens}, and how to run them.
+
+    None is below one that is too short to learn, and none is asked for that would not show so large a margin.
+    """
+    at, below = planned_tokens(base), max(1, steps // 2)
+    lengths = [] if any(below <= length < steps for length in useless) else [below]
+    lengths = [n for n in (*lengths, *(n * steps for n in LONGER)) if n not in {*known, *useless}]
+    for wanted in (*combinations(lengths, 1), *combinations(lengths, 2)):
+        if _shows_with(at, {*known.values(), *(round(n * at / steps) for n in wanted)}, share):
+            break
+    else:
+        return _no_length_shows(steps, share, known)
+    config = str(base.folder / "config.yaml")
+    commands = "; ".join(command("train", "--config", config, f"trainer.max_steps={n}", "run.name=NEW") for n in wanted)
+    return (
+        f"Add {' and '.join(map(str, wanted))} to the sweep (trainer.max_steps), at {_seeds(seeds)}, or run by run: "
+        f"{commands}"
+    )
+
+
+def _no_length_shows(steps: int, share: float, known: Iterable[int]) -> str:
+    """Return what is left where no further length will do; `known`: those that are read, or will be, in steps."""
+    shortest = max((length for length in known if length < steps), default=steps)  # that is read: the next below
+    most = math.floor(100 * (REACH * steps / shortest - 1) + 1e-6)
+    margin = f"a margin of at most {most}%, or one" if 100 * share > most else "a margin"
+    return f"No longer run shows {100 * share:g}%: train for longer, or give {margin} in nats (--margin 0.01)."
+
+
+def _unfinished(waiting: Mapping[int, Sequence[Run]]) -> str:
+    """Return at which lengths, and seeds, the baseline's runs are running, or are to go on, and by what command."""
+    running = {n: [run for run in runs if status_of(run) == RUNNING] for n, runs in waiting.items()}
+    stopped = {n: [run for run in runs if status_of(run) != RUNNING] for n, runs in waiting.items()}
+    sentences = [f"At {_where(running)} its runs are running: wait for them"] if any(running.values()) else []
+    if any(stopped.values()):
+        go_on = how_they_go_on([run for runs in stopped.values() for run in runs])
+        how = f", and this goes on with them: {go_on}" if go_on else ": go on with them"
+        sentences.append(f"At {_where(stopped)} its runs are there and not finished{how}")
+    return ". ".join(sentences)
+
+
+def _where(runs: Mapping[int, Sequence[Run]]) -> str:
+    """Return of {steps: runs} the steps that have any, each with their seeds."""
+    lengths = [f"{steps} steps ({_seeds(sorted({run.seed for run in at}))})" for steps, at in runs.items() if at]
+    return " and ".join(lengths)
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    return f"seed{'s' * (len(seeds) > 1)} {_listed(seeds)}"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def margin_of(word: str | float) -> tuple[float, float | None]:
+    """Return (nats, None) of "0.01", and (NaN, 0.02) of "2%": a share of tokens, which becomes nats for each family.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    try:
+        return read_margin(word)
+    except ValueError as error:
+        raise ConfigError(Problem("--margin", f"{error}.")) from error

@@ -1,0 +1,117 @@
+"""Training streams whose documents are chosen: how often each stands in them, and where, by a mixture that knows it.
+
+Tokens are not written again: a chosen stream is an order of the documents of the source's own, and puts their tokens
+together as they are asked for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from lightning_llm.config.schema.data import DataConfig
+from lightning_llm.data.cache import build_once
+from lightning_llm.data.prepare import HeldOut
+from lightning_llm.data.sources.source import Source
+from lightning_llm.data.tokens.token_files import TokenStream, map_array
+
+KEYS = "documents.keys"  # uint64 [documents]
+
+
+class Chooser(Protocol):
+    """What `MixtureConfig.chooser` builds."""
+
+    def orders(self, keys: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return int64 [chosen] by source: the training documents, by their number, as they are to lie.
+
+        `keys` are those of the training documents, uint64 [documents] by source, in the order in which they are read.
+        Raises ConfigError.
+        """
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Return what there is to know of what was chosen, by source, as JSON data."""
+
+
+def choose_documents(
+    config: DataConfig,
+    sources: Mapping[str, Source],
+    streams: dict[str, dict[str, TokenStream]],
+    held_out: HeldOut,
+    cache_dir: Path,
+) -> dict[str, dict[str, Any]]:
+    """Put chosen streams in the place of the training streams in `streams`, where the mixture chooses; return `facts`.
+
+    Raises:
+        ConfigError: the mixture knows nothing of some document.
+    """
+    chooser: Chooser | None = config.chosen_mixture.chooser()
+    if chooser is None:
+        return {}
+    keys = {name: _training_keys(sources[name], held_out, cache_dir) for name in config.drawn}
+    for name, order in chooser.orders(keys).items():
+        streams[name]["train"] = ChosenStream.of(streams[name]["train"], order)
+    return chooser.facts()
+
+
+def _training_keys(source: Source, held_out: HeldOut, cache_dir: Path) -> np.ndarray:
+    """Return the keys of the training documents of `source` in the order of its stream, uint64 [documents]."""
+
+    def build(folder: Path) -> dict[str, Any]:
+        keys = np.fromiter((document.key for document in source.documents()), "<u8")
+        keys.tofile(folder / KEYS)
+        return {"documents": len(keys)}
+
+    folder, _ = build_once(cache_dir, "keys", source.identity(), build)
+    keys = map_array(folder / KEYS, np.dtype("<u8"))
+    return keys[~held_out.of_keys(keys)]
+
+
+@dataclass
+class ChosenStream(TokenStream):
+    """Documents of the stream `base`, by their numbers in `order`, int64 [chosen]: some several times, some never."""
+
+    base: TokenStream
+    order: np.ndarray
+
+    @classmethod
+    def of(cls, base: TokenStream, order: np.ndarray) -> "ChosenStream":
+        """Return the stream; its digest tells what was chosen of what."""
+        digest = blake2b(base.digest.encode() + order.astype("<i8").tobytes(), digest_size=16).hexdigest()
+        return cls(base.folder, base.split, base.dtype, digest, base, order)
+
+    def __post_init__(self) -> None:
+        begins = np.asarray(self.base.starts)
+        lengths = np.diff(np.append(begins, len(self.base.tokens)))[self.order]  # [chosen]
+        ends = lengths.cumsum()
+        self.starts = ends - lengths
+        view: Any = _Tokens(self.base, begins[self.order], self.starts, int(ends[-1]) if len(ends) else 0)
+        self.tokens = view  # of an array's doings it has those that a stream is asked for
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChosenStream, (self.folder, self.split, self.dtype, self.digest, self.base, self.order)
+
+
+class _Tokens:
+    """The tokens of chosen documents end to end: a length and slices."""
+
+    def __init__(self, base: TokenStream, begins: np.ndarray, starts: np.ndarray, length: int):
+        """`begins`: where each document begins in `base`; `starts`: and here."""
+        self._base, self._begins, self._starts, self._length = base, begins, starts, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        first, stop, _ = where.indices(self._length)
+        document = int(np.searchsorted(self._starts, first, side="right")) - 1
+        parts, position = [], first
+        while position < stop:
+            after = int(self._starts[document + 1]) if document + 1 < len(self._starts) else self._length
+            begin = int(self._begins[document]) + position - int(self._starts[document])
+            last = min(stop, after)
+            parts.append(self._base.tokens[begin : begin + last - position])
+            position, document = last, document + 1
+        return np.concatenate(parts) if parts else np.empty(0, np.dtype(self._base.dtype))

@@ -1,0 +1,61 @@
+"""The mixture of weights that stay, each source from its easy documents to its hard ones."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from lightning_llm.base.errors import Problem
+from lightning_llm.config.schema.base import PositiveInt
+from lightning_llm.config.schema.data import MIXTURES, Pace
+from lightning_llm.data.mixing.static_spec import StaticMixture
+
+
+@MIXTURES.register
+class Curriculum(StaticMixture):
+    """A curriculum (Bengio et al. 2009): documents lie in the order of a score, and an epoch goes through them so.
+
+    The windows are those that the run would take in any order; `order=shuffled` is the baseline of the same windows.
+    """
+
+    chooses_documents: ClassVar[bool] = True
+
+    kind: Literal["curriculum"] = "curriculum"  # type: ignore[assignment]
+    scores: str = Field(description="the Parquet file that `prepare --score` wrote")
+    by: Literal["text_bytes", "quality", "diversity"] = Field("text_bytes", description="the score that is gone by")
+    order: Literal["ascending", "descending", "shuffled"] = Field(
+        "ascending", description="from small scores to large ones, or back; shuffled: the same windows in no order"
+    )
+    blocks: PositiveInt = Field(20, description="stretches of an epoch within which the order is shuffled")
+    total_steps: PositiveInt | None = Field(
+        None, description="steps of the run that is put in order, or phases are shares of; null: trainer.max_steps"
+    )
+
+    @property
+    def follows_max_steps(self) -> bool:
+        """Whether a run of another length takes other samples at the same step."""
+        return self.total_steps is None and self.order != "shuffled"
+
+    def paced_steps(self, max_steps: int | None) -> int | None:
+        return self.total_steps or max_steps
+
+    @property
+    def pace(self) -> Pace | None:
+        return None if self.order == "shuffled" else Pace(self.blocks, self.order == "descending")
+
+    def problems(self, key: str, weights: Mapping[str, float]) -> Iterator[Problem]:
+        yield from super().problems(key, weights)
+        from lightning_llm.data.scoring.table import scores_problems
+
+        yield from scores_problems(f"{key}.scores", Path(self.scores))
+
+    def identity(self) -> Any:
+        from lightning_llm.data.scoring.table import scores_digest
+
+        return self.model_dump() | {"scores": scores_digest(self.scores)}
+
+    def chooser(self) -> Any:
+        from lightning_llm.data.mixing.sorted_documents import SortedDocuments
+
+        return SortedDocuments(Path(self.scores), self.by)

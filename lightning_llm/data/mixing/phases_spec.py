@@ -1,0 +1,89 @@
+"""The mixture of weights that change from phase to phase of a run."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.config.schema.base import Fraction, Group, NonNegativeFloat, NonNegativeInt, PositiveInt
+from lightning_llm.config.schema.data import MIXTURES, MixtureConfig
+from lightning_llm.data.mixing.weights import weight_problems
+
+
+class WeightPhase(Group):
+    """Weights from some step on. Exactly one phase begins with the run."""
+
+    start: Fraction | None = Field(None, description="share of the run's steps after which it begins")
+    start_step: NonNegativeInt | None = Field(None, description="steps after which it begins, in place of start")
+    weights: dict[str, NonNegativeFloat] = Field(
+        default={}, description="weights of sources in this phase, 0 allowed; one not named keeps its own"
+    )
+
+    @property
+    def begins_the_run(self) -> bool:
+        """Whether it is there from the first step on."""
+        return not self.start and not self.start_step
+
+
+@MIXTURES.register
+class PhasedMixture(MixtureConfig):
+    """The sources' weights change at steps known in advance; a source goes on in each phase where it stopped."""
+
+    kind: Literal["phases"] = "phases"
+    phases: Annotated[dict[str, WeightPhase], Field(min_length=1)] = Field(
+        description="by a name of your choice: start or start_step, and weights"
+    )
+    total_steps: PositiveInt | None = Field(
+        None, description="steps of the run that each start is a share of; null: trainer.max_steps"
+    )
+
+    @property
+    def follows_max_steps(self) -> bool:
+        """Whether a run of another length has its phases at other steps."""
+        return self.total_steps is None and any(phase.start for phase in self.phases.values())
+
+    def problems(self, key: str, weights: Mapping[str, float]) -> Iterator[Problem]:
+        for name, phase in self.phases.items():
+            here = f"{key}.phases.{name}"
+            if phase.start is not None and phase.start_step is not None:
+                yield Problem(f"{here}.start_step", "stands beside start, which says the same: give one of them.")
+            for source in phase.weights.keys() - weights.keys():
+                text = f"there is no source {source!r} that is trained on.{did_you_mean(source, weights)}"
+                yield Problem(f"{here}.weights.{source}", text)
+            chosen = {source: phase.weights.get(source, weight) for source, weight in weights.items()}
+            if not any(chosen.values()):
+                yield Problem(f"{here}.weights", "are all 0: a phase needs at least one source.")
+            keys = {
+                source: f"{here}.weights.{source}" if source in phase.weights else f"data.sources.{source}.weight"
+                for source in weights
+            }
+            yield from weight_problems(chosen, keys)
+        first = [name for name, phase in self.phases.items() if phase.begins_the_run]
+        if len(first) != 1:
+            found = f"{', '.join(first)} do" if first else "none does"
+            yield Problem(f"{key}.phases", f"one must begin with the run (start=0), and {found}.")
+        for source in weights:
+            if all(phase.weights.get(source) == 0 for phase in self.phases.values()):
+                text = "is 0 in every phase. Leave the source out, or only watch it: role=validation."
+                yield Problem(f"{key}.phases.{next(iter(self.phases))}.weights.{source}", text)
+
+    def drawn(self, weights: Mapping[str, float]) -> tuple[str, ...]:
+        phases = self.phases.values()
+        return tuple(name for name, own in weights.items() if any(phase.weights.get(name, own) for phase in phases))
+
+    def build(self, weights: Mapping[str, float], step_samples: int, max_steps: int | None) -> Any:
+        from lightning_llm.data.mixing.phases import Phases
+
+        total = self.total_steps or max_steps
+        if total is None and self.follows_max_steps:
+            text = "must be given where trainer.max_steps is not known."
+            raise ConfigError(Problem("data.mixture.total_steps", text))
+        phases = {
+            name: (
+                (phase.start_step if phase.start is None else round(phase.start * (total or 0))) or 0,
+                {source: phase.weights.get(source, weight) for source, weight in weights.items()},
+            )
+            for name, phase in self.phases.items()
+        }
+        return Phases({name: (step * step_samples, chosen) for name, (step, chosen) in phases.items()})

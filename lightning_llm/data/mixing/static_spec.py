@@ -1,0 +1,31 @@
+"""The mixture of weights that stay."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from lightning_llm.base.errors import Problem
+from lightning_llm.config.schema.data import MIXTURES, MixtureConfig
+from lightning_llm.data.mixing.weights import weight_problems
+
+
+@MIXTURES.register
+class StaticMixture(MixtureConfig):
+    """Each source's share of the training tokens is its weight, from the first step to the last."""
+
+    kind: Literal["static"] = "static"
+
+    def problems(self, key: str, weights: Mapping[str, float]) -> Iterator[Problem]:
+        if not any(weights.values()):
+            yield Problem(f"data.sources.{next(iter(weights))}.weight", "is 0, as all are: give one source a weight.")
+        yield from weight_problems(weights, {name: f"data.sources.{name}.weight" for name in weights})
+
+    def drawn(self, weights: Mapping[str, float]) -> tuple[str, ...]:
+        return tuple(name for name, weight in weights.items() if weight)
+
+    def identity(self) -> None:
+        return None
+
+    def build(self, weights: Mapping[str, float], step_samples: int, max_steps: int | None) -> Any:
+        from lightning_llm.data.mixing.addressing import Shares
+
+        return Shares(weights)

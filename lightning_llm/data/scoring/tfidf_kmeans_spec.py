@@ -1,0 +1,58 @@
+"""Diversity by clusters of word counts: a stand-in for clusters of embeddings that needs no model."""
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from lightning_llm.base.errors import Problem
+from lightning_llm.config.schema.base import NonNegativeInt, PositiveInt
+from lightning_llm.config.schema.score import SCORERS, Measure, ScorerConfig, UnscorableError
+
+CHARACTERS = 20_000
+"""Of each document, from its beginning: enough to tell what it is about."""
+
+
+@SCORERS.register
+class TfidfKMeans(ScorerConfig):
+    """How loose a document's cluster is and how far from the others: compactness times separation (arXiv 2503.01506).
+
+    Compactness is the mean distance of a cluster's documents from its centroid, separation the mean distance of that
+    from the other centroids; the product is brought to [0, 1] over all documents.
+    """
+
+    measures: ClassVar[Measure] = "diversity"
+
+    kind: Literal["tfidf_kmeans"] = "tfidf_kmeans"
+    clusters: PositiveInt = Field(16, description="k of k-means; at most one per document")
+    features: PositiveInt = Field(4096, description="words that are counted, the most frequent ones")
+    seed: NonNegativeInt = Field(0, description="of the first centroids")
+
+    def problems(self, key: str) -> Iterator[Problem]:
+        if importlib.util.find_spec("sklearn") is None:
+            yield Problem(key, "needs scikit-learn, which is not installed: pip install 'lightning-llm[score]'")
+
+    def score(self, texts: Sequence[str]) -> tuple[Any, Any]:
+        import numpy as np
+        from sklearn.cluster import KMeans
+        from sklearn.feature_extraction.text import TfidfVectorizer
+
+        from lightning_llm.data.scoring.scale import to_unit
+
+        words = TfidfVectorizer(max_features=self.features, sublinear_tf=True, token_pattern=r"\w+")
+        try:
+            counts = words.fit_transform(text[:CHARACTERS] for text in texts)  # [documents, features], sparse
+        except ValueError as error:  # there is no word in them
+            raise UnscorableError(str(error)) from error
+        count = min(self.clusters, len(texts))
+        fitted = KMeans(count, random_state=self.seed, n_init=4).fit(counts)
+        labels, centroids = fitted.labels_, fitted.cluster_centers_
+        squares = np.asarray(counts.multiply(counts).sum(1)).ravel()
+        compactness, separation = np.zeros(count), np.zeros(count)
+        for each in range(count):  # |x - c|^2 = |x|^2 - 2 x.c + |c|^2: rows stay sparse, cluster by cluster
+            centroid, members = centroids[each], np.flatnonzero(labels == each)
+            squared = squares[members] - 2 * (counts[members] @ centroid) + centroid @ centroid
+            compactness[each] = np.sqrt(np.maximum(0, squared)).mean() if len(members) else 0
+            separation[each] = np.linalg.norm(centroids - centroid, axis=1).sum() / max(1, count - 1)
+        return to_unit((compactness * separation)[labels]), labels.astype(np.int32)

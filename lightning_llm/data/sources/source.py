@@ -1,0 +1,153 @@
+"""One source of a mix: its documents in a fixed order, read as often as asked, whatever loads them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.integrity import file_mark
+from lightning_llm.config.schema.data import SourceConfig
+from lightning_llm.data.sources.text_files import DAMAGED, first_that_is_no_text
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, the 64-bit key that says whether it is held out for validation, and its size as UTF-8."""
+
+    text: str
+    key: int
+    text_bytes: int
+
+
+def document(text: str, family: str | None = None) -> Document:
+    """Return `text` with the key of `family`, by default its own; lone surrogates (JSON can carry them) become "?"."""
+    try:
+        content = text.encode()
+    except UnicodeEncodeError:
+        content = text.encode("utf-8", "replace")
+        text = content.decode()
+    return Document(text, content_key(text if family is None else family), len(content))
+
+
+def content_key(text: str) -> int:
+    """Return 64 bits of the text's BLAKE2b: equal texts have equal keys, on every machine, whatever the seed."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class DocumentReader(Protocol):
+    """Reader that a loader of text builds.
+
+    A reader that finds out only by reading which files it does not read has them in `skipped`: path -> reason.
+    """
+
+    def documents(self) -> Iterator["Document | str | None"]:
+        """Yield each document, always in the same order: its text, or None for a record that has none.
+
+        A `Document` where the loader itself says which are held out together. Raises ConfigError for what the user can
+        fix, and ValueError, OSError, EOFError or KeyError for what cannot be read, with the place in its text.
+        """
+
+
+class Source:
+    """A named entry of `data.sources`. Every method raises `ConfigError` for what the user can fix."""
+
+    def __init__(self, name: str, config: SourceConfig):
+        self.name = name
+        self.config = config
+        self.left_out = 0
+        self.key = f"data.sources.{name}"
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The local files read, sorted; empty for a hub dataset."""
+        found = self.config.files()
+        if not found and self.config.suffixes:
+            raise ConfigError(Problem(f"{self.key}.path", f"{getattr(self.config, 'path', None)!r} matches no file."))
+        return found
+
+    @cached_property
+    def _marks(self) -> dict[Path, list[int]]:
+        """The files as they were before any was read."""
+        return {file: file_mark(file) for file in self.files}
+
+    @cached_property
+    def skipped_files(self) -> dict[str, str]:
+        """The files that its path names and that are not read: path -> reason."""
+        return self.config.skipped_files()
+
+    @cached_property
+    def reader(self) -> Any:
+        """What the loader builds."""
+        return self.config.build(self.key, self.files)
+
+    @property
+    def where(self) -> str:
+        """What messages call the source's files."""
+        return these_files(getattr(self.config, "path", None), self.files)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides the documents, as JSON data, cheaply: the loader's keys and the files' size and time."""
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        self.check_unchanged()  # takes the marks first
+        return self.config.identity(self.files)
+
+    def check_unchanged(self) -> None:
+        """Raise ConfigError where a file is not the one that it was when this source was first looked at."""
+        for file, before in self._marks.items():
+            try:
+                after = file_mark(file)
+            except OSError as error:
+                self._refuse_changed(f"{file} is gone ({error.strerror})")
+            if after != before:
+                sizes = f"{before[0]:,} bytes, then {after[0]:,}" if after[0] != before[0] else f"{after[0]:,} bytes"
+                self._refuse_changed(f"{file} changed while it was read ({sizes})")
+
+    def _refuse_changed(self, what: str) -> NoReturn:
+        text = f"{what}. Start again when nothing writes to it, or train on a copy."
+        raise ConfigError(Problem(f"{self.key}.path", text))
+
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents that are not blank, always in the same order; `left_out` counts the others.
+
+        Raises ConfigError, too, where a file has changed since this source was first looked at.
+        """
+        self.check_unchanged()
+        yield from self._documents()
+        self.check_unchanged()
+
+    def _documents(self) -> Iterator[Document]:
+        self.left_out = 0
+        documents = self._read()
+        while True:
+            try:
+                found = next(documents)
+            except StopIteration:
+                return
+            except UnicodeDecodeError as error:
+                self.check_unchanged()
+                where = first_that_is_no_text(self.files) or self.where
+                raise ConfigError(Problem(f"{self.key}.path", f"{where} is no UTF-8 text: {error.reason}.")) from error
+            except DAMAGED as error:
+                self.check_unchanged()
+                raise ConfigError(Problem(f"{self.key}.path", f"{self.where} cannot be read: {error}")) from error
+            if isinstance(found, Document):
+                yield found
+            elif found and not found.isspace():
+                yield document(found)
+            else:
+                self.left_out += 1
+
+    def _read(self) -> Iterator["Document | str | None"]:
+        reader: DocumentReader = self.reader
+        yield from reader.documents()  # within the first `next`, since a reader need not be a generator
+
+
+def these_files(path: str | None, files: Sequence[Path]) -> str:
+    """Return what messages call the `files` of a source at `path`."""
+    return str(files[0]) if len(files) == 1 else f"{path!r} ({len(files)} files)"

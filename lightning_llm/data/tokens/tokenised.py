@@ -1,0 +1,262 @@
+"""Sources whose documents are tokens already: each file is read once to find them, then mapped where it lies.
+
+The cache keeps the documents' places and keys, 56 bytes each, and no token. A document is held out by a hash of its
+token ids (as uint32), so what is held out depends neither on the loader nor on the ids' width in the file.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.integrity import file_mark
+from lightning_llm.config.schema.data import TokenizerConfig
+from lightning_llm.data.cache import build_once
+from lightning_llm.data.prepare import KEY_RANGE, SPLITS, HeldOut, Scan, progress_task
+from lightning_llm.data.sources.source import Source
+from lightning_llm.data.tokens.token_files import TokenStream, map_array
+from lightning_llm.data.tokens.tokenizer import (
+    BYTES_VOCAB_SIZE,
+    Tokenizer,
+    find_end_of_document,
+    read_vocabulary,
+    tokenizer_file,
+)
+
+PLACES = "documents.places"  # int64 [documents, 3]: number of the file, first token, tokens
+KEYS = "documents.keys"  # uint64 [documents]
+READ_TOKENS = 1 << 20
+
+
+class TokenReader(Protocol):
+    """What a loader of tokens builds. Can be pickled: a loader process maps the files itself."""
+
+    def token_files(self) -> list[Path]:
+        """Return the files that hold tokens, in order."""
+
+    def tokens(self, number: int) -> np.ndarray:
+        """Return the token ids of file `number`, an integer array [tokens], mapped."""
+
+    def documents(self, number: int, end_of_document: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return int64 [documents] each: where the documents of file `number` begin, and how many tokens they have.
+
+        The token that ends a document, where it has one, is not counted. Raises ValueError for a file that is not
+        what it should be.
+        """
+
+
+def end_of_document_of(config: TokenizerConfig) -> int:
+    """Return the id that ends a document for a tokenizer that needs no training; `check_data` has looked at it."""
+    if config.kind == "bytes":
+        return BYTES_VOCAB_SIZE - 1
+    file = tokenizer_file(config.path or "")
+    found = find_end_of_document(read_vocabulary(file), config.end_of_document, file)
+    if found is None:
+        raise ConfigError(Problem("data.tokenizer.end_of_document", "names no token of the tokenizer."))
+    return found
+
+
+def scan_identity(source: Source, config: TokenizerConfig) -> dict[str, Any]:
+    """Return what decides the documents of a tokenised source: its files, and what ends a document."""
+    mark = file_mark(tokenizer_file(config.path))[:3] if config.kind == "file" and config.path else []
+    found = [config.kind, config.end_of_document, *mark]
+    return source.identity() | {"tokenizer": found}
+
+
+@dataclass
+class _Ids:
+    """The range of the token ids read so far, and where the ends of it are."""
+
+    smallest: int = 0
+    smallest_at: str = ""
+    largest: int = -1
+    largest_at: str = ""
+
+    def note(self, tokens: np.ndarray, file: Path, start: int) -> None:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < self.smallest:
+            self.smallest, self.smallest_at = low, f"token {start + int(tokens.argmin()):,} of {file}"
+        if high > self.largest:
+            self.largest, self.largest_at = high, f"token {start + int(tokens.argmax()):,} of {file}"
+
+
+def scan_tokens(source: Source, config: TokenizerConfig, cache_dir: Path, shown: bool) -> tuple[Path, Scan]:
+    """Read `source` once; return the folder of its documents' places, and what was found.
+
+    Raises ConfigError for files that are not what they should be, and for a source without a document.
+    """
+
+    def build(folder: Path) -> dict[str, Any]:
+        ids, documents, smallest_key, largest_key, empty = _Ids(), 0, KEY_RANGE, -1, 0
+        total_bytes = sum(file.stat().st_size for file in source.reader.token_files())
+        with (
+            (folder / PLACES).open("wb") as places,
+            (folder / KEYS).open("wb") as keys,
+            progress_task(f"reading {source.name}", total_bytes, shown) as advance,
+        ):
+            for number, file, tokens, starts, lengths in _files(source, end_of_document_of(config)):
+                kept = lengths > 0
+                empty += len(kept) - int(kept.sum())
+                for firsts, counts in _groups(starts[kept], lengths[kept]):
+                    read = tokens[firsts[0] : firsts[-1] + counts[-1]]
+                    ids.note(read, file, int(firsts[0]))
+                    found = _keys(read, firsts - firsts[0], counts)
+                    smallest_key, largest_key = min(smallest_key, int(found.min())), max(largest_key, int(found.max()))
+                    np.stack([np.full_like(firsts, number), firsts, counts], 1).astype("<i8").tofile(places)
+                    found.tofile(keys)
+                    documents += len(found)
+                    advance(read.nbytes)
+        source.check_unchanged()
+        if ids.smallest < 0:
+            raise ConfigError(Problem(f"{source.key}.path", f"{ids.smallest_at} is {ids.smallest}: no id is negative."))
+        if not documents:
+            raise ConfigError(Problem(source.key, f"{source.where} holds no document."))
+        return asdict(Scan(documents, total_bytes, smallest_key, largest_key, empty, ids.largest, ids.largest_at))
+
+    folder, manifest = build_once(cache_dir, "scan", scan_identity(source, config), build)
+    return folder, Scan(**{key: manifest[key] for key in Scan.__dataclass_fields__})
+
+
+def _groups(starts: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield documents' first tokens and lengths, as many at a time as lie within `READ_TOKENS`, one at least."""
+    ends, first = starts + lengths, 0
+    while first < len(starts):
+        last = max(first + 1, int(np.searchsorted(ends, starts[first] + READ_TOKENS, side="right")))
+        yield starts[first:last], lengths[first:last]
+        first = last
+
+
+def _keys(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the key of each document in `tokens`, uint64 [documents]: BLAKE2b of its ids as uint32."""
+    content = memoryview(tokens.astype("<u4").tobytes())
+    spans = zip((4 * starts).tolist(), (4 * (starts + lengths)).tolist(), strict=True)
+    return np.frombuffer(b"".join(blake2b(content[a:b], digest_size=8).digest() for a, b in spans), "<u8")
+
+
+def _files(source: Source, end_of_document: int) -> Iterator[tuple[int, Path, np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield number, path, tokens, and the documents' first tokens and lengths of each file."""
+    reader: TokenReader = source.reader
+    for number, file in enumerate(reader.token_files()):
+        try:
+            yield number, file, reader.tokens(number), *reader.documents(number, end_of_document)
+        except (ValueError, OSError) as error:
+            raise ConfigError(Problem(f"{source.key}.path", f"{file} {error}.")) from error
+
+
+def id_problem(source: Source, found: Scan, tokenizer: Tokenizer, model_vocab_size: int) -> Problem | None:
+    """Say so where the source holds an id that the tokenizer does not have."""
+    if found.largest_id < tokenizer.vocab_size:
+        return None
+    text = (
+        f"{found.largest_at} is {found.largest_id:,}, and data.tokenizer has {tokenizer.vocab_size:,} tokens "
+        f"(model.vocab_size is {model_vocab_size:,}). Give the tokenizer that the files were made with."
+    )
+    return Problem(f"{source.key}.path", text)
+
+
+def token_streams(
+    source: Source,
+    scanned: Path,
+    held_out: HeldOut,
+    tokenizer: Tokenizer,
+    config: TokenizerConfig,
+    cache_dir: Path,
+    shown: bool,
+) -> dict[str, TokenStream]:
+    """Return the source's `train` and `validation` streams, its documents' places split now where they are not cached.
+
+    `scanned` is the folder that `scan_tokens` returned.
+    """
+    reader: TokenReader = source.reader
+    dtype = tokenizer.token_dtype
+
+    def build(folder: Path) -> dict[str, Any]:
+        places = np.memmap(scanned / PLACES, "<i8", mode="r").reshape(-1, 3)
+        keys = np.memmap(scanned / KEYS, "<u8", mode="r")
+        is_held_out = held_out.of_keys(keys)  # [documents]
+        splits = {}
+        with progress_task(f"splitting {source.name}", None, shown) as advance:
+            for split, chosen in zip(SPLITS, (~is_held_out, is_held_out), strict=True):
+                lengths = places[chosen, 2] + 1  # and the token that ends it
+                ends = lengths.cumsum()
+                (ends - lengths).astype("<i8").tofile(folder / f"{split}.starts")
+                places[chosen, :2].astype("<i8").tofile(folder / f"{split}.places")
+                tokens = int(ends[-1]) if len(ends) else 0
+                np.array([tokens], "<i8").tofile(folder / f"{split}.tokens")
+                stream = MappedStream(folder, split, dtype.str, "", reader, tokenizer.end_of_document)
+                digest = blake2b(digest_size=16)
+                for first in range(0, tokens, READ_TOKENS):
+                    content = stream.tokens[first : first + READ_TOKENS].tobytes()
+                    digest.update(content)
+                    advance(len(content))
+                splits[split] = {"tokens": tokens, "documents": len(ends), "digest": digest.hexdigest()}
+        source.check_unchanged()
+        return {"dtype": dtype.str, "splits": splits}
+
+    identity = {
+        "held_out": held_out.identity(),
+        "tokenizer": tokenizer.fingerprint,
+        "source": scan_identity(source, config),
+    }
+    folder, manifest = build_once(cache_dir, "places", identity, build)
+    return {
+        split: MappedStream(
+            folder, split, manifest["dtype"], manifest["splits"][split]["digest"], reader, tokenizer.end_of_document
+        )
+        for split in SPLITS
+    }
+
+
+@dataclass
+class MappedStream(TokenStream):
+    """A `TokenStream` whose tokens are put together, as they are asked for, from the files that hold them."""
+
+    reader: TokenReader
+    end_of_document: int
+
+    def __post_init__(self) -> None:
+        self.starts = map_array(self.folder / f"{self.split}.starts", np.dtype("<i8"))
+        view: Any = _Tokens(self)  # of an array's doings it has those that a stream is asked for
+        self.tokens = view
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MappedStream, (self.folder, self.split, self.dtype, self.digest, self.reader, self.end_of_document)
+
+
+class _Tokens:
+    """The tokens of documents end to end, each closed by the end-of-document token: a length and slices."""
+
+    def __init__(self, stream: MappedStream):
+        self._starts, self._end, self._dtype = stream.starts, stream.end_of_document, np.dtype(stream.dtype)
+        self._reader = stream.reader
+        self._places = map_array(stream.folder / f"{stream.split}.places", np.dtype("<i8")).reshape(-1, 2)
+        self._length = int(np.fromfile(stream.folder / f"{stream.split}.tokens", "<i8")[0])
+        self._files: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        first, stop, _ = where.indices(self._length)
+        found = np.full(max(0, stop - first), self._end, self._dtype)
+        document = int(np.searchsorted(self._starts, first, side="right")) - 1
+        position = first
+        while position < stop:
+            begin = int(self._starts[document])
+            after = int(self._starts[document + 1]) if document + 1 < len(self._starts) else self._length
+            last = min(stop, after - 1)  # the document's own tokens end one before the next begins
+            if position < last:
+                number, offset = self._places[document].tolist()
+                tokens = self._file(number)[offset + position - begin : offset + last - begin]
+                found[position - first : last - first] = tokens
+            position, document = after, document + 1
+        return found
+
+    def _file(self, number: int) -> np.ndarray:
+        if number not in self._files:
+            self._files[number] = self._reader.tokens(number)
+        return self._files[number]

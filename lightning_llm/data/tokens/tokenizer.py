@@ -1,0 +1,240 @@
+"""Text to tokens and back. Every kind is a `tokenizers` file: byte-level BPE, the user's own, or plain bytes."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightning_llm.config.weight_files import TOKENIZER
+from lightning_llm.data.tokens.lost_text import LossCounter
+from lightning_llm.data.tokens.token_text import added_texts, byte_counts, decoded, pieces_of_token
+from lightning_llm.data.tokens.tokenizer_files import (
+    declared_beside,
+    declared_within,
+    format_problem,
+    sampling_in,
+    switch_off_sampling,
+    unknown_token,
+    write_declaration,
+)
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END_OF_DOCUMENT = "<|endoftext|>"
+END_OF_DOCUMENT_NAMES = (
+    END_OF_DOCUMENT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|end▁of▁sentence|>",
+    "<|im_end|>",
+    "<EOS>",
+    "[EOS]",
+)
+BYTES_VOCAB_SIZE = 257
+SMALLEST_BPE_VOCAB_SIZE = 257
+
+
+def tokenizer_file(path: str | Path) -> Path:
+    """Return the tokenizer.json that `path`, the file itself or a folder that holds it, names."""
+    expanded = Path(os.path.expanduser(path)).absolute()
+    return expanded / TOKENIZER if os.path.isdir(expanded) else expanded
+
+
+def read_vocabulary(file: Path) -> dict[str, int]:
+    """Return token -> id of a tokenizer.json, added tokens included, by its JSON alone (`tokenizers` not imported).
+
+    Raises OSError where it cannot be read and ValueError where it is no tokenizer.json.
+    """
+    try:
+        content = json.loads(file.read_bytes())
+        listed = content["model"]["vocab"]
+        vocabulary = dict(listed) if isinstance(listed, dict) else {entry[0]: i for i, entry in enumerate(listed)}
+        return vocabulary | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        text = f"{file} is no tokenizer.json of the `tokenizers` library: {format_problem(file)}"
+        raise ValueError(text) from error
+
+
+def find_end_of_document(vocabulary: dict[str, int], name: str | None, file: Path | None = None) -> int | None:
+    """Return the id of the token that ends a document; None if absent.
+
+    It is `name`; where that is None, the first token of a usual name, or else the one that the tokenizer.json `file` or
+    the files beside it declare. Raises OSError and ValueError for one of these that cannot be read.
+    """
+    names = END_OF_DOCUMENT_NAMES if name is None else (name,)
+    found = next((vocabulary[n] for n in names if n in vocabulary), None)
+    if found is not None or name is not None or file is None:
+        return found
+    declared = declared_beside(file, vocabulary) or declared_within(file)
+    return None if declared is None else vocabulary.get(declared)
+
+
+def unusual_end_of_document(file: Path, ids: Sequence[int]) -> str | None:
+    """Return the token that ends a document for a model that ends with any of `ids`; None where its name is usual.
+
+    That is: where `Tokenizer(file)` finds it. Of several ids, one of a usual name goes before the others; an id that
+    names no token says nothing. Raises OSError and ValueError as `read_vocabulary` does.
+    """
+    vocabulary = read_vocabulary(file)
+    tokens = {index: token for token, index in vocabulary.items()}
+    ends = [tokens[index] for index in ids if index in tokens]
+    chosen = next((name for name in END_OF_DOCUMENT_NAMES if name in ends), ends[0] if ends else None)
+    return None if chosen is None or find_end_of_document(vocabulary, None) == vocabulary[chosen] else chosen
+
+
+class Tokenizer:
+    """A tokenizer.json with one token that ends a document.
+
+    `vocab_size` is the largest id + 1; `fingerprint` names the file's content and the end-of-document id. Text never
+    yields a special token: what looks like one in a document is encoded as ordinary text. Can be pickled.
+    """
+
+    def __init__(self, path: str | Path, end_of_document: str | None = None):
+        """Open a file or a folder. Raises OSError, or ValueError where it is none or has no end-of-document token."""
+        self.path = tokenizer_file(path)
+        vocabulary = read_vocabulary(self.path)
+        found = find_end_of_document(vocabulary, end_of_document, self.path)
+        if found is None:
+            raise ValueError(f"{self.path} has no token {end_of_document or ' or '.join(END_OF_DOCUMENT_NAMES)}")
+        self.end_of_document = found
+        self.is_bytes = vocabulary == bytes_vocabulary() and _copies_bytes(self.path)
+        self.sampling = sampling_in(self.path)
+        self.vocab_size = max(vocabulary.values()) + 1
+        content = self.path.read_bytes() + found.to_bytes(8, "little")
+        self.fingerprint = blake2b(content, digest_size=16).hexdigest()
+
+    @property
+    def token_dtype(self) -> np.dtype[Any]:
+        """What a cache keeps its tokens as: uint16 where all ids fit, else uint32."""
+        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    @cached_property
+    def _backend(self) -> "tokenizers.Tokenizer":
+        import tokenizers
+
+        backend = tokenizers.Tokenizer.from_file(str(self.path))
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        switch_off_sampling(backend)
+        backend.post_processor = tokenizers.processors.Sequence([])  # some cut spaces off the offsets; ids stay
+        return backend
+
+    @cached_property
+    def _added_texts(self) -> dict[int, str]:
+        return added_texts(self._backend)
+
+    def __getstate__(self) -> dict[str, object]:
+        made = ("_backend", "_added_texts", "_losses")
+        return {key: value for key, value in self.__dict__.items() if key not in made}
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return each text's token ids, uint32 [tokens], with neither end-of-document nor any other token added."""
+        if self.is_bytes:  # what the backend would give, sixty times as fast
+            return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def byte_counts(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return how many UTF-8 bytes of each text its tokens stand for, uint32 [tokens + 1]; see `token_text`.
+
+        The last entry is that of the end-of-document token; the sum is the size of the text.
+        """
+        if self.is_bytes:
+            return [np.append(np.ones(len(text.encode()), np.uint32), np.uint32(0)) for text in texts]
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [byte_counts(text, each.offsets) for text, each in zip(texts, encodings, strict=True)]
+
+    def encode_counted(self, texts: Sequence[str]) -> tuple[list[np.ndarray], list[int]]:
+        """Return `encode_batch` of the texts, and of each how many characters, blanks aside, have no token."""
+        if self.is_bytes or self._losses.lossless:
+            return self.encode_batch(texts), [0] * len(texts)
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        tokens = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        return tokens, self._losses.dropped(texts, encodings)
+
+    @cached_property
+    def _losses(self) -> LossCounter:
+        return LossCounter(self.path, self._backend)
+
+    @cached_property
+    def unknown(self) -> int | None:
+        """The id of the token for text that it does not know, None where it has none."""
+        return unknown_token(self.path)
+
+    def decode(self, tokens: Iterable[int], skip_special: bool = False) -> str:
+        """Return the text of `tokens`, special tokens shown unless `skip_special`; bytes that are no UTF-8: U+FFFD."""
+        return decoded(self._backend, [int(t) for t in tokens], self._added_texts, skip_special)
+
+    def pieces_in(self, smaller: "Tokenizer", token: int) -> list[int]:
+        """Return the ids that `smaller`, the same tokenizer without `token`, has for its text; see `token_text`."""
+        return pieces_of_token(self._backend, smaller._backend, token)
+
+    def declare_end(self, folder: Path) -> None:
+        """Write beside the copy in `folder` which token ends a document, where tokenizer.json alone does not say."""
+        vocabulary = read_vocabulary(self.path)
+        name = declared_beside(self.path, vocabulary)
+        is_usual = find_end_of_document(vocabulary, None) is not None or declared_within(self.path) is not None
+        if name is not None and vocabulary[name] == self.end_of_document and not is_usual:
+            write_declaration(folder, name)
+
+    def save(self, path: str | Path) -> Path:
+        """Copy the tokenizer.json to the file or existing folder `path`, and return where it went."""
+        return Path(shutil.copyfile(self.path, tokenizer_file(path)))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, file: Path) -> None:
+    """Train byte-level BPE (GPT-2's: Radford et al. 2019, section 2.2) on `texts` and write it to `file`.
+
+    The same texts give the same file, whatever the number of threads. The end-of-document token has id 0.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(iter(texts), trainer)
+    backend.save(str(file))
+
+
+def bytes_vocabulary() -> dict[str, int]:
+    """Return token -> id of plain bytes."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]  # GPT-2 shows these as the characters from 256 up, in order
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)} | {END_OF_DOCUMENT: 256}
+
+
+def _copies_bytes(file: Path) -> bool:
+    """Return whether a tokenizer.json of the bytes' vocabulary gives a text's bytes as they are."""
+    content = json.loads(file.read_bytes())
+    model, split = content["model"], content.get("pre_tokenizer") or {}
+    changes = model.get("merges"), model.get("continuing_subword_prefix"), model.get("end_of_word_suffix")
+    splits_bytes = split.get("type") == "ByteLevel" and not split.get("add_prefix_space")
+    return splits_bytes and not content.get("normalizer") and not any(changes)
+
+
+def write_bytes_tokenizer(file: Path) -> None:
+    """Write plain bytes as a byte-level BPE without merges: id = byte value, and end-of-document 256."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend(models.BPE(vocab=bytes_vocabulary(), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True)])
+    backend.save(str(file))

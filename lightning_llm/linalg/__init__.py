@@ -1,0 +1,1 @@
+"""Matrix products, casts on use and local shards."""

@@ -1,0 +1,128 @@
+"""Casts of weights that are kept within a step: in which blocks, the bytes, and why not elsewhere. Imports no torch."""
+
+from collections.abc import Iterator
+
+from lightning_llm.base.errors import Problem
+from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.model.linear_names import block_linears, linear_names
+from lightning_llm.model.spec import LinearSpec
+from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.memory.activations import code_bits
+from lightning_llm.plan.memory.units import shard_ranks, uses_fsdp
+from lightning_llm.plan.resolve import Plan, Resolution
+from lightning_llm.plan.shard_axes import SHARD_AXES
+from lightning_llm.plan.stages import StagePart, layers_of
+from lightning_llm.precision.linear.weight_cast_rules import (
+    WEIGHT_SLOTS,
+    kept_by_kernel,
+    kept_bytes,
+    kept_slots,
+    why_not_kept,
+)
+from lightning_llm.precision.recipe.module_rules import layers_of_casts, reasons_to_stay_high, rule_of
+
+KEY = "precision.keep_weight_casts"
+
+
+def keeping_blocks(config: Config, degrees: Degrees, micro_batches: int, native: bool) -> dict[int, bool]:
+    """Return the blocks, by global index, that keep casts of their weights within a step, where these are the same.
+
+    Where that was left open: those whose forward pass runs more than once in a step, unless FSDP2 shards the weights,
+    which is done for memory: their casts take as much as the gathered 16-bit weights, or twice that. `micro_batches`:
+    of a rank and step. By block: whether it keeps rotated weights (`why_not_kept`).
+    """
+    wanted, parallel = config.precision.keep_weight_casts, config.parallel
+    if wanted is False or _why_not_here(config, degrees, native) is not None:
+        return {}
+    if wanted is None and shard_ranks(parallel, degrees) > 1:
+        return {}
+    modes = {index: parallel.checkpointing_of(index) for index in range(config.model.num_layers)}
+    return {
+        index: mode != "selective" for index, mode in modes.items() if wanted or micro_batches > 1 or mode != "none"
+    }
+
+
+def keeps(plan: Plan) -> dict[int, bool]:
+    """Return `keeping_blocks` of `plan`."""
+    return keeping_blocks(plan.config, plan.degrees, plan.micro_batches, plan.decision.runs == "native")
+
+
+def _why_not_here(config: Config, degrees: Degrees, native: bool) -> str | None:
+    """Return why a layout, or who makes the casts, leaves nothing to keep, with what to do instead; else None."""
+    parallel, sharded = config.parallel, uses_fsdp(config.parallel, degrees)
+    if parallel.zero_stage == 3 and sharded:
+        return (
+            f"parallel={parallel.name} lets go of a block's weights as soon as they are used (ZeRO-3): casts of them, "
+            "kept, would be the whole model's again. Take zero1 or zero2, or set null or false"
+        )
+    if config.precision.parameter_gather == "quantised" and shard_ranks(parallel, degrees) > 1:
+        return "precision.parameter_gather=quantised gathers casts already. Set null or false, or gather high"
+    if native and sharded:
+        return "Transformer Engine keeps no casts of weights that FSDP2 gathers. Set null or false, or parallel=ddp"
+    return None
+
+
+def weight_cast_problems(found: Resolution) -> list[Problem]:
+    """Return why casts of weights cannot be kept, where they are to be: by layout, casts, and who makes them."""
+    config, recipe = found.config, found.config.precision
+    if not recipe.keep_weight_casts:
+        return []
+    layers = layers_of_casts(linear_names(config.model), recipe, config.model.num_layers)
+    sets = {key: casts for key, casts in recipe.cast_sets().items() if layers[key]}
+    modes = {config.parallel.checkpointing_of(index) for index in range(config.model.num_layers)}
+    rotated = modes != {"selective"}
+    native = recipe.quantises and found.decision.runs == "native"
+    texts = []
+    if not any(casts[slot].quantises for casts in sets.values() for slot in WEIGHT_SLOTS):
+        texts.append("the recipe casts no weights. Take precision=fp8_current, say, or set null or false")
+    elif not any(kept_slots(casts, rotated) for casts in sets.values()):
+        told = ((slot, why_not_kept(casts, slot, rotated)) for casts in sets.values() for slot in WEIGHT_SLOTS)
+        reasons = dict.fromkeys(f"{slot} {why}" for slot, why in told)
+        texts.append(f"no cast of a weight stays the same within a step: {'; '.join(reasons)}. Set null or false")
+    elif native and not any(kept_by_kernel(casts) for casts in sets.values()):
+        texts.append(
+            "Transformer Engine's kernels keep both casts of a weight or none, and none with delayed scales, for which "
+            "they take its amax as they cast it. Set null or false, or precision.backend=emulated"
+        )
+    if (reason := _why_not_here(config, found.likely_degrees, native)) is not None:
+        texts.append(reason)
+    return [Problem(KEY, f"is true, and {text}.") for text in texts]
+
+
+def kept_cast_bytes(plan: Plan, parts: list[StagePart]) -> int:
+    """Return the bytes of casts that a rank with stages `parts` keeps from a step's first micro-batch to its last.
+
+    By the recipe's own casts, in steps that no phase has others for.
+    """
+    blocks = keeps(plan)
+    kept = ((index, linear) for index in layers_of(parts) if index in blocks for linear in _linears(plan, index))
+    return sum(_bytes_of(plan, index, linear) for index, linear in kept)
+
+
+def keeps_codes(plan: Plan, name: str, index: int) -> bool:
+    """Return whether the kernel of the linear called `name`, of block `index`, keeps casts where it runs natively."""
+    return index in keeps(plan) and kept_by_kernel(_casts(plan, name))
+
+
+def _casts(plan: Plan, name: str) -> dict[str, CastConfig]:
+    recipe = plan.config.precision
+    return recipe.casts_under(rule_of(name, recipe.modules, plan.config.model.num_layers))
+
+
+def _linears(plan: Plan, index: int) -> Iterator[LinearSpec]:
+    """Yield the linears of block `index` that are cast."""
+    config, linears = plan.config, block_linears(plan.config.model, index)
+    names = [f"layers.{index}.{linear.name}" for linear in linears]
+    reasons = reasons_to_stay_high(names, config.precision, config.model.num_layers)
+    yield from (linear for name, linear in zip(names, linears, strict=True) if reasons[name] is None)
+
+
+def _bytes_of(plan: Plan, index: int, linear: LinearSpec) -> int:
+    name, axis = f"layers.{index}.{linear.name}", SHARD_AXES[linear.role]["w"]
+    sides = (linear.outputs.length, linear.inputs.length)
+    rows, columns = (length // plan.degrees.tp if axis == side else length for side, length in enumerate(sides))
+    if plan.decision.runs != "native":
+        return kept_bytes(_casts(plan, name), rows, columns, keeps(plan)[index])
+    bits = code_bits(plan, name) if keeps_codes(plan, name, index) else None
+    return int(2 * rows * columns * (bits or 0) / 8)

@@ -1,0 +1,125 @@
+"""Recomputation block by block: as little of it as fits, each pipeline rank for itself."""
+
+import math
+from collections import Counter
+
+from lightning_llm.config.schema import Config
+from lightning_llm.plan.memory.accounting import OURS
+from lightning_llm.plan.memory.activations import block_bytes, on_gpu
+from lightning_llm.plan.memory.passes import Stage
+from lightning_llm.plan.memory.rank_bytes import ALLOCATOR_RESERVE, memory_at
+from lightning_llm.plan.resolve import Plan
+from lightning_llm.plan.schedule import passes_of
+from lightning_llm.plan.search.layers import cheapest_modes
+from lightning_llm.plan.search.pricing import Priced, Pricer
+from lightning_llm.plan.search.space import CHECKPOINTING
+from lightning_llm.plan.stages import StagePart, layers_of, parts_of
+from lightning_llm.plan.time.step import StepTimer
+
+ATTEMPTS = 6
+"""How often a rank's blocks are given more, or less, where what was found leaves memory, or holds too much."""
+
+
+def mix_by_block(pricer: Pricer, smallest: Priced, without: Priced) -> Priced | None:
+    """Return the layout of `smallest`, whose blocks all recompute as much as there is, with as little as fits.
+
+    Galvatron's search (Miao et al. 2022, arXiv 2211.13878) over what this trainer has for each block by itself: what it
+    recomputes. Ranks of a pipeline are independent: each holds the blocks of its own stages, and recomputes them in its
+    own passes. Blocks keep what they keep for the most micro-batches that their stage has in flight, so that what is
+    found fits; under the interleaved schedule, whose stages are not all at their most at once, more might. None where
+    nothing is gained over the same mode for all blocks.
+    """
+    model = smallest.plan.config.model
+    again = {mode: _again_seconds(pricer, smallest, mode) for mode in CHECKPOINTING}
+    modes = [smallest.choice.activation_checkpoint] * model.num_layers
+    for pp_rank in range(smallest.plan.degrees.pp):
+        parts = parts_of(model, smallest.plan.config.parallel, smallest.plan.degrees, pp_rank)
+        own = _modes_of_rank(pricer, smallest.plan, without.plan, parts, pp_rank, again)
+        for index, mode in zip(layers_of(parts), own, strict=True):
+            modes[index] = mode
+    if len(set(modes)) == 1:
+        return None
+    config = _with_modes(pricer.space.config_of(smallest.choice), modes)
+    mixed = pricer.memory(smallest.choice._replace(activation_checkpoint="by block"), config)
+    return mixed if pricer.fits(mixed.memory_bytes) else None
+
+
+def _modes_of_rank(
+    pricer: Pricer, full: Plan, none: Plan, parts: list[StagePart], pp_rank: int, again: dict[str, list[float]]
+) -> list[str]:
+    """Return what each block of a rank recomputes; `again`: seconds of a micro-batch's recomputation by mode."""
+    layers, limit = layers_of(parts), pricer.limit_bytes
+    if limit is None or memory_at(none, pp_rank).total <= limit:
+        return ["none"] * len(layers)
+    base = memory_at(full, pp_rank).total
+    reserve = 1 + (ALLOCATOR_RESERVE if on_gpu(full) else 0)
+    in_flight = _in_flight(full, pp_rank)
+    plans = {
+        mode: pricer.plan(_with_modes(full.config, [mode] * full.config.model.num_layers)) for mode in CHECKPOINTING
+    }
+    kept = {mode: _kept_bytes(plan, parts) for mode, plan in plans.items()}
+    smallest = {index: min(kept[mode][index] for mode in CHECKPOINTING) for index in layers}
+    stage_of = {index: part.index for part in parts for index in part.layers}
+    sizes = [
+        [
+            int(reserve * in_flight[stage_of[index]] * (kept[mode][index] - smallest[index])) + 1
+            for mode in CHECKPOINTING
+        ]
+        for index in layers
+    ]
+    seconds = [[again[mode][index] for mode in CHECKPOINTING] for index in layers]
+    best, least, budget = ["full"] * len(layers), math.inf, limit - base
+    for _ in range(ATTEMPTS):
+        chosen = cheapest_modes(seconds, sizes, budget)
+        if chosen is None:
+            break
+        own = [CHECKPOINTING[way] for way in chosen]
+        modes: list[str] = [
+            full.config.parallel.checkpointing_of(index) for index in range(full.config.model.num_layers)
+        ]
+        for index, mode in zip(layers, own, strict=True):
+            modes[index] = mode
+        spare = limit - memory_at(pricer.plan(_with_modes(full.config, modes)), pp_rank).total
+        spent = sum(each[way] for each, way in zip(seconds, chosen, strict=True))
+        if spare >= 0 and spent >= least:
+            break
+        if spare >= 0:
+            best, least = own, spent
+        budget += spare
+    return best
+
+
+def _again_seconds(pricer: Pricer, priced: Priced, mode: str) -> list[float]:
+    """Return what each block takes longer in a micro-batch's backward pass where it recomputes `mode`."""
+    count = priced.plan.config.model.num_layers
+    if mode == "none":
+        return [0.0] * count
+    plan = pricer.plan(_with_modes(priced.plan.config, [mode] * count))
+    operations = StepTimer(plan, pricer.cluster).operations
+    return [operations.block(index).again.total for index in range(count)]
+
+
+def _kept_bytes(plan: Plan, parts: list[StagePart]) -> dict[int, int]:
+    """Return the bytes of a micro-batch that each block keeps for its backward pass, copies of its weights included."""
+    kept = {}
+    for part in parts:
+        for index in part.layers:
+            alone = StagePart(part.index, range(index, index + 1), first=False, last=False)
+            kept[index] = block_bytes(plan, index).kept + Stage.of(plan, alone, OURS).copies
+    return kept
+
+
+def _in_flight(plan: Plan, pp_rank: int) -> dict[int, int]:
+    """Return how many micro-batches each stage of a rank keeps at most."""
+    held: Counter[int] = Counter()
+    most: dict[int, int] = {}
+    for each in passes_of(plan.config.parallel, plan.degrees.pp, pp_rank, plan.micro_batches):
+        held[each.stage] += 1 if each.forward else -1
+        most[each.stage] = max(most.get(each.stage, 0), held[each.stage])
+    return most
+
+
+def _with_modes(config: Config, modes: list[str]) -> Config:
+    keys = {"activation_checkpoint": "none", "activation_checkpoint_every": 1}
+    parallel = config.parallel.model_copy(update={**keys, "activation_checkpoint_layers": tuple(modes)})
+    return config.model_copy(update={"parallel": parallel})

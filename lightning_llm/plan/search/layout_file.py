@@ -1,0 +1,98 @@
+"""The layout that was found as a file of the group `parallel`, which `train parallel=NAME --config-dir DIR` takes."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import yaml
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.hardware import GIB
+from lightning_llm.config.recipes import option_files
+from lightning_llm.config.schema.run import ParallelConfig
+from lightning_llm.plan.search.pricing import Priced
+from lightning_llm.plan.search.wording import layout_words
+
+GROUP = "parallel"
+NAME = re.compile(r"[\w-]{1,100}")
+
+
+def layout_file_problems(file: Path, force: bool) -> Iterator[Problem]:
+    """Yield why the layout cannot be written to `file`."""
+    if file.suffix != ".yaml" or file.parent.name != GROUP or not NAME.fullmatch(file.stem):
+        yield Problem(
+            "--write",
+            f"is {file}, which no parallel=NAME finds. Write DIR/{GROUP}/NAME.yaml, NAME of letters, digits, - and _.",
+        )
+    elif file.stem in option_files(GROUP):
+        yield Problem("--write", f"is {file}, and {GROUP}={file.stem} is a shipped layout. Choose another name.")
+    elif file.is_dir() or not _nearest_existing(file).is_dir():
+        yield Problem("--write", f"is {file}, and a file cannot be made there. Choose another folder or name.")
+    elif file.exists() and not force:
+        yield Problem("--write", f"{file} is there already. Add --force to replace it, or choose another name.")
+    elif not os.access(_nearest_existing(file), os.W_OK):
+        yield Problem("--write", f"{_nearest_existing(file)} cannot be written. Choose another folder.")
+
+
+def write_layout(file: Path, priced: Priced, planner: str) -> list[str]:
+    """Write the layout to `file`, in whole or not at all, and return the words that choose it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    words = [f"{GROUP}={file.stem}", f"data.micro_batch_size={priced.choice.micro_batch_size}"]
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(layout_text(file.stem, priced, planner, words), encoding="utf-8")
+        partial.replace(file)
+    except OSError as error:
+        raise ConfigError(Problem("--write", f"{file} cannot be written: {error}. Choose another.")) from error
+    return words
+
+
+def layout_text(name: str, priced: Priced, planner: str, words: list[str]) -> str:
+    """Return the file: how the layout was found, and every key in which it differs from the defaults."""
+    config, cluster = priced.plan.config, priced.plan.config.cluster
+    if cluster is None or priced.time is None:
+        raise ValueError("a layout that was not timed was not found")
+    comment = [
+        f"{layout_words(priced)}: found by `plan --search --planner {planner}`",
+        f"for {config.model.name}, {config.data.global_batch_size} sequences of {config.data.sequence_length} tokens a "
+        f"step, {config.precision.name}, on {priced.plan.degrees.world} ranks of {cluster.name}.",
+        f"Planned: {priced.seconds:.4g} s a step at best, MFU {priced.time.mfu:.1%} of "
+        f"{priced.time.needed.text()}, {priced.memory_bytes / GIB:.1f} GiB a rank.",
+        f"Take it with: {' '.join(words)}",
+    ]
+    if priced.placement:
+        comment.append(f"Machines in the order of ranks: {', '.join(priced.placement.order)}")
+    body = "".join(_line(key, value) for key, value in _values(name, priced).items())
+    own = config.parallel.compile != config.trainer.compile
+    body += f"compile: {json.dumps(config.parallel.compile) if own else '${trainer.compile}'}\n"
+    return "".join(f"# {line}\n" for line in comment) + body
+
+
+def _values(name: str, priced: Priced) -> dict[str, Any]:
+    """Return the keys that are not the defaults, degrees and the order of sums in any case."""
+    parallel = priced.plan.config.parallel
+    always = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "zero_stage", "reduction")
+    default = ParallelConfig(name=name).model_dump()
+    values = parallel.model_dump(mode="json", exclude={"name", "compile"})
+    return {"name": name} | {key: each for key, each in values.items() if key in always or each != default[key]}
+
+
+def _line(key: str, value: Any) -> str:
+    if isinstance(value, list):
+        return fill(f"{key}: [{', '.join(value)}]", 120, subsequent_indent="  ") + "\n"
+    return yaml.safe_dump({key: value})
+
+
+def _nearest_existing(file: Path) -> Path:
+    folder = file.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    return folder

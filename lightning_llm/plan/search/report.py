@@ -1,0 +1,177 @@
+"""What a search found as data, and as text for a terminal."""
+
+import io
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from lightning_llm.base.hardware import GIB
+from lightning_llm.base.terminal.console import new_console
+from lightning_llm.plan.memory.fit import RESERVE, hardware_facts
+from lightning_llm.plan.search.pricing import Priced, Pricer
+from lightning_llm.plan.search.search import LISTED, Found, pareto_front
+from lightning_llm.plan.search.wording import layout_words, why_slower
+from lightning_llm.plan.time.describe import assumptions
+from lightning_llm.plan.time.published import published_ratio, range_text, ratio_text
+from lightning_llm.plan.time.step import StepTimer, no_time
+
+SHOWN, SHOWN_EMULATED = 10, 3
+"""Layouts on a terminal; emulated ones at least, where there are any."""
+COUNTS = ("considered", "refused", "too_large", "fitting", "slower", "emulated")
+
+
+def search_facts(found: Found, pricer: Pricer, planner: str) -> dict[str, Any]:
+    """Return what was found as plain data.
+
+    `counts` (`Found.counts`), `refused` (why, and of how many layouts), `no_time` (the same of emulated ones),
+    `limit_bytes` that a rank may hold, `kept` (keys that were typed, and so not varied); `layouts`, the fastest first,
+    then emulated ones, which have no time, by bytes, and `too_large`, those that lack the fewest bytes, each with its
+    `overrides`; `pareto`, the ranks of those than which none is both faster and smaller; `peak`, what MFU is of, and
+    `assumed`, what times rest on, both None and empty without a time.
+    """
+    best = found.fitting[0] if found.fitting else None
+    listed = [*found.fitting[:LISTED], *found.emulated]
+    front = {id(priced) for priced in pareto_front(found.fitting)}
+    return {
+        "planner": planner,
+        "cluster": pricer.cluster.name,
+        "world": pricer.space.world,
+        "kept": pricer.space.typed,
+        "counts": {name: found.counts[name] for name in COUNTS},
+        "refused": dict(found.reasons.most_common(5)),
+        "no_time": dict(found.no_time.most_common(5)),
+        "limit_bytes": pricer.limit_bytes,
+        "peak": best.time.needed.text() if best and best.time else None,
+        "assumed": list(assumptions(best.plan, pricer.cluster, StepTimer(best.plan, pricer.cluster))) if best else [],
+        "layouts": [
+            {"rank": rank, **_facts(priced, pricer), "why": why_slower(priced, best or priced)}
+            for rank, priced in enumerate(listed, 1)
+        ],
+        "pareto": [
+            {
+                "rank": rank,
+                "seconds": priced.seconds,
+                "memory_bytes": priced.memory_bytes,
+                "layout": layout_words(priced),
+            }
+            for rank, priced in enumerate(found.fitting, 1)
+            if id(priced) in front
+        ],
+        "too_large": [_missing(priced, pricer) for priced in found.missing],
+    }
+
+
+def _facts(priced: Priced, pricer: Pricer) -> dict[str, Any]:
+    time = priced.time
+    return {
+        "layout": layout_words(priced),
+        "overrides": overrides_of(priced),
+        "no_time": None if time else no_time(priced.plan, pricer.cluster),
+        "seconds": time and time.total,
+        "tokens_per_second": time and time.tokens_per_second,
+        "mfu": time and time.mfu,
+        "bubble_fraction": time and time.bubble_fraction,
+        "step_seconds": time and time.seconds,
+        "published": published_ratio(priced.plan.config, priced.plan.degrees).as_data(),
+        "memory_bytes": priced.memory_bytes,
+        "placement": asdict(priced.placement) if priced.placement else None,
+    }
+
+
+def overrides_of(priced: Priced) -> dict[str, Any]:
+    """Return the keys and values that make a config's layout this one."""
+    parallel = priced.plan.config.parallel
+    values = priced.choice.overrides() | {"parallel.activation_checkpoint": parallel.activation_checkpoint}
+    if parallel.activation_checkpoint_layers is not None:
+        values["parallel.activation_checkpoint_layers"] = list(parallel.activation_checkpoint_layers)
+    return values
+
+
+def _missing(priced: Priced, pricer: Pricer) -> dict[str, Any]:
+    """Return a layout that holds too much, with the bytes that it lacks and the cheapest change by which it fits."""
+    change = hardware_facts(priced.plan)["change"]
+    lacking = priced.memory_bytes - (pricer.limit_bytes or 0)
+    return {
+        "layout": layout_words(priced), "overrides": overrides_of(priced), "memory_bytes": priced.memory_bytes,
+        "missing_bytes": lacking, "change": change,
+    }  # fmt: skip
+
+
+def render_search(facts: dict[str, Any]) -> str:
+    """Return `search_facts` as text."""
+    counts, limit = facts["counts"], facts["limit_bytes"]
+    device = "whose memory is not known" if limit is None else f"of which {limit / GIB:.1f} GiB may be held"
+    lines = [
+        f"{facts['planner']} search on {facts['world']} ranks of {facts['cluster']}, {device}"
+        + (f" (all but {RESERVE:.0%})" if limit else ""),
+        f"{counts['considered']:,} layouts: {counts['fitting']:,} timed, {counts['slower']:,} slower than those, "
+        f"{counts['too_large']:,} hold too much, {counts['refused']:,} refused by the checks, "
+        f"{counts['emulated']:,} emulated",
+    ]
+    if facts["kept"]:
+        lines.append("kept as typed: " + ", ".join(f"{name}={value}" for name, value in facts["kept"].items()))
+    timed, emulated = (
+        [each for each in facts["layouts"] if (each["no_time"] is None) == native] for native in (True, False)
+    )
+    if facts["layouts"]:
+        shown = timed[:SHOWN]
+        lines += ["", _table([*shown, *emulated[: max(SHOWN_EMULATED, SHOWN - len(shown))]])]
+    lines += list(_tail(facts, timed))
+    return "\n".join(lines)
+
+
+def _tail(facts: dict[str, Any], timed: list[dict[str, Any]]) -> Iterator[str]:
+    if timed:
+        yield f"\nMFU is of {facts['peak']}; published is published over predicted speed, of the layout's family"
+        for ratio in {each["published"]["family"]: each["published"] for each in timed[:SHOWN]}.values():
+            yield f"  published  {ratio_text(ratio)}"
+        yield from (f"  assumed    {each}" for each in facts["assumed"])
+    if facts["no_time"]:
+        yield "\nno time:"
+        yield from (
+            f"  {count:,} layouts: {reason}" for reason, count in list(facts["no_time"].items())[:SHOWN_EMULATED]
+        )
+    if facts["too_large"]:
+        yield "\nhold too much, nearest first:"
+    for each in facts["too_large"]:
+        change = f"; {' '.join(each['change']['overrides'])} would fit" if each["change"] else ""
+        held, lacking = each["memory_bytes"] / GIB, each["missing_bytes"] / GIB
+        yield f"  {each['layout']}: {held:.1f} GiB, {lacking:.1f} too many{change}"
+    if facts["refused"] and not facts["layouts"]:
+        yield "\nrefused by the checks:"
+        for reason, count in facts["refused"].items():
+            yield f"  {count:,} layouts: {reason}"
+    placement = timed[0]["placement"] if timed else None
+    if placement:
+        gain = placement["given_seconds"] / timed[0]["seconds"]
+        yield f"\nmachines in the order of ranks: {', '.join(placement['order'])}"
+        yield f"  {gain:.3g} times as fast as in the order they were given in ({placement['given_seconds']:.4g} s)"
+    if timed:
+        words = [f"{key}={_word(value)}" for key, value in timed[0]["overrides"].items()]
+        yield "\nthe fastest: " + " ".join(words)
+
+
+def _word(value: Any) -> str:
+    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
+
+
+def _table(layouts: list[dict[str, Any]]) -> str:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, side in (("", "right"), ("layout", "left"), ("s/step", "right"), ("tokens/s", "right"), ("MFU", "right"),
+                       ("GiB", "right"), ("bubble", "right"), ("published", "right"),
+                       ("why it is slower", "left")):  # fmt: skip
+        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    for each in layouts:
+        rank, held = str(each["rank"]), f"{each['memory_bytes'] / GIB:.1f}"
+        if each["no_time"] is not None:
+            table.add_row(rank, each["layout"], "", "", "", held, "", "", f"no time: {each['no_time']}")
+            continue
+        table.add_row(
+            rank, each["layout"], f"{each['seconds']:.4g}", f"{each['tokens_per_second']:,.4g}", f"{each['mfu']:.1%}",
+            held, f"{each['bubble_fraction']:.1%}", range_text(each["published"]), each["why"],
+        )  # fmt: skip
+    text = io.StringIO()
+    new_console(file=text, width=4000, color_system=None).print(table)  # a reason is long
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

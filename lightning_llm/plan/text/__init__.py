@@ -1,0 +1,1 @@
+"""A plan as data and as text. Imports no torch."""

@@ -1,0 +1,1 @@
+"""One cast: blocks, scales, rounding, and the compiled kernels."""

@@ -1,0 +1,55 @@
+"""Random Hadamard transform of groups along one axis: spreads outliers before they share a scale.
+
+Both operands of a GEMM are rotated by the same orthogonal S = diag(signs) H_g / sqrt(g) along the contraction axis, so
+(A S)(S^T B) = A B and nothing needs to be undone. H_g is Sylvester's.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lightning_llm.linalg.gemm import operand, product
+
+
+@lru_cache(maxsize=32)  # also of what is on a GPU: a copy to it for each cast would wait for all that it has to do
+def _sylvester(size: int, device: torch.device) -> Tensor:
+    """Return H_size / sqrt(size), [size, size] fp32; `size` a power of two."""
+    h = torch.ones(1, 1)
+    while h.shape[0] < size:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
+    return (h * torch.tensor(size, dtype=torch.float32).rsqrt().item()).to(device)
+
+
+@lru_cache(maxsize=32)
+def fixed_signs(vector: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return a recipe's fixed signs, fp32 [len(vector)]."""
+    return torch.tensor(vector, dtype=torch.float32, device=device)
+
+
+def rotation(size: int, signs: Tensor | None, device: torch.device) -> Tensor:
+    """Return S = diag(signs) H / sqrt(size), [size, size] fp32; `signs` [size] of +1 and -1, None for all +1."""
+    s = _sylvester(size, device)
+    return s if signs is None else s * signs.float()[:, None]
+
+
+def rotate(x: Tensor, s: Tensor, axis: int, round_to: torch.dtype) -> Tensor:
+    """Return 2-D `x` with each group of g along `axis` replaced by group @ s; s [g, g]; result in `round_to`.
+
+    fp32 accumulation. With `round_to` bf16 and a bf16 x the GEMM itself runs in bf16, which is exact where the
+    entries of s are powers of two (g = 4, 16, 64, 256) and rounds once, at the end. Raises ValueError where g does
+    not divide the axis.
+    """
+    size = s.shape[0]
+    rows, columns = x.shape
+    if x.shape[axis] % size:
+        raise ValueError(
+            f"a Hadamard transform of size {size} needs a contraction axis that it divides; this one has "
+            f"{x.shape[axis]}. Change the shape, or take a smaller hadamard.size"
+        )
+    exact_in_bf16 = size.bit_length() % 2 == 1
+    dtype = torch.bfloat16 if x.dtype == round_to == torch.bfloat16 and exact_in_bf16 else torch.float32
+    x, s = operand(x.to(dtype)), operand(s.to(dtype))
+    if axis == 1:
+        return product(x.reshape(-1, size), s).reshape(rows, columns).to(round_to)
+    return product(s.T, x.reshape(rows // size, size, columns)).reshape(rows, columns).to(round_to)

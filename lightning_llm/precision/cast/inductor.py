@@ -1,0 +1,247 @@
+"""The quantisers through Inductor: fused C++ on CPU, Triton on CUDA, the same bits as eager.
+
+Inductor must round where the code rounds (`emulate_precision_casts`): otherwise `x.to(bf16).float()` compiles to
+nothing, which erases what is being emulated. It also keeps Triton from contracting products and sums.
+"""
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.precision.cast import block_scale, quantize, scales
+from lightning_llm.precision.cast.block_scale import Scaled
+from lightning_llm.precision.cast.blocks import BlockShape, block_shape, blocked, unblocked
+from lightning_llm.precision.cast.kernel_cache import Kernels
+from lightning_llm.precision.cast.keyed_noise import Origin
+from lightning_llm.precision.cast.operand import Operand
+from lightning_llm.precision.cast.quantize import CastBlocks
+from lightning_llm.precision.cast.shapes import only_shapes
+
+OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
+P = ParamSpec("P")
+R = TypeVar("R")
+Backend = Literal["eager", "compiled", "shapes"]
+"""How casts run; "shapes": not at all, what they return is allocated and left as it is (see `shapes.py`)."""
+
+
+# Said of a cast that reads fp16 and gives codes in bf16. All between is fp32, and its bits are those of eager (tests).
+warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed in the scheduler node")
+
+
+@functools.cache
+def no_compiler(device_type: str) -> str | None:
+    """Return why there is no compiler for this kind of device, or None where there is one; it may still fail."""
+    if device_type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton is not installed"
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, RuntimeError) as error:
+        return f"no C++ compiler was found ({_first_error(error)})"
+    return None
+
+
+@functools.cache
+def why_not(device_type: str) -> str | None:
+    """Return why quantisers cannot be compiled on this kind of device here, or None where a small one was.
+
+    The trial costs what the first cast would otherwise pay: loading Inductor and precompiling torch's headers. It is
+    kept as casts are, and what was kept is tried.
+    """
+    reason = no_compiler(device_type)
+    if reason is not None:
+        return reason
+    probe = 1 + 2.0**-12 * torch.arange(1024, device=device_type).reshape(2, -1)
+    try:
+        wrong = (_kept(_trial, "trial", waits=True)(probe) != _trial(probe)).sum((1, 2)).tolist()
+    except Exception as error:  # a broken toolchain raises what it likes; the reason is returned, not lost
+        return f"the compiler fails ({_first_error(error)})"
+    if not any(wrong):
+        return None
+    return f"compiled code is not eager's bits (of {probe.numel()}, {wrong[0]} bf16 roundings and {wrong[1]} quotients)"
+
+
+def _trial(x: Tensor) -> Tensor:
+    """Return [2, *x.shape]: what a compiler may leave out or approximate where it is asked, or left, to be fast."""
+    return torch.stack([x.to(torch.bfloat16).float(), scales.divide(1.0, x)])
+
+
+def _first_error(error: Exception) -> str:
+    """Return the line of a compiler's message that says what is wrong, or else the first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if "error: " in line), lines[0])
+
+
+_numbers = itertools.count()
+
+
+def compiled(function: Callable[P, R], identity: Any = None) -> Callable[P, R]:
+    """Return `function`, a plain one or a closure, compiled whole, for every shape of its tensors at once.
+
+    It is compiled at its first call, which raises ConfigError where that fails. `identity`: JSON data that names the
+    function and all that it closes over, by which its kernels are kept for other processes; None: they are not kept.
+    """
+    inner = _compile(function) if identity is None else _kept(function, identity)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return inner(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            text = f"compiling '{function.__name__}' failed: {_first_error(error)}. Mend that, or set"
+            raise ConfigError(Problem("precision.casts", f"{text} precision.casts=eager: the same bits.")) from error
+
+    return call
+
+
+def _compile(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` compiled whole under a name of its own.
+
+    Dynamo counts recompilations per code object, and closures made by one line share theirs: each gets its own.
+    """
+    if not isinstance(function, FunctionType):
+        raise TypeError(f"only Python functions are compiled here, not {function!r}")
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    compiled_function: Callable[P, R] = torch.compile(own, dynamic=True, fullgraph=True, options=OPTIONS)
+    return compiled_function
+
+
+def _kept(function: Callable[P, R], identity: Any, waits: bool = False) -> Callable[P, R]:
+    """Return `function` compiled, by a kernel that is kept where there can be one; `waits`: see `Kernels`."""
+    inner = _compile(function)
+    kernels = Kernels(identity, function, inner, waits)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        kernel = None if kwargs else kernels.of(args)
+        made: R = inner(*args, **kwargs) if kernel is None else kernel(*args)
+        return made
+
+    return call
+
+
+def run_by(backend: Backend, function: Callable[P, R], identity: Any) -> Callable[P, R]:
+    """Return `function` as `backend` runs it; `identity`: see `compiled`."""
+    if backend == "eager":
+        return function
+    return compiled(function, identity) if backend == "compiled" else only_shapes(function)
+
+
+@functools.cache
+def tensor_amax(backend: Backend) -> Callable[[Tensor], Tensor]:
+    """Return `block_scale.tensor_amax` for `backend`."""
+    return run_by(backend, block_scale.tensor_amax, "tensor_amax")
+
+
+CastFunction = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, Origin], CastBlocks]
+"""Of blocks, the tensor's amax, the delayed multiplier, the key of random bits, and the origin."""
+
+
+class Cast(NamedTuple):
+    """A cast for one axis: what makes it, and the blocks that it is of."""
+
+    function: CastFunction
+    shape: BlockShape
+
+
+@functools.cache
+def cast_by(cast: CastConfig, axis: int, backend: Backend, wide: bool = False) -> Cast:
+    """Return what makes `cast` with blocks along `axis`, `wide` in fp32; compiled at its first call, for all shapes."""
+    shape = block_shape(cast.block, axis)
+    return Cast(_cast_function(quantize.read_by_cast(cast), shape, backend, wide), shape)
+
+
+@functools.cache
+def _cast_function(cast: CastConfig, shape: BlockShape, backend: Backend, wide: bool) -> CastFunction:
+    """Square blocks, and whole tensors, have no direction: one function serves both."""
+
+    # Bound by defaults of a function that is called: Dynamo (torch 2.13) compiles their numbers in. Those of a closure
+    # are variables of a kernel, and to shift by one (`noise_bits`) takes as long as all the rest.
+    def whole(
+        blocks: Tensor,
+        amax: Tensor | None,
+        delayed: Tensor | None,
+        key: Tensor | None,
+        origin: Origin,
+        cast: CastConfig = cast,
+        shape: BlockShape = shape,
+    ) -> CastBlocks:
+        return quantize.cast_blocks(blocks, cast, shape, amax, delayed, key, origin, wide)
+
+    def cast_blocks(
+        blocks: Tensor, amax: Tensor | None, delayed: Tensor | None, key: Tensor | None, origin: Origin
+    ) -> CastBlocks:
+        return whole(blocks, amax, delayed, key, origin)
+
+    return run_by(backend, cast_blocks, ["cast_blocks", cast.model_dump(mode="json"), shape, wide])
+
+
+@functools.cache
+def grid_values(cast: CastConfig, backend: Backend) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what rounds `x` [R, C] times a multiplier to the grid of `cast`, whose scales are of whole tensors."""
+    return _grid_values(quantize.read_by_cast(cast), backend)
+
+
+@functools.cache
+def _grid_values(cast: CastConfig, backend: Backend) -> Callable[[Tensor, Tensor], Tensor]:
+    def values(x: Tensor, multiplier: Tensor) -> Tensor:
+        return quantize.round_blocks(x, cast, None, multiplier, None)[0]
+
+    return run_by(backend, values, ["grid_values", cast.model_dump(mode="json")])
+
+
+def operand(
+    x: Tensor,
+    cast: CastConfig,
+    axis: int,
+    backend: Backend,
+    *,
+    key: Tensor | None = None,
+    origin: Origin = Origin(),  # noqa: B008  (immutable)
+    delayed: Tensor | None = None,
+    wide: bool = False,
+    reduce_amax: Callable[[Tensor], Tensor] | None = None,
+    observe: Callable[[Tensor, Scaled, Operand], None] | None = None,
+) -> Operand:
+    """Return `x` [R, C] quantised by `cast` along `axis` as a GEMM's operand.
+
+    `key`, `origin`: of stochastic rounding. `delayed`: the kept multiplier. `wide`: the operand is fp32, of the same
+    numbers. `reduce_amax` takes the tensor-level amax to its maximum over the ranks that share the tensor. `observe`
+    gets what was rounded, scales and result.
+    """
+    x, amax = x.detach(), None
+    if reduce_amax is not None and block_scale.needs_tensor_amax(cast):
+        amax = reduce_amax(tensor_amax(backend)(x))
+    delayed = delayed if cast.scale == "delayed" else None
+    if cast.stochastic:  # rows are as long as those of the whole tensor, not as the padded blocks
+        origin = origin if origin.row_stride else origin._replace(row_stride=x.shape[1])
+    else:
+        key, origin = None, Origin()
+    function, shape = cast_by(cast, axis, backend, wide)
+    made = function(blocked(x, shape), amax, delayed, key, origin)
+    multiplier = delayed if made.multiplier is None else made.multiplier
+    if multiplier is None:
+        raise ValueError("scale: delayed needs the scale kept from earlier steps")
+    scaled = Scaled(multiplier, made.block, made.tensor)
+    blocks = None
+    if made.block is not None and cast.scales_partial_sums:
+        blocks = quantize.contraction_scales(made.block, cast, axis, x)
+    inside = None if made.inside is None else unblocked(made.inside, x, shape)
+    result = Operand(unblocked(made.operand, x, shape), made.tensor, inside, blocks)
+    if observe is not None:
+        observe(x, scaled, result)
+    return result

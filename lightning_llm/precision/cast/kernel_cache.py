@@ -1,0 +1,272 @@
+"""Compiled casts that outlive a process: what Dynamo traced and Inductor made of a function, one file per kernel.
+
+Inductor's own cache spares only the C++ compiler; most of a second start is Dynamo's tracing, which a loaded kernel
+skips. A kernel is named by all that shapes it (`kernel_key`), so that another torch, processor or line of source makes
+another. What is loaded is native code: the folder is the user's own, closed to others, and a file is used only if it
+holds what was written.
+"""
+
+import functools
+import io
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from lightning_llm.base.integrity import digest_of_file
+from lightning_llm.base.user_cache import user_cache_dir
+from lightning_llm.precision.cast.kernel_key import processor, signature, software
+
+FOLDER = "LIGHTNING_LLM_KERNELS"
+"""The environment variable that names another folder than the user's cache folder."""
+INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+VARIANTS = 8
+"""Kernels per function and kind of call, whose guards differ; for what holds for none, Dynamo compiles."""
+SEAL_BYTES = 32
+
+
+class Unusable(Exception):
+    """No kernel can be kept or taken: the folder, torch or the function does not allow it. Without text: said before"""
+
+
+@dataclass
+class Tally:
+    """Kernels that this process has loaded and compiled since they were last told of, and in how many seconds."""
+
+    loaded: int = 0
+    compiled: int = 0
+    seconds: float = 0.0
+
+    def take(self) -> str | None:
+        """Return what it counts as part of a sentence, None if nothing, and begin anew."""
+        if not self.loaded + self.compiled:
+            return None
+        text = f"{self.compiled} kernels compiled and {self.loaded} loaded in {self.seconds:.1f} s"
+        self.loaded, self.compiled, self.seconds = 0, 0, 0.0
+        return text
+
+
+tally = Tally()
+
+
+def folder_path() -> Path:
+    """Return where kernels are kept; the folder may not be there yet."""
+    named = os.environ.get(FOLDER)
+    return Path(named).absolute() if named else user_cache_dir() / "kernels"
+
+
+def clear() -> int:
+    """Remove all kept kernels; return how many bytes they took. Raises OSError."""
+    path = folder_path()
+    if not path.is_dir() or path.is_symlink():
+        return 0
+    size = sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
+    shutil.rmtree(path)
+    return size
+
+
+@functools.cache
+def folder() -> Path | None:
+    """Return the folder of kernels, made if need be; None, said once, where it is not the user's own or unwritable.
+
+    Inductor's files go there too, unless the user has sent them elsewhere: kernels name them.
+    """
+    path = folder_path()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+        if path.is_symlink() or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise OSError("it has to be a folder of your own that nobody else can write, since code is loaded from it")
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        _say(f"{path}: {error.strerror or error}. Casts are compiled for this run alone")
+        return None
+    # A folder per processor: Inductor builds for the very one it runs on, which its own names do not tell, and a home
+    # folder may be shared by machines of several kinds.
+    kind = blake2b(repr(processor()).encode(), digest_size=8).hexdigest()
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get(INDUCTOR_FOLDER) in (None, default_cache_dir()):  # which it sets itself when it is imported
+        os.environ[INDUCTOR_FOLDER] = str(path / f"inductor-{kind}")
+        _remember_probes()
+    return path
+
+
+def _remember_probes() -> None:
+    """Let Inductor ask but once for its folder whether this processor runs its vector code: 1.5 CPU seconds a process.
+
+    It asks another Python that loads a library of it; nothing is lost where torch does that in another way one day.
+    """
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    probe = getattr(VecISA, "_probe_load", None)
+
+    def remembered(isa: Any, library: str) -> bool:
+        note = Path(f"{library}.loads")
+        if note.exists():
+            return True
+        loads = bool(probe and probe(isa, library))
+        if loads:
+            note.touch()
+        return loads
+
+    if probe is not None and probe.__name__ != remembered.__name__:
+        patched: Any = VecISA
+        patched._probe_load = remembered
+
+
+def _say(text: str) -> None:
+    print(f"note   {text}", file=sys.stderr, flush=True)
+
+
+class Kernels:
+    """The kept kernels of `function`. `identity`: JSON data that tells it from others of the same source.
+
+    Of several processes one compiles. Others run `function` itself meanwhile, to the same bits, and compile what comes
+    next: so the cores share the work of ranks, or of a sweep's jobs. They wait on a GPU, whose memory eager casts may
+    not fit, and where `waits` says so.
+    """
+
+    def __init__(self, identity: Any, function: Callable[..., Any], compiled: Any, waits: bool = False):
+        self.identity, self.function, self.compiled, self.waits = identity, function, compiled, waits
+        self._held: dict[tuple[Hashable, ...], list[Any]] = {}
+        self._given_up = False
+
+    def of(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+        """Return what runs `args`, a kernel that is loaded or compiled now if need be; None: Dynamo is to, as ever."""
+        if self._given_up:
+            return None
+        kind = signature(args)
+        held = self._held.setdefault(kind, [])
+        for kernel in held:
+            if kernel.guard_check(*args):
+                return kernel.fn
+        started = time.perf_counter()
+        try:
+            while len(held) < VARIANTS:
+                held.append(self._next(repr(kind), len(held), args))
+                if held[-1].guard_check(*args):
+                    return held[-1].fn
+        except Timeout:
+            return self.function
+        except Unusable as error:
+            self._given_up = True
+            if str(error):
+                _say(f"a compiled cast is not kept: {error}")
+        finally:
+            tally.seconds += time.perf_counter() - started
+        return None
+
+    def _next(self, kind: str, number: int, args: tuple[Any, ...]) -> Any:
+        """Return a kernel, loaded if it is whole, else compiled for `args` and kept. Raises Unusable, Timeout."""
+        kept = folder()
+        if kept is None or not hasattr(torch.compiler, "load_compiled_function"):
+            raise Unusable
+        device = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
+        key = json.dumps([software(device), processor(), self.identity, kind, number]).encode()
+        file = kept / f"{blake2b(key, digest_size=16).hexdigest()}.kernel"
+        if (kernel := load(file, key)) is not None:
+            return kernel
+        try:
+            with FileLock(f"{file}.lock", timeout=-1 if self.waits or device != "cpu" else 0, mode=0o600):
+                kernel = load(file, key) if file.exists() else None
+                if kernel is None:
+                    kernel = make(file, key, self.compiled, args)
+                return kernel
+        except Timeout:  # is an OSError
+            raise
+        except OSError as error:
+            raise Unusable(str(error)) from error
+
+
+def make(file: Path, key: bytes, compiled: Any, args: tuple[Any, ...]) -> Any:
+    """Compile for `args` and write `file`, whole or not at all; return the kernel. Raises OSError, Unusable."""
+    import torch._dynamo.config as dynamo_config
+    import torch.fx.experimental._config as shapes
+
+    _announce(file.parent)
+    shapes_config: Any = shapes  # whose `patch` a type checker does not see
+    try:
+        # Floats are compiled in: tracing would otherwise start again, which this road cannot. Sizes that happen to be
+        # equal are no reason to compile for equal ones.
+        with dynamo_config.patch(specialize_float=True), shapes_config.patch(use_duck_shape=False):
+            kernel = compiled.aot_compile((args, {}))
+        with tempfile.TemporaryDirectory(dir=file.parent) as partial:
+            saved = Path(partial) / file.name
+            kernel.save_compiled_function(str(saved))
+            body = json.dumps(_native_files()).encode() + b"\n" + saved.read_bytes()
+            with saved.open("wb") as written:
+                written.write(_seal(key, body) + body)
+                written.flush()
+                os.fsync(written.fileno())
+            saved.replace(file)
+    except OSError:
+        raise
+    except Exception as error:  # of an interface that is young: what it cannot do is compiled as ever, and fails there
+        lines = str(error).splitlines() or [""]
+        raise Unusable(f"{type(error).__name__}: {lines[0]}") from error
+    tally.compiled += 1
+    return kernel
+
+
+@functools.cache
+def _announce(kept: Path) -> None:
+    """Say once that kernels are compiled, which may take a minute without another line; of several ranks the first."""
+    if os.environ.get("RANK", "0") in ("", "0"):
+        _say(f"compiling the casts of this recipe, a few seconds each; they are kept for later runs in {kept}")
+
+
+def load(file: Path, key: bytes) -> Any | None:
+    """Return the kernel in `file` if it was written for `key` and is whole, with the files that it names; else None."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    seal, body = content[:SEAL_BYTES], content[SEAL_BYTES:]
+    if seal != _seal(key, body):
+        _say(f"{file} is damaged and is built again")
+        return None
+    names, _, content = body.partition(b"\n")
+    if [name for name, digest in json.loads(names).items() if not _is_whole(Path(name), digest)]:
+        return None
+    try:
+        kernel = torch.compiler.load_compiled_function(io.BytesIO(content))
+    except Exception as error:  # whatever it is, the kernel is compiled again
+        _say(f"{file} cannot be loaded and is built again: {type(error).__name__}: {error}")
+        return None
+    tally.loaded += 1
+    return kernel
+
+
+def _seal(key: bytes, body: bytes) -> bytes:
+    return blake2b(len(key).to_bytes(8, "little") + key + body, digest_size=SEAL_BYTES).digest()
+
+
+def _native_files() -> dict[str, str]:
+    """Return digests by path of the code of Inductor's that this process has loaded: a kernel's own is among it."""
+    from torch._inductor.codecache import PyCodeCache
+
+    kept = f"{Path(os.environ[INDUCTOR_FOLDER]).absolute()}/"
+    modules = [*list(sys.modules.values()), *PyCodeCache.modules]
+    names = {name for each in modules if (name := getattr(each, "__file__", None)) and name.startswith(kept)}
+    return {name: digest_of_file(Path(name)) for name in sorted(names)}
+
+
+def _is_whole(file: Path, digest: str) -> bool:
+    """Return whether `file` holds what was written, or is gone and will be written anew; removed if it does not."""
+    if not file.exists() or digest_of_file(file) == digest:
+        return True
+    _say(f"{file} is damaged and is built again")
+    file.unlink()
+    return False

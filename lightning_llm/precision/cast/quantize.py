@@ -1,0 +1,185 @@
+"""Quantise a 2-D tensor by a cast: blocks along an axis, a scale per block, elements rounded to a small format.
+
+Three pure stages, so that a reduction over ranks can come between the first two and each fuses into one kernel:
+`tensor_amax` (where the cast has a tensor-level scale) and `scale` of `block_scale.py`, and `round_blocks`. `quantise`
+runs all of them and returns everything that can be looked at.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.precision.cast import scales
+from lightning_llm.precision.cast.block_scale import Scaled, needs_tensor_amax, scale, scale_blocks, tensor_amax
+from lightning_llm.precision.cast.blocks import (
+    BlockShape,
+    axes_within,
+    block_shape,
+    blocked,
+    check_blocked,
+    per_block,
+    unblocked,
+)
+from lightning_llm.precision.cast.formats import FORMATS, copy_sign, encode
+from lightning_llm.precision.cast.keyed_noise import Origin, keyed_noise
+from lightning_llm.precision.cast.operand import BlockScales
+from lightning_llm.precision.cast.rounding import round_to_format
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A quantised 2-D tensor. `values` [R, C] fp32 on the format's grid; `dequantised` [R, C] fp32, both exact.
+
+    `stored_scale`: one per block, [R / rows, C / columns] (a scalar per tensor); `inside` [R, C]: true where the
+    scaled element was within the format's range.
+    """
+
+    values: Tensor
+    stored_scale: Tensor
+    dequantised: Tensor
+    inside: Tensor
+    format: str
+
+    @property
+    def codes(self) -> Tensor:
+        """The uint8 codes, [R, C]; four-bit codes unpacked."""
+        return encode(self.values, self.format)
+
+
+def read_by_cast(cast: CastConfig) -> CastConfig:
+    """Return `cast` with defaults for all that `cast_blocks` does not read: one kernel serves all casts of one such."""
+    kept = {"format", "block", "scale", "prescale", "rounding", "clip_gradient"}
+    kept |= {"noise_bits"} if cast.stochastic else set()
+    return CastConfig.model_construct(**{key: value for key, value in cast if key in kept})
+
+
+def _stored(scaled: Scaled, cast: CastConfig) -> Tensor:
+    """Return the form of the scales that kernels keep; of E8M0 that is biased exponents."""
+    if scaled.block is None:
+        return scaled.multiplier
+    return scales.e8m0_exponent(scaled.block) if cast.scale.startswith("e8m0") else scaled.block
+
+
+def _elements(blocks: Tensor, cast: CastConfig, multiplier: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return (grid values, scaled elements before rounding): one fp32 product, one rounding each."""
+    elements = blocks.float() * multiplier
+    return round_to_format(elements, cast.format, cast.rounding, noise), elements
+
+
+def round_blocks(
+    blocks: Tensor,
+    cast: CastConfig,
+    shape: BlockShape,
+    multiplier: Tensor,
+    block: Tensor | None,
+    key: Tensor | None = None,
+    origin: Origin = Origin(),  # noqa: B008  (immutable)
+) -> tuple[Tensor, Tensor | None]:
+    """Return (operand, inside) of what is `blocked` to `shape`: grid value times block scale, exact in bf16.
+
+    Where a block's scale is not in the operand (`scales_partial_sums`), it is the grid value. `inside` bf16, for
+    `clip_gradient` only: 1 where the scaled element was within the format's range, else 0. No bool: Inductor's C++ for
+    a CPU takes elements one by one where it writes bools (torch 2.13). `origin`: its `row_stride` is needed where
+    `shape` pads columns.
+    """
+    values, elements = _elements(blocks, cast, multiplier, keyed_noise(blocks, cast, key, origin, shape))
+    product = values if block is None or cast.scales_partial_sums else values * block
+    operand = product.to(torch.bfloat16)
+    if not cast.clip_gradient:
+        return operand, None
+    return operand, torch.where(elements.abs() < FORMATS[cast.format].max, 1.0, 0.0).to(torch.bfloat16)
+
+
+class CastBlocks(NamedTuple):
+    """A whole cast, blocked: what `round_blocks` returns, and the scales; `multiplier` None for the delayed one."""
+
+    operand: Tensor
+    inside: Tensor | None
+    multiplier: Tensor | None
+    block: Tensor | None
+    tensor: Tensor | None
+
+
+def cast_blocks(
+    blocks: Tensor,
+    cast: CastConfig,
+    shape: BlockShape,
+    amax: Tensor | None,
+    delayed: Tensor | None,
+    key: Tensor | None,
+    origin: Origin,
+    wide: bool = False,
+) -> CastBlocks:
+    """Return the cast of what is `blocked` to `shape`; `amax`: None where the tensor's is that of `blocks`.
+
+    `wide`: the operand is fp32, of the same numbers.
+    """
+    check_blocked(blocks, shape)
+    if amax is None and needs_tensor_amax(cast):
+        amax = tensor_amax(blocks)
+    scaled = scale_blocks(blocks, cast, shape, amax, delayed)
+    operand, inside = round_blocks(blocks, cast, shape, scaled.multiplier, scaled.block, key, origin)
+    operand = operand.float() if wide else operand
+    multiplier = None if cast.scale == "delayed" else scaled.multiplier
+    return CastBlocks(operand, inside, multiplier, scaled.block, scaled.tensor)
+
+
+def block_amax(x: Tensor, cast: CastConfig, axis: int) -> Tensor:
+    """Return the largest magnitude of every block of `x`, fp32, shaped as a blocked multiplier ([1, 1] per tensor)."""
+    shape = block_shape(cast.block, axis)
+    return blocked(x, shape).float().abs().amax(dim=axes_within(shape), keepdim=True)
+
+
+def count_beyond(x: Tensor, cast: CastConfig, axis: int, multiplier: Tensor, limit: float) -> Tensor:
+    """Return how many elements of `x` [R, C], times their multiplier, are larger than `limit` in magnitude."""
+    return (blocked(x, block_shape(cast.block, axis)).float().abs() * multiplier > limit).sum()
+
+
+def contraction_scales(block: Tensor, cast: CastConfig, axis: int, x: Tensor) -> BlockScales:
+    """Return the blocks' scales of `x` [R, C], one for each row (or column, for axis 0) and block along `axis`."""
+    shape = block_shape(cast.block, axis)
+    if shape is None:
+        raise ValueError("a scale per tensor is a factor, not a block scale")
+    across = 1 - axis
+    per_row = per_block(block, shape).repeat_interleave(shape[across], across).narrow(across, 0, x.shape[across])
+    return BlockScales(per_row, shape[axis], axis)
+
+
+def quantise(
+    x: Tensor,
+    cast: CastConfig,
+    axis: int = 1,
+    *,
+    noise: Tensor | None = None,
+    amax: Tensor | None = None,
+    delayed: Tensor | None = None,
+) -> Quantised:
+    """Return `x` [R, C] (bf16, fp16 or fp32) quantised by `cast` with blocks along the contraction `axis`.
+
+    No Hadamard transform is applied here. Stochastic rounding takes `noise` [R, C] in [0, 1), see `keyed_noise`. `amax`
+    replaces the tensor's own. Raises ValueError where `noise` or `delayed` is missing.
+    """
+    if amax is None and needs_tensor_amax(cast):
+        amax = tensor_amax(x)
+    scaled = scale(x, cast, axis, amax, delayed)
+    shape = block_shape(cast.block, axis)
+    noise = None if noise is None else blocked(noise, shape)
+    values, elements = _elements(blocked(x, shape), cast, scaled.multiplier, noise)
+    if cast.scale == "two_level_e4m3" and amax is not None and scaled.block is not None:
+        dequantised = values * ((scaled.block * amax) * (1.0 / scales.NVFP4_RANGE))
+    else:
+        dequantised = values if scaled.block is None else values * scaled.block
+        dequantised = dequantised if scaled.tensor is None else dequantised * scaled.tensor
+    stored = _stored(scaled, cast)
+    # Transformer Engine's E2M1 codes are negative where x < 0: not for -0, nor for NaN, whose stand-in is +6.
+    sign = elements if FORMATS[cast.format].has_nan else torch.where(elements < 0, -1.0, 1.0)
+    return Quantised(
+        unblocked(copy_sign(values.abs(), sign), x, shape),
+        stored if shape is None else per_block(stored, shape),
+        unblocked(dequantised, x, shape),
+        unblocked(elements.abs() < FORMATS[cast.format].max, x, shape),
+        cast.format,
+    )

@@ -1,0 +1,96 @@
+"""Rounding fp32 values onto a format's grid, saturating: what the cast instructions and published emulators do.
+
+A number v with 2^e <= |v| < 2^(e+1) has the grid step 2^(max(e, min_exponent) - mantissa_bits). Exponents never come
+from log2, which in fp32 already errs at 2^10 (1 - 2^-24). The sign of a zero is not kept (`quantise` restores it).
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_llm.precision.cast.formats import FORMATS, ElementFormat, power_of_two_floor, reciprocal_power_of_two
+
+
+def round_to_format(v: Tensor, name: str, rounding: str, noise: Tensor | None = None, saturate: bool = True) -> Tensor:
+    """Return fp32 `v` rounded to the grid of format `name`, same shape, saturating at its largest number.
+
+    `rounding`: "even" (to nearest, ties to even); "half_away" (ties away from zero: microxcaling's "nearest");
+    "half_to_zero" (Quartet); "stochastic" (down after adding `noise` steps: Transformer Engine's
+    `cvt.rs`, arXiv 2502.20586's dither); "stochastic_compare" (up where `noise` is below the fraction: Quartet).
+    `noise`: uniform in [0, 1), fp32, same shape. Inf saturates; NaN stays, in E2M1 it becomes 6 (`cvt.satfinite`).
+    `saturate=False` ("even" only): what rounds beyond the largest number becomes Inf in E5M2, NaN in E4M3.
+    """
+    fmt = FORMATS[name]
+    if not saturate:
+        return _overflowing(v, fmt)
+    if rounding != "even":
+        return _by_steps(v, fmt, rounding, noise)
+    rounded = _nearest_even(v.clamp(-fmt.max, fmt.max), fmt)
+    return rounded if fmt.has_nan else torch.where(v == v, rounded, fmt.max)
+
+
+def _nearest_even(v: Tensor, fmt: ElementFormat) -> Tensor:
+    """Let fp32 addition do the rounding, without looking at exponents (bit casts are what Inductor's C++ is slow at).
+
+    Normal range: Veltkamp's splitting (Boldo, "Pitfalls of a full floating-point proof", IJCAR 2006: the high part is
+    a nearest one), which breaks ties to even here: for v of mantissa_bits + 2 bits the parity of c * v's last
+    bit is that of the result, also where a compiler contracts it to an FMA. Subnormal range: one step throughout, so
+    adding 1.5 * 2^23 steps rounds to it.
+    """
+    scaled = v * (2.0 ** (23 - fmt.mantissa_bits) + 1.0)
+    normal = scaled + (v - scaled)
+    shift = 1.5 * 2.0 ** (23 - fmt.mantissa_bits + fmt.min_exponent)
+    return torch.where(v.abs() < 2.0**fmt.min_exponent, (v + shift) - shift, normal)
+
+
+def _overflowing(v: Tensor, fmt: ElementFormat) -> Tensor:
+    """Round to nearest even without saturation, as IEEE 754 (E5M2) or the FN formats (E4M3) define it."""
+    beyond = torch.full_like(v, float("inf") if fmt.name == "e5m2" else float("nan"))
+    rounded = _nearest_even(v.clamp(-2 * fmt.max, 2 * fmt.max), fmt)
+    return torch.where(rounded.abs() > fmt.max, torch.copysign(beyond, v), rounded)
+
+
+def _binade(magnitude: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
+    """Return a step of the grid at |v|, and its reciprocal; by comparisons where the format has few.
+
+    The step is 2^(max(floor(log2 |v|), min_exponent) - mantissa_bits).
+    """
+    if fmt.max_exponent - fmt.min_exponent > 2:
+        binade = power_of_two_floor(magnitude).clamp(min=2.0**fmt.min_exponent)
+        return binade * 2.0**-fmt.mantissa_bits, reciprocal_power_of_two(binade) * 2.0**fmt.mantissa_bits
+    step = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
+    steps, reciprocals = torch.full_like(magnitude, step), torch.full_like(magnitude, 1 / step)
+    for exponent in range(fmt.min_exponent + 1, fmt.max_exponent + 1):
+        above = magnitude >= 2.0**exponent
+        steps = torch.where(above, 2.0 ** (exponent - fmt.mantissa_bits), steps)
+        reciprocals = torch.where(above, 2.0 ** (fmt.mantissa_bits - exponent), reciprocals)
+    return steps, reciprocals
+
+
+def _by_steps(v: Tensor, fmt: ElementFormat, rounding: str, noise: Tensor | None) -> Tensor:
+    """Round |v| counted in steps of its binade, then scale back. Every scaling here is by a power of two: exact.
+
+    |v| is held to the largest number, a whole count of steps, which nothing here rounds up from.
+    """
+    magnitude = v.abs()
+    if fmt.has_nan:
+        magnitude = torch.where(magnitude > fmt.max, fmt.max, magnitude)
+    else:  # where NaN is taken for the largest number, too
+        magnitude = torch.where(magnitude < fmt.max, magnitude, fmt.max)
+    step, reciprocal = _binade(magnitude, fmt)
+    steps = magnitude * reciprocal
+    if rounding == "half_away":
+        whole = torch.floor(steps + 0.5)
+    elif rounding == "half_to_zero":
+        whole = torch.ceil(steps - 0.5)
+    elif noise is None:
+        raise ValueError(f"rounding '{rounding}' needs noise")
+    elif rounding == "stochastic":
+        whole = torch.floor(steps + noise)
+    elif rounding == "stochastic_compare":
+        whole = torch.floor(steps)
+        # Not noise < steps - whole: Inductor (torch 2.13) keeps that bool in memory, and goes element by element.
+        whole = torch.where((steps - whole) - noise > 0, whole + 1, whole)
+    else:
+        raise ValueError(f"unknown rounding '{rounding}'")
+    rounded = whole * step
+    return torch.where(v < 0, -rounded, rounded)

@@ -1,0 +1,134 @@
+"""One recorded case: its arrays as tensors, the comparison, and quantisers run eagerly or compiled."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.precision.cast import inductor
+from lightning_llm.precision.cast.formats import TORCH_DTYPES, decode
+from lightning_llm.precision.cast.quantize import Quantised, quantise
+
+BF16_ARRAYS = ("x", "X", "W", "dY", "rht_xT")
+
+
+class Check(NamedTuple):
+    """The verdict on one array; `error` is None where it agrees."""
+
+    array: str
+    error: str | None
+
+
+@dataclass
+class Runner:
+    """Runs tensor functions as they are, or through Inductor; equal functions are compiled once."""
+
+    compiled: bool
+    _functions: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> inductor.Backend:
+        """The backend's name."""
+        return "compiled" if self.compiled else "eager"
+
+    def __call__(self, function: Callable[..., Any], *tensors: Any, **constants: Any) -> Any:
+        """Return function(*tensors, **constants); constants are hashable and compiled in."""
+        key = (function, tuple(sorted(constants.items())))
+        if key not in self._functions:
+            self._functions[key] = self._bind(function, constants)
+        return self._functions[key](*tensors)
+
+    def _bind(self, function: Callable[..., Any], constants: dict[str, Any]) -> Callable[..., Any]:
+        def bound(*tensors: Any) -> Any:
+            return function(*tensors, **constants)
+
+        return inductor.compiled(bound, _identity(function, constants)) if self.compiled else bound
+
+    def quantise(
+        self,
+        x: Tensor,
+        cast: CastConfig,
+        axis: int = 1,
+        noise: Tensor | None = None,
+        amax: Tensor | None = None,
+        delayed: Tensor | None = None,
+    ) -> Quantised:
+        """Return `quantize.quantise`'s result."""
+        values, stored, dequantised, inside = self(_quantise, x, noise, amax, delayed, cast=cast, axis=axis)
+        return Quantised(values, stored, dequantised, inside, cast.format)
+
+
+def _quantise(
+    x: Tensor, noise: Tensor | None, amax: Tensor | None, delayed: Tensor | None, cast: CastConfig, axis: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    made = quantise(x, cast, axis, noise=noise, amax=amax, delayed=delayed)
+    return made.values, made.stored_scale, made.dequantised, made.inside
+
+
+@dataclass(frozen=True)
+class Case:
+    """One entry of a manifest. `spec` is the entry itself; `arrays` maps the names it lists (and more) to arrays."""
+
+    spec: dict[str, Any]
+    arrays: dict[str, np.ndarray[Any, Any]]
+    run: Runner
+
+    @property
+    def name(self) -> str:
+        """The case's name."""
+        return str(self.spec["name"])
+
+    def __contains__(self, array: str) -> bool:
+        return array in self.spec["arrays"]
+
+    def tensor(self, array: str) -> Tensor:
+        """Return an array as a tensor; uint16 inputs are bf16 bit patterns."""
+        value = self.arrays[array]
+        if value.dtype == np.uint16 and array in BF16_ARRAYS:
+            return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+
+    def exact(self, array: str, actual: Tensor) -> Check:
+        """Compare with an array number for number: NaN equals NaN, zeros may differ in sign."""
+        expected = self.tensor(array).double()
+        actual = actual.detach().double().reshape(expected.shape)
+        wrong = ~((actual == expected) | (actual.isnan() & expected.isnan()))
+        return self._verdict(array, wrong, actual, expected)
+
+    def codes(self, array: str, actual: Tensor, format_: str) -> Check:
+        """Compare uint8 codes bit for bit, signs of zeros included; any NaN code equals any other."""
+        expected = self.tensor(array)
+        actual = actual.reshape(expected.shape)
+        same = actual == expected
+        if format_ in TORCH_DTYPES:
+            same |= decode(actual.contiguous(), format_).isnan() & decode(expected, format_).isnan()
+        return self._verdict(array, ~same, actual, expected)
+
+    def close(self, array: str, actual: Tensor, tolerance: Tensor | float, excused: float = 0.0) -> Check:
+        """Compare within an absolute tolerance, but for a fraction `excused` of the elements."""
+        expected = self.tensor(array).double()
+        actual = actual.detach().double().reshape(expected.shape)
+        wrong = ~((actual - expected).abs() <= tolerance)
+        return self._verdict(array, wrong, actual, expected, excused)
+
+    def _verdict(self, array: str, wrong: Tensor, actual: Tensor, expected: Tensor, excused: float = 0.0) -> Check:
+        count = int(wrong.sum())
+        if count <= excused * wrong.numel():
+            return Check(array, None)
+        first = int(wrong.flatten().nonzero()[0])
+        got, want = actual.flatten()[first].item(), expected.flatten()[first].item()
+        return Check(array, f"{count} of {wrong.numel()} differ; first at {first}: {got!r}, recorded {want!r}")
+
+
+def _identity(function: Callable[..., Any], constants: Mapping[str, Any]) -> list[Any]:
+    """Return JSON data by which the kernels of `function` with these constants are kept between processes.
+
+    It includes the function's own source, since files of this folder are no part of a kernel's key.
+    """
+    values = {name: repr(value) for name, value in sorted(constants.items())}
+    return ["vectors", function.__module__, function.__qualname__, inspect.getsource(function), values]

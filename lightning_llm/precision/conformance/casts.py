@@ -1,0 +1,184 @@
+"""Recorded casts, scales and blocks, case by case, against the quantisers."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_llm.config.schema.precision import CastConfig, DelayedConfig, Rounding, Scale
+from lightning_llm.precision.cast import scales
+from lightning_llm.precision.cast.formats import FLOAT_MAX
+from lightning_llm.precision.cast.hadamard import rotate, rotation
+from lightning_llm.precision.cast.rounding import round_to_format
+from lightning_llm.precision.conformance.case import Case, Check
+
+TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+BFLOAT_MAX = torch.finfo(torch.bfloat16).max
+
+
+def plain_scale(case: Case) -> Scale:
+    """Return the scale kind of a case's `pow2` entry."""
+    return "power_of_two" if case.spec["pow2"] else "fp32"
+
+
+def element_cast(case: Case) -> Iterator[Check]:
+    """Check the saturating and the overflowing cast of single elements."""
+    x, name = case.tensor("x"), case.spec["format"]
+    for array, saturate in (("expected_sat", True), ("expected_nonsat", False)):
+        if array in case:
+            yield case.exact(array, case.run(round_to_format, x, name=name, rounding="even", saturate=saturate))
+
+
+def scale_cast(case: Case) -> Iterator[Check]:
+    """Check the rounding of numbers up to E8M0, and E8M0's values and reciprocals."""
+    yield case.exact("expected_biased", case.run(scales.float_to_e8m0, case.tensor("x")))
+    every = torch.arange(256, dtype=torch.int32)
+    yield case.exact("table_rcp", case.run(scales.e8m0_reciprocal, every))
+    yield case.exact("table_val", case.run(scales.e8m0_value, every))
+
+
+def scale_from_amax(case: Case) -> Iterator[Check]:
+    """Check fp32 and power-of-two scales of single amaxes."""
+    limit = {"f32": FLOAT_MAX, "bf16": BFLOAT_MAX}[case.spec["value_for_inf"]]
+    constants = {"name": case.spec["format"], "power_of_two": case.spec["pow2"], "value_for_inf": limit}
+    yield case.exact("expected_scale", case.run(scales.scale_from_amax, case.tensor("amax"), **constants))
+
+
+def current(case: Case) -> Iterator[Check]:
+    """Check per-tensor FP8 with the tensor's own amax."""
+    name = case.spec["format"]
+    made = case.run.quantise(case.tensor("x"), CastConfig(format=name, scale=plain_scale(case)))
+    power = case.spec["pow2"]
+    yield case.codes("codes", made.codes, name)
+    yield case.exact("scale", scales.divide(1.0, made.stored_scale) if power else made.stored_scale)
+    yield case.exact("scale_inv", made.stored_scale if power else scales.divide(1.0, made.stored_scale))
+
+
+def delayed_cast(case: Case) -> Iterator[Check]:
+    """Check per-tensor FP8 with a given scale, and the amax it records."""
+    name, x = case.spec["format"], case.tensor("x")
+    cast = CastConfig(format=name, scale="delayed", delayed=DelayedConfig())
+    yield case.codes("codes", case.run.quantise(x, cast, delayed=case.tensor("scale")).codes, name)
+    yield case.exact("amax", case.run(_amax, x))
+
+
+def _amax(x: Tensor) -> Tensor:
+    return scales.magnitudes(x).amax()
+
+
+def blocks(case: Case) -> Iterator[Check]:
+    """Check 1x128 and 128x128 FP8 blocks, of the tensor and of its transpose."""
+    name, block = case.spec["format"], case.spec["block"]
+    cast = CastConfig(format=name, block=block, scale=plain_scale(case))
+    x = case.tensor("x")
+    for axis, suffix in ((1, ""), (0, "_t")):
+        made = case.run.quantise(x, cast, axis)
+        codes, inverse = made.codes, made.stored_scale
+        yield case.codes(f"codes{suffix}", codes if axis == 1 else codes.T, name)
+        yield case.exact(f"scale_inv{suffix}", inverse if axis == 1 else inverse.T)
+
+
+def mxfp8(case: Case) -> Iterator[Check]:
+    """Check MXFP8 by Transformer Engine's rule, of the tensor and of its transpose."""
+    name, x = case.spec["format"], case.tensor("x")
+    cast = CastConfig(format=name, block="1x32", scale="e8m0_ceil")
+    for axis, suffix in ((1, ""), (0, "_t")):
+        if f"codes{suffix}" in case:
+            made = case.run.quantise(x, cast, axis)
+            codes, exponents = made.codes, made.stored_scale
+            yield case.codes(f"codes{suffix}", codes if axis == 1 else codes.T, name)
+            yield case.exact(f"e8m0{suffix}", exponents if axis == 1 else exponents.T)
+
+
+def mx_ocp(case: Case) -> Iterator[Check]:
+    """Check OCP MX blocks by microxcaling's rules."""
+    rounding: Rounding = "even" if case.spec["rounding"] == "RNE" else "half_away"
+    cast = CastConfig(format=case.spec["format"], block="1x32", scale="e8m0_floor", rounding=rounding)
+    yield case.exact("expected", case.run.quantise(case.tensor("x"), cast).dequantised)
+
+
+def nvfp4(case: Case) -> Iterator[Check]:
+    """Check NVFP4: 1x16 or 16x16 blocks, of the tensor and of its (in some cases rotated) transpose."""
+    if "expected" in case:
+        yield case.exact("expected", case.run(scales.nvfp4_tensor_scale, case.tensor("amax")))
+        return
+    cast = CastConfig(format="e2m1", block=case.spec["block"], scale="two_level_e4m3")
+    x = case.tensor("x")
+    for axis, suffix in ((1, ""), (0, "_t")):
+        turned = x
+        if axis == 0 and "rht_xT" in case:
+            turned = rotate(x, rotation(16, torch.tensor(TE_SIGNS), x.device), 0, torch.bfloat16)
+            step = case.tensor("rht_xT").double().abs() * 2.0**-7
+            yield case.close("rht_xT", turned.T, step)
+            turned = case.tensor("rht_xT").T.contiguous()
+        yield from _two_level(case, turned, cast, axis, suffix)
+    if "sf_old" in case:
+        # Transformer Engine <= 2.14 multiplied in another order; recorded to tell the two apart.
+        block_amax = x.float().abs().reshape(x.shape[0], -1, 16).amax(2)
+        old = (block_amax / 6.0) * scales.nvfp4_tensor_scale(x.float().abs().amax())
+        rounded = round_to_format(old, "e4m3", "even")
+        yield case.codes("sf_old", rounded.to(torch.float8_e4m3fn).view(torch.uint8), "e4m3")
+
+
+def _two_level(case: Case, x: Tensor, cast: CastConfig, axis: int, suffix: str) -> Iterator[Check]:
+    made = case.run.quantise(x, cast, axis)
+    stored = made.stored_scale
+    if cast.block == "16x16":  # recorded with every row's scale, as the kernels store it
+        stored = stored.repeat_interleave(16, dim=1 - axis)
+    sf = stored.to(torch.float8_e4m3fn).view(torch.uint8)
+    yield case.codes(f"codes{suffix}", made.codes if axis == 1 else made.codes.T, "e2m1")
+    yield case.codes(f"sf{suffix}", sf if axis == 1 else sf.T, "e4m3")
+    yield case.exact(f"amax{suffix}", case.run(_amax, x))
+
+
+def nvfp4_stochastic(case: Case) -> Iterator[Check]:
+    """Check E2M1's eight-bit stochastic rounding of single elements."""
+    noise = case.tensor("rbits8").float() / 256
+    yield case.exact("expected", case.run(_stochastic_e2m1, case.tensor("x"), noise))
+
+
+def _stochastic_e2m1(x: Tensor, noise: Tensor) -> Tensor:
+    return round_to_format(x, "e2m1", "stochastic", noise)
+
+
+MXFP4_SR = CastConfig(format="e2m1", block="1x32", scale="e8m0_floor", rounding="stochastic", prescale=0.75)
+
+
+def mxfp4_stochastic(case: Case) -> Iterator[Check]:
+    """Check MXFP4 with stochastic rounding: given noise exactly, or mean and spread over 4,096 draws of torch.rand."""
+    x = case.tensor("x")
+    if "expected" in case:
+        yield case.exact("expected", case.run.quantise(x, MXFP4_SR, noise=case.tensor("u")).dequantised)
+        return
+    draws = 4096
+    noise = torch.rand(draws * x.shape[0], x.shape[1], generator=torch.Generator().manual_seed(0))
+    sample = case.run.quantise(x.repeat(draws, 1), MXFP4_SR, noise=noise).dequantised.double()
+    sample = sample.reshape(draws, *x.shape)
+    step, std = case.tensor("step").double(), case.tensor("std").double()
+    value = x.double()
+    slack = 5 * std / draws**0.5 + 8 * step / draws + 2e-7 * value.abs()
+    yield Check("mean", None if bool(((sample.mean(0) - value).abs() <= slack).all()) else "the mean is biased")
+    # A two-point distribution's standard deviation, estimated from draws: five standard errors, and rare outcomes.
+    error = (sample.std(0) - std).abs()
+    bound = 5 * step / (2 * draws) ** 0.5 + 3 * step / draws**0.5
+    yield Check("std", None if bool((error <= bound).all()) else f"off by up to {float((error / step).max())} steps")
+    lattice = (sample - value).abs().amax(0) <= step * (1 + 1e-6)
+    yield Check("step", None if bool(lattice.all()) else "a draw lies more than a step away")
+
+
+def quartet(case: Case) -> Iterator[Check]:
+    """Check QuEST (forward) and the stochastic cast (backward), both in the Hadamard domain."""
+    x = case.tensor("x")
+    identity = case.spec.get("hadamard") == "identity"
+    rotated = x if identity else rotate(x, rotation(32, None, x.device), 1, torch.float32)
+    excused = 0.0 if identity else 0.002
+    forward = CastConfig(format="e2m1", block="1x32", scale="quest", rounding="half_to_zero", clip_gradient=True)
+    made = case.run.quantise(rotated, forward)
+    expected = case.tensor("quest_out").double().abs()
+    yield case.close("quest_out", made.dequantised, expected * 1e-6, excused)
+    yield case.exact("quest_mask", made.inside) if identity else case.close("quest_mask", made.inside, 0.0, excused)
+    backward = MXFP4_SR.model_copy(update={"rounding": "stochastic_compare"})
+    signs = case.tensor("sr_signs").tile(x.shape[1] // 32)
+    # The signs stand on the output side: they flip the rotated elements, whose magnitudes round alike.
+    draw = case.run.quantise(rotated, backward, noise=case.tensor("sr_u")).dequantised * signs
+    yield case.close("sr_out", draw, case.tensor("sr_out").double().abs() * 1e-6, excused)

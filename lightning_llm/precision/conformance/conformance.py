@@ -1,0 +1,154 @@
+"""Recorded vectors of Transformer Engine, microxcaling, Quartet, Megatron and torch against the quantisers here.
+
+A folder holds `manifest.json` with `cases`, and the .npz files they name; array `a` of case `c` is stored as `c__a`. A
+check is one recorded array that is not an input, or one recorded hash; a case passes if it has checks and all agree.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.terminal.waiting import Waiting
+from lightning_llm.precision.cast import inductor
+from lightning_llm.precision.conformance import casts, linears
+from lightning_llm.precision.conformance.case import Case, Check, Runner
+
+INPUTS = frozenset(
+    [
+        "x",
+        "X",
+        "W",
+        "dY",
+        "u",
+        "N",
+        "rbits8",
+        "amax_seq",
+        "found_inf",
+        "sr_signs",
+        "sr_u",
+        "sign_dgrad",
+        "sign_wgrad",
+        "u_dy",
+        "u_wT",
+        "u_dyT",
+        "u_xT",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One case: how many of its checks agreed, and what the others say."""
+
+    recipe: str
+    case: str
+    checks: int
+    errors: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything recorded was checked, and agreed."""
+        return self.checks > 0 and not self.errors
+
+
+def run_conformance(folder: str | Path, compiled: bool) -> list[Verdict]:
+    """Return the verdict on every case of `folder`, eagerly or through Inductor.
+
+    A case of an unknown recipe, or with a recorded array that no check covers, fails and says so. Raises ConfigError
+    where the folder is not readable as vectors, or there is no compiler.
+    """
+    folder = Path(folder)
+    manifest = _manifest(folder)
+    if compiled and (reason := inductor.why_not("cpu")) is not None:
+        raise ConfigError(
+            Problem("conformance", f"compiled checks need a C++ compiler: {reason}. --eager does without.")
+        )
+    runner, files = Runner(compiled), _Files(folder)
+    cases = [Case(spec, files.arrays(spec), runner) for spec in manifest]
+    shared = {case.spec["file"]: case for case in cases if set(case.spec["arrays"]) <= INPUTS}
+    verdicts = []
+    with Waiting(f"vectors checked, {'compiled' if compiled else 'eager'}", of=len(cases)) as waiting:
+        for number, case in enumerate(cases):
+            waiting.tell(number)  # compiling a case takes seconds the first time
+            verdicts.append(_verdict(case, shared))
+    return verdicts
+
+
+def _manifest(folder: Path) -> list[dict[str, Any]]:
+    try:
+        cases = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["cases"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            Problem(str(folder), f"holds no vectors: manifest.json with a list 'cases' is expected there ({error}).")
+        ) from error
+    return list(cases)
+
+
+class _Files:
+    """The .npz files of a folder, each opened once."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.loaded = folder, dict[str, dict[str, np.ndarray[Any, Any]]]()
+
+    def arrays(self, spec: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the arrays that `spec` lists. Raises ConfigError where one is missing."""
+        if spec["file"] not in self.loaded:
+            try:
+                with np.load(self.folder / spec["file"]) as file:
+                    self.loaded[spec["file"]] = dict(file)
+            except (OSError, ValueError) as error:
+                raise ConfigError(Problem(str(self.folder / spec["file"]), f"cannot be read: {error}")) from error
+        file_arrays = self.loaded[spec["file"]]
+        missing = [name for name in spec["arrays"] if f"{spec['name']}__{name}" not in file_arrays]
+        if missing:
+            raise ConfigError(Problem(str(self.folder / spec["file"]), f"lacks {missing} of case {spec['name']}"))
+        return {name: file_arrays[f"{spec['name']}__{name}"] for name in spec["arrays"]}
+
+
+def _checker(case: Case) -> Callable[[Case], Iterator[Check]] | None:
+    """Return what checks a case, by its recipe and, where a recipe has several kinds, by its arrays."""
+    by_recipe: dict[str, Callable[[Case], Iterator[Check]]] = {
+        "element cast": casts.element_cast,
+        "scale cast": casts.scale_cast,
+        "scale_from_amax": casts.scale_from_amax,
+        "fp8_current": casts.current,
+        "fp8_subchannel": casts.blocks,
+        "mxfp8": casts.mxfp8,
+        "MX (OCP floor scale)": casts.mx_ocp,
+        "nvfp4": linears.nvfp4_gemm if "Y" in case else casts.nvfp4,
+        "nvfp4 SR": casts.nvfp4_stochastic,
+        "mxfp4_sr": linears.mxfp4_backward if "dX" in case else casts.mxfp4_stochastic,
+        "mxfp4_sr_rht": linears.mxfp4_backward,
+        "quartet": casts.quartet,
+        "fp8_delayed": linears.delayed_updates if "hist" in case else casts.delayed_cast,
+        "fp16": linears.loss_scales,
+    }
+    return by_recipe.get(case.spec["recipe"])
+
+
+def _verdict(case: Case, shared: dict[str, Case]) -> Verdict:
+    """Run a case's checks, and require one for every recorded array that is not an input."""
+    recipe, inputs = case.spec["recipe"], shared.get(case.spec["file"])
+    if case is inputs:
+        checks = list(linears.six_slot_inputs(case))
+    elif "sha256_dequant_fp32_plus0" in case.spec and recipe in linears.SIX_SLOTS:
+        if inputs is None:
+            return Verdict(recipe, case.name, 0, ("no case of its file holds X, W and dY",))
+        checks = list(linears.six_slots(case, {name: inputs.tensor(name) for name in ("X", "W", "dY")}))
+    else:
+        checker = _checker(case)
+        if checker is None:
+            return Verdict(recipe, case.name, 0, (f"no check for recipe '{recipe}'",))
+        checks = list(checker(case))
+    # Some arrays are an input in one case and a result in another.
+    given = INPUTS | ({"amax"} if recipe == "scale_from_amax" or "expected" in case else set())
+    given |= {"scale"} if recipe == "fp8_delayed" and "codes" in case else set()
+    unchecked = set(case.spec["arrays"]) - given - {check.array for check in checks}
+    errors = [f"{check.array}: {check.error}" for check in checks if check.error is not None]
+    errors += [f"{array}: not covered by any check" for array in sorted(unchecked)]
+    return Verdict(recipe, case.name, len(checks), tuple(errors))

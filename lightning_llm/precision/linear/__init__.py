@@ -1,0 +1,1 @@
+"""The quantized linear layer."""

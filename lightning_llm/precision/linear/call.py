@@ -1,0 +1,131 @@
+"""The operands of one call of a quantised linear layer: rotated and quantised, or what was kept in their place."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_llm.config.schema.precision import HadamardConfig
+from lightning_llm.precision.cast import inductor
+from lightning_llm.precision.cast.hadamard import fixed_signs, rotate, rotation
+from lightning_llm.precision.cast.operand import Operand
+from lightning_llm.precision.cast.random_bits import random_signs
+from lightning_llm.precision.linear.gemm import multiplied_in_fp32
+from lightning_llm.precision.linear.plan import (
+    DTYPES,
+    GEMM_NAMES,
+    ROLES,
+    SLOT_NAMES,
+    LinearPlan,
+    Observe,
+    SeenCast,
+    Shard,
+)
+from lightning_llm.precision.linear.shared_casts import shared
+from lightning_llm.precision.linear.weight_casts import WantedCast
+
+Given = Tensor | Callable[[], Tensor]
+"""A tensor to cast, or what gives it when it is needed: a weight whose cast is kept is not."""
+
+
+class LinearCall(NamedTuple):
+    """One call's plan with its tensors that are neither activations nor weights."""
+
+    plan: LinearPlan
+    keys: Tensor | None  # int64 [KEY_COUNT]
+    scales: Tensor | None  # fp32 [len(ROLES)], delayed scaling's multipliers
+    rotations: dict[str, Tensor] | None = None  # by GEMM, of both of its operands, where they are to be kept
+
+    @property
+    def knows_amax(self) -> bool:
+        """Whether the weight's amax need not be taken of the weight."""
+        source = self.plan.weight_casts
+        return source is not None and source.known_amax() is not None
+
+    def signs(self, gemm: str, config: HadamardConfig, device: torch.device) -> Tensor | None:
+        """Return the rotation's signs for `gemm`, the same for both of its operands."""
+        if config.signs == "none":
+            return None
+        if config.vector is not None:  # signs are fixed
+            return fixed_signs(config.vector, device)
+        if self.keys is None:
+            raise ValueError(f"random Hadamard signs of {gemm} need a key; none was set for this step")
+        return random_signs(self.keys[len(SLOT_NAMES) + GEMM_NAMES.index(gemm)], config.size)
+
+    def matrix(self, slot: str, device: torch.device) -> Tensor | None:
+        """Return the rotation of `slot`, or None."""
+        config, gemm = self.plan.casts[slot].hadamard, slot[:5]
+        if config is None:
+            return None
+        kept = {} if self.rotations is None else self.rotations
+        if gemm not in kept:
+            kept[gemm] = rotation(config.size, self.signs(gemm, config, device), device)
+        return kept[gemm]
+
+    def operand(self, x: Given, slot: str, axis: int) -> Operand:
+        """Return `x` [R, C] rotated and quantised for `slot` along the contraction `axis`, or what stands for it."""
+        source, cast = self.plan.weight_casts, self.plan.casts[slot]
+        if not callable(x) and self._is_shared(slot):
+            made_by = inductor.cast_by(cast, axis, self.plan.backend)
+            return shared.of(x.detach(), slot, (made_by, axis, cast.hadamard), lambda: self._made(x, slot, axis))
+        if source is None or not slot.endswith(".w") or not cast.quantises:
+            return self._made(x, slot, axis)
+        weight = x if callable(x) else lambda: x
+        make, observed = partial(self._made, weight, slot, axis), self.plan.observe is not None
+        return source.operand(WantedCast(slot, self.plan.casts, observed, weight, make))
+
+    def operands_of(self, dy: Tensor) -> Callable[[str, int], Operand]:
+        """Return what gives `dy`'s operand for a slot and an axis: one where both GEMMs read the same codes."""
+        casts = self.plan.casts
+        cast = casts["dgrad.dy"]
+        if not cast.quantises or cast != casts["wgrad.dy"] or cast.block != "tensor" or self.plan.observe is not None:
+            return partial(self.operand, dy)
+        if cast.stochastic or cast.hadamard is not None:
+            return partial(self.operand, dy)
+        both = functools.cache(lambda: self.operand(dy, "dgrad.dy", 1))
+        return lambda slot, axis: both()
+
+    def _is_shared(self, slot: str) -> bool:
+        """Whether the operand of `slot` is that of all layers that read the same X, on this rank alone."""
+        cast, plan = self.plan.casts[slot], self.plan
+        if not slot.endswith(".x") or not cast.quantises or cast.stochastic or cast.scale == "delayed":
+            return False
+        if cast.source == "quantised" or (cast.hadamard is not None and cast.hadamard.signs == "random"):
+            return False
+        return plan.observe is None and plan.backend != "shapes" and plan.shards.get("x", Shard()).reduce_amax is None
+
+    def _made(self, x: Given, slot: str, axis: int) -> Operand:
+        x = x() if callable(x) else x
+        cast, given = self.plan.casts[slot], x
+        role = slot.split(".")[1]
+        if cast.hadamard is not None:
+            s = self.matrix(slot, x.device)
+            x = x if s is None else rotate(x, s, axis, DTYPES[cast.hadamard.round_to])
+        if not cast.quantises:
+            return Operand(x)
+        observe = self.plan.observe
+        shard = self.plan.shards.get(role, Shard())
+        return inductor.operand(
+            x,
+            cast,
+            axis,
+            self.plan.backend,
+            key=None if self.keys is None or not cast.stochastic else self.keys[SLOT_NAMES.index(slot)],
+            origin=shard.origin,
+            delayed=None if self.scales is None else self.scales[ROLES.index(role)],
+            wide=role != "w" and multiplied_in_fp32(given, cast),
+            reduce_amax=shard.reduce_amax if cast.amax_scope == "logical" else None,
+            observe=None if observe is None else partial(_tell, observe, slot, given, cast, axis),
+        )
+
+    def unobserved(self) -> "LinearCall":
+        """Return the call without its observer: for casts that are made a second time."""
+        return self if self.plan.observe is None else self._replace(plan=replace(self.plan, observe=None))
+
+
+def _tell(observe: Observe, *seen: Any) -> None:
+    observe(SeenCast(*seen))

@@ -1,0 +1,102 @@
+"""Delayed scaling's state of a whole model: rolled once a step, kept in checkpoints and taken from them."""
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_llm.config.schema.precision import CastConfig, DelayedConfig
+from lightning_llm.precision.cast import delayed
+from lightning_llm.precision.cast.formats import FORMATS
+from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
+from lightning_llm.precision.linear.plan import ROLES
+
+
+def update_delayed(
+    model: nn.Module,
+    reduce_max: Callable[[Tensor], Tensor] | None = None,
+    after: Literal["step", "micro_batch"] | None = None,
+) -> None:
+    """Roll amax histories and set the scales that follow: of layers whose `DelayedConfig.update` is `after`; None: all.
+
+    To be called once per optimizer step, after the last backward pass, or after each micro-batch's. `reduce_max` takes
+    a flat fp32 tensor to its elementwise maximum over the ranks that share the layers.
+    """
+    # In a phase without delayed casts histories are kept, and nothing is to be taken from them.
+    layers = [
+        layer
+        for layer in quantised_layers(model)
+        if layer.amax_history is not None
+        and layer.plan.delayed_casts()
+        and after in (None, layer.delayed_config().update)
+    ]
+    if not layers:
+        return
+    latest = torch.cat([layer.amax_history[0] for layer in layers if layer.amax_history is not None])
+    if reduce_max is not None:
+        latest = reduce_max(latest)
+    # Layers of one recipe are updated as one tensor: a dozen kernels in all, not for each.
+    alike: dict[tuple[DelayedConfig, tuple[CastConfig | None, ...]], list[tuple[QuantisedLinear, Tensor]]] = {}
+    for layer, row in zip(layers, latest.split(len(ROLES)), strict=True):
+        casts = layer.plan.delayed_casts()
+        alike.setdefault((layer.delayed_config(), tuple(casts.get(role) for role in ROLES)), []).append((layer, row))
+    for (config, casts_by_role), group in alike.items():
+        _update_alike([layer for layer, _ in group], [row for _, row in group], casts_by_role, config)
+
+
+def _update_alike(
+    layers: list[QuantisedLinear], rows: list[Tensor], casts: tuple[CastConfig | None, ...], config: DelayedConfig
+) -> None:
+    """Update layers with the same casts, whose amaxes since the last one are `rows`. Each then has its columns."""
+    earlier = [layer.amax_history[1:] for layer in layers if layer.amax_history is not None]
+    scales = [layer.scale for layer in layers if layer.scale is not None]
+    history = torch.cat([torch.cat(rows)[None], torch.cat(earlier, 1)])  # [L, layers x ROLES]
+    largest = _largest(casts, rows[0].device).repeat(len(layers))
+    history, scale = delayed.update(history, torch.cat(scales), largest, config)
+    for index, layer in enumerate(layers):
+        own = slice(index * len(ROLES), (index + 1) * len(ROLES))
+        layer.amax_history, layer.scale = history[:, own], scale[own]
+
+
+@functools.cache
+def _largest(casts: tuple[CastConfig | None, ...], device: torch.device) -> Tensor:
+    """Return the largest number of each role's format, fp32 [len(ROLES)]; 1 for roles that are not delayed."""
+    return torch.tensor([1.0 if cast is None else FORMATS[cast.format].max for cast in casts], device=device)
+
+
+def delayed_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Return delayed scaling's state by layer name: `scale` and `amax_history`, columns x, w, dy. For checkpoints."""
+    state: dict[str, dict[str, Tensor]] = {}
+    for layer in quantised_layers(model):
+        if layer.scale is not None and layer.amax_history is not None:
+            state[layer.name] = {"scale": layer.scale.clone(), "amax_history": layer.amax_history.clone()}
+    return state
+
+
+def load_delayed_state(model: nn.Module, state: dict[str, dict[str, Tensor]]) -> list[str]:
+    """Restore what `delayed_state` returned; return the layers it held nothing for, which start from scale 1.
+
+    A history of another length keeps its newest rows. Layers that are not delayed here, in a phase that is high, say,
+    keep what there is for the next phase, and are not missing anything.
+    """
+    missing = []
+    for layer in quantised_layers(model):
+        layer.reset_delayed()
+        delayed_now = bool(layer.plan.delayed_casts())
+        if layer.name not in state:
+            missing += [layer.name] if delayed_now else []
+            continue
+        device = layer.weight.device
+        old = state[layer.name]["amax_history"].to(device)
+        if delayed_now:
+            layer.materialise_state(device)
+        else:
+            layer.amax_history = torch.zeros_like(old)
+        layer.scale = state[layer.name]["scale"].to(device).clone()
+        if layer.amax_history is not None:
+            kept = min(len(old), len(layer.amax_history)) - 1
+            layer.amax_history[0] = old[0]
+            layer.amax_history[len(layer.amax_history) - kept :] = old[len(old) - kept :]
+    return missing

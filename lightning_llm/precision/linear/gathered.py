@@ -1,0 +1,91 @@
+"""A linear's weight that ranks gather as FP8 codes: the codes of a shard, and the operand of the whole.
+
+The codes are those of `quantize.quantise` of the whole weight in the compute dtype. What the layer holds while its
+weight is gathered is their numbers on the format's grid, which any 16-bit dtype holds exactly: both GEMMs multiply
+these, as they multiply the numbers of a cast of their own.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.precision.cast import block_scale, inductor
+from lightning_llm.precision.cast.block_scale import Scaled
+from lightning_llm.precision.cast.formats import TORCH_DTYPES
+from lightning_llm.precision.cast.operand import Operand
+from lightning_llm.precision.linear.gather_rules import codes_cast
+from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.plan import ROLES
+from lightning_llm.precision.linear.weight_casts import OwnCasts, WantedCast
+
+
+class GatheredWeight(OwnCasts):
+    """The weight of `layer`, of which this rank has rows. `amax`: the largest magnitude over all of it, once agreed.
+
+    In training steps (`begin_step` to `end_step`) an amax that was agreed on holds; else weights may have moved.
+    """
+
+    def __init__(self, layer: QuantisedLinear):
+        super().__init__()
+        self.layer = layer
+        self.amax: Tensor | None = None
+        self.gathered: Scaled | None = None
+        """The scales of what was gathered last, None where that was the weight in the compute dtype."""
+
+    def begin_step(self) -> None:
+        """Take the weights for moved; from here on they stay."""
+        super().begin_step()
+        self.amax = None
+
+    @property
+    def cast(self) -> CastConfig | None:
+        """The cast that is in force; None where the weight itself is needed, for there is none, or somebody looks."""
+        layer = self.layer
+        return None if layer.bypass or layer.observe is not None else codes_cast(layer.plan.casts)
+
+    def amax_of(self, shard: Tensor) -> Tensor:
+        """Return the largest magnitude of this rank's `shard`, an fp32 scalar, 0 of an empty one."""
+        if shard.numel() == 0:
+            return torch.zeros((), device=shard.device)
+        return inductor.tensor_amax(self.layer.plan.backend)(shard.contiguous())
+
+    def scales(self, shard: Tensor, cast: CastConfig) -> Scaled:
+        """Return the scales of the whole weight, of which `shard` [n, K] tells dtype and device alone."""
+        delayed = None
+        if cast.scale == "delayed":
+            self.layer.materialise_state(shard.device)
+            delayed = None if self.layer.scale is None else self.layer.scale[ROLES.index("w")]
+        return block_scale.scale(shard, cast, 1, self.amax, delayed)
+
+    def codes(self, shard: Tensor, cast: CastConfig, scaled: Scaled) -> Tensor:
+        """Return the codes of `shard` [n, K] of the weight in the compute dtype: uint8 [n, K]."""
+        if shard.numel() == 0:
+            return shard.new_zeros(shard.shape, dtype=torch.uint8)
+        values = inductor.grid_values(cast, self.layer.plan.backend)(shard, scaled.multiplier)
+        return torch.copysign(values, shard).to(TORCH_DTYPES[cast.format]).view(torch.uint8)
+
+    def decode(self, codes: Tensor, into: Tensor, cast: CastConfig) -> None:
+        """Write the numbers of `codes` [N, K] `into` [N, K], as the emulation has them: no zero is negative."""
+        into.copy_(codes.view(TORCH_DTYPES[cast.format])).add_(0.0)
+
+    def operand(self, wanted: WantedCast) -> Operand:
+        """Return the operand that is `wanted` from what was gathered; made of the weight where that was not codes."""
+        if self.gathered is None:
+            return wanted.make()
+        weight = wanted.weight()
+        numbers = weight.to(torch.bfloat16)
+        if self.gathered.block is not None:  # a power of two, which stays with the operand
+            numbers = (weight.float() * self.gathered.block).to(torch.bfloat16)
+        return Operand(numbers, self.gathered.tensor)
+
+    def known_amax(self) -> Tensor | None:
+        """Return the amax of the weight that was gathered as codes, of which it cannot be taken."""
+        return None if self.gathered is None else self.amax
+
+    def check_high(self) -> None:
+        """Raise RuntimeError where GEMMs in high precision would read codes."""
+        if self.gathered is not None:
+            raise RuntimeError(
+                f"the weight of {self.layer.name} was gathered as codes, and is read in high precision: call the "
+                "model, which gathers anew, and not the layer; or set precision.parameter_gather=high"
+            )

@@ -1,0 +1,230 @@
+"""The quantised linear layer as a module, and the state its model shares: step keys, delayed scales, the bypass."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_llm.base.keyed_hash import StepKey, name_word
+from lightning_llm.config.schema.precision import DelayedConfig, PrecisionConfig, slots_of
+from lightning_llm.linalg.cast_linear import Reduce, linear_with_unrounded_wgrad
+from lightning_llm.linalg.gemm import linear
+from lightning_llm.precision.cast import inductor
+from lightning_llm.precision.cast.random_bits import hash_words
+from lightning_llm.precision.linear import operator as linear_operator
+from lightning_llm.precision.linear.autograd import Record, quantised_linear
+from lightning_llm.precision.linear.call import LinearCall
+from lightning_llm.precision.linear.plan import KEY_COUNT, ROLES, LinearPlan, Observe
+from lightning_llm.precision.linear.shared_casts import shared
+from lightning_llm.precision.linear.weight_casts import KeptCasts
+
+HIGH_CASTS = slots_of(PrecisionConfig(name="high", compute_dtype="fp16"))
+
+
+class QuantisedLinear(nn.Linear):
+    """A linear layer whose three GEMMs take operands cast by `plan`. Parameters and their names are nn.Linear's.
+
+    `keys` (int64 [KEY_COUNT]) is set by `set_step_key` before a forward pass; calls keep the tensor they saw for their
+    backward pass. `bypass` runs all GEMMs in the dtype of the input; `observe` sees every cast. `scale` and
+    `amax_history` are delayed scaling's state: plain attributes, neither parameters nor buffers, since sharding
+    frameworks overlook those.
+    """
+
+    def __init__(self, name: str, linear: nn.Linear, plan: LinearPlan):
+        with torch.device("meta"):
+            super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
+        self.weight, self.bias = linear.weight, linear.bias
+        self.training = linear.training
+        self.name, self.plan = name, plan
+        self.keys: Tensor | None = None
+        self.bypass = False
+        self.observe: Observe | None = None
+        self.scale: Tensor | None = None
+        self.amax_history: Tensor | None = None
+        self._number = linear_operator.number(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = linear_operator.number(self)  # a copy is another layer
+
+    def forward(self, x: Tensor, reduce: Reduce | None = None) -> Tensor:
+        """Return [..., out_features] in the dtype of `x` [..., in_features], or what `reduce` makes of it."""
+        return self.reduced(x, self.weight, self.bias, reduce)
+
+    def reduced(self, x: Tensor, weight: Tensor, bias: Tensor | None, reduce: Reduce | None) -> Tensor:
+        """Return what `reduce` makes of the product, None: the product."""
+        return self.multiply(x, weight, bias) if reduce is None else reduce(self.multiply, x, weight, bias)
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `x weight^T + bias` through the plan's casts, for a shard of the weight.
+
+        The bias is added, and its gradient handed on, in the dtype of `x`, as FSDP2 gathers it and as a linear without
+        casts does: so every layout has the same bits.
+        """
+        bias = None if bias is None else bias.to(x.dtype)
+        return self._without_casts(x, weight, bias) if self.bypass else self._multiply(x, weight, bias)
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, high: bool = False) -> Tensor:
+        records = self.training and torch.is_grad_enabled() and not high
+        if torch.compiler.is_compiling():
+            return linear_operator.operator(x, weight, bias, self.keys, self._number, high, records)
+        call = self.call_now(self.keys, x.device, high)
+        recorder = self.recorder if records else None
+        return quantised_linear(x, weight, bias, call.plan, call.keys, call.scales, recorder)
+
+    def _without_casts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.plan.weight_casts is not None:
+            self.plan.weight_casts.check_high()
+        if x.dtype == torch.float16 and x.device.type == "cpu":  # where an fp16 GEMM crawls, and is emulated
+            return self._multiply(x, weight, bias, high=True)
+        if self.plan.wgrad_dtype is not None:
+            return linear_with_unrounded_wgrad(x, weight, bias)
+        return linear(x, weight.to(x.dtype), bias)
+
+    def call_now(
+        self, keys: Tensor | None, device: torch.device, high: bool = False, observed: bool = True
+    ) -> LinearCall:
+        """Return the call by `keys` that the layer makes now; `high`: without casts.
+
+        Delayed scales start on `device` where there are none.
+        """
+        if high:
+            return LinearCall(replace(self.plan, casts=HIGH_CASTS), None, None)
+        if self.plan.delayed_casts():
+            self.materialise_state(device)
+        observe = self.observe if observed else None
+        return LinearCall(self.plan if observe is None else replace(self.plan, observe=observe), keys, self.scale)
+
+    @property
+    def recorder(self) -> Record | None:
+        """What merges the amaxes that delayed scales follow; None without such scales.
+
+        A recomputation merges the same amax again, which changes nothing.
+        """
+        return self._record if self.plan.delayed_casts() else None
+
+    def keep_weight_casts(self, rotated: bool) -> None:
+        """Keep casts of the weight within training steps, wherever they are the same bits (`KeptCasts`)."""
+        self.plan = self.plan.with_weight_casts(KeptCasts(rotated))
+
+    def delayed_config(self) -> DelayedConfig:
+        """Return the history settings, which the casts of one layer share. Raises LookupError where none is delayed."""
+        for cast in self.plan.delayed_casts().values():
+            if cast.delayed is not None:
+                return cast.delayed
+        raise LookupError(f"{self.name} has no delayed scale")
+
+    def reset_delayed(self) -> None:
+        """Forget every scale and amax; the next forward pass starts from scale 1."""
+        self.scale = self.amax_history = None
+
+    def materialise_state(self, device: torch.device) -> None:
+        """Put delayed scaling's state on `device` where there is none yet: scale 1, no amax."""
+        if self.scale is None or self.amax_history is None:
+            self.scale = torch.ones(len(ROLES), device=device)
+            self.amax_history = torch.zeros(self.delayed_config().history_length, len(ROLES), device=device)
+
+    def _record(self, role: str, tensor: Tensor) -> None:
+        """Merge the amax of `tensor`, which is `role`'s in this micro-batch, into the row of the next update."""
+        if role in self.plan.delayed_casts() and self.amax_history is not None:
+            source = self.plan.weight_casts if role == "w" else None
+            amax = None if source is None else source.known_amax()
+            if amax is None:
+                made_by = inductor.tensor_amax(self.plan.backend)
+                tensor = tensor.detach()
+                if role == "w":
+                    amax = made_by(tensor)
+                else:
+                    amax = shared.of(tensor, f"amax of {role}", made_by, lambda: made_by(tensor))
+                if source is not None:
+                    source.tell_amax(amax)
+            row = self.amax_history[0, ROLES.index(role)]
+            row.copy_(torch.fmax(row, amax))
+
+    def extra_repr(self) -> str:
+        casts = ", ".join(f"{slot}={cast.format}" for slot, cast in self.plan.casts.items() if cast.quantises)
+        return f"{super().extra_repr()}, {casts}"
+
+
+def quantised_layers(model: nn.Module) -> list[QuantisedLinear]:
+    """Return the model's quantised layers, in module order."""
+    return [module for module in model.modules() if isinstance(module, QuantisedLinear)]
+
+
+def set_step_key(model: nn.Module, key: StepKey) -> None:
+    """Give every quantised layer of `model` its random keys for one micro-batch: before each forward pass.
+
+    A layer's key depends on its name, so it is the same on every pipeline stage. One tensor is made for all layers.
+    """
+    layers = [layer for layer in quantised_layers(model) if layer.plan.random]
+    if not layers:
+        return
+    names = torch.tensor([name_word(layer.name) for layer in layers])[:, None]
+    slots = torch.arange(KEY_COUNT)[None, :]
+    keys = hash_words(key.step, key.micro_batch, names, slots, seed=key.seed).to(layers[0].weight.device)
+    for layer, row in zip(layers, keys.unbind(0), strict=True):
+        layer.keys = row
+
+
+def recompute_contexts(
+    model: nn.Module,
+) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
+    """Return `context_fn` for `torch.utils.checkpoint.checkpoint` (non-reentrant) over a part of `model`.
+
+    The recomputation then sees the keys of the forward pass it repeats, also where other micro-batches ran in between,
+    and no observer sees its casts a second time. It makes as many products as that pass did, whose results selective
+    checkpointing hands out in their order: an observed pass shares no casts, and its repetition does not either.
+    """
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        layers = quantised_layers(model)
+        again = [(layer.keys, None if layer.observe is None else _unseen) for layer in layers]
+        return _repeated(layers, None), _repeated(layers, again)
+
+    return contexts
+
+
+def _unseen(cast: Any) -> None:
+    """Observe a cast that was seen before."""
+
+
+@contextmanager
+def _repeated(
+    layers: list[QuantisedLinear], again: Sequence[tuple[Tensor | None, Observe | None]] | None
+) -> Iterator[None]:
+    """Set the layers' keys and observers for a while, None leaves them; no cast from outside it is shared within."""
+    before = [(layer.keys, layer.observe) for layer in layers]
+    shared.forget()
+    for layer, (keys, observe) in zip(layers, again or before, strict=True):
+        layer.keys, layer.observe = keys, observe
+    try:
+        yield
+    finally:
+        for layer, (keys, observe) in zip(layers, before, strict=True):
+            layer.keys, layer.observe = keys, observe
+
+
+@contextmanager
+def high_precision_forward(model: nn.Module) -> Iterator[None]:
+    """Run the same weights without any cast: the other view of validation."""
+    layers = quantised_layers(model)
+    for layer in layers:
+        layer.bypass = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.bypass = False
+
+
+def set_recipe(model: nn.Module, recipe: PrecisionConfig) -> None:
+    """Change what the quantised layers cast, e.g. where a phase begins: `recipe.at(step, max_steps)`.
+
+    Layers that the swap left high stay so; delayed scales are kept while nothing uses them.
+    """
+    for layer in quantised_layers(model):
+        if not layer.plan.fixed:
+            layer.plan = replace(layer.plan, casts=recipe.casts_under(layer.plan.rule))

@@ -1,0 +1,91 @@
+"""What a quantised linear layer is to do: six casts by slot, a backend, and how its tensors lie over ranks."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_llm.config.schema.precision import SLOTS, CastConfig, PrecisionConfig
+from lightning_llm.precision.cast.block_scale import Scaled
+from lightning_llm.precision.cast.inductor import Backend
+from lightning_llm.precision.cast.keyed_noise import Origin
+from lightning_llm.precision.cast.operand import Operand
+from lightning_llm.precision.linear.weight_casts import WeightCasts
+
+SLOT_NAMES = tuple(f"{gemm}.{operand}" for gemm, operand in SLOTS)
+GEMM_NAMES = ("fprop", "dgrad", "wgrad")
+KEY_COUNT = len(SLOT_NAMES) + len(GEMM_NAMES)  # one key per slot for rounding, one per GEMM for its rotation's signs
+ROLES = ("x", "w", "dy")  # the three tensors, each with one delayed scale
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def wgrad_dtype_of(recipe: PrecisionConfig) -> torch.dtype | None:
+    """Return what `recipe` rounds the gradients of linear layers' weights to, None for the compute dtype."""
+    return None if recipe.wgrad_dtype is None else DTYPES[recipe.wgrad_dtype]
+
+
+class SeenCast(NamedTuple):
+    """One cast as it ran: what `slot` was `given` [R, C], what was `rounded` after the rotation, and to what."""
+
+    slot: str
+    given: Tensor
+    cast: CastConfig
+    axis: int
+    rounded: Tensor
+    scaled: Scaled
+    operand: Operand
+
+
+Observe = Callable[[SeenCast], None]
+
+
+class Shard(NamedTuple):
+    """How a role's local tensor lies in the logical one: its origin, and the maximum over the ranks that share it.
+
+    `counts`: false where another rank has the same part, and counts it for both.
+    """
+
+    origin: Origin = Origin()
+    reduce_amax: Callable[[Tensor], Tensor] | None = None
+    counts: bool = True
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """What a quantised linear does, beside its weights: six casts by slot name, a backend, the shards by role.
+
+    `fixed`: the layer is here for its dtype only (fp16 on a CPU) and stays high in every phase of the recipe.
+    `rule`: which rule of the recipe's `modules.casts` the layer follows, None where the recipe's own slots are its.
+    `observe` is called with every cast, once, and must change nothing. `weight_casts`: None, where all are made here.
+    `wgrad_dtype`: what dW is rounded to, None for the dtype of X.
+    """
+
+    casts: Mapping[str, CastConfig]
+    backend: Backend
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    fixed: bool = False
+    observe: Observe | None = None
+    rule: int | None = None
+    weight_casts: WeightCasts | None = None
+    wgrad_dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, recipe: PrecisionConfig, backend: Backend, rule: int | None = None) -> "LinearPlan":
+        """Return the plan of a layer that follows `rule` of `recipe`, or has its own slots."""
+        return cls(recipe.casts_under(rule), backend, rule=rule, wgrad_dtype=wgrad_dtype_of(recipe))
+
+    def with_weight_casts(self, source: WeightCasts) -> "LinearPlan":
+        """Return the plan with casts of the weight from `source`."""
+        return replace(self, weight_casts=source)
+
+    def delayed_casts(self) -> dict[str, CastConfig]:
+        """Return the casts that delayed scales are kept for, by role; the slots of one role share a scale."""
+        named = ((slot.split(".")[1], cast) for slot, cast in self.casts.items())
+        return {role: cast for role, cast in named if cast.scale == "delayed"}
+
+    @property
+    def random(self) -> bool:
+        """Whether any cast draws random bits."""
+        return any(c.stochastic or (c.hadamard and c.hadamard.signs == "random") for c in self.casts.values())

@@ -1,0 +1,119 @@
+"""Swap a model's linear layers for quantised ones, by name, before anything is sharded or materialised."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
+from lightning_llm.linalg.cast_linear import CastOnUse
+from lightning_llm.precision.cast import inductor
+from lightning_llm.precision.cast.inductor import Backend
+from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.plan import LinearPlan, wgrad_dtype_of
+from lightning_llm.precision.native.decide import Decision
+from lightning_llm.precision.recipe.coverage import Coverage, coverage
+from lightning_llm.precision.recipe.module_rules import nothing_converted, reasons_to_stay_high, rule_of
+
+EMULATED = Decision("emulated")
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """What was swapped. `kept` says why by name; `note` what the user should hear about how emulated casts run.
+
+    `decision`: whether the converted layers run natively, and why not. `coverage`: the counts; None without casts.
+    """
+
+    converted: tuple[str, ...]
+    kept: dict[str, str]
+    backend: Backend
+    note: str | None
+    decision: Decision
+    coverage: Coverage | None = None
+
+
+def sum_in_fp32() -> None:
+    """Have CUDA's 16-bit GEMMs sum in fp32 over split axes, too, as emulated ones do: for every recipe alike.
+
+    Otherwise the layers that a recipe leaves high would differ from the baseline's.
+    """
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def choose_backend(recipe: PrecisionConfig, device_type: str) -> tuple[Backend, str | None]:
+    """Return how casts run on this kind of device by `recipe.casts`, and, where that is slow, a note that says why.
+
+    Raises ConfigError where they are to be compiled and cannot be.
+    """
+    if not recipe.quantises:
+        return "eager", None
+    if recipe.casts == "eager":
+        return "eager", "casts run eagerly, some ten times slower, since precision.casts=eager asks for it"
+    sum_in_fp32()  # a kernel is kept for the state of torch that it was made in
+    reason = inductor.why_not(device_type)
+    if reason is None:
+        return "compiled", None
+    if recipe.casts == "compiled":
+        text = f"'compiled' cannot be had here: {reason}. Mend that, or set eager or auto: the same bits, slower."
+        raise ConfigError(Problem("precision.casts", text))
+    return "eager", f"casts run eagerly, some ten times slower: {reason}"
+
+
+def swap_linears(
+    model: nn.Module,
+    recipe: PrecisionConfig,
+    num_layers: int,
+    device_type: str,
+    backend: Backend | None = None,
+    decision: Decision = EMULATED,
+    sharded: bool = False,
+) -> SwapReport:
+    """Replace the layers that `recipe` quantises; parameters stay the same objects under the same names.
+
+    `num_layers`: blocks of the whole model, since first and last count by global index. `backend` null: what
+    `choose_backend` says. `decision`: whether Transformer Engine runs them; `sharded`: FSDP2 will gather the weights. A
+    recipe in fp16 swaps every linear on a CPU, where an fp16 GEMM is emulated. Raises ConfigError where a recipe that
+    quantises converts nothing, or casts are to be compiled and cannot be.
+    """
+    note = None
+    native = recipe.quantises and decision.runs == "native"
+    if native:
+        backend = "eager"
+    elif backend is None:
+        backend, note = choose_backend(recipe, device_type)
+    first = recipe.at(0, 1)  # what is in force at the first step
+    emulate = recipe.compute_dtype == "fp16" and device_type == "cpu"
+    casts = slots_of(PrecisionConfig(name="high", compute_dtype=recipe.compute_dtype))
+    high = LinearPlan(casts, backend, fixed=True, wgrad_dtype=wgrad_dtype_of(recipe))
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    reasons = reasons_to_stay_high(linears, recipe, num_layers)
+    if problems := nothing_converted(recipe, reasons):
+        raise ConfigError(problems)
+    for name, module in linears.items():
+        if reasons[name] is None or emulate:
+            rule = rule_of(name, recipe.modules, num_layers)
+            plan = LinearPlan.of(first, backend, rule) if reasons[name] is None else high
+            made = _native(name, module, plan, sharded) if native else QuantisedLinear(name, module, plan)
+            _replace(model, name, made)
+    if recipe.wgrad_dtype is not None:
+        for each in model.modules():
+            if isinstance(each, CastOnUse):
+                each.rounds_wgrad = False
+    kept = {name: why for name, why in reasons.items() if why is not None}
+    converted = tuple(name for name in reasons if name not in kept)
+    return SwapReport(converted, kept, backend, note, decision, coverage(recipe, linears, num_layers))
+
+
+def _native(name: str, module: nn.Linear, plan: LinearPlan, sharded: bool) -> QuantisedLinear:
+    # Which imports Transformer Engine when it is used.
+    from lightning_llm.precision.native.transformer_engine import NativeLinear
+
+    return NativeLinear(name, module, plan, sharded)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

@@ -1,0 +1,119 @@
+"""Casts of a weight that are not made where they are used: kept from earlier in a step, or come from other ranks."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.precision.cast.operand import Operand
+from lightning_llm.precision.linear.weight_cast_rules import serve_both, why_not_kept
+
+
+class WantedCast(NamedTuple):
+    """The cast of a weight for `slot` of six `casts`, which `make` makes, and what it makes it of: [N, K].
+
+    `observed`: `make` tells an observer.
+    """
+
+    slot: str
+    casts: Mapping[str, CastConfig]
+    observed: bool
+    weight: Callable[[], Tensor]
+    make: Callable[[], Operand]
+
+
+class WeightCasts(Protocol):
+    """Casts of a layer's weight that something else than the cast itself may give: made before, or by other ranks."""
+
+    def begin_step(self) -> None:
+        """Begin a training step, within which weights stay as they are."""
+
+    def end_step(self) -> None:
+        """End it: weights are to move, or have moved."""
+
+    def operand(self, wanted: WantedCast) -> Operand:
+        """Return the operand that is `wanted`."""
+
+    def known_amax(self) -> Tensor | None:
+        """Return the amax of the weight where it is known, or cannot be taken of what the layer holds."""
+
+    def tell_amax(self, amax: Tensor) -> None:
+        """Take the `amax` of the weight, an fp32 scalar, where it was not known."""
+
+    def check_high(self) -> None:
+        """Raise RuntimeError where what the layer holds is not the weight itself."""
+
+
+class OwnCasts:
+    """Casts that are made where they are used, of a weight that the layer holds: what others begin with."""
+
+    def __init__(self) -> None:
+        self.in_step = False
+
+    def begin_step(self) -> None:
+        """Take the weights for what they stay until the step ends."""
+        self.in_step = True
+
+    def end_step(self) -> None:
+        """Take the weights for moved from here on, before every forward pass."""
+        self.in_step = False
+
+    def operand(self, wanted: WantedCast) -> Operand:
+        """Make the operand that is `wanted`."""
+        return wanted.make()
+
+    def known_amax(self) -> Tensor | None:
+        """Return None: it can be taken."""
+        return None
+
+    def tell_amax(self, amax: Tensor) -> None:
+        """Leave it."""
+
+    def check_high(self) -> None:
+        """Return: the layer holds the weight."""
+
+
+class KeptCasts(OwnCasts):
+    """Casts of one weight, kept from a training step's first micro-batch to its last backward pass.
+
+    Weights stay as they are until then, so every micro-batch's casts, and those of a recomputed forward pass, are the
+    same bits, but where random bits or scales differ by micro-batch: these are made each time, and so is whatever an
+    observer is to be told of. One cast is kept where both GEMMs read the same (`serve_both`).
+    """
+
+    def __init__(self, rotated: bool = True) -> None:
+        """`rotated`: whether rotated weights can be kept, see `why_not_kept`."""
+        super().__init__()
+        self.rotated = rotated
+        self.kept: dict[str, Operand] = {}
+        self._amax: Tensor | None = None
+
+    def begin_step(self) -> None:
+        """Begin to keep, with nothing."""
+        self.end_step()
+        super().begin_step()
+
+    def end_step(self) -> None:
+        """Let go of what is kept."""
+        super().end_step()
+        self.kept.clear()
+        self._amax = None
+
+    def operand(self, wanted: WantedCast) -> Operand:
+        """Return what is kept for the slot, or make it, and keep it."""
+        if not self.in_step or wanted.observed or why_not_kept(wanted.casts, wanted.slot, self.rotated) is not None:
+            return wanted.make()
+        key = "both" if serve_both(wanted.casts) else wanted.slot
+        if key not in self.kept:
+            self.kept[key] = wanted.make()
+        return self.kept[key]
+
+    def known_amax(self) -> Tensor | None:
+        """Return the amax that this step has taken, or None."""
+        return self._amax
+
+    def tell_amax(self, amax: Tensor) -> None:
+        """Keep the `amax` as long as the casts."""
+        if self.in_step:
+            self._amax = amax

@@ -1,0 +1,1 @@
+"""A precision recipe as data: which layers, rules, coverage. Imports no torch."""

@@ -1,0 +1,1 @@
+"""What a run starts from: its own checkpoints, a trunk, or weights."""

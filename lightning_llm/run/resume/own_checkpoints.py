@@ -1,0 +1,94 @@
+"""Looks at a checkpoint beyond its own bytes: whose it is, what config it was trained with, and the records of its
+steps. Imports no torch."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.config.commands import resume_elsewhere_command
+from lightning_llm.config.from_file import load_config
+from lightning_llm.config.identity import flatten, frozen_values, may_move
+from lightning_llm.config.schema import Config
+from lightning_llm.tracking.files import damaged_record, summary_of
+from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, Verify
+from lightning_llm.train.checkpoint.ownership import RunIdentity
+
+METRICS = "metrics.jsonl"
+POLICY = "spikes.policy"
+
+
+def of_its_run(verify: Verify) -> Verify:
+    """Return `verify` for checkpoints of the run whose folder they lie in, as far as its summary says which it is."""
+
+    def of_its_run(checkpoint: Checkpoint) -> list[Damage]:
+        run = RunIdentity.of_summary(known_summary(checkpoint.run_folder))
+        foreign = run and run.foreign(checkpoint)
+        return [foreign] if foreign else verify(checkpoint)
+
+    return of_its_run
+
+
+def with_records(config: Config, verify: Verify) -> Verify:
+    """Return `verify` with a look at the records of the steps before: a checkpoint goes on from those, too.
+
+    Where an earlier release began the folder nothing says after which step: where it was resumed last, or before.
+    """
+    folder = Path(config.run.dir)
+    summary = known_summary(folder)
+    known = RunIdentity.of_summary(summary)
+    begun = known.begun_at_step if known else None
+    at_latest = (summary.get("resumed_from_step") or 0) if summary else sys.maxsize
+
+    def with_records(checkpoint: Checkpoint) -> list[Damage]:
+        after = at_latest if begun is None else begun
+        problem = damaged_record(folder / METRICS, checkpoint.step, after, begun is None, checkpoint.records)
+        if problem:
+            elsewhere = resume_elsewhere_command(checkpoint.folder, folder, config.trainer.max_steps)
+            problem += f" (without these records, in a new folder: {elsewhere})"
+        return [*([Damage(checkpoint.folder, METRICS, problem)] if problem else []), *verify(checkpoint)]
+
+    return with_records
+
+
+def config_of_run(checkpoint: Checkpoint) -> Config:
+    """Return the config of the run that `checkpoint` lies in, which is the one that it was trained with.
+
+    Raises:
+        ConfigError: its config.yaml cannot be read, or was changed since, with each key.
+    """
+    file = checkpoint.run_folder / "config.yaml"
+    config = load_config(file, [])
+    problems = [
+        Problem(key, edited_text(file, checkpoint, trained, now))
+        for key, (trained, now) in changed_since(checkpoint, config).items()
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def edited_text(file: Path, checkpoint: Checkpoint, trained: Any, now: Any) -> str:
+    """Return what to say of a key of config.yaml that was changed after `checkpoint` was saved."""
+    return f"is {now!r} in {file}, and was {trained!r} in training up to {checkpoint.folder.name}. Set it back there."
+
+
+def changed_since(checkpoint: Checkpoint, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Return {key: (value that `checkpoint` was trained with, value in `config`)} of what may not change on resume.
+
+    {} where the checkpoint does not say, as those of earlier releases.
+    """
+    if checkpoint.frozen_config is None:
+        return {}
+    was, now = checkpoint.frozen_config, frozen_values(flatten(config.model_dump()))
+    decided = checkpoint.events > 0  # spikes.policy decides nothing before
+    keys = [key for key in sorted(was.keys() | now.keys()) if not may_move(key) and (decided or key != POLICY)]
+    return {key: (was.get(key), now.get(key)) for key in keys if was.get(key) != now.get(key)}
+
+
+def known_summary(folder: Path) -> dict[str, Any]:
+    """Return the folder's summary, {} where it is damaged: that is reported by whoever needs what it says."""
+    try:
+        return summary_of(folder)
+    except ValueError:
+        return {}

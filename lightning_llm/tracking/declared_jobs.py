@@ -1,0 +1,77 @@
+"""Recipes of a sweep whose looks were declared: no other is added later, as the declared error is of those alone.
+
+Seeds may come, as looks ask for them or as anyone likes. Imports no torch.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.config.identity import hashed_values, without_observers
+from lightning_llm.config.schema import Config
+from lightning_llm.tracking.sweep_file import DESIGN
+
+SHOWN_KEYS = 5
+"""How many keys that differ from a declared job's a message names."""
+
+
+class Asked(NamedTuple):
+    """A job that is asked for: its `key` over all starts, its `kind`, as `kind_of` says, its words and config."""
+
+    key: str
+    kind: str
+    words: Sequence[str]
+    config: Config
+
+
+def check_declared_jobs(folder: Path, known: Mapping[str, Any], asked: Sequence[Asked], *, by_looks: bool) -> None:
+    """Raise ConfigError where `asked` has a recipe that was not among those declared for the sweep in `folder`.
+
+    `known`: its `sweep.json`, which has had all jobs of the first look since before the first run. `by_looks`: jobs
+    are run as looks ask for them; one of a kind without a seed of the first is of no recipe, but an A/A run.
+    """
+    design = known[DESIGN]
+    first = set(design["seeds"][: design["looks"][0]])
+    listed = {each["key"]: each for each in known["jobs"]}
+    kinds = {each.get("kind") for each in listed.values()} | {each.kind for each in asked if each.key in listed}
+    foreign = [each for each in asked if each.kind not in kinds and (not by_looks or each.config.seed in first)]
+    if not foreign:
+        return
+    declared = dict.fromkeys(_recipe(each["words"]) for each in listed.values())
+    others = dict.fromkeys(_recipe(each.words) for each in foreign)
+    differing = _differing(folder, listed.values(), foreign[0])
+    text = (
+        f"{folder} was begun with looks declared for {_list(declared)}, and this asks for {_list(others)}{differing}: "
+        "its intervals hold together over the recipes that were declared before the first run. Give those again, or "
+        "another run.name."
+    )
+    raise ConfigError(Problem("run.name", text))
+
+
+def _recipe(words: Sequence[str]) -> str:
+    return " ".join(word for word in words if not word.startswith("seed=")) or "one recipe"
+
+
+def _list(recipes: Collection[str]) -> str:
+    return "; ".join(recipes)
+
+
+def _differing(folder: Path, listed: Collection[Mapping[str, Any]], asked: Asked) -> str:
+    """Return what the job of the same words has otherwise, "" where there is none, or it has not begun."""
+    same = [each for each in listed if _recipe(each["words"]) == _recipe(asked.words)]
+    file = next((file for each in same if (file := folder / str(each["number"]) / "config.yaml").is_file()), None)
+    if file is None:
+        return ""
+    from lightning_llm.config.from_file import (
+        load_config,  # with Hydra, half a second that readers of sweeps do without
+    )
+
+    try:
+        was, now = (hashed_values(without_observers(each)) for each in (load_config(file, []), asked.config))
+    except ConfigError:  # a damaged file: whoever reads the run says so
+        return ""
+    keys = sorted(key for key in was.keys() | now.keys() if was.get(key) != now.get(key) and key != "seed")
+    shown = [f"{key} was {was.get(key)}, is {now.get(key)}" for key in keys[:SHOWN_KEYS]]
+    more = [f"{len(keys) - SHOWN_KEYS} more keys"] if len(keys) > SHOWN_KEYS else []
+    return f" ({'; '.join([*shown, *more])})" if keys else ""

@@ -1,0 +1,74 @@
+"""`evaluation/step=N.json` of a run's folder: what its weights after N steps came to, by metric. Imports no torch.
+
+    {"step": 4, "metrics": {"hellaswag/acc": {"value": 0.31, "higher_is_better": true, "of": "...", ...}, ...}}
+
+`of` says what was measured on (the data's fingerprint, or the task's version and limit): numbers of one metric compare
+where it is the same.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.tracking.files import NON_FINITE, summary_of, write_json
+
+FOLDER = "evaluation"
+PREFIX = "eval/"
+"""Before a metric's name in summary.json, MLflow and `compare --metric`."""
+
+Metrics = dict[str, dict[str, Any]]
+
+
+def read_evaluations(folder: Path) -> dict[int, Metrics]:
+    """Return the metrics of a run's folder by step, ascending. Raises ValueError naming a file that is damaged."""
+    found: dict[int, Metrics] = {}
+    for file in (folder / FOLDER).glob("step=*.json"):
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            metrics = {name: {**each, "value": _number(each["value"])} for name, each in content["metrics"].items()}
+            found[int(content["step"])] = metrics
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            text = f"{file} is damaged ({type(error).__name__}: {error}). Remove it and evaluate again"
+            raise ValueError(text) from error
+    return dict(sorted(found.items()))
+
+
+def _number(value: Any) -> float:
+    value = NON_FINITE.get(value, value) if isinstance(value, str) else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{str(value)[:40]!r} is no number")
+    return float(value)
+
+
+def record_evaluation(
+    folder: Path, step: int, metrics: Mapping[str, Mapping[str, Any]], ended: bool, unknown: Collection[str] = ()
+) -> Path:
+    """Add `metrics` to those of `step`, replacing those of the same names, in one move; return the file.
+
+    Earlier values of metrics that are now `unknown` are removed.
+
+    The summary of a run that has `ended` says the newest step's, as "eval/NAME"; another's is its own process's.
+    Raises ValueError where what is there is damaged.
+    """
+    known = read_evaluations(folder)
+    earlier = {name: each for name, each in known.get(step, {}).items() if name not in unknown}
+    known[step] = {**earlier, **{name: dict(each) for name, each in metrics.items()}}
+    file = folder / FOLDER / f"step={step}.json"
+    file.parent.mkdir(exist_ok=True)
+    write_json(file, {"step": step, "metrics": known[step]})
+    summary = summary_of(folder)
+    if summary and ended:
+        kept = {key: value for key, value in summary.items() if not key.startswith(PREFIX)}
+        newest = max(known)
+        values = {f"{PREFIX}{name}": each["value"] for name, each in sorted(known[newest].items())}
+        write_json(folder / "summary.json", {**kept, f"{PREFIX}step": newest, **values})
+    return file
+
+
+def evaluation_points(folder: Path) -> list[dict[str, Any]]:
+    """Return a record for each step evaluated: its `step`, and each metric's number as "eval/NAME"."""
+    return [
+        {"step": step, **{f"{PREFIX}{name}": each["value"] for name, each in metrics.items()}}
+        for step, metrics in read_evaluations(folder).items()
+    ]

@@ -1,0 +1,266 @@
+"""`metrics.jsonl` (a JSON object per line, valid whatever was measured) and `summary.json`. Imports nothing heavy."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_llm.base.integrity import each_once
+from lightning_llm.config.redact import redacted
+from lightning_llm.tracking.chain import DIGEST_BYTES, RECORDS, ChainHead
+
+Record = Mapping[str, Any]
+Status = Literal["finished", "failed", "stopped"]
+"""How a run ended; while it has not, its summary says "running"."""
+
+SHOWN_STRETCHES = 3
+"""How many stretches of missing steps a message names."""
+
+SOURCE_HASHES = "validation_hashes"
+"""The key of summary.json with a hash of what a validation scores of each source, by its name."""
+
+RESTARTS = "restarts"
+"""The key of summary.json that lists when ranks were lost and started again, and who was."""
+
+STRAGGLER = "straggler"
+"""The `event` of a step by which ranks or links have become slow. It says nothing of the loss, as others do."""
+
+SUMMARY_KINDS: Mapping[str, type] = {
+    **dict.fromkeys(("status", "detail", "host", "process", "device", "run_id", "started_at", "ended_at"), str),
+    **dict.fromkeys(("versions", "git", "mlflow", "precision", "fingerprint", "branch", "earlier", RECORDS), dict),
+    **dict.fromkeys(("init", "validation_hashes"), dict),
+    **dict.fromkeys(("data_hash", "validation_hash", "code_hash"), str),
+    **dict.fromkeys(("begun_at_step", "resumed_from_step", "starts", "parameters", "seed"), int),
+    "config_digest": str,
+}
+"""What keys of summary.json hold that other code reads, where they are there and not null."""
+
+NOT_FINITE = ("NonFiniteError", "NoUpdateError")
+"""Errors, as `detail` in a summary begins, that end a run over its numbers."""
+
+FACTS = (
+    "run_id", "begun_at_step", "seed", "config_digest",
+    "data_hash", "validation_hash", "validation_hashes", "tokenizer_digest", "validation_unigram_nats",
+    "skipped_samples", "rollbacks", "versions", "git", "code_hash", "device", "threads", "compiled", "backend",
+    "precision", "fingerprint", "init", "distil", "branch", "earlier", "ended_by", "parameters",
+)  # fmt: skip
+"""Keys of `summary.json` that comparisons rely on and that nobody changes once the run has ended."""
+
+END = ("status", "detail")
+"""Such keys that `mark_failed` alone changes, where a run failed after its own rank 0 had ended."""
+
+LARGEST_STEP = 2**53
+"""Of a record: the largest that is exact as a float."""
+NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def encode(record: Record) -> bytes:
+    """Return `record` as one line of JSON. NaN and infinities become the strings "nan", "inf", "-inf".
+
+    Python prints a float with as many digits as bring the same float64 back, so an fp32 value comes back to its bits.
+    """
+    return json.dumps(_safe(record), allow_nan=False).encode() + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """Return the record of one line, with non-finite numbers as floats again. Raises ValueError if it is none."""
+    try:
+        text = line.decode("utf-8")  # of bytes, json would guess the encoding
+        record = _DECODER.decode(text)
+    except RecursionError as error:
+        raise ValueError("not a record: nested too deep") from error
+    if not isinstance(record, dict) or type(step := record.get("step")) is not int or not 0 <= step <= LARGEST_STEP:
+        raise ValueError(f"not a record: no 'step' that is an integer from 0 to {LARGEST_STEP}")
+    return {key: NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
+
+
+def number_of(record: Record, key: str, default: float = math.nan) -> float:
+    """Return the number under `key` as a float, `default` where there is none. Raises ValueError if it is no number."""
+    value = record.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"'{key}' at step {record['step']} is no number: {str(value)[:40]!r}")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"'{key}' at step {record['step']} is no number of this world: {value:.3e}") from error
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"not a record: {name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=each_once)
+"""Of all lines: `json.loads` with these arguments would make one for each line."""
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of `path` in order; a last line that was cut off while being written is left out.
+
+    Raises ValueError naming the line where anything but the last line is broken.
+    """
+    for _, record in read_lines(path):
+        yield record
+
+
+def cut_back(path: Path, step: int, first: Callable[[], None] | None = None) -> int:
+    """Leave only the records up to `step` in `path`, replacing it in one move; return how many stayed.
+
+    Called when a run has resumed from the checkpoint of `step`: what came after it will be computed again, so it may
+    be damaged. `first` is called when all is ready for the move. Raises ValueError naming the line where anything
+    before is damaged.
+    """
+    kept = 0
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        for line, record in read_lines(path) if path.exists() else ():
+            if record["step"] > step or not step:  # a run begun afresh validates before its first step, too
+                break
+            file.write(line)
+            kept += 1
+        file.flush()
+        os.fsync(file.fileno())
+    if first is not None:
+        first()
+    os.replace(partial, path)
+    return kept
+
+
+def damaged_record(
+    path: Path, step: int, begun_at_step: int, or_earlier: bool = False, written: ChainHead | None = None
+) -> str | None:
+    """Return what is wrong with the records up to `step` in `path`, None if nothing is.
+
+    There must be one of each training step after `begun_at_step`; with `or_earlier`, after one up to that. `written`:
+    the head of their hash chain, where that is known.
+    """
+    steps: list[int] = []
+    head = ChainHead()
+    try:
+        for line, record in read_lines(path) if path.exists() else ():
+            if record["step"] > step or not step:  # a run begun afresh validates before its first step, too
+                break
+            head = head.after(line)
+            if "loss" in record:
+                steps.append(record["step"])
+    except (OSError, ValueError) as error:
+        return str(error).removeprefix(f"{path}, ")
+    if or_earlier and steps:
+        begun_at_step = min(begun_at_step, steps[0] - 1)
+    if missing := sorted(set(range(begun_at_step + 1, step + 1)).difference(steps)):
+        lacks = "lacks" if path.exists() else "is missing, and with it"
+        return f"{lacks} the record{'s' if len(missing) > 1 else ''} of {steps_in_words(missing)}"
+    return written.problem(head, f" up to step {step}") if written is not None and step else None
+
+
+def chain_of(path: Path) -> ChainHead:
+    """Return the head of the hash chain over the whole lines of `path`. Raises ValueError as `read_records` does."""
+    return ChainHead.over(line for line, _ in read_lines(path)) if path.exists() else ChainHead()
+
+
+def sealed_records(head: ChainHead, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry `RECORDS` of the summary of a run that has ended: the chain's head, digests of facts and end."""
+    return {**head.as_data(), "facts": facts_digest(summary), "end": facts_digest(summary, END)}
+
+
+def facts_digest(summary: Mapping[str, Any], keys: Sequence[str] = FACTS) -> str:
+    """Return 32 hex digits over these `keys` of a summary."""
+    facts = _safe({key: summary[key] for key in keys if key in summary})
+    return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def steps_in_words(steps: Sequence[int]) -> str:
+    """Return ascending `steps` as "steps 3-4, 7": the first few stretches of them."""
+    known = set(steps)
+    firsts = [each for each in steps if each - 1 not in known]
+    lasts = [each for each in steps if each + 1 not in known]
+    stretches = [str(one) if one == last else f"{one}-{last}" for one, last in zip(firsts, lasts, strict=True)]
+    shown, others = stretches[:SHOWN_STRETCHES], len(stretches) - SHOWN_STRETCHES
+    more = f" and {others} more stretch{'es' if others > 1 else ''}" if others > 0 else ""
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(shown)}{more}"
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """Return the `summary.json` of a run's folder, {} where there is none yet. Raises ValueError if it is damaged."""
+    file = folder / "summary.json"
+    if not file.exists():
+        return {}
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+    if not isinstance(summary, dict):
+        raise ValueError(f"{file} is damaged: it holds no object")
+    for key, kind in SUMMARY_KINDS.items():
+        if summary.get(key) is not None and not isinstance(summary[key], kind):
+            raise ValueError(f"{file} is damaged: '{key}' is {str(summary[key])[:40]!r}")
+    teachers = summary.get("distil") or []
+    if not isinstance(teachers, list) or not all(isinstance(each, dict) for each in teachers):
+        raise ValueError(f"{file} is damaged: 'distil' is {str(teachers)[:40]!r}")
+    return summary
+
+
+def ended_not_finite(summary: Mapping[str, Any]) -> bool:
+    """Return whether the run ended because its loss or gradients were not finite, the gradients to the last step.
+
+    That is a result: the same run would end so again.
+    """
+    return summary.get("status") == "failed" and str(summary.get("detail", "")).startswith(NOT_FINITE)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write `value` to `path` as indented JSON in one move: a reader sees the old file or the new one, whole.
+
+    So does one after a power cut: what is moved is on the disk.
+    """
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(json.dumps(_safe(value), indent=2, allow_nan=False).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def overwrite_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write `value` over the file at `path`, which exists: on a full disk, or in a folder that takes no new file."""
+    with path.open("r+b") as file:
+        file.write(json.dumps(_safe(value), indent=2, allow_nan=False).encode() + b"\n")
+        file.truncate()
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def mark_failed(folder: Path, detail: str) -> None:
+    """Say in `summary.json` why the run of `folder` failed, where its rank 0 did not, or could not, know.
+
+    One that failed before it had a summary gets one; a folder that holds no run stays as it is.
+    """
+    if (folder / "config.yaml").is_file() or (folder / "summary.json").is_file():
+        before = summary_of(folder)
+        summary = {**before, "status": "failed", "detail": redacted(detail)}
+        if (sealed := before.get(RECORDS)) and sealed.get("end") == facts_digest(before, END):
+            summary[RECORDS] = {**sealed, "end": facts_digest(summary, END)}
+        write_json(folder / "summary.json", summary)
+
+
+def _safe(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    if isinstance(value, list | tuple):
+        return [_safe(each) for each in value]
+    return {key: _safe(each) for key, each in value.items()} if isinstance(value, Mapping) else value
+
+
+def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each whole line of `path` with its record, as `read_records` does."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = decode(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number} is damaged: {error}") from error
+            yield line, record

@@ -1,0 +1,89 @@
+"""The way to MLflow's page of the runs: printed after a run, a sweep and a comparison, and by `make ui`.
+
+MLflow 3 opens on its pages for agents and prompts; runs are on those of an experiment, as machine learning.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import quote
+
+from lightning_llm.base.interpreter import python_environment
+from lightning_llm.config.commands import program
+from lightning_llm.config.redact import redact_uri
+from lightning_llm.config.sqlite_address import sqlite_address, sqlite_file
+from lightning_llm.config.workspace import default_outputs
+from lightning_llm.tracking.mlflow.store import PATIENCE, existing_store
+
+LOCAL_SERVER = "http://localhost:5000"
+"""Where `mlflow ui` listens unless told otherwise."""
+
+
+def experiment_page(server: str, experiment_id: str | None) -> str:
+    """Return the address of the runs of an experiment, or of the list of all where it is not known."""
+    page = f"experiments/{experiment_id}" if experiment_id else "experiments"
+    return f"{redact_uri(server).rstrip('/')}/#/{page}?workflowType=machine_learning"
+
+
+def artifact_page(uri: str, experiment_id: str, run_id: str, path: str) -> str:
+    """Return the address at which MLflow shows an artefact of a run that is tracked at `uri`."""
+    server = redact_uri(uri).rstrip("/") if uri.startswith(("http://", "https://")) else LOCAL_SERVER
+    return f"{server}/#/experiments/{experiment_id}/runs/{run_id}/artifacts/{path}?workflowType=machine_learning"
+
+
+def children_page(experiment_id: str, parent_id: str) -> str:
+    """Return the link, from any page of the same server, to charts of all runs of a sweep: one line per run.
+
+    The parent's own charts page shows its own metrics alone, which are counts of jobs.
+    """
+    only = quote(f"tags.`mlflow.parentRunId` = '{parent_id}'", safe="")
+    query = f"searchFilter={only}&compareRunsMode=CHART&workflowType=machine_learning"
+    return f"#/experiments/{experiment_id}/runs?{query}"
+
+
+def ui_command(uri: str) -> str:
+    """Return the command that opens MLflow's UI on the database `uri`."""
+    return shlex.join([*program("mlflow", "mlflow"), "ui", "--workers", "1", "--backend-store-uri", redact_uri(uri)])
+
+
+def ui_lines(uri: str, experiment_id: str | None) -> list[str]:
+    """Return how to look at the runs that are tracked at `uri`, for a terminal."""
+    if uri.startswith(("http://", "https://")):
+        return [f"curves {experiment_page(uri, experiment_id)}"]
+    if sqlite_file(uri) is None:
+        return [f"curves in MLflow at {redact_uri(uri)}"]
+    return [f"curves {ui_command(uri)}", f"       then open {experiment_page(LOCAL_SERVER, experiment_id)}"]
+
+
+def main() -> int:
+    """Print the pages of the newest experiments of the outputs folder's database, and run MLflow's UI on it."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or sqlite_address(Path(default_outputs(), "mlflow.db"))
+    if uri.startswith(("http://", "https://")):
+        print("\n".join(ui_lines(uri, None)))
+        return 0
+    try:
+        experiments = existing_store(uri).search_experiments(order_by=["last_update_time DESC"], max_results=10)
+    except FileNotFoundError:
+        print(f"there is no run yet: {redact_uri(uri)} is made by the first", file=sys.stderr)
+        return 1
+    server = f"http://localhost:{_port(sys.argv[1:])}"
+    for each in experiments:
+        if each.name != "Default":  # MLflow's own, which no run here is in
+            print(f"{each.name:<24} {experiment_page(server, each.experiment_id)}", flush=True)
+    command = [*program("mlflow", "mlflow"), "ui", "--workers", "1", "--backend-store-uri", uri, *sys.argv[1:]]
+    os.chdir(Path(default_outputs()))  # MLflow makes ./mlruns where it is started
+    return subprocess.call(command, env={**PATIENCE, **os.environ, **python_environment()})
+
+
+def _port(arguments: list[str]) -> str:
+    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        name, _, value = word.partition("=")
+        if name in ("--port", "-p"):
+            return value or following
+    return LOCAL_SERVER.rpartition(":")[2]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""The ranks that a run waits for in vain, by the signs of life that `rank_heartbeat` has each rank give."""
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lightning_llm.tracking.files import summary_of
+from lightning_llm.tracking.liveness import whose
+from lightning_llm.tracking.provenance import has_ended, is_of_this_machine, send_signal
+
+FOLDER = "ranks"
+NAMED_RANKS = 8
+"""How many ranks an error names, of thousands."""
+Collective = Mapping[str, Any]
+"""What `parallel.flight_recorder` tells of one."""
+
+
+class RankSilentError(Exception):
+    """A collective failed, and a rank that it needed has given no sign of life for long."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank last said, `age_seconds` before the last that any rank did. `step`: optimizer steps it had made.
+
+    `stack`: what its main thread was at, the innermost line first; `waits`: it was waiting for others there.
+    """
+
+    rank: int
+    process: str
+    step: int
+    at: str
+    age_seconds: float
+    stack: Sequence[str] = ()
+    waits: bool = False
+    collective: Collective | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is a process of this machine that SIGSTOP holds."""
+        if not is_of_this_machine(self.process) or has_ended(self.process):
+            return False
+        try:
+            return bool(psutil.Process(self.number).status() == psutil.STATUS_STOPPED)
+        except psutil.NoSuchProcess:
+            return False
+
+    @property
+    def number(self) -> int:
+        """The process' number on its machine."""
+        return int(self.process.split()[1])
+
+    def end_if_stopped(self) -> None:
+        """Kill the process if it is stopped: a launcher's SIGTERM does not reach it, and its run is over."""
+        if self.is_stopped:
+            with contextlib.suppress(psutil.Error):
+                psutil.Process(self.number).kill()
+
+    def __str__(self) -> str:
+        state = ", which is stopped" if self.is_stopped else ""
+        return (
+            f"rank {self.rank} ({whose(self.process)}{state}) has given no sign of life for {self.age_seconds:.0f} s; "
+            f"it was last heard of in step {self.step + 1}, at {self.at}{self._last_collective()}"
+        )
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long it has begun no collective, and waited in none; 0 where that is not known."""
+        if self.waits or self.collective is None or not self.collective["ended"]:
+            return 0.0
+        return float(self.collective["age_seconds"]) + self.age_seconds
+
+    def absence(self) -> str:
+        """Return what is known of a rank that lives, and has not come to what others wait in."""
+        return (
+            f"rank {self.rank} ({whose(self.process)}) has not come to what the others wait in: it has begun no "
+            f"collective for {self.idle_seconds:.0f} s, and is in step {self.step + 1}, at {self.at}"
+            f"{self._last_collective()}"
+        )
+
+    def _last_collective(self) -> str:
+        if self.collective is None:
+            return ""
+        state = "last in" if self.collective["ended"] else "waiting in"
+        return f", {state} {collective_line(self.collective)}"
+
+
+def last_collective(kept: Sequence[Collective]) -> Collective | None:
+    """Return the one that a rank waits in, the oldest of several, or else the last that it has ended."""
+    return next((each for each in kept if not each["ended"]), kept[-1] if kept else None)
+
+
+def collective_line(collective: Collective) -> str:
+    """Return which one it is, for a reader: ranks of a group number theirs alike."""
+    name, number, group = (collective[key] for key in ("profiling_name", "collective_seq_id", "group"))
+    return f"{name} {number} of group {group}"
+
+
+def clear_beats(run_dir: Path) -> None:
+    """Remove what ranks of an earlier start have left."""
+    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+
+
+def beats(run_dir: Path) -> list[Beat]:
+    """Return the last signs of all ranks, oldest first. Ages are by the storage's clock, so that no two clocks meet."""
+    found = []
+    for file in (run_dir / FOLDER).glob("*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            found.append((file.stat().st_mtime, json.loads(file.read_text())))
+    last = max((seen for seen, _ in found), default=0.0)
+    made = [Beat(**about, age_seconds=last - seen) for seen, about in found]
+    return sorted(made, key=lambda each: -each.age_seconds)
+
+
+def signal_ranks(run_dir: Path, number: int) -> bool:
+    """Send a signal to those processes of this machine that train in `run_dir`; return whether there are any."""
+    sent = [send_signal(each.process, number) for each in beats(run_dir)]  # an earlier start's have ended
+    return any(sent) or send_signal(str(summary_of(run_dir).get("process", "")), number)
+
+
+def silent_ranks(run_dir: Path, timeout_seconds: float) -> list[Beat]:
+    """Return the ranks that have been silent for more than half of what the others wait."""
+    return [each for each in beats(run_dir) if each.age_seconds > timeout_seconds / 2]
+
+
+def absent_ranks(run_dir: Path, timeout_seconds: float) -> list[Beat]:
+    """Return the ranks that live, and for more than half of what the others wait have come to no collective.
+
+    Those of a pipeline that wait for a message of another's are none: their main thread is in torch.distributed.
+    """
+    return [each for each in beats(run_dir) if each.idle_seconds > timeout_seconds / 2]
+
+
+def say_silent(silent: list[Beat], timeout_seconds: float, waited_in: Collective | None = None) -> str:
+    """Return the error that names `silent`; the others waited for them in `waited_in`, if that is known."""
+    return _say(list(map(str, silent)), timeout_seconds, waited_in)
+
+
+def say_absent(absent: list[Beat], timeout_seconds: float, waited_in: Collective | None = None) -> str:
+    """Return the error that names ranks that live, and have not come to `waited_in`."""
+    return _say([each.absence() for each in absent], timeout_seconds, waited_in)
+
+
+def _say(named: list[str], timeout_seconds: float, waited_in: Collective | None) -> str:
+    more = f"; and {len(named) - NAMED_RANKS} more" if len(named) > NAMED_RANKS else ""
+    where = "" if waited_in is None else f" in {collective_line(waited_in)}"
+    listed = "; ".join(named[:NAMED_RANKS])
+    return f"{listed}{more}. The others waited for it{where} (parallel.timeout_seconds={timeout_seconds:g})"
+
+
+def says_silent(detail: str) -> bool:
+    """Return whether `detail`, of a run's summary, is what `say_silent` or `say_absent` returned."""
+    said = r"rank \d+ \(.* has (given no sign of life for|not come to what the others wait in:) "
+    return re.match(said, detail) is not None

@@ -1,0 +1,88 @@
+"""The file of a sweep, `sweep.json`, and its folder's names; what the file says, checked. Imports no torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.base.errors import ConfigError, Problem
+
+FILE = "sweep.json"
+LOCKS = ".claims"
+"""The folder, beside `FILE`, of locks that starts of the sweep and its runs hold."""
+DESIGN = "sequential"
+"""The key, in `FILE`, of the looks that were declared before the first run (`compare.sequential.design`)."""
+SEARCH = "search"
+"""The key, in `FILE`, of what a search was told to look for."""
+OTHER_KEYS = "all_other_keys"
+"""The key, there, of the hash of what its trials share; the values that it is of are below "derived"."""
+TOLD = "mlflow_was_told"
+"""The key, in `FILE`, of how the sweep ended as MLflow was told; a start that goes on takes it out."""
+BEGINNING = (LOCKS, f"{FILE}.partial")
+"""What is there before `FILE` is, while another start writes it."""
+
+
+def checked_sweep(about: Any) -> dict[str, Any]:
+    """Return the content of `sweep.json`. Raises ValueError where it is not what `write` wrote."""
+    jobs = about.get("jobs") if isinstance(about, dict) else None
+    if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
+        raise ValueError("it is damaged: no list of jobs")
+    numbers, keys = [job.get("number") for job in jobs], [job.get("key") for job in jobs]
+    if not all(type(number) is int and number >= 0 for number in numbers) or len(set(numbers)) < len(numbers):
+        raise ValueError("it is damaged: jobs without a number of their own")
+    if not all(isinstance(key, str) for key in keys) or len(set(keys)) < len(keys):
+        raise ValueError("it is damaged: jobs without a key of their own")
+    words = [job.get("words") for job in jobs]
+    if not all(isinstance(each, list) and all(isinstance(word, str) for word in each) for each in words):
+        raise ValueError("it is damaged: jobs without words")
+    if not all(type(job.get("seed")) is int and isinstance(job["kind"], str) for job in jobs if "kind" in job):
+        raise ValueError("it is damaged: jobs whose seed or kind is none")
+    if not all(isinstance(job.get("branch_from"), str | None) for job in jobs):
+        raise ValueError("it is damaged: jobs whose branch_from is no path")
+    for key in (DESIGN, SEARCH):
+        if key in about and not (isinstance(about[key], dict) and about[key]):
+            raise ValueError(f"it is damaged: '{key}' holds nothing that was declared")
+    return dict(about)
+
+
+def read_sweep_file(folder: Path) -> dict[str, Any]:
+    """Return the checked content of `sweep.json` in `folder`, {} where no sweep has begun there.
+
+    Raises:
+        ConfigError: the folder holds something that is no sweep.
+    """
+    if not folder.exists() or (folder.is_dir() and all(path.name in BEGINNING for path in folder.iterdir())):
+        return {}
+    try:
+        return checked_sweep(json.loads((folder / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        text = f"{folder} holds something that is no sweep ({FILE}: {error}). Give another run.name, or move it away."
+        raise ConfigError(Problem("run.name", text)) from error
+
+
+def read_declared(folder: Path) -> dict[str, Any]:
+    """Return what was declared for the sweep in `folder`, {} where nothing was, or its file cannot be read."""
+    known = _as_it_is(folder)
+    return {key: known[key] for key in (DESIGN, SEARCH) if key in known}
+
+
+def parent_of_sweep(folder: Path) -> str | None:
+    """Return the id of the MLflow run of the sweep in `folder`, None where it has none, or its file cannot be read."""
+    return _as_it_is(folder).get("mlflow_run_id")
+
+
+def title_of(run_folder: Path) -> str:
+    """Return a title for a run: its folder's name; of a sweep's job the sweep, its number and what it differs in."""
+    jobs = _as_it_is(run_folder.parent).get("jobs")
+    for job in jobs if isinstance(jobs, list) else ():
+        if isinstance(job, dict) and str(job.get("number")) == run_folder.name and isinstance(job.get("words"), list):
+            return f"{run_folder.parent.name}/{run_folder.name}: {' '.join(map(str, job['words']))}"
+    return run_folder.name
+
+
+def _as_it_is(folder: Path) -> dict[str, Any]:
+    """Return the unchecked content of the file in `folder`, {} where it cannot be read, of which `compare` tells."""
+    try:
+        known = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return known if isinstance(known, dict) else {}

@@ -1,0 +1,127 @@
+"""Origin of NaN or Inf in a step that failed: the step is run again, this time looking at every operand.
+
+A step is a function of config, seed, weights and step number, and one that failed changed none of them, so running it
+again gives the same values. Training itself pays nothing for this.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_llm.data.batch import Batch
+from lightning_llm.linalg.local_part import local
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.train.step import TrainStep
+
+TENSORS = ("operand fprop.x", "operand fprop.w", "product of fprop", "operand dgrad.dy (and wgrad.dy)")
+NOWHERE = torch.iinfo(torch.int64).max
+
+
+class _Watch:
+    """Keeps the first tensor, by micro-batch and then by order of execution, that is not finite.
+
+    The key that is compared over ranks: micro-batch (19 bits), order within it (22 bits: forward before backward, then
+    the pipeline's stages in the order they are reached, then as they come), layer and kind (22 bits).
+    """
+
+    def __init__(self, micro_batches: list[int], stages: int):
+        self.micro_batches, self.stages = micro_batches, stages
+        self.current = dict.fromkeys(range(stages), -1)
+        self.seen: Counter[tuple[int, int, bool]] = Counter()
+        self.first = NOWHERE
+
+    def begin(self, stage: int, *_: Any) -> None:
+        """Note that a micro-batch's forward pass starts on a stage; they come in order, backward passes in between."""
+        self.current[stage] += 1
+
+    def look(self, stage: int, micro_batch: int, layer: int, kind: int, tensor: Tensor | None) -> None:
+        """Look at one tensor of the rank's micro-batch number `micro_batch`."""
+        backward = kind == len(TENSORS) - 1
+        self.seen[stage, micro_batch, backward] += 1
+        if tensor is None or bool(torch.isfinite(local(tensor)).all()):
+            return
+        reached = self.stages - 1 - stage if backward else stage
+        order = (backward << 21) | (reached << 13) | min(self.seen[stage, micro_batch, backward], (1 << 13) - 1)
+        key = (self.micro_batches[micro_batch] << 44) | (order << 22) | (layer * len(TENSORS) + kind)
+        self.first = min(self.first, key)
+
+    def after_forward(self, stage: int, layer: int, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Look at what a linear layer's GEMMs take, in the order in which they run."""
+        micro_batch = self.current[stage]
+        self.look(stage, micro_batch, layer, 0, inputs[0].detach())
+        self.look(stage, micro_batch, layer, 1, module.weight.detach())
+        self.look(stage, micro_batch, layer, 2, output.detach())
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.look(stage, micro_batch, layer, 3, gradient))
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return every linear layer by name, in module order, whatever runs it."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) or (type(module).__name__ == "Linear" and hasattr(module, "weight"))
+    }
+
+
+def find_origin(step: TrainStep, batch: Batch) -> str:
+    """Return a sentence on where `step` of `batch` first was not finite, the same on all ranks. Collective.
+
+    Called after the step has failed, before its update; gradients are those of the repetition afterwards.
+    """
+    model, layout, pipeline = step.parallel.model, step.parallel.layout, step.parallel.pipeline
+    stages = {stage.stage_index: stage.decoder for stage in pipeline.stages} if pipeline else {0: model}
+    own = [(stage, name, layer) for stage, model in stages.items() for name, layer in linear_layers(model).items()]
+    names, before = _of_all_stages([name for _, name, _ in own], layout)
+    watch = _Watch(layout.micro_batches(batch.tokens.shape[0]), layout.degrees.pp * layout.config.virtual_stages)
+    with _watched(stages, [(stage, layer) for stage, _, layer in own], before, watch):
+        step.repeat(batch)
+    first = torch.tensor(watch.first, device=batch.tokens.device)
+    found = int(layout.reduce(first, dist.ReduceOp.MIN, "world").item())
+    if found != NOWHERE:
+        layer, kind = divmod(found & ((1 << 22) - 1), len(TENSORS))
+        return f"It first appeared in {names[layer]}, {TENSORS[kind]}, of micro-batch {found >> 44} of the step."
+    return _in_gradients(model, layout, batch.tokens.device)
+
+
+def _of_all_stages(names: list[str], layout: Layout) -> tuple[list[str], int]:
+    """Return the names that all pipeline ranks have, in order, and how many come before this rank's."""
+    parts = layout.gather_over_stages(names)
+    return [name for part in parts for name in part], sum(map(len, parts[: layout.coordinates.pp]))
+
+
+def _in_gradients(model: nn.Module, layout: Layout, device: torch.device) -> str:
+    """Return the first parameter whose gradient is not finite though every operand was."""
+    named = list(model.named_parameters())
+    names, before = _of_all_stages([name for name, _ in named], layout)
+    bad = [i for i, (_, p) in enumerate(named) if p.grad is not None and not torch.isfinite(local(p.grad)).all()]
+    first = torch.tensor(before + bad[0] if bad else len(names), device=device)
+    index = int(layout.reduce(first, dist.ReduceOp.MIN, "world").item())
+    if index < len(names):
+        return f"Every operand of the linear layers was finite; it first appeared in the gradient of {names[index]}."
+    return "Every operand of the linear layers and every gradient was finite: it appeared in the logits or in the loss."
+
+
+@contextmanager
+def _watched(
+    stages: Mapping[int, nn.Module], layers: list[tuple[int, nn.Module]], before: int, watch: _Watch
+) -> Iterator[None]:
+    """Let `watch` see the forward and backward passes of `stages`; their `layers` count from `before`."""
+
+    def hook(stage: int, index: int) -> Any:
+        return lambda layer, inputs, output: watch.after_forward(stage, index, layer, inputs, output)
+
+    handles = [layer.register_forward_hook(hook(stage, before + i)) for i, (stage, layer) in enumerate(layers)]
+    handles += [model.register_forward_pre_hook(partial(watch.begin, stage)) for stage, model in stages.items()]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()

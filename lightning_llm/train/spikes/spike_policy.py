@@ -1,0 +1,119 @@
+"""Actions on a step that is out of the ordinary: reported, its update left out, gone back behind, or the run ended."""
+
+import math
+from dataclasses import replace
+from typing import Any, Literal
+
+from lightning_llm.config.schema import SpikesConfig
+from lightning_llm.train.spikes.nonfinite import NonFiniteError, StepNotMadeError
+from lightning_llm.train.spikes.spikes import Finding, SpikeState
+
+Action = Literal["log", "skip", "rollback", "stop"]
+
+
+class SpikeStop(StepNotMadeError):
+    """The run ends by spikes.policy, before the update of the step; the state before it is saved."""
+
+
+class SpikeRollback(StepNotMadeError):
+    """The run goes back to a checkpoint before the step, by spikes.policy; nothing is saved."""
+
+
+class SpikePolicy:
+    """Judges every step before its update, from numbers that are the same on every rank: so is the decision."""
+
+    def __init__(self, config: SpikesConfig, rollbacks_made: int = 0):
+        self.config = config
+        self.rollbacks_made = rollbacks_made
+        self.state = SpikeState()
+
+    def judge(self, record: dict[str, Any]) -> bool:
+        """Return whether the step's update is to be left out; `record` has its loss and gradient norm.
+
+        What is found goes into `record`: `event` and `event_action` as words and, for trackers that keep numbers alone,
+        `event/<kind>` and `event/<action>` as 1, beside levels and scores.
+
+        Raises:
+            NonFiniteError: the step is not finite, and the policy is log.
+            SpikeStop: the policy is stop, or skip has left out `max_consecutive_skips` updates in a row already, or the
+                run has gone back `max_rollbacks` times.
+            SpikeRollback: the policy is rollback, and the step is a spike or not finite.
+        """
+        finding, after = self.state.after(record["loss"], record["grad_norm"], self.config)
+        if finding is None:
+            self.state = replace(after, skips_in_a_row=0)
+            return False
+        if finding.high and self.config.policy in ("skip", "rollback"):
+            finding = replace(finding, kind="spike")  # what is left out is no part of a shift
+        action = self._action(finding)
+        record |= _entries(finding, action)
+        if action == "rollback":
+            raise SpikeRollback(f"step {record['step']} is out of the ordinary ({describe_event(record)})", record)
+        if action == "stop":
+            raise self._end(finding, record)
+        if action != "skip":
+            self.state = replace(after, skips_in_a_row=0)
+            return False
+        self.state = replace(after.as_left_out(self.state), skips_in_a_row=self.state.skips_in_a_row + 1)
+        return True
+
+    def _action(self, finding: Finding) -> Action:
+        policy, bad_batch = self.config.policy, finding.kind in ("spike", "non_finite")
+        if policy == "skip" and bad_batch:  # a level that shifted is not fixed by leaving one batch out
+            return "skip" if self.state.skips_in_a_row < self.config.max_consecutive_skips else "stop"
+        if policy == "rollback" and bad_batch:
+            return "rollback" if self.rollbacks_made < self.config.max_rollbacks else "stop"
+        if policy == "stop":
+            return "stop"
+        return "stop" if finding.kind == "non_finite" else "log"
+
+    def _end(self, finding: Finding, record: dict[str, Any]) -> StepNotMadeError:
+        """Return the error that ends the run; the state stays as it was before the step."""
+        step = record["step"]
+        if self.config.policy == "log":
+            what = "loss" if not math.isfinite(record["loss"]) else "gradient norm"
+            return NonFiniteError(what, record["loss" if what == "loss" else "grad_norm"], step, record)
+        found = f"step {step} is out of the ordinary ({describe_event(record)})"
+        if self.config.policy == "skip":
+            return SpikeStop(
+                f"{found}, and so were the {self.state.skips_in_a_row} before it, whose updates were left out "
+                "(spikes.max_consecutive_skips): this is not the data. Lower optim.learning_rate, or look at the "
+                f"precision recipe. State saved at step {step - 1}",
+                record,
+            )
+        if self.config.policy == "rollback":
+            return SpikeStop(
+                f"{found}, and the run has gone back {self.rollbacks_made} times already (spikes.max_rollbacks): this "
+                "is not the data. Lower optim.learning_rate, or look at the precision recipe. State saved at step "
+                f"{step - 1}",
+                record,
+            )
+        return SpikeStop(
+            f"{found}, and spikes.policy is stop. State saved at step {step - 1}, before its update: with "
+            "spikes.policy=skip the run goes on without that update, with spikes.policy=log with it",
+            record,
+        )
+
+
+def _entries(finding: Finding, action: Action) -> dict[str, Any]:
+    numbers = {
+        "loss_level": finding.loss_level,
+        "loss_score": finding.loss_score,
+        "grad_norm_level": finding.grad_norm_level,
+        "grad_norm_score": finding.grad_norm_score,
+    }
+    entries: dict[str, Any] = {"event": finding.kind, "event_action": action}
+    entries |= {f"event/{finding.kind}": 1, f"event/{action}": 1}
+    return entries | {f"event/{key}": value for key, value in numbers.items() if value is not None}
+
+
+def describe_event(record: dict[str, Any]) -> str:
+    """Return in a few words what the record of a step with an event says."""
+    kind = record["event"].replace("_", " ")
+    if "event/loss_score" not in record:
+        return f"{kind}: loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}"
+    return (
+        f"{kind}: loss {record['loss']:.4f}, usual {record['event/loss_level']:.4f} "
+        f"({record['event/loss_score']:+.1f} sigma); gradient norm {record['grad_norm']:.3g}, usual "
+        f"{record['event/grad_norm_level']:.3g} ({record['event/grad_norm_score']:+.1f} sigma)"
+    )
