@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lightning_llm.base import moved
 from lightning_llm.base.lazy_torchmetrics import defer_torchmetrics
 from lightning_llm.base.version import __version__ as __version__
 
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 defer_torchmetrics()
+moved.install()
 
 # A bare checkout keeps callbacks/, conf/ and recipes/ at its top; both kinds of installation map them into the package.
 _checkout = Path(__file__).resolve().parent.parent
