@@ -1,6 +1,6 @@
 """Import paths of earlier releases that keep working for one release, with a DeprecationWarning.
 
-A finder at the end of `sys.meta_path` sees only names that Python itself did not find, and imports the module that took over.
+The first finder of `sys.meta_path` knows these paths and imports the module that took over.
 """
 
 import sys
@@ -13,12 +13,17 @@ from types import ModuleType
 MOVED = {
     "lightning_llm.data.addressing": "lightning_llm.data.mixing.addressing",
     "lightning_llm.data.loader": "lightning_llm.data.sources",
-    "lightning_llm.data.loader.files": "lightning_llm.data.sources.files",
     "lightning_llm.errors": "lightning_llm.base.errors",
     "lightning_llm.keyed_hash": "lightning_llm.base.keyed_hash",
     "lightning_llm.registry": "lightning_llm.base.registry",
 }
-"""Old path -> new path of the modules that `docs/extend.md` named in the previous release."""
+"""Old path -> new path of the modules and packages that `docs/extend.md` named in the previous release."""
+
+
+def new_path(old: str) -> str | None:
+    """Return the path that took over from `old`, or None if it has not moved."""
+    package, _, module = old.rpartition(".")
+    return MOVED.get(old) or (f"{MOVED[package]}.{module}" if package in MOVED else None)
 
 
 class MovedModules:
@@ -26,14 +31,15 @@ class MovedModules:
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return a spec for a moved module, None for any other."""
-        return ModuleSpec(name, self, is_package=True) if name in MOVED else None  # type: ignore[arg-type]
+        return ModuleSpec(name, self, is_package=True) if new_path(name) else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Let Python make an empty module, which `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Put the module that took over in the place of `module`, after a warning."""
-        old, new = module.__name__, MOVED[module.__name__]
+        old = module.__name__
+        new = str(new_path(old))
         text = f"{old} has moved to {new}; the old path is removed in the next release"
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         sys.modules[old] = import_module(new)
@@ -42,4 +48,4 @@ class MovedModules:
 def install() -> None:
     """Add the finder, once."""
     if not any(isinstance(each, MovedModules) for each in sys.meta_path):
-        sys.meta_path.append(MovedModules())
+        sys.meta_path.insert(0, MovedModules())
