@@ -1,17 +1,19 @@
-"""Kinds by name: registered config classes, of which a config chooses one by its key. Imports no torch.
+"""Registries: the kinds of each extension point by name. Imports no torch.
 
-A kind (a mixer, an optimizer, ...) is a pydantic class: its fields are what YAML may set, one of them, the key, a
-`Literal` with the kind's name; its methods say what the planner must know and build the rest, importing torch only
-there. Registered are the classes of the modules `*_spec.py` in a registry's own package, and those of installed
-packages: their entry points in the group `lightning_llm.components` name modules that register when imported. So a
-recipe can choose what is installed and registered, and no word in it is ever imported.
+A kind (a mixer, an optimizer, ...) is a config class. Its fields are the keys that YAML may set; one of them, the key,
+is a `Literal` with the kind's name. Its methods tell the planner sizes and costs without torch. What trains is named
+by a string, such as `module: ClassVar[str] = "lightning_llm.model.norm:RMSNorm"`, and imported by `build` alone.
+
+The classes register when their module is imported: each registry names the modules of the built-in kinds, and an
+installed package names its own by entry points of the group `lightning_llm.components`. A config chooses among
+registered kinds; nothing that it contains is ever imported.
 """
 
-import importlib
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
@@ -28,14 +30,17 @@ Registered = TypeVar("Registered", bound=BaseModel)
 
 
 class Registry(Generic[Kind]):
-    """The kinds of one sort, by name. `Annotated[Base, registry]` is the type of a key that holds one of them.
+    """Registry of one extension point: name -> class. `Annotated[Base, registry]` types a key that holds one of them.
 
-    A config's schema takes the kinds when the first config is read; later none can be added.
+    The config schema takes the kinds when the first config is read; later none can be added.
     """
 
-    def __init__(self, noun: str, package: str, key: str = "kind"):
-        """`noun`: what messages call a kind; `package`: whose modules `*_spec` register; `key`: names the kind."""
-        self.noun, self.package, self.key = noun, package, key
+    def __init__(self, noun: str, *modules: str, key: str = "kind"):
+        """`noun`: what messages call a kind; `modules`: torch-free, register the built-in ones; `key`: names the kind.
+
+        The modules are given by dotted name and imported on first use, for they import this registry.
+        """
+        self.noun, self.modules, self.key = noun, modules, key
         self._kinds: dict[str, type[Kind]] = {}
         self._loaded = self._in_use = False
 
@@ -93,9 +98,11 @@ class Registry(Generic[Kind]):
     def _all(self) -> dict[str, type[Kind]]:
         if not self._loaded:
             self._loaded = True
-            for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
-                if module.name.endswith("_spec"):
-                    importlib.import_module(f"{self.package}.{module.name}")
+            for name in self.modules:
+                module = import_module(name)
+                for each in pkgutil.iter_modules(getattr(module, "__path__", ())):  # until no package is scanned
+                    if each.name.endswith("_spec"):
+                        import_module(f"{name}.{each.name}")
             load_installed()
         return self._kinds
 

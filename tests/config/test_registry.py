@@ -21,11 +21,11 @@ class Shape(Group):
 
 @pytest.fixture
 def shapes(tmp_path, monkeypatch):
-    """A registry whose package holds one module that registers, `square`; the test adds `circle`."""
+    """A registry with one built-in kind, `square`; the test adds `circle`."""
     package = tmp_path / "shapes_of_test"
     package.mkdir()
     (package / "__init__.py").write_text("SHAPES = None\n")
-    (package / "square_spec.py").write_text(
+    (package / "kinds.py").write_text(
         textwrap.dedent("""
         from typing import Literal
         import shapes_of_test
@@ -37,11 +37,11 @@ def shapes(tmp_path, monkeypatch):
             side: int = 2
         """)
     )
-    (package / "drawing.py").write_text("raise RuntimeError('only *_spec modules are imported')\n")
+    (package / "drawing.py").write_text("raise RuntimeError('only the named modules are imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
     import shapes_of_test
 
-    registry = Registry("shape", "shapes_of_test")
+    registry = Registry("shape", "shapes_of_test.kinds")
     shapes_of_test.SHAPES = registry
 
     @registry.register
