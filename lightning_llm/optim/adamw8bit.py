@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_llm.linalg.local_part import local
-from lightning_llm.optim.adamw8bit_spec import AdamW8bitConfig
+from lightning_llm.optim.kinds import AdamW8bitConfig
 from lightning_llm.optim.matrices import MatrixOptimizer, gradient_of
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}

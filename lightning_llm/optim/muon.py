@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_llm.linalg.local_part import local
+from lightning_llm.optim.kinds import MuonConfig
 from lightning_llm.optim.matrices import MatrixOptimizer, OnWhole, gradient_of, on_one_rank
-from lightning_llm.optim.muon_spec import MuonConfig
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Jordan et al. 2024's quintic, chosen for its slope at zero: it ends near, not at, singular values of 1."""

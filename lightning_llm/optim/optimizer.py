@@ -1,16 +1,16 @@
-"""Parameter groups, the role and the decay of each parameter, and the state that an optimizer starts from."""
+"""Shared by all optimizers: parameter groups and roles, AdamW, the initial state, and the learning rate of a step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_llm.config.schema import ScheduleConfig
 from lightning_llm.config.schema.optim import OptimConfig, Role, role_in_block
 from lightning_llm.linalg.local_part import local
-from lightning_llm.optim.adamw_spec import AdamWFields
-
-NamedParameters = Sequence[tuple[str, nn.Parameter]]
+from lightning_llm.optim.kinds import AdamWFields
+from lightning_llm.optim.schedule import learning_rate_factor
 
 
 class AdamW(torch.optim.AdamW):
@@ -41,9 +41,16 @@ def adamw(
 
 
 def groups_of(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> list[dict[str, Any]]:
-    """Return parameter groups with their weight decay: the decayed one and the other, as far as they hold any."""
-    decays = zip(decay_groups(parameters, config), (config.weight_decay, 0.0), strict=True)
-    return [{"params": [each for _, each in named], "weight_decay": decay} for named, decay in decays if named]
+    """Return parameter groups with their weight decay: the decayed one, then the other; an empty one is left out.
+
+    GPT-3's rule leaves norms, biases and embeddings undecayed; each is a key of its own.
+    """
+    decayed: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
+    for name, parameter in parameters:
+        (decayed if _decays(name, parameter.ndim, config) else undecayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def initialise_state(optimizer: torch.optim.Optimizer) -> None:
@@ -72,16 +79,6 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
             state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], torch.Tensor) else 0
 
 
-def decay_groups(
-    parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig
-) -> tuple[NamedParameters, NamedParameters]:
-    """Return (decayed, undecayed): GPT-3's rule leaves norms, biases and embeddings out, each a key of its own."""
-    groups: tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]] = ([], [])
-    for name, parameter in parameters:
-        groups[0 if _decays(name, parameter.ndim, config) else 1].append((name, parameter))
-    return groups
-
-
 def role_of(name: str, dimensions: int) -> Role:
     """Return the role of parameter `name` (its full name in a `Decoder`), which has so many dimensions."""
     if name.startswith("layers."):
@@ -100,3 +97,23 @@ def _decays(name: str, dimensions: int, config: OptimConfig) -> bool:
     if dimensions == 1:
         return config.decay_norms
     return True
+
+
+class LearningRate:
+    """Sets the rates of an optimizer before each update.
+
+    Base rates are those that `optimizer`'s groups are made with, and kept here: a checkpoint that is loaded into it
+    later brings the rates of its last update.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: ScheduleConfig, max_steps: int):
+        self.optimizer = optimizer
+        self.schedule, self.max_steps = schedule, max_steps
+        self.base_rates: list[float] = [group["lr"] for group in optimizer.param_groups]
+
+    def set(self, updates: int) -> float:
+        """Set every group's rate for the update after `updates` made ones; return the first group's."""
+        factor = learning_rate_factor(self.schedule, updates, self.max_steps)
+        for group, base_rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+            group["lr"] = base_rate * factor
+        return self.base_rates[0] * factor

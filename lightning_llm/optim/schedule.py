@@ -1,6 +1,9 @@
-"""The learning rate as a pure function of the number of updates made. Imports no torch."""
+"""Learning-rate schedules: the rate as a pure function of the updates made, and the built-in kinds. No torch."""
 
-from lightning_llm.config.schema.optim import ScheduleConfig
+import math
+from typing import Literal
+
+from lightning_llm.config.schema.optim import SCHEDULES, ScheduleConfig
 
 
 def learning_rate_factor(config: ScheduleConfig, updates: int, max_steps: int) -> float:
@@ -19,3 +22,35 @@ def progress(updates: int, start: int, total: int) -> float:
     if updates < start:
         return 0.0
     return min(1.0, (updates - start + 1) / max(1, total - start))
+
+
+@SCHEDULES.register
+class ConstantConfig(ScheduleConfig):
+    """Factor 1 after the warm-up."""
+
+    name: Literal["constant"] = "constant"
+
+    def after_warmup(self, updates: int, total: int) -> float:
+        return 1.0
+
+
+@SCHEDULES.register
+class CosineConfig(ScheduleConfig):
+    """f + (1 - f) (1 + cos(pi t)) / 2 (Loshchilov & Hutter 2017, eq. 5); f = `floor`, at `total_steps`."""
+
+    name: Literal["cosine"] = "cosine"
+
+    def after_warmup(self, updates: int, total: int) -> float:
+        falling = (1 + math.cos(math.pi * progress(updates, self.warmup_steps, total))) / 2
+        return self.floor + (1 - self.floor) * falling
+
+
+@SCHEDULES.register
+class WSDConfig(ScheduleConfig):
+    """1, then linearly to `floor` over the last `decay_fraction` (MiniCPM: Hu et al. 2024, section 4.2)."""
+
+    name: Literal["wsd"] = "wsd"
+
+    def after_warmup(self, updates: int, total: int) -> float:
+        start = max(self.warmup_steps, round(total * (1 - self.decay_fraction)))
+        return 1 - (1 - self.floor) * progress(updates, start, total)

@@ -17,12 +17,12 @@ from lightning_llm.config.schema import Config
 from lightning_llm.data.batch import Batch
 from lightning_llm.model.chunked_loss import LossOf
 from lightning_llm.model.loss import IGNORED_LABEL
-from lightning_llm.optim.learning_rate import LearningRate
+from lightning_llm.optim.optimizer import LearningRate
 from lightning_llm.parallel.grad_norm import clip_gradients, gradient_norm
 from lightning_llm.parallel.host_read import read_numbers
 from lightning_llm.parallel.pipeline import Pipeline
 from lightning_llm.parallel.whole_matrices import WholeMatrices
-from lightning_llm.train.algorithm.protocol import Algorithm
+from lightning_llm.train.algorithm import Algorithm
 from lightning_llm.train.distillation import RECORD, Distillation
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel

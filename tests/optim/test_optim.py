@@ -16,10 +16,9 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import OptimConfig, ParallelConfig
 from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES, ParameterShard
 from lightning_llm.optim.adamw8bit import dequantised, dynamic_map, quantised
-from lightning_llm.optim.learning_rate import LearningRate
 from lightning_llm.optim.matrices import on_one_rank
 from lightning_llm.optim.muon import orthogonalised
-from lightning_llm.optim.optimizer import decay_groups, initialise_state, role_of
+from lightning_llm.optim.optimizer import LearningRate, groups_of, initialise_state, role_of
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.grad_norm import clip_gradients, gradient_norm
 from lightning_llm.parallel.layout import Layout
@@ -50,9 +49,13 @@ def config(**values: object) -> OptimConfig:
     ],
 )
 def test_what_is_decayed(key, names):
-    decayed, undecayed = decay_groups(PARAMETERS, config(**({key: True} if key else {})))
-    assert {name for name, _ in decayed} == names
-    assert len(decayed) + len(undecayed) == len(PARAMETERS)
+    settings = config(**({key: True} if key else {}))
+    groups = groups_of(PARAMETERS, settings)
+    name_of = {id(parameter): name for name, parameter in PARAMETERS}
+    decayed, undecayed = ({name_of[id(each)] for each in group["params"]} for group in groups)
+    assert [group["weight_decay"] for group in groups] == [settings.weight_decay, 0.0]
+    assert decayed == names
+    assert undecayed == set(name_of.values()) - names
 
 
 def test_the_update_is_adamw_in_float64():

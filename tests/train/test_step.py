@@ -20,7 +20,7 @@ from lightning_llm.config.schema.precision import LossScalingConfig
 from lightning_llm.data.batch import Batch
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
-from lightning_llm.optim.learning_rate import LearningRate
+from lightning_llm.optim.optimizer import LearningRate
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.activation import checkpoint_blocks
 from lightning_llm.parallel.context import SequenceSharder
@@ -28,7 +28,7 @@ from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.vocabulary import loss_sum_of
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.train.algorithm.synchronous import Synchronous
+from lightning_llm.train.algorithm import Synchronous
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import Quantisation

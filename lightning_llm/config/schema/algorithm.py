@@ -1,11 +1,12 @@
 """`algorithm`: what happens to the weights beside the optimizer's update. A registered kind, chosen by name.
 
-A kind is a subclass of `AlgorithmConfig` in a module `lightning_llm/train/algorithm/*_spec.py`, or in an installed
-package (docs/extend.md).
+A kind is a subclass of `AlgorithmConfig`: in `lightning_llm/train/algorithm.py`, or in an installed package
+(docs/extend.md).
 """
 
 from collections.abc import Iterable
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -15,7 +16,10 @@ from lightning_llm.config.schema.optim import ParameterShard
 
 
 class AlgorithmConfig(Group):
-    """What every training algorithm has, and what it must say of itself."""
+    """Base class of training algorithms: the shared key, and the methods that planner and training call."""
+
+    module: ClassVar[str]
+    """`package.module:Class` of the torch code, called with (parameters, config)."""
 
     name: str = Field(description="a registered training algorithm")
 
@@ -24,11 +28,11 @@ class AlgorithmConfig(Group):
         raise NotImplementedError
 
     def build(self, parameters: Iterable[tuple[str, Any]], layout: Any) -> Any:
-        """Return the `train.algorithm.protocol.Algorithm` over this rank's (name, nn.Parameter) pairs.
+        """Return the `train.algorithm.Algorithm` over this rank's (name, nn.Parameter) pairs.
 
         `layout` is the `parallel.layout.Layout`: what it reduces over which ranks.
         """
-        raise NotImplementedError
+        return resolve_name(self.module)(parameters, self)
 
 
 ALGORITHMS: Registry[AlgorithmConfig] = Registry("training algorithm", "lightning_llm.train.algorithm", key="name")

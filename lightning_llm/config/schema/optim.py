@@ -1,12 +1,13 @@
 """`optim` and `schedule`: the update rule, and the learning rate over time. Both are registered kinds, chosen by name.
 
-A kind is a subclass of `OptimConfig` or `ScheduleConfig` in a module `lightning_llm/optim/*_spec.py`, or in an
-installed package (docs/extend.md). Its fields are its keys in YAML; planner and training ask its methods.
+A kind is a subclass of `OptimConfig` (`optim/kinds.py`) or of `ScheduleConfig` (`optim/schedule.py`), or of either in
+an installed package (docs/extend.md). Its fields are its keys in YAML; planner and training call its methods.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from pkgutil import resolve_name
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -46,7 +47,10 @@ def role_in_block(dimensions: int) -> Role:
 
 
 class OptimConfig(Group):
-    """What every optimizer has, and what it must say of itself."""
+    """Base class of optimizers: the shared keys, and the methods that planner and training call."""
+
+    module: ClassVar[str]
+    """`package.module:Class` of the torch.optim.Optimizer, called with (parameters, config)."""
 
     name: str = Field(description="a registered optimizer")
     learning_rate: PositiveFloat = Field(description="peak learning rate; step_law, or step_law*0.5: of Step Law")
@@ -82,7 +86,7 @@ class OptimConfig(Group):
         Parameters, gradients and state are this rank's DTensors where anything is sharded. `on_whole` is an
         `optim.matrices.OnWhole`: how a rule that needs whole matrices gets them.
         """
-        raise NotImplementedError
+        return resolve_name(self.module)(parameters, self)
 
 
 class ScheduleConfig(Group):
@@ -138,5 +142,5 @@ class ScheduleConfig(Group):
         raise NotImplementedError
 
 
-OPTIMIZERS: Registry[OptimConfig] = Registry("optimizer", "lightning_llm.optim", key="name")
-SCHEDULES: Registry[ScheduleConfig] = Registry("schedule", "lightning_llm.optim", key="name")
+OPTIMIZERS: Registry[OptimConfig] = Registry("optimizer", "lightning_llm.optim.kinds", key="name")
+SCHEDULES: Registry[ScheduleConfig] = Registry("schedule", "lightning_llm.optim.schedule", key="name")

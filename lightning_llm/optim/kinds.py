@@ -1,0 +1,114 @@
+"""The optimizers that a config chooses: their keys, bytes of state and bytes exchanged. Imports no torch.
+
+`adamw`: Loshchilov & Hutter 2019. `adamw8bit`: Dettmers et al. 2022, arXiv 2110.02861. `muon`: Jordan et al. 2024,
+kellerjordan.github.io/posts/muon.
+"""
+
+import math
+from collections.abc import Iterable
+from pkgutil import resolve_name
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from lightning_llm.config.schema.base import PositiveFloat, PositiveInt
+from lightning_llm.config.schema.optim import OPTIMIZERS, Beta, OptimConfig, ParameterShard
+
+
+class AdamWFields(OptimConfig):
+    """The keys of AdamW; also of optimizers that use it for some parameters."""
+
+    beta1: Beta = Field(0.9, description="decay of the mean of gradients")
+    beta2: Beta = Field(0.95, description="decay of the mean of squared gradients")
+    eps: PositiveFloat = Field(1e-8, description="added to the root of the second moment")
+
+    @property
+    def takes_adamw_rates(self) -> bool:
+        return True
+
+    def state_bytes(self, shard: ParameterShard, dtype_bytes: int) -> int:
+        """Return the bytes of AdamW's two moments, in the parameter's shape and dtype."""
+        return 2 * dtype_bytes * shard.elements
+
+
+@OPTIMIZERS.register
+class AdamWConfig(AdamWFields):
+    """torch.optim.AdamW for every parameter."""
+
+    module: ClassVar[str] = "lightning_llm.optim.optimizer:adamw"
+    name: Literal["adamw"] = "adamw"
+
+
+@OPTIMIZERS.register
+class AdamW8bitConfig(AdamWFields):
+    """Block-wise 8-bit moments of the matrices of blocks and head; embeddings, norms and biases keep theirs whole.
+
+    Embeddings do so in the paper, too (section 2.3). A block is `block_size` neighbours within a row of the whole
+    matrix, the last of a row being shorter, so that shards of rows hold whole blocks whatever the layout.
+    """
+
+    module: ClassVar[str] = "lightning_llm.optim.adamw8bit:AdamW8bit"
+    name: Literal["adamw8bit"] = "adamw8bit"
+    block_size: PositiveInt = Field(256, description="elements of a row that share one scale")
+
+    def state_bytes(self, shard: ParameterShard, dtype_bytes: int) -> int:
+        """Return two bytes per element and two fp32 scales per block, or the bytes of AdamW's moments."""
+        if shard.role not in ("hidden", "head"):
+            return super().state_bytes(shard, dtype_bytes)
+        return 2 * shard.elements + 2 * 4 * shard.rows * -(-shard.columns // self.block_size)
+
+    def shard_problem(self, columns: int, parts: int) -> str | None:
+        """Return what is wrong where parts of a row would end within a block."""
+        part, rest = divmod(columns, parts)
+        if parts == 1 or rest or part % self.block_size == 0:
+            return None
+        return (
+            f"of {columns} / {parts} = {part} elements, no multiple of optim.block_size={self.block_size}: a block "
+            f"would lie on two ranks. Set optim.block_size={math.gcd(part, self.block_size)}"
+        )
+
+
+@OPTIMIZERS.register
+class MuonConfig(AdamWFields):
+    """torch.optim.Muon on every matrix of a block; embeddings, head, norms and biases take AdamW.
+
+    Momentum is sharded as its parameter is. A sharded matrix goes to one rank to be orthogonalised, and back.
+    """
+
+    module: ClassVar[str] = "lightning_llm.optim.muon:Muon"
+    name: Literal["muon"] = "muon"
+    adamw_learning_rate: PositiveFloat | None = Field(
+        None, description="peak learning rate of what AdamW updates; null: learning_rate"
+    )
+    momentum: Beta = Field(0.95, description="decay of the momentum that is orthogonalised")
+    nesterov: bool = Field(True, description="Nesterov's form of it")
+    newton_schulz_steps: int = Field(5, ge=1, lt=100, description="iterations that orthogonalise the update")
+    adjust_learning_rate: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw", description="how a matrix's shape scales its learning rate"
+    )
+
+    @property
+    def takes_adamw_rates(self) -> bool:
+        return self.adjust_learning_rate == "match_rms_adamw"
+
+    def learning_rate_scale(self, rows: int, columns: int) -> float:
+        """Return what the learning rate of a [rows, columns] matrix is multiplied by.
+
+        `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), which gives updates the root mean square of AdamW's, so that
+        its learning rate and weight decay serve (Liu et al. 2025, arXiv 2502.16982, eq. 4). `original`:
+        sqrt(max(1, rows / columns)) (Jordan et al. 2024), for learning rates about 0.02.
+        """
+        if self.adjust_learning_rate == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1, rows / columns))
+
+    def state_bytes(self, shard: ParameterShard, dtype_bytes: int) -> int:
+        """Return the bytes of a hidden matrix's momentum, or of AdamW's moments."""
+        return dtype_bytes * shard.elements if shard.role == "hidden" else super().state_bytes(shard, dtype_bytes)
+
+    def exchanged_bytes(self, shard: ParameterShard) -> int:
+        """Return the bytes of a hidden matrix's update, which is orthogonalised in bf16."""
+        return 2 * shard.elements if shard.role == "hidden" else 0
+
+    def build(self, parameters: Iterable[tuple[str, Any]], on_whole: Any) -> Any:
+        return resolve_name(self.module)(parameters, self, on_whole)
