@@ -28,7 +28,7 @@ from lightning_llm.data.opening import open_corpus
 from lightning_llm.linalg.gemm import linear
 from lightning_llm.parallel.torch_private import all_gather
 from lightning_llm.plan.check import check_config
-from lightning_llm.plan.measured_cluster import write_cluster
+from lightning_llm.plan.cluster import write_cluster
 from lightning_llm.plan.time.step import StepTimer
 from lightning_llm.run.prepared_rank import quiet_lightning
 

@@ -25,7 +25,7 @@ from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.parallel.compile import compile_blocks
+from lightning_llm.parallel.blocks import compile_blocks
 from lightning_llm.precision.native.decide import decide
 from lightning_llm.train.quantisation import Quantisation
 

@@ -24,8 +24,8 @@ from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.loss import chunked_for
 from lightning_llm.model.weights.whole import frozen
 from lightning_llm.optim.optimizer import initialise_state
+from lightning_llm.parallel.apply import InitialSlice, materialise
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.materialise import InitialSlice, materialise
 from lightning_llm.plan.memory.activations import on_gpu
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Plan

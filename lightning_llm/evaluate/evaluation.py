@@ -23,8 +23,8 @@ from lightning_llm.evaluate.weights import decoder_of, sharded_decoder_of, token
 from lightning_llm.model.ensemble import COMBINATIONS, Combine, Ensemble
 from lightning_llm.model.weights.convert import whole_state
 from lightning_llm.model.weights.initial import InitialWeights
+from lightning_llm.parallel.apply import InitialSlice
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.materialise import InitialSlice
 from lightning_llm.parallel.process_group import leave_process_group
 from lightning_llm.probe.subject import Subject, verified_weights
 from lightning_llm.run.agreement import agree_on_inputs

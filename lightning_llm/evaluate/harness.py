@@ -23,7 +23,7 @@ from lightning_llm.evaluate.scoring import Continuation, continuation_scores
 from lightning_llm.evaluate.task_settings import WritingSettings, settings_problems
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.generate import CachedLogits, RecomputedLogits, sampled
-from lightning_llm.parallel.fully_shard import reshard
+from lightning_llm.parallel.dp_shard import reshard
 from lightning_llm.train.parallel_model import ParallelModel
 
 Pair = tuple[tuple[str, str], list[int], list[int]]

@@ -8,7 +8,7 @@ from torch.optim.swa_utils import get_swa_avg_fn
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.from_weights import NOT_OF_WEIGHTS
 from lightning_llm.evaluate.weights import tokenizer_of
-from lightning_llm.parallel.materialise import InitialSlice
+from lightning_llm.parallel.apply import InitialSlice
 from lightning_llm.probe.subject import Subject
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from lightning_llm.model.loss import IGNORED_LABEL
-from lightning_llm.parallel.fully_shard import reshard
+from lightning_llm.parallel.dp_shard import reshard
 from lightning_llm.parallel.gathered_logits import whole_vocabulary
 from lightning_llm.train.parallel_model import ParallelModel
 

@@ -13,8 +13,8 @@ from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.ensemble import Combine, Ensemble
+from lightning_llm.parallel.apply import InitialSlice
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.materialise import InitialSlice
 from lightning_llm.probe.subject import Subject, delayed_state
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import Quantisation

@@ -9,7 +9,7 @@ import yaml
 from lightning_llm.base.hardware import planned_hardware
 from lightning_llm.config.commands import command
 from lightning_llm.health.report import HealthReport
-from lightning_llm.plan.measured_cluster import write_cluster
+from lightning_llm.plan.cluster import write_cluster
 
 LINKS_FILE = "links.yaml"
 HOW = "These machines by the clock, by `lightning-llm health`."

@@ -172,7 +172,7 @@ class Mixer(Part):
     first token begins a new state; None for whole sequences."""
 
     context_parallel: ClassVar[bool] = False
-    """Whether ranks can share a sequence. If so the module has `attend` and `kernel`, see `parallel.context`."""
+    """Whether ranks can share a sequence. If so the module has `attend` and `kernel`, see `parallel.cp`."""
 
     def window_tokens(self, model: ModelConfig) -> int | None:
         """Return how many tokens up to itself a token sees; None: all before it."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.collectives import GroupRef, gathered
-from lightning_llm.parallel.context import SequenceSharder, positions_of
+from lightning_llm.parallel.cp import SequenceSharder, positions_of
 from lightning_llm.parallel.layout import Layout
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_llm.linalg.local_part import local
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.tensor import is_tp_shard
+from lightning_llm.parallel.tp import is_tp_shard
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], layout: Layout, copies: Iterable[nn.Parameter] = ()) -> Tensor:

@@ -1,15 +1,168 @@
-"""Joining the process group of a run's ranks."""
+"""The process group of a run's ranks: meeting at a store, joining, leaving, and the last collectives of this rank.
 
+torch waits for missing ranks in C++, up to half an hour, without a line and deaf to signals. Here a rank waits in
+slices, so that signals end the wait, and reports which ranks are missing.
+"""
+
+import json
 import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.parallel.cuda_environment import GLOO, NCCL, set_missing
-from lightning_llm.parallel.meeting import meet, open_store
+from lightning_llm.parallel.torch_private import private
+
+NOTED_AFTER_SECONDS = 10.0
+"""Ranks on busy machines come seconds after each other."""
+SLICES = (0.002, 0.25)
+"""Shortest and longest pause between two looks, in seconds."""
+MOST_NAMED = 16
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Wait:
+    """A wait of this rank, noted once it has lasted.
+
+    `now` and `sleep` are the clock's, in seconds; `timeout`: after which it gives up.
+    """
+
+    def __init__(
+        self, timeout: float, now: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ):
+        self._timeout, self._now, self._sleep = timeout, now, sleep
+
+    def until(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Return when `done`; say `what` is waited for after `NOTED_AFTER_SECONDS`.
+
+        Raises:
+            ConfigError: it took `timeout` seconds.
+        """
+        began, pause, noted = self._now(), SLICES[0], False
+        while not done():
+            waited = self._now() - began
+            if waited >= self._timeout:
+                text = f"waited {self._timeout:g} s (parallel.timeout_seconds) in vain for {what()}. {_remedy()}"
+                raise ConfigError(Problem("WORLD_SIZE", text))
+            if waited >= NOTED_AFTER_SECONDS and not noted:
+                noted = True
+                print(f"note   waiting for {what()}. {_remedy()}", file=sys.stderr, flush=True)
+            self._sleep(pause)
+            pause = min(2 * pause, SLICES[1])
+
+
+def open_store(rank: int, timeout_seconds: float) -> Any:
+    """Return the store at MASTER_ADDR:MASTER_PORT: rank 0's own where no agent of torchrun's keeps it.
+
+    Raises:
+        ConfigError: an address is missing or taken, or nobody has opened it in time.
+    """
+    host, port = _address()
+    timeout = timedelta(seconds=timeout_seconds)
+    opens = rank == 0 and os.environ.get(AGENT_STORE) != str(True)
+    if not opens:
+        where = f"rank 0 to open {host}:{port} ({_origin()})"
+        Wait(timeout_seconds).until(lambda: _listens(host, port), lambda: where)
+    with _port_usable(host, port):
+        return dist.TCPStore(host, port, is_master=opens, timeout=timeout, wait_for_workers=False, multi_tenant=opens)
+
+
+def meet(store: Any, rank: int, world: int, timeout_seconds: float) -> None:
+    """Return when all ranks have come to `store`. Collective.
+
+    Rank 0 opens a meeting under a new key, ranks answer it by words of their own, and it closes it with these words:
+    what an earlier start left in the store counts for nothing.
+
+    Raises:
+        ConfigError: they did not all come in time.
+    """
+    host, port = _address()
+    wait, where = Wait(timeout_seconds), f"at {host}:{port} ({_origin()})"
+    own = uuid.uuid4().hex
+    if rank == 0:
+        meeting = own
+        store.set("meeting", meeting)
+        away = set(range(1, world))
+
+        def all_here() -> bool:
+            away.difference_update([each for each in away if store.check([f"{meeting}/{each}"])])
+            return not away
+
+        wait.until(all_here, lambda: f"{len(away)} of {world} ranks {where}: {_named(sorted(away))}")
+        store.set(f"{meeting}/all", b" ".join(store.get(f"{meeting}/{each}") for each in range(1, world)))
+        return
+    answered = ""
+
+    def closed() -> bool:
+        nonlocal answered
+        if store.check(["meeting"]) and (meeting := store.get("meeting").decode()) != answered:
+            answered = meeting
+            store.set(f"{meeting}/{rank}", own)
+        closing = f"{answered}/all"
+        return bool(answered and store.check([closing]) and own.encode() in store.get(closing))
+
+    wait.until(closed, lambda: f"other ranks than {rank} of {world} {where}; rank 0 names them")
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _address() -> tuple[str, int]:
+    problems = []
+    for name, what in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a port that is free there")):
+        value = os.environ.get(name, "").strip()
+        if not value or (name == "MASTER_PORT" and not (value.isdecimal() and 0 < int(value) < 1 << 16)):
+            text = f"is {value!r}, and must be {what}, where ranks meet. torchrun sets it; or set it for all ranks."
+            problems.append(Problem(name, text))
+    if problems:
+        raise ConfigError(problems)
+    return os.environ["MASTER_ADDR"].strip(), int(os.environ["MASTER_PORT"])
+
+
+@contextmanager
+def _port_usable(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        why = str(error).splitlines()[0]
+        text = f"{host}:{port} cannot be used for the ranks to meet ({why}). Is the port taken? Set MASTER_PORT to "
+        text += "another."
+        raise ConfigError(Problem("MASTER_PORT", text)) from error
+
+
+def _origin() -> str:
+    source = (
+        "srun's variables SLURM_PROCID, SLURM_NTASKS; " if "SLURM_PROCID" in os.environ else "torchrun's variables "
+    )
+    known = " ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
+    return f"from {source}{known}"
+
+
+def _remedy() -> str:
+    return "Start the others; or, where the variables are left over from an earlier start, end this one and unset them"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:MOST_NAMED]))
+    return shown + (f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else "")
+
 
 JOINED = "lightning-llm/joined"
 """The key under which the ranks' store counts the groups that have met by it."""
@@ -65,3 +218,25 @@ def leave_process_group() -> None:
     """Leave, where one was joined: other ranks then see an end, not a lost peer."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+FIELDS = ("record_id", "profiling_name", "collective_seq_id", "input_sizes", "input_dtypes", "output_sizes")
+
+
+def collectives() -> list[dict[str, Any]]:
+    """Return those that are kept, the oldest first; `ended`: whether this rank's part is done, `age_seconds`: begun."""
+    if not dist.is_initialized() or dist.get_backend() != "gloo":
+        return []
+    entries = json.loads(private(_distributed_c10d, "_dump_fr_trace_json")(True, False)).get("entries", [])
+    now = time.time()
+    return [_described(each, now) for each in sorted(entries, key=lambda each: each["record_id"])]
+
+
+def _described(entry: Mapping[str, Any], now: float) -> dict[str, Any]:
+    number, name = entry["process_group"]
+    return {
+        **{key: entry[key] for key in FIELDS},
+        "group": number if name in ("", "undefined") else name,
+        "ended": entry["retired"],
+        "age_seconds": round(now - entry["time_created_ns"] / 1e9, 3),
+    }

@@ -8,8 +8,7 @@ from lightning_llm.config.schema.model import DEFAULT_LAYERS
 from lightning_llm.model.block_spec import mixer_of
 from lightning_llm.model.mixer.attention_spec import AttentionSpec
 from lightning_llm.model.spec import ForwardPass, Mixer
-from lightning_llm.plan.compiled_blocks import compiles
-from lightning_llm.plan.resolve import Plan, Resolution
+from lightning_llm.plan.resolve import Plan, Resolution, compiles
 
 KEY = "trainer.attention_kernel"
 OF_CUDA = ("cudnn", "efficient", "flex")

@@ -15,13 +15,11 @@ from lightning_llm.model.linear_names import linear_names, linears_of
 from lightning_llm.plan.attention_kernel import attention_kernel_problems
 from lightning_llm.plan.checkpoints import retention_problems
 from lightning_llm.plan.cluster import cluster_rules
-from lightning_llm.plan.compiled_blocks import compiler_failure
 from lightning_llm.plan.degrees import Degrees, checkpointing_problems, layout_problems
 from lightning_llm.plan.divisibility import sharding_problems
-from lightning_llm.plan.memory.parameter_gather import parameter_gather_problems
-from lightning_llm.plan.memory.weight_casts import weight_cast_problems
+from lightning_llm.plan.memory.weight_casts import parameter_gather_problems, weight_cast_problems
 from lightning_llm.plan.nodes import tensor_parallel_problems
-from lightning_llm.plan.resolve import Plan, Resolution
+from lightning_llm.plan.resolve import Plan, Resolution, compiler_failure
 from lightning_llm.plan.stages import pipeline_problems
 from lightning_llm.plan.teachers import teacher_problems
 from lightning_llm.precision.recipe.lint import lint

@@ -1,7 +1,11 @@
-"""What cannot be between a cluster's keys, and between them and the rest. Imports no torch."""
+"""Rules of a cluster's keys, alone and with the rest of a config; and the file of a measured cluster. No torch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.base.hardware import planned_peak_flops
@@ -95,3 +99,24 @@ def _package_memory_problems(config: Config, cluster: ClusterConfig) -> Iterator
     if package is not None and package.gb_per_second > memory:
         text = f"is {package.gb_per_second:g}, above {_MEMORY}={memory:g}, from which it is read. Are these Gb/s?"
         yield Problem("cluster.within_package.gb_per_second", text)
+
+
+MEASURED = "measured"
+
+
+def write_cluster(folder: Path, values: Mapping[str, Any], how: str) -> Path:
+    """Write `folder`/cluster/measured.yaml, of which `how` says whence it is; return it.
+
+    `values` are the keys of `cluster` but its name. Links are at most as fast as the memory that they are read from.
+    """
+    most = values["memory_gb_per_second"]
+    links = {
+        key: {**values[key], "gb_per_second": min(values[key]["gb_per_second"], most)}
+        for key in ("within_node", "between_nodes")
+    }
+    whole = ClusterConfig.model_validate({"name": MEASURED, **values, **links})
+    file = folder / "cluster" / f"{MEASURED}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content = yaml.safe_dump(whole.model_dump(exclude_unset=True), sort_keys=False)
+    file.write_text(f"# {how}\n{content}", encoding="utf-8")
+    return file

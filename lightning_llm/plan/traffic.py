@@ -9,9 +9,9 @@ from lightning_llm.model.linear_names import block_linears
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.activations import boundary_bytes, recomputed_layers, tokens_of
-from lightning_llm.plan.memory.parameter_gather import gathered_units
 from lightning_llm.plan.memory.rank_bytes import peak_memory_pp_rank
 from lightning_llm.plan.memory.units import Unit, micro_batches_per_rank, shard_ranks, sums_in_tree, uses_fsdp
+from lightning_llm.plan.memory.weight_casts import gathered_units
 from lightning_llm.plan.nodes import SHARD_AXES, TREE_SCATTER, ranks_per_node, share_between_nodes
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, layers_of, parts_of

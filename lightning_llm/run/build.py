@@ -17,8 +17,8 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.targets import refused
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.data.corpus import Corpus
+from lightning_llm.parallel.apply import InitialSlice
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.materialise import InitialSlice
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.facts import config_facts
 from lightning_llm.run.launch.environment import rank_environment

@@ -18,9 +18,8 @@ from lightning_llm.config.schema import Config
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.parallel.cuda_environment import environment_line
 from lightning_llm.parallel.process_group import leave_process_group
-from lightning_llm.plan.compiled_blocks import compile_note
 from lightning_llm.plan.origin import origin_lines
-from lightning_llm.plan.resolve import Plan
+from lightning_llm.plan.resolve import Plan, compile_note
 from lightning_llm.plan.text.report import notes, plan_line
 from lightning_llm.run.agreement import agree_on_data, decide_together
 from lightning_llm.run.attention_kernel import attention_of, kernel_line

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_llm.base.errors import CallbackFailedError
 from lightning_llm.config.schema import Config
-from lightning_llm.parallel.flight_recorder import collectives
+from lightning_llm.parallel.process_group import collectives
 from lightning_llm.tracking.files import mark_failed, summary_of
 from lightning_llm.tracking.rank_heartbeat import RankHeartbeat
 from lightning_llm.tracking.rank_liveness import (

@@ -19,7 +19,7 @@ FOLDER = "ranks"
 NAMED_RANKS = 8
 """How many ranks an error names, of thousands."""
 Collective = Mapping[str, Any]
-"""What `parallel.flight_recorder` tells of one."""
+"""What `parallel.process_group` tells of one."""
 
 
 class RankSilentError(Exception):

@@ -13,9 +13,9 @@ from lightning_llm.data.batch import Batch, ValidationBatch
 from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
+from lightning_llm.parallel.apply import InitialSlice
 from lightning_llm.parallel.gathered_logits import GatheredLogits
-from lightning_llm.parallel.materialise import InitialSlice
-from lightning_llm.parallel.pipeline import PipelinedDecoder
+from lightning_llm.parallel.pp import PipelinedDecoder
 from lightning_llm.precision.cast.kernel_cache import tally
 from lightning_llm.precision.linear.swap import EMULATED
 from lightning_llm.precision.native.decide import Decision

@@ -10,14 +10,13 @@ from torch import Tensor
 from lightning_llm.config.schema import Config, ParallelConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.dtypes import DTYPES
-from lightning_llm.parallel.apply import apply_parallel
-from lightning_llm.parallel.context import SequenceSharder
+from lightning_llm.parallel.apply import Fill, InitialSlice, apply_parallel, materialise
+from lightning_llm.parallel.cp import SequenceSharder
 from lightning_llm.parallel.gathered_logits import GatheredLogits
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.materialise import Fill, InitialSlice, materialise
-from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
-from lightning_llm.parallel.vocabulary import loss_sum_of
+from lightning_llm.parallel.pp import Pipeline, PipelinedDecoder
+from lightning_llm.parallel.tp import loss_sum_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.units import micro_batches_per_rank
 from lightning_llm.plan.memory.weight_casts import keeping_blocks

@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 
 from lightning_llm.data.batch import ValidationBatch
 from lightning_llm.model.loss import IGNORED_LABEL
-from lightning_llm.parallel.fully_shard import reshard
+from lightning_llm.parallel.dp_shard import reshard
 from lightning_llm.train.parallel_model import ParallelModel
 
 VIEWS = ("val_loss", "val_loss_high_precision")

@@ -13,8 +13,7 @@ from lightning_llm.plan.check import check_config
 from lightning_llm.plan.degrees import resolve_degrees
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.plan.schedule import chunks_in_flight
-from lightning_llm.plan.stages import _even_split, split_layers
+from lightning_llm.plan.stages import _even_split, chunks_in_flight, split_layers
 from lightning_llm.plan.text.report import plan_facts
 
 BATCH = ["data.micro_batch_size=1", "data.sequence_length=2048"]

@@ -17,7 +17,7 @@ from lightning_llm.model.mixer import attention
 from lightning_llm.model.mixer.attention import dot_product_attention
 from lightning_llm.model.mixer.attention_kernel import attention_by
 from lightning_llm.model.mixer.seen_keys import SeenKeys, document_mask
-from lightning_llm.parallel.context import keys_of_all_ranks, positions_of
+from lightning_llm.parallel.cp import keys_of_all_ranks, positions_of
 
 
 @st.composite

@@ -9,9 +9,9 @@ from torch import Tensor
 from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema import Config
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.parallel.context import positions_of
+from lightning_llm.parallel.cp import positions_of
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.quantised import place_shards
+from lightning_llm.parallel.operand_shards import place_shards
 from lightning_llm.plan.degrees import Degrees, resolve_degrees
 from lightning_llm.plan.divisibility import CONTRACTION
 from lightning_llm.precision.cast.inductor import Backend

@@ -23,7 +23,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig, PrecisionConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
-from lightning_llm.parallel.context import SequenceSharder
+from lightning_llm.parallel.cp import SequenceSharder
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.precision.linear.module import set_step_key

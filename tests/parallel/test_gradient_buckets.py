@@ -15,11 +15,10 @@ from traced_run import layout_here, whole
 from lightning_llm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from lightning_llm.dry_run.counting import Counting
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.parallel import gradient_buckets
+from lightning_llm.parallel import gradient_sync as gradient_buckets
 from lightning_llm.parallel.apply import apply_parallel
-from lightning_llm.parallel.context import SequenceSharder
-from lightning_llm.parallel.gradient_buckets import BEGIN, END, Bucket, BucketReductions, buckets_of
-from lightning_llm.parallel.gradient_sync import GradientSync
+from lightning_llm.parallel.cp import SequenceSharder
+from lightning_llm.parallel.gradient_sync import BEGIN, END, Bucket, BucketReductions, GradientSync, buckets_of
 from lightning_llm.plan.memory import buffers
 
 FP32 = PrecisionConfig(name="fp32", compute_dtype="fp32")

@@ -22,8 +22,7 @@ from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.folder import open_huggingface
 from lightning_llm.model.weights.initial import InitialWeights
 from lightning_llm.model.weights.tensors import stored_as
-from lightning_llm.parallel.apply import apply_parallel
-from lightning_llm.parallel.materialise import ELEMENTS_AT_ONCE
+from lightning_llm.parallel.apply import ELEMENTS_AT_ONCE, apply_parallel
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
 

@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.parallel import meeting
-from lightning_llm.parallel.meeting import Wait, meet, open_store
+from lightning_llm.parallel import process_group as meeting
+from lightning_llm.parallel.process_group import Wait, meet, open_store
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29633"}
 

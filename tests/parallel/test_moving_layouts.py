@@ -16,7 +16,7 @@ from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.gathered_logits import GatheredLogits
-from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
+from lightning_llm.parallel.pp import Pipeline, PipelinedDecoder
 
 SHAPE = [
     "model.num_heads=4", "model.num_kv_heads=2", "data.global_batch_size=4", "data.micro_batch_size=2",

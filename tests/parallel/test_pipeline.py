@@ -16,11 +16,10 @@ from traced_run import difference, run_with, traced_run
 
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.config.compose import compose_config
-from lightning_llm.parallel import pipeline as pipeline_module
-from lightning_llm.parallel.pipeline import Pipeline
-from lightning_llm.parallel.train_stage import TrainStage
-from lightning_llm.plan.schedule import receives_waiting
-from lightning_llm.plan.stages import bubble_fraction
+from lightning_llm.parallel import pp as pipeline_module
+from lightning_llm.parallel.pp import Pipeline
+from lightning_llm.parallel.pp_stage import TrainStage
+from lightning_llm.plan.stages import bubble_fraction, receives_waiting
 from lightning_llm.train.spikes.nonfinite import NonFiniteError
 
 SHORT = ["trainer.max_steps=2", "schedule.warmup_steps=1"]

@@ -19,7 +19,7 @@ from traced_run import layout_here, run_with
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.precision import slots_of
-from lightning_llm.parallel.context import positions_of
+from lightning_llm.parallel.cp import positions_of
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.divisibility import CONTRACTION, sharding_problems
 from lightning_llm.plan.shard_axes import SHARD_AXES

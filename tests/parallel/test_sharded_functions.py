@@ -13,9 +13,8 @@ from lightning_llm.model.linear import Linear
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.model.mixer.attention import dot_product_attention, torch_attention
 from lightning_llm.model.mixer.seen_keys import document_mask
-from lightning_llm.parallel.context import ContextAttention, SequenceSharder, keys_of_all_ranks, positions_of
-from lightning_llm.parallel.tensor import Region, _become, _Row
-from lightning_llm.parallel.vocabulary import loss_sum_of
+from lightning_llm.parallel.cp import ContextAttention, SequenceSharder, keys_of_all_ranks, positions_of
+from lightning_llm.parallel.tp import Region, _become, _Row, loss_sum_of
 
 BATCH, TOKENS, VOCABULARY, REAL = 2, 16, 32, 13  # the last rank of two has no real token id
 HEADS, KEYS, ELEMENTS = 4, 2, 8

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from lightning_llm.base.errors import ConfigError
+from lightning_llm.parallel.pp_stage import TrainStage
 from lightning_llm.parallel.torch_private import TESTED, check_overridden, private
-from lightning_llm.parallel.train_stage import TrainStage
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lightning_llm.config.schema import ParallelConfig
-from lightning_llm.plan.schedule import Pass, passes_of, receives_waiting
-from lightning_llm.plan.stages import bubble_fraction
+from lightning_llm.plan.stages import Pass, bubble_fraction, passes_of, receives_waiting
 from lightning_llm.plan.time.waiting import finish_times
 
 

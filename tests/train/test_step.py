@@ -22,11 +22,11 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.optim.optimizer import LearningRate
 from lightning_llm.optim.schedule import learning_rate_factor
-from lightning_llm.parallel.activation import checkpoint_blocks
-from lightning_llm.parallel.context import SequenceSharder
+from lightning_llm.parallel.blocks import checkpoint_blocks
+from lightning_llm.parallel.cp import SequenceSharder
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.vocabulary import loss_sum_of
+from lightning_llm.parallel.tp import loss_sum_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.train.algorithm import Synchronous
 from lightning_llm.train.loss_scaler import LossScaler

@@ -89,7 +89,7 @@ class Attention(nn.Module):
     """`o_proj(softmax(q k^T / sqrt(K)) v)`, causal. Head counts are read off the tensors, so a shard of heads works."""
 
     kernel_ops = KERNEL_OPS
-    """What selective checkpointing keeps the outputs of, see `parallel.activation`."""
+    """What selective checkpointing keeps the outputs of, see `parallel.blocks`."""
     steps_in_blocks = True
 
     def __init__(self, spec: AttentionSpec, config: ModelConfig):

@@ -16,7 +16,7 @@ from lightning_llm.plan.stages import StagePart
 from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high
 
 REPLICA_BUCKET_BYTES = 25 * 2**20
-"""What `parallel.gradient_buckets` sends at once, at most, but for a parameter that is larger."""
+"""What `parallel.gradient_sync` sends at once, at most, but for a parameter that is larger."""
 
 
 def gathered_bytes(config: Config, units: Units, degrees: Degrees, accounting: Accounting = OURS) -> int:
@@ -103,7 +103,7 @@ def communication_bytes(config: Config, units: Units, degrees: Degrees) -> int:
     """Return the bytes of what is reduced at once: as it is sent, and as it is received.
 
     FSDP2 reduces a group after the other; buckets of what it does not sum follow each other through as many collectives
-    as they need (`parallel.gradient_buckets`), but for the few parameters that tensor-parallel ranks hold alike.
+    as they need (`parallel.gradient_sync`), but for the few parameters that tensor-parallel ranks hold alike.
     """
     gradient, ranks = DTYPE_BYTES[config.precision.main_grad_dtype], shard_ranks(config.parallel, degrees)
     fsdp = uses_fsdp(config.parallel, degrees)

@@ -10,16 +10,15 @@ from lightning_llm.plan.memory.activations import (
     BlockBytes,
     block_bytes,
     boundary_bytes,
+    loss_chunks,
     on_gpu,
     stage_bytes,
     tokens_of,
 )
 from lightning_llm.plan.memory.buffers import compute_copy_bytes
-from lightning_llm.plan.memory.loss_chunks import loss_chunks
 from lightning_llm.plan.memory.units import reduces_once, uses_fsdp
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.plan.schedule import Pass, passes_of, receives_waiting
-from lightning_llm.plan.stages import StagePart, block_kinds, units_at
+from lightning_llm.plan.stages import Pass, StagePart, block_kinds, passes_of, receives_waiting, units_at
 
 Kinds = dict[str, int]
 

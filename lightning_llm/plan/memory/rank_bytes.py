@@ -9,10 +9,9 @@ from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.accounting import OURS, Accounting
 from lightning_llm.plan.memory.activations import on_gpu
 from lightning_llm.plan.memory.buffers import communication_bytes, gather_buffer_bytes, gathered_bytes
-from lightning_llm.plan.memory.parameter_gather import gathered_units
 from lightning_llm.plan.memory.passes import coming_and_going
 from lightning_llm.plan.memory.units import Units, reduces_once, shard_ranks, sums_in_tree, tree_buffers
-from lightning_llm.plan.memory.weight_casts import kept_cast_bytes
+from lightning_llm.plan.memory.weight_casts import gathered_units, kept_cast_bytes
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, parts_of, rank_kind
 from lightning_llm.plan.teachers import teacher_bytes

@@ -11,9 +11,8 @@ from lightning_llm.config.schema import ClusterConfig, Config
 from lightning_llm.plan.memory.activations import block_bytes
 from lightning_llm.plan.memory.rank_bytes import ALLOCATOR_RESERVE, held_throughout
 from lightning_llm.plan.resolve import Resolution
-from lightning_llm.plan.schedule import chunks_in_flight
 from lightning_llm.plan.search.space import Choice, Space
-from lightning_llm.plan.stages import StagePart, split_layers
+from lightning_llm.plan.stages import StagePart, chunks_in_flight, split_layers
 from lightning_llm.plan.time.cost import Passes
 from lightning_llm.plan.time.stage import ends_of
 from lightning_llm.plan.time.step import StepTimer

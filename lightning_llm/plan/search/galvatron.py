@@ -9,11 +9,10 @@ from lightning_llm.plan.memory.activations import block_bytes, on_gpu
 from lightning_llm.plan.memory.passes import Stage
 from lightning_llm.plan.memory.rank_bytes import ALLOCATOR_RESERVE, memory_at
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.plan.schedule import passes_of
 from lightning_llm.plan.search.layers import cheapest_modes
 from lightning_llm.plan.search.pricing import Priced, Pricer
 from lightning_llm.plan.search.space import CHECKPOINTING
-from lightning_llm.plan.stages import StagePart, layers_of, parts_of
+from lightning_llm.plan.stages import StagePart, layers_of, parts_of, passes_of
 from lightning_llm.plan.time.step import StepTimer
 
 ATTEMPTS = 6

@@ -11,7 +11,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.nodes import ranks_per_node
-from lightning_llm.plan.schedule import INTERLEAVED
+from lightning_llm.plan.stages import INTERLEAVED
 
 LARGEST_MICRO_BATCH = 16
 """Sequences; Megatron's largest (Narayanan et al. 2021, arXiv 2104.04473, table 1)."""

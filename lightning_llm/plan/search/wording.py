@@ -1,9 +1,9 @@
 """A layout in words, and why it is slower than another."""
 
 from lightning_llm.plan.nodes import SHARD_AXES, nodes_of_groups, ranks_per_node
-from lightning_llm.plan.schedule import INTERLEAVED
 from lightning_llm.plan.search.pricing import Priced
 from lightning_llm.plan.search.space import CHECKPOINTING
+from lightning_llm.plan.stages import INTERLEAVED
 
 AXES = {"tensor_parallel": ("tp",), "context_parallel": ("cp",)}
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from lightning_llm.model.block_spec import norm_of
 from lightning_llm.model.spec import LinearSpec, Size, hidden
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
-from lightning_llm.plan.memory.activations import recomputed_layers
-from lightning_llm.plan.memory.loss_chunks import loss_chunks
-from lightning_llm.plan.memory.parameter_gather import gathered_units
+from lightning_llm.plan.memory.activations import loss_chunks, recomputed_layers
 from lightning_llm.plan.memory.units import Unit, reduces_once, shard_ranks, sums_in_tree, uses_fsdp
+from lightning_llm.plan.memory.weight_casts import gathered_units
 from lightning_llm.plan.nodes import TREE_SCATTER
 from lightning_llm.plan.stages import StagePart
 from lightning_llm.plan.time.block import Operations
@@ -21,7 +20,7 @@ LOSS_BYTES = (14, 20)
 """Bytes of `model.loss` per logit beside the logits' own dtype's, forward and backward: cast to fp32, log-softmax of it
 (4 + 4, 4 + 2); softmax (2 + 4), minus one at the label, times, and cast back (8 + 6)."""
 VOCABULARY_LOSS_BYTES = (30, 36)
-"""The same of `parallel.vocabulary`: amax (2), cast (6), minus (8), exponential (8), sum and gather (6); cast (6),
+"""The same of `parallel.tp`: amax (2), cast (6), minus (8), exponential (8), sum and gather (6); cast (6),
 minus (8), exponential (8), times (8), cast back (6)."""
 
 

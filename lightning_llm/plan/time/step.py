@@ -17,8 +17,7 @@ from lightning_llm.plan.memory.buffers import REPLICA_BUCKET_BYTES
 from lightning_llm.plan.memory.units import shard_ranks
 from lightning_llm.plan.nodes import TREE_SCATTER, ranks_per_node
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.plan.schedule import Pass, passes_of
-from lightning_llm.plan.stages import parts_of, rank_kind, stage_kind, units_at
+from lightning_llm.plan.stages import Pass, parts_of, passes_of, rank_kind, stage_kind, units_at
 from lightning_llm.plan.time.block import Operations
 from lightning_llm.plan.time.cost import Cost
 from lightning_llm.plan.time.device import Device
@@ -210,7 +209,7 @@ class StepTimer:
     def _beside(self, pp_rank: int) -> float:
         """Return the seconds of sums that begin within a stage's last backward pass: over replicas, and over `cp`.
 
-        The library's are FSDP2's, a group at a time; all others go by buckets (`parallel.gradient_buckets`).
+        The library's are FSDP2's, a group at a time; all others go by buckets (`parallel.gradient_sync`).
         """
         parts, sent, seconds = self.parts[pp_rank], self.sent[pp_rank], 0.0
         groups = sum(len(part.layers) for part in parts) + 2

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from lightning_llm.plan.schedule import Pass
+from lightning_llm.plan.stages import Pass
 
 
 def finish_times(

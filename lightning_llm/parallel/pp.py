@@ -19,9 +19,8 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.gathered_logits import whole_vocabulary, window
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.train_stage import BeginMicroBatch, GradientsSent, TrainStage, hidden_shape
-from lightning_llm.plan.schedule import INTERLEAVED
-from lightning_llm.plan.stages import parts_of
+from lightning_llm.parallel.pp_stage import BeginMicroBatch, GradientsSent, TrainStage, hidden_shape
+from lightning_llm.plan.stages import INTERLEAVED, parts_of
 
 
 def split_stages(model: Decoder, layout: Layout) -> list[Decoder]:

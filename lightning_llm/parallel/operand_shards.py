@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.parallel.context import positions_of
+from lightning_llm.parallel.cp import positions_of
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.shard_axes import SHARD_AXES
 from lightning_llm.precision.cast.keyed_noise import Origin
