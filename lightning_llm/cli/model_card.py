@@ -7,7 +7,7 @@ from typing import Any
 from lightning_llm.base.version import __version__
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.data import SourceConfig
-from lightning_llm.data.mixing.planned import planned_phases
+from lightning_llm.data.report import planned_phases
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.plan.coverage import coverage_of

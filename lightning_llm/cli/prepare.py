@@ -22,8 +22,8 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.partial import gather
 from lightning_llm.config.schema.score import SCORERS, Measure, ScorerConfig
 from lightning_llm.data.check import data_rules
-from lightning_llm.data.corpus_report import source_reports
 from lightning_llm.data.opening import open_corpus
+from lightning_llm.data.report import source_reports
 from lightning_llm.data.scoring.scoring import score_documents
 from lightning_llm.run.checked_plan import read_words
 from lightning_llm.run.data_lines import account_lines

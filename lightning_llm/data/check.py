@@ -15,7 +15,7 @@ from lightning_llm.data.cache import (
     read_manifest,
     token_bytes,
 )
-from lightning_llm.data.mixing.bound import bound_problems
+from lightning_llm.data.mixing.max_tokens import bound_problems
 from lightning_llm.data.sources.source import Source
 from lightning_llm.data.tokens.tokenised import scan_identity
 from lightning_llm.data.tokens.tokenizer import (

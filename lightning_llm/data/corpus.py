@@ -19,9 +19,9 @@ from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data.batch import Batch, ValidationBatch
 from lightning_llm.data.cache import digest_of
 from lightning_llm.data.mixing.addressing import Mixture, SampleOrder, largest_remainder
-from lightning_llm.data.mixing.bound import window_limits
+from lightning_llm.data.mixing.max_tokens import window_limits
 from lightning_llm.data.mixing.skipped import index_of, merged
-from lightning_llm.data.sources.account import SourceAccount
+from lightning_llm.data.report import SourceAccount
 from lightning_llm.data.tokens.token_files import TokenStream
 from lightning_llm.data.tokens.tokenizer import Tokenizer
 

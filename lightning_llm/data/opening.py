@@ -8,10 +8,10 @@ from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data.check import cache_dir_of
 from lightning_llm.data.corpus import Corpus
-from lightning_llm.data.mixing.bound import limit_problem, window_limits
 from lightning_llm.data.mixing.chosen import choose_documents
+from lightning_llm.data.mixing.max_tokens import limit_problem, window_limits
 from lightning_llm.data.prepare import ALL_HELD_OUT, Scan, hold_out, prepare_streams, prepare_tokenizer, scan
-from lightning_llm.data.sources.account import SourceAccount
+from lightning_llm.data.report import SourceAccount
 from lightning_llm.data.sources.source import Source
 from lightning_llm.data.tokens.token_files import TokenStream
 from lightning_llm.data.tokens.tokenised import id_problem, scan_tokens, token_streams

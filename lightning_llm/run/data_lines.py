@@ -2,7 +2,7 @@
 
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
-from lightning_llm.data.corpus_report import phase_reports, source_reports
+from lightning_llm.data.report import phase_reports, source_reports
 
 
 def data_line(config: Config, corpus: Corpus) -> str:

@@ -21,9 +21,9 @@ from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data import prepare
 from lightning_llm.data.check import check_data
 from lightning_llm.data.corpus import IGNORED, Corpus
-from lightning_llm.data.corpus_report import source_reports
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.prepare import train_bpe
+from lightning_llm.data.report import source_reports
 
 END = 256
 VOCABULARY = 300

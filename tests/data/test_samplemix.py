@@ -14,13 +14,18 @@ from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.base.keyed_hash import hash_words, name_word
 from lightning_llm.data.check import check_data
-from lightning_llm.data.corpus_report import source_reports
 from lightning_llm.data.mixing.chosen import ChosenStream
-from lightning_llm.data.mixing.copies import document_draws, hashed_words, in_rounds, realised_copies, sampling_weights
+from lightning_llm.data.mixing.samplemix_spec import (
+    document_draws,
+    hashed_words,
+    in_rounds,
+    realised_copies,
+    sampling_weights,
+)
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.data.scoring.length_entropy_spec import LengthEntropy
+from lightning_llm.data.report import source_reports
+from lightning_llm.data.scoring.scorers_spec import LengthEntropy, TfidfKMeans
 from lightning_llm.data.scoring.table import read_scores, scores_problems, write_scores
-from lightning_llm.data.scoring.tfidf_kmeans_spec import TfidfKMeans
 from lightning_llm.data.sources.source import Source, content_key
 
 

@@ -19,7 +19,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.data.check import check_data
 from lightning_llm.data.prepare import scan
-from lightning_llm.data.sources import python_library
+from lightning_llm.data.sources import python_spec as python_library
 from lightning_llm.data.sources.files import matching_files
 from lightning_llm.data.sources.source import Source, content_key
 

@@ -13,8 +13,8 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.data.check import check_data
 from lightning_llm.data.corpus import Corpus
-from lightning_llm.data.corpus_report import source_reports
 from lightning_llm.data.opening import open_corpus
+from lightning_llm.data.report import source_reports
 
 VOCABULARY = 300
 END = 256

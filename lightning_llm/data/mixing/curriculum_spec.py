@@ -4,12 +4,30 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.base import PositiveInt
 from lightning_llm.config.schema.data import MIXTURES, Pace
 from lightning_llm.data.mixing.static_spec import StaticMixture
+from lightning_llm.data.scoring.table import scores_of
+
+
+class SortedDocuments:
+    """A `data.mixing.chosen.Chooser`: equal scores stay in the order they are read in."""
+
+    def __init__(self, file: Path, by: str):
+        self.file, self.by = file, by
+
+    def orders(self, keys: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """See `Chooser`."""
+        scored = scores_of(self.file, keys, (self.by,))
+        return {name: np.argsort(each[self.by], kind="stable") for name, each in scored.items()}
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Return nothing: all documents are there."""
+        return {}
 
 
 @MIXTURES.register
@@ -56,6 +74,5 @@ class Curriculum(StaticMixture):
         return self.model_dump() | {"scores": scores_digest(self.scores)}
 
     def chooser(self) -> Any:
-        from lightning_llm.data.mixing.sorted_documents import SortedDocuments
 
         return SortedDocuments(Path(self.scores), self.by)

@@ -1,13 +1,108 @@
 """The loader of Megatron-LM's indexed datasets."""
 
 import os
+import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+
+import numpy as np
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.data import LOADERS, TokenSourceConfig
 from lightning_llm.data.sources.files import FoundFiles, file_problems, find_files, local_path
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+
+
+@dataclass(frozen=True)
+class Header:
+    """The index's first bytes."""
+
+    dtype: np.dtype
+    sequences: int
+    document_indices: int
+
+
+def read_header(prefix: Path) -> Header:
+    """Return the header of PREFIX.idx. Raises OSError, and ValueError for one that says something else."""
+    index = Path(f"{prefix}.idx")
+    with index.open("rb") as opened:
+        content = opened.read(HEADER.size)
+    if len(content) < HEADER.size or not content.startswith(MAGIC):
+        raise ValueError(f"{index} is no index of Megatron-LM: it does not begin with MMIDIDX and a header")
+    _, version, code, sequences, document_indices = HEADER.unpack(content)
+    if version != 1:
+        raise ValueError(f"{index} has version {version}, and version 1 is known")
+    if code not in DTYPES or DTYPES[code][1] == "f":
+        raise ValueError(f"{index} has dtype code {code}, which is no integer's: 1 to 5 and 8 are")
+    stored = index.stat().st_size
+    needed = HEADER.size + sequences * 12 + document_indices * 8
+    if stored not in (needed, needed + sequences):  # with modes, as multimodal datasets have them
+        text = f"{sequences:,} sequences and {document_indices:,} document indices take {needed:,}: it is damaged"
+        raise ValueError(f"{index} has {stored:,} bytes, and {text}")
+    return Header(np.dtype(DTYPES[code]), sequences, document_indices)
+
+
+def index_problem(prefix: Path) -> str | None:
+    """Return what is wrong with a pair, by the sizes and the header alone; None where nothing is."""
+    for file in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
+        if not file.is_file():
+            return f"there is no {file}, and a dataset of Megatron-LM is a pair of .idx and .bin"
+    try:
+        read_header(prefix)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+@dataclass
+class MegatronReader:
+    """A `TokenReader`."""
+
+    prefixes: list[Path]
+
+    def token_files(self) -> list[Path]:
+        """Return the `.bin` files."""
+        return [Path(f"{prefix}.bin") for prefix in self.prefixes]
+
+    def tokens(self, number: int) -> np.ndarray:
+        """Return the token ids of file `number`, [tokens]."""
+        prefix, file = self.prefixes[number], self.token_files()[number]
+        dtype = read_header(prefix).dtype
+        if not file.stat().st_size:
+            raise ValueError("is empty")
+        return np.asarray(np.memmap(file, dtype, mode="r", shape=(file.stat().st_size // dtype.itemsize,)))
+
+    def documents(self, number: int, end_of_document: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return where the documents begin, and their lengths without the end-of-document token, where they have it.
+
+        Raises ValueError for an index that does not fit the tokens.
+        """
+        prefix = self.prefixes[number]
+        header, index = read_header(prefix), Path(f"{prefix}.idx")
+        lengths = np.fromfile(index, "<i4", header.sequences, offset=HEADER.size).astype(np.int64)
+        at = HEADER.size + 4 * header.sequences
+        first_bytes = np.fromfile(index, "<i8", header.sequences, offset=at)
+        firsts = np.fromfile(index, "<i8", header.document_indices, offset=at + 8 * header.sequences)
+        ends = lengths.cumsum()  # [sequences], in tokens
+        size, item = self.token_files()[number].stat().st_size, header.dtype.itemsize
+        if (lengths < 0).any() or (first_bytes != (ends - lengths) * item).any():
+            raise ValueError(f"does not lie as {index.name} says, end to end: the index is damaged")
+        needed = int(ends[-1]) * item if len(ends) else 0
+        if size != needed:
+            raise ValueError(f"has {size:,} bytes, and {index.name} counts {needed:,}: it is cut short, or another's")
+        if not len(firsts) or firsts[0] or firsts[-1] != header.sequences or (np.diff(firsts) < 0).any():
+            raise ValueError(f"has no documents as {index.name} says: its document indices are damaged")
+        bounds = np.append(0, ends)[firsts]  # [documents + 1], in tokens
+        starts, stops = bounds[:-1], bounds[1:]
+        closed = stops > starts
+        closed[closed] = self.tokens(number)[stops[closed] - 1] == end_of_document
+        return starts, stops - starts - closed
+
 
 INDEX, TOKENS = ".idx", ".bin"
 
@@ -25,7 +120,6 @@ class MegatronSource(TokenSourceConfig):
     loader: Literal["megatron"] = "megatron"
 
     def problems(self, key: str) -> Iterator[Problem]:
-        from lightning_llm.data.sources.megatron import index_problem
 
         yield from file_problems(key, self)
         for prefix in sorted({file.with_suffix("") for file in self.files()}):
@@ -52,6 +146,5 @@ class MegatronSource(TokenSourceConfig):
         return found if found.read else find_files(f"{path}{INDEX}", self.suffixes)
 
     def build(self, key: str, files: Sequence[Path]) -> Any:
-        from lightning_llm.data.sources.megatron import MegatronReader
 
         return MegatronReader([file.with_suffix("") for file in files if file.suffix == INDEX])

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.integrity import file_mark
 from lightning_llm.config.schema.data import SourceConfig
-from lightning_llm.data.sources.text_files import DAMAGED, first_that_is_no_text
+from lightning_llm.data.sources.files import DAMAGED, first_that_is_no_text
 
 
 @dataclass(frozen=True)

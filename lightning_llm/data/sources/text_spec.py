@@ -1,13 +1,42 @@
 """The loader of plain text."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import IO, Any, ClassVar, Literal
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.data import LOADERS, TextSourceConfig
-from lightning_llm.data.sources.files import LocalFiles, file_problems
-from lightning_llm.data.sources.text_files import with_compressed
+from lightning_llm.data.sources.files import LocalFiles, file_problems, opened_as_text, with_compressed
+
+READ_CHARACTERS = 10 << 20
+
+
+class TextReader:
+    """A `DocumentReader` of files, paragraphs or lines."""
+
+    def __init__(self, sample_by: str, files: Sequence[Path]):
+        self.sample_by, self.files = sample_by, files
+
+    def documents(self) -> Iterator[str]:
+        """Yield the documents; blank text only separates them."""
+        for file in self.files:
+            with opened_as_text(file, "utf-8") as lines:
+                for text in self._pieces(lines):
+                    text = text.removeprefix("\ufeff")  # of each line, too: files may have been joined
+                    if text and not text.isspace():
+                        yield text
+
+    def _pieces(self, lines: IO[str]) -> Iterator[str]:
+        if self.sample_by == "document":
+            yield lines.read()
+        elif self.sample_by == "line":
+            yield from (line.removesuffix("\n") for line in lines)
+        else:
+            rest = ""
+            while read := lines.read(READ_CHARACTERS):
+                *paragraphs, rest = (rest + read).split("\n\n")
+                yield from paragraphs
+            yield rest
 
 
 @LOADERS.register
@@ -23,6 +52,5 @@ class TextSource(LocalFiles, TextSourceConfig):
         return file_problems(key, self, lambda file: file.name.lower().endswith(json_files))
 
     def build(self, key: str, files: Sequence[Path]) -> Any:
-        from lightning_llm.data.sources.text import TextReader
 
         return TextReader(self.sample_by, files)

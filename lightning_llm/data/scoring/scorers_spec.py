@@ -1,14 +1,41 @@
-"""Diversity by clusters of word counts: a stand-in for clusters of embeddings that needs no model."""
+"""A stand-in for a judge of quality that needs no model: long documents with an even use of bytes are good ones."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.base import NonNegativeInt, PositiveInt
 from lightning_llm.config.schema.score import SCORERS, Measure, ScorerConfig, UnscorableError
+
+
+def to_unit(values: np.ndarray) -> np.ndarray:
+    """Return float64 `values` moved and stretched to [0, 1]; all 1 where they are equal."""
+    span = np.ptp(values)
+    return (values - values.min()) / span if span > 0 else np.ones_like(values)
+
+
+@SCORERS.register
+class LengthEntropy(ScorerConfig):
+    """The mean of a document's log length and of its bytes' entropy, each brought to [0, 1] over all documents."""
+
+    measures: ClassVar[Measure] = "quality"
+
+    kind: Literal["length_entropy"] = "length_entropy"
+
+    def score(self, texts: Sequence[str]) -> tuple[Any, Any]:
+        import numpy as np
+
+        lengths, entropies = np.zeros(len(texts)), np.zeros(len(texts))
+        for index, text in enumerate(texts):
+            counts = np.bincount(np.frombuffer(text.encode(), np.uint8), minlength=256)
+            shares = counts[counts > 0] / counts.sum()
+            lengths[index], entropies[index] = np.log(counts.sum()), -(shares * np.log2(shares)).sum()
+        return (to_unit(lengths) + to_unit(entropies)) / 2, None
+
 
 CHARACTERS = 20_000
 """Of each document, from its beginning: enough to tell what it is about."""
@@ -37,8 +64,6 @@ class TfidfKMeans(ScorerConfig):
         import numpy as np
         from sklearn.cluster import KMeans
         from sklearn.feature_extraction.text import TfidfVectorizer
-
-        from lightning_llm.data.scoring.scale import to_unit
 
         words = TfidfVectorizer(max_features=self.features, sublinear_tf=True, token_pattern=r"\w+")
         try:

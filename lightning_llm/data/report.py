@@ -1,0 +1,152 @@
+"""What a run takes from each source of its corpus, in all and phase by phase, by its length alone."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_llm.config.schema.data import DataConfig
+from lightning_llm.data.corpus import Corpus
+from lightning_llm.data.mixing.addressing import Mixture
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """What a run takes from one source: `share` by its weight, `achieved_share` as drawn; epochs are fractional."""
+
+    name: str
+    share: float
+    achieved_share: float
+    available_tokens: int
+    drawn_tokens: int
+    epochs: float
+    documents: int
+    validation_tokens: int
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """What a run takes from each source, by name, after `first_step` steps and up to `last_step`."""
+
+    name: str
+    first_step: int
+    last_step: int
+    drawn_tokens: dict[str, int]
+    epochs: dict[str, float]
+
+
+def source_reports(corpus: Corpus, total_samples: int) -> list[SourceReport]:
+    """Return for each source what a run of `total_samples` sequences (steps x global_batch_size) takes of it."""
+    length, drawn = corpus.config.sequence_length, corpus.order.drawn(total_samples)
+    of_source = {name: s for s, name in enumerate(corpus.trained)}
+    reports = []
+    for name, held_out in zip(corpus.names, corpus.held_out, strict=True):
+        s = of_source.get(name)
+        count, windows = (drawn[s], corpus.order.windows[s]) if s is not None else (0, 0)
+        reports.append(
+            SourceReport(
+                name=name,
+                share=corpus.mix_shares[s] if s is not None else 0.0,
+                achieved_share=count / total_samples if total_samples else 0.0,
+                available_tokens=windows * length,
+                drawn_tokens=count * length,
+                epochs=count / windows if windows else 0.0,
+                documents=len(corpus.train[s].starts) if s is not None else 0,
+                validation_tokens=len(held_out.tokens),
+            )
+        )
+    return reports
+
+
+def phase_reports(corpus: Corpus, total_samples: int) -> list[PhaseReport]:
+    """Return for each phase of the mixture what a run of `total_samples` sequences takes in it of each source."""
+    length, width = corpus.config.sequence_length, corpus.config.global_batch_size
+    return [
+        PhaseReport(
+            name=phase.name,
+            first_step=phase.first // width,
+            last_step=-(-phase.last // width),
+            drawn_tokens={name: n * length for name, n in zip(corpus.trained, phase.drawn, strict=True)},
+            epochs={
+                name: n / windows if windows else 0.0
+                for name, n, windows in zip(corpus.trained, phase.drawn, corpus.order.windows, strict=True)
+            },
+        )
+        for phase in corpus.order.mixture.phases(total_samples)
+    ]
+
+
+EXAMPLES = 20
+
+
+@dataclass(frozen=True)
+class SourceAccount:
+    """Counts of one source.
+
+    `endings`: files read, by ending. `skipped_files`: path -> reason. `blank_records`: text null or blank.
+    `dropped_characters`: not blank, and without any token: those of `shortened_documents` in part, of
+    `emptied_documents` all. `unknown_tokens`: stand for text that the tokenizer does not know.
+    """
+
+    files: int = 0
+    endings: dict[str, int] = field(default_factory=dict)
+    skipped_files: dict[str, str] = field(default_factory=dict)
+    blank_records: int = 0
+    documents: int = 0
+    shortened_documents: int = 0
+    emptied_documents: int = 0
+    dropped_characters: int = 0
+    unknown_tokens: int = 0
+
+    def facts(self) -> dict[str, Any]:
+        """Return it as JSON data; of skipped files the number by reason, and the first few."""
+        kept = {name: value for name, value in vars(self).items() if name != "skipped_files"}
+        examples = [f"{path}: {reason}" for path, reason in sorted(self.skipped_files.items())[:EXAMPLES]]
+        return kept | {"skipped_files": dict(Counter(self.skipped_files.values())), "skipped_examples": examples}
+
+    def lines(self, name: str) -> list[str]:
+        """Return a line for each loss of the source `name`."""
+        key, lines = f"data.sources.{name}", []
+        read = f"{key}: {_count(self.files, 'file')} read"
+        if len(self.endings) > 1:
+            read += f" ({', '.join(f'{count:,} {ending}' for ending, count in sorted(self.endings.items()))})"
+        if self.skipped_files:
+            counts = Counter(self.skipped_files.values()).most_common()
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts[:4]) + (", ..." if counts[4:] else "")
+            lines.append(f"{read}; {len(self.skipped_files):,} not: {reasons} (such as {min(self.skipped_files)!r})")
+        elif len(self.endings) > 1:
+            lines.append(read)
+        if self.blank_records:
+            lines.append(f"{key}: {_count(self.blank_records, 'record')} left out, whose text is null or blank")
+        if lost := self.shortened_documents + self.emptied_documents:
+            dropped = f"the tokenizer has no token for {_count(self.dropped_characters, 'character')} and dropped them"
+            of_all = f"{lost:,} of {self.documents:,} documents"
+            lines.append(f"{key}: {dropped}: {of_all} are shorter, {self.emptied_documents:,} of these empty")
+        if self.unknown_tokens:
+            unknown = _count(self.unknown_tokens, "token")
+            lines.append(f"{key}: {unknown} stand for text that the tokenizer does not know")
+        return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def planned_phases(config: DataConfig, max_steps: int) -> list[dict[str, Any]]:
+    """Return for each phase of a given `data.mixing` its steps and the tokens that it draws by source, as JSON data.
+
+    The phase is the steps after `first_step`, up to `last_step`. Nothing where the weights stay,
+    or no weight tells.
+    """
+    if config.mixture is None or config.mixture.shares_by_tokens:
+        return []
+    mixture: Mixture = config.mixture.build(config.trained_weights, config.global_batch_size, max_steps)
+    width, length = config.global_batch_size, config.sequence_length
+    return [
+        {
+            "name": phase.name,
+            "first_step": phase.first // width,
+            "last_step": phase.last // width,
+            "drawn_tokens": {name: n * length for name, n in zip(mixture.names, phase.drawn, strict=True)},
+        }
+        for phase in mixture.phases(max_steps * width)
+    ]
