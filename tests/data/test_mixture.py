@@ -17,7 +17,7 @@ from lightning_llm.data.batch import ValidationBatch
 from lightning_llm.data.check import check_data
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.mixing.addressing import SampleOrder, Shares
-from lightning_llm.data.mixing.phases_spec import Phases
+from lightning_llm.data.mixing.phases import Phases
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.report import phase_reports, planned_phases, source_reports
 from lightning_llm.data.scoring.table import COLUMNS, write_scores

@@ -15,7 +15,7 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.base.keyed_hash import hash_words, name_word
 from lightning_llm.data.check import check_data
 from lightning_llm.data.mixing.chosen import ChosenStream
-from lightning_llm.data.mixing.samplemix_spec import (
+from lightning_llm.data.mixing.samplemix import (
     document_draws,
     hashed_words,
     in_rounds,
@@ -24,7 +24,7 @@ from lightning_llm.data.mixing.samplemix_spec import (
 )
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.report import source_reports
-from lightning_llm.data.scoring.scorers_spec import LengthEntropy, TfidfKMeans
+from lightning_llm.data.scoring.scorers import LengthEntropy, TfidfKMeans
 from lightning_llm.data.scoring.table import read_scores, scores_problems, write_scores
 from lightning_llm.data.sources.source import Source, content_key
 

@@ -19,7 +19,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.data.check import check_data
 from lightning_llm.data.prepare import scan
-from lightning_llm.data.sources import python_spec as python_library
+from lightning_llm.data.sources import python as python_loader
 from lightning_llm.data.sources.files import matching_files
 from lightning_llm.data.sources.source import Source, content_key
 
@@ -202,7 +202,7 @@ def test_content_key_is_stable() -> None:
 
 
 def test_library_leaves_out_tests_and_installed_packages() -> None:
-    names = [file.as_posix() for file in python_library.library_files()]
+    names = [file.as_posix() for file in python_loader.library_files()]
     assert len(names) > 350
     assert any(name.endswith("/json/decoder.py") for name in names)
     for part in ("/test/", "/tests/", "/site-packages/", "/idle_test/", "/pydoc_data/", "_sysconfigdata"):
@@ -217,8 +217,8 @@ def test_docstrings_are_those_that_inspect_finds() -> None:
     exec(compile(source, "m", "exec"), namespace)
     made = namespace["A"]
     expected = [namespace["__doc__"], inspect.getdoc(made), inspect.getdoc(made.f)]
-    assert python_library.docstrings(source) == "\n\n".join(map(str, expected)) + "\n"
-    assert python_library.docstrings("x = 1\n") == ""
+    assert python_loader.docstrings(source) == "\n\n".join(map(str, expected)) + "\n"
+    assert python_loader.docstrings("x = 1\n") == ""
 
 
 def test_prose_of_a_module_is_held_out_with_its_code() -> None:

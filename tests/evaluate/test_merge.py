@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.statistics.rank_correlation import RankCorrelation
-from lightning_llm.data.sources.python_spec import library_files
+from lightning_llm.data.sources.python import library_files
 from lightning_llm.evaluate import merge
 from lightning_llm.evaluate.merge import _sets
 from lightning_llm.evaluate.weights import load_model

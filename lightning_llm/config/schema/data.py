@@ -1,8 +1,8 @@
 """`data`: which documents, how they become tokens, and how tokens become batches.
 
-Loaders and mixtures are registered kinds: a subclass of `SourceConfig` (of `TextSourceConfig` for those built in that
-read text, of `TokenSourceConfig` where documents are tokens already) in a module `data/sources/*_spec.py`,
-one of `MixtureConfig` in `lightning_llm/data/mixing/*_spec.py`, or either in an installed package (docs/extend.md).
+Loaders and mixtures are registered kinds. A loader is a subclass of `SourceConfig`: a built-in one of
+`TextSourceConfig`, or of `TokenSourceConfig` where documents are tokens already. A mixture is one of `MixtureConfig`.
+`LOADERS` and `MIXTURES` name the modules of those built in; an installed package may register others (docs/extend.md).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -173,8 +173,24 @@ class MixtureConfig(Group):
         raise NotImplementedError
 
 
-LOADERS: Registry[SourceConfig] = Registry("loader", "lightning_llm.data.sources", key="loader")
-MIXTURES: Registry[MixtureConfig] = Registry("mixture", "lightning_llm.data.mixing")
+LOADERS: Registry[SourceConfig] = Registry(
+    "loader",
+    "lightning_llm.data.sources.huggingface",
+    "lightning_llm.data.sources.jsonl",
+    "lightning_llm.data.sources.megatron",
+    "lightning_llm.data.sources.olmo",
+    "lightning_llm.data.sources.parquet",
+    "lightning_llm.data.sources.python",
+    "lightning_llm.data.sources.text",
+    key="loader",
+)
+MIXTURES: Registry[MixtureConfig] = Registry(
+    "mixture",
+    "lightning_llm.data.mixing.static",
+    "lightning_llm.data.mixing.curriculum",
+    "lightning_llm.data.mixing.phases",
+    "lightning_llm.data.mixing.samplemix",
+)
 
 
 def loader_of(name: str) -> str | None:

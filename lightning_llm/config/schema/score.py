@@ -1,6 +1,6 @@
 """Scorers: what `prepare --score` makes of documents. Registered kinds, chosen by name.
 
-A kind is a subclass of `ScorerConfig` in a module `lightning_llm/data/scoring/*_spec.py`, or in an installed package.
+A kind is a subclass of `ScorerConfig` in `lightning_llm/data/scoring/scorers.py`, or in an installed package.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,4 +42,4 @@ class ScorerConfig(Group):
         raise NotImplementedError
 
 
-SCORERS: Registry[ScorerConfig] = Registry("scorer", "lightning_llm.data.scoring")
+SCORERS: Registry[ScorerConfig] = Registry("scorer", "lightning_llm.data.scoring.scorers")

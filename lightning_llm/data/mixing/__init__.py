@@ -1,1 +1,1 @@
-"""Mixtures: which source each sample of a run comes from, as a function of its number."""
+"""Mixtures, a file per kind: the source of each sample, and its place there, as a function of its number."""

@@ -23,51 +23,17 @@ from lightning_llm.base.keyed_hash import hash_words, mix, name_word
 from lightning_llm.config.schema.data import Pace
 from lightning_llm.data.mixing.skipped import Range, before, index_of
 
-Permute = Callable[[int, int, int, int], int]
-"""(i, n, source, epoch) -> the image of i under a permutation of [0, n)."""
-BLOCK_OF = 1 << 16
-"""Added to the number of an epoch, which no run reaches, to key the shuffling within its blocks."""
-
-
-class Pacing:
-    """Position in an epoch of a source -> window, a function of how many samples the run takes of each source."""
-
-    def __init__(self, pace: Pace, windows: Sequence[int], drawn: Sequence[int] | None, permute: Permute):
-        """`drawn`: how many samples the run takes of each source, if it leaves none out; None: whole epochs."""
-        self.pace, self.windows, self.drawn, self.permute = pace, windows, drawn, permute
-        self._sorted = lru_cache(maxsize=2 * max(1, len(windows)))(self._sorted_windows)
-
-    def place(self, source: int, epoch: int, i: int) -> int:
-        """Return the window of the `i`-th sample of `epoch`."""
-        count = self._count(source, epoch)
-        if i >= count:  # beyond the run, or in place of samples that it leaves out
-            return self.permute(i, self.windows[source], source, epoch)
-        block = i * self.pace.blocks // count
-        first, last = -(-block * count // self.pace.blocks), -(-(block + 1) * count // self.pace.blocks)
-        within = self.permute(i - first, last - first, source, BLOCK_OF + epoch * self.pace.blocks + block)
-        rank = first + within
-        return int(self._sorted(source, epoch)[count - 1 - rank if self.pace.falling else rank])
-
-    def _count(self, source: int, epoch: int) -> int:
-        windows = self.windows[source]
-        return windows if self.drawn is None else max(0, min(windows, self.drawn[source] - epoch * windows))
-
-    def _sorted_windows(self, source: int, epoch: int) -> np.ndarray:
-        windows, count = self.windows[source], self._count(source, epoch)
-        if count == windows:
-            return np.arange(windows)
-        return np.sort(np.fromiter((self.permute(j, windows, source, epoch) for j in range(count)), np.int64, count))
-
-    def __reduce__(self) -> tuple[type["Pacing"], tuple[Pace, Sequence[int], Sequence[int] | None, Permute]]:
-        return Pacing, (self.pace, self.windows, self.drawn, self.permute)
-
-
 BLOCK = 1_000
 LARGEST_BLOCK = 100_000
 SMALLEST_SHARE = 10 / LARGEST_BLOCK
 ROUNDS = 8
 BOUND = name_word("data.max_tokens")
 """In place of a run's seed, where it is chosen which windows there are: the same ones for every seed."""
+BLOCK_OF = 1 << 16
+"""Added to the number of an epoch, which no run reaches, to key the shuffling within its blocks."""
+
+Permute = Callable[[int, int, int, int], int]
+"""(i, n, source, epoch) -> the image of i under a permutation of [0, n)."""
 
 
 @dataclass(frozen=True)
@@ -107,33 +73,6 @@ def interleave(counts: Sequence[int]) -> tuple[list[int], list[int]]:
         before.append(drawn[s])
         drawn[s] += 1
     return pattern, before
-
-
-@lru_cache(maxsize=256)
-def _round_keys(seed: int, name: int, epoch: int) -> tuple[int, ...]:
-    return tuple(hash_words(name, epoch, r, seed=seed) for r in range(ROUNDS))
-
-
-def permute(i: int, n: int, keys: Sequence[int]) -> int:
-    """Return the image of `i` under a permutation of [0, n), n <= 2^64, chosen by the 32-bit round `keys`.
-
-    An (unbalanced where the bit count is odd) Feistel network permutes [0, 2^bits), 2^bits < 2n; a value outside
-    [0, n) is sent through again until it falls inside, fewer than two passes on average.
-    """
-    if n == 1:
-        return 0
-    bits = max(2, (n - 1).bit_length())
-    low_bits = bits // 2
-    high_bits = bits - low_bits
-    low_mask, high_mask = (1 << low_bits) - 1, (1 << high_bits) - 1
-    while True:
-        high, low = i >> low_bits, i & low_mask
-        for r in range(0, len(keys), 2):
-            high ^= mix(low ^ keys[r]) & high_mask
-            low ^= mix(high ^ keys[r + 1]) & low_mask
-        i = high << low_bits | low
-        if i < n:
-            return i
 
 
 class Mixture(Protocol):
@@ -199,6 +138,33 @@ class Shares:
     def phases(self, total: int) -> Iterator[MixturePhase]:
         """Yield the one phase there is."""
         yield MixturePhase("all", 0, total, tuple(self.drawn(total)))
+
+
+@lru_cache(maxsize=256)
+def _round_keys(seed: int, name: int, epoch: int) -> tuple[int, ...]:
+    return tuple(hash_words(name, epoch, r, seed=seed) for r in range(ROUNDS))
+
+
+def permute(i: int, n: int, keys: Sequence[int]) -> int:
+    """Return the image of `i` under a permutation of [0, n), n <= 2^64, chosen by the 32-bit round `keys`.
+
+    An (unbalanced where the bit count is odd) Feistel network permutes [0, 2^bits), 2^bits < 2n; a value outside
+    [0, n) is sent through again until it falls inside, fewer than two passes on average.
+    """
+    if n == 1:
+        return 0
+    bits = max(2, (n - 1).bit_length())
+    low_bits = bits // 2
+    high_bits = bits - low_bits
+    low_mask, high_mask = (1 << low_bits) - 1, (1 << high_bits) - 1
+    while True:
+        high, low = i >> low_bits, i & low_mask
+        for r in range(0, len(keys), 2):
+            high ^= mix(low ^ keys[r]) & high_mask
+            low ^= mix(high ^ keys[r + 1]) & low_mask
+        i = high << low_bits | low
+        if i < n:
+            return i
 
 
 class SampleOrder:
@@ -270,3 +236,42 @@ class SampleOrder:
             left_out = zip(self.mixture.drawn(last + 1), self.mixture.drawn(first), strict=True)
             counts = [count - (more - less) for count, (more, less) in zip(counts, left_out, strict=True)]
         return counts
+
+
+class Pacing:
+    """A curriculum's order: position in an epoch of a source -> window, from how many samples the run takes of each.
+
+    The windows are those that the seed's permutation gives, in the order they lie in: runs with and without a
+    curriculum learn from the same windows where their streams are the same. Within each stretch of the `Pace` the
+    order is shuffled. Samples that a run leaves out move no other; those taken in their place, at the end of the run,
+    come in the seed's order.
+    """
+
+    def __init__(self, pace: Pace, windows: Sequence[int], drawn: Sequence[int] | None, permute: Permute):
+        """`drawn`: how many samples the run takes of each source, if it leaves none out; None: whole epochs."""
+        self.pace, self.windows, self.drawn, self.permute = pace, windows, drawn, permute
+        self._sorted = lru_cache(maxsize=2 * max(1, len(windows)))(self._sorted_windows)
+
+    def place(self, source: int, epoch: int, i: int) -> int:
+        """Return the window of the `i`-th sample of `epoch`."""
+        count = self._count(source, epoch)
+        if i >= count:  # beyond the run, or in place of samples that it leaves out
+            return self.permute(i, self.windows[source], source, epoch)
+        block = i * self.pace.blocks // count
+        first, last = -(-block * count // self.pace.blocks), -(-(block + 1) * count // self.pace.blocks)
+        within = self.permute(i - first, last - first, source, BLOCK_OF + epoch * self.pace.blocks + block)
+        rank = first + within
+        return int(self._sorted(source, epoch)[count - 1 - rank if self.pace.falling else rank])
+
+    def _count(self, source: int, epoch: int) -> int:
+        windows = self.windows[source]
+        return windows if self.drawn is None else max(0, min(windows, self.drawn[source] - epoch * windows))
+
+    def _sorted_windows(self, source: int, epoch: int) -> np.ndarray:
+        windows, count = self.windows[source], self._count(source, epoch)
+        if count == windows:
+            return np.arange(windows)
+        return np.sort(np.fromiter((self.permute(j, windows, source, epoch) for j in range(count)), np.int64, count))
+
+    def __reduce__(self) -> tuple[type["Pacing"], tuple[Pace, Sequence[int], Sequence[int] | None, Permute]]:
+        return Pacing, (self.pace, self.windows, self.drawn, self.permute)

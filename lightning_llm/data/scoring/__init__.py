@@ -1,1 +1,1 @@
-"""Scorers of documents: kinds (`*_spec.py`), and the table of what they found."""
+"""Scorers of documents, and the table of their scores."""

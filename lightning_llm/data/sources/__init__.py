@@ -1,1 +1,1 @@
-"""Loaders of documents: kinds (`*_spec.py`) and what each reads with."""
+"""Sources of documents: a file per loader, with its config class and its reader."""

@@ -1,4 +1,7 @@
-"""Local files: which ones a source's `path` names, and what is wrong with it. Imports neither torch nor `datasets`."""
+"""Local files: those that a source's `path` names, problems with it, and opening them by their literal names.
+
+No library sees a path, since some take it for a pattern or a URL. Imports neither torch nor `datasets`.
+"""
 
 import bz2
 import glob
@@ -21,6 +24,10 @@ WORKING_FOLDERS = frozenset(("__MACOSX", "__pycache__", "_delta_log", "_spark_me
 """Folders that programs keep beside data for themselves, with files of the same endings."""
 HIDDEN, WORKING, OTHER_ENDING = "hidden", "a program's working folder", "another ending"
 """Reasons for which a file of a folder is not read."""
+ENCODING = "utf-8-sig"
+"""UTF-8, with or without the byte order mark that some editors write."""
+DAMAGED = (ValueError, OSError, EOFError, KeyError, zlib.error, lzma.LZMAError)
+"""Errors of a file that cannot be read; pyarrow's and datasets' are among these."""
 
 
 @dataclass(frozen=True)
@@ -160,22 +167,6 @@ def _no_file(path: str, suffixes: Sequence[str]) -> str:
     return f"{path!r} matches no file (looked for {absolute}). Give a file, a folder or a glob."
 
 
-def beginning(file: Path) -> bytes:
-    """Return what a file starts with, behind a byte order mark and blanks."""
-    try:
-        with file.open("rb") as opened:
-            return opened.read(4096).removeprefix(BOM_UTF8).lstrip()
-    except OSError:  # whoever reads all of it says why
-        return b""
-
-
-ENCODING = "utf-8-sig"
-"""UTF-8, with or without the byte order mark that some editors write."""
-
-DAMAGED = (ValueError, OSError, EOFError, KeyError, zlib.error, lzma.LZMAError)
-"""Errors of a file that cannot be read; pyarrow's and datasets' are among these."""
-
-
 def _by_arrow(codec: str) -> Callable[[Path], Any]:
     def open_file(file: Path) -> Any:
         import pyarrow  # imported only where such a file is read
@@ -208,6 +199,15 @@ def opened(file: Path) -> IO[bytes]:
 def opened_as_text(file: Path, encoding: str = ENCODING) -> IO[str]:
     """Open a file of text, decompressed if its name has the ending of a compression."""
     return io.TextIOWrapper(opened(file), encoding=encoding)
+
+
+def beginning(file: Path) -> bytes:
+    """Return what a file starts with, behind a byte order mark and blanks."""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(4096).removeprefix(BOM_UTF8).lstrip()
+    except OSError:  # whoever reads all of it says why
+        return b""
 
 
 def first_that_is_no_text(files: Iterable[Path]) -> str | None:

@@ -1,4 +1,4 @@
-"""The text of one record, as the loaders of records find it."""
+"""Records: the column that holds the text, and one-line errors from the libraries that read them."""
 
 import logging
 import pickle
@@ -27,15 +27,6 @@ def text_of(record: Mapping[str, Any], column: str, key: str, where: str) -> str
         text = f"column {column!r} of {where} holds {type(value).__name__}, not text."
         raise ConfigError(Problem(f"{key}.text_key", text))
     return value
-
-
-def column_of(rows: Any, column: str, key: str, where: str) -> Iterator[str | None]:
-    """Yield `text_of` each row of a dataset of `datasets`, reading that column alone."""
-    with raised_in_a_line():
-        if column in (rows.column_names or ()):  # a missing one is reported from the first row
-            rows = rows.select_columns([column])
-        for record in rows:
-            yield text_of(record, column, key, where)
 
 
 @contextmanager

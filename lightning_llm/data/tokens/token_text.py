@@ -2,6 +2,10 @@
 
 A spelling alone says nothing: "Ã" is a byte to one tokenizer and a letter to another, and "▁", "##", "</w>" and
 "<0x0A>" are marks in some and text in others.
+
+Also counts the characters that a tokenizer drops: no token, not even one for the unknown, stands for them. BPE without
+an unknown token drops symbols in the middle of a word and shifts the offsets behind them, so its text is encoded once
+more by a copy with one.
 """
 
 import json
@@ -24,6 +28,14 @@ REPLACEMENT = "\ufffd"
 """In place of bytes that are no UTF-8."""
 NEIGHBORS = "aeinorstzx0"
 """Letters that a piece is put between, to be encoded as within a text."""
+PROBE = "\U0010fffdunknown\U0010fffd"
+"""An unknown token that no vocabulary has."""
+CUTTING = ("ByteLevel", "Digits", "Punctuation", "Split")
+"""Pre-tokenizers that cut a text and keep all of it, unless their `behavior` is to remove what they cut at."""
+NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+"""Normalizers that write the characters of a text in another way, and drop none."""
+JAMO = range(0x1160, 0x1200)
+"""Vowels and final consonants of Hangul, which normalization composes with the letter before them."""
 
 
 def byte_counts(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -115,16 +127,6 @@ def _encoded_between(backend: "tokenizers.Tokenizer", befores: str, text: str, a
             return inside
     ids: list[int] = backend.encode(text, add_special_tokens=False).ids
     return ids
-
-
-PROBE = "\U0010fffdunknown\U0010fffd"
-"""An unknown token that no vocabulary has."""
-CUTTING = ("ByteLevel", "Digits", "Punctuation", "Split")
-"""Pre-tokenizers that cut a text and keep all of it, unless their `behavior` is to remove what they cut at."""
-NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
-"""Normalizers that write the characters of a text in another way, and drop none."""
-JAMO = range(0x1160, 0x1200)
-"""Vowels and final consonants of Hangul, which normalization composes with the letter before them."""
 
 
 class LossCounter:

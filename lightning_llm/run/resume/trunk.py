@@ -17,7 +17,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import BrokenKeyError
 from lightning_llm.config.schema.strict import Reading
 from lightning_llm.config.weight_files import TOKENIZER
-from lightning_llm.data.mixing.phases_spec import PhasedMixture, WeightPhase
+from lightning_llm.data.mixing.phases import PhasedMixture, WeightPhase
 from lightning_llm.run.launch.environment import rank_environment
 from lightning_llm.run.resume.start import checkpoint_at, sizes_alone
 from lightning_llm.run.resume.weights import begins_anew

@@ -1,4 +1,4 @@
-"""The loader of plain text."""
+"""loader=text: the documents of `datasets`' text builder, read here since that takes a path as a pattern."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -9,6 +9,22 @@ from lightning_llm.config.schema.data import LOADERS, TextSourceConfig
 from lightning_llm.data.sources.files import LocalFiles, file_problems, opened_as_text, with_compressed
 
 READ_CHARACTERS = 10 << 20
+
+
+@LOADERS.register
+class TextSource(LocalFiles, TextSourceConfig):
+    """Plain text, UTF-8, plain or compressed: a file, a paragraph or a line is a document."""
+
+    suffixes: ClassVar[tuple[str, ...]] = with_compressed(".txt", ".md")
+
+    loader: Literal["text"] = "text"
+
+    def problems(self, key: str) -> Iterable[Problem]:
+        json_files = with_compressed(".json")  # text to some
+        return file_problems(key, self, lambda file: file.name.lower().endswith(json_files))
+
+    def build(self, key: str, files: Sequence[Path]) -> Any:
+        return TextReader(self.sample_by, files)
 
 
 class TextReader:
@@ -37,20 +53,3 @@ class TextReader:
                 *paragraphs, rest = (rest + read).split("\n\n")
                 yield from paragraphs
             yield rest
-
-
-@LOADERS.register
-class TextSource(LocalFiles, TextSourceConfig):
-    """Plain text, UTF-8, plain or compressed: a file, a paragraph or a line is a document."""
-
-    suffixes: ClassVar[tuple[str, ...]] = with_compressed(".txt", ".md")
-
-    loader: Literal["text"] = "text"
-
-    def problems(self, key: str) -> Iterable[Problem]:
-        json_files = with_compressed(".json")  # text to some
-        return file_problems(key, self, lambda file: file.name.lower().endswith(json_files))
-
-    def build(self, key: str, files: Sequence[Path]) -> Any:
-
-        return TextReader(self.sample_by, files)

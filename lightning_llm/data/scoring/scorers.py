@@ -1,4 +1,4 @@
-"""A stand-in for a judge of quality that needs no model: long documents with an even use of bytes are good ones."""
+"""Built-in scorers, which need no model: quality by length and entropy, diversity by clusters of word counts."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -11,24 +11,23 @@ from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.base import NonNegativeInt, PositiveInt
 from lightning_llm.config.schema.score import SCORERS, Measure, ScorerConfig, UnscorableError
 
-
-def to_unit(values: np.ndarray) -> np.ndarray:
-    """Return float64 `values` moved and stretched to [0, 1]; all 1 where they are equal."""
-    span = np.ptp(values)
-    return (values - values.min()) / span if span > 0 else np.ones_like(values)
+CHARACTERS = 20_000
+"""Of each document, from its beginning: enough to tell what it is about."""
 
 
 @SCORERS.register
 class LengthEntropy(ScorerConfig):
-    """The mean of a document's log length and of its bytes' entropy, each brought to [0, 1] over all documents."""
+    """A stand-in for a judge of quality: long documents with an even use of bytes are good ones.
+
+    The score is the mean of a document's log length and of its bytes' entropy, each brought to [0, 1] over all
+    documents.
+    """
 
     measures: ClassVar[Measure] = "quality"
 
     kind: Literal["length_entropy"] = "length_entropy"
 
     def score(self, texts: Sequence[str]) -> tuple[Any, Any]:
-        import numpy as np
-
         lengths, entropies = np.zeros(len(texts)), np.zeros(len(texts))
         for index, text in enumerate(texts):
             counts = np.bincount(np.frombuffer(text.encode(), np.uint8), minlength=256)
@@ -37,13 +36,9 @@ class LengthEntropy(ScorerConfig):
         return (to_unit(lengths) + to_unit(entropies)) / 2, None
 
 
-CHARACTERS = 20_000
-"""Of each document, from its beginning: enough to tell what it is about."""
-
-
 @SCORERS.register
 class TfidfKMeans(ScorerConfig):
-    """How loose a document's cluster is and how far from the others: compactness times separation (arXiv 2503.01506).
+    """A stand-in for clusters of embeddings: compactness times separation of a document's cluster (arXiv 2503.01506).
 
     Compactness is the mean distance of a cluster's documents from its centroid, separation the mean distance of that
     from the other centroids; the product is brought to [0, 1] over all documents.
@@ -61,7 +56,6 @@ class TfidfKMeans(ScorerConfig):
             yield Problem(key, "needs scikit-learn, which is not installed: pip install 'lightning-llm[score]'")
 
     def score(self, texts: Sequence[str]) -> tuple[Any, Any]:
-        import numpy as np
         from sklearn.cluster import KMeans
         from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -81,3 +75,9 @@ class TfidfKMeans(ScorerConfig):
             compactness[each] = np.sqrt(np.maximum(0, squared)).mean() if len(members) else 0
             separation[each] = np.linalg.norm(centroids - centroid, axis=1).sum() / max(1, count - 1)
         return to_unit((compactness * separation)[labels]), labels.astype(np.int32)
+
+
+def to_unit(values: np.ndarray) -> np.ndarray:
+    """Return float64 `values` moved and stretched to [0, 1]; all 1 where they are equal."""
+    span = np.ptp(values)
+    return (values - values.min()) / span if span > 0 else np.ones_like(values)

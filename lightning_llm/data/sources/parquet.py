@@ -1,4 +1,4 @@
-"""The loader of Parquet files."""
+"""loader=parquet: one column of each file, whatever other columns a file has and however each stores its text."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -9,37 +9,8 @@ from lightning_llm.config.schema.data import LOADERS, TextSourceConfig
 from lightning_llm.data.sources.files import LocalFiles, file_problems
 from lightning_llm.data.sources.records import raised_in_a_line, text_of
 
-READ_ROWS = 4096
-
-
-class ParquetReader:
-    """A `DocumentReader` of rows."""
-
-    def __init__(self, config: TextSourceConfig, key: str, files: Sequence[Path]):
-        self.config, self.key, self.files = config, key, files
-
-    def documents(self) -> Iterator[str | None]:
-        """Yield each row's text. Raises ValueError with the name of a file that cannot be read."""
-        for file in self.files:
-            try:
-                with raised_in_a_line(), file.open("rb") as opened:  # pyarrow would take some names for URLs
-                    yield from self._column(opened, str(file))
-            except (ValueError, OSError) as error:
-                raise ValueError(f"{file}: {error}" if len(self.files) > 1 else str(error)) from error
-
-    def _column(self, opened: Any, where: str) -> Iterator[str | None]:
-        import pyarrow.parquet  # imported only where a token cache is built
-
-        column, content = self.config.text_key, pyarrow.parquet.ParquetFile(opened)
-        names = content.schema_arrow.names
-        if column not in names:
-            text_of(dict.fromkeys(names), column, self.key, where)
-        for batch in content.iter_batches(READ_ROWS, columns=[column]):
-            for value in batch.column(column).to_pylist():
-                yield text_of({column: value}, column, self.key, where)
-
-
 COMPRESSION = 3  # text within parquet, about
+READ_ROWS = 4096
 
 
 @LOADERS.register
@@ -57,5 +28,31 @@ class ParquetSource(LocalFiles, TextSourceConfig):
         return COMPRESSION * super().cached_bytes(files)
 
     def build(self, key: str, files: Sequence[Path]) -> Any:
+        return ParquetReader(self.text_key, key, files)
 
-        return ParquetReader(self, key, files)
+
+class ParquetReader:
+    """A `DocumentReader` of rows."""
+
+    def __init__(self, text_key: str, key: str, files: Sequence[Path]):
+        self.text_key, self.key, self.files = text_key, key, files
+
+    def documents(self) -> Iterator[str | None]:
+        """Yield each row's text. Raises ValueError with the name of a file that cannot be read."""
+        for file in self.files:
+            try:
+                with raised_in_a_line(), file.open("rb") as opened:  # pyarrow would take some names for URLs
+                    yield from self._column(opened, str(file))
+            except (ValueError, OSError) as error:
+                raise ValueError(f"{file}: {error}" if len(self.files) > 1 else str(error)) from error
+
+    def _column(self, opened: Any, where: str) -> Iterator[str | None]:
+        import pyarrow.parquet  # imported only where a token cache is built
+
+        column, content = self.text_key, pyarrow.parquet.ParquetFile(opened)
+        names = content.schema_arrow.names
+        if column not in names:
+            text_of(dict.fromkeys(names), column, self.key, where)
+        for batch in content.iter_batches(READ_ROWS, columns=[column]):
+            for value in batch.column(column).to_pylist():
+                yield text_of({column: value}, column, self.key, where)

@@ -1,4 +1,4 @@
-"""The mixture of weights that stay, each source from its easy documents to its hard ones."""
+"""mixture=curriculum: static weights, and each source from its easy documents to its hard ones."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,24 +10,8 @@ from pydantic import Field
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.base import PositiveInt
 from lightning_llm.config.schema.data import MIXTURES, Pace
-from lightning_llm.data.mixing.static_spec import StaticMixture
-from lightning_llm.data.scoring.table import scores_of
-
-
-class SortedDocuments:
-    """A `data.mixing.chosen.Chooser`: equal scores stay in the order they are read in."""
-
-    def __init__(self, file: Path, by: str):
-        self.file, self.by = file, by
-
-    def orders(self, keys: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """See `Chooser`."""
-        scored = scores_of(self.file, keys, (self.by,))
-        return {name: np.argsort(each[self.by], kind="stable") for name, each in scored.items()}
-
-    def facts(self) -> dict[str, dict[str, Any]]:
-        """Return nothing: all documents are there."""
-        return {}
+from lightning_llm.data.mixing.static import StaticMixture
+from lightning_llm.data.scoring.table import scores_digest, scores_of, scores_problems
 
 
 @MIXTURES.register
@@ -64,15 +48,29 @@ class Curriculum(StaticMixture):
 
     def problems(self, key: str, weights: Mapping[str, float]) -> Iterator[Problem]:
         yield from super().problems(key, weights)
-        from lightning_llm.data.scoring.table import scores_problems
-
         yield from scores_problems(f"{key}.scores", Path(self.scores))
 
     def identity(self) -> Any:
-        from lightning_llm.data.scoring.table import scores_digest
-
         return self.model_dump() | {"scores": scores_digest(self.scores)}
 
     def chooser(self) -> Any:
-
         return SortedDocuments(Path(self.scores), self.by)
+
+
+class SortedDocuments:
+    """A `data.mixing.chosen.Chooser` of each document once, small scores first, whichever way an epoch goes.
+
+    Equal scores stay in the order they are read in.
+    """
+
+    def __init__(self, file: Path, by: str):
+        self.file, self.by = file, by
+
+    def orders(self, keys: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """See `Chooser`."""
+        scored = scores_of(self.file, keys, (self.by,))
+        return {name: np.argsort(each[self.by], kind="stable") for name, each in scored.items()}
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Return nothing: all documents are there."""
+        return {}

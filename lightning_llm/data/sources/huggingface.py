@@ -1,4 +1,4 @@
-"""The loader of Hugging Face datasets."""
+"""loader=huggingface: a local folder (data files, or what `save_to_disk` wrote), or a dataset of the hub."""
 
 import os
 import tempfile
@@ -11,10 +11,49 @@ from typing import Any, Literal
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.schema.data import LOADERS, TextSourceConfig
 from lightning_llm.data.sources.files import FoundFiles, find_files, local_path
-from lightning_llm.data.sources.records import column_of, raised_in_a_line
+from lightning_llm.data.sources.records import raised_in_a_line, text_of
 from lightning_llm.data.sources.source import these_files
 
 HUB_PROBE_SECONDS = 5
+
+
+@LOADERS.register
+class HuggingFaceSource(TextSourceConfig):
+    """A dataset of the hub, or a local folder that `datasets` can load.
+
+    A hub dataset without `revision` is known by its name alone: a newer version there is not noticed.
+    """
+
+    loader: Literal["huggingface"] = "huggingface"
+
+    @classmethod
+    def is_local(cls, path: str) -> bool:
+        return path[0] in "/.~" or os.path.isdir(path)  # a hub name (owner/name), unless such a folder is here
+
+    def problems(self, key: str) -> Iterator[Problem]:
+        if self.part is not None:
+            yield Problem(f"{key}.part", f"{self.part!r} belongs to loader=python, not to {self.loader}.")
+        if not self.path:
+            yield Problem(f"{key}.path", f"loader={self.loader} needs a path.")
+            return
+        absolute = local_path(self.path)
+        if os.path.isfile(absolute):
+            yield Problem(f"{key}.path", f"{absolute} is a file; files are read by loader=jsonl, text or parquet.")
+        elif not os.path.isdir(absolute) and (self.path[0] in "/.~" or self.path.count("/") > 1):
+            yield Problem(f"{key}.path", f"there is no folder {absolute}, and it is no hub name (owner/name).")
+
+    def files(self) -> list[Path]:
+        return self._in_folder().read
+
+    def skipped_files(self) -> dict[str, str]:
+        return self._in_folder().skipped
+
+    def _in_folder(self) -> FoundFiles:
+        path = self.path or ""
+        return find_files(path, ("",)) if path and os.path.isdir(local_path(path)) else FoundFiles()
+
+    def build(self, key: str, files: Sequence[Path]) -> Any:
+        return HuggingFaceReader(self, key, files)
 
 
 class HuggingFaceReader:
@@ -30,14 +69,21 @@ class HuggingFaceReader:
         Raises ConfigError, with the key at fault, for a hub name that is unknown, refused or out of reach, and for a
         subset or split that does not exist.
         """
-        local, column = local_path(self.config.path or ""), self.config.text_key
+        local = local_path(self.config.path or "")
         if not os.path.isdir(local):
-            rows = _load_from_hub(self.key, self.config)
-            yield from column_of(rows, column, self.key, these_files(self.config.path, []))
+            yield from self._texts(_load_from_hub(self.key, self.config), [])
             return
         with _plain_folder(local, self.files) as (folder, originals):
-            rows = self._load_local(folder, originals)
-            yield from column_of(rows, column, self.key, these_files(self.config.path, self.files))
+            yield from self._texts(self._load_local(folder, originals), self.files)
+
+    def _texts(self, rows: Any, files: Sequence[Path]) -> Iterator[str | None]:
+        """Yield the text of each row of a dataset of `datasets`, reading that column alone."""
+        column, where = self.config.text_key, these_files(self.config.path, files)
+        with raised_in_a_line():
+            if column in (rows.column_names or ()):  # a missing one is reported from the first row
+                rows = rows.select_columns([column])
+            for record in rows:
+                yield text_of(record, column, self.key, where)
 
     def _load_local(self, folder: Path, originals: Mapping[str, Path]) -> Any:
         import datasets
@@ -104,12 +150,13 @@ def _load_problem(key: str, path: str, config: TextSourceConfig, error: str) -> 
     return ConfigError(Problem(f"{key}.path", f"{path!r} ({wanted}) cannot be loaded: {error}"))
 
 
-def _load(key: str, path: str, config: TextSourceConfig, **options: Any) -> Any:
+def _load(key: str, config: TextSourceConfig) -> Any:
     import datasets
 
+    path = config.path or ""
     try:
         with raised_in_a_line():
-            return datasets.load_dataset(path, name=config.subset, split=config.split, **options)
+            return datasets.load_dataset(path, name=config.subset, split=config.split, revision=config.revision)
     except (ValueError, OSError) as error:  # names the splits or subsets there are
         raise _load_problem(key, path, config, str(error)) from error
 
@@ -130,14 +177,14 @@ def _load_from_hub(key: str, config: TextSourceConfig) -> Any:
     except Exception as error:  # those of the http library behind huggingface_hub, which has changed between versions
         with _hub_offline():
             try:
-                return _load(key, path, config, revision=config.revision)
+                return _load(key, config)
             except ConfigError:
                 text = (
                     f"{path!r} is no local path, the hub cannot be reached ({error}), and no copy of it is in the "
                     "local cache. Give an existing path, or fetch the dataset once on a machine that is online."
                 )
                 raise ConfigError(Problem(f"{key}.path", text)) from error
-    return _load(key, path, config, revision=config.revision)
+    return _load(key, config)
 
 
 @contextmanager
@@ -152,43 +199,3 @@ def _hub_offline() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
-
-
-@LOADERS.register
-class HuggingFaceSource(TextSourceConfig):
-    """A dataset of the hub, or a local folder that `datasets` can load.
-
-    A hub dataset without `revision` is known by its name alone: a newer version there is not noticed.
-    """
-
-    loader: Literal["huggingface"] = "huggingface"
-
-    @classmethod
-    def is_local(cls, path: str) -> bool:
-        return path[0] in "/.~" or os.path.isdir(path)  # a hub name (owner/name), unless such a folder is here
-
-    def problems(self, key: str) -> Iterator[Problem]:
-        if self.part is not None:
-            yield Problem(f"{key}.part", f"{self.part!r} belongs to loader=python, not to {self.loader}.")
-        if not self.path:
-            yield Problem(f"{key}.path", f"loader={self.loader} needs a path.")
-            return
-        absolute = local_path(self.path)
-        if os.path.isfile(absolute):
-            yield Problem(f"{key}.path", f"{absolute} is a file; files are read by loader=jsonl, text or parquet.")
-        elif not os.path.isdir(absolute) and (self.path[0] in "/.~" or self.path.count("/") > 1):
-            yield Problem(f"{key}.path", f"there is no folder {absolute}, and it is no hub name (owner/name).")
-
-    def files(self) -> list[Path]:
-        return self._in_folder().read
-
-    def skipped_files(self) -> dict[str, str]:
-        return self._in_folder().skipped
-
-    def _in_folder(self) -> FoundFiles:
-        path = self.path or ""
-        return find_files(path, ("",)) if path and os.path.isdir(local_path(path)) else FoundFiles()
-
-    def build(self, key: str, files: Sequence[Path]) -> Any:
-
-        return HuggingFaceReader(self, key, files)

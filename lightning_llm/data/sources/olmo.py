@@ -1,4 +1,4 @@
-"""The loader of OLMo's token files."""
+"""loader=olmo: what `numpy.memmap` takes for an array, as in OLMo and OLMo-core (`MemMapDataset`, `NumpyDataset`)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,36 @@ from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.data import LOADERS, TokenSourceConfig
 from lightning_llm.data.sources.files import LocalFiles, file_problems
 
+NUMPY_MAGIC = b"\x93NUMPY"
 READ_TOKENS = 1 << 24
 LOOKED_AT_TOKENS = 4096
+
+
+@LOADERS.register
+class OlmoSource(LocalFiles, TokenSourceConfig):
+    """`.npy` as OLMo reads it: token ids alone, without a header, each document closed by the end-of-document token."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".npy",)
+
+    loader: Literal["olmo"] = "olmo"
+    dtype: Literal["uint16", "uint32"] = Field("uint16", description="one token in the file, little-endian")
+
+    def problems(self, key: str) -> Iterator[Problem]:
+        yield from file_problems(key, self)
+        size = int(self.dtype[-2:]) // 8
+        for file in self.files():
+            stored = file.stat().st_size
+            with file.open("rb") as opened:
+                head = opened.read(len(NUMPY_MAGIC))
+            if head == NUMPY_MAGIC:
+                text = f"{file} has numpy's header, and OLMo's files have none: write it anew with numpy's tofile."
+                yield Problem(f"{key}.path", text)
+            elif stored % size or not stored:
+                text = f"{file} has {stored:,} bytes, which are no whole number of {self.dtype}: it is cut short."
+                yield Problem(f"{key}.path", text if stored else f"{file} is empty.")
+
+    def build(self, key: str, files: Sequence[Path]) -> Any:
+        return OlmoReader(list(files), self.dtype)
 
 
 @dataclass
@@ -56,34 +84,3 @@ class OlmoReader:
         high = tokens[1::2]
         if self.dtype == "uint16" and len(high) > 1 and high.max() < 16 <= tokens[::2].max():
             raise ValueError("looks like uint32, and is read as uint16. Set dtype=uint32")
-
-
-NUMPY_MAGIC = b"\x93NUMPY"
-
-
-@LOADERS.register
-class OlmoSource(LocalFiles, TokenSourceConfig):
-    """`.npy` as OLMo reads it: token ids alone, without a header, each document closed by the end-of-document token."""
-
-    suffixes: ClassVar[tuple[str, ...]] = (".npy",)
-
-    loader: Literal["olmo"] = "olmo"
-    dtype: Literal["uint16", "uint32"] = Field("uint16", description="one token in the file, little-endian")
-
-    def problems(self, key: str) -> Iterator[Problem]:
-        yield from file_problems(key, self)
-        size = int(self.dtype[-2:]) // 8
-        for file in self.files():
-            stored = file.stat().st_size
-            with file.open("rb") as opened:
-                head = opened.read(len(NUMPY_MAGIC))
-            if head == NUMPY_MAGIC:
-                text = f"{file} has numpy's header, and OLMo's files have none: write it anew with numpy's tofile."
-                yield Problem(f"{key}.path", text)
-            elif stored % size or not stored:
-                text = f"{file} has {stored:,} bytes, which are no whole number of {self.dtype}: it is cut short."
-                yield Problem(f"{key}.path", text if stored else f"{file} is empty.")
-
-    def build(self, key: str, files: Sequence[Path]) -> Any:
-
-        return OlmoReader(list(files), self.dtype)
