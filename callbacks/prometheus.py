@@ -13,9 +13,8 @@ from lightning_llm.base.version import __version__
 from lightning_llm.config.identity import config_hash
 from lightning_llm.config.schema import Config
 from lightning_llm.tracking.files import Record, Status
-from lightning_llm.tracking.metric_families import RunMetrics
-from lightning_llm.tracking.metrics_publisher import MetricsPublisher, Saved, Wishes
-from lightning_llm.tracking.state import is_among_jobs
+from lightning_llm.tracking.prometheus import MetricsPublisher, RunMetrics, Saved, Wishes
+from lightning_llm.tracking.run_state import is_among_jobs
 from lightning_llm.train.checkpoint.manifest import MANIFEST, step_folders, step_of
 
 NAME = "callbacks.prometheus"

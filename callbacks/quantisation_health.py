@@ -18,7 +18,7 @@ from lightning_llm.precision.cast.cast_statistics import HIGHEST, LOWEST, SUMS, 
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
 from lightning_llm.precision.linear.plan import SLOT_NAMES, SeenCast, Shard
 from lightning_llm.tracking.files import cut_back
-from lightning_llm.tracking.health_table import Tensors, table
+from lightning_llm.tracking.quantization_table import Tensors, table
 from lightning_llm.train.spikes.nonfinite import NonFiniteError
 from lightning_llm.train.spikes.nonfinite_origin import find_origin
 

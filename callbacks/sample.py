@@ -11,7 +11,7 @@ from rich.text import Text
 
 from lightning_llm.base.terminal.console import new_console
 from lightning_llm.base.terminal.text import escaped, excerpt, one_line
-from lightning_llm.tracking.state import is_among_jobs
+from lightning_llm.tracking.run_state import is_among_jobs
 
 log = logging.getLogger(__name__)
 SHOWN_LINES = 12

@@ -17,9 +17,7 @@ from lightning_llm.config.from_file import load_config
 from lightning_llm.config.redact import WHOLE_URIS_VARIABLE, redact_uri, with_credentials
 from lightning_llm.run import rank as run
 from lightning_llm.tracking.mlflow.tracker import MLflowTracker, tracking_uri
-from lightning_llm.tracking.sweep_commands import command_with_seeds
-from lightning_llm.tracking.sweep_definition import Typed, define
-from lightning_llm.tracking.sweep_writing import write_sweep
+from lightning_llm.tracking.sweep_definition import Typed, command_with_seeds, define, write_sweep
 
 URI = "http://someone:s3cret@127.0.0.1:9"
 

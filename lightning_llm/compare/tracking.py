@@ -19,7 +19,7 @@ from lightning_llm.tracking.mlflow.store import LARGEST_VALUE, existing_store
 from lightning_llm.tracking.mlflow.sweep import DESCRIPTION
 from lightning_llm.tracking.mlflow.ui import artifact_page, children_page
 from lightning_llm.tracking.reading import Run
-from lightning_llm.tracking.state import state_of
+from lightning_llm.tracking.run_state import state_of
 from lightning_llm.tracking.sweep_file import FILE, parent_of_sweep
 
 BEGIN, END = "<!-- verdicts -->", "<!-- end of verdicts -->"

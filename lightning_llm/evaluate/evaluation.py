@@ -32,7 +32,7 @@ from lightning_llm.run.build import choose_device
 from lightning_llm.run.launch.environment import is_first_rank
 from lightning_llm.tracking.evaluations import Metrics, record_evaluation
 from lightning_llm.tracking.files import write_json
-from lightning_llm.tracking.state import state_of
+from lightning_llm.tracking.run_state import state_of
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def _write(request: Request, done: Evaluation, output: Path | None) -> Path:
         unknown = [name for name, value in _with_nulls(done.metrics).items() if value is None]
         ended = state_of(first.folder) != "running"
         file = record_evaluation(first.folder, first.checkpoint.step, done.metrics, ended, unknown)
-        from lightning_llm.tracking.mlflow.evaluations import track_evaluations
+        from lightning_llm.tracking.mlflow.tracker import track_evaluations
 
         if problem := track_evaluations(first.config, first.folder):
             print(f"not in MLflow ({problem}); later: lightning-llm sync {first.folder}", file=sys.stderr)

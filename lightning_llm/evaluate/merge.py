@@ -25,7 +25,7 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.probe.subject import Subject, find_subject, verified_weights
 from lightning_llm.tracking.files import write_json
-from lightning_llm.tracking.state import state_of
+from lightning_llm.tracking.run_state import state_of
 
 FILE = "merge.json"
 MOST_PARTS = 12

@@ -14,8 +14,8 @@ from lightning_llm.plan.coverage import coverage_of
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.tracking.files import SOURCE_HASHES
+from lightning_llm.tracking.files import TOKENIZER_DIGEST as TOKENIZER_DIGEST
 from lightning_llm.tracking.provenance import code_hash, versions
-from lightning_llm.tracking.run_tokenizer import DIGEST as TOKENIZER_DIGEST
 
 
 def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, Any]:

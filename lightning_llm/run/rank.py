@@ -43,13 +43,13 @@ from lightning_llm.run.resume.start import Start
 from lightning_llm.run.resume.start_lines import branch_lines, resume_lines
 from lightning_llm.run.teachers import open_teachers
 from lightning_llm.run.watch import failures_marked, watched_ranks
-from lightning_llm.tracking.held_folder import FolderGoneError
+from lightning_llm.tracking.liveness import FolderGoneError
 from lightning_llm.tracking.loggers import LightningRunLogger
 from lightning_llm.tracking.mlflow.tracker import MLflowTracker, tracking_uri
 from lightning_llm.tracking.mlflow.ui import ui_lines
 from lightning_llm.tracking.provenance import FINGERPRINT
 from lightning_llm.tracking.rank_liveness import RankSilentError
-from lightning_llm.tracking.state import is_among_jobs, mlflow_facts
+from lightning_llm.tracking.run_state import is_among_jobs, mlflow_facts
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedBySignal
 from lightning_llm.train.checkpoint.manifest import step_folders, step_of
 from lightning_llm.train.datamodule import CorpusDataModule

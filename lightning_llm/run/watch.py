@@ -12,9 +12,9 @@ from lightning_llm.base.errors import CallbackFailedError
 from lightning_llm.config.schema import Config
 from lightning_llm.parallel.process_group import collectives
 from lightning_llm.tracking.files import mark_failed, summary_of
-from lightning_llm.tracking.rank_heartbeat import RankHeartbeat
 from lightning_llm.tracking.rank_liveness import (
     Beat,
+    RankHeartbeat,
     RankSilentError,
     absent_ranks,
     last_collective,

@@ -19,11 +19,10 @@ from lightning_llm.sweep.elsewhere import await_elsewhere, runs_elsewhere
 from lightning_llm.sweep.ending import close
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.run import left_to_do, opened, start
-from lightning_llm.tracking.job_keys import kind_of
 from lightning_llm.tracking.reading import read_run
-from lightning_llm.tracking.state import SETTLED, state_of
-from lightning_llm.tracking.sweep_definition import Job, Sweep, tracked
-from lightning_llm.tracking.sweep_writing import write_sweep
+from lightning_llm.tracking.run_state import SETTLED, state_of
+from lightning_llm.tracking.sweep_definition import Job, Sweep, tracked, write_sweep
+from lightning_llm.tracking.sweep_jobs import kind_of
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from lightning_llm.config.margin import read_margin
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.sweep.judged_metric import check_metric
-from lightning_llm.tracking.job_keys import kind_of
 from lightning_llm.tracking.reading import Run
 from lightning_llm.tracking.sweep_definition import Sweep, Typed, define
 from lightning_llm.tracking.sweep_file import DESIGN, FILE
+from lightning_llm.tracking.sweep_jobs import kind_of
 
 LENGTH = "trainer.max_steps"
 Composed = tuple[list[tuple[list[str], Config]], str | None, Typed]

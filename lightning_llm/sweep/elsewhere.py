@@ -10,7 +10,7 @@ from lightning_llm.run.launch.relay import Relay
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.liveness import whose
 from lightning_llm.tracking.provenance import is_of_this_machine
-from lightning_llm.tracking.state import SETTLED, state_of
+from lightning_llm.tracking.run_state import SETTLED, state_of
 from lightning_llm.tracking.sweep_definition import Job
 
 AWAITED_EVERY_SECONDS = 2.0

@@ -15,11 +15,9 @@ from lightning_llm.tracking.mlflow.sweep import parent_job, write_parent
 from lightning_llm.tracking.mlflow.sync import catch_up
 from lightning_llm.tracking.mlflow.tracker import tracking_uri
 from lightning_llm.tracking.mlflow.ui import ui_lines
-from lightning_llm.tracking.state import SETTLED, detail_of, mlflow_facts, state_of
-from lightning_llm.tracking.sweep_commands import command_to_go_on
-from lightning_llm.tracking.sweep_definition import Job, Sweep
+from lightning_llm.tracking.run_state import SETTLED, detail_of, mlflow_facts, state_of
+from lightning_llm.tracking.sweep_definition import Job, Sweep, command_to_go_on, write_sweep
 from lightning_llm.tracking.sweep_file import TOLD, read_sweep_file
-from lightning_llm.tracking.sweep_writing import write_sweep
 
 
 @dataclass

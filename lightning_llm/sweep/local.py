@@ -17,7 +17,7 @@ from lightning_llm.sweep.devices import VISIBLE, DevicePool, cuda_devices
 from lightning_llm.sweep.elsewhere import runs_elsewhere
 from lightning_llm.sweep.job_locks import Outcome, locked
 from lightning_llm.sweep.progress import Progress
-from lightning_llm.tracking.state import JOB_VARIABLE, SETTLED, state_of
+from lightning_llm.tracking.run_state import JOB_VARIABLE, SETTLED, state_of
 from lightning_llm.tracking.sweep_definition import Job
 
 REFUSED = 2

@@ -19,7 +19,7 @@ from lightning_llm.precision.recipe.coverage import Coverage
 from lightning_llm.run.resume.branch import first_step
 from lightning_llm.sweep.run import checked_jobs
 from lightning_llm.tracking.files import summary_of
-from lightning_llm.tracking.state import SETTLED, state_of
+from lightning_llm.tracking.run_state import SETTLED, state_of
 from lightning_llm.tracking.sweep_definition import Job, Sweep, define
 
 SHOWN = 3

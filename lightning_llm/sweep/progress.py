@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightning_llm.base.stopping import STOPPING, exit_code
 from lightning_llm.sweep.job_locks import Outcome
-from lightning_llm.tracking.state import state_of
+from lightning_llm.tracking.run_state import state_of
 from lightning_llm.tracking.sweep_definition import Job
 
 STOPPED = {exit_code(number) for number in STOPPING}

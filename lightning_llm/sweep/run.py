@@ -25,9 +25,8 @@ from lightning_llm.sweep.progress import Leg, Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
 from lightning_llm.tracking.mlflow.sweep import parent_job, write_parent
 from lightning_llm.tracking.mlflow.tracker import tracking_uri
-from lightning_llm.tracking.state import SETTLED, settled_state
-from lightning_llm.tracking.sweep_definition import Job, Sweep, Typed, define, tracked
-from lightning_llm.tracking.sweep_writing import write_sweep
+from lightning_llm.tracking.run_state import SETTLED, settled_state
+from lightning_llm.tracking.sweep_definition import Job, Sweep, Typed, define, tracked, write_sweep
 
 NOT_CHECKED = {"seed", "resume", "run"}
 """Jobs that differ in these alone are checked once: each gets a folder of its own in the sweep's, and no rule reads the

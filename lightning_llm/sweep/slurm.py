@@ -18,7 +18,7 @@ from lightning_llm.sweep.job_locks import Outcome, allow_open_files, locked
 from lightning_llm.sweep.local import frozen_config, job_command
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.tracking.files import mark_failed, write_json
-from lightning_llm.tracking.state import SETTLED, state_of
+from lightning_llm.tracking.run_state import SETTLED, state_of
 from lightning_llm.tracking.sweep_definition import Job
 
 POLL_SECONDS = 2.0

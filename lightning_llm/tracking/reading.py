@@ -37,8 +37,8 @@ from lightning_llm.tracking.files import (
     steps_in_words,
     summary_of,
 )
+from lightning_llm.tracking.final_figures import stalled
 from lightning_llm.tracking.provenance import origin_of
-from lightning_llm.tracking.skipped_updates import stalled
 
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 WRITTEN = (*(key for key, each in Config.model_fields.items() if each.is_required()), "seed")

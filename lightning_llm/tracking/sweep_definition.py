@@ -1,13 +1,14 @@
 """Definition of a sweep: its jobs, the folder they share, which is which over repeated starts. Imports no torch."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.config.commands import sweep_command
 from lightning_llm.config.identity import (
     config_hash,
     flatten,
@@ -16,9 +17,18 @@ from lightning_llm.config.identity import (
 )
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
-from lightning_llm.tracking.declared_jobs import Asked, check_declared_jobs
-from lightning_llm.tracking.job_keys import UNHASHED, axes_of, key_of, keys_of_jobs, kind_of
-from lightning_llm.tracking.sweep_file import DESIGN, FILE, OTHER_KEYS, SEARCH, read_sweep_file
+from lightning_llm.config.workspace import default_outputs
+from lightning_llm.tracking.files import write_json
+from lightning_llm.tracking.sweep_file import DESIGN, FILE, OTHER_KEYS, SEARCH, TOLD, read_sweep_file
+from lightning_llm.tracking.sweep_jobs import (
+    UNHASHED,
+    Asked,
+    axes_of,
+    check_declared_jobs,
+    key_of,
+    keys_of_jobs,
+    kind_of,
+)
 
 GIVEN_ANEW = ("seed", "run.name", "run.root", "run.dir")
 """Keys that a command with more seeds sets itself."""
@@ -192,3 +202,114 @@ def tracked(sweep: Sweep, parent_run_id: str | None) -> Sweep:
 
 def _numbered_folders(folder: Path) -> list[int]:
     return [int(each.name) for each in folder.iterdir() if each.name.isdecimal()] if folder.is_dir() else []
+
+
+def write_sweep(sweep: Sweep, told: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Write and return `sweep.json`, beside the jobs' folders; jobs of earlier definitions there stay listed.
+
+    `told`: how the sweep ended, where MLflow has been told.
+    """
+    before = read_sweep_file(sweep.folder)
+    known = {each["key"]: each for each in before.get("jobs", [])}
+    known |= {job.key: _described(job) for job in sweep.jobs}
+    typed = _merged(before.get("typed", []), sweep.typed)
+    listed = sorted(known.values(), key=lambda each: each["number"])
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        "hash": sweep.hash,
+        "experiment": sweep.experiment,
+        "recipe": sweep.jobs[0].config.recipe,
+        "axes": _axes_of_all(listed),
+        "typed": typed,
+        "mlflow_run_id": sweep.parent_run_id,
+        **sweep.declared,
+        "jobs": listed,
+        **({TOLD: dict(told)} if told else {}),
+    }
+    write_json(sweep.folder / FILE, about)
+    return about
+
+
+def _axes_of_all(listed: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the axes over jobs of all starts. A start of one seed has no word for it, which is an axis once there are
+    several."""
+    axes = axes_of(each.get("words", ()) for each in listed)
+    seeds = list(dict.fromkeys(str(each["seed"]) for each in listed if "seed" in each))
+    return {**axes, "seed": seeds} if len(seeds) > 1 else axes
+
+
+def _merged(starts: list[dict[str, Any]], typed: Typed | None) -> list[dict[str, Any]]:
+    """Return how the sweep was composed over all its starts; one that only added seeds is no other."""
+    now = typed.without_seeds_and_place() if typed else None
+    return starts if now is None or now in starts else [*starts, now]
+
+
+def _described(job: Job) -> dict[str, Any]:
+    """Return a job as `sweep.json` lists it; those of one `kind` differ in seed and trunk alone."""
+    digest = kind_of(job.config)
+    trunk = {} if job.config.branch_from is None else {"branch_from": job.config.branch_from}
+    return {
+        "number": job.number, "words": list(job.words), "key": job.key, "seed": job.config.seed, "kind": digest, **trunk
+    }  # fmt: skip
+
+
+def command_with_seeds(folder: Path, seeds: Iterable[int]) -> str:
+    """Return the command that runs the sweep in `folder` with `seeds`, in the same folder, repeating no finished job.
+
+    A sweep that grew by other overrides under one name has a command for each, joined by " && ". "" where its
+    `sweep.json` says nothing of how it was composed (written by an earlier version), or cannot be read.
+    """
+    return _command_adding(folder, seeds, {})
+
+
+def command_with_values(folder: Path, key: str, values: Iterable[float], seeds: Iterable[int]) -> str:
+    """Return the command that adds jobs of other `values` of `key` to the sweep in `folder`, at its `seeds`.
+
+    As `command_with_seeds`.
+    """
+    return _command_adding(folder, seeds, {key: ",".join(f"{value:g}" for value in values)})
+
+
+def command_for_the_rest(folder: Path) -> str:
+    """Return the command that runs what is left of the sweep in `folder`, "" where there is none.
+
+    Of a sweep that looks at seeds as it goes, with all that its looks may need.
+    """
+    known = _readable(folder)
+    looked_at = known.get(DESIGN, {}).get("seeds", [])
+    seeds = [*looked_at, *(job["seed"] for job in known.get("jobs", []) if "seed" in job)]
+    return command_with_seeds(folder, seeds) if seeds else ""
+
+
+def _command_adding(folder: Path, seeds: Iterable[int], choices: Mapping[str, str]) -> str:
+    in_folder = [f"{key}={value}" for key, value in choices.items()]
+    in_folder += [f"seed={','.join(map(str, sorted(set(seeds))))}", *_folder_overrides(folder)]
+    return " && ".join(
+        sweep_command(
+            [*(word for word in each["overrides"] if key_of(word) not in choices), *in_folder],
+            each["config_dir"],
+            each.get("folder"),
+        )
+        for each in _readable(folder).get("typed", [])
+    )
+
+
+def _readable(folder: Path) -> dict[str, Any]:
+    try:
+        return read_sweep_file(folder)
+    except ConfigError:  # whoever asks for a command has said so, of the jobs
+        return {}
+
+
+def command_to_go_on(sweep: Sweep) -> str:
+    """Return the command that starts what is left of `sweep`, wherever it is typed."""
+    typed = sweep.typed or Typed()
+    words = [redact_uri(word) for word in typed.overrides if key_of(word) not in ("run.name", "run.root", "run.dir")]
+    config_dir = typed.config_dir and typed.config_dir.absolute()
+    return sweep_command([*words, *_folder_overrides(sweep.folder)], config_dir, typed.only_from)
+
+
+def _folder_overrides(folder: Path) -> list[str]:
+    """Return the overrides that lead to the folder of a sweep from anywhere."""
+    root = folder.absolute().parent.parent
+    return [f"run.name={folder.name}", *([] if str(root) == default_outputs() else [f"run.root={root}"])]

@@ -11,7 +11,7 @@ from protocol_module import make_config
 
 from lightning_llm.tracking.mlflow.store import open_store
 from lightning_llm.tracking.mlflow.tracker import MLflowTracker
-from lightning_llm.tracking.mlflow.trouble import DELETED, NO_ANSWER, NOT_ALLOWED, REFUSED, TOO_LARGE, trouble_of
+from lightning_llm.tracking.mlflow.writer import DELETED, NO_ANSWER, NOT_ALLOWED, REFUSED, TOO_LARGE, trouble_of
 
 
 def of_status(status: int) -> MlflowException:

@@ -25,11 +25,10 @@ from lightning_llm.__main__ import main
 from lightning_llm.callbacks.prometheus import Prometheus
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.identity import training_hash
-from lightning_llm.tracking import metrics_publisher
+from lightning_llm.tracking import prometheus as metrics_publisher
 from lightning_llm.tracking.files import read_records
-from lightning_llm.tracking.metric_families import FAMILIES, PREFIX, RunMetrics, metric_of
-from lightning_llm.tracking.metrics_publisher import MetricsPublisher, Wishes
-from lightning_llm.tracking.state import JOB_VARIABLE
+from lightning_llm.tracking.prometheus import FAMILIES, PREFIX, MetricsPublisher, RunMetrics, Wishes, metric_of
+from lightning_llm.tracking.run_state import JOB_VARIABLE
 from lightning_llm.train.run_folder import RunFolder
 
 IDENTITY = {"experiment": "trial", "run": "first"}

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from lightning_llm.tracking.provenance import process_mark
-from lightning_llm.tracking.rank_heartbeat import RankHeartbeat
 from lightning_llm.tracking.rank_liveness import (
+    RankHeartbeat,
     absent_ranks,
     beats,
     clear_beats,

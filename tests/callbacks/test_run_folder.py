@@ -17,7 +17,7 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema import Config
 from lightning_llm.tracking import liveness as heartbeat
 from lightning_llm.tracking.final_figures import final_figures
-from lightning_llm.tracking.held_folder import FolderGoneError
+from lightning_llm.tracking.liveness import FolderGoneError
 from lightning_llm.train import run_folder
 from lightning_llm.train.run_folder import RunFolder
 

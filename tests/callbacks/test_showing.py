@@ -18,7 +18,7 @@ from lightning_llm.callbacks.sample import Sample
 from lightning_llm.callbacks.throughput import Throughput
 from lightning_llm.config.schema import Config
 from lightning_llm.tracking.final_figures import draw_losses
-from lightning_llm.tracking.state import JOB_VARIABLE
+from lightning_llm.tracking.run_state import JOB_VARIABLE
 from lightning_llm.tracking.sweep_file import title_of
 from lightning_llm.train.run_folder import RunFolder
 

@@ -19,7 +19,7 @@ from lightning_llm.compare.report.pictures import pictures_of
 from lightning_llm.compare.wording import more_or_fewer, nats, per_parameter
 from lightning_llm.config import workspace
 from lightning_llm.tracking.reading import read_run
-from lightning_llm.tracking.search_results import write_results
+from lightning_llm.tracking.sweep_file import write_results
 
 
 def test_every_line_names_the_setting(tmp_path, capsys):

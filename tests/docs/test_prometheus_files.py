@@ -8,7 +8,7 @@ import promql_parser
 import pytest
 import yaml
 
-from lightning_llm.tracking.metric_families import FAMILIES, IDENTITY, PREFIX, RunMetrics
+from lightning_llm.tracking.prometheus import FAMILIES, IDENTITY, PREFIX, RunMetrics
 
 FOLDER = Path(__file__).parents[2] / "docs" / "prometheus"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())

@@ -14,9 +14,14 @@ from lightning_llm.config.compose import compose_config, typed_value
 from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.identity import config_hash, training_hash
 from lightning_llm.tracking import sweep_definition as definition
-from lightning_llm.tracking.sweep_commands import command_to_go_on, command_with_seeds
-from lightning_llm.tracking.sweep_definition import Sweep, Typed, define
-from lightning_llm.tracking.sweep_writing import write_sweep
+from lightning_llm.tracking.sweep_definition import (
+    Sweep,
+    Typed,
+    command_to_go_on,
+    command_with_seeds,
+    define,
+    write_sweep,
+)
 
 RECIPE = """# @package _global_
 # Two precisions, and bf16 against itself.

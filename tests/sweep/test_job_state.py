@@ -24,9 +24,8 @@ from lightning_llm.tracking import liveness as heartbeat
 from lightning_llm.tracking.files import write_json
 from lightning_llm.tracking.provenance import has_ended, process_mark
 from lightning_llm.tracking.reading import read_run
-from lightning_llm.tracking.state import detail_of, settled_state, state_of
-from lightning_llm.tracking.sweep_definition import Job
-from lightning_llm.tracking.sweep_writing import write_sweep
+from lightning_llm.tracking.run_state import detail_of, settled_state, state_of
+from lightning_llm.tracking.sweep_definition import Job, write_sweep
 
 
 def test_processes_are_told_apart_from_those_that_took_their_number() -> None:

@@ -18,7 +18,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.run.launch.relay import Relay
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.sweep.slurm import array_parameters, run_on_slurm, slurm_problems
-from lightning_llm.tracking.state import detail_of, state_of
+from lightning_llm.tracking.run_state import detail_of, state_of
 
 
 @pytest.mark.usefixtures("short_children")

@@ -19,9 +19,9 @@ from traced_run import run_with
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.precision.cast import inductor
+from lightning_llm.tracking.final_figures import stalled
 from lightning_llm.tracking.reading import read_run
-from lightning_llm.tracking.skipped_updates import stalled
-from lightning_llm.tracking.state import state_of
+from lightning_llm.tracking.run_state import state_of
 from lightning_llm.train.checkpoint.state import read_tensors
 from lightning_llm.train.quantisation import Quantisation
 from lightning_llm.train.spikes.spike_policy import SpikePolicy, SpikeStop

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from lightning_llm.base.errors import Problem
 from lightning_llm.compare.best_value.best_of import BestOf, Choice
 from lightning_llm.tracking.reading import Run
-from lightning_llm.tracking.sweep_commands import command_with_values
+from lightning_llm.tracking.sweep_definition import command_with_values
 
 
 class Beyond(NamedTuple):

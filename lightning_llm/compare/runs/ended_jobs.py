@@ -8,7 +8,7 @@ from lightning_llm.compare.comparison import read_all
 from lightning_llm.compare.runs.find import Found
 from lightning_llm.compare.runs.lost_jobs import lost_jobs, misplaced_runs
 from lightning_llm.tracking.reading import Run
-from lightning_llm.tracking.search_results import FILE, ended_by_search
+from lightning_llm.tracking.sweep_file import SEARCH_FILE, ended_by_search
 
 
 class Kept(NamedTuple):
@@ -31,7 +31,7 @@ def without_ended(found: Found) -> Kept:
             ended |= ended_by_search(sweep)
         except ValueError as error:
             raise ConfigError(
-                Problem(str(sweep / FILE), f"cannot be read: {error}. Start the search again.")
+                Problem(str(sweep / SEARCH_FILE), f"cannot be read: {error}. Start the search again.")
             ) from error
     left_out = [folder for folder in found.folders if folder in ended]
     if not left_out:

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_llm.tracking.reading import Run
-from lightning_llm.tracking.search_results import ended_by_search
-from lightning_llm.tracking.sweep_file import read_sweep_file
+from lightning_llm.tracking.sweep_file import ended_by_search, read_sweep_file
 
 
 def ended_some(runs: Sequence[Run]) -> bool:

@@ -9,8 +9,8 @@ from lightning_llm.compare.runs.factor import Factor
 from lightning_llm.compare.runs.levels import Level, parsed, same_value
 from lightning_llm.config.commands import resume_command
 from lightning_llm.tracking.reading import Run
-from lightning_llm.tracking.state import state_of
-from lightning_llm.tracking.sweep_commands import command_for_the_rest
+from lightning_llm.tracking.run_state import state_of
+from lightning_llm.tracking.sweep_definition import command_for_the_rest
 from lightning_llm.tracking.sweep_file import FILE, read_sweep_file
 
 NEVER_BEGUN = "never begun"

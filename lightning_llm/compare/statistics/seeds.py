@@ -10,7 +10,7 @@ from lightning_llm.compare.runs.branches import trunks_are_replicates
 from lightning_llm.compare.statistics.power import MOST_SEEDS, PLANNED_GAP, seeds_needed
 from lightning_llm.compare.statistics.stability import seeds_to_show_stability
 from lightning_llm.tracking.reading import Run
-from lightning_llm.tracking.sweep_commands import command_with_seeds
+from lightning_llm.tracking.sweep_definition import command_with_seeds
 
 FEWEST_SEEDS = 3
 """Pairs that show a spread well enough to plan by."""

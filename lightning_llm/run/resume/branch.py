@@ -17,8 +17,8 @@ from lightning_llm.run.resume.own_checkpoints import config_of_run
 from lightning_llm.run.resume.start import Start
 from lightning_llm.run.resume.trunk import look_once, trunk_checkpoint
 from lightning_llm.run.resume.weights import begins_anew, shape_differences
+from lightning_llm.tracking.files import TOKENIZER_DIGEST as TOKENIZER_DIGEST
 from lightning_llm.tracking.files import summary_of
-from lightning_llm.tracking.run_tokenizer import DIGEST as TOKENIZER_DIGEST
 from lightning_llm.train.checkpoint.manifest import Checkpoint, step_folders, step_of
 
 BRANCH = "branch"

@@ -13,7 +13,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.run.resume.start import Start, decide_start, first_start
 from lightning_llm.run.resume.start_lines import resume_lines
 from lightning_llm.run.resume.trunk import look_once
-from lightning_llm.tracking.state import state_of
+from lightning_llm.tracking.run_state import state_of
 from lightning_llm.train.checkpoint.manifest import step_folders
 
 MADE_OF_TIME = re.compile(r"-\d{8}-\d{6}$")

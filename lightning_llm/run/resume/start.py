@@ -22,7 +22,7 @@ from lightning_llm.run.resume.own_checkpoints import (
 from lightning_llm.run.resume.rollbacks import Rollback, read_rollbacks, with_same_samples
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.liveness import whose
-from lightning_llm.tracking.state import settled_state, state_of
+from lightning_llm.tracking.run_state import settled_state, state_of
 from lightning_llm.train.checkpoint.manifest import (
     MANIFEST,
     Checkpoint,

@@ -14,8 +14,8 @@ from lightning_llm.config.workspace import same_folder
 from lightning_llm.data.mixing.addressing import Mixture
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.run.resume.start import Start
-from lightning_llm.tracking.run_tokenizer import tokenizer_problem
-from lightning_llm.tracking.state import is_among_jobs
+from lightning_llm.tracking.files import tokenizer_problem
+from lightning_llm.tracking.run_state import is_among_jobs
 from lightning_llm.train.checkpoint.manifest import UNSEALED, passed_over_lines
 
 

@@ -14,7 +14,7 @@ from lightning_llm.data.tokens.tokenizer import Tokenizer, bytes_vocabulary, rea
 from lightning_llm.model.weights.folder import Weights, open_huggingface, open_imported
 from lightning_llm.run.resume.own_checkpoints import config_of_run
 from lightning_llm.run.resume.start import checkpoint_at, sizes_alone
-from lightning_llm.tracking.run_tokenizer import run_tokenizer
+from lightning_llm.tracking.files import run_tokenizer
 from lightning_llm.train.checkpoint.manifest import Verify, passed_over_lines, step_folders
 
 FREE = ("max_sequence_length", "rope_theta", "rope_scaling")

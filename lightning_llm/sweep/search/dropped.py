@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.tracking.search_results import ENDED_AT, FILE, read_trials
 from lightning_llm.tracking.sweep_definition import Job
+from lightning_llm.tracking.sweep_file import ENDED_AT, SEARCH_FILE, read_trials
 
 
 @dataclass(frozen=True)
@@ -56,5 +56,5 @@ def dropped_before(folder: Path, recipes: Mapping[str, Sequence[Job]]) -> dict[s
             gap, low, high = (math.inf if about[key] is None else float(about[key]) for key in ("gap", "low", "high"))
             found[name] = Dropped(name, int(about["step"]), str(about["best"]), gap, low, high)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{folder / FILE} is damaged: {error}") from error
+            raise ValueError(f"{folder / SEARCH_FILE} is damaged: {error}") from error
     return found

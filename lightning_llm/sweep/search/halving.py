@@ -26,13 +26,12 @@ from lightning_llm.sweep.search.run import Asked, check_launcher
 from lightning_llm.sweep.search.rungs import losses_at, worse_than_best
 from lightning_llm.sweep.search.watch import watched
 from lightning_llm.tracking.files import summary_of
-from lightning_llm.tracking.job_keys import kind_of
 from lightning_llm.tracking.liveness import whose
 from lightning_llm.tracking.rank_liveness import signal_ranks
-from lightning_llm.tracking.search_results import ENDED_AT, FILE, write_results
-from lightning_llm.tracking.state import SETTLED, state_of
+from lightning_llm.tracking.run_state import SETTLED, state_of
 from lightning_llm.tracking.sweep_definition import Job, Sweep, define
-from lightning_llm.tracking.sweep_file import SEARCH
+from lightning_llm.tracking.sweep_file import ENDED_AT, SEARCH, SEARCH_FILE, write_results
+from lightning_llm.tracking.sweep_jobs import kind_of
 
 FEWEST_SEEDS = 2
 
@@ -114,7 +113,7 @@ def planned_halving(asked: Asked) -> Halving:
     try:
         dropped = dropped_before(whole.folder, recipes)
     except ValueError as error:
-        raise ConfigError(Problem(str(whole.folder / FILE), f"cannot be read: {error}. Remove it.")) from error
+        raise ConfigError(Problem(str(whole.folder / SEARCH_FILE), f"cannot be read: {error}. Remove it.")) from error
     return Halving(keys, whole, recipes, rungs, dropped)
 
 

@@ -26,10 +26,9 @@ from lightning_llm.sweep.search.study import add_trial, open_study
 from lightning_llm.sweep.search.told import print_best, tell, write_trials
 from lightning_llm.sweep.search.trials import Search
 from lightning_llm.sweep.search.watch import watched
-from lightning_llm.tracking.state import SETTLED, state_of
-from lightning_llm.tracking.sweep_definition import Job, define
+from lightning_llm.tracking.run_state import SETTLED, state_of
+from lightning_llm.tracking.sweep_definition import Job, define, write_sweep
 from lightning_llm.tracking.sweep_file import OTHER_KEYS, SEARCH
-from lightning_llm.tracking.sweep_writing import write_sweep
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

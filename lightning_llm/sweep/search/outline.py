@@ -7,9 +7,8 @@ from typing import Any
 from lightning_llm.config.composed_sweep import read_space
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.sweep.search.run import Asked
-from lightning_llm.tracking.search_results import FILE
 from lightning_llm.tracking.sweep_definition import Sweep
-from lightning_llm.tracking.sweep_file import SEARCH
+from lightning_llm.tracking.sweep_file import SEARCH, SEARCH_FILE
 
 
 def search_facts(arguments: argparse.Namespace, keys: SweepConfig) -> tuple[Sweep, dict[str, Any]]:
@@ -48,5 +47,5 @@ def _pruning(keys: SweepConfig) -> str:
 
 def _done(whole: Sweep) -> int:
     """Return how many trials the search's own record has."""
-    file = whole.folder / FILE
+    file = whole.folder / SEARCH_FILE
     return len(json.loads(file.read_text(encoding="utf-8"))["trials"]) if file.is_file() else 0

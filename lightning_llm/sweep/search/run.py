@@ -9,8 +9,8 @@ from lightning_llm.config.composed_sweep import read_space
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.sweep.run import checked_jobs
-from lightning_llm.tracking.job_keys import kind_of
 from lightning_llm.tracking.sweep_definition import Typed
+from lightning_llm.tracking.sweep_jobs import kind_of
 
 ComposedJob = tuple[list[str], Config]
 

@@ -8,7 +8,7 @@ from lightning_llm.sweep.search.curves import tail_gap
 from lightning_llm.sweep.search.space import words_of
 from lightning_llm.sweep.search.trials import Search
 from lightning_llm.tracking.reading import read_run
-from lightning_llm.tracking.search_results import ENDED_AT, write_results
+from lightning_llm.tracking.sweep_file import ENDED_AT, write_results
 
 if TYPE_CHECKING:
     from optuna import Study

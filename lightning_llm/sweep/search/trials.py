@@ -7,9 +7,9 @@ from typing import Any
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.sweep.search.curves import paired_curve
 from lightning_llm.sweep.search.run import Asked, ComposedJob, without_repeats
-from lightning_llm.tracking.job_keys import kind_of
-from lightning_llm.tracking.state import SETTLED, state_of
+from lightning_llm.tracking.run_state import SETTLED, state_of
 from lightning_llm.tracking.sweep_definition import Job, Sweep, define, tracked
+from lightning_llm.tracking.sweep_jobs import kind_of
 
 
 @dataclass

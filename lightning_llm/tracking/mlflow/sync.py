@@ -23,7 +23,7 @@ from lightning_llm.tracking.mlflow.store import ORPHANED, own_process
 from lightning_llm.tracking.mlflow.sweep import TIMEOUT_SECONDS, parent_job, update
 from lightning_llm.tracking.mlflow.tracker import tracking_uri, writer_job
 from lightning_llm.tracking.mlflow.writer import RUN_ID_FILE, RunWriter
-from lightning_llm.tracking.state import SETTLED, mlflow_facts, state_of
+from lightning_llm.tracking.run_state import SETTLED, mlflow_facts, state_of
 from lightning_llm.tracking.sweep_file import FILE, checked_sweep
 
 STATED = {"status", "host", "process", "device", "git", "versions"}

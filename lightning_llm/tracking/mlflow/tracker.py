@@ -16,9 +16,8 @@ from lightning_llm.config.redact import redact_uri, redacted, with_credentials
 from lightning_llm.config.schema import Config
 from lightning_llm.config.sqlite_address import absolute_address, sqlite_address, sqlite_file
 from lightning_llm.tracking.files import Record, Status
-from lightning_llm.tracking.mlflow.store import noted_id, own_process
-from lightning_llm.tracking.mlflow.trouble import NO_ANSWER
-from lightning_llm.tracking.mlflow.writer import RUN_ID_FILE
+from lightning_llm.tracking.mlflow.store import existing_store, noted_id, own_process
+from lightning_llm.tracking.mlflow.writer import NO_ANSWER, RUN_ID_FILE, log_evaluations
 from lightning_llm.tracking.provenance import user_name
 
 log = logging.getLogger(__name__)
@@ -285,3 +284,19 @@ class MLflowTracker:
 
 def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def track_evaluations(config: Config, folder: Path) -> str:
+    """Log what the run's folder holds of evaluations that MLflow has not; return what keeps it from that, or "".
+
+    A run that was not tracked stays so. MLflow's trouble is no trouble of the evaluation: `sync` brings it later.
+    """
+    file = folder / RUN_ID_FILE
+    if config.logger.name != "mlflow" or not file.is_file():
+        return ""
+    try:
+        client = existing_store(tracking_uri(config))
+        log_evaluations(client, file.read_text(encoding="utf-8").strip(), folder)
+    except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
+        return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return ""

@@ -4,7 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_llm.tracking.skipped_updates import stalled
+from lightning_llm.tracking.final_figures import stalled
 from lightning_llm.train.spikes.nonfinite import NoUpdateError
 
 
