@@ -1,4 +1,4 @@
-"""`metrics.jsonl` (a JSON object per line, valid whatever was measured) and `summary.json`. Imports nothing heavy."""
+"""Files of a run's folder: `metrics.jsonl` (a JSON object per line), `summary.json`, `tokenizer.json`. No torch."""
 
 import json
 import math
@@ -222,6 +222,13 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         file.write(json.dumps(_safe(value), indent=2, allow_nan=False).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write `content` to `path` in one move: a reader sees the old file or the new one, whole."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
     os.replace(partial, path)
 
 

@@ -1,4 +1,4 @@
-"""Summary of a run's records: final figures for `summary.json`, and the curves of `loss.png`."""
+"""Summary of a run's records: figures for `summary.json`, curves of `loss.png`, the rule for a stalled run."""
 
 import math
 from collections import Counter
@@ -105,8 +105,8 @@ def _running_mean(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return smooth
 
 
-FEWEST_STEPS = 10
-SHARE = 100
+STALLED_STEPS = 10
+STALLED_SHARE = 100
 """One step in so many."""
 
 
@@ -116,4 +116,4 @@ def stalled(steps: int, skipped_in_a_row: int) -> bool:
     `skipped_in_a_row`: steps up to the last one whose updates were skipped. A loss scale that starts too high skips a
     few updates, and then makes some.
     """
-    return steps > 0 and skipped_in_a_row >= min(steps, max(FEWEST_STEPS, math.ceil(steps / SHARE)))
+    return steps > 0 and skipped_in_a_row >= min(steps, max(STALLED_STEPS, math.ceil(steps / STALLED_SHARE)))

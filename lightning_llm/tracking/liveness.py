@@ -1,4 +1,7 @@
-"""Liveness of the process that trains in a run's folder, for any machine that sees the folder."""
+"""Liveness of the process that trains in a run's folder, visible on any machine that sees the folder.
+
+The process holds the folder open, so that a rename is noticed, and touches `summary.json` every 30 s.
+"""
 
 import contextlib
 import os

@@ -1,7 +1,4 @@
-"""A thread that brings a run's metrics to Prometheus: an HTTP endpoint, a file for node_exporter, or both.
-
-It does whatever may take long (names, disks that are away), so that training waits for none of it, and ends no run.
-"""
+"""Metrics of a run for Prometheus, and the thread that publishes them: an endpoint, a textfile, or both. No torch."""
 
 import json
 import logging
@@ -17,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from lightning_llm.config.redact import redacted
-from lightning_llm.tracking.files import Record, Status
+from lightning_llm.tracking.files import Record, Status, replace_file
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
+
+log = logging.getLogger(__name__)
 
 PREFIX = "lightning_llm_"
 IDENTITY = ("experiment", "run")
@@ -208,8 +207,6 @@ class RunMetrics:
         return float(number) * FAMILIES[name].scale
 
 
-log = logging.getLogger(__name__)
-
 START_SECONDS = 2.0
 """How long a run waits for the endpoint to be there, at its start."""
 CLOSE_SECONDS = 10.0
@@ -351,7 +348,7 @@ class MetricsPublisher:
         # What others reach it by, where it listens on all addresses: the machine's name.
         everywhere = self.wishes.host in ("0.0.0.0", "::")
         address = f"{socket.gethostname()}:{server[0].server_port}" if everywhere else self.address
-        _replace(file, json.dumps([{"targets": [address]}]).encode() + b"\n")
+        replace_file(file, json.dumps([{"targets": [address]}]).encode() + b"\n")
 
     def _forget_targets(self) -> None:
         if self.wishes.targets is not None:
@@ -370,11 +367,4 @@ class MetricsPublisher:
         from prometheus_client import generate_latest
 
         if self.wishes.textfile is not None:
-            _replace(self.wishes.textfile, generate_latest(self._registry))
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write `content` to `path` in one move: who reads it sees the old file or the new one, whole."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+            replace_file(self.wishes.textfile, generate_latest(self._registry))

@@ -1,9 +1,14 @@
-"""The ranks that a run waits for in vain, by the signs of life that `rank_heartbeat` has each rank give."""
+"""Signs of life of every rank, so that a run which waits in vain can name the rank it waits for.
+
+`ranks/RANK.json` in the run's folder: process, last step, the stack of its main thread, and its current or last
+collective. A thread writes the file: it continues while the rank waits in a collective, and ends when the process is
+stopped, killed or its machine gone. A rank that has begun no collective for half of the timeout also writes
+`ranks/gloo_RANK`: its last collectives, and the stacks of all its threads.
+"""
 
 import contextlib
 import json
 import linecache
-import os
 import re
 import shutil
 import sys
@@ -17,19 +22,125 @@ from typing import Any
 
 import psutil
 
-from lightning_llm.tracking.files import summary_of
+from lightning_llm.tracking.files import replace_file, summary_of
 from lightning_llm.tracking.liveness import HEARTBEAT_SECONDS, whose
 from lightning_llm.tracking.provenance import has_ended, is_of_this_machine, process_mark, send_signal
 
 FOLDER = "ranks"
+
+
 NAMED_RANKS = 8
 """How many ranks an error names, of thousands."""
+
+
+STACK_LINES = 40
+
+
 Collective = Mapping[str, Any]
 """What `parallel.process_group` tells of one."""
 
 
 class RankSilentError(Exception):
     """A collective failed, and a rank that it needed has given no sign of life for long."""
+
+
+def last_collective(kept: Sequence[Collective]) -> Collective | None:
+    """Return the one that a rank waits in, the oldest of several, or else the last that it has ended."""
+    return next((each for each in kept if not each["ended"]), kept[-1] if kept else None)
+
+
+def collective_line(collective: Collective) -> str:
+    """Return which one it is, for a reader: ranks of a group number theirs alike."""
+    name, number, group = (collective[key] for key in ("profiling_name", "collective_seq_id", "group"))
+    return f"{name} {number} of group {group}"
+
+
+class RankHeartbeat:
+    """Writes this rank's file every `interval_seconds`, between `start` and `stop`.
+
+    `collectives` gives the last ones of this rank, the oldest first; none where nobody keeps them.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        timeout_seconds: float,
+        step: Callable[[], int],
+        collectives: Callable[[], Sequence[Collective]] = tuple,
+    ):
+        self.file = run_dir / FOLDER / f"{rank}.json"
+        self.dump = run_dir / FOLDER / f"gloo_{rank}"
+        self.timeout_seconds = timeout_seconds
+        self._collectives = collectives
+        self.interval_seconds = min(HEARTBEAT_SECONDS, timeout_seconds / 5)
+        self._about = {"rank": rank, "process": process_mark()}
+        self._step = step
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="rank heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin; the first file is there on return."""
+        self._write()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, and leave no file: nobody is going to wait for this rank."""
+        self._stopped.set()
+        self._thread.join()  # which may be about to write one more
+        self.file.unlink(missing_ok=True)
+        self.dump.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others have theirs
+            self.file.parent.rmdir()
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(self.interval_seconds):
+            with contextlib.suppress(OSError):  # storage that is away for a while does not end the run
+                self._write()
+
+    def _write(self) -> None:
+        self.file.parent.mkdir(exist_ok=True)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        kept = self._collectives()
+        last = last_collective(kept)
+        about = {
+            **self._about,
+            "step": self._step(),
+            "at": _own_line(frame),
+            "stack": _stack(frame),
+            "waits": _is_waiting(frame) or (last is not None and not last["ended"]),
+            "collective": last,
+        }
+        replace_file(self.file, json.dumps(about).encode())
+        if kept and kept[-1]["age_seconds"] > self.timeout_seconds / 2:
+            threads = {each.name: _stack(sys._current_frames().get(each.ident or 0)) for each in threading.enumerate()}
+            replace_file(self.dump, json.dumps({**about, "threads": threads, "collectives": kept}, indent=1).encode())
+
+
+def _own_line(frame: FrameType | None) -> str:
+    """Return the innermost line that is not torch's or Lightning's, as "file.py:12 function"."""
+    passed_over = ("/torch/", "/lightning/", __file__)
+    while frame is not None and any(part in frame.f_code.co_filename for part in passed_over):
+        frame = frame.f_back
+    return "?" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def _stack(frame: FrameType | None) -> list[str]:
+    """Return the lines of a thread, the innermost first."""
+    lines = [(each.f_code, number) for each, number in traceback.walk_stack(frame)] if frame is not None else []
+    return [_line(code.co_filename, number, code.co_name) for code, number in lines[:STACK_LINES]]
+
+
+def _line(file: str, number: int, function: str) -> str:
+    return f"{Path(file).name}:{number} {function}"
+
+
+def _is_waiting(frame: FrameType | None) -> bool:
+    """Return whether a thread is in torch.distributed, or at a line that waits: a pipeline's messages are not kept."""
+    if frame is None:
+        return False
+    file = frame.f_code.co_filename
+    return "/torch/distributed/" in file or ".wait(" in linecache.getline(file, frame.f_lineno)
 
 
 @dataclass(frozen=True)
@@ -98,17 +209,6 @@ class Beat:
         return f", {state} {collective_line(self.collective)}"
 
 
-def last_collective(kept: Sequence[Collective]) -> Collective | None:
-    """Return the one that a rank waits in, the oldest of several, or else the last that it has ended."""
-    return next((each for each in kept if not each["ended"]), kept[-1] if kept else None)
-
-
-def collective_line(collective: Collective) -> str:
-    """Return which one it is, for a reader: ranks of a group number theirs alike."""
-    name, number, group = (collective[key] for key in ("profiling_name", "collective_seq_id", "group"))
-    return f"{name} {number} of group {group}"
-
-
 def clear_beats(run_dir: Path) -> None:
     """Remove what ranks of an earlier start have left."""
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
@@ -165,100 +265,3 @@ def says_silent(detail: str) -> bool:
     """Return whether `detail`, of a run's summary, is what `say_silent` or `say_absent` returned."""
     said = r"rank \d+ \(.* has (given no sign of life for|not come to what the others wait in:) "
     return re.match(said, detail) is not None
-
-
-STACK_LINES = 40
-
-
-class RankHeartbeat:
-    """Writes this rank's file every `interval_seconds`, between `start` and `stop`.
-
-    `collectives` gives the last ones of this rank, the oldest first; none where nobody keeps them.
-    """
-
-    def __init__(
-        self,
-        run_dir: Path,
-        rank: int,
-        timeout_seconds: float,
-        step: Callable[[], int],
-        collectives: Callable[[], Sequence[Collective]] = tuple,
-    ):
-        self.file = run_dir / FOLDER / f"{rank}.json"
-        self.dump = run_dir / FOLDER / f"gloo_{rank}"
-        self.timeout_seconds = timeout_seconds
-        self._collectives = collectives
-        self.interval_seconds = min(HEARTBEAT_SECONDS, timeout_seconds / 5)
-        self._about = {"rank": rank, "process": process_mark()}
-        self._step = step
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="rank heartbeat", daemon=True)
-
-    def start(self) -> None:
-        """Begin; the first file is there on return."""
-        self._write()
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End, and leave no file: nobody is going to wait for this rank."""
-        self._stopped.set()
-        self._thread.join()  # which may be about to write one more
-        self.file.unlink(missing_ok=True)
-        self.dump.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others have theirs
-            self.file.parent.rmdir()
-
-    def _beat(self) -> None:
-        while not self._stopped.wait(self.interval_seconds):
-            with contextlib.suppress(OSError):  # storage that is away for a while does not end the run
-                self._write()
-
-    def _write(self) -> None:
-        self.file.parent.mkdir(exist_ok=True)
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        kept = self._collectives()
-        last = last_collective(kept)
-        about = {
-            **self._about,
-            "step": self._step(),
-            "at": _own_line(frame),
-            "stack": _stack(frame),
-            "waits": _is_waiting(frame) or (last is not None and not last["ended"]),
-            "collective": last,
-        }
-        _replace(self.file, json.dumps(about))
-        if kept and kept[-1]["age_seconds"] > self.timeout_seconds / 2:
-            threads = {each.name: _stack(sys._current_frames().get(each.ident or 0)) for each in threading.enumerate()}
-            _replace(self.dump, json.dumps({**about, "threads": threads, "collectives": kept}, indent=1))
-
-
-def _own_line(frame: FrameType | None) -> str:
-    """Return the innermost line that is not torch's or Lightning's, as "file.py:12 function"."""
-    passed_over = ("/torch/", "/lightning/", __file__)
-    while frame is not None and any(part in frame.f_code.co_filename for part in passed_over):
-        frame = frame.f_back
-    return "?" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-
-
-def _stack(frame: FrameType | None) -> list[str]:
-    """Return the lines of a thread, the innermost first."""
-    lines = [(each.f_code, number) for each, number in traceback.walk_stack(frame)] if frame is not None else []
-    return [_line(code.co_filename, number, code.co_name) for code, number in lines[:STACK_LINES]]
-
-
-def _line(file: str, number: int, function: str) -> str:
-    return f"{Path(file).name}:{number} {function}"
-
-
-def _is_waiting(frame: FrameType | None) -> bool:
-    """Return whether a thread is in torch.distributed, or at a line that waits: a pipeline's messages are not kept."""
-    if frame is None:
-        return False
-    file = frame.f_code.co_filename
-    return "/torch/distributed/" in file or ".wait(" in linecache.getline(file, frame.f_lineno)
-
-
-def _replace(file: Path, text: str) -> None:
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text)
-    os.replace(partial, file)

@@ -1,4 +1,4 @@
-"""States of a sweep's jobs, read from their folders. Imports no torch."""
+"""State of a run (finished, diverged, failed, stopped, running, new), read from its folder. Imports no torch."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Definition of a sweep: its jobs, the folder they share, which is which over repeated starts. Imports no torch."""
+"""Definition of a sweep: its jobs, their shared folder, `sweep.json` as written, commands that resume it. No torch."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

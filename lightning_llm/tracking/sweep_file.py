@@ -1,4 +1,4 @@
-"""The file of a sweep, `sweep.json`, and its folder's names; what the file says, checked. Imports no torch."""
+"""Files of a sweep's folder: `sweep.json`, checked, and `search.json` with the trials of a search. No torch."""
 
 import json
 from collections.abc import Mapping, Sequence

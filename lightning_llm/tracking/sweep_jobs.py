@@ -1,6 +1,6 @@
-"""Recipes of a sweep whose looks were declared: no other is added later, as the declared error is of those alone.
+"""Jobs of a sweep: their keys over repeated starts, and which jobs may join a sweep with declared looks. No torch.
 
-Seeds may come, as looks ask for them or as anyone likes. Imports no torch.
+The declared error rate holds for the declared recipes alone, so no other recipe joins later; seeds may.
 """
 
 import json
@@ -14,6 +14,53 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.identity import RUN_LOCATION, below, flatten, hashed_values, in_hash, without_observers
 from lightning_llm.config.schema import Config
 from lightning_llm.tracking.sweep_file import DESIGN
+
+UNHASHED = ("callbacks.",)
+"""Of which `training_hash` leaves some out."""
+
+
+def kind_of(config: Config) -> str:
+    """Return what a job shares with those of other seeds and trunks, and with no other: 12 hex digits."""
+    flat = flatten(config.model_dump(mode="json"))
+    rest = (*RUN_LOCATION, "recipe", "seed", "branch_from")
+    kind = {key: value for key, value in flat.items() if value is not None and not below(key, rest)}
+    return sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def keys_of_jobs(
+    jobs: Sequence[tuple[list[str], Config]], hash_of: Callable[[Config], str], partly: tuple[str, ...] = ()
+) -> list[str]:
+    """Return what names each job: its hash, and the words that jobs differ in and that the hash leaves out.
+
+    Such a word is `precision.backend=auto`, or one below `partly`. A second run of the same (to compare it with itself)
+    gets "-1", ...
+    """
+    unhashed = [
+        {word for word in words if not in_hash(key_of(word)) or below(key_of(word), partly)} for words, _ in jobs
+    ]
+    shared = set.intersection(*unhashed)
+    seen: Counter[str] = Counter()
+    keys = []
+    for (_, config), words in zip(jobs, unhashed, strict=True):
+        each = " ".join([hash_of(config), *sorted(words - shared)])
+        keys.append(f"{each}-{seen[each]}" if seen[each] else each)
+        seen[each] += 1
+    return keys
+
+
+def key_of(word: str) -> str:
+    """Return the key of an override."""
+    return word.lstrip("+").partition("=")[0]
+
+
+def axes_of(words_of_jobs: Iterable[Sequence[str]]) -> dict[str, list[str]]:
+    """Return the values that jobs differ in, by key, from the words of each."""
+    found: dict[str, dict[str, None]] = {}
+    for words in words_of_jobs:
+        for word in words:
+            found.setdefault(key_of(word), {})[word.partition("=")[2]] = None
+    return {key: list(values) for key, values in found.items()}
+
 
 SHOWN_KEYS = 5
 """How many keys that differ from a declared job's a message names."""
@@ -66,9 +113,7 @@ def _differing(folder: Path, listed: Collection[Mapping[str, Any]], asked: Asked
     file = next((file for each in same if (file := folder / str(each["number"]) / "config.yaml").is_file()), None)
     if file is None:
         return ""
-    from lightning_llm.config.from_file import (
-        load_config,  # with Hydra, half a second that readers of sweeps do without
-    )
+    from lightning_llm.config.from_file import load_config  # Hydra: half a second that readers of sweeps do without
 
     try:
         was, now = (hashed_values(without_observers(each)) for each in (load_config(file, []), asked.config))
@@ -78,50 +123,3 @@ def _differing(folder: Path, listed: Collection[Mapping[str, Any]], asked: Asked
     shown = [f"{key} was {was.get(key)}, is {now.get(key)}" for key in keys[:SHOWN_KEYS]]
     more = [f"{len(keys) - SHOWN_KEYS} more keys"] if len(keys) > SHOWN_KEYS else []
     return f" ({'; '.join([*shown, *more])})" if keys else ""
-
-
-UNHASHED = ("callbacks.",)
-"""Of which `training_hash` leaves some out."""
-
-
-def kind_of(config: Config) -> str:
-    """Return what a job shares with those of other seeds and trunks, and with no other: 12 hex digits."""
-    flat = flatten(config.model_dump(mode="json"))
-    rest = (*RUN_LOCATION, "recipe", "seed", "branch_from")
-    kind = {key: value for key, value in flat.items() if value is not None and not below(key, rest)}
-    return sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def keys_of_jobs(
-    jobs: Sequence[tuple[list[str], Config]], hash_of: Callable[[Config], str], partly: tuple[str, ...] = ()
-) -> list[str]:
-    """Return what names each job: its hash, and the words that jobs differ in and that the hash leaves out.
-
-    Such a word is `precision.backend=auto`, or one below `partly`. A second run of the same (to compare it with itself)
-    gets "-1", ...
-    """
-    unhashed = [
-        {word for word in words if not in_hash(key_of(word)) or below(key_of(word), partly)} for words, _ in jobs
-    ]
-    shared = set.intersection(*unhashed)
-    seen: Counter[str] = Counter()
-    keys = []
-    for (_, config), words in zip(jobs, unhashed, strict=True):
-        each = " ".join([hash_of(config), *sorted(words - shared)])
-        keys.append(f"{each}-{seen[each]}" if seen[each] else each)
-        seen[each] += 1
-    return keys
-
-
-def key_of(word: str) -> str:
-    """Return the key of an override."""
-    return word.lstrip("+").partition("=")[0]
-
-
-def axes_of(words_of_jobs: Iterable[Sequence[str]]) -> dict[str, list[str]]:
-    """Return the values that jobs differ in, by key, from the words of each."""
-    found: dict[str, dict[str, None]] = {}
-    for words in words_of_jobs:
-        for word in words:
-            found.setdefault(key_of(word), {})[word.partition("=")[2]] = None
-    return {key: list(values) for key, values in found.items()}
