@@ -16,7 +16,7 @@ from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data.cache import build_once
 from lightning_llm.data.prepare import HeldOut
 from lightning_llm.data.sources.source import Source
-from lightning_llm.data.tokens.token_files import TokenStream, map_array
+from lightning_llm.data.tokens.token_files import JoinedTokens, TokenStream, map_array
 
 KEYS = "documents.keys"  # uint64 [documents]
 
@@ -87,31 +87,14 @@ class ChosenStream(TokenStream):
         lengths = np.diff(np.append(begins, len(self.base.tokens)))[self.order]  # [chosen]
         ends = lengths.cumsum()
         self.starts = ends - lengths
-        view: Any = _Tokens(self.base, begins[self.order], self.starts, int(ends[-1]) if len(ends) else 0)
-        self.tokens = view  # of an array's doings it has those that a stream is asked for
+        begins = begins[self.order]
+
+        def read(document: int, first: int, last: int) -> np.ndarray:
+            begin = int(begins[document])
+            return self.base.tokens[begin + first : begin + last]
+
+        tokens: Any = JoinedTokens(self.starts, int(ends[-1]) if len(ends) else 0, self.dtype, read)
+        self.tokens = tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChosenStream, (self.folder, self.split, self.dtype, self.digest, self.base, self.order)
-
-
-class _Tokens:
-    """The tokens of chosen documents end to end: a length and slices."""
-
-    def __init__(self, base: TokenStream, begins: np.ndarray, starts: np.ndarray, length: int):
-        """`begins`: where each document begins in `base`; `starts`: and here."""
-        self._base, self._begins, self._starts, self._length = base, begins, starts, length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, where: slice) -> np.ndarray:
-        first, stop, _ = where.indices(self._length)
-        document = int(np.searchsorted(self._starts, first, side="right")) - 1
-        parts, position = [], first
-        while position < stop:
-            after = int(self._starts[document + 1]) if document + 1 < len(self._starts) else self._length
-            begin = int(self._begins[document]) + position - int(self._starts[document])
-            last = min(stop, after)
-            parts.append(self._base.tokens[begin : begin + last - position])
-            position, document = last, document + 1
-        return np.concatenate(parts) if parts else np.empty(0, np.dtype(self._base.dtype))

@@ -1,6 +1,7 @@
-"""The files of a split's tokens: written document by document, and mapped."""
+"""A split's tokens: files written document by document and mapped, or documents of other files put together."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -102,6 +103,42 @@ class TokenStream:
         ids = np.zeros(length, np.int64)  # [length]
         ids[self.starts[first:last] - start] = 1
         return ids.cumsum()
+
+
+class JoinedTokens:
+    """Tokens of documents end to end, read as they are asked for. Like an array, it has a length and slices."""
+
+    def __init__(
+        self,
+        starts: np.ndarray,
+        length: int,
+        dtype: str,
+        read: Callable[[int, int, int], np.ndarray],
+        closing: int | None = None,
+    ):
+        """`starts` int64 [documents]; `read(document, first, last)` returns these tokens of one document.
+
+        `closing`: the token that ends each document, where `read` does not have it.
+        """
+        self._starts, self._length, self._dtype = starts, length, np.dtype(dtype)
+        self._read, self._closing = read, closing
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        first, stop, _ = where.indices(self._length)
+        found = np.full(max(0, stop - first), self._closing or 0, self._dtype)
+        document = int(np.searchsorted(self._starts, first, side="right")) - 1
+        position = first
+        while position < stop:
+            begin = int(self._starts[document])
+            after = int(self._starts[document + 1]) if document + 1 < len(self._starts) else self._length
+            last = min(stop, after if self._closing is None else after - 1)
+            if position < last:
+                found[position - first : last - first] = self._read(document, position - begin, last - begin)
+            position, document = after, document + 1
+        return found
 
 
 def map_array(file: Path, dtype: np.dtype[Any]) -> np.ndarray:

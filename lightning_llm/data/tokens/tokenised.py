@@ -18,7 +18,7 @@ from lightning_llm.config.schema.data import TokenizerConfig
 from lightning_llm.data.cache import build_once
 from lightning_llm.data.prepare import KEY_RANGE, SPLITS, HeldOut, Scan, progress_task
 from lightning_llm.data.sources.source import Source
-from lightning_llm.data.tokens.token_files import TokenStream, map_array
+from lightning_llm.data.tokens.token_files import JoinedTokens, TokenStream, map_array
 from lightning_llm.data.tokens.tokenizer import (
     BYTES_VOCAB_SIZE,
     Tokenizer,
@@ -220,43 +220,18 @@ class MappedStream(TokenStream):
 
     def __post_init__(self) -> None:
         self.starts = map_array(self.folder / f"{self.split}.starts", np.dtype("<i8"))
-        view: Any = _Tokens(self)  # of an array's doings it has those that a stream is asked for
-        self.tokens = view
+        places = map_array(self.folder / f"{self.split}.places", np.dtype("<i8")).reshape(-1, 2)
+        files: dict[int, np.ndarray] = {}
+
+        def read(document: int, first: int, last: int) -> np.ndarray:
+            number, offset = places[document].tolist()
+            if number not in files:
+                files[number] = self.reader.tokens(number)
+            return files[number][offset + first : offset + last]
+
+        length = int(np.fromfile(self.folder / f"{self.split}.tokens", "<i8")[0])
+        tokens: Any = JoinedTokens(self.starts, length, self.dtype, read, closing=self.end_of_document)
+        self.tokens = tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MappedStream, (self.folder, self.split, self.dtype, self.digest, self.reader, self.end_of_document)
-
-
-class _Tokens:
-    """The tokens of documents end to end, each closed by the end-of-document token: a length and slices."""
-
-    def __init__(self, stream: MappedStream):
-        self._starts, self._end, self._dtype = stream.starts, stream.end_of_document, np.dtype(stream.dtype)
-        self._reader = stream.reader
-        self._places = map_array(stream.folder / f"{stream.split}.places", np.dtype("<i8")).reshape(-1, 2)
-        self._length = int(np.fromfile(stream.folder / f"{stream.split}.tokens", "<i8")[0])
-        self._files: dict[int, np.ndarray] = {}
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, where: slice) -> np.ndarray:
-        first, stop, _ = where.indices(self._length)
-        found = np.full(max(0, stop - first), self._end, self._dtype)
-        document = int(np.searchsorted(self._starts, first, side="right")) - 1
-        position = first
-        while position < stop:
-            begin = int(self._starts[document])
-            after = int(self._starts[document + 1]) if document + 1 < len(self._starts) else self._length
-            last = min(stop, after - 1)  # the document's own tokens end one before the next begins
-            if position < last:
-                number, offset = self._places[document].tolist()
-                tokens = self._file(number)[offset + position - begin : offset + last - begin]
-                found[position - first : last - first] = tokens
-            position, document = after, document + 1
-        return found
-
-    def _file(self, number: int) -> np.ndarray:
-        if number not in self._files:
-            self._files[number] = self._reader.tokens(number)
-        return self._files[number]
