@@ -67,16 +67,16 @@ test-full: setup  ## all tests
 	$(COMPILED) LAYOUT_STEPS=5 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
 
 chaos: setup  ## a hundred random faults, and a table of what came of them (ARGS="--seed 2 --faults 20")
-	cd tests && PYTHONPATH=.:parallel:launch ../$(BIN)/python -m chaos.campaign $(ARGS)
+	$(BIN)/python -m tests.chaos.campaign $(ARGS)
 
 golden: setup  ## record the golden curves in tests/golden anew (ARGS="mxfp8 ...": some of them)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/golden/record.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.golden.record $(ARGS)
 
 frozen: setup  ## golden curves, hashes, plans, verdicts, keys of files, verbs and flags are the recorded ones: half a minute
 	$(COMPILED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist load tests/golden/test_golden.py tests/frozen $(ARGS)
 
 frozen-record: setup  ## record in tests/frozen what a change is meant to alter; the commit says why
-	cd tests && PYTHONPATH=.:frozen ../$(BIN)/python frozen/record.py
+	$(BIN)/python -m tests.frozen.record
 
 # mypy cannot see through the package map of an editable install, so it checks the package as it would be installed.
 lint: setup  ## ruff, hadolint and mypy

@@ -1,4 +1,4 @@
-"""What many tests share: a small corpus and the words that make a run of seconds."""
+"""Fixtures that tests of several packages share: a corpus, overrides of a short run, groups of ranks, a database."""
 
 import functools
 import gc
@@ -8,16 +8,23 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
-from cpu_seconds import CpuSeconds
 from hypothesis import settings
-from small_runs import small_words, write_corpus
 
 import lightning_llm  # noqa: F401  (before any import of Lightning: it puts off what that wants of torchmetrics)
+from tests.cpu_seconds import CpuSeconds
+from tests.parallel.rank_group import RankGroup
+from tests.small_runs import small_words, write_corpus
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+    from lightning_llm.config.schema import Config
 
 settings.register_profile("shared machine", deadline=None)  # where one example may wait longer than all others
 settings.load_profile("shared machine")
@@ -25,9 +32,9 @@ settings.load_profile("shared machine")
 SLOWEST = (
     "parallel/test_model_parallel.py", "parallel/test_equal_layouts.py", "precision/test_compiled_casts.py",
     "parallel/test_optimizers.py", "train/test_precision_runs.py", "parallel/test_equal_pipelines.py",
-    "parallel/test_bytes.py", "parallel/test_resume_layouts.py", "launch/test_ranks.py", "sweep/test_sweep.py",
-    "parallel/test_shard_operands.py", "native/test_runs.py", "config/test_compose.py", "packaging/test_readme.py",
-    "golden/test_golden.py", "train/test_signals.py",
+    "parallel/test_bytes.py", "parallel/test_resume_layouts.py", "run/launch/test_ranks.py", "sweep/test_sweep.py",
+    "parallel/test_shard_operands.py", "precision/native/test_runs.py", "config/test_compose.py",
+    "packaging/test_readme.py", "golden/test_golden.py", "train/test_signals.py",
 )  # fmt: skip
 """Files that cost most CPU seconds, the dearest first, by the list that ends a run of the tests (cpu_seconds.py).
 
@@ -40,13 +47,14 @@ MLflow writes; and cases that cover pairs of values (`parallel/layout_matrix.py`
 """
 KERNELS = "LIGHTNING_LLM_KERNELS"
 DRAWN = ("test_run_folder.py", "test_mlflow.py", "test_sync.py")
-SLOW_FOLDERS = ("launch", "parallel", "sweep", "train")
+SLOW_FOLDERS = ("parallel", "run/launch", "sweep", "train")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script started the tests by `&`: a run would honor it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(CpuSeconds(config))
+    os.environ.pop("MLFLOW_TRACKING_URI", None)  # no test writes where its user tracks
     # Compiled casts are kept for this session: each is compiled once, and none from before can hide a fault. A worker
     # has a folder of its own: of two that want a kernel at once, one would go on with eager casts.
     worker = os.environ.get("PYTEST_XDIST_WORKER")
@@ -66,10 +74,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take long: of two workers, one would be left with them at the end."""
 
     def turn(item: pytest.Item) -> int:
-        name = f"{item.path.parent.name}/{item.path.name}"
-        if name in SLOWEST:
-            return SLOWEST.index(name)
-        return len(SLOWEST) + (item.path.parent.name not in SLOW_FOLDERS)
+        file = item.path.relative_to(Path(__file__).parent)
+        if str(file) in SLOWEST:
+            return SLOWEST.index(str(file))
+        return len(SLOWEST) + (str(file.parent) not in SLOW_FOLDERS)
 
     items.sort(key=turn)
 
@@ -117,7 +125,7 @@ def _forked_writer(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fork what writes to MLflow from a process that has imported it, but where the command is tested."""
     tracker = sys.modules.get("lightning_llm.tracking.mlflow.tracker")
     if tracker is not None and "own_writer" not in request.fixturenames:
-        from forked_writer import start_writer
+        from tests.forked_writer import start_writer
 
         own = SimpleNamespace(Popen=start_writer, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
         with pytest.MonkeyPatch.context() as patch:
@@ -145,6 +153,19 @@ def small_run(corpus_folder):
 
 
 @pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankGroup]]:
+    """Return the group of ranks of a world size; started when first called."""
+    groups: dict[int, RankGroup] = {}
+
+    def group(world: int) -> RankGroup:
+        return groups.setdefault(world, RankGroup(world))
+
+    yield group
+    for each in groups.values():
+        each.close()
+
+
+@pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with its tables, which take seconds to create, and nothing in them."""
     folder = tmp_path_factory.mktemp("store")
@@ -154,3 +175,21 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         MlflowClient(f"sqlite:///{folder}/mlflow.db")
     return folder / "mlflow.db"
+
+
+@pytest.fixture
+def store(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "MlflowClient":
+    """Return a client of an empty database in `tmp_path`, which becomes the working folder."""
+    from mlflow import MlflowClient
+
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    return MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> "Config":
+    """Return the config of a run in `tmp_path` that `protocol_module` stands in for."""
+    from tests.protocol_module import make_config
+
+    return make_config(tmp_path)

@@ -1,15 +1,14 @@
 """`lightning-llm WORDS` in a process forked from one that has imported all: 7 CPU seconds less than a new interpreter.
 
-What a new interpreter alone shows (`python -m lightning_llm`, its imports) is shown in tests/launch/test_ranks.py and
-tests/sweep/test_sweep.py.
+What a new interpreter alone shows (`python -m lightning_llm`, its imports) is shown in
+tests/run/launch/test_ranks.py and tests/sweep/test_sweep.py.
 """
 
 import os
 import subprocess
 
-from sweep.forked_jobs import ForkedJob
-
 from lightning_llm.base.interpreter import python_module
+from tests.sweep.forked_jobs import ForkedJob
 
 
 class ForkedMain:

@@ -1,6 +1,6 @@
 """The process that writes to MLflow, forked from one that has imported MLflow: 3 CPU seconds less than a new one.
 
-The command itself is run by tests/callbacks/test_mlflow.py and by the jobs of tests/sweep/test_sweep.py.
+The command itself is run by tests/tracking/mlflow/test_mlflow.py and by the jobs of tests/sweep/test_sweep.py.
 """
 
 import gc
@@ -10,7 +10,7 @@ import sys
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-from rank_group import forkserver
+from tests.parallel.rank_group import forkserver
 
 MODULE = "lightning_llm.tracking.mlflow.writer"
 

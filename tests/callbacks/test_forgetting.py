@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from protocol_module import TinyModule, fit
 
 from lightning_llm.callbacks.forgetting import Forgetting
 from lightning_llm.config.schema import Config
 from lightning_llm.tracking.final_figures import final_figures
 from lightning_llm.tracking.mlflow.writer import points
 from lightning_llm.train.run_folder import RunFolder
+from tests.protocol_module import TinyModule, fit
 
 LOSSES = {  # by step of a validation
     2: {"code": 3.0, "prose": 2.0},

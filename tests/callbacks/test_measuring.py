@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
-from protocol_module import TinyModule, fit, make_config
 from torch.utils.data import TensorDataset
 
 from lightning_llm.base.hardware import host_peak_bytes
@@ -17,6 +16,7 @@ from lightning_llm.callbacks import throughput
 from lightning_llm.callbacks.memory import Memory
 from lightning_llm.callbacks.throughput import Throughput
 from lightning_llm.config.schema import Config
+from tests.protocol_module import TinyModule, fit, make_config
 
 
 class Collect(pl.Callback):

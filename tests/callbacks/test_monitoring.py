@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from protocol_module import TinyModule, fit, make_config
 
 from lightning_llm.callbacks.profile import Profile
 from lightning_llm.callbacks.system import System
@@ -19,6 +18,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.tracking.final_figures import final_figures
 from lightning_llm.train.run_folder import RunFolder
+from tests.protocol_module import TinyModule, fit, make_config
 
 
 def records(config: Config) -> list[dict[str, Any]]:

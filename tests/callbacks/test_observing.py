@@ -9,12 +9,12 @@ import pytest
 import torch
 import yaml
 from hydra.utils import instantiate
-from protocol_module import TinyModule, fit, make_config
 
 import lightning_llm.conf
 from lightning_llm.config.schema import Config
 from lightning_llm.tracking.mlflow.tracker import MLflowTracker
 from lightning_llm.train.run_folder import RunFolder
+from tests.protocol_module import TinyModule, fit, make_config
 
 CONF = Path(lightning_llm.conf.__file__).parent
 DEFAULT = yaml.safe_load((CONF / "callbacks/default.yaml").read_text())

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-import own_callbacks
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from protocol_module import TinyModule, fit, make_config
 
 from lightning_llm.__main__ import main
 from lightning_llm.callbacks.prometheus import Prometheus
@@ -30,6 +28,8 @@ from lightning_llm.tracking.files import read_records
 from lightning_llm.tracking.prometheus import FAMILIES, PREFIX, MetricsPublisher, RunMetrics, Wishes, metric_of
 from lightning_llm.tracking.run_state import JOB_VARIABLE
 from lightning_llm.train.run_folder import RunFolder
+from tests import own_callbacks
+from tests.protocol_module import TinyModule, fit, make_config
 
 IDENTITY = {"experiment": "trial", "run": "first"}
 
@@ -87,8 +87,8 @@ def test_a_run_is_scraped_and_its_file_says_that_it_ended(tmp_path, small_run, c
     words = small_run(
         tmp_path, "callbacks=[forgetting,prometheus]", "callbacks.sample=null", "callbacks.prometheus.port=0",
         f"callbacks.prometheus.textfile={metrics}", f"callbacks.prometheus.targets={metrics}",
-        f"+callbacks.look={{_target_: own_callbacks.Scrapes, targets: '{metrics}', step: 2}}",
-        "+callbacks.own={_target_: own_callbacks.Remembers}",
+        f"+callbacks.look={{_target_: tests.own_callbacks.Scrapes, targets: '{metrics}', step: 2}}",
+        "+callbacks.own={_target_: tests.own_callbacks.Remembers}",
     )  # fmt: skip
     own_callbacks.Scrapes.texts.clear()
     assert main(["train", *(word for word in words if word != "callbacks=none")]) == 0

@@ -6,12 +6,12 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from run_metrics import curve, read_metrics, same_weights
-from traced_run import run_with
 
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.config.compose import compose_config
 from lightning_llm.train.spikes.nonfinite import NonFiniteError
+from tests.parallel.traced_run import run_with
+from tests.run_metrics import curve, read_metrics, same_weights
 
 BAD = "layers.1.feed_forward.down_proj"
 

@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from protocol_module import TinyModule, fit, make_config
 
 from lightning_llm.base.terminal.console import new_console
 from lightning_llm.base.terminal.text import escaped, excerpt
@@ -21,6 +20,7 @@ from lightning_llm.tracking.final_figures import draw_losses
 from lightning_llm.tracking.run_state import JOB_VARIABLE
 from lightning_llm.tracking.sweep_file import title_of
 from lightning_llm.train.run_folder import RunFolder
+from tests.protocol_module import TinyModule, fit, make_config
 
 
 def test_plain_lines_where_there_is_no_terminal(config: Config, capsys: pytest.CaptureFixture[str]) -> None:

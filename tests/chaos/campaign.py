@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos.chaos_job import ChaosJob
-from chaos.faults_at_random import KINDS, STEPS, Fault
-from run_metrics import curve
-from small_runs import small_words, write_corpus
-
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.run.launch.lock import lock_run
 from lightning_llm.tracking.files import summary_of
+from tests.chaos.chaos_job import ChaosJob
+from tests.chaos.faults_at_random import KINDS, STEPS, Fault
+from tests.run_metrics import curve
+from tests.small_runs import small_words, write_corpus
 
 STARTS = 6
 START_SECONDS = 240

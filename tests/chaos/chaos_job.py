@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from forked_rank import ForkedRank
-from rank_group import forkserver
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.rank_liveness import beats
+from tests.parallel.rank_group import forkserver
+from tests.run.launch.forked_rank import ForkedRank
 
 NO_BYTES = (1, 1)
 """A file may have one byte from now on: to a write it is as if the disk were full (EFBIG in place of ENOSPC)."""

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from chaos.chaos_job import ChaosJob
-
 from lightning_llm.train.checkpoint.manifest import step_folders
+from tests.chaos.chaos_job import ChaosJob
 
 KINDS = ("kill a rank", "stop a rank", "SIGTERM", "SIGUSR1", "no disk space", "damage", "MLflow gone", "kill launcher")
 LAYOUTS = {"single": 1, "ddp": 2, "zero3": 2, "zero1": 2, "tp": 2, "pp": 2, "cp": 2, "hsdp": 4}

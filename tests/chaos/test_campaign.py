@@ -4,9 +4,10 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from chaos.campaign import Campaign, table
-from chaos.faults_at_random import KINDS, Fault
-from run_metrics import read_metrics
+
+from tests.chaos.campaign import Campaign, table
+from tests.chaos.faults_at_random import KINDS, Fault
+from tests.run_metrics import read_metrics
 
 
 @pytest.fixture(scope="module")

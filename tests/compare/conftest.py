@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from run_folders import make_sweep
+
+from tests.compare.run_folders import make_sweep
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,10 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from run_folders import main, verdicts
 from scipy import stats
 
 from lightning_llm.compare.statistics.all_pairs import pairwise_intervals, range_critical_value
+from tests.compare.run_folders import main, verdicts
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -1,9 +1,9 @@
 """Which runs `compare` takes, by what name; what cannot be used, or not together, is said."""
 
 import pytest
-from run_folders import NOISE, STEPS, curve, make_run, make_sweep, refusal, rewritten, verdicts
 
 from lightning_llm.__main__ import main
+from tests.compare.run_folders import NOISE, STEPS, curve, make_run, make_sweep, refusal, rewritten, verdicts
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from run_folders import make_run
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.from_file import load_config
 from lightning_llm.tracking.reading import read_run
+from tests.compare.run_folders import make_run
 
 
 def test_a_config_that_was_cut_off_is_named_and_is_no_other_recipe(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 """The verdict on what `evaluate` measured: more of an accuracy is better, and like is compared with like."""
 
 import pytest
-from run_folders import NOISE, STEPS, make_sweep, verdicts
 
 from lightning_llm.__main__ import main
 from lightning_llm.tracking.evaluations import evaluation_points, record_evaluation
 from lightning_llm.tracking.mlflow.writer import log_evaluations
+from tests.compare.run_folders import NOISE, STEPS, make_sweep, verdicts
 
 KEY = "eval/choice/acc"
 

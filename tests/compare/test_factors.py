@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 import yaml
-from run_folders import make_run, make_sweep, refusal, rewritten, verdicts
 
 from lightning_llm.__main__ import main
+from tests.compare.run_folders import make_run, make_sweep, refusal, rewritten, verdicts
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

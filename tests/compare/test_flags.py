@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from run_folders import make_sweep, refusal, verdicts
 
 from lightning_llm.__main__ import main
 from lightning_llm.compare.sequential.looks import Look, record_look
+from tests.compare.run_folders import make_sweep, refusal, verdicts
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ import json
 import shutil
 
 import pytest
-from run_folders import NOISE, STEPS, curve, make_run, make_sweep, rewritten, verdicts
 from scipy import stats
 
 from lightning_llm.__main__ import main
 from lightning_llm.tracking.reading import read_run
+from tests.compare.run_folders import NOISE, STEPS, curve, make_run, make_sweep, rewritten, verdicts
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

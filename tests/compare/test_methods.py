@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from run_folders import make_run, make_sweep
 
 from lightning_llm.compare.best_value.best_of import BestOf
 from lightning_llm.compare.comparison import compare_runs
@@ -23,6 +22,7 @@ from lightning_llm.compare.report.supplement import Table
 from lightning_llm.compare.report.tables import sources_latex, verdicts_latex
 from lightning_llm.compare.sequential.looks import look_at
 from lightning_llm.tracking.reading import read_run
+from tests.compare.run_folders import make_run, make_sweep
 
 
 def compared(folder, best_of=None):

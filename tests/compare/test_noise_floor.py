@@ -3,7 +3,8 @@
 import shutil
 
 import pytest
-from run_folders import NOISE, STEPS, curve, make_run, make_sweep, verdicts
+
+from tests.compare.run_folders import NOISE, STEPS, curve, make_run, make_sweep, verdicts
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

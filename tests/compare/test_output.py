@@ -9,7 +9,6 @@ import shutil
 
 import pytest
 from matplotlib.figure import Figure
-from run_folders import make_run, make_sweep, refusal, verdicts
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.terminal import waiting
@@ -20,6 +19,7 @@ from lightning_llm.compare.wording import more_or_fewer, nats, per_parameter
 from lightning_llm.config import workspace
 from lightning_llm.tracking.reading import read_run
 from lightning_llm.tracking.sweep_file import write_results
+from tests.compare.run_folders import make_run, make_sweep, refusal, verdicts
 
 
 def test_every_line_names_the_setting(tmp_path, capsys):

@@ -6,7 +6,6 @@ from itertools import combinations
 import pytest
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from run_folders import make_sweep
 
 from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.estimate import Terms
@@ -16,6 +15,7 @@ from lightning_llm.compare.report.style import drawing_style
 from lightning_llm.compare.report.supplement import Table, tables_of
 from lightning_llm.compare.report.typesetting import PAGE_HEIGHT, PAGE_WIDTH, SIDE, TOP, Line, pages_of, table
 from lightning_llm.tracking.reading import read_run
+from tests.compare.run_folders import make_sweep
 
 ROUNDING = 0.03
 """Inches by which a text may be wider as it is drawn than as it was measured: a pixel either side."""

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from run_folders import EVERY, STEP_TOKENS, STEPS, curve, make_run, make_sweep
 from scipy import stats
 
 from lightning_llm.compare.comparison import compare_runs
@@ -17,6 +16,7 @@ from lightning_llm.compare.report.style import COLOURS, FAILED, FLOOR
 from lightning_llm.compare.report.trends import trends
 from lightning_llm.compare.statistics.paired_curves import paired_curves, source_gaps
 from lightning_llm.tracking.reading import read_run
+from tests.compare.run_folders import EVERY, STEP_TOKENS, STEPS, curve, make_run, make_sweep
 
 RNG = np.random.default_rng(0)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_folders import verdicts
 
 from lightning_llm.__main__ import main
 from lightning_llm.compare.report import pictures, write
 from lightning_llm.compare.report.style import COLOURS, DARK_COLOURS, LINES, MARKERS, SYMBOLS
+from tests.compare.run_folders import verdicts
 
 LOADS = {"img": ("src", "srcset"), "source": ("src", "srcset"), "script": ("src",), "link": ("href",),
          "iframe": ("src",), "object": ("data",), "embed": ("src",), "video": ("src",), "audio": ("src",),

@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from run_folders import curve, main, make_run, verdicts
 
 from lightning_llm.compare.best_value.tuned import plateau
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.sequential.design import declare
 from lightning_llm.tracking.sweep_definition import command_with_values
+from tests.compare.run_folders import curve, main, make_run, verdicts
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 RATES = ["1e-3", "2e-3", "4e-3", "8e-3"]

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import simulate_looks as simulation
-from run_folders import make_sweep
 from scipy import special
 
 from lightning_llm.base.errors import ConfigError
@@ -19,6 +18,7 @@ from lightning_llm.compare.statistics.intervals import simultaneous_intervals
 from lightning_llm.compare.statistics.paired_curves import paired_curves, source_gaps
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.tracking.reading import read_run
+from tests.compare.run_folders import make_sweep
 
 LOOKS = SweepConfig().looks
 

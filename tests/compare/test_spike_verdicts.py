@@ -4,10 +4,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from run_folders import make_run, verdicts
 from scipy import special
 
 from lightning_llm.compare.statistics.spikes import judge_spikes, sign_flip
+from tests.compare.run_folders import make_run, verdicts
 
 
 @pytest.mark.parametrize("values", [[1, 2, 3], [4, -1, 2, 7], [0, 0, 5, 1, -2], [-1, -2]])

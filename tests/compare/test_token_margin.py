@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from run_folders import curve, make_run
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.comparison import compare_runs
@@ -18,6 +17,7 @@ from lightning_llm.compare.wording import line_of
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.tracking.provenance import process_mark
 from lightning_llm.tracking.reading import read_run
+from tests.compare.run_folders import curve, make_run
 
 E, B, BETA = 1.5, 300.0, 0.45
 AT = 66_000.0

@@ -8,7 +8,6 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import RunTag
-from run_folders import make_run
 
 from lightning_llm.__main__ import main
 from lightning_llm.compare import tracking
@@ -18,6 +17,7 @@ from lightning_llm.compare.tracking import BEGIN, END, described, log_verdicts
 from lightning_llm.config.commands import sync_command
 from lightning_llm.tracking.mlflow.store import LARGEST_VALUE
 from lightning_llm.tracking.reading import read_run
+from tests.compare.run_folders import make_run
 
 
 @pytest.fixture(scope="module")

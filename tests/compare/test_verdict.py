@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 import yaml
-from run_folders import STEPS, curve, make_run, make_sweep, rewritten, verdicts
 from scipy import stats
+
+from tests.compare.run_folders import STEPS, curve, make_run, make_sweep, rewritten, verdicts
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

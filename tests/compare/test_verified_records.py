@@ -11,7 +11,6 @@ import yaml
 from hypothesis import example, given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
-from run_folders import curve, make_run, make_sweep, rewritten, verdicts
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
@@ -24,6 +23,7 @@ from lightning_llm.tracking.chain import ChainHead
 from lightning_llm.tracking.files import mark_failed, sealed_records, write_json
 from lightning_llm.tracking.reading import read_run
 from lightning_llm.tracking.sweep_file import checked_sweep
+from tests.compare.run_folders import curve, make_run, make_sweep, rewritten, verdicts
 
 RECIPES = {"precision=bf16": 0.0, "precision=mxfp8": 0.0}
 

@@ -4,12 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
-from refusals import outputs, refused  # noqa: F401 - outputs is a fixture of every test
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.yaml_source import ConfigDirSource
+from tests.config.refusals import outputs, refused  # noqa: F401 - outputs is a fixture of every test
 
 BINARY = bytes(range(128, 256)) * 3
 

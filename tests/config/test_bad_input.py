@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from refusals import outputs, refused  # noqa: F401 - outputs is a fixture of every test
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
@@ -15,6 +14,7 @@ from lightning_llm.config.schema.aliases import ALIASES, KEY
 from lightning_llm.config.schema.declared_types import fields_at
 from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.resolve import Resolution
+from tests.config.refusals import outputs, refused  # noqa: F401 - outputs is a fixture of every test
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +254,7 @@ RATES = "+callbacks.rates={_target_: lightning.pytorch.callbacks.LearningRateMon
         ([STOPPING % "val_loss_high_precision", "precision=mxfp8"], None),
         ([STOPPING % "loss_scale", "precision=fp16"], None),
         ([STOPPING % "lr-AdamW/pg1", RATES], None),
-        ([STOPPING % "mine", "+callbacks.own={_target_: own_callbacks.Remembers}"], None),
+        ([STOPPING % "mine", "+callbacks.own={_target_: tests.own_callbacks.Remembers}"], None),
     ],
 )
 def test_what_early_stopping_waits_for_must_be_logged(words, said):

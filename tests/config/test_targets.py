@@ -15,7 +15,7 @@ REFUSED = {
     f"{LIGHTNING}.TQDMProgressBar": "callbacks.progress",
     f"{LIGHTNING}.StochasticWeightAveraging": "EMAWeightAveraging",
     f"{LIGHTNING}.BackboneFinetuning": "every parameter trains",
-    "own_callbacks.Bars": "Bars (a TQDMProgressBar) would fight the strategy here: callbacks.progress",
+    "tests.own_callbacks.Bars": "Bars (a TQDMProgressBar) would fight the strategy here: callbacks.progress",
     "subprocess.Popen": "and that is no callback",
     "lightning_llm.callbacks.throughput.FetchClock": "and that is no callback",
     "pytorch_lightning.callbacks.Timer": "Take lightning.pytorch",
@@ -41,7 +41,7 @@ def test_what_may_not_be_named_is_refused_with_what_to_do(target):
         *(f"{LIGHTNING}.{name}" for name in ("Timer", "LearningRateMonitor", "DeviceStatsMonitor", "WeightAveraging")),
         "lightning.pytorch.Callback",
         "lightning_llm.callbacks.throughput.Throughput",
-        "own_callbacks.Remembers",
+        "tests.own_callbacks.Remembers",
     ],
 )
 def test_callbacks_may_be_named_wherever_they_are_imported_from(target):
@@ -130,5 +130,7 @@ def test_own_callbacks_beside_a_recipe(tmp_path, small_run, capsys):
 
 def test_a_file_of_callbacks_is_not_imported_to_check_it():
     before = set(sys.modules)
-    assert check_target("callbacks.x", {"_target_": "own_callbacks.StopsAlone", "rank": 1, "step": "2"})
-    assert not {each for each in set(sys.modules) - before if each.startswith(("own_callbacks", "lightning.pytorch"))}
+    assert check_target("callbacks.x", {"_target_": "tests.own_callbacks.StopsAlone", "rank": 1, "step": "2"})
+    assert not {
+        each for each in set(sys.modules) - before if each.startswith(("tests.own_callbacks", "lightning.pytorch"))
+    }

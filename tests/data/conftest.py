@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus_files import words, write_jsonl
+
+from tests.data.corpus_files import words, write_jsonl
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpus_files import data_config, words, write_jsonl
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.data import DataConfig
@@ -24,6 +23,7 @@ from lightning_llm.data.corpus import IGNORED, Corpus
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.prepare import train_bpe
 from lightning_llm.data.report import source_reports
+from tests.data.corpus_files import data_config, words, write_jsonl
 
 END = 256
 VOCABULARY = 300

@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from corpus_files import data_config
 
 from lightning_llm.config.schema.data import Pace
 from lightning_llm.data.mixing.addressing import SampleOrder, Shares
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.scoring.table import write_scores
 from lightning_llm.data.sources.source import Source
+from tests.data.corpus_files import data_config
 
 
 @pytest.mark.parametrize("total", [60, 137, 400])

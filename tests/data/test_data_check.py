@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
-from corpus_files import data_config
 
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data.check import check_data
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.tokens.tokenizer import train_bpe
+from tests.data.corpus_files import data_config
 
 CODE = {"loader": "python", "part": "code"}
 

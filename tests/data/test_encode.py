@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from corpus_files import data_config, words, write_jsonl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +28,7 @@ from lightning_llm.data.tokens import encode
 from lightning_llm.data.tokens.encode import SMALLEST_TEXT_BYTES, encode_batches, process_count
 from lightning_llm.data.tokens.token_files import TokenWriter
 from lightning_llm.data.tokens.tokenizer import Tokenizer, train_bpe, write_bytes_tokenizer
+from tests.data.corpus_files import data_config, words, write_jsonl
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus_files import data_config, write_jsonl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
@@ -14,6 +13,7 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.tokens.tokenizer import END_OF_DOCUMENT, Tokenizer
 from lightning_llm.data.tokens.tokenizer_files import switch_off_sampling
+from tests.data.corpus_files import data_config, write_jsonl
 
 KNOWN = "abcdefghij"
 END = {END_OF_DOCUMENT: 0}

@@ -3,7 +3,6 @@
 from collections import Counter
 
 import pytest
-from corpus_files import data_config
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
@@ -14,6 +13,7 @@ from lightning_llm.config.identity import differences_on_resume
 from lightning_llm.data.check import check_data
 from lightning_llm.data.mixing.addressing import SampleOrder, Shares
 from lightning_llm.data.opening import open_corpus
+from tests.data.corpus_files import data_config
 
 WINDOWS = {"a": 97, "b": 40}
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from corpus_files import data_config, words, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from lightning_llm.data.mixing.phases import Phases
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.report import phase_reports, planned_phases, source_reports
 from lightning_llm.data.scoring.table import COLUMNS, write_scores
+from tests.data.corpus_files import data_config, words, write_jsonl
 
 VOCABULARY = 300
 TWO_PHASES = {

@@ -6,8 +6,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpus_files import data_config, words, write_jsonl
-from run_metrics import curve
 from scipy import stats
 
 from lightning_llm.__main__ import main
@@ -27,6 +25,8 @@ from lightning_llm.data.report import source_reports
 from lightning_llm.data.scoring.scorers import LengthEntropy, TfidfKMeans
 from lightning_llm.data.scoring.table import read_scores, scores_problems, write_scores
 from lightning_llm.data.sources.source import Source, content_key
+from tests.data.corpus_files import data_config, words, write_jsonl
+from tests.run_metrics import curve
 
 
 def test_weights_are_the_softmax():

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpus_files import data_config, write_jsonl
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tokenizer_kinds import FALLBACK, KINDS, LETTERS, byte_level, saved, sentencepiece, word_ends, wordpiece
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
 
@@ -16,6 +14,8 @@ from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.sources.source import content_key
 from lightning_llm.data.tokens.text_stream import TextStream
 from lightning_llm.data.tokens.tokenizer import Tokenizer, write_bytes_tokenizer
+from tests.data.corpus_files import data_config, write_jsonl
+from tests.data.tokenizer_kinds import FALLBACK, KINDS, LETTERS, byte_level, saved, sentencepiece, word_ends, wordpiece
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 words = st.lists(st.sampled_from(["the", "than", " ", "  ", "Ünd", "€", "日本", "ﬃ", "a\n", "."]), max_size=20).map(

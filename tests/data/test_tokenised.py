@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corpus_files import data_config, words, write_jsonl
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.data import LOADERS
@@ -15,6 +14,7 @@ from lightning_llm.data.check import check_data
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.report import source_reports
+from tests.data.corpus_files import data_config, words, write_jsonl
 
 VOCABULARY = 300
 END = 256

@@ -9,9 +9,9 @@ import tomllib
 
 import pytest
 import torch
-from installed_package import lay_package
 
 from lightning_llm.train.checkpoint.state import read_tensors
+from tests.docs.installed_package import lay_package
 
 SCRIPT = """
 import sys

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from installed_package import lay_package
+
+from tests.docs.installed_package import lay_package
 
 SCRIPT = """
 import sys

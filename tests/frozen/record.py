@@ -4,7 +4,8 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from frozen_facts import (
+from lightning_llm.__main__ import main
+from tests.frozen.frozen_facts import (
     HERE,
     SWEEPS,
     config_lines,
@@ -15,9 +16,7 @@ from frozen_facts import (
     verb_lines,
     verdict_lines,
 )
-from small_runs import small_words, write_corpus
-
-from lightning_llm.__main__ import main
+from tests.small_runs import small_words, write_corpus
 
 
 def record() -> None:

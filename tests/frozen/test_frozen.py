@@ -7,7 +7,9 @@ import tarfile
 from difflib import unified_diff
 
 import pytest
-from frozen_facts import (
+
+from lightning_llm.__main__ import main
+from tests.frozen.frozen_facts import (
     HERE,
     SWEEPS,
     config_lines,
@@ -18,9 +20,7 @@ from frozen_facts import (
     verb_lines,
     verdict_lines,
 )
-from small_runs import small_words, write_corpus
-
-from lightning_llm.__main__ import main
+from tests.small_runs import small_words, write_corpus
 
 COMPOSED_BY_DEFAULT = ("precision_shootout",)
 ARCHIVES = sorted(file.name.removesuffix(".tar.xz") for file in HERE.glob("*.tar.xz"))

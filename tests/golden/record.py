@@ -4,7 +4,17 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from trajectory import RECIPES, distances, families, file_of, first_difference, header, kernels, recorded, trajectory
+from tests.golden.trajectory import (
+    RECIPES,
+    distances,
+    families,
+    file_of,
+    first_difference,
+    header,
+    kernels,
+    recorded,
+    trajectory,
+)
 
 
 def main(recipes: list[str]) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from trajectory import HERE, RECIPES, distances, families, first_difference, kernels, recorded, trajectory
 
 from lightning_llm.precision.linear.call import LinearCall
+from tests.golden.trajectory import HERE, RECIPES, distances, families, first_difference, kernels, recorded, trajectory
 
 ROUNDING = 5e-4
 """By how much of itself a number may differ between families of kernels: 1.5e-4 is what the recorded ones do."""

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from planted import infinite_gradient, wgrad_of_wrong_tensor
-from run_metrics import read_metrics
 
 from lightning_llm.__main__ import main
 from lightning_llm.golden import ranks
@@ -16,6 +14,8 @@ from lightning_llm.golden.file import read_golden
 from lightning_llm.golden.trajectory import nudge_weights
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.linear import Linear
+from tests.planted import infinite_gradient, wgrad_of_wrong_tensor
+from tests.run_metrics import read_metrics
 
 STEPS = 3
 LINEARS = 2 * 7 + 1
@@ -183,7 +183,7 @@ def test_nudged_weights_are_off_as_far_as_sums_round():
 
 
 def test_a_callback_of_ones_own_acts_and_no_observer_does(words, recorded, capsys, tmp_path):
-    own = ["+callbacks.halved._target_=own_callbacks.Halved", "callbacks=default"]
+    own = ["+callbacks.halved._target_=tests.own_callbacks.Halved", "callbacks=default"]
     file = tmp_path / "halved.json"
     assert main(["golden", "record", *words, *own, "--steps", "1", "--file", str(file)]) == 0
     plain, halved = read_golden(recorded).curve, read_golden(file).curve
@@ -193,7 +193,7 @@ def test_a_callback_of_ones_own_acts_and_no_observer_does(words, recorded, capsy
     }
     capsys.readouterr()
     assert check(words, file) == 2
-    assert "callbacks.halved._target_: is none, and own_callbacks.Halved in" in capsys.readouterr().err
+    assert "callbacks.halved._target_: is none, and tests.own_callbacks.Halved in" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_is_said_to(words, capsys, monkeypatch, tmp_path):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from native.conftest import engine
 
 from gpu_check import agreement, emulation, layers, library, setting, speed, steps
 from gpu_check.call import Call
@@ -11,6 +10,7 @@ from gpu_check.machine import Machine
 from gpu_check.plain_llama import PlainBlock
 from gpu_check.rows import Clock
 from lightning_llm.precision.native.capability import Capability
+from tests.precision.native.conftest import engine
 
 __all__ = ["engine"]
 

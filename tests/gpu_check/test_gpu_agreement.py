@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from check_rows import statuses
-from precision.recipes import load
 
 from gpu_check import agreement, library, setting
 from lightning_llm.config.schema.precision import slots_of
@@ -11,6 +9,8 @@ from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.native.capability import Capability
 from lightning_llm.precision.native.transformer_engine import NativeLinear
+from tests.gpu_check.check_rows import statuses
+from tests.precision.recipes import load
 
 
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_subchannel", "mxfp8"])

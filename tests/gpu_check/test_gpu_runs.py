@@ -5,9 +5,6 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from check_rows import measured
-from compare.run_folders import rewritten
-from precision.recipes import RECIPES, load
 
 from gpu_check import curves, memory, runs, setting, speed, steps
 from gpu_check.checks import RUN
@@ -15,6 +12,9 @@ from gpu_check.rows import Clock, Row
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.precision.native.capability import DEVICES, Capability
+from tests.compare.run_folders import rewritten
+from tests.gpu_check.check_rows import measured
+from tests.precision.recipes import RECIPES, load
 
 
 @pytest.mark.parametrize("name", [pytest.param("fp8_delayed", marks=pytest.mark.full), "fp16"])

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from check_rows import measured
 
 from gpu_check import emulation, layers, runs, setting, speed, steps
 from gpu_check.aims import MFU, NATIVE_STEP, closing
@@ -14,6 +13,7 @@ from gpu_check.plain_llama import PlainLlama, plain_step
 from gpu_check.rows import Row
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
+from tests.gpu_check.check_rows import measured
 
 
 def planted_run(monkeypatch, rates):

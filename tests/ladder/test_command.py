@@ -1,20 +1,16 @@
 """`compare --ladder`, `--predict`, `--grade` and `--margin 2%` over folders as runs leave them."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "compare"))
-
-import run_folders
-from run_folders import STEP_TOKENS, make_run, refusal, verdicts
-
 from lightning_llm.__main__ import main
 from lightning_llm.ladder import command
+from tests.compare import run_folders
+from tests.compare.run_folders import STEP_TOKENS, make_run, refusal, verdicts
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 SIZES = {"ladder_240k": 237_888, "ladder_690k": 688_768, "ladder_1m": 1_115_264}

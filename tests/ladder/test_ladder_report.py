@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from test_command import SIZES, STEP_TOKENS, STEPS, add_rung
 
 from lightning_llm.__main__ import main
 from lightning_llm.compare.comparison import compare_runs
@@ -26,6 +25,7 @@ from lightning_llm.ladder.measured import ladder_of
 from lightning_llm.ladder.report import Report
 from lightning_llm.ladder.supplement import supplement_of
 from lightning_llm.tracking.reading import read_run
+from tests.ladder.test_command import SIZES, STEP_TOKENS, STEPS, add_rung
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 PLACE = ["model=llama_tiny", f"data.tokens={16 * STEP_TOKENS}"]

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from model_shapes import build, gpt2, llama, tokens_of
 from torch import nn
 
 from lightning_llm.config.schema.model import ModelConfig
@@ -12,6 +11,7 @@ from lightning_llm.model.linear import Linear
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.model.norm.layernorm import LayerNorm
 from lightning_llm.model.norm.rmsnorm import RMSNorm
+from tests.model.model_shapes import build, gpt2, llama, tokens_of
 
 both = pytest.mark.parametrize("config", [llama(), gpt2()], ids=["llama", "gpt2"])
 

@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from model_shapes import build, gpt2, llama, tokens_of
 
 from lightning_llm.base.keyed_hash import hash_words, name_word
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import CHUNK_ELEMENTS, distribution_of, initialise, parameter_slice
+from tests.model.model_shapes import build, gpt2, llama, tokens_of
 
 WIDE = {"hidden_size": 256, "ffn_hidden_size": 512, "vocab_size": 1024, "num_heads": 4, "num_kv_heads": 4}
 

@@ -4,10 +4,7 @@ import json
 
 import pytest
 import torch
-from model_shapes import gemma2, gpt2, llama, qwen3
-from test_transformers_parity import CONFIGS, tokens_of
 from transformers import AutoConfig, AutoModelForCausalLM
-from weight_folders import random_weights, write_huggingface, write_tensors
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.model import ModelConfig
@@ -18,6 +15,9 @@ from lightning_llm.model.interop.families import architecture, architectures, re
 from lightning_llm.model.weights.convert import as_huggingface, as_ours, state_dict_of
 from lightning_llm.model.weights.folder import open_huggingface
 from lightning_llm.model.weights.write import write_tensors as write_planned
+from tests.model.model_shapes import gemma2, gpt2, llama, qwen3
+from tests.model.test_transformers_parity import CONFIGS, tokens_of
+from tests.weight_folders import random_weights, write_huggingface, write_tensors
 
 NOT_STORED = {"name", "vocab_multiple", "init", "parameters_published", "head_dim", "blocks", "layers"}
 FAMILIES = {name: CONFIGS[name] for name in ("llama_tied", "llama_yarn", "mistral", "qwen3", "gemma2", "gpt2")}

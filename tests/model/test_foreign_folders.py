@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from model_shapes import gemma2, gpt2, llama, qwen3
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, logging
-from weight_folders import write_huggingface
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.whole import whole_decoder
 from lightning_llm.run.resume.weights import open_weights
+from tests.model.model_shapes import gemma2, gpt2, llama, qwen3
+from tests.weight_folders import write_huggingface
 
 TINY = {"vocab_size": 48, "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 40, "max_sequence_length": 64}
 WINDOW = {"attention_window": {"mixer": {"kind": "attention", "window": 6}}}

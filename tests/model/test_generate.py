@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from model_shapes import build, llama, tokens_of
 
 from lightning_llm.model.generate import generate
+from tests.model.model_shapes import build, llama, tokens_of
 
 CONFIG = llama(num_layers=1, max_sequence_length=16)
 

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from model_shapes import build, llama, tokens_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_llm.config.compose import compose_config
@@ -22,6 +21,7 @@ from lightning_llm.model.mixer import gla_chunked
 from lightning_llm.model.mixer.gla_chunked import continue_from, gated_linear_attention
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.divisibility import sharding_problems
+from tests.model.model_shapes import build, llama, tokens_of
 
 
 def recurrence(q, k, v, g, document_ids=None):

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from model_shapes import build, llama
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,6 +23,7 @@ from lightning_llm.model.mixer import attention
 from lightning_llm.model.mixer.seen_keys import document_mask
 from lightning_llm.model.rope import rope_tables
 from lightning_llm.model.spec import ForwardPass
+from tests.model.model_shapes import build, llama
 
 LENGTH = 24
 KEYS = {"attention": [{"window": 8}], "soft_capped_attention": [{"window": 8, "query_pre_attention_scalar": 24}]}

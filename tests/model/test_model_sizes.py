@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from model_shapes import gpt2, llama
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import count_parameters, flops_per_token
+from tests.model.model_shapes import gpt2, llama
 
 FILES = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
 FILES = [file for file in FILES if file.stem != "from_weights"]  # whose shape weights give

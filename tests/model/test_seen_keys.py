@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_metrics import read_metrics
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_block_mask
@@ -18,6 +17,7 @@ from lightning_llm.model.mixer.attention import dot_product_attention
 from lightning_llm.model.mixer.attention_kernel import attention_by
 from lightning_llm.model.mixer.seen_keys import SeenKeys, document_mask
 from lightning_llm.parallel.cp import keys_of_all_ranks, positions_of
+from tests.run_metrics import read_metrics
 
 
 @st.composite

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from model_shapes import LLAMA3_SCALING, build, gemma2, gpt2, llama, qwen3, tokens_of
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -12,6 +11,7 @@ from lightning_llm.config.schema.model import RopeScaling
 from lightning_llm.model.huggingface import from_huggingface, huggingface_config, to_huggingface
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.model.rope import inverse_frequencies
+from tests.model.model_shapes import LLAMA3_SCALING, build, gemma2, gpt2, llama, qwen3, tokens_of
 
 YARN = RopeScaling(
     kind="yarn",

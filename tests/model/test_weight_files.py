@@ -10,14 +10,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from model_shapes import llama
 from safetensors.torch import save_file
-from weight_folders import random_weights, write_huggingface
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.model.huggingface import huggingface_config, model_config_of, to_huggingface
 from lightning_llm.model.weights.files import open_files, open_pickled
 from lightning_llm.model.weights.folder import open_huggingface
+from tests.model.model_shapes import llama
+from tests.weight_folders import random_weights, write_huggingface
 
 CONFIG = llama(num_layers=1)
 INDEX = "model.safetensors.index.json"

@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from run_metrics import read_metrics
 
 from lightning_llm.__main__ import main
 from lightning_llm.cli.command_line import _parser
@@ -17,6 +16,7 @@ from lightning_llm.run.build import build_trainer
 from lightning_llm.tracking.mlflow.store import own_process
 from lightning_llm.tracking.mlflow.ui import _port, ui_command, ui_lines
 from lightning_llm.train.checkpoint.checkpointing import StoppedBySignal
+from tests.run_metrics import read_metrics
 
 
 def pasted(text: str) -> list[str]:

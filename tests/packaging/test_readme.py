@@ -6,7 +6,6 @@ import struct
 from pathlib import Path
 
 import pytest
-from weight_folders import write_huggingface
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
@@ -18,6 +17,7 @@ from lightning_llm.data.scoring.table import COLUMNS, write_scores
 from lightning_llm.data.tokens.tokenizer import write_bytes_tokenizer
 from lightning_llm.plan.check import check_config
 from lightning_llm.sweep.run import NOT_CHECKED
+from tests.weight_folders import write_huggingface
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -60,7 +60,7 @@ def test_commands_compose_and_pass_the_checks(command, tmp_path, monkeypatch, ca
     if arguments.verb == "warm":  # compiles; tests/train/test_precision_runs.py
         assert len(compose_sweep(arguments.overrides)) > 1
         return
-    if arguments.verb == "health":  # measures; tests/launch/test_health_verb.py
+    if arguments.verb == "health":  # measures; tests/run/launch/test_health.py
         compose_config(arguments.overrides)
         return
     if arguments.verb == "prepare":  # reads all data; tests/data/test_samplemix.py
@@ -80,7 +80,7 @@ def test_commands_compose_and_pass_the_checks(command, tmp_path, monkeypatch, ca
     if getattr(arguments, "multirun", False):
         configs = [config for _, config in compose_sweep(arguments.overrides)]
         assert len(configs) > 1
-    elif getattr(arguments, "search", False):  # of all layouts, none of which is the config's; tests/planner does
+    elif getattr(arguments, "search", False):  # of all layouts, none of which is the config's; tests/plan/search does
         configs = [compose_config([*arguments.overrides, "world=1"])]
     else:
         configs = [compose_config(arguments.overrides)]

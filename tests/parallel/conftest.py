@@ -1,28 +1,14 @@
-"""Groups of ranks, one per world size, and what single ranks make of a run, shared by all tests here."""
+"""Runs of single ranks, which all tests here are compared with."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from layout_matrix import Case
-from rank_group import RankGroup
-from traced_run import Trace, difference, unsaved_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.degrees import bitwise_problem, resolve_degrees
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], RankGroup]]:
-    """Return the group of a world size; started when first called."""
-    groups: dict[int, RankGroup] = {}
-
-    def group(world: int) -> RankGroup:
-        return groups.setdefault(world, RankGroup(world))
-
-    yield group
-    for each in groups.values():
-        each.close()
+from tests.parallel.layout_matrix import Case
+from tests.parallel.traced_run import Trace, difference, unsaved_run
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from traced_run import Trace
+
+from tests.parallel.traced_run import Trace
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from traced_run import Trace, traced_run
+
+from tests.parallel.traced_run import Trace, traced_run
 
 NUDGES = range(8)
 SENSITIVITY = 2

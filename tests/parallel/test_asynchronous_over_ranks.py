@@ -6,8 +6,6 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from run_metrics import curve
-from traced_run import run_with
 
 from lightning_llm.base.errors import StorageError
 from lightning_llm.base.integrity import unseal
@@ -15,6 +13,8 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.train.checkpoint import saver, tensor_storage
 from lightning_llm.train.checkpoint.manifest import newest_verified
+from tests.parallel.traced_run import run_with
+from tests.run_metrics import curve
 
 write = saver.write
 

@@ -1,6 +1,6 @@
 """What a rank sends in a step, and what it holds, against what `plan` says of it. 20 seconds.
 
-The formulas themselves are compared with those of ZeRO in tests/config/test_plan_layouts.py.
+The formulas themselves are compared with those of ZeRO in tests/plan/test_plan_layouts.py.
 """
 
 import math
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from traced_run import run_with
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
@@ -32,6 +31,7 @@ from lightning_llm.plan.memory.rank_bytes import memory_bytes, peak_memory_pp_ra
 from lightning_llm.plan.memory.units import tree_buffers, units_of
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent
+from tests.parallel.traced_run import run_with
 
 RANKS = 4
 TURNS = {"tree": 4, "native": 2}

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from own_callbacks import Remembers
-from run_metrics import curve, read_metrics
-from traced_run import run_with
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.train.checkpoint.state import read_tensors
+from tests.own_callbacks import Remembers
+from tests.parallel.traced_run import run_with
+from tests.run_metrics import curve, read_metrics
 
 DECAY = 0.8
 CALLBACKS = [
@@ -20,7 +20,7 @@ CALLBACKS = [
     "+callbacks.rates={_target_: lightning.pytorch.callbacks.LearningRateMonitor}",
     "+callbacks.timer={_target_: lightning.pytorch.callbacks.Timer, duration: {hours: 1}}",
     "+callbacks.devices={_target_: lightning.pytorch.callbacks.DeviceStatsMonitor}",
-    "+callbacks.own={_target_: own_callbacks.Remembers}",
+    "+callbacks.own={_target_: tests.own_callbacks.Remembers}",
 ]
 
 
@@ -85,7 +85,7 @@ def test_state_comes_back_under_another_layout(chain, ranks, words, tmp_path):
 
 
 def test_one_rank_that_ends_the_run_ends_it_on_all(ranks, words, tmp_path):
-    stop = "+callbacks.stop={_target_: own_callbacks.StopsAlone, rank: 1, step: 3}"
+    stop = "+callbacks.stop={_target_: tests.own_callbacks.StopsAlone, rank: 1, step: 3}"
     mean = "+callbacks.mean={_target_: lightning.pytorch.callbacks.WeightAveraging}"
     config = words(tmp_path, "zero3", 2, stop, mean, "checkpoint.every_steps=1", "checkpoint.keep_last=6")
     ranks(2).call(train, config)

@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from traced_run import Trace, difference, traced_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
@@ -17,6 +16,7 @@ from lightning_llm.model import chunked_loss, loss_spec
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
+from tests.parallel.traced_run import Trace, difference, traced_run
 
 FULL = pytest.mark.full
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from layout_matrix import lasting
-from traced_run import Trace, unsaved_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.plan.degrees import bitwise_problem, resolve_degrees
+from tests.parallel.layout_matrix import lasting
+from tests.parallel.traced_run import Trace, unsaved_run
 
 TOLERANCE = 2e-6
 """Of fp32 losses over the first steps; another order of sums grows from there (measured: 1e-5 by 100 steps)."""

@@ -12,11 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from rank_group import RankGroup
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
-from traced_run import layout_here, run_with
 
 from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.compose import compose_config
@@ -28,6 +26,8 @@ from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.precision.linear.module import set_step_key
 from lightning_llm.precision.linear.swap import swap_linears
+from tests.parallel.rank_group import RankGroup
+from tests.parallel.traced_run import layout_here, run_with
 from tests.precision.recipes import load
 
 LAYERS, TOKENS = 12 if "LAYOUT_STEPS" in os.environ else 4, 32

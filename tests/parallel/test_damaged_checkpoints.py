@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from traced_run import run_with
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.train.checkpoint.manifest import MANIFEST, content_damage, newest_verified, verified
+from tests.parallel.traced_run import run_with
 
 FULL = pytest.mark.full
 FAMILIES = [

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from traced_run import difference, unsaved_run
 
 from lightning_llm.__main__ import main
+from tests.parallel.traced_run import difference, unsaved_run
 
 
 def divergences(config) -> list[float]:

@@ -5,7 +5,8 @@ test_model_parallel.py have the others).
 """
 
 import pytest
-from layout_matrix import (
+
+from tests.parallel.layout_matrix import (
     DATA_PARALLEL,
     PRECISIONS,
     WHOLE_STRENGTH,

@@ -6,8 +6,9 @@ Emulated recipes run few steps of the smallest model that their rotations fit.
 """
 
 import pytest
-from curve_limits import exceeded, limits_of, off
-from layout_matrix import (
+
+from tests.parallel.curve_limits import exceeded, limits_of, off
+from tests.parallel.layout_matrix import (
     CLOSE_STEPS,
     PIPELINED,
     PRECISIONS,
@@ -21,8 +22,8 @@ from layout_matrix import (
     lasting,
     length_of,
 )
-from nudged_run import NUDGES, SENSITIVITY, nudged_run
-from traced_run import difference, unsaved_run
+from tests.parallel.nudged_run import NUDGES, SENSITIVITY, nudged_run
+from tests.parallel.traced_run import difference, unsaved_run
 
 LAYERS = 5
 """Uneven over four stages."""

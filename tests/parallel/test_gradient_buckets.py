@@ -7,10 +7,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from rank_group import RankGroup
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
-from traced_run import layout_here, whole
 
 from lightning_llm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from lightning_llm.dry_run.counting import Counting
@@ -20,6 +18,8 @@ from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.cp import SequenceSharder
 from lightning_llm.parallel.gradient_sync import BEGIN, END, Bucket, BucketReductions, GradientSync, buckets_of
 from lightning_llm.plan.memory import buffers
+from tests.parallel.rank_group import RankGroup
+from tests.parallel.traced_run import layout_here, whole
 
 FP32 = PrecisionConfig(name="fp32", compute_dtype="fp32")
 MODEL = ModelConfig(

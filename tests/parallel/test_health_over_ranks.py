@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from torch import Tensor
-from traced_run import run_with
 
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.config.compose import compose_config
 from lightning_llm.precision.cast.cast_statistics import SUMS
 from lightning_llm.train.spikes.nonfinite import NonFiniteError
+from tests.parallel.traced_run import run_with
 
 
 class Counting(QuantisationHealth):

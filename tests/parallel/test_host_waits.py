@@ -8,12 +8,9 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
-from rank_group import RankGroup
-from test_bytes import words_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
-from traced_run import layout_here, run_with
 
 import lightning_llm
 from lightning_llm.config.compose import compose_config
@@ -27,6 +24,9 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.train.step import TrainStep
+from tests.parallel.rank_group import RankGroup
+from tests.parallel.test_bytes import words_of
+from tests.parallel.traced_run import layout_here, run_with
 
 aten = torch.ops.aten
 PACKAGE = str(Path(lightning_llm.__file__).parent)

@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from layout_matrix import Case
 from safetensors.torch import save_file
-from traced_run import layout_here, of_all_stages, whole
-from weight_folders import random_weights, write_huggingface
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.model.decoder import Decoder
@@ -25,6 +22,9 @@ from lightning_llm.model.weights.tensors import stored_as
 from lightning_llm.parallel.apply import ELEMENTS_AT_ONCE, apply_parallel
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
+from tests.parallel.layout_matrix import Case
+from tests.parallel.traced_run import layout_here, of_all_stages, whole
+from tests.weight_folders import random_weights, write_huggingface
 
 FULL = pytest.mark.full
 PIECES = {token: [token % 7, 3, token % 50] for token in range(300, 310)}

@@ -5,7 +5,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from traced_run import Trace, difference, traced_run, unsaved_run
 
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.memory.rank_bytes import memory_at
@@ -13,6 +12,7 @@ from lightning_llm.plan.resolve import plan_of
 from lightning_llm.precision.cast.operand import Operand
 from lightning_llm.precision.linear.module import quantised_layers
 from lightning_llm.precision.linear.weight_casts import KeptCasts, WantedCast
+from tests.parallel.traced_run import Trace, difference, traced_run, unsaved_run
 
 FULL = pytest.mark.full
 ALL_BLOCKS = ("precision.modules.first_blocks_high_precision=0", "precision.modules.last_blocks_high_precision=0")

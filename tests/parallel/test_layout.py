@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from traced_run import layout_here
 
 from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.parallel import layout as layout_module
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.degrees import Degrees
+from tests.parallel.traced_run import layout_here
 
 
 def seconds_to_wait(parallel: ParallelConfig) -> list[float]:

@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
-from curve_limits import FP32, exceeded, off
-from layout_matrix import NAMES
-from test_equal_layouts import COVERING as EQUAL
-from test_equal_pipelines import CLOSE_CASES
-from test_equal_pipelines import COVERING as EQUAL_STAGES
-from test_model_parallel import COVERING as CLOSE
-from test_model_parallel import FULL as CLOSE_IN_FULL
+
+from tests.parallel.curve_limits import FP32, exceeded, off
+from tests.parallel.layout_matrix import NAMES
+from tests.parallel.test_equal_layouts import COVERING as EQUAL
+from tests.parallel.test_equal_pipelines import CLOSE_CASES
+from tests.parallel.test_equal_pipelines import COVERING as EQUAL_STAGES
+from tests.parallel.test_model_parallel import COVERING as CLOSE
+from tests.parallel.test_model_parallel import FULL as CLOSE_IN_FULL
 
 
 def test_every_layout_file_is_compared_with_one_rank():

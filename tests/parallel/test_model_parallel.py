@@ -14,14 +14,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from curve_limits import FOUR_BITS, FP32, SHIPPED, Limits, exceeded, limits_of, off
-from layout_matrix import CLOSE_STEPS, CUT, covering, fewest_ranks, lasting
-from nudged_run import NUDGES, SENSITIVITY, nudged_run
-from traced_run import Trace, traced_run, unsaved_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.linalg.local_part import local
 from lightning_llm.plan.shard_axes import SHARD_AXES
+from tests.parallel.curve_limits import FOUR_BITS, FP32, SHIPPED, Limits, exceeded, limits_of, off
+from tests.parallel.layout_matrix import CLOSE_STEPS, CUT, covering, fewest_ranks, lasting
+from tests.parallel.nudged_run import NUDGES, SENSITIVITY, nudged_run
+from tests.parallel.traced_run import Trace, traced_run, unsaved_run
 
 GPT = [
     "model.norm=layernorm", "model.bias=true", "model.position=learned", "model.activation=gelu",

@@ -7,9 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from curve_limits import SHIPPED, exceeded, off
-from slow_weights import SlowWeights
-from traced_run import layout_here, traced_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.linalg.local_part import local
@@ -17,6 +14,9 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.gathered_logits import GatheredLogits
 from lightning_llm.parallel.pp import Pipeline, PipelinedDecoder
+from tests.parallel.curve_limits import SHIPPED, exceeded, off
+from tests.parallel.slow_weights import SlowWeights
+from tests.parallel.traced_run import layout_here, traced_run
 
 SHAPE = [
     "model.num_heads=4", "model.num_kv_heads=2", "data.global_batch_size=4", "data.micro_batch_size=2",

@@ -6,9 +6,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from curve_limits import FP32, Limits, exceeded, off
-from test_bytes import Sent
-from traced_run import Trace, difference, layout_here, of_all_stages, traced_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.optim import OPTIMIZERS
@@ -20,6 +17,9 @@ from lightning_llm.parallel.whole_matrices import WholeMatrices
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent
+from tests.parallel.curve_limits import FP32, Limits, exceeded, off
+from tests.parallel.test_bytes import Sent
+from tests.parallel.traced_run import Trace, difference, layout_here, of_all_stages, traced_run
 
 KINDS = list(OPTIMIZERS)
 KEYS = {

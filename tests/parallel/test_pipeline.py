@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from traced_run import difference, run_with, traced_run
 
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.config.compose import compose_config
@@ -21,6 +20,7 @@ from lightning_llm.parallel.pp import Pipeline
 from lightning_llm.parallel.pp_stage import TrainStage
 from lightning_llm.plan.stages import bubble_fraction, receives_waiting
 from lightning_llm.train.spikes.nonfinite import NonFiniteError
+from tests.parallel.traced_run import difference, run_with, traced_run
 
 SHORT = ["trainer.max_steps=2", "schedule.warmup_steps=1"]
 Order = list[tuple[str, int, int]]

@@ -6,9 +6,7 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
-from test_bytes import measured, words_of
 from torch import Tensor
-from traced_run import Trace, difference, traced_run, whole
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
@@ -21,6 +19,8 @@ from lightning_llm.plan.traffic import bytes_sent
 from lightning_llm.precision.cast.quantize import quantise
 from lightning_llm.precision.linear.gathered import GatheredWeight
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
+from tests.parallel.test_bytes import measured, words_of
+from tests.parallel.traced_run import Trace, difference, traced_run, whole
 
 FULL = pytest.mark.full
 CODES = "precision.parameter_gather=quantised"

@@ -8,9 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from traced_run import Trace, difference, run_with, traced_run
 
 from lightning_llm.config.compose import compose_config
+from tests.parallel.traced_run import Trace, difference, run_with, traced_run
 
 STEPS = 6
 

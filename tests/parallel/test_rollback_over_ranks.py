@@ -5,9 +5,6 @@ import threading
 from pathlib import Path
 from unittest.mock import patch
 
-from planted import corrupted_samples
-from run_metrics import curve
-
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
@@ -15,6 +12,8 @@ from lightning_llm.plan.resolve import plan_of
 from lightning_llm.run.agreement import decide_together
 from lightning_llm.run.prepared_rank import prepare_rank
 from lightning_llm.run.rank import fit_and_go_back
+from tests.planted import corrupted_samples
+from tests.run_metrics import curve
 
 WORDS = [
     "trainer.max_steps=44", "schedule.total_steps=44", "trainer.validate_every_steps=null",

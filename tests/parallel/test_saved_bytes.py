@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from traced_run import Trace, difference, run_with, traced_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
@@ -25,6 +24,7 @@ from lightning_llm.plan.memory.accounting import OURS
 from lightning_llm.plan.memory.passes import Stage
 from lightning_llm.plan.resolve import Plan, plan_of
 from lightning_llm.plan.stages import parts_of, passes_of
+from tests.parallel.traced_run import Trace, difference, run_with, traced_run
 
 
 class Held:

@@ -9,12 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stub_kernels
 import torch
-from cut_operands import BY_DEFINITION, degrees_of, differing, words_of
-from run_metrics import curve
 from torch import Tensor
-from traced_run import layout_here, run_with
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
@@ -29,8 +25,12 @@ from lightning_llm.precision.linear.call import Given, LinearCall
 from lightning_llm.precision.linear.module import QuantisedLinear
 from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.native.capability import Capability
+from tests.parallel.cut_operands import BY_DEFINITION, degrees_of, differing, words_of
+from tests.parallel.traced_run import layout_here, run_with
+from tests.precision.native import stub_kernels
 from tests.precision.recipes import RECIPES as ALL_RECIPES
 from tests.precision.recipes import load
+from tests.run_metrics import curve
 
 RECIPES = [name for name in ALL_RECIPES if load(name).quantises]
 MIX = 'precision.modules.casts=[{names: ["*.o_proj"], recipe: mxfp4_sr}]'
@@ -189,11 +189,11 @@ def test_the_first_operands_of_a_run_are_the_parts_of_one_rank(recipe, operands_
 def run_on(device: tuple[int, int] | None, config: Config) -> tuple[list[Any] | None, int]:
     """Return a run's curve (on rank 0), and how many GEMMs Transformer Engine's Python asked for on a GPU, None: none.
 
-    Its kernels are the tests' own (`tests/native/real_engine.py`).
+    Its kernels are the tests' own (`tests/precision/native/real_engine.py`).
     """
     with pytest.MonkeyPatch.context() as patch:
         if device is not None:
-            import real_engine
+            from tests.precision.native import real_engine
 
             for name, module in real_engine.modules().items():
                 patch.setitem(sys.modules, name, module)

@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from traced_run import layout_here
 
 from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.model.decoder import mask_padding
@@ -15,6 +14,7 @@ from lightning_llm.model.mixer.attention import dot_product_attention, torch_att
 from lightning_llm.model.mixer.seen_keys import document_mask
 from lightning_llm.parallel.cp import ContextAttention, SequenceSharder, keys_of_all_ranks, positions_of
 from lightning_llm.parallel.tp import Region, _become, _Row, loss_sum_of
+from tests.parallel.traced_run import layout_here
 
 BATCH, TOKENS, VOCABULARY, REAL = 2, 16, 32, 13  # the last rank of two has no real token id
 HEADS, KEYS, ELEMENTS = 4, 2, 8

@@ -3,15 +3,15 @@
 from pathlib import Path
 
 import pytest
-from planted import corrupted
-from run_metrics import read_metrics
-from traced_run import Trace, difference, traced_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.train.checkpoint.manifest import newest_verified
 from lightning_llm.train.spikes.spike_policy import SpikeStop
+from tests.parallel.traced_run import Trace, difference, traced_run
+from tests.planted import corrupted
+from tests.run_metrics import read_metrics
 
 BAD = 36
 

@@ -1,7 +1,6 @@
 """Slow ranks of real runs: what each rank needs and waits for, and who is named. 10 CPU seconds."""
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,8 +8,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch.distributed as dist
-from run_metrics import curve, read_metrics
-from traced_run import run_with
 
 from lightning_llm.callbacks import stragglers as module
 from lightning_llm.callbacks.stragglers import Stragglers
@@ -19,9 +16,9 @@ from lightning_llm.config.schema import Config
 from lightning_llm.health.stragglers import PARTS, WAIT
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.waiting import WaitClock
-
-sys.path.append(str(Path(__file__).parents[1] / "launch"))
-from slow_rank import SlowStep
+from tests.parallel.traced_run import run_with
+from tests.run.launch.slow_rank import SlowStep
+from tests.run_metrics import curve, read_metrics
 
 DATA, COMPUTE, REST = range(len(PARTS))
 PLANTED = 0.5

@@ -5,14 +5,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from layout_matrix import lasting
-from test_bytes import Measure
-from traced_run import Trace, difference, traced_run
 
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.memory.units import units_of
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent, traffic_bytes
+from tests.parallel.layout_matrix import lasting
+from tests.parallel.test_bytes import Measure
+from tests.parallel.traced_run import Trace, difference, traced_run
 
 Sent = Counter[tuple[str, tuple[int, ...]]]
 

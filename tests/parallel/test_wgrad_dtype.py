@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from layout_matrix import Case, layers_of, length_of
-from test_bytes import HELD, measured, words_of
-from traced_run import difference, traced_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent
+from tests.parallel.layout_matrix import Case, layers_of, length_of
+from tests.parallel.test_bytes import HELD, measured, words_of
+from tests.parallel.traced_run import difference, traced_run
 
 FULL = pytest.mark.full
 UNROUNDED = "precision.wgrad_dtype=fp32"

@@ -7,7 +7,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from filelock import FileLock
-from run_metrics import curve
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +23,7 @@ from lightning_llm.run.resume.initial import open_initial
 from lightning_llm.run.teachers import open_teachers
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing
 from lightning_llm.train.datamodule import CorpusDataModule
+from tests.run_metrics import curve
 
 Trace = dict[str, Any]
 

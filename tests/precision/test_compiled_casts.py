@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cut_operands import degrees_of, differing, words_of
-from run_metrics import read_metrics
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
@@ -19,7 +17,9 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.divisibility import CONTRACTION
 from lightning_llm.precision.cast import inductor, kernel_cache
 from lightning_llm.precision.conformance.conformance import run_conformance
+from tests.parallel.cut_operands import degrees_of, differing, words_of
 from tests.precision.recipes import CASTS, DISTINCT
+from tests.run_metrics import read_metrics
 
 pytestmark = pytest.mark.skipif(inductor.no_compiler("cpu") is not None, reason="no C++ compiler")
 VECTORS = Path(__file__).parent / "vectors"

@@ -12,7 +12,7 @@ from lightning_llm.precision.cast.blocks import block_shape, blocked
 from lightning_llm.precision.cast.kernel_cache import Kernels, tally
 from lightning_llm.precision.cast.kernel_key import signature
 from lightning_llm.precision.cast.keyed_noise import Origin
-from recipes import RECIPES, load
+from tests.precision.recipes import RECIPES, load
 
 compiles = pytest.mark.skipif(inductor.no_compiler("cpu") is not None, reason="no C++ compiler")
 

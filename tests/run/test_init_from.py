@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
-from weight_folders import write_huggingface
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
@@ -29,6 +28,7 @@ from lightning_llm.model.weights.initial import InitialWeights
 from lightning_llm.run.resume.weights import init_problems, open_weights, pieces_of_new_tokens
 from lightning_llm.tracking.files import read_records, summary_of
 from lightning_llm.tracking.reading import Run
+from tests.weight_folders import write_huggingface
 
 
 @pytest.fixture(scope="module")

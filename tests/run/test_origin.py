@@ -7,7 +7,6 @@ import json
 import math
 
 import pytest
-from weight_folders import write_huggingface
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
@@ -16,6 +15,7 @@ from lightning_llm.config.recipes import recipe_files
 from lightning_llm.plan.resolve import Resolution
 from lightning_llm.run.checked_plan import problems_beyond
 from lightning_llm.tracking.files import read_records, summary_of
+from tests.weight_folders import write_huggingface
 
 SOON = ("cpt/replay", "cpt/swallow_8b", "sweep/replay")
 CONTINUE, SWEEPS = (

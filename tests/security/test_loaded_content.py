@@ -14,12 +14,20 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from exploits import archive_of, object_array, object_arrays, pickled, python_code, python_yaml, torch_archive
-from weight_folders import write_huggingface
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.precision.cast import kernel_cache
+from tests.security.exploits import (
+    archive_of,
+    object_array,
+    object_arrays,
+    pickled,
+    python_code,
+    python_yaml,
+    torch_archive,
+)
+from tests.weight_folders import write_huggingface
 
 EXPLOITS: dict[str, Callable[[Path], Any]] = {
     "pickle": lambda mark: pickle.loads(pickled(mark)),

@@ -84,7 +84,7 @@ def fail_under_077(tmp_path: Path, small_run: Any, capfd: pytest.CaptureFixture[
         root.mkdir()
         more = ["trainer.max_steps=2", "checkpoint.every_steps=1", f"data.cache_dir={root}/cache", logger]
         metrics = f"{{_target_: lightning_llm.callbacks.prometheus.Prometheus, port: null, textfile: {root}}}"
-        leaks = "{_target_: secret_callbacks.Leaks}"
+        leaks = "{_target_: tests.security.secret_callbacks.Leaks}"
         watching = [f"+callbacks.prometheus={metrics}", "+callbacks.leaks=" + leaks]
         watching += [
             f"+callbacks.{name}={{_target_: lightning_llm.callbacks.{name}.{name.title()}}}" for name in ("memory",)
@@ -113,7 +113,7 @@ def test_exported_tensors_are_not_for_their_owner_alone(mask: int, tmp_path: Pat
 
 @pytest.mark.usefixtures("secrets")
 def test_a_config_holds_no_secret(tmp_path: Path, small_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    interpolated = "+callbacks.own={_target_: own_callbacks.Remembers, note: '${oc.env:HF_TOKEN}'}"
+    interpolated = "+callbacks.own={_target_: tests.own_callbacks.Remembers, note: '${oc.env:HF_TOKEN}'}"
     typed = f"logger.tags.source=see https://me:{CANARY}@host/x"
     for verb in ("plan", "train"):
         assert main([verb, *small_run(tmp_path, interpolated, typed)]) == 2

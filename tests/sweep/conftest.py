@@ -1,10 +1,10 @@
 from types import SimpleNamespace
 
 import pytest
-from forked_jobs import ForkedJob
-from short_jobs import start_short_jobs
 
 from lightning_llm.sweep import local
+from tests.sweep.forked_jobs import ForkedJob
+from tests.sweep.short_jobs import start_short_jobs
 
 
 @pytest.fixture

@@ -7,12 +7,11 @@ from functools import partialmethod
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-from rank_group import forkserver
-
 from lightning_llm.__main__ import main
 from lightning_llm.base.interpreter import python_module
 from lightning_llm.tracking.mlflow.tracker import MLflowTracker
 from lightning_llm.train import run_folder
+from tests.parallel.rank_group import forkserver
 
 START = python_module("lightning_llm")
 

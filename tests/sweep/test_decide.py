@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_jobs import Killed, killed_after, make_jobs
 
 from lightning_llm.__main__ import main
 from lightning_llm.sweep import decide
+from tests.sweep.made_jobs import Killed, killed_after, make_jobs
 
 GAPS = {"bf16": 0.0, "fp8_current": 0.0, "fp8_delayed": 0.1, "mxfp8": 0.0095}
 NOISE = np.random.default_rng(3).normal(0, 0.003, (4, 12))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from short_jobs import sweep_of
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.cli.command_line import _parser
@@ -22,6 +21,7 @@ from lightning_llm.tracking.sweep_definition import (
     define,
     write_sweep,
 )
+from tests.sweep.short_jobs import sweep_of
 
 RECIPE = """# @package _global_
 # Two precisions, and bf16 against itself.

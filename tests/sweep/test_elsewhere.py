@@ -15,7 +15,6 @@ import psutil
 import pytest
 import yaml
 from filelock import FileLock
-from made_jobs import MadeJob, make_jobs
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.composed_sweep import compose_sweep
@@ -24,6 +23,7 @@ from lightning_llm.sweep import elsewhere
 from lightning_llm.sweep.search import watch
 from lightning_llm.tracking.sweep_definition import Job, define
 from lightning_llm.tracking.sweep_file import LOCKS
+from tests.sweep.made_jobs import MadeJob, make_jobs
 
 
 def words(folder: Path, *more: str) -> list[str]:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_jobs import Killed, killed_after, make_jobs
 
 from lightning_llm.__main__ import main
+from tests.sweep.made_jobs import Killed, killed_after, make_jobs
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 NAMES = ("bf16", "fp8_current")

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from short_jobs import sweep_of
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.file import write_config
@@ -26,6 +25,7 @@ from lightning_llm.tracking.provenance import has_ended, process_mark
 from lightning_llm.tracking.reading import read_run
 from lightning_llm.tracking.run_state import detail_of, settled_state, state_of
 from lightning_llm.tracking.sweep_definition import Job, write_sweep
+from tests.sweep.short_jobs import sweep_of
 
 
 def test_processes_are_told_apart_from_those_that_took_their_number() -> None:

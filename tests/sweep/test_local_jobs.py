@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from made_jobs import Killed, make_jobs
-from short_jobs import CHILD, MEETING_CHILD, start_short_jobs, sweep_of, times
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.composed_sweep import compose_sweep
@@ -22,6 +20,8 @@ from lightning_llm.sweep.local import Relay, run_here
 from lightning_llm.sweep.progress import Progress, duration
 from lightning_llm.tracking.run_state import state_of
 from lightning_llm.tracking.sweep_definition import define
+from tests.sweep.made_jobs import Killed, make_jobs
+from tests.sweep.short_jobs import CHILD, MEETING_CHILD, start_short_jobs, sweep_of, times
 
 
 def test_two_at_a_time_are_two_and_never_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from short_jobs import MEETING_CHILD, start_short_jobs, sweep_of, times
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
@@ -19,6 +18,7 @@ from lightning_llm.run.launch.relay import Relay
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.sweep.slurm import array_parameters, run_on_slurm, slurm_problems
 from lightning_llm.tracking.run_state import detail_of, state_of
+from tests.sweep.short_jobs import MEETING_CHILD, start_short_jobs, sweep_of, times
 
 
 @pytest.mark.usefixtures("short_children")

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 from mlflow import MlflowClient
-from run_metrics import read_metrics, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.sweep.ending import print_where_to_judge
+from tests.run_metrics import read_metrics, steps_saved
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from made_jobs import Killed, killed_after, make_jobs
-from searched_jobs import recipe_loss, trials_of, words
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.sweep.search import watch
 from lightning_llm.sweep.search.curves import pruned_at
 from lightning_llm.sweep.search.space import corners_of, distributions_of, words_of
+from tests.sweep.made_jobs import Killed, killed_after, make_jobs
+from tests.sweep.searched_jobs import recipe_loss, trials_of, words
 
 BEST_RATE = 3e-3
 LR = "optim.learning_rate=tag(log,interval(1e-4,1e-1))"

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from own_callbacks import Misbehaves
-from run_metrics import curve, read_metrics, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import StorageError
@@ -22,6 +20,8 @@ from lightning_llm.config.identity import FREE_ON_RESUME, below, config_hash
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.train.checkpoint import saver
 from lightning_llm.train.checkpoint.manifest import newest_verified
+from tests.own_callbacks import Misbehaves
+from tests.run_metrics import curve, read_metrics, steps_saved
 
 ASYNCHRONOUS = ("checkpoint.asynchronous=true", "data.validation.fraction=0")
 write = saver.write
@@ -60,7 +60,11 @@ def held(monkeypatch) -> Callable[[Callable], None]:
 def test_the_files_are_a_synchronous_saves_whatever_training_does_meanwhile(tmp_path, small_run, held, capsys):
     """Every write is held until the next step has changed weights, moments, averages and delayed scales."""
     words = ["precision=fp8_delayed", "precision.casts=eager", "checkpoint.every_steps=1", "checkpoint.keep_last=4"]
-    words += ["trainer.max_steps=4", "+callbacks.own={_target_: own_callbacks.Remembers}", "data.validation.fraction=0"]
+    words += [
+        "trainer.max_steps=4",
+        "+callbacks.own={_target_: tests.own_callbacks.Remembers}",
+        "data.validation.fraction=0",
+    ]
     mean = "+callbacks.mean={_target_: lightning.pytorch.callbacks.EMAWeightAveraging, decay: 0.5}"
     assert main(["train", *small_run(tmp_path / "sync", *words, mean)]) == 0
     capsys.readouterr()
@@ -155,7 +159,9 @@ def test_an_exception_waits_for_the_write_and_hides_no_failure_of_it(
 
     held(hold)
     monkeypatch.setattr(Misbehaves, "on_train_batch_end", fail_after_two)
-    words = small_run(tmp_path, *ASYNCHRONOUS, "+callbacks.bad={_target_: own_callbacks.Misbehaves, what: nothing}")
+    words = small_run(
+        tmp_path, *ASYNCHRONOUS, "+callbacks.bad={_target_: tests.own_callbacks.Misbehaves, what: nothing}"
+    )
     assert main(["train", *words]) == 1
     told = capfd.readouterr().err
     assert "ValueError: of the callback" in told

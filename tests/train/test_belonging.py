@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from run_metrics import curve, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.integrity import seal, unseal
@@ -23,6 +22,7 @@ from lightning_llm.train.checkpoint.checkpointing import Checkpointing
 from lightning_llm.train.checkpoint.manifest import newest_verified, open_checkpoint
 from lightning_llm.train.checkpoint.ownership import RunIdentity
 from lightning_llm.train.checkpoint.retention import prune, replace, supersede
+from tests.run_metrics import curve, same_weights, steps_saved
 
 
 @pytest.fixture

@@ -6,12 +6,8 @@ import signal
 from pathlib import Path
 
 import lightning.pytorch as pl
-import own_callbacks
 import pytest
 import torch
-from own_callbacks import HookOrder
-from planted import infinite_gradient
-from run_metrics import curve, read_metrics, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
@@ -20,8 +16,12 @@ from lightning_llm.config.schema.metrics import metric_names
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.run.rank import run
+from tests import own_callbacks
+from tests.own_callbacks import HookOrder
+from tests.planted import infinite_gradient
+from tests.run_metrics import curve, read_metrics, steps_saved
 
-MISBEHAVES = "+callbacks.own={{_target_: own_callbacks.Misbehaves, what: {}}}"
+MISBEHAVES = "+callbacks.own={{_target_: tests.own_callbacks.Misbehaves, what: {}}}"
 STOP = "callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val_loss, "
 STOPPED = ["schedule.total_steps=9", "trainer.max_steps=9", f"+{STOP}patience: 1, min_delta: 9}}"]
 
@@ -34,7 +34,9 @@ def summary(folder: Path) -> dict:
 def stopped(tmp_path_factory, small_run) -> Path:
     """The folder above a run that EarlyStopping has ended at its second validation, step 6 of 9."""
     folder = tmp_path_factory.mktemp("stopped")
-    assert main(["train", *small_run(folder, *STOPPED, "+callbacks.own={_target_: own_callbacks.Remembers}")]) == 0
+    assert (
+        main(["train", *small_run(folder, *STOPPED, "+callbacks.own={_target_: tests.own_callbacks.Remembers}")]) == 0
+    )
     return folder
 
 
@@ -62,7 +64,7 @@ def test_the_names_that_a_monitor_is_held_against_are_those_that_callbacks_find(
 
 def test_a_run_that_a_callback_ended_does_not_go_on_by_itself(stopped, tmp_path, small_run, capsys):
     shutil.copytree(stopped / "run", tmp_path / "run")
-    own = "+callbacks.own={_target_: own_callbacks.Remembers}"
+    own = "+callbacks.own={_target_: tests.own_callbacks.Remembers}"
     for steps in (9, 12):
         words = small_run(tmp_path, *STOPPED, own, f"trainer.max_steps={steps}", "resume=auto")
         assert main(["train", *words]) == 0
@@ -100,7 +102,7 @@ def test_a_callback_that_fails_is_named_in_one_line(what, hook, said, tmp_path, 
     told = capfd.readouterr().err.splitlines()
     (line,) = [each for each in told if each.startswith("error: ")]
     assert line.startswith(
-        f"error: callbacks.own (own_callbacks.Misbehaves) failed in {hook} ({own_callbacks.__file__}:"
+        f"error: callbacks.own (tests.own_callbacks.Misbehaves) failed in {hook} ({own_callbacks.__file__}:"
     )
     assert said in line
     assert "\x1b" not in line
@@ -153,7 +155,7 @@ def test_hooks_come_as_in_automatic_optimization_and_a_skipped_step_counts(tmp_p
     trainer.fit(AutomaticallyOptimized(), batches, batches)
     theirs, HookOrder.seen = HookOrder.seen, []
     monkeypatch.setattr(Decoder, "forward", infinite_gradient(Decoder.forward, lambda n: n == 2 * 4))
-    words = small_run(tmp_path, "+callbacks.order={_target_: own_callbacks.HookOrder}", "spikes.policy=skip")
+    words = small_run(tmp_path, "+callbacks.order={_target_: tests.own_callbacks.HookOrder}", "spikes.policy=skip")
     assert main(["train", *words]) == 0
     assert [each["step"] for each in read_metrics(tmp_path / "run") if each.get("skipped")] == [5]
     assert [(name, step) for name, step, _ in HookOrder.seen] == [(name, step) for name, step, _ in theirs]

@@ -5,12 +5,12 @@ import shutil
 
 import torch
 from mlflow import MlflowClient
-from run_metrics import curve, read_metrics, same_weights, steps_saved, weights
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.integrity import seal, unseal
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.train.checkpoint.manifest import VERSION
+from tests.run_metrics import curve, read_metrics, same_weights, steps_saved, weights
 
 MICRO_BATCHES_PER_STEP = 2
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.integrity import FileContent, seal, unseal
@@ -21,6 +20,7 @@ from lightning_llm.tracking.reading import read_run
 from lightning_llm.train import run_folder
 from lightning_llm.train.checkpoint.manifest import open_checkpoint
 from lightning_llm.train.checkpoint.state import read_tensors
+from tests.run_metrics import curve, read_metrics, same_weights, steps_saved
 
 FIRST_RELEASE = Path(__file__).parent / "run_of_dc39dec.tar.xz"
 """A run of 4 steps saved by zero3 over two ranks at commit dc39dec: checkpoint version 2, fp8_delayed."""

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from run_metrics import read_metrics
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -21,6 +20,7 @@ from lightning_llm.model.distillation_loss import divergence_sum
 from lightning_llm.model.mixer.attention_kernel import attention_by, mask_of
 from lightning_llm.model.mixer.seen_keys import SeenKeys
 from lightning_llm.train.distillation import Distillation
+from tests.run_metrics import read_metrics
 
 
 def reference(student, teachers, labels, temperature):

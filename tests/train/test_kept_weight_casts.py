@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from precision.recipes import RECIPES, load
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -36,6 +35,7 @@ from lightning_llm.train.quantisation import Quantisation
 from lightning_llm.train.spikes.spike_policy import SpikePolicy
 from lightning_llm.train.state import TrainState
 from lightning_llm.train.step import TrainStep
+from tests.precision.recipes import RECIPES, load
 
 FULL = pytest.mark.full
 STEPS, MICRO_BATCHES = 3, 3

@@ -12,9 +12,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from run_metrics import read_metrics, same_weights
 from safetensors.torch import load_file
-from traced_run import run_with
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
@@ -25,6 +23,8 @@ from lightning_llm.tracking.run_state import state_of
 from lightning_llm.train.checkpoint.state import read_tensors
 from lightning_llm.train.quantisation import Quantisation
 from lightning_llm.train.spikes.spike_policy import SpikePolicy, SpikeStop
+from tests.parallel.traced_run import run_with
+from tests.run_metrics import read_metrics, same_weights
 
 RECIPES = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "precision").glob("*.yaml"))
 SHAPE = [

@@ -3,8 +3,6 @@
 import shutil
 
 import pytest
-from planted import infinite_gradient
-from run_metrics import curve, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.model.decoder import Decoder
@@ -12,6 +10,8 @@ from lightning_llm.precision.cast import inductor
 from lightning_llm.run.launch.lock import lock_run
 from lightning_llm.tracking.files import summary_of, write_json
 from lightning_llm.train.checkpoint.manifest import TENSORS
+from tests.planted import infinite_gradient
+from tests.run_metrics import curve, same_weights, steps_saved
 
 
 @pytest.mark.parametrize("first_steps", [2, 3])

@@ -6,7 +6,6 @@ from math import inf, nan
 
 import pytest
 import torch
-from run_metrics import read_metrics, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.integrity import unseal
@@ -18,6 +17,7 @@ from lightning_llm.train.checkpoint.manifest import step_folders
 from lightning_llm.train.checkpoint.ownership import RunIdentity
 from lightning_llm.train.checkpoint.retention import NONE, kept_steps, replace, supersede
 from lightning_llm.train.checkpoint.snapshot import Snapshot
+from tests.run_metrics import read_metrics, steps_saved
 
 
 def test_the_union_of_the_three_stays():

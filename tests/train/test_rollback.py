@@ -9,8 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from planted import corrupted_samples, infinite_gradient
-from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.stopping import exit_code
@@ -21,6 +19,8 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.run.resume.rollbacks import Rollback, read_rollbacks, write_rollbacks
 from lightning_llm.tracking.reading import read_run
 from lightning_llm.train.spikes.spike_policy import SpikePolicy, SpikeRollback
+from tests.planted import corrupted_samples, infinite_gradient
+from tests.run_metrics import curve, read_metrics, same_weights, steps_saved
 
 BATCH, BAD = 4, 40
 """Samples of a step, and the step whose samples are bad: past the 32 that a decision needs."""

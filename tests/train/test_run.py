@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from run_metrics import curve, read_metrics, same_weights, steps_saved, weights
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_llm.__main__ import main
+from tests.run_metrics import curve, read_metrics, same_weights, steps_saved, weights
 
 
 def test_the_folder_holds_what_the_contract_says(whole):

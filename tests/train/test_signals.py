@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_main import ForkedMain
 from mlflow import MlflowClient
-from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.cli import train as train_verb
 from lightning_llm.train.checkpoint.checkpointing import StoppedBySignal
 from lightning_llm.train.run_folder import RunFolder
+from tests.forked_main import ForkedMain
+from tests.run_metrics import curve, read_metrics, same_weights, steps_saved
 
 AS_IT_IS = "no step was under way, and what is saved stays as it is"
 ROOT = Path(__file__).parents[2]

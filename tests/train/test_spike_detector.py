@@ -6,12 +6,12 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from noise import clean_steps, false_alarms, read_curve
 from pydantic import ValidationError
 
 from lightning_llm.config.schema import SpikesConfig
 from lightning_llm.train.spikes.spike_policy import SpikePolicy, SpikeStop
 from lightning_llm.train.spikes.spikes import Finding, SpikeState
+from tests.train.noise import clean_steps, false_alarms, read_curve
 
 CONFIG = SpikesConfig()
 STEPS = 300

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from planted import corrupted, infinite_gradient
-from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.schema import SpikesConfig
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.train.checkpoint.state import read_tensors
+from tests.planted import corrupted, infinite_gradient
+from tests.run_metrics import curve, read_metrics, same_weights, steps_saved
 
 BAD = 40
 """The step with the planted fault: past the 32 that a decision needs."""

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_group import RankGroup
-from run_metrics import curve, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.train.checkpoint.manifest import newest_verified, verified
 from lightning_llm.train.checkpoint.saver import Saver
+from tests.parallel.rank_group import RankGroup
+from tests.run_metrics import curve, same_weights, steps_saved
 
 LIMIT_BYTES = 100_000
 """Less than a file of shards of `small_run`, more than any other of its files."""

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from planted import infinite_gradient
-from run_metrics import curve, same_weights
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.integrity import sync_to_disk, unseal
@@ -21,6 +19,8 @@ from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.reading import read_run
 from lightning_llm.train.checkpoint import writing
 from lightning_llm.train.checkpoint.manifest import step_folders
+from tests.planted import infinite_gradient
+from tests.run_metrics import curve, same_weights
 
 
 def chain(lines: list[bytes]) -> str:

@@ -1,0 +1,90 @@
+"""Files of the working folder replace no library, in whatever process: one function starts every interpreter."""
+
+import ast
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+from lightning.fabric.utilities.rank_zero import _get_rank
+
+from lightning_llm.__main__ import main
+from lightning_llm.base import interpreter
+from lightning_llm.data.sources.source import document
+from lightning_llm.data.tokens.encode import encode_batches
+from lightning_llm.data.tokens.tokenizer import Tokenizer, write_bytes_tokenizer
+from tests import test_architecture
+
+PLACES = {"lightning_llm.base.interpreter", "lightning_llm.run.launch.torch_agent", "lightning_llm.config.commands"}
+"""Modules that may name the interpreter: the function, the call of torch's agent, and a path that is printed."""
+
+
+def test_no_other_place_starts_an_interpreter():
+    found = {
+        module
+        for module, file in test_architecture.modules().items()
+        for node in ast.walk(test_architecture.parsed(file))
+        if isinstance(node, ast.Attribute) and node.attr == "executable" and ast.unparse(node.value) == "sys"
+    }
+    assert found == PLACES
+
+
+def test_files_of_the_working_folder_replace_no_library(tmp_path, monkeypatch):
+    for name in ("random", "json", "tokenizers", "numpy", "multiprocessing"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('the working folder\\'s {name}.py was run')\n")
+    monkeypatch.chdir(tmp_path)
+    batches = [[document("the tide tables")], [document("were pinned")]]
+    write_bytes_tokenizer(tmp_path / "bytes.json")
+    tokenizer = Tokenizer(tmp_path / "bytes.json")
+    encoded = [ids for _, all_ids, *_ in encode_batches(tokenizer, batches, 2) for ids in all_ids]
+    assert [tokenizer.decode(ids.tolist()) for ids in encoded] == ["the tide tables", "were pinned"]
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    interpreter.leave_working_folder()
+    assert str(tmp_path) not in sys.path  # as `python -m lightning_llm` finds it
+    assert os.environ[interpreter.SAFE_PATH] == "1"
+
+
+@pytest.mark.parametrize("word", ["", "."])
+def test_a_checkout_in_the_working_folder_is_found_by_what_it_starts(monkeypatch, word):
+    monkeypatch.chdir(interpreter.ROOT)
+    monkeypatch.setattr(sys, "path", [word])
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    assert interpreter.python_environment()["PYTHONPATH"] == f"{interpreter.ROOT}{os.pathsep}/mine"
+    monkeypatch.setattr(sys, "path", [])
+    assert "PYTHONPATH" not in interpreter.python_environment()
+
+
+@pytest.mark.parametrize(("value", "rank"), [("", None), (" ", None), ("3", 3)])
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "SLURM_PROCID"])
+def test_an_empty_rank_counts_as_unset_where_lightning_reads_it(monkeypatch, name, value, rank):
+    monkeypatch.setattr(os, "environ", {**{k: v for k, v in os.environ.items() if "RANK" not in k}, name: value})
+    for step in ("use_utf8", "leave_working_folder", "open_standard_streams", "take_process"):
+        monkeypatch.setattr(f"lightning_llm.__main__.{step}", lambda: None)
+    monkeypatch.setattr("lightning_llm.__main__.early_signals", lambda words: nullcontext())
+    monkeypatch.setattr("lightning_llm.cli.command_line.run_verb", lambda words: _get_rank())
+    monkeypatch.setattr(sys, "argv", ["lightning-llm", "plan"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    assert main() == rank
+
+
+def test_a_locale_of_ascii_alone_does_not_decide_what_a_command_reads(tmp_path):
+    """Python decodes what the locale lacks to surrogates, which neither YAML nor the schema takes."""
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "é.yaml").write_text("# @package _global_\n# Ωμέγα\ntrainer: {max_steps: 3}\n", "utf-8")
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = interpreter.python_module(
+        "lightning_llm", "config", "--config-dir", str(tmp_path), "recipe=é", "run.name=é"
+    )
+    done = subprocess.run(command, env=os.environ | ascii_alone, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "name: é" in done.stdout.decode()
+
+
+def test_a_working_folder_that_was_deleted_is_named(tmp_path):
+    (tmp_path / "gone").mkdir()
+    command = ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", *interpreter.python_module("lightning_llm", "config")]
+    done = subprocess.run(command, cwd=tmp_path / "gone", capture_output=True, check=False, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: the working folder was deleted. Change to one that exists.\n"

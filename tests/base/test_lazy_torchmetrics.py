@@ -1,0 +1,53 @@
+"""What Lightning imports of torchmetrics, and that nothing of torchmetrics is lost by it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CODE = """
+import sys
+import lightning_llm, lightning.pytorch as pl
+print("transformers" in sys.modules, "scipy.signal" in sys.modules)
+import torch, torchmetrics
+from torchmetrics import Metric, MetricCollection
+accuracy = torchmetrics.Accuracy(task="binary")
+print(torchmetrics.__version__.count("."), issubclass(torchmetrics.Accuracy, Metric), isinstance(accuracy, Metric))
+print(pl.core.module.Metric is torchmetrics.Metric, pl.core.module.MetricCollection is torchmetrics.MetricCollection)
+print(float(accuracy(torch.tensor([1, 0, 1, 1]), torch.tensor([1, 0, 0, 1]))))
+from torchmetrics.functional.text import bert_score
+print(bert_score.__module__, torchmetrics.__loader__ is torchmetrics.__spec__.loader)
+"""
+
+OTHER_VERSION = {
+    "__init__.py": "from torchmetrics.metric import Metric\nclass Accuracy(Metric): ...",
+    "utilities.py": "from torchmetrics import needed_here_first",
+    "metric.py": "class Metric: ...",
+}
+
+
+def said_by(code: str) -> list[str]:
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    return done.stdout.splitlines()
+
+
+def test_lightning_gets_its_base_classes_and_a_user_every_metric() -> None:
+    assert said_by(CODE) == [
+        "False False",
+        "2 True True",
+        "True True",
+        "0.75",
+        "torchmetrics.functional.text.bert True",
+    ]
+
+
+@pytest.mark.full
+def test_a_version_whose_modules_ask_for_more_is_run_whole(tmp_path: Path) -> None:
+    (tmp_path / "torchmetrics").mkdir()
+    for name, text in OTHER_VERSION.items():
+        (tmp_path / "torchmetrics" / name).write_text(text)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import lightning_llm; from torchmetrics import Metric"
+    code += "; import torchmetrics; print(issubclass(torchmetrics.Accuracy, Metric), Metric is torchmetrics.Metric)"
+    assert said_by(code) == ["True True"]

@@ -1,0 +1,31 @@
+"""A machine with an H100 and Transformer Engine, or one like it."""
+
+import sys
+
+import pytest
+
+from lightning_llm.precision.native import transformer_engine as te
+from lightning_llm.precision.native.capability import Capability
+from tests.precision.native import real_engine, stub_kernels
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Transformer Engine's Python, importable, over kernels that stand in; it finds an H100 until told otherwise."""
+    for name, module in real_engine.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    imported = te.engine
+    imported.cache_clear()
+    stub_kernels.LOG.clear()
+    real_engine.device(9, 0)
+    yield real_engine
+    imported.cache_clear()
+
+
+@pytest.fixture
+def hopper(engine, monkeypatch):
+    """A machine whose runs are native where an H100's would be, on the CPU, through the stand-in."""
+    here = Capability.of_gpu(9, 0)
+    monkeypatch.setattr("lightning_llm.plan.resolve.capability_here", lambda accelerator: here)
+    monkeypatch.setattr("torch.cuda.manual_seed", lambda word: None)
+    return here

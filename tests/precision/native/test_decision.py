@@ -1,0 +1,320 @@
+"""Which recipes run natively, where, and what is said of the others. Under a second."""
+
+import pytest
+
+from lightning_llm.base.errors import ConfigError
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema.precision import CastConfig, PhaseConfig, slots_of
+from lightning_llm.plan.check import check_config
+from lightning_llm.plan.resolve import Resolution, plan_of
+from lightning_llm.plan.text.matrix import matrix, numbered, shipped_recipes
+from lightning_llm.precision.native import capability
+from lightning_llm.precision.native import transformer_engine as te
+from lightning_llm.precision.native.capability import (
+    DEVICES,
+    Capability,
+    capability_here,
+    installed_library,
+    version_tuple,
+)
+from lightning_llm.precision.native.decide import MULTIPLES, decide
+from lightning_llm.precision.native.express import casts_of, express, native_recipe
+from tests.precision.recipes import RECIPES, load
+
+NATIVE = {  # by recipe, the devices that Transformer Engine 2.20's own checks admit
+    "fp8_delayed": {"sm_89", "sm_90", "sm_100", "sm_120"},
+    "fp8_delayed_micro_batch": {"sm_89", "sm_90", "sm_100", "sm_120"},
+    "fp8_current": {"sm_89", "sm_90", "sm_100", "sm_120"},
+    "fp8_current_e4m3": {"sm_89", "sm_90", "sm_100", "sm_120"},
+    "fp8_subchannel": {"sm_90", "sm_100"},
+    "fp8_subchannel_fp32scales": {"sm_90"},
+    "mxfp8": {"sm_100"},
+    "fp16_mxfp8": {"sm_100"},
+    "fp16_mxfp8_hybrid": {"sm_100"},
+    "nvfp4": {"sm_100"},
+    "nvfp4_all_blocks": {"sm_100"},
+}
+HOPPER = DEVICES["sm_90"]
+
+
+def with_cast(name, slot, **keys):
+    recipe = load(name)
+    gemm, operand = slot.split(".")
+    part = getattr(recipe, gemm)
+    cast = CastConfig.model_validate({**getattr(part, operand).model_dump(), **keys})
+    return recipe.model_copy(update={gemm: part.model_copy(update={operand: cast})})
+
+
+def test_the_matrix_is_what_the_library_admits():
+    made = matrix(shipped_recipes())
+    assert set(made) == set(RECIPES)
+    for name, row in made.items():
+        assert list(row) == ["cpu", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
+        native = {device for device, decision in row.items() if decision.runs == "native"}
+        wanted = NATIVE.get(name, set())
+        if not load(name).quantises:
+            wanted = set(DEVICES) - ({"cpu"} if name == "fp16" else set())
+        assert native == wanted, name
+        assert all(decision.reason for decision in row.values())
+    rows, reasons = numbered(made)
+    assert [row[0] for row in rows[1:]] == sorted(RECIPES)
+    assert len(set(reasons)) == len(reasons)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_native_recipe_means_exactly_its_casts(name):
+    """What Transformer Engine then makes of the configuration: `test_transformer_engine.py`."""
+    found, differences = express(slots_of(load(name)))
+    assert differences == []
+    assert casts_of(found) == slots_of(load(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "slot", "keys"),
+    [
+        ("fp8_current", "wgrad.x", {"format": "e5m2"}),
+        ("fp8_current", "dgrad.w", {"scale": "power_of_two"}),
+        ("fp8_current", "wgrad.dy", {"rounding": "stochastic"}),
+        ("fp8_subchannel", "fprop.w", {"block": "1x128"}),
+        ("fp8_subchannel", "wgrad.x", {"scale": "fp32"}),
+        ("mxfp8", "dgrad.w", {"block": "32x32"}),
+        ("mxfp8", "fprop.w", {"scale": "e8m0_floor"}),
+        ("nvfp4", "wgrad.dy", {"hadamard": None}),
+        ("nvfp4", "dgrad.dy", {"noise_bits": 20}),
+        ("nvfp4", "dgrad.w", {"block": "1x16"}),
+        ("fp8_delayed", "wgrad.dy", {"delayed": {"history_length": 16}}),
+        ("fp8_current", "fprop.x", {"format": "e5m2"}),
+        ("fp8_current", "dgrad.dy", {"format": "e2m1"}),
+    ],
+)
+def test_whatever_differs_is_refused_and_named(name, slot, keys):
+    decision = decide(with_cast(name, slot, **keys), DEVICES["sm_100"])
+    assert decision.runs == "emulated"
+    assert f"precision.{slot}" in {problem.key for problem in decision.problems}
+    assert "Transformer Engine" in decision.reason
+
+
+def test_a_backward_pass_in_high_precision_is_native_but_not_a_half_of_one():
+    recipe = load("fp8_current")
+    high = recipe.model_copy(update={"dgrad": type(recipe.dgrad)(), "wgrad": type(recipe.wgrad)()})
+    assert native_recipe(high)[0].gradient == "high"
+    assert decide(high, HOPPER).runs == "native"
+    half = recipe.model_copy(update={"dgrad": type(recipe.dgrad)()})
+    assert decide(half, HOPPER).runs == "emulated"
+    delayed = load("fp8_delayed").model_copy(update={"dgrad": type(recipe.dgrad)(), "wgrad": type(recipe.wgrad)()})
+    assert decide(delayed, HOPPER).runs == "emulated"
+
+
+def test_phases_must_all_be_native_or_high():
+    for phase, runs in (({"start": 0.5}, "native"), ({"start": 0.5, "fprop": load("quartet").fprop}, "emulated")):
+        recipe = load("fp8_current").model_copy(update={"phases": (PhaseConfig(**phase),)})
+        decision = decide(recipe, HOPPER)
+        assert decision.runs == runs
+        assert all(problem.key.startswith("precision.phases.0.") for problem in decision.problems)
+    late = load("bf16").model_copy(update={"phases": (PhaseConfig(start=0.5, **_gemms("fp8_current")),)})
+    assert decide(late, HOPPER).runs == "native"
+    assert decide(late, DEVICES["cpu"]).runs == "emulated"
+
+
+def _gemms(name):
+    return {gemm: getattr(load(name), gemm) for gemm in ("fprop", "dgrad", "wgrad")}
+
+
+def test_everything_that_stands_in_the_way_of_native_is_said_at_once_with_the_numbers():
+    words = ["precision=fp8_subchannel", "precision.backend=native", "model.hidden_size=200", "model.num_heads=4"]
+    config = compose_config([*words, "model.num_kv_heads=2", "model.ffn_hidden_size=640"])
+    here = Capability("sm_86", (8, 6), (12, 6), "2.14.0", library_problem="Transformer Engine 2.14.0 is installed")
+    decision = Resolution(config, here).decision
+    assert decision.runs == "refused"
+    said = "\n".join(map(str, decision.refusals()))
+    for part in (
+        "200, no multiple of 128",
+        "model.num_kv_heads=2 x head_dim=50: is 100, no multiple of 128",
+        "needs compute capability >= 9.0",
+        "8.6",
+    ):
+        assert part in said
+    for part in ("CUDA >= 12.9", "12.6", "2.14.0 is installed", "is 'native'"):
+        assert part in said
+    assert "640" not in said
+    assert decision.refusals() == list(dict.fromkeys(decision.refusals()))
+    automatic = config.model_copy(update={"precision": config.precision.model_copy(update={"backend": "auto"})})
+    assert Resolution(automatic, here).decision.runs == "emulated"
+    assert Resolution(automatic, here).decision.refusals() == []
+
+
+SCOPES = [
+    f"precision.{slot}.amax_scope=shard"
+    for slot in ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
+]
+
+
+@pytest.mark.parametrize(("recipe", "device", "more", "said"), [
+    ("fp8_current", "sm_90", [], "takes scales from whole tensors"),
+    ("fp8_current", "sm_90", SCOPES, None),
+    ("fp8_current", "sm_90", SCOPES[1:], "takes scales from whole tensors"),
+    ("fp8_delayed", "sm_90", [], None),
+    ("fp8_subchannel", "sm_90", [], None),
+    ("mxfp8", "sm_100", [], None),
+    ("nvfp4", "sm_100", [], "takes scales from whole tensors"),
+    ("nvfp4", "sm_100", SCOPES, "ranks would draw the same bits"),
+])  # fmt: skip
+def test_parts_of_tensors_are_cast_natively_where_that_is_the_cast_of_the_whole(recipe, device, more, said):
+    """Scales of blocks, which no layout may cut, and delayed ones, whose amaxes all ranks merge; or scales of parts."""
+    for axis in ("tp", "cp"):
+        words = [f"precision={recipe}", f"parallel.{axis}=2", "model=llama_1b", *more]
+        decision = Resolution(compose_config(words), DEVICES[device]).decision
+        assert decision.runs == ("native" if said is None else "emulated")
+        assert said is None or (f"parallel.{axis} is 2, and" in decision.reason and said in decision.reason)
+
+
+def test_a_ranks_part_of_a_size_must_fit_the_kernels_too():
+    words = ["precision=fp8_delayed", "model.ffn_hidden_size=1040"]
+    assert Resolution(compose_config(words), HOPPER).decision.runs == "native"
+    decision = Resolution(compose_config([*words, "parallel.tp=2"]), HOPPER).decision
+    assert decision.reason == "model.ffn_hidden_size / tp=2 is 520, no multiple of 16, as Float8Quantizer needs"
+
+
+def test_an_axis_that_cuts_is_named_with_its_degree():
+    """A null axis counts by what it comes to."""
+    for words, said in (
+        (["parallel.cp=2"], ["parallel.cp: is 2, and"]),
+        (["parallel.tp=2", "parallel.cp=4", "world=8"], ["parallel.tp: is 2, and", "parallel.cp: is 4, and"]),
+        (["parallel.tp=null", "world=4"], ["parallel.tp: is null, which is 4 of 4 ranks, and"]),
+        (["parallel.tp=null", "parallel.cp=2", "world=2"], ["parallel.cp: is 2, and"]),
+        (["parallel.tp=null", "world=1"], []),
+    ):
+        config = compose_config(["precision=fp8_current", "precision.backend=native", *words])
+        refusals = [str(each) for each in Resolution(config, HOPPER).decision.refusals()]
+        assert [text[: len(start)] for text, start in zip(refusals, said, strict=True)] == said
+        assert all("a rank's part alone: 1 is needed; so precision.backend=native" in text for text in refusals)
+
+
+def test_sizes_are_named_by_their_keys_with_all_numbers():
+    words = ["precision=fp8_current", "model.hidden_size=96", "model.num_heads=4", "model.num_kv_heads=1"]
+    said = Resolution(compose_config(words), HOPPER).decision.reason
+    assert said == "model.num_kv_heads=1 x head_dim=24 is 24, no multiple of 16, as Float8CurrentScaling needs"
+    config = compose_config([*words[1:], "precision=mxfp4_sr", "data.sequence_length=64"])
+    with pytest.raises(
+        ConfigError, match=r"64 does not divide model\.num_kv_heads=1 x head_dim=24 = 24, which"
+    ) as told:
+        check_config(config)
+    assert "64 does not divide model.num_heads=4 x head_dim=24 = 96, which" in str(told.value)
+
+
+def test_each_kernel_has_its_multiple():
+    for name, kind in (("fp8_current", "current"), ("fp8_subchannel", "subchannel"), ("fp8_delayed", "delayed")):
+        multiple = MULTIPLES[kind]
+        assert decide(load(name), HOPPER, {"model.hidden_size": 3 * multiple}).runs == "native"
+        decision = decide(load(name), HOPPER, {"model.hidden_size": 3 * multiple + multiple // 2})
+        assert decision.runs == "emulated"
+        assert f"no multiple of {multiple}" in decision.reason
+
+
+@pytest.mark.parametrize(("device", "keys", "runs", "said"), [
+    ((10, 3), {}, "native", ""),
+    ((11, 0), {}, "emulated", "stochastic rounding is checked on compute capability 10.x alone"),
+    ((12, 0), {}, "emulated", "rotation does not run from compute capability 12.0 on (issue 3062)"),
+    ((12, 1), {"rounding": "even", "noise_bits": 20}, "emulated", "rotation does not run"),
+    ((12, 1), {"hadamard": None}, "emulated", "stochastic rounding"),
+    ((12, 1), {"rounding": "even", "noise_bits": 20, "hadamard": None}, "native", ""),
+])  # fmt: skip
+def test_nvfp4_is_native_only_where_its_kernels_rotate_and_round(device, keys, runs, said):
+    """NVIDIA's matrix says "Partial" of 12.0: plain NVFP4 runs there, the recipe's rotation and rounding do not."""
+    recipe = load("nvfp4")
+    for slot in ("dgrad.dy", "wgrad.dy", "wgrad.x"):
+        gemm, operand = slot.split(".")
+        part = getattr(recipe, gemm)
+        cast = getattr(part, operand)
+        changed = {key: value for key, value in keys.items() if key == "hadamard" or cast.stochastic}
+        cast = CastConfig.model_validate({**cast.model_dump(), **changed})
+        recipe = recipe.model_copy(update={gemm: part.model_copy(update={operand: cast})})
+    decision = decide(recipe, Capability.of_gpu(*device))
+    assert decision.runs == runs
+    assert said in decision.reason
+
+
+def test_emulated_is_emulated_also_where_it_could_be_native():
+    recipe = load("fp8_current").model_copy(update={"backend": "emulated"})
+    assert decide(recipe, HOPPER).facts() == {"runs": "emulated", "reason": "precision.backend=emulated asks for it"}
+    for name in ("bf16", "fp32"):
+        native = load(name).model_copy(update={"backend": "native"})
+        assert decide(native, DEVICES["cpu"]).runs == "native"  # nothing is quantised, so nothing is missing
+
+
+@pytest.mark.parametrize(("version", "problem"), [
+    ("2.20.2", None), ("2.21.0", None), ("2.20.0.dev0+d0067d0", None), ("2.19.1", "2.19.1"), ("3.0.0", "3.0.0"),
+])  # fmt: skip
+def test_versions_of_the_library(version, problem, monkeypatch):
+    monkeypatch.setattr(capability, "version", lambda name: version)
+    found, said = installed_library()
+    assert found == version
+    assert (said is None) if problem is None else (problem in said)
+    assert version_tuple("13.0") == (13, 0)
+
+
+def test_a_machine_without_a_driver_is_known_without_torch(monkeypatch):
+    monkeypatch.setattr(capability, "DRIVER_FILES", ())
+    capability_here.cache_clear()
+    here = capability_here("auto")
+    assert (here.device, here.compute_capability) == ("cpu", None)
+    assert "no NVIDIA driver" in here.problem
+    assert capability_here("cpu").problem == "trainer.accelerator=cpu"
+    capability_here.cache_clear()
+
+
+def test_only_a_recipe_that_quantises_asks_for_the_library(monkeypatch):
+    """Importing Transformer Engine takes seconds, which a bf16 run has no use for."""
+    asked = []
+    monkeypatch.setattr(capability, "DRIVER_FILES", ("/",))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(capability, "installed_library", lambda: ("2.20.2", None))
+    monkeypatch.setattr(te, "import_problem", lambda: asked.append("imported"))
+    capability_here.cache_clear()
+    for name in ("bf16", "fp16", "fp32"):
+        assert Resolution(compose_config([f"precision={name}"])).decision.runs == "native"
+    assert asked == []
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    assert Resolution(compose_config(["precision=fp8_current"])).decision.runs == "native"
+    assert asked == ["imported"]
+    capability_here.cache_clear()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("cudnn shared object not found."), OSError("libcudart.so.13: no")])
+def test_a_library_that_cannot_be_imported_is_a_reason_not_a_traceback(error, monkeypatch):
+    def broken():
+        raise error
+
+    monkeypatch.setattr(te, "engine", broken)
+    assert f"{type(error).__name__}: {error}" in te.import_problem()
+    monkeypatch.setenv("NVTE_USE_FAST_MATH", "1")
+    assert "NVTE_USE_FAST_MATH" in te.import_problem()
+
+
+@pytest.mark.parametrize(("layout", "devices"), [("pp", 2), ("fsdp_pp", 4)])
+def test_random_bits_drawn_in_a_backward_pass_do_not_go_with_a_pipeline(layout, devices):
+    """One generator is seeded before a forward pass; between it and its backward pass a stage runs others'."""
+    place = [f"parallel={layout}", f"trainer.devices={devices}", "model.head_dim=64"]
+    drawn = Resolution(compose_config(["recipe=quickstart", "precision=nvfp4", *place]), DEVICES["sm_100"]).decision
+    assert drawn.runs == "emulated"
+    assert [problem.key for problem in drawn.problems] == ["parallel.pp"]
+    assert "stochastic rounding" in drawn.reason
+    even = ["precision.dgrad.dy.rounding=even", "precision.wgrad.dy.rounding=even"]
+    even += ["precision.dgrad.dy.noise_bits=20", "precision.wgrad.dy.noise_bits=20"]
+    for words in (["precision=mxfp8", *place], ["precision=nvfp4", *even, *place]):
+        assert Resolution(compose_config(["recipe=quickstart", *words]), DEVICES["sm_100"]).decision.runs == "native"
+    alone = compose_config(["recipe=quickstart", "precision=nvfp4", "parallel=pp", "trainer.devices=1"])
+    assert Resolution(alone, DEVICES["sm_100"]).decision.runs == "native"
+
+
+def test_a_bias_changes_nothing_and_a_mixers_own_sizes_count():
+    """GPT-3's linears have one; GLA's gates have a rank that MXFP8's blocks of 32 do not divide."""
+    made = {
+        model: plan_of(compose_config([f"model={model}", "precision=mxfp8"]), DEVICES["sm_100"]).decision
+        for model in ("llama_tiny", "gpt3_345m", "hybrid_tiny")
+    }
+    assert [made[model].runs for model in made] == ["native", "native", "emulated"]
+    said = [f"{problem.key} {problem.text}" for problem in made["hybrid_tiny"].problems]
+    assert all("no multiple of 32, as MXFP8BlockScaling needs" in text for text in said)
+    assert any(text.startswith("gate_low_rank_dim of gla is 16") for text in said)
