@@ -70,8 +70,13 @@ def test_every_rank_holds_the_files_bits_and_new_tokens_the_mean_of_their_pieces
 def test_an_fp8_run_from_weights_trains_to_the_bits_of_one_rank(to_the_bits, matrix_run, tmp_path):
     shape = matrix_run("single", 1, 4, "fp8_delayed", "model.num_layers=4").model
     folder = write_huggingface(tmp_path / "hf", shape)
-    (folder / "tokenizer.json").unlink()  # the matrix trains its own
-    to_the_bits(Case("zero3", 2, 4, "fp8_delayed"), "model.num_layers=4", f"model.init_from={folder}")
+    tokenizer = [
+        "data.tokenizer.kind=file",
+        f"data.tokenizer.path={folder}/tokenizer.json",
+        "data.tokenizer.vocab_size=null",
+    ]
+    words = ["model.num_layers=4", f"model.init_from={folder}", *tokenizer]
+    to_the_bits(Case("zero3", 2, 4, "fp8_delayed"), *words)
 
 
 def peak(config: Any, folder: Path) -> tuple[int, int]:
