@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.version import __version__
-from lightning_llm.config.identity import config_hash
+from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.schema import Config
 from lightning_llm.tracking.files import Record, Status
 from lightning_llm.tracking.prometheus import MetricsPublisher, RunMetrics, Saved, Wishes

@@ -50,7 +50,7 @@ def compose(*overrides: str, config: StrPath | None = None, config_dir: StrPath 
     Raises:
         ConfigError: with all that is wrong with the keys, and between those that are right.
     """
-    from lightning_llm.config.config_dir import open_config_dir
+    from lightning_llm.config.workspace import open_config_dir
     from lightning_llm.run.checked_plan import checked_resolution, read_words
 
     if wrong := [word for word in overrides if not isinstance(word, str)]:

@@ -15,9 +15,9 @@ from lightning_llm.base.terminal.text import escaped
 from lightning_llm.base.version import __version__
 from lightning_llm.cli import completion
 from lightning_llm.cli.declared import EXIT_CODES, OVERRIDES, VERBS
-from lightning_llm.config.config_dir import open_config_dir
-from lightning_llm.config.hydra_options import without_hydra_options
+from lightning_llm.cli.hydra_options import without_hydra_options
 from lightning_llm.config.redact import redacted
+from lightning_llm.config.workspace import open_config_dir
 from lightning_llm.run.launch.environment import is_first_rank
 from lightning_llm.run.launch.refused_rank import say_unless_said
 

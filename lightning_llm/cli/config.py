@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.compose import compose_config, compose_tree
-from lightning_llm.config.file import config_text
-from lightning_llm.config.identity import flatten
+from lightning_llm.config.config_hash import flatten
 from lightning_llm.config.recipes import describe, group_names, option_files
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.run_paths import secret_problems
 from lightning_llm.config.schema import Config
+from lightning_llm.config.yaml_file import config_text
 from lightning_llm.plan.resolve import Resolution
 from lightning_llm.plan.step_law import law_notes, law_row
 from lightning_llm.run.checked_plan import problems_beyond, read_arguments

@@ -9,7 +9,7 @@ from lightning_llm.compare.command import as_json
 from lightning_llm.compare.comparison import read_all
 from lightning_llm.compare.runs.differences import all_differences
 from lightning_llm.compare.runs.find import Found, find_runs
-from lightning_llm.config.identity import NOT_IDENTITY, below
+from lightning_llm.config.config_hash import NOT_IDENTITY, below
 
 
 def diff(arguments: argparse.Namespace) -> int:

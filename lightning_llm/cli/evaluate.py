@@ -13,7 +13,7 @@ from rich.table import Table
 from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError, gathered
 from lightning_llm.base.terminal.console import new_console
 from lightning_llm.cli.merged import merged
-from lightning_llm.config.output_path import file_problems
+from lightning_llm.cli.output_path import file_problems
 from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
 from lightning_llm.evaluate.request import Request, checked_request
 from lightning_llm.evaluate.spread import LAYOUT_WORD

@@ -13,9 +13,16 @@ from lightning_llm.cli.import_weights import SIDE_FILES, hand_on, tokenizer_prob
 from lightning_llm.cli.model_card import write_card
 from lightning_llm.cli.parity import AnotherModelError, check_accepted, parity_of, parity_problems
 from lightning_llm.config.from_file import load_config
-from lightning_llm.config.from_weights import EOS, read_ids, run_of
 from lightning_llm.config.schema import Config
-from lightning_llm.config.weight_files import GENERATION, HUGGINGFACE, TOKENIZER, TOKENIZER_CONFIG
+from lightning_llm.config.weight_folders import (
+    EOS,
+    GENERATION,
+    HUGGINGFACE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    read_ids,
+    run_of,
+)
 from lightning_llm.data.tokens.tokenizer import Tokenizer, read_vocabulary
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.interop.families import architecture

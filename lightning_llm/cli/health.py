@@ -11,9 +11,9 @@ import torch
 from lightning_llm.base.errors import AgreedError, ConfigError, Problem, RanksFailedError, UnhealthyError, gathered
 from lightning_llm.base.hardware import device_name
 from lightning_llm.base.slow_imports import slow_imports
-from lightning_llm.config.config_dir import config_dir_arguments
-from lightning_llm.config.file import in_memory
 from lightning_llm.config.schema import Config
+from lightning_llm.config.workspace import config_dir_arguments
+from lightning_llm.config.yaml_file import in_memory
 from lightning_llm.health.check import check_health
 from lightning_llm.health.cluster_file import write_measured
 from lightning_llm.health.extent import FULL, SHORT

@@ -11,8 +11,14 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.base.integrity import FileContent, digest_of_file, seal
 from lightning_llm.cli.parity import AnotherModelError, parity_of, parity_problems
-from lightning_llm.config.from_weights import END_TOKENS
-from lightning_llm.config.weight_files import GENERATION, HUGGINGFACE, IMPORTED, TOKENIZER, TOKENIZER_CONFIG
+from lightning_llm.config.weight_folders import (
+    END_TOKENS,
+    GENERATION,
+    HUGGINGFACE,
+    IMPORTED,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+)
 from lightning_llm.data.tokens.tokenizer import read_vocabulary
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.weights.convert import as_ours

@@ -15,12 +15,12 @@ from rich.table import Table
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.base.terminal.console import new_console
+from lightning_llm.cli.output_path import file_problems
 from lightning_llm.config.commands import command
-from lightning_llm.config.config_dir import config_dir_arguments
-from lightning_llm.config.output_path import file_problems
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.partial import gather
 from lightning_llm.config.schema.score import SCORERS, Measure, ScorerConfig
+from lightning_llm.config.schema.strict import gather
+from lightning_llm.config.workspace import config_dir_arguments
 from lightning_llm.data.check import data_rules
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.report import source_reports

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from lightning_llm.base.errors import ConfigError, Problem, gathered
-from lightning_llm.config.composed_sweep import read_sweep
 from lightning_llm.config.overrides import parse_overrides
 from lightning_llm.config.recipes import option_files
 from lightning_llm.config.schema import Config
+from lightning_llm.config.sweep_space import read_sweep
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.resolve import Plan

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_llm.compare.runs.differences import LAYOUT, all_differences
 from lightning_llm.compare.runs.losses import LOSS, Tail
 from lightning_llm.compare.runs.pairing import Pair
-from lightning_llm.config.identity import below
+from lightning_llm.config.config_hash import below
 from lightning_llm.tracking.reading import Run
 
 SPEED_KEYS = (

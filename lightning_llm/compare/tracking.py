@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.sqlite_address import sqlite_address
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.report.write import FILES
 from lightning_llm.compare.runs.pairing import Pair
@@ -14,7 +15,6 @@ from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.wording import interval_of, line_of, nats
 from lightning_llm.config.commands import sync_command
 from lightning_llm.config.redact import redact_uri, redacted, with_credentials
-from lightning_llm.config.sqlite_address import sqlite_address
 from lightning_llm.tracking.mlflow.store import LARGEST_VALUE, existing_store
 from lightning_llm.tracking.mlflow.sweep import DESCRIPTION
 from lightning_llm.tracking.mlflow.ui import artifact_page, children_page

@@ -21,7 +21,7 @@ from lightning_llm.compare.statistics.noise import Floor
 from lightning_llm.compare.statistics.seeds import SeedPlan
 from lightning_llm.compare.statistics.spikes import Spikes, judge_spikes
 from lightning_llm.compare.tokens.effective_data import Curve, EffectiveData, effective_data
-from lightning_llm.config.identity import below
+from lightning_llm.config.config_hash import below
 from lightning_llm.plan.coverage import coverage_of
 from lightning_llm.precision.recipe.coverage import Coverage
 from lightning_llm.tracking.reading import Run

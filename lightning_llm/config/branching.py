@@ -14,14 +14,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.config.file import literal
-from lightning_llm.config.from_weights import OPTION, run_of
-from lightning_llm.config.identity import NOT_IDENTITY, below, flatten
+from lightning_llm.config.config_hash import NOT_IDENTITY, below, flatten
 from lightning_llm.config.recipes import group_names, option_files
 from lightning_llm.config.resolve import first_line
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate
-from lightning_llm.config.yaml_file import read_mapping
+from lightning_llm.config.weight_folders import OPTION, run_of
+from lightning_llm.config.yaml_file import literal, read_mapping
 
 KEY = "branch_from"
 EXPECTED = "a run's folder (its newest good checkpoint is taken), or one of its checkpoints/step=N"

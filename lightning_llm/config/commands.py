@@ -7,7 +7,7 @@ from pathlib import Path
 from shutil import which
 
 from lightning_llm.base.interpreter import python_module
-from lightning_llm.config.config_dir import config_dir_arguments
+from lightning_llm.config.workspace import config_dir_arguments
 
 
 def command(*arguments: str) -> str:

@@ -10,14 +10,14 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.config.composed_sweep import recipe_sweep
 from lightning_llm.config.composed_tree import compose_tree_of, not_composed
 from lightning_llm.config.composition import COMPOSITION_ERRORS
-from lightning_llm.config.from_weights import with_shape_of_weights
 from lightning_llm.config.one_run import compose_one, open_composer
 from lightning_llm.config.overrides import parse_overrides, read_overrides, unknown_option
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.strict import Reading
+from lightning_llm.config.sweep_space import recipe_sweep
+from lightning_llm.config.weight_folders import with_shape_of_weights
 
 
 def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> Config:

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.cluster_choice import give_way_to_cluster
 from lightning_llm.config.composition import Composer
-from lightning_llm.config.named_casts import fill_named_casts
+from lightning_llm.config.derived_keys import fill_named_casts
 from lightning_llm.config.recipes import group_names
 from lightning_llm.config.resolve import first_line
 

@@ -13,15 +13,15 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.branching import GroupTree, branch_tree, read_branching
 from lightning_llm.config.composed_tree import CONFIG_MODULE, compose_tree_of, not_composed
 from lightning_llm.config.composition import COMPOSITION_ERRORS, Composer, shipped_composer
-from lightning_llm.config.epochs import fill_steps
+from lightning_llm.config.derived_keys import fill_steps
 from lightning_llm.config.file_sources import register_sources
-from lightning_llm.config.from_weights import fill_from_weights, with_shape_of_weights
 from lightning_llm.config.overrides import forget_options, parse_overrides, unknown_option
 from lightning_llm.config.recipes import folder_problems
 from lightning_llm.config.resolve import read_tree
 from lightning_llm.config.schema.strict import Reading
+from lightning_llm.config.sources import search_override
+from lightning_llm.config.weight_folders import fill_from_weights, with_shape_of_weights
 from lightning_llm.config.workspace import default_outputs
-from lightning_llm.config.yaml_source import search_override
 
 
 @contextmanager

@@ -21,11 +21,11 @@ from hydra.core.override_parser.types import (
 from hydra.errors import HydraException
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.config.file import literal
 from lightning_llm.config.recipes import group_names, option_files
 from lightning_llm.config.schema.aliases import KEY, VALUES
 from lightning_llm.config.schema.data import loader_of
 from lightning_llm.config.schema.declared_types import takes_text
+from lightning_llm.config.yaml_file import literal
 
 HERE_INSTEAD = {
     "hydra.run": "run.dir=FOLDER, or run.root=, run.experiment= and run.name=, which it is made of",

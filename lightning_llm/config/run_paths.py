@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import Problem, did_you_mean
-from lightning_llm.config.identity import flatten
+from lightning_llm.config.config_hash import flatten
 from lightning_llm.config.recipes import group_names, option_files
 from lightning_llm.config.redact import redact_uri, secret_in
 from lightning_llm.config.schema import ALGORITHMS, OPTIMIZERS, SCHEDULES, Config

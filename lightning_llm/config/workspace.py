@@ -1,7 +1,13 @@
 """Folders of runs, whatever folder a command is started in."""
 
+import importlib
 import os
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
+
+from lightning_llm.base.errors import ConfigError, Problem
 
 PACKAGE = Path(__file__).resolve().parents[1]
 """The folder of the package `lightning_llm`."""
@@ -41,3 +47,31 @@ def same_folder(one: Path, other: Path) -> bool:
         return os.path.samefile(one, other)
     except OSError:
         return os.path.realpath(one) == os.path.realpath(other)
+
+
+CONFIG_DIR_PACKAGE = "config_dir"
+
+
+def open_config_dir(folder: Path | None) -> None:
+    """Let `_target_: config_dir.callbacks.FILE.Class` name classes of `folder`; None: of nowhere.
+
+    Raises:
+        ConfigError: it is no folder.
+    """
+    if CONFIG_DIR_PACKAGE in sys.modules:
+        for name in [each for each in sys.modules if each.partition(".")[0] == CONFIG_DIR_PACKAGE]:
+            del sys.modules[name]
+    if folder is None:
+        return
+    if not folder.is_dir():
+        raise ConfigError(Problem("--config-dir", f"{folder} is no folder. Give a folder of config groups."))
+    spec = ModuleSpec(CONFIG_DIR_PACKAGE, None, is_package=True)
+    spec.submodule_search_locations = [str(folder.absolute())]
+    sys.modules[CONFIG_DIR_PACKAGE] = module_from_spec(spec)
+    importlib.invalidate_caches()
+
+
+def config_dir_arguments() -> list[str]:
+    """Return the words that open the same folder in a process started from here: a rank, a job of a sweep."""
+    module = sys.modules.get(CONFIG_DIR_PACKAGE)
+    return ["--config-dir", *module.__path__] if module else []

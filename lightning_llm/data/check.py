@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.data import DataConfig, TokenizerConfig
-from lightning_llm.config.schema.partial import Rule, gather
+from lightning_llm.config.schema.strict import Rule, gather
 from lightning_llm.data.cache import (
     default_cache_dir,
     disk_problem,

@@ -18,7 +18,7 @@ import numpy as np
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.keyed_hash import MASK_32
 from lightning_llm.config.schema.data import TokenizerConfig
-from lightning_llm.config.weight_files import TOKENIZER
+from lightning_llm.config.weight_folders import TOKENIZER
 from lightning_llm.data.cache import build_once, disk_problem, token_bytes
 from lightning_llm.data.sources.source import Document, Source
 from lightning_llm.data.tokens.encode import encode_batches, process_count

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_swa_avg_fn
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.config.from_weights import NOT_OF_WEIGHTS
+from lightning_llm.config.weight_folders import NOT_OF_WEIGHTS
 from lightning_llm.evaluate.weights import tokenizer_of
 from lightning_llm.parallel.apply import InitialSlice
 from lightning_llm.probe.subject import Subject

@@ -8,7 +8,7 @@ from typing import Any
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.config.weight_files import GENERATION
+from lightning_llm.config.weight_folders import GENERATION
 from lightning_llm.model.generate import Sampler
 
 DEFAULT_NEW_TOKENS = 256

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.overrides import override
-from lightning_llm.config.weight_files import TOKENIZER
+from lightning_llm.config.weight_folders import TOKENIZER
 from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.dtypes import DTYPES

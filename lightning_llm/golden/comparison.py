@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from lightning_llm.base.errors import Problem
-from lightning_llm.config.identity import below
+from lightning_llm.config.config_hash import below
 from lightning_llm.golden.band import Band
 from lightning_llm.golden.curve import GRAD_NORM, GRADIENT_NORMS, LEARNING_RATE, LOSS, Curve, same
 from lightning_llm.golden.file import Golden, is_bitwise_key

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.runs.differences import FREE, LAYOUT, ROUNDING
-from lightning_llm.config.identity import below, flatten, is_data_path, is_observer, training_hash
+from lightning_llm.config.config_hash import below, flatten, is_data_path, is_observer, training_hash
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.golden.band import Noise

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from lightning_llm.base.hardware import describe_device
-from lightning_llm.config.identity import is_observer
+from lightning_llm.config.config_hash import is_observer
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.golden.figures import Measured
 from lightning_llm.golden.trajectory import Trajectory

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_llm.base.slow_imports import slow_imports
-from lightning_llm.config.config_dir import config_dir_arguments
-from lightning_llm.config.file import in_memory
+from lightning_llm.config.workspace import config_dir_arguments
+from lightning_llm.config.yaml_file import in_memory
 from lightning_llm.golden.figures import Measured
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.launch.environment import is_first_rank, rank_environment

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.config.identity import flatten
+from lightning_llm.config.config_hash import flatten
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.config.yaml_file import read_mapping
 from lightning_llm.health.collectives import BUS_FACTORS

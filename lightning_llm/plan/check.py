@@ -6,9 +6,9 @@ from importlib.util import find_spec
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.run_paths import run_path_problems, secret_problems, tracking_problems
 from lightning_llm.config.schema import Config, PrecisionConfig
-from lightning_llm.config.schema.metrics import monitor_problems
-from lightning_llm.config.schema.partial import Rule, gather
+from lightning_llm.config.schema.callbacks import monitor_problems
 from lightning_llm.config.schema.run import LauncherConfig
+from lightning_llm.config.schema.strict import Rule, gather
 from lightning_llm.data.check import batch_problems, data_rules
 from lightning_llm.model.block_spec import shape_problems
 from lightning_llm.model.linear_names import linear_names, linears_of
@@ -45,7 +45,7 @@ def check_config(config: Config, to_train: bool = True) -> Plan:
 
 
 def config_problems(found: Resolution) -> list[Problem]:
-    """Return what is wrong between keys; of a config's sound part (`config.schema.partial`), what that says."""
+    """Return what is wrong between keys; of a config's sound part (`config.schema.strict`), what that says."""
     config, to_train = found.config, found.to_train
     rules: list[Rule] = [
         lambda: shape_problems(config.model),

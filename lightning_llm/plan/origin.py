@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema import Config
-from lightning_llm.config.weight_files import TOKENIZER, UNNAMED
+from lightning_llm.config.weight_folders import TOKENIZER, UNNAMED
 from lightning_llm.model.interop.families import architecture, without_counterpart
 from lightning_llm.model.weights.tensors import parameter_shapes
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.config.identity import config_hash
+from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.schema import Config, ParallelConfig
 from lightning_llm.model.linear_names import linear_widths
 from lightning_llm.plan.degrees import Degrees, given_degrees, resolve_degrees
@@ -86,7 +86,7 @@ class Plan:
 class Resolution:
     """What follows from a config, found when it is asked for and kept.
 
-    Of a config that lacks wrong keys (`config.schema.partial`), whatever reads one is a `BrokenKeyError`.
+    Of a config that lacks wrong keys (`config.schema.strict`), whatever reads one is a `BrokenKeyError`.
 
     Args:
         device: what casts are to run on; None: this machine's where the run is to train, else `config.hardware`'s.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_llm.base.errors import Problem
-from lightning_llm.config.law_words import LawWords
+from lightning_llm.config.resolve import LawWords
 from lightning_llm.config.schema import Config
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.resolve import Resolution

@@ -25,8 +25,8 @@ def _model_at(path: str) -> ModelConfig:
     Raises:
         ConfigError: with what is wrong with the folder.
     """
-    from lightning_llm.config.from_weights import KEY as INIT_KEY
-    from lightning_llm.config.from_weights import shape_of, weights_path  # Hydra with it, which plans do without
+    from lightning_llm.config.weight_folders import KEY as INIT_KEY
+    from lightning_llm.config.weight_folders import shape_of, weights_path  # Hydra with it, which plans do without
 
     try:
         return ModelConfig.model_validate({"name": "teacher", **shape_of(weights_path(path)), "init_from": None})

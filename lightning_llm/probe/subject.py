@@ -13,10 +13,9 @@ from torch import Tensor
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
-from lightning_llm.config.from_weights import end_of_document_of, is_folder_of_files
 from lightning_llm.config.overrides import override
 from lightning_llm.config.schema import Config, PrecisionConfig
-from lightning_llm.config.weight_files import TOKENIZER
+from lightning_llm.config.weight_folders import TOKENIZER, end_of_document_of, is_folder_of_files
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.model.weights.convert import state_dict_of

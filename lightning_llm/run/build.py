@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.terminal.text import one_line
-from lightning_llm.config.identity import flatten, frozen_values
+from lightning_llm.config.config_hash import flatten, frozen_values
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.targets import refused
+from lightning_llm.config.schema.callbacks import refused
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.parallel.apply import InitialSlice

@@ -6,7 +6,7 @@ import torch
 
 from lightning_llm.base.hardware import describe_device
 from lightning_llm.base.integrity import digest_of_file
-from lightning_llm.config.identity import config_digest, flatten
+from lightning_llm.config.config_hash import config_digest, flatten
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.model.flops import count_parameters

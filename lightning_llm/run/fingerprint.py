@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_llm.base.errors import AgreedError, Problem
-from lightning_llm.config.identity import below
+from lightning_llm.config.config_hash import below
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.linalg.gemm import operand

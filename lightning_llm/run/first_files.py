@@ -8,10 +8,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_llm.base.errors import AgreedError, Problem
-from lightning_llm.config.file import write_config
 from lightning_llm.config.schema import Config
-from lightning_llm.config.weight_files import TOKENIZER
+from lightning_llm.config.weight_folders import TOKENIZER
 from lightning_llm.config.workspace import same_folder
+from lightning_llm.config.yaml_file import write_config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.run.launch.environment import is_first_rank
 from lightning_llm.run.launch.lock import lock_made_folder

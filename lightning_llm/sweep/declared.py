@@ -16,10 +16,9 @@ from lightning_llm.compare.runs.losses import LOSS
 from lightning_llm.compare.runs.pairing import Family, pair_runs
 from lightning_llm.compare.sequential.design import Design, declare, read_design
 from lightning_llm.compare.tokens.token_margin import NEEDS, Unplanned, unplanned
-from lightning_llm.config.identity import flatten
-from lightning_llm.config.margin import read_margin
+from lightning_llm.config.config_hash import flatten
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.config.schema.sweep import SweepConfig, read_margin
 from lightning_llm.sweep.judged_metric import check_metric
 from lightning_llm.tracking.reading import Run
 from lightning_llm.tracking.sweep_definition import Sweep, Typed, define

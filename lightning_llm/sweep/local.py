@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.interpreter import python_environment, python_module
-from lightning_llm.config.config_dir import config_dir_arguments
-from lightning_llm.config.file import write_config
+from lightning_llm.config.workspace import config_dir_arguments
+from lightning_llm.config.yaml_file import write_config
 from lightning_llm.run.launch.relay import Relay
 from lightning_llm.sweep.devices import VISIBLE, DevicePool, cuda_devices
 from lightning_llm.sweep.elsewhere import runs_elsewhere

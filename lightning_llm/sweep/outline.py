@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.runs.factor import USUAL_BASELINES
-from lightning_llm.config.composed_sweep import read_sweep_keys
-from lightning_llm.config.identity import config_hash
+from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.schema.sweep import FEWEST_SIZES, FEWEST_TOKENS
+from lightning_llm.config.sweep_space import read_sweep_keys
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.plan.coverage import coverage_of
 from lightning_llm.plan.origin import tokenizer_text, weights_text

@@ -8,9 +8,9 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.terminal.waiting import Waiting
 from lightning_llm.config.commands import sync_command
 from lightning_llm.config.compose import typed_value
-from lightning_llm.config.composed_sweep import read_sweep, read_sweep_keys
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.partial import gather
+from lightning_llm.config.schema.strict import gather
+from lightning_llm.config.sweep_space import read_sweep, read_sweep_keys
 from lightning_llm.plan.resolve import Resolution, plan_of
 from lightning_llm.plan.text.report import notes
 from lightning_llm.run.checked_plan import problems_beyond

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from lightning_llm.config.identity import flatten
+from lightning_llm.config.config_hash import flatten
 from lightning_llm.config.schema import Config
 from lightning_llm.tracking.files import Record, Status, read_records
 

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.terminal.text import shown
-from lightning_llm.config.file import without_escapes
-from lightning_llm.config.identity import config_digest, flatten
+from lightning_llm.config.config_hash import config_digest, flatten
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.config.yaml_file import without_escapes
 from lightning_llm.data.mixing.skipped import SKIPPED_SAMPLES
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.resolve import plan_of

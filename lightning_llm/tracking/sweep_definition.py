@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.commands import sweep_command
-from lightning_llm.config.identity import (
+from lightning_llm.config.config_hash import (
     config_hash,
     flatten,
     is_data_path,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.config.identity import RUN_LOCATION, below, flatten, hashed_values, in_hash, without_observers
+from lightning_llm.config.config_hash import RUN_LOCATION, below, flatten, hashed_values, in_hash, without_observers
 from lightning_llm.config.schema import Config
 from lightning_llm.tracking.sweep_file import DESIGN
 

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lightning_llm.__main__ import main
 from lightning_llm.callbacks.prometheus import Prometheus
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.identity import training_hash
+from lightning_llm.config.config_hash import training_hash
 from lightning_llm.tracking import prometheus as metrics_publisher
 from lightning_llm.tracking.files import read_records
 from lightning_llm.tracking.prometheus import FAMILIES, PREFIX, MetricsPublisher, RunMetrics, Wishes, metric_of

@@ -10,7 +10,7 @@ import yaml
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.identity import config_digest, flatten
+from lightning_llm.config.config_hash import config_digest, flatten
 from lightning_llm.tracking.chain import ChainHead
 from lightning_llm.tracking.files import encode, sealed_records, write_json
 

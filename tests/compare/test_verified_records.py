@@ -17,8 +17,8 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.comparison import Comparison, compare_runs, read_all
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.file import write_config
-from lightning_llm.config.identity import config_digest, flatten
+from lightning_llm.config.config_hash import config_digest, flatten
+from lightning_llm.config.yaml_file import write_config
 from lightning_llm.tracking.chain import ChainHead
 from lightning_llm.tracking.files import mark_failed, sealed_records, write_json
 from lightning_llm.tracking.reading import read_run

@@ -8,7 +8,7 @@ import pytest
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.yaml_source import ConfigDirSource
+from lightning_llm.config.sources import ConfigDirSource
 from tests.config.refusals import outputs, refused  # noqa: F401 - outputs is a fixture of every test
 
 BINARY = bytes(range(128, 256)) * 3

@@ -12,11 +12,11 @@ import yaml
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.composed_sweep import compose_sweep
-from lightning_llm.config.file import write_config
+from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.from_file import load_config, read_file
-from lightning_llm.config.identity import config_hash
 from lightning_llm.config.recipes import recipe_files
+from lightning_llm.config.sweep_space import compose_sweep
+from lightning_llm.config.yaml_file import write_config
 from lightning_llm.data.scoring.table import COLUMNS, write_scores
 from lightning_llm.model.block_spec import shape_problems
 from lightning_llm.plan.check import check_config

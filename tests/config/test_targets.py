@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.schema.targets import check_target
+from lightning_llm.config.schema.callbacks import check_target
 
 LIGHTNING = "lightning.pytorch.callbacks"
 REFUSED = {

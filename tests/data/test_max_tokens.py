@@ -6,10 +6,10 @@ import pytest
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.epochs import steps_of
-from lightning_llm.config.file import write_config
+from lightning_llm.config.config_hash import differences_on_resume
+from lightning_llm.config.derived_keys import steps_of
 from lightning_llm.config.from_file import read_file
-from lightning_llm.config.identity import differences_on_resume
+from lightning_llm.config.yaml_file import write_config
 from lightning_llm.data.check import check_data
 from lightning_llm.data.mixing.addressing import SampleOrder, Shares
 from lightning_llm.data.opening import open_corpus

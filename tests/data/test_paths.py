@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.file import config_text
 from lightning_llm.config.overrides import override
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.data import LOADERS
+from lightning_llm.config.yaml_file import config_text
 from lightning_llm.data.sources.files import find_files, matching_files
 from lightning_llm.data.sources.source import Source
 from lightning_llm.data.tokens.tokenizer import write_bytes_tokenizer

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.schema.lightning_keys import REFUSED_CALLBACKS
+from lightning_llm.config.schema.aliases import REFUSED_CALLBACKS
 from tests.run_metrics import read_metrics
 
 TEXT = (Path(__file__).parents[2] / "docs" / "callbacks.md").read_text(encoding="utf-8")

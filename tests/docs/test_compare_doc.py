@@ -13,7 +13,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.cli.command_line import _parser
 from lightning_llm.compare.runs.differences import FREE
 from lightning_llm.compare.statistics.intervals import simultaneous_intervals
-from lightning_llm.config.composed_sweep import compose_sweep, read_sweep_keys
+from lightning_llm.config.sweep_space import compose_sweep, read_sweep_keys
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "compare.md").read_text(encoding="utf-8")

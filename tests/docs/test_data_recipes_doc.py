@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_llm.__main__ import main
 from lightning_llm.cli.command_line import _parser
-from lightning_llm.config.composed_sweep import compose_sweep
+from lightning_llm.config.sweep_space import compose_sweep
 
 TEXT = (Path(__file__).parents[2] / "docs" / "data_recipes.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)

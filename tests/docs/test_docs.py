@@ -13,9 +13,9 @@ import torch
 from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.precision import Block, Format, Rounding, Scale
+from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum

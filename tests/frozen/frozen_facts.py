@@ -16,9 +16,9 @@ from typing import Any
 from lightning_llm.__main__ import main
 from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.composed_sweep import compose_sweep
-from lightning_llm.config.identity import config_hash
+from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.schema import Config
+from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.plan.resolve import Resolution
 from lightning_llm.plan.text.report import plan_facts
 

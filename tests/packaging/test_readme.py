@@ -11,8 +11,8 @@ from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.recipes import recipe_files
+from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.data.scoring.table import COLUMNS, write_scores
 from lightning_llm.data.tokens.tokenizer import write_bytes_tokenizer
 from lightning_llm.plan.check import check_config

@@ -9,8 +9,8 @@ import yaml
 from lightning_llm.__main__ import main
 from lightning_llm.base.hardware import COMPUTE_UNITS, MEMORY_GIB, planned_peak_flops
 from lightning_llm.config.compose import compose_config
+from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.from_file import read_file
-from lightning_llm.config.identity import config_hash
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.plan.resolve import plan_of
 

@@ -10,7 +10,7 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.cost import SPEED_KEYS
 from lightning_llm.compare.runs.differences import ROUNDING, meaningful
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.identity import differences_on_resume
+from lightning_llm.config.config_hash import differences_on_resume
 from lightning_llm.plan.resolve import Plan, Resolution, compile_note
 from lightning_llm.plan.text.describe import layout_facts
 from lightning_llm.precision.native.capability import DEVICES

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.file import write_config
+from lightning_llm.config.yaml_file import write_config
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.nodes import TREE_SCATTER, ranks_per_node, reduction_note, share_between_nodes, tree_factor
 from lightning_llm.plan.resolve import plan_of

@@ -11,8 +11,8 @@ from benchmarks.rotation import InputError
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.composed_sweep import compose_sweep
-from lightning_llm.config.identity import config_hash
+from lightning_llm.config.config_hash import config_hash
+from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.plan.step_law import (
     batch_tokens_at_steps,
     law_batch_tokens,

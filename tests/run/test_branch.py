@@ -10,9 +10,9 @@ import yaml
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema.strict import Reading
+from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.data.mixing.addressing import SampleOrder
 from lightning_llm.run.resume.branch import first_step
 from lightning_llm.run.resume.trunk import settled

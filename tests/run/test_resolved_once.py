@@ -8,7 +8,7 @@ from lightning_llm.__main__ import main
 RESOLVERS = {
     ("lightning_llm.plan.degrees", "resolve_degrees"),
     ("lightning_llm.precision.native.decide", "decide"),
-    ("lightning_llm.config.identity", "config_hash"),
+    ("lightning_llm.config.config_hash", "config_hash"),
     ("lightning_llm.data.check", "data_rules"),
     ("lightning_llm.run.resume.start", "decide_start"),
 }

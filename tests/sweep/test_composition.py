@@ -12,9 +12,9 @@ from omegaconf import DictConfig
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config import composition
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.composition import Composed, Composer
 from lightning_llm.config.overrides import MOST_JOBS, forced, parse_overrides, values_of
+from lightning_llm.config.sweep_space import compose_sweep
 
 VALUES = [
     "trainer.max_steps=9", "++trainer.max_steps=11", "optim.learning_rate=1e-3", "optim={learning_rate: 2e-3}",

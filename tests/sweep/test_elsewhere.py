@@ -17,7 +17,7 @@ import yaml
 from filelock import FileLock
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.composed_sweep import compose_sweep
+from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.run.launch.lock import lock_run
 from lightning_llm.sweep import elsewhere
 from lightning_llm.sweep.search import watch

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.config.file import write_config
+from lightning_llm.config.yaml_file import write_config
 from lightning_llm.run.resume.start import Start, decide_start
 from lightning_llm.sweep.ending import close, close_again
 from lightning_llm.sweep.job_locks import Outcome, allow_open_files, locked

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.sweep import ending
 from lightning_llm.sweep import run as sweep_run
 from lightning_llm.sweep.devices import DevicePool, cuda_devices

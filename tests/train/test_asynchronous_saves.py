@@ -16,7 +16,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.base.errors import StorageError
 from lightning_llm.base.integrity import unseal
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.identity import FREE_ON_RESUME, below, config_hash
+from lightning_llm.config.config_hash import FREE_ON_RESUME, below, config_hash
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.train.checkpoint import saver
 from lightning_llm.train.checkpoint.manifest import newest_verified

@@ -12,7 +12,7 @@ import torch
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
-from lightning_llm.config.schema.metrics import metric_names
+from lightning_llm.config.schema.callbacks import metric_names
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.run.rank import run

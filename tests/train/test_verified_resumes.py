@@ -12,8 +12,8 @@ import yaml
 from lightning_llm.__main__ import main
 from lightning_llm.base.integrity import sync_to_disk, unseal
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.file import config_text
-from lightning_llm.config.identity import config_digest, flatten
+from lightning_llm.config.config_hash import config_digest, flatten
+from lightning_llm.config.yaml_file import config_text
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.reading import read_run

@@ -7,10 +7,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_llm.config.identity import flatten
+from lightning_llm.config.config_hash import flatten
 from lightning_llm.config.recipes import option_files
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.config.weight_files import NOT_SHAPE
+from lightning_llm.config.weight_folders import NOT_SHAPE
 from lightning_llm.tracking.reading import Run
 
 GROUP = "model"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.compare.runs.losses import LOSS
-from lightning_llm.config.identity import frozen_values, may_move
+from lightning_llm.config.config_hash import frozen_values, may_move
 from lightning_llm.tracking.reading import Run
 
 REMEDY = "None of them is used: which is the original cannot be known. Remove the copy, or name the sound runs alone."

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_llm.compare.runs.branches import equivalent_starts
 from lightning_llm.compare.runs.losses import LOSS
-from lightning_llm.config.identity import NOT_IDENTITY, OBSERVERS, below, is_data_path
+from lightning_llm.config.config_hash import NOT_IDENTITY, OBSERVERS, below, is_data_path
 from lightning_llm.tracking.provenance import FINGERPRINT, git_of, has_fingerprint
 from lightning_llm.tracking.reading import EARLIER, Run, facts, measured_on
 

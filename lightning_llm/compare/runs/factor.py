@@ -9,7 +9,7 @@ from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.compare.runs.branches import equivalent_starts
 from lightning_llm.compare.runs.differences import FREE, LAYOUT, ROUNDING
 from lightning_llm.compare.runs.levels import WITHOUT, Level, as_text, as_word, labels_of, level_of, parsed, same_value
-from lightning_llm.config.identity import below
+from lightning_llm.config.config_hash import below
 from lightning_llm.tracking.reading import Run
 
 GROUPS = ("precision", "optim", "schedule", "model", "data", "parallel", "trainer")

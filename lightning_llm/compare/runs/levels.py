@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_llm.config.identity import below
+from lightning_llm.config.config_hash import below
 from lightning_llm.tracking.reading import Run
 
 Level = tuple[str, ...]

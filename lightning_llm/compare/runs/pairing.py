@@ -21,7 +21,7 @@ from lightning_llm.compare.runs.differences import (
 )
 from lightning_llm.compare.runs.factor import Factor
 from lightning_llm.compare.runs.losses import LOSS
-from lightning_llm.config.identity import below, is_data_path
+from lightning_llm.config.config_hash import below, is_data_path
 from lightning_llm.tracking.reading import Run
 
 Setting = tuple[tuple[str, str], ...]

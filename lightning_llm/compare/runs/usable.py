@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from lightning_llm.base.errors import Problem
-from lightning_llm.config.identity import NOT_IDENTITY, below
+from lightning_llm.config.config_hash import NOT_IDENTITY, below
 from lightning_llm.tracking.reading import Run, facts
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.estimate import LookLevels, Terms
 from lightning_llm.compare.sequential.boundary import Spending, boundary, increments
-from lightning_llm.config.margin import read_margin
+from lightning_llm.config.schema.sweep import read_margin
 from lightning_llm.tracking.sweep_file import DESIGN
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_llm.compare.runs.differences import ROUNDING, all_differences
 from lightning_llm.compare.runs.losses import diverged, has_learned, tail_of
 from lightning_llm.compare.runs.pairing import Family
-from lightning_llm.config.identity import below
+from lightning_llm.config.config_hash import below
 from lightning_llm.tracking.reading import Run
 
 

@@ -15,7 +15,7 @@ from lightning_llm.compare.runs.unfinished import ENDED_EARLY, RUNNING, how_they
 from lightning_llm.compare.tokens.effective_data import REACH, Curve
 from lightning_llm.compare.tokens.token_curve import OTHERWISE, around, is_sound, planned_tokens
 from lightning_llm.config.commands import command
-from lightning_llm.config.margin import read_margin
+from lightning_llm.config.schema.sweep import read_margin
 from lightning_llm.tracking.reading import Run
 
 LONGER = (2, 4, 3)

@@ -6,7 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class BrokenKeyError(Exception):
-    """A rule read a key whose value is wrong, which is reported already: see `config.schema.partial`."""
+    """A rule read a key whose value is wrong, which is reported already: see `config.schema.strict`."""
 
 
 class Group(BaseModel):

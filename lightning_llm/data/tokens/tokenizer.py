@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_llm.config.weight_files import TOKENIZER
+from lightning_llm.config.weight_folders import TOKENIZER
 from lightning_llm.data.tokens.token_text import LossCounter, added_texts, byte_counts, decoded, pieces_of_token
 from lightning_llm.data.tokens.tokenizer_files import (
     declared_beside,

@@ -23,9 +23,8 @@ from lightning_llm.base.integrity import (
     size_problem,
     unseal,
 )
-from lightning_llm.config.from_weights import end_tokens_of
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.config.weight_files import HUGGINGFACE, IMPORTED, TOKENIZER
+from lightning_llm.config.weight_folders import HUGGINGFACE, IMPORTED, TOKENIZER, end_tokens_of
 from lightning_llm.model.block_spec import shape_problems
 from lightning_llm.model.interop.architecture import Architecture
 from lightning_llm.model.interop.families import architecture_named, model_config_of

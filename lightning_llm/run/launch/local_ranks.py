@@ -12,9 +12,9 @@ from lightning_llm.base.errors import CallbackFailedError
 from lightning_llm.base.slow_imports import slow_imports
 from lightning_llm.base.stopping import STOPPED_CODES, exit_code, not_ignored
 from lightning_llm.config.commands import how_to_go_on
-from lightning_llm.config.config_dir import config_dir_arguments
-from lightning_llm.config.file import in_memory
 from lightning_llm.config.schema import Config
+from lightning_llm.config.workspace import config_dir_arguments
+from lightning_llm.config.yaml_file import in_memory
 from lightning_llm.run.launch.lock import lock_run
 from lightning_llm.run.launch.restarts import Ended, Restarts, goes_on
 from lightning_llm.run.launch.torch_agent import (

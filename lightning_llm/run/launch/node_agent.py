@@ -15,11 +15,11 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.base.slow_imports import slow_imports
 from lightning_llm.base.stopping import die_with_parent
-from lightning_llm.config.config_dir import open_config_dir
-from lightning_llm.config.file import in_memory
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.schema import Config
+from lightning_llm.config.workspace import open_config_dir
+from lightning_llm.config.yaml_file import in_memory
 from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted
 from lightning_llm.plan.resolve import Resolution
 from lightning_llm.run.launch.local_ranks import SAVE_SECONDS, passed_on

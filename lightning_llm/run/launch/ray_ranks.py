@@ -22,9 +22,9 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.slow_imports import slow_imports
 from lightning_llm.base.stopping import exit_code
 from lightning_llm.config.commands import how_to_go_on
-from lightning_llm.config.config_dir import config_dir_arguments
-from lightning_llm.config.file import config_text
 from lightning_llm.config.schema import Config
+from lightning_llm.config.workspace import config_dir_arguments
+from lightning_llm.config.yaml_file import config_text
 from lightning_llm.run.launch.local_ranks import SAVE_SECONDS, ended_by_failure, ended_by_signal
 from lightning_llm.run.launch.lock import lock_run
 from lightning_llm.run.launch.node_agent import Task

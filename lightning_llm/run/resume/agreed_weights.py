@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch.distributed as dist
 
 from lightning_llm.base.errors import AgreedError, ConfigError, Problem
-from lightning_llm.config.from_weights import weights_path
+from lightning_llm.config.weight_folders import weights_path
 from lightning_llm.model.weights.folder import Weights, digest_of
 from lightning_llm.run.resume.weights import open_weights
 

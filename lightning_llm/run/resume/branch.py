@@ -11,7 +11,7 @@ from lightning_llm.base.errors import AgreedError, ConfigError, Problem
 from lightning_llm.base.integrity import digest_of_file
 from lightning_llm.config.branching import KEY, changed_keys
 from lightning_llm.config.schema import Config
-from lightning_llm.config.weight_files import TOKENIZER
+from lightning_llm.config.weight_folders import TOKENIZER
 from lightning_llm.data.tokens.tokenizer import tokenizer_file
 from lightning_llm.run.resume.own_checkpoints import config_of_run
 from lightning_llm.run.resume.start import Start

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.compose import typed_value
+from lightning_llm.config.config_hash import differences_on_resume
 from lightning_llm.config.from_file import load_config
-from lightning_llm.config.identity import differences_on_resume
 from lightning_llm.config.schema import Config
 from lightning_llm.run.resume.start import Start, decide_start, first_start
 from lightning_llm.run.resume.start_lines import resume_lines

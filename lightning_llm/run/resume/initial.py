@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import AgreedError, ConfigError, Problem
-from lightning_llm.config.from_weights import KEY
 from lightning_llm.config.schema import Config
+from lightning_llm.config.weight_folders import KEY
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.model.weights.initial import InitialWeights
 from lightning_llm.run.launch.environment import is_first_rank

@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.commands import resume_elsewhere_command
+from lightning_llm.config.config_hash import flatten, frozen_values, may_move
 from lightning_llm.config.from_file import load_config
-from lightning_llm.config.identity import flatten, frozen_values, may_move
 from lightning_llm.config.schema import Config
 from lightning_llm.tracking.files import damaged_record, summary_of
 from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, Verify

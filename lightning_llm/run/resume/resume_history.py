@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
+from lightning_llm.config.config_hash import NOT_IDENTITY, below, flatten
 from lightning_llm.config.from_file import load_config
-from lightning_llm.config.identity import NOT_IDENTITY, below, flatten
 from lightning_llm.config.schema import Config
 from lightning_llm.data.mixing.addressing import Mixture, MixturePhase
 from lightning_llm.data.mixing.skipped import SKIPPED_SAMPLES

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.branching import changed_keys
-from lightning_llm.config.from_file import load_config
-from lightning_llm.config.moved_run import is_run_file, moved_from
+from lightning_llm.config.from_file import is_run_file, load_config, moved_from
 from lightning_llm.config.schema import Config
-from lightning_llm.config.weight_files import TOKENIZER
+from lightning_llm.config.weight_folders import TOKENIZER
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.data.mixing.addressing import Mixture
 from lightning_llm.optim.schedule import learning_rate_factor

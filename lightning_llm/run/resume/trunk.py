@@ -12,11 +12,10 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.branching import EXPECTED, KEY
 from lightning_llm.config.from_file import load_config
-from lightning_llm.config.from_weights import run_of
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import BrokenKeyError
 from lightning_llm.config.schema.strict import Reading
-from lightning_llm.config.weight_files import TOKENIZER
+from lightning_llm.config.weight_folders import TOKENIZER, run_of
 from lightning_llm.data.mixing.phases import PhasedMixture, WeightPhase
 from lightning_llm.run.launch.environment import rank_environment
 from lightning_llm.run.resume.start import checkpoint_at, sizes_alone

@@ -6,10 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.config.from_weights import EXPECTED, KEY, NOT_OF_WEIGHTS, weights_path
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.model import ModelConfig, RopeScaling
-from lightning_llm.config.weight_files import HUGGINGFACE, IMPORTED, TOKENIZER, UNNAMED
+from lightning_llm.config.weight_folders import (
+    EXPECTED,
+    HUGGINGFACE,
+    IMPORTED,
+    KEY,
+    NOT_OF_WEIGHTS,
+    TOKENIZER,
+    UNNAMED,
+    weights_path,
+)
 from lightning_llm.data.tokens.tokenizer import Tokenizer, bytes_vocabulary, read_vocabulary, tokenizer_file
 from lightning_llm.model.weights.folder import Weights, open_huggingface, open_imported
 from lightning_llm.run.resume.own_checkpoints import config_of_run

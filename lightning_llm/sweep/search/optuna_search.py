@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.config.identity import hashed_values, training_hash, without_observers
+from lightning_llm.config.config_hash import hashed_values, training_hash, without_observers
 from lightning_llm.run.launch.relay import Relay, signals_passed_on
 from lightning_llm.sweep.elsewhere import await_elsewhere
 from lightning_llm.sweep.ending import close

@@ -4,8 +4,8 @@ import argparse
 import json
 from typing import Any
 
-from lightning_llm.config.composed_sweep import read_space
 from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.config.sweep_space import read_space
 from lightning_llm.sweep.search.run import Asked
 from lightning_llm.tracking.sweep_definition import Sweep
 from lightning_llm.tracking.sweep_file import SEARCH, SEARCH_FILE

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.config.composed_sweep import read_space
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.config.sweep_space import read_space
 from lightning_llm.sweep.run import checked_jobs
 from lightning_llm.tracking.sweep_definition import Typed
 from lightning_llm.tracking.sweep_jobs import kind_of

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.config.identity import in_hash
+from lightning_llm.config.config_hash import in_hash
 from lightning_llm.config.overrides import MOST_JOBS, values_of
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.sqlite_address import sqlite_address
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.config.sqlite_address import sqlite_address
 
 if TYPE_CHECKING:
     from optuna import Study

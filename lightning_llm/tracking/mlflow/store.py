@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_llm.base.interpreter import python_environment, python_module
 from lightning_llm.base.slow_imports import slow_imports
-from lightning_llm.config.sqlite_address import sqlite_address, sqlite_file
+from lightning_llm.base.sqlite_address import sqlite_address, sqlite_file
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.liveness import has_died
 from lightning_llm.tracking.provenance import has_ended

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from lightning_llm.__main__ import main
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.identity import config_hash
+from lightning_llm.config.config_hash import config_hash
 from lightning_llm.precision.native.capability import Capability
 from tests.parallel.traced_run import run_with
 from tests.run_metrics import curve, same_weights

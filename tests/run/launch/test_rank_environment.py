@@ -14,8 +14,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.file import write_config
 from lightning_llm.config.from_file import load_config
+from lightning_llm.config.yaml_file import write_config
 from lightning_llm.run.launch import environment, refused_rank
 from lightning_llm.run.launch.environment import (
     RankEnvironment,

@@ -18,7 +18,7 @@ import pytest
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.identity import config_hash
+from lightning_llm.config.config_hash import config_hash
 from lightning_llm.run.launch import ray_ranks
 from lightning_llm.run.launch.node_agent import Task
 from lightning_llm.run.launch.ray_cluster import OF_THIS_MACHINE, OWN, bundle, connected, is_own, machines, ray_problems

@@ -16,7 +16,7 @@ import pytest
 from mlflow import MlflowClient
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.file import write_config
+from lightning_llm.config.yaml_file import write_config
 from lightning_llm.tracking.files import summary_of, write_json
 from lightning_llm.tracking.mlflow.store import ORPHANED, mark_orphans
 from lightning_llm.tracking.mlflow.sweep import parent_job, update

@@ -1,7 +1,4 @@
-"""`model=from_weights`: the model's shape, and the tokenizer, taken from the weights at `model.init_from`.
-
-`model.init_from=PATH` typed without a `model=` means it. Imports no torch.
-"""
+"""Names of the files of a folder of weights beside those of tensors, and of keys; `TOKENIZER` is in a run's, too."""
 
 import importlib
 from collections.abc import Sequence
@@ -14,9 +11,19 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.integrity import parse_object, read_regular, unseal
-from lightning_llm.config.file import literal
-from lightning_llm.config.weight_files import GENERATION, HUGGINGFACE, IMPORTED, NOT_SHAPE, TOKENIZER
-from lightning_llm.config.yaml_file import read_mapping
+from lightning_llm.config.yaml_file import literal, read_mapping
+
+IMPORTED = "weights.json"
+"""Of a folder that `import` made: what the weights are, and what was written."""
+HUGGINGFACE = "config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION = "generation_config.json"
+UNNAMED = "???"
+"""`model.init_from` of a recipe that continues from weights: not named yet. `plan` takes it, `train` does not."""
+NOT_SHAPE = ("name", "init_from", "parameters_published")
+"""Keys of `model` that say nothing of its shape."""
+
 
 OPTION = "from_weights"
 KEY = "model.init_from"

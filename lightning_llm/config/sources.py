@@ -18,7 +18,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.config.identity import flatten
+from lightning_llm.config.config_hash import flatten
 from lightning_llm.config.overrides import hydra_setting
 from lightning_llm.config.yaml_file import read_mapping
 
