@@ -7,7 +7,7 @@ from dataclasses import replace
 from benchmarks.precision import HIDDEN_512, TARGETS, TINY, training_step
 from benchmarks.rotation import Row, interleaved_minima, stepping
 from lightning_llm.config.compose import compose_config
-from lightning_llm.precision.linear.weight_cast_rules import kept_slots
+from lightning_llm.precision.linear.weight_rules import kept_slots
 
 MICRO_BATCHES = 8
 STEPS = {

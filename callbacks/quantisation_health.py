@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.precision.cast.cast_statistics import HIGHEST, LOWEST, SUMS, cast_sums, figures
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
 from lightning_llm.precision.linear.plan import SLOT_NAMES, SeenCast, Shard
+from lightning_llm.precision.linear.statistics import HIGHEST, LOWEST, SUMS, cast_sums, figures
 from lightning_llm.tracking.files import cut_back
 from lightning_llm.tracking.quantization_table import Tensors, table
 from lightning_llm.train.spikes.nonfinite import NonFiniteError
@@ -41,7 +41,7 @@ class QuantisationHealth(pl.Callback):
     """Looks at every cast of every quantised linear in step 1 and each `every_steps`-th, over all ranks.
 
     - `health/<slot>/<statistic>` in the step's record (and so in MLflow): all layers together, plus `sqnr_db_worst`,
-      the lowest of one layer. `precision.cast.cast_statistics` defines the statistics.
+      the lowest of one layer. `precision.linear.statistics` defines the statistics.
     - `health.jsonl`: a line per observed step with every module and slot; MLflow gets it as an artifact at the end.
     - `health.txt`, shown at the end: the `worst` tensors of the last observed step.
     - A warning names the first cast that was given NaN or Inf. Where training ends for a loss or gradient that is not

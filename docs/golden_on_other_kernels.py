@@ -75,7 +75,7 @@ def wrong_wgrad(recipe: str, linear: int) -> Iterator[None]:
     from planted import wgrad_of_wrong_tensor
 
     from lightning_llm.model.linear import Linear
-    from lightning_llm.precision.linear.call import LinearCall
+    from lightning_llm.precision.linear.operands import LinearCall
 
     calls, right = iter(range(10**6)), LinearCall.operand
 

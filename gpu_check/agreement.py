@@ -15,10 +15,10 @@ from gpu_check.setting import native_recipes, recipes
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
 from lightning_llm.precision.cast import inductor
-from lightning_llm.precision.cast.block_scale import Scaled
 from lightning_llm.precision.cast.inductor import Backend
-from lightning_llm.precision.cast.operand import Operand
-from lightning_llm.precision.linear.delayed_state import delayed_state, update_delayed
+from lightning_llm.precision.cast.quantize import Operand
+from lightning_llm.precision.cast.scales import Scaled
+from lightning_llm.precision.linear.delayed import delayed_state, update_delayed
 from lightning_llm.precision.native.codes import (
     Stored,
     axis_of,

@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import quantize
-from lightning_llm.precision.cast.blocks import block_shape, blocked, unblocked
 from lightning_llm.precision.cast.inductor import OPTIONS
-from lightning_llm.precision.cast.keyed_noise import Origin
+from lightning_llm.precision.cast.random_bits import Origin
+from lightning_llm.precision.cast.scales import block_shape, blocked, unblocked
 
 RECIPES = ("mxfp8", "nvfp4", "mxfp4_sr", "fp8_subchannel")
 CAPABILITIES = (90, 100)

@@ -91,7 +91,7 @@ def exactness(name: str, recipe: PrecisionConfig) -> Iterator[Row]:
             y = layer(operand)
             y.backward(dy)
             if recipe.quantises:
-                from lightning_llm.precision.linear.delayed_state import update_delayed
+                from lightning_llm.precision.linear.delayed import update_delayed
 
                 update_delayed(layer)
         w = layer.weight.detach().bfloat16().float()

@@ -23,7 +23,7 @@ from lightning_llm.compare.statistics.spikes import Spikes, judge_spikes
 from lightning_llm.compare.tokens.effective_data import Curve, EffectiveData, effective_data
 from lightning_llm.config.config_hash import below
 from lightning_llm.plan.coverage import coverage_of
-from lightning_llm.precision.recipe.coverage import Coverage
+from lightning_llm.precision.recipe.module_rules import Coverage
 from lightning_llm.tracking.reading import Run
 
 

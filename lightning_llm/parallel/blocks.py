@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.linalg.gemm import PRODUCTS
+from lightning_llm.precision.linear.autograd import OPERATOR
 from lightning_llm.precision.linear.module import quantised_layers, recompute_contexts
-from lightning_llm.precision.linear.operator import OPERATOR
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 

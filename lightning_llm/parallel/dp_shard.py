@@ -28,7 +28,7 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.torch_private import fsdp_parameters, keeping_version, side_by_side
 from lightning_llm.parallel.tree import TreeReduceScatter
 from lightning_llm.plan.nodes import SHARD_AXES
-from lightning_llm.precision.cast.block_scale import Scaled
+from lightning_llm.precision.cast.scales import Scaled
 from lightning_llm.precision.linear.gathered import GatheredWeight
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
 

@@ -11,7 +11,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.cp import positions_of
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.shard_axes import SHARD_AXES
-from lightning_llm.precision.cast.keyed_noise import Origin
+from lightning_llm.precision.cast.random_bits import Origin
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
 from lightning_llm.precision.linear.plan import Shard
 

@@ -2,7 +2,7 @@
 
 from lightning_llm.config.schema import Config
 from lightning_llm.model.linear_names import linear_names
-from lightning_llm.precision.recipe.coverage import Coverage, coverage
+from lightning_llm.precision.recipe.module_rules import Coverage, coverage
 
 
 def coverage_of(config: Config) -> Coverage | None:

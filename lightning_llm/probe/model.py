@@ -13,7 +13,7 @@ from lightning_llm.config.schema import ModelConfig, PrecisionConfig
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.model.weights.whole import whole_decoder
-from lightning_llm.precision.linear.delayed_state import load_delayed_state, update_delayed
+from lightning_llm.precision.linear.delayed import load_delayed_state, update_delayed
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers, set_recipe, set_step_key
 from lightning_llm.precision.linear.plan import ROLES, SLOT_NAMES
 from lightning_llm.precision.linear.swap import sum_in_fp32, swap_linears

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.precision.cast.inductor import Backend
-from lightning_llm.precision.linear.delayed_state import delayed_state, load_delayed_state, update_delayed
+from lightning_llm.precision.linear.delayed import delayed_state, load_delayed_state, update_delayed
 from lightning_llm.precision.linear.module import (
     QuantisedLinear,
     high_precision_forward,
@@ -18,7 +18,7 @@ from lightning_llm.precision.linear.module import (
     set_recipe,
     set_step_key,
 )
-from lightning_llm.precision.linear.shared_casts import shared
+from lightning_llm.precision.linear.operands import shared
 from lightning_llm.precision.linear.swap import EMULATED, SwapReport, sum_in_fp32, swap_linears
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.native.transformer_engine import seed_random_bits

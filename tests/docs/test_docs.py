@@ -23,7 +23,7 @@ from lightning_llm.plan.check import check_config
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.text.report import plan_facts
 from lightning_llm.precision.cast import inductor
-from lightning_llm.precision.linear.delayed_state import update_delayed
+from lightning_llm.precision.linear.delayed import update_delayed
 from lightning_llm.precision.linear.module import set_step_key
 from lightning_llm.precision.linear.swap import swap_linears
 from lightning_llm.precision.recipe.lint import RULES

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_llm.precision.linear.call import LinearCall
+from lightning_llm.precision.linear.operands import LinearCall
 from tests.golden.trajectory import HERE, RECIPES, distances, families, first_difference, kernels, recorded, trajectory
 
 ROUNDING = 5e-4

@@ -15,8 +15,8 @@ from lightning_llm.parallel.operand_shards import place_shards
 from lightning_llm.plan.degrees import Degrees, resolve_degrees
 from lightning_llm.plan.divisibility import CONTRACTION
 from lightning_llm.precision.cast.inductor import Backend
-from lightning_llm.precision.linear.call import LinearCall
 from lightning_llm.precision.linear.module import quantised_layers, set_step_key
+from lightning_llm.precision.linear.operands import LinearCall
 from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.linear.swap import swap_linears
 

@@ -9,7 +9,7 @@ import pytest
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.memory.rank_bytes import memory_at
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.precision.cast.operand import Operand
+from lightning_llm.precision.cast.quantize import Operand
 from lightning_llm.precision.linear.module import quantised_layers
 from lightning_llm.precision.linear.weight_casts import KeptCasts, WantedCast
 from tests.parallel.traced_run import Trace, difference, traced_run, unsaved_run

@@ -21,8 +21,8 @@ from lightning_llm.plan.divisibility import CONTRACTION, sharding_problems
 from lightning_llm.plan.shard_axes import SHARD_AXES
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.inductor import Backend
-from lightning_llm.precision.linear.call import Given, LinearCall
 from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.operands import Given, LinearCall
 from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.native.capability import Capability
 from tests.parallel.cut_operands import BY_DEFINITION, degrees_of, differing, words_of

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
-from lightning_llm.precision.cast.cast_statistics import SUMS, cast_sums, figures
 from lightning_llm.precision.linear.autograd import quantised_linear
 from lightning_llm.precision.linear.plan import KEY_COUNT, LinearPlan
+from lightning_llm.precision.linear.statistics import SUMS, cast_sums, figures
 from tests.precision.recipes import RECIPES, load
 
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.linalg import gemm as products
 from lightning_llm.precision.cast import inductor
-from lightning_llm.precision.cast.operand import BlockScales, Operand
+from lightning_llm.precision.cast.quantize import BlockScales, Operand
 from lightning_llm.precision.linear import gemm
 from lightning_llm.precision.linear.gemm import multiply
 

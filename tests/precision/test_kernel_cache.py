@@ -8,10 +8,9 @@ from filelock import FileLock
 
 from lightning_llm.__main__ import main
 from lightning_llm.precision.cast import inductor, kernel_cache, quantize
-from lightning_llm.precision.cast.blocks import block_shape, blocked
-from lightning_llm.precision.cast.kernel_cache import Kernels, tally
-from lightning_llm.precision.cast.kernel_key import signature
-from lightning_llm.precision.cast.keyed_noise import Origin
+from lightning_llm.precision.cast.kernel_cache import Kernels, signature, tally
+from lightning_llm.precision.cast.random_bits import Origin
+from lightning_llm.precision.cast.scales import block_shape, blocked
 from tests.precision.recipes import RECIPES, load
 
 compiles = pytest.mark.skipif(inductor.no_compiler("cpu") is not None, reason="no C++ compiler")

@@ -7,9 +7,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema.precision import DelayedConfig
-from lightning_llm.precision.cast import delayed, inductor
+from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.random_bits import random_signs, uniform_noise
-from lightning_llm.precision.linear.delayed_state import delayed_state, load_delayed_state, update_delayed
+from lightning_llm.precision.linear import delayed
+from lightning_llm.precision.linear.delayed import delayed_state, load_delayed_state, update_delayed
 from lightning_llm.precision.linear.module import (
     QuantisedLinear,
     quantised_layers,

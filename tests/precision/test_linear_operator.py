@@ -20,8 +20,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.blocks import checkpoint_blocks, compile_blocks
-from lightning_llm.precision.linear.call import LinearCall
-from lightning_llm.precision.linear.delayed_state import delayed_state, update_delayed
+from lightning_llm.precision.linear.delayed import delayed_state, update_delayed
 from lightning_llm.precision.linear.module import (
     QuantisedLinear,
     high_precision_forward,
@@ -29,6 +28,7 @@ from lightning_llm.precision.linear.module import (
     set_recipe,
     set_step_key,
 )
+from lightning_llm.precision.linear.operands import LinearCall
 from lightning_llm.precision.linear.swap import swap_linears
 from tests.precision.recipes import RECIPES, load
 

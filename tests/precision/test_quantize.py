@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision.cast import block_scale, inductor, quantize, scales
-from lightning_llm.precision.cast.formats import FORMATS
+from lightning_llm.precision.cast import inductor, quantize, scales
+from lightning_llm.precision.cast import scales as block_scale
 from lightning_llm.precision.cast.hadamard import rotate, rotation
-from lightning_llm.precision.cast.keyed_noise import Origin, keyed_noise
 from lightning_llm.precision.cast.quantize import quantise
+from lightning_llm.precision.cast.random_bits import Origin, keyed_noise
+from lightning_llm.precision.cast.rounding import FORMATS
 from tests.precision.recipes import CASTS, DISTINCT, load
 
 BLOCKED = [cast for cast in DISTINCT if cast.block != "tensor" and cast.scale != "quest" and not cast.stochastic]

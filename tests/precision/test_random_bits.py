@@ -12,8 +12,8 @@ from lightning_llm.base import keyed_hash
 from lightning_llm.base.keyed_hash import MASK_32, StepKey
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import random_bits
-from lightning_llm.precision.cast.keyed_noise import Origin, keyed_noise
 from lightning_llm.precision.cast.quantize import quantise
+from lightning_llm.precision.cast.random_bits import Origin, keyed_noise
 from tests.precision.recipes import load
 
 SIZE = 1 << 18

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_llm.precision.cast.formats import FORMATS, TORCH_DTYPES, decode, encode
-from lightning_llm.precision.cast.rounding import round_to_format
+from lightning_llm.precision.cast.rounding import FORMATS, TORCH_DTYPES, decode, encode, round_to_format
 from tests.precision import reference
 
 DETERMINISTIC = ["even", "half_away", "half_to_zero"]

@@ -12,7 +12,7 @@ from lightning_llm.linalg.gemm import product
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.plan.coverage import coverage_of
 from lightning_llm.precision.cast import inductor
-from lightning_llm.precision.linear.delayed_state import update_delayed
+from lightning_llm.precision.linear.delayed import update_delayed
 from lightning_llm.precision.linear.module import (
     QuantisedLinear,
     high_precision_forward,

@@ -8,7 +8,7 @@ import torch
 
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import quantize
-from lightning_llm.precision.cast.keyed_noise import Origin, keyed_noise
+from lightning_llm.precision.cast.random_bits import Origin, keyed_noise
 from lightning_llm.probe.comparison import compare, figures
 
 

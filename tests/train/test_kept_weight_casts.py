@@ -24,11 +24,11 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.precision.cast.operand import Operand
-from lightning_llm.precision.linear.call import LinearCall
+from lightning_llm.precision.cast.quantize import Operand
 from lightning_llm.precision.linear.module import quantised_layers
-from lightning_llm.precision.linear.weight_cast_rules import kept_slots
+from lightning_llm.precision.linear.operands import LinearCall
 from lightning_llm.precision.linear.weight_casts import KeptCasts
+from lightning_llm.precision.linear.weight_rules import kept_slots
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import Quantisation

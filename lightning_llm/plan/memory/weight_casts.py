@@ -15,12 +15,13 @@ from lightning_llm.plan.memory.units import Units, shard_ranks, uses_fsdp
 from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.plan.shard_axes import SHARD_AXES
 from lightning_llm.plan.stages import StagePart, layers_of, units_at
-from lightning_llm.precision.linear.gather_rules import codes_cast, why_not_codes
-from lightning_llm.precision.linear.weight_cast_rules import (
+from lightning_llm.precision.linear.weight_rules import (
     WEIGHT_SLOTS,
+    codes_cast,
     kept_by_kernel,
     kept_bytes,
     kept_slots,
+    why_not_codes,
     why_not_kept,
 )
 from lightning_llm.precision.recipe.module_rules import layers_of_casts, reasons_to_stay_high, rule_of

@@ -20,8 +20,8 @@ from lightning_llm.plan.teachers import teacher_flops_per_token
 from lightning_llm.plan.text.describe import cost_facts, layout_facts, layout_rows, memory_rows, sent_rows, traffic_row
 from lightning_llm.plan.time.describe import time_facts, time_rows
 from lightning_llm.precision.native.capability import HARDWARE
-from lightning_llm.precision.recipe.coverage import Coverage
 from lightning_llm.precision.recipe.describe import precision_facts, precision_rows
+from lightning_llm.precision.recipe.module_rules import Coverage
 
 
 def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:

@@ -14,17 +14,53 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision.cast import block_scale, quantize, scales
-from lightning_llm.precision.cast.block_scale import Scaled
-from lightning_llm.precision.cast.blocks import BlockShape, block_shape, blocked, unblocked
+from lightning_llm.precision.cast import quantize, scales
+from lightning_llm.precision.cast import scales as block_scale
 from lightning_llm.precision.cast.kernel_cache import Kernels
-from lightning_llm.precision.cast.keyed_noise import Origin
-from lightning_llm.precision.cast.operand import Operand
-from lightning_llm.precision.cast.quantize import CastBlocks
-from lightning_llm.precision.cast.shapes import only_shapes
+from lightning_llm.precision.cast.quantize import CastBlocks, Operand
+from lightning_llm.precision.cast.random_bits import Origin
+from lightning_llm.precision.cast.scales import BlockShape, Scaled, block_shape, blocked, unblocked
+
+SHAPES_P = ParamSpec("SHAPES_P")
+SHAPES_R = TypeVar("SHAPES_R")
+
+
+def only_shapes(function: Callable[SHAPES_P, SHAPES_R]) -> Callable[SHAPES_P, SHAPES_R]:
+    """Return `function` without its work: what it returns is allocated, each tensor once, on its first one's device.
+
+    It runs once, on the meta device, for each set of shapes, dtypes and other arguments.
+    """
+    returned: dict[Any, tuple[list[Any], Any]] = {}
+
+    @functools.wraps(function)
+    def allocate(*args: SHAPES_P.args, **kwargs: SHAPES_P.kwargs) -> SHAPES_R:
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        key = (structure, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+        if key not in returned:
+            meta_args, meta_kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
+            with torch.device("meta"):
+                returned[key] = tree_flatten(function(*meta_args, **meta_kwargs))
+        made, layout = returned[key]
+        device = tensors[0].device
+        fresh = {
+            id(leaf): torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+            for leaf in made
+            if isinstance(leaf, Tensor)
+        }
+        result: SHAPES_R = tree_unflatten([fresh.get(id(leaf), leaf) for leaf in made], layout)
+        return result
+
+    return allocate
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
+
 
 OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 P = ParamSpec("P")

@@ -13,20 +13,66 @@ from torch import Tensor
 
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import scales
-from lightning_llm.precision.cast.block_scale import Scaled, needs_tensor_amax, scale, scale_blocks, tensor_amax
-from lightning_llm.precision.cast.blocks import (
+from lightning_llm.precision.cast.random_bits import Origin, keyed_noise
+from lightning_llm.precision.cast.rounding import FORMATS, copy_sign, encode, round_to_format
+from lightning_llm.precision.cast.scales import (
     BlockShape,
+    Scaled,
     axes_within,
     block_shape,
     blocked,
     check_blocked,
+    needs_tensor_amax,
     per_block,
+    scale,
+    scale_blocks,
+    tensor_amax,
     unblocked,
 )
-from lightning_llm.precision.cast.formats import FORMATS, copy_sign, encode
-from lightning_llm.precision.cast.keyed_noise import Origin, keyed_noise
-from lightning_llm.precision.cast.operand import BlockScales
-from lightning_llm.precision.cast.rounding import round_to_format
+
+
+class BlockScales(NamedTuple):
+    """fp32 scales of an operand [R, C] whose code times scale fits no short format: applied to partial sums.
+
+    `scales`: [R, ceil(C / width)] for contraction `axis` 1, [ceil(R / width), C] for axis 0.
+    """
+
+    scales: Tensor
+    width: int
+    axis: int
+
+    def at(self, start: int) -> Tensor:
+        """Return the scales of the contraction axis's element `start`: [R, 1], or [1, C] for axis 0."""
+        return self.scales.narrow(self.axis, start // self.width, 1)
+
+
+class Operand(NamedTuple):
+    """`tensor` [R, C], times `blocks` where there are any; the product is multiplied by `factor` (an fp32 scalar).
+
+    `inside` [R, C] bf16, for `clip_gradient`, a factor of the gradient: 1 where the scaled element was within the
+    format's range, else 0.
+    """
+
+    tensor: Tensor
+    factor: Tensor | None = None
+    inside: Tensor | None = None
+    blocks: BlockScales | None = None
+
+    @property
+    def flipped(self) -> "Operand":
+        """The transpose, without `inside`."""
+        blocks = self.blocks
+        if blocks is not None:
+            blocks = BlockScales(blocks.scales.T, blocks.width, 1 - blocks.axis)
+        return Operand(self.tensor.T, self.factor, None, blocks)
+
+    def dequantised(self) -> Tensor:
+        """Return the numbers that the operand stands for, fp32 [R, C], all scales applied."""
+        numbers = self.tensor.float()
+        if self.blocks is not None:
+            scales, width, axis = self.blocks
+            numbers = numbers * scales.repeat_interleave(width, axis).narrow(axis, 0, numbers.shape[axis])
+        return numbers if self.factor is None else numbers * self.factor
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import inductor
-from lightning_llm.precision.cast.formats import TORCH_DTYPES, decode
 from lightning_llm.precision.cast.quantize import Quantised, quantise
+from lightning_llm.precision.cast.rounding import TORCH_DTYPES, decode
 
 BF16_ARRAYS = ("x", "X", "W", "dY", "rht_xT")
 

@@ -15,7 +15,8 @@ import numpy as np
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.terminal.waiting import Waiting
 from lightning_llm.precision.cast import inductor
-from lightning_llm.precision.conformance import casts, linears
+from lightning_llm.precision.conformance import checks as casts
+from lightning_llm.precision.conformance import checks as linears
 from lightning_llm.precision.conformance.case import Case, Check, Runner
 
 INPUTS = frozenset(

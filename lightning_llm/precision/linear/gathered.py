@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision.cast import block_scale, inductor
-from lightning_llm.precision.cast.block_scale import Scaled
-from lightning_llm.precision.cast.formats import TORCH_DTYPES
-from lightning_llm.precision.cast.operand import Operand
-from lightning_llm.precision.linear.gather_rules import codes_cast
+from lightning_llm.precision.cast import inductor
+from lightning_llm.precision.cast import scales as block_scale
+from lightning_llm.precision.cast.quantize import Operand
+from lightning_llm.precision.cast.rounding import TORCH_DTYPES
+from lightning_llm.precision.cast.scales import Scaled
 from lightning_llm.precision.linear.module import QuantisedLinear
 from lightning_llm.precision.linear.plan import ROLES
 from lightning_llm.precision.linear.weight_casts import OwnCasts, WantedCast
+from lightning_llm.precision.linear.weight_rules import codes_cast
 
 
 class GatheredWeight(OwnCasts):

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.linalg.gemm import fp32_product, linear, product, returns_fp32
 from lightning_llm.precision.cast.inductor import Backend, run_by
-from lightning_llm.precision.cast.operand import Operand
+from lightning_llm.precision.cast.quantize import Operand
 
 
 def multiply(a: Operand, b: Operand, dtype: torch.dtype, backend: Backend, bias: Tensor | None = None) -> Tensor:

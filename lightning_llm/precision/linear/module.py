@@ -14,11 +14,10 @@ from lightning_llm.linalg.cast_linear import Reduce, linear_with_unrounded_wgrad
 from lightning_llm.linalg.gemm import linear
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.random_bits import hash_words
-from lightning_llm.precision.linear import operator as linear_operator
+from lightning_llm.precision.linear import autograd as linear_operator
 from lightning_llm.precision.linear.autograd import Record, quantised_linear
-from lightning_llm.precision.linear.call import LinearCall
+from lightning_llm.precision.linear.operands import LinearCall, shared
 from lightning_llm.precision.linear.plan import KEY_COUNT, ROLES, LinearPlan, Observe
-from lightning_llm.precision.linear.shared_casts import shared
 from lightning_llm.precision.linear.weight_casts import KeptCasts
 
 HIGH_CASTS = slots_of(PrecisionConfig(name="high", compute_dtype="fp16"))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_llm.config.schema.precision import SLOTS, CastConfig, PrecisionConfig
-from lightning_llm.precision.cast.block_scale import Scaled
 from lightning_llm.precision.cast.inductor import Backend
-from lightning_llm.precision.cast.keyed_noise import Origin
-from lightning_llm.precision.cast.operand import Operand
+from lightning_llm.precision.cast.quantize import Operand
+from lightning_llm.precision.cast.random_bits import Origin
+from lightning_llm.precision.cast.scales import Scaled
 from lightning_llm.precision.linear.weight_casts import WeightCasts
 
 SLOT_NAMES = tuple(f"{gemm}.{operand}" for gemm, operand in SLOTS)

@@ -13,8 +13,13 @@ from lightning_llm.precision.cast.inductor import Backend
 from lightning_llm.precision.linear.module import QuantisedLinear
 from lightning_llm.precision.linear.plan import LinearPlan, wgrad_dtype_of
 from lightning_llm.precision.native.decide import Decision
-from lightning_llm.precision.recipe.coverage import Coverage, coverage
-from lightning_llm.precision.recipe.module_rules import nothing_converted, reasons_to_stay_high, rule_of
+from lightning_llm.precision.recipe.module_rules import (
+    Coverage,
+    coverage,
+    nothing_converted,
+    reasons_to_stay_high,
+    rule_of,
+)
 
 EMULATED = Decision("emulated")
 

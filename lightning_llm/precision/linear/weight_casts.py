@@ -6,8 +6,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision.cast.operand import Operand
-from lightning_llm.precision.linear.weight_cast_rules import serve_both, why_not_kept
+from lightning_llm.precision.cast.quantize import Operand
+from lightning_llm.precision.linear.weight_rules import serve_both, why_not_kept
 
 
 class WantedCast(NamedTuple):

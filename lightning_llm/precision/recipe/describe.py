@@ -6,8 +6,13 @@ from typing import Any
 
 from lightning_llm.config.schema.precision import HIGH, SELECTS, CastConfig, PrecisionConfig, slots_of
 from lightning_llm.precision.native.decide import Decision
-from lightning_llm.precision.recipe.coverage import Coverage, coverage
-from lightning_llm.precision.recipe.module_rules import fractions_of_no_block, layers_of_casts, reasons_to_stay_high
+from lightning_llm.precision.recipe.module_rules import (
+    Coverage,
+    coverage,
+    fractions_of_no_block,
+    layers_of_casts,
+    reasons_to_stay_high,
+)
 
 ALWAYS = ("block", "scale", "rounding")
 """Keys of a cast that are shown even where they have their default."""

@@ -13,13 +13,11 @@ import torch
 from torch.nn.functional import pad
 
 from lightning_llm.config.schema.precision import CastConfig, DelayedConfig, HadamardConfig
-from lightning_llm.precision.cast.block_scale import tensor_amax
-from lightning_llm.precision.cast.formats import decode
 from lightning_llm.precision.cast.hadamard import rotate, rotation
-from lightning_llm.precision.cast.keyed_noise import Origin, keyed_noise
-from lightning_llm.precision.cast.operand import BlockScales, Operand
-from lightning_llm.precision.cast.quantize import quantise
-from lightning_llm.precision.cast.scales import NVFP4_RANGE, divide, e8m0_value
+from lightning_llm.precision.cast.quantize import BlockScales, Operand, quantise
+from lightning_llm.precision.cast.random_bits import Origin, keyed_noise
+from lightning_llm.precision.cast.rounding import decode
+from lightning_llm.precision.cast.scales import NVFP4_RANGE, divide, e8m0_value, tensor_amax
 from lightning_llm.precision.linear.gemm import multiply
 from lightning_llm.precision.linear.plan import SLOT_NAMES
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_llm.config.schema.precision import slots_of
-from lightning_llm.precision.linear.delayed_state import delayed_state, load_delayed_state, update_delayed
+from lightning_llm.precision.linear.delayed import delayed_state, load_delayed_state, update_delayed
 from lightning_llm.precision.linear.module import QuantisedLinear, high_precision_forward, set_recipe
 from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.linear.swap import swap_linears

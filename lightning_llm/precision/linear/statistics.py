@@ -17,8 +17,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_llm.precision.cast.formats import FLOAT_MAX, FORMATS
 from lightning_llm.precision.cast.quantize import block_amax, count_beyond
+from lightning_llm.precision.cast.rounding import FLOAT_MAX, FORMATS
 from lightning_llm.precision.linear.plan import SeenCast
 
 SUMS = (

@@ -1,18 +1,19 @@
 """The operands of one call of a quantised linear layer: rotated and quantised, or what was kept in their place."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_llm.config.schema.precision import HadamardConfig
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.hadamard import fixed_signs, rotate, rotation
-from lightning_llm.precision.cast.operand import Operand
+from lightning_llm.precision.cast.quantize import Operand
 from lightning_llm.precision.cast.random_bits import random_signs
 from lightning_llm.precision.linear.gemm import multiplied_in_fp32
 from lightning_llm.precision.linear.plan import (
@@ -25,8 +26,50 @@ from lightning_llm.precision.linear.plan import (
     SeenCast,
     Shard,
 )
-from lightning_llm.precision.linear.shared_casts import shared
 from lightning_llm.precision.linear.weight_casts import WantedCast
+
+T = TypeVar("T")
+
+
+class _Made(NamedTuple):
+    """What was made, and of which numbers: of a storage as it was then. Its memory is not kept by this, its name is."""
+
+    storage: StorageWeakRef
+    place: tuple[Any, ...]
+    how: Hashable
+    result: Any
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    return x.data_ptr(), x.shape, x.stride(), x.dtype, x._version
+
+
+class SharedCasts:
+    """The latest result of each kind, for whoever asks for the same of the same tensor next."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, _Made] = {}
+
+    def of(self, x: Tensor, kind: str, how: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` makes of `x`, or has just made of it; `how` names all else that it is a function of."""
+        if x.device.type != "cpu" or x.is_inference() or type(x) is not Tensor:
+            return make()
+        latest, place, storage = self._latest.get(kind), _place(x), StorageWeakRef(x.untyped_storage())
+        if latest is not None and (latest.storage, latest.place, latest.how) == (storage, place, how):
+            result: T = latest.result
+            return result
+        self._latest.pop(kind, None)
+        result = make()
+        self._latest[kind] = _Made(storage, place, how, result)
+        return result
+
+    def forget(self) -> None:
+        """Let go of all that was made: it is asked for no more, or tensors may have changed unseen."""
+        self._latest.clear()
+
+
+shared = SharedCasts()
+
 
 Given = Tensor | Callable[[], Tensor]
 """A tensor to cast, or what gives it when it is needed: a weight whose cast is kept is not."""
@@ -129,3 +172,36 @@ class LinearCall(NamedTuple):
 
 def _tell(observe: Observe, *seen: Any) -> None:
     observe(SeenCast(*seen))
+
+
+def observe_casts(
+    x: Tensor, weight: Tensor, y: Tensor, plan: LinearPlan, keys: Tensor | None, scales: Tensor | None
+) -> None:
+    """Tell `plan.observe` of the casts of y = x W^T where something else makes them: they are made here too, for it.
+
+    `x` [M, K] is in the dtype that is quantised, `weight` [N, K] in its own, and `y` [..., N] gives its gradient by a
+    hook. Nothing is multiplied and no tensor or generator changed. Operands have source high_precision: whatever
+    runs natively does.
+    """
+    call, needs_dx, needs_dw = LinearCall(plan, keys, scales), x.requires_grad, weight.requires_grad
+    outputs, dtype = weight.shape[0], x.dtype  # and neither tensor, which a checkpointed block is to let go
+
+    @torch.no_grad()
+    def look(dy: Tensor) -> None:
+        dy = dy.reshape(-1, outputs).to(dtype).contiguous()
+        if needs_dx:
+            call.operand(dy, "dgrad.dy", 1)
+        if needs_dw:
+            call.operand(dy, "wgrad.dy", 0)
+
+    with torch.no_grad():
+        w = weight.to(dtype)
+        call.operand(x, "fprop.x", 1)
+        call.operand(w, "fprop.w", 1)
+        if not y.requires_grad:
+            return
+        if needs_dx:
+            call.operand(w, "dgrad.w", 0)
+        if needs_dw:
+            call.operand(x, "wgrad.x", 0)
+    y.register_hook(look)
