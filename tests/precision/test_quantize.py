@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import inductor, quantize, scales
-from lightning_llm.precision.cast import scales as block_scale
 from lightning_llm.precision.cast.hadamard import rotate, rotation
 from lightning_llm.precision.cast.quantize import quantise
 from lightning_llm.precision.cast.random_bits import Origin, keyed_noise
@@ -163,7 +162,7 @@ def test_a_missing_scale_or_amax_is_an_error():
     with pytest.raises(ValueError, match="kept from earlier steps"):
         quantise(sample(4, 4), load("fp8_delayed").fprop.x)
     with pytest.raises(ValueError, match="needs the tensor's amax"):
-        block_scale.scale(sample(4, 4), load("nvfp4").fprop.x, 1)
+        scales.scale(sample(4, 4), load("nvfp4").fprop.x, 1)
 
 
 def test_shards_that_agree_on_amax_quantise_as_the_whole():
@@ -196,8 +195,8 @@ def theory(x, cast):
     Averaged over the binades of the format (subnormals: one step) under the scales that the blocks of `x` have.
     """
     fmt = FORMATS[cast.format]
-    amax = block_scale.tensor_amax(x)
-    multipliers = block_scale.scale(x, cast, 1, amax).multiplier.flatten()[:2000].double()
+    amax = scales.tensor_amax(x)
+    multipliers = scales.scale(x, cast, 1, amax).multiplier.flatten()[:2000].double()
     edges = [0.0] + [2.0**e for e in range(fmt.min_exponent, fmt.max_exponent + 2)]
     steps = [2.0 ** (fmt.min_exponent - fmt.mantissa_bits)]
     steps += [2.0 ** (e - fmt.mantissa_bits) for e in range(fmt.min_exponent, fmt.max_exponent + 1)]

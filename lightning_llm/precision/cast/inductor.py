@@ -19,54 +19,16 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import quantize, scales
-from lightning_llm.precision.cast import scales as block_scale
 from lightning_llm.precision.cast.kernel_cache import Kernels
 from lightning_llm.precision.cast.quantize import CastBlocks, Operand
 from lightning_llm.precision.cast.random_bits import Origin
 from lightning_llm.precision.cast.scales import BlockShape, Scaled, block_shape, blocked, unblocked
 
-SHAPES_P = ParamSpec("SHAPES_P")
-SHAPES_R = TypeVar("SHAPES_R")
-
-
-def only_shapes(function: Callable[SHAPES_P, SHAPES_R]) -> Callable[SHAPES_P, SHAPES_R]:
-    """Return `function` without its work: what it returns is allocated, each tensor once, on its first one's device.
-
-    It runs once, on the meta device, for each set of shapes, dtypes and other arguments.
-    """
-    returned: dict[Any, tuple[list[Any], Any]] = {}
-
-    @functools.wraps(function)
-    def allocate(*args: SHAPES_P.args, **kwargs: SHAPES_P.kwargs) -> SHAPES_R:
-        leaves, structure = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        key = (structure, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
-        if key not in returned:
-            meta_args, meta_kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
-            with torch.device("meta"):
-                returned[key] = tree_flatten(function(*meta_args, **meta_kwargs))
-        made, layout = returned[key]
-        device = tensors[0].device
-        fresh = {
-            id(leaf): torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
-            for leaf in made
-            if isinstance(leaf, Tensor)
-        }
-        result: SHAPES_R = tree_unflatten([fresh.get(id(leaf), leaf) for leaf in made], layout)
-        return result
-
-    return allocate
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta")
-
-
 OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 P = ParamSpec("P")
 R = TypeVar("R")
 Backend = Literal["eager", "compiled", "shapes"]
-"""How casts run; "shapes": not at all, what they return is allocated and left as it is (see `shapes.py`)."""
+"""How casts run; "shapes": not at all, what they return is allocated and left as it is (see `only_shapes`)."""
 
 
 # Said of a cast that reads fp16 and gives codes in bf16. All between is fp32, and its bits are those of eager (tests).
@@ -177,10 +139,43 @@ def run_by(backend: Backend, function: Callable[P, R], identity: Any) -> Callabl
     return compiled(function, identity) if backend == "compiled" else only_shapes(function)
 
 
+def only_shapes(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` without its work: what it returns is allocated, each tensor once, on its first one's device.
+
+    It runs once, on the meta device, for each set of shapes, dtypes and other arguments.
+    """
+    returned: dict[Any, tuple[list[Any], Any]] = {}
+
+    @functools.wraps(function)
+    def allocate(*args: P.args, **kwargs: P.kwargs) -> R:
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        key = (structure, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+        if key not in returned:
+            meta_args, meta_kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
+            with torch.device("meta"):
+                returned[key] = tree_flatten(function(*meta_args, **meta_kwargs))
+        made, layout = returned[key]
+        device = tensors[0].device
+        fresh = {
+            id(leaf): torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+            for leaf in made
+            if isinstance(leaf, Tensor)
+        }
+        result: R = tree_unflatten([fresh.get(id(leaf), leaf) for leaf in made], layout)
+        return result
+
+    return allocate
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
 @functools.cache
 def tensor_amax(backend: Backend) -> Callable[[Tensor], Tensor]:
-    """Return `block_scale.tensor_amax` for `backend`."""
-    return run_by(backend, block_scale.tensor_amax, "tensor_amax")
+    """Return `scales.tensor_amax` for `backend`."""
+    return run_by(backend, scales.tensor_amax, "tensor_amax")
 
 
 CastFunction = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, Origin], CastBlocks]
@@ -260,7 +255,7 @@ def operand(
     gets what was rounded, scales and result.
     """
     x, amax = x.detach(), None
-    if reduce_amax is not None and block_scale.needs_tensor_amax(cast):
+    if reduce_amax is not None and scales.needs_tensor_amax(cast):
         amax = reduce_amax(tensor_amax(backend)(x))
     delayed = delayed if cast.scale == "delayed" else None
     if cast.stochastic:  # rows are as long as those of the whole tensor, not as the padded blocks

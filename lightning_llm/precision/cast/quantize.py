@@ -1,7 +1,7 @@
 """Quantise a 2-D tensor by a cast: blocks along an axis, a scale per block, elements rounded to a small format.
 
 Three pure stages, so that a reduction over ranks can come between the first two and each fuses into one kernel:
-`tensor_amax` (where the cast has a tensor-level scale) and `scale` of `block_scale.py`, and `round_blocks`. `quantise`
+`tensor_amax` (where the cast has a tensor-level scale) and `scale` of `scales.py`, and `round_blocks`. `quantise`
 runs all of them and returns everything that can be looked at.
 """
 

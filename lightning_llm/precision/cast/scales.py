@@ -11,8 +11,77 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision.cast import scales
 from lightning_llm.precision.cast.rounding import EXPONENT_MASK, FLOAT_MAX, FORMATS, round_to_format
+
+BlockShape = tuple[int, int] | None
+"""Rows and columns of a block; None: the whole tensor is one."""
+
+
+def block_shape(block: str, axis: int) -> BlockShape:
+    """Return the (rows, columns) of a block whose contraction axis is `axis` of a 2-D tensor; None for the whole."""
+    if block == "tensor":
+        return None
+    across, along = (int(each) for each in block.split("x"))
+    return (across, along) if axis == 1 else (along, across)
+
+
+def axes_within(shape: BlockShape) -> tuple[int, ...]:
+    """Return which axes of a `blocked` tensor lie within a block."""
+    if shape is None:
+        return (0, 1)
+    height, width = shape
+    return (2,) if height == 1 else (1,) if width == 1 else (1, 3)
+
+
+def blocked(x: Tensor, shape: BlockShape) -> Tensor:
+    """Return `x` [R, C] viewed with block axes, zero-padded to whole blocks: [R, C / w, w] for blocks of one row,
+
+    [R / h, h, C] for those of one column, [R / h, h, C / w, w] for others, and `x` where it is one block.
+    """
+    if shape is None:
+        return x
+    (rows, columns), (height, width) = x.shape, shape
+    down, right = _missing(rows, height), _missing(columns, width)
+    if down or right:
+        x = F.pad(x, (0, right, 0, down))
+        rows, columns = x.shape
+    if height == 1:
+        return x.reshape(rows, columns // width, width)
+    if width == 1:
+        return x.reshape(rows // height, height, columns)
+    return x.reshape(rows // height, height, columns // width, width)
+
+
+def check_blocked(x: Tensor, shape: BlockShape) -> None:
+    """Raise ValueError where `x` is not `blocked` to `shape`; a compiler, too, then knows how large blocks are."""
+    found = tuple(x.shape[axis] for axis in axes_within(shape))
+    if shape is not None and found != tuple(size for size in shape if size > 1):
+        raise ValueError(f"blocks of {shape} lie along axes of these sizes, not {found}")
+
+
+def unblocked(x: Tensor, like: Tensor, shape: BlockShape) -> Tensor:
+    """Undo `blocked`: [R, C] as `like`, the padding cropped."""
+    if shape is None:
+        return x
+    (rows, columns), (height, width) = like.shape, shape
+    down, right = _missing(rows, height), _missing(columns, width)
+    if down or right:
+        return x.reshape(rows + down, columns + right)[:rows, :columns].contiguous()
+    return x.reshape(rows, columns)
+
+
+def per_block(scales: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return blocked scales with their size-1 block axes dropped: [R / rows, C / columns]."""
+    height, width = shape
+    if height == 1:
+        return scales.squeeze(2)
+    return scales.squeeze(1) if width == 1 else scales.squeeze(3).squeeze(1)
+
+
+def _missing(length: int, size: int) -> int:
+    """Return by how much `length` falls short of a multiple of `size`."""
+    return -length % size
+
 
 E8M0_NAN = 255
 QUEST_GAUSSIAN_CLIP = 2.92247856  # MSE-optimal clip of a Gaussian on the E2M1 grid, in standard deviations
@@ -117,76 +186,6 @@ def quest_scale(mean: Tensor, mean_of_squares: Tensor) -> Tensor:
     return (scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
 
 
-BlockShape = tuple[int, int] | None
-"""Rows and columns of a block; None: the whole tensor is one."""
-
-
-def block_shape(block: str, axis: int) -> BlockShape:
-    """Return the (rows, columns) of a block whose contraction axis is `axis` of a 2-D tensor; None for the whole."""
-    if block == "tensor":
-        return None
-    across, along = (int(each) for each in block.split("x"))
-    return (across, along) if axis == 1 else (along, across)
-
-
-def axes_within(shape: BlockShape) -> tuple[int, ...]:
-    """Return which axes of a `blocked` tensor lie within a block."""
-    if shape is None:
-        return (0, 1)
-    height, width = shape
-    return (2,) if height == 1 else (1,) if width == 1 else (1, 3)
-
-
-def blocked(x: Tensor, shape: BlockShape) -> Tensor:
-    """Return `x` [R, C] viewed with block axes, zero-padded to whole blocks: [R, C / w, w] for blocks of one row,
-
-    [R / h, h, C] for those of one column, [R / h, h, C / w, w] for others, and `x` where it is one block.
-    """
-    if shape is None:
-        return x
-    (rows, columns), (height, width) = x.shape, shape
-    down, right = _missing(rows, height), _missing(columns, width)
-    if down or right:
-        x = F.pad(x, (0, right, 0, down))
-        rows, columns = x.shape
-    if height == 1:
-        return x.reshape(rows, columns // width, width)
-    if width == 1:
-        return x.reshape(rows // height, height, columns)
-    return x.reshape(rows // height, height, columns // width, width)
-
-
-def check_blocked(x: Tensor, shape: BlockShape) -> None:
-    """Raise ValueError where `x` is not `blocked` to `shape`; a compiler, too, then knows how large blocks are."""
-    found = tuple(x.shape[axis] for axis in axes_within(shape))
-    if shape is not None and found != tuple(size for size in shape if size > 1):
-        raise ValueError(f"blocks of {shape} lie along axes of these sizes, not {found}")
-
-
-def unblocked(x: Tensor, like: Tensor, shape: BlockShape) -> Tensor:
-    """Undo `blocked`: [R, C] as `like`, the padding cropped."""
-    if shape is None:
-        return x
-    (rows, columns), (height, width) = like.shape, shape
-    down, right = _missing(rows, height), _missing(columns, width)
-    if down or right:
-        return x.reshape(rows + down, columns + right)[:rows, :columns].contiguous()
-    return x.reshape(rows, columns)
-
-
-def per_block(scales: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return blocked scales with their size-1 block axes dropped: [R / rows, C / columns]."""
-    height, width = shape
-    if height == 1:
-        return scales.squeeze(2)
-    return scales.squeeze(1) if width == 1 else scales.squeeze(3).squeeze(1)
-
-
-def _missing(length: int, size: int) -> int:
-    """Return by how much `length` falls short of a multiple of `size`."""
-    return -length % size
-
-
 class Scaled(NamedTuple):
     """Scales with size-1 block axes. Elements times `multiplier` are rounded; the result, times `block`, times
     `tensor` where there is one, is the quantised number.
@@ -204,7 +203,7 @@ def needs_tensor_amax(cast: CastConfig) -> bool:
 
 def tensor_amax(x: Tensor) -> Tensor:
     """Return the largest magnitude of `x`, an fp32 scalar; NaN is ignored, Inf is not."""
-    return scales.magnitudes(x).amax()
+    return magnitudes(x).amax()
 
 
 def scale(x: Tensor, cast: CastConfig, axis: int, amax: Tensor | None = None, delayed: Tensor | None = None) -> Scaled:
@@ -224,7 +223,7 @@ def scale_blocks(
     if cast.scale == "delayed":
         if delayed is None:
             raise ValueError("scale: delayed needs the scale kept from earlier steps")
-        return Scaled(delayed, None, scales.divide(1.0, delayed))
+        return Scaled(delayed, None, divide(1.0, delayed))
     if needs_tensor_amax(cast) and amax is None:
         raise ValueError(f"scale: {cast.scale} of block {cast.block} needs the tensor's amax")
     if cast.scale == "quest":
@@ -236,21 +235,21 @@ def scale_blocks(
     ignored = float("inf") if cast.scale == "e8m0_floor" else 0.0
     block_amax = torch.where(magnitude == magnitude, magnitude, ignored).amax(dim=axes_within(shape), keepdim=True)
     if cast.scale == "two_level_e4m3" and amax is not None:
-        sf, multiplier = scales.nvfp4_block_scale(block_amax, scales.nvfp4_tensor_scale(amax))
-        return Scaled(multiplier, sf, amax * (1.0 / scales.NVFP4_RANGE))
+        sf, multiplier = nvfp4_block_scale(block_amax, nvfp4_tensor_scale(amax))
+        return Scaled(multiplier, sf, amax * (1.0 / NVFP4_RANGE))
     if cast.scale in ("e8m0_ceil", "e8m0_floor"):
-        exponent_of = scales.e8m0_ceil if cast.scale == "e8m0_ceil" else scales.e8m0_floor
+        exponent_of = e8m0_ceil if cast.scale == "e8m0_ceil" else e8m0_floor
         exponent = exponent_of(block_amax, cast.format)
-        multiplier = scales.e8m0_reciprocal(exponent) * cast.prescale
+        multiplier = e8m0_reciprocal(exponent) * cast.prescale
         factor = None if cast.prescale == 1 else torch.full((), 1.0 / cast.prescale, device=blocks.device)
-        return Scaled(multiplier, scales.e8m0_value(exponent), factor)
+        return Scaled(multiplier, e8m0_value(exponent), factor)
     return _plain(block_amax, cast, torch.finfo(blocks.dtype).max)
 
 
 def _plain(amax: Tensor, cast: CastConfig, value_for_inf: float) -> Scaled:
     """Return fp32 or power-of-two scales. A power of two stays with the operand, where it is exact."""
-    multiplier = scales.scale_from_amax(amax, cast.format, cast.scale == "power_of_two", value_for_inf)
-    inverse = scales.divide(1.0, multiplier)
+    multiplier = scale_from_amax(amax, cast.format, cast.scale == "power_of_two", value_for_inf)
+    inverse = divide(1.0, multiplier)
     if cast.block == "tensor" and cast.scale == "fp32":
         return Scaled(multiplier, None, inverse)
     return Scaled(multiplier, inverse, None)
@@ -260,8 +259,8 @@ def _quest(blocked: Tensor, axes: tuple[int, ...], size: int) -> Scaled:
     """Return QuEST's scales from the first two moments of blocks of `size` (a power of two) along one axis."""
     x, axis = blocked.float(), axes[0]
     mean, square = (_sum_in_order(each, axis, size) * (1.0 / size) for each in (x, x * x))  # exact: no division
-    power = scales.quest_scale(mean, square)
-    return Scaled(scales.divide(1.0, power), power, None)
+    power = quest_scale(mean, square)
+    return Scaled(divide(1.0, power), power, None)
 
 
 def _sum_in_order(x: Tensor, axis: int, size: int) -> Tensor:

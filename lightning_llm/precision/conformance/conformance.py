@@ -15,8 +15,7 @@ import numpy as np
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.terminal.waiting import Waiting
 from lightning_llm.precision.cast import inductor
-from lightning_llm.precision.conformance import checks as casts
-from lightning_llm.precision.conformance import checks as linears
+from lightning_llm.precision.conformance import checks
 from lightning_llm.precision.conformance.case import Case, Check, Runner
 
 INPUTS = frozenset(
@@ -114,20 +113,20 @@ class _Files:
 def _checker(case: Case) -> Callable[[Case], Iterator[Check]] | None:
     """Return what checks a case, by its recipe and, where a recipe has several kinds, by its arrays."""
     by_recipe: dict[str, Callable[[Case], Iterator[Check]]] = {
-        "element cast": casts.element_cast,
-        "scale cast": casts.scale_cast,
-        "scale_from_amax": casts.scale_from_amax,
-        "fp8_current": casts.current,
-        "fp8_subchannel": casts.blocks,
-        "mxfp8": casts.mxfp8,
-        "MX (OCP floor scale)": casts.mx_ocp,
-        "nvfp4": linears.nvfp4_gemm if "Y" in case else casts.nvfp4,
-        "nvfp4 SR": casts.nvfp4_stochastic,
-        "mxfp4_sr": linears.mxfp4_backward if "dX" in case else casts.mxfp4_stochastic,
-        "mxfp4_sr_rht": linears.mxfp4_backward,
-        "quartet": casts.quartet,
-        "fp8_delayed": linears.delayed_updates if "hist" in case else casts.delayed_cast,
-        "fp16": linears.loss_scales,
+        "element cast": checks.element_cast,
+        "scale cast": checks.scale_cast,
+        "scale_from_amax": checks.scale_from_amax,
+        "fp8_current": checks.current,
+        "fp8_subchannel": checks.blocks,
+        "mxfp8": checks.mxfp8,
+        "MX (OCP floor scale)": checks.mx_ocp,
+        "nvfp4": checks.nvfp4_gemm if "Y" in case else checks.nvfp4,
+        "nvfp4 SR": checks.nvfp4_stochastic,
+        "mxfp4_sr": checks.mxfp4_backward if "dX" in case else checks.mxfp4_stochastic,
+        "mxfp4_sr_rht": checks.mxfp4_backward,
+        "quartet": checks.quartet,
+        "fp8_delayed": checks.delayed_updates if "hist" in case else checks.delayed_cast,
+        "fp16": checks.loss_scales,
     }
     return by_recipe.get(case.spec["recipe"])
 
@@ -136,20 +135,20 @@ def _verdict(case: Case, shared: dict[str, Case]) -> Verdict:
     """Run a case's checks, and require one for every recorded array that is not an input."""
     recipe, inputs = case.spec["recipe"], shared.get(case.spec["file"])
     if case is inputs:
-        checks = list(linears.six_slot_inputs(case))
-    elif "sha256_dequant_fp32_plus0" in case.spec and recipe in linears.SIX_SLOTS:
+        found = list(checks.six_slot_inputs(case))
+    elif "sha256_dequant_fp32_plus0" in case.spec and recipe in checks.SIX_SLOTS:
         if inputs is None:
             return Verdict(recipe, case.name, 0, ("no case of its file holds X, W and dY",))
-        checks = list(linears.six_slots(case, {name: inputs.tensor(name) for name in ("X", "W", "dY")}))
+        found = list(checks.six_slots(case, {name: inputs.tensor(name) for name in ("X", "W", "dY")}))
     else:
         checker = _checker(case)
         if checker is None:
             return Verdict(recipe, case.name, 0, (f"no check for recipe '{recipe}'",))
-        checks = list(checker(case))
+        found = list(checker(case))
     # Some arrays are an input in one case and a result in another.
     given = INPUTS | ({"amax"} if recipe == "scale_from_amax" or "expected" in case else set())
     given |= {"scale"} if recipe == "fp8_delayed" and "codes" in case else set()
-    unchecked = set(case.spec["arrays"]) - given - {check.array for check in checks}
-    errors = [f"{check.array}: {check.error}" for check in checks if check.error is not None]
+    unchecked = set(case.spec["arrays"]) - given - {check.array for check in found}
+    errors = [f"{check.array}: {check.error}" for check in found if check.error is not None]
     errors += [f"{array}: not covered by any check" for array in sorted(unchecked)]
-    return Verdict(recipe, case.name, len(checks), tuple(errors))
+    return Verdict(recipe, case.name, len(found), tuple(errors))

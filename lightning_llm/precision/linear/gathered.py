@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision.cast import inductor
-from lightning_llm.precision.cast import scales as block_scale
+from lightning_llm.precision.cast import inductor, scales
 from lightning_llm.precision.cast.quantize import Operand
 from lightning_llm.precision.cast.rounding import TORCH_DTYPES
 from lightning_llm.precision.cast.scales import Scaled
@@ -56,7 +55,7 @@ class GatheredWeight(OwnCasts):
         if cast.scale == "delayed":
             self.layer.materialise_state(shard.device)
             delayed = None if self.layer.scale is None else self.layer.scale[ROLES.index("w")]
-        return block_scale.scale(shard, cast, 1, self.amax, delayed)
+        return scales.scale(shard, cast, 1, self.amax, delayed)
 
     def codes(self, shard: Tensor, cast: CastConfig, scaled: Scaled) -> Tensor:
         """Return the codes of `shard` [n, K] of the weight in the compute dtype: uint8 [n, K]."""

@@ -14,7 +14,7 @@ from lightning_llm.linalg.cast_linear import Reduce, linear_with_unrounded_wgrad
 from lightning_llm.linalg.gemm import linear
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.random_bits import hash_words
-from lightning_llm.precision.linear import autograd as linear_operator
+from lightning_llm.precision.linear import autograd
 from lightning_llm.precision.linear.autograd import Record, quantised_linear
 from lightning_llm.precision.linear.operands import LinearCall, shared
 from lightning_llm.precision.linear.plan import KEY_COUNT, ROLES, LinearPlan, Observe
@@ -43,11 +43,11 @@ class QuantisedLinear(nn.Linear):
         self.observe: Observe | None = None
         self.scale: Tensor | None = None
         self.amax_history: Tensor | None = None
-        self._number = linear_operator.number(self)
+        self._number = autograd.number(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._number = linear_operator.number(self)  # a copy is another layer
+        self._number = autograd.number(self)  # a copy is another layer
 
     def forward(self, x: Tensor, reduce: Reduce | None = None) -> Tensor:
         """Return [..., out_features] in the dtype of `x` [..., in_features], or what `reduce` makes of it."""
@@ -69,7 +69,7 @@ class QuantisedLinear(nn.Linear):
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, high: bool = False) -> Tensor:
         records = self.training and torch.is_grad_enabled() and not high
         if torch.compiler.is_compiling():
-            return linear_operator.operator(x, weight, bias, self.keys, self._number, high, records)
+            return autograd.operator(x, weight, bias, self.keys, self._number, high, records)
         call = self.call_now(self.keys, x.device, high)
         recorder = self.recorder if records else None
         return quantised_linear(x, weight, bias, call.plan, call.keys, call.scales, recorder)

@@ -19,7 +19,7 @@ import yaml
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.recipes import option_files
 from lightning_llm.config.schema.module_rules import ModuleRules
-from lightning_llm.config.schema.precision import CastRule, ModuleRules, PrecisionConfig, slots_of
+from lightning_llm.config.schema.precision import CastRule, PrecisionConfig, slots_of
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
