@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from lightning_llm.base.terminal.console import new_console
+from lightning_llm.base.terminal import new_console
 
 PACE_STEPS = 50
 

@@ -9,8 +9,7 @@ import torch
 from rich.panel import Panel
 from rich.text import Text
 
-from lightning_llm.base.terminal.console import new_console
-from lightning_llm.base.terminal.text import escaped, excerpt, one_line
+from lightning_llm.base.terminal import escaped, excerpt, new_console, one_line
 from lightning_llm.tracking.run_state import is_among_jobs
 
 log = logging.getLogger(__name__)

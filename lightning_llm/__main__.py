@@ -2,10 +2,10 @@
 
 import sys
 
-from lightning_llm.base.early_signals import early_signals, stop_line, taken
+from lightning_llm.base.imports import slow_imports, take_process
 from lightning_llm.base.interpreter import has_working_folder, leave_working_folder, unset_empty_ranks, use_utf8
-from lightning_llm.base.slow_imports import slow_imports, take_process
-from lightning_llm.base.terminal.lasting_output import open_standard_streams
+from lightning_llm.base.signals import early_signals, stop_line, taken
+from lightning_llm.base.terminal import open_standard_streams
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_llm.base.errors import ConfigError, Problem, RunFailedError, Terminated
-from lightning_llm.base.stopping import EXIT_GOES_ON, STOPPED_CODES
+from lightning_llm.base.signals import EXIT_GOES_ON, STOPPED_CODES
 
 if TYPE_CHECKING:
     from lightning_llm.compare.comparison import Comparison

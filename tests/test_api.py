@@ -53,7 +53,7 @@ def test_importing_it_imports_no_library_and_only_small_modules():
             "lightning_llm.base.at_start",
             "lightning_llm.compare",
             "lightning_llm.evaluate",
-            "lightning_llm.base.lazy_torchmetrics",
+            "lightning_llm.base.imports",
             "lightning_llm.train",
             "lightning_llm.base.version",
         ]

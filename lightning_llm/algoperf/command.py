@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_llm.algoperf.benchmark import CLOCKS, Benchmark, score_runs
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.terminal.text import escaped
+from lightning_llm.base.terminal import escaped
 from lightning_llm.compare.runs.copies import without_copies
 from lightning_llm.compare.runs.ended_jobs import read_found
 from lightning_llm.compare.runs.find import find_runs
@@ -62,7 +62,7 @@ def print_benchmark(benchmark: Benchmark) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from lightning_llm.base.terminal.console import new_console
+    from lightning_llm.base.terminal import new_console
 
     console = new_console(markup=False) if sys.stdout.isatty() else new_console(markup=False, width=180, no_color=True)
     workloads = list(benchmark.targets)

@@ -9,9 +9,8 @@ from functools import cache
 from typing import NoReturn
 
 from lightning_llm.base.errors import ConfigError, did_you_mean
-from lightning_llm.base.slow_imports import slow_imports
-from lightning_llm.base.terminal.lasting_output import OutputGoneError, lasting_output
-from lightning_llm.base.terminal.text import escaped
+from lightning_llm.base.imports import slow_imports
+from lightning_llm.base.terminal import OutputGoneError, escaped, lasting_output
 from lightning_llm.base.version import __version__
 from lightning_llm.cli import completion
 from lightning_llm.cli.declared import EXIT_CODES, OVERRIDES, VERBS

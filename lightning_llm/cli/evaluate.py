@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError, gathered
-from lightning_llm.base.terminal.console import new_console
+from lightning_llm.base.terminal import new_console
 from lightning_llm.cli.merged import merged
 from lightning_llm.cli.output_path import file_problems
 from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models

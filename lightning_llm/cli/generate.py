@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_llm.base.errors import ConfigError, Problem, gathered
-from lightning_llm.base.terminal.text import escaped
+from lightning_llm.base.terminal import escaped
 from lightning_llm.data.tokens.text_stream import StopStrings, TextStream
 from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.evaluate.weights import decoder_of, end_words, tokenizer_of

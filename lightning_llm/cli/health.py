@@ -10,7 +10,7 @@ import torch
 
 from lightning_llm.base.errors import AgreedError, ConfigError, Problem, RanksFailedError, UnhealthyError, gathered
 from lightning_llm.base.hardware import device_name
-from lightning_llm.base.slow_imports import slow_imports
+from lightning_llm.base.imports import slow_imports
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import config_dir_arguments
 from lightning_llm.config.yaml_file import in_memory

@@ -8,8 +8,7 @@ import sys
 from rich.table import Table
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.terminal.console import new_console
-from lightning_llm.base.terminal.waiting import show_progress
+from lightning_llm.base.terminal import new_console, show_progress
 from lightning_llm.evaluate.merge import Merge, merge
 from lightning_llm.probe.subject import device_of
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.base.terminal.console import new_console
+from lightning_llm.base.terminal import new_console
 from lightning_llm.cli.output_path import file_problems
 from lightning_llm.config.commands import command
 from lightning_llm.config.schema import Config

@@ -13,7 +13,7 @@ import torch
 
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.base.hardware import describe_device
-from lightning_llm.base.terminal.waiting import show_progress
+from lightning_llm.base.terminal import show_progress
 from lightning_llm.cli.output_path import folder_problems
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config, PrecisionConfig

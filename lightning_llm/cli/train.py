@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_llm.base.early_signals import raised_as_terminated
 from lightning_llm.base.errors import CallbackFailedError, ConfigError, Problem, UnhealthyError
-from lightning_llm.base.slow_imports import slow_imports
-from lightning_llm.base.terminal.lasting_output import lasting_output
+from lightning_llm.base.imports import slow_imports
+from lightning_llm.base.signals import raised_as_terminated
+from lightning_llm.base.terminal import lasting_output
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.strict import read_config
 from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.terminal.text import escaped
+from lightning_llm.base.terminal import escaped
 from lightning_llm.compare.best_value.best_of import BestOf
 from lightning_llm.compare.best_value.selection import has_grid
 from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError, compare_runs
@@ -108,7 +108,7 @@ def print_data(comparison: Comparison) -> None:
 
 def print_table(comparison: Comparison) -> None:
     """Print the verdicts and what is to be read along."""
-    from lightning_llm.base.terminal.console import new_console
+    from lightning_llm.base.terminal import new_console
     from lightning_llm.compare.table import print_comparison
 
     # What is printed comes from configs, where [brackets] are lists.

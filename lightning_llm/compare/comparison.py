@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem, gathered
-from lightning_llm.base.terminal.waiting import Waiting
+from lightning_llm.base.terminal import Waiting
 from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.best_value.best_of import BestOf
 from lightning_llm.compare.best_value.grid import borne_out

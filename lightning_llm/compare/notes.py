@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lightning_llm.base.terminal.text import shown
+from lightning_llm.base.terminal import shown
 from lightning_llm.compare.runs.branches import notes_on_branches
 from lightning_llm.compare.runs.factor import Factor
 from lightning_llm.compare.runs.losses import LOSS

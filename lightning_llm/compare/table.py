@@ -5,7 +5,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lightning_llm.base.terminal.text import escaped
+from lightning_llm.base.terminal import escaped
 from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.statistics.all_pairs import PairGap

@@ -7,7 +7,7 @@ from pathlib import Path
 from hydra.core.override_parser.types import Override
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.terminal.waiting import Waiting
+from lightning_llm.base.terminal import Waiting
 from lightning_llm.config.composition import COMPOSITION_ERRORS, Composer
 from lightning_llm.config.one_run import compose_one, open_composer
 from lightning_llm.config.overrides import choices_of, parse_overrides, read_overrides

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.folders import user_cache_dir
 from lightning_llm.base.integrity import (
     FileContent,
     content_problem,
@@ -30,7 +31,6 @@ from lightning_llm.base.integrity import (
     size_problem,
     unseal,
 )
-from lightning_llm.base.user_cache import user_cache_dir
 
 CODE_VERSION = 2  # of everything under data/ that shapes a product; raise it when the same input gives another output
 MANIFEST = "manifest.json"

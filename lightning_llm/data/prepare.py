@@ -41,7 +41,7 @@ def progress_task(description: str, total_bytes: int | None, shown: bool) -> Ite
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from lightning_llm.base.terminal.console import new_console
+    from lightning_llm.base.terminal import new_console
 
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=new_console(stderr=True)) as progress:

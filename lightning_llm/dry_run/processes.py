@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 from lightning_llm.base.errors import ConfigError, RanksFailedError
-from lightning_llm.base.socket_folder import use_short_sockets
-from lightning_llm.base.stopping import die_with_parent
-from lightning_llm.base.terminal.waiting import Waiting
+from lightning_llm.base.folders import use_short_sockets
+from lightning_llm.base.signals import die_with_parent
+from lightning_llm.base.terminal import Waiting
 from lightning_llm.dry_run.rank import RankCounts, dry_rank
 from lightning_llm.plan.resolve import Plan
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.base.terminal.waiting import show_progress
+from lightning_llm.base.terminal import show_progress
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_llm.base.slow_imports import slow_imports
+from lightning_llm.base.imports import slow_imports
 from lightning_llm.config.workspace import config_dir_arguments
 from lightning_llm.config.yaml_file import in_memory
 from lightning_llm.golden.figures import Measured

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from lightning_llm.base.terminal.console import new_console
+from lightning_llm.base.terminal import new_console
 from lightning_llm.health.report import HealthReport
 
 MOST_ROWS = 16

@@ -220,7 +220,7 @@ def _print_data(report: Report) -> None:
 
 
 def _print_text(report: Report) -> None:
-    from lightning_llm.base.terminal.console import new_console
+    from lightning_llm.base.terminal import new_console
     from lightning_llm.ladder.report import print_report
 
     console = new_console(markup=False) if sys.stdout.isatty() else new_console(markup=False, width=180, no_color=True)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_llm.base.errors import Problem
-from lightning_llm.base.terminal.text import escaped
+from lightning_llm.base.terminal import escaped
 from lightning_llm.compare.wording import nats, per_parameter, short
 from lightning_llm.ladder.effect import Effect, effect_at
 from lightning_llm.ladder.fit import Fit

@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, TorchEla
 from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.terminal.text import one_line
+from lightning_llm.base.terminal import one_line
 from lightning_llm.config.config_hash import flatten, frozen_values
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.callbacks import refused

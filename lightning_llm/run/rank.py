@@ -11,7 +11,7 @@ import torch
 
 from lightning_llm.base.errors import CallbackFailedError, StorageError, UnhealthyError
 from lightning_llm.base.hardware import describe_device
-from lightning_llm.base.stopping import GOES_ON, STOPPING, alarm_after, exit_code, not_ignored
+from lightning_llm.base.signals import GOES_ON, STOPPING, alarm_after, exit_code, not_ignored
 from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.schema import Config

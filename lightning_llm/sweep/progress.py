@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_llm.base.stopping import STOPPING, exit_code
+from lightning_llm.base.signals import STOPPING, exit_code
 from lightning_llm.sweep.job_locks import Outcome
 from lightning_llm.tracking.run_state import state_of
 from lightning_llm.tracking.sweep_definition import Job

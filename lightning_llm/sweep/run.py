@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.terminal.waiting import Waiting
+from lightning_llm.base.terminal import Waiting
 from lightning_llm.config.commands import sync_command
 from lightning_llm.config.compose import typed_value
 from lightning_llm.config.schema import Config

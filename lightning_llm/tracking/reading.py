@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.terminal.text import shown
+from lightning_llm.base.terminal import shown
 from lightning_llm.config.config_hash import config_digest, flatten
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate

@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 
 from lightning_llm.base.errors import CallbackFailedError, ConfigError, StorageError
-from lightning_llm.base.terminal.text import one_line
+from lightning_llm.base.terminal import one_line
 from lightning_llm.config.redact import redacted
 from lightning_llm.train.spikes.nonfinite import StepNotMadeError
 

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_llm.base.socket_folder import use_short_sockets
+from lightning_llm.base.folders import use_short_sockets
 from lightning_llm.config.schema import Config
 from lightning_llm.data.batch import Batch
 from lightning_llm.data.corpus import Corpus

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 
 from lightning_llm.base.errors import ConfigError, Problem, StorageError
 from lightning_llm.base.hardware import describe_device
-from lightning_llm.base.terminal.text import escaped
+from lightning_llm.base.terminal import escaped
 from lightning_llm.config.redact import redacted
 from lightning_llm.tracking.chain import RECORDS, ChainHead, RecordChain
 from lightning_llm.tracking.files import (

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.base import early_signals as early
-from lightning_llm.base import slow_imports
+from lightning_llm.base import imports as slow_imports
+from lightning_llm.base import signals as early
 from lightning_llm.base.at_start import is_command
 from lightning_llm.base.errors import ConfigError, Problem, Terminated
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.base.terminal.lasting_output import lasting_output
+from lightning_llm.base.terminal import lasting_output
 
 
 class Failing(io.StringIO):
@@ -87,7 +87,7 @@ def test_a_process_started_without_streams_gives_their_numbers_to_no_file(tmp_pa
     """Descriptor 1 would be that of the next file that is opened, and what is printed would be written into it."""
     code = (
         "import os, sys\nfor number in (0, 1, 2): os.close(number)\nsys.stdout = sys.stderr = None\n"
-        "from lightning_llm.base.terminal.lasting_output import open_standard_streams\nopen_standard_streams()\n"
+        "from lightning_llm.base.terminal import open_standard_streams\nopen_standard_streams()\n"
         f"file = open({str(tmp_path / 'mine')!r}, 'w')\nos.write(1, b'printed')\n"
         "file.write(str([os.get_inheritable(number) for number in (0, 1, 2)]) + str(file.fileno() > 2))\n"
     )

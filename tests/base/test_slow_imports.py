@@ -8,7 +8,7 @@ import pytest
 
 CODE = """
 import gc
-from lightning_llm.base.slow_imports import slow_imports, take_process
+from lightning_llm.base.imports import slow_imports, take_process
 OURS
 with slow_imports():
     during = gc.isenabled()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_llm.base import socket_folder
+from lightning_llm.base import folders as socket_folder
 from lightning_llm.base.errors import ConfigError
 
 

@@ -9,8 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_llm.base.terminal.console import new_console
-from lightning_llm.base.terminal.text import escaped, excerpt
+from lightning_llm.base.terminal import escaped, excerpt, new_console
 from lightning_llm.callbacks import progress
 from lightning_llm.callbacks.progress import ProgressLine
 from lightning_llm.callbacks.sample import Sample

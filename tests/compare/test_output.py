@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from lightning_llm.__main__ import main
-from lightning_llm.base.terminal import waiting
+from lightning_llm.base import terminal as waiting
 from lightning_llm.compare.comparison import compare_runs, read_all
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.report.pictures import pictures_of

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from lightning_llm.__main__ import main
-from lightning_llm.base.early_signals import raised_as_terminated
 from lightning_llm.base.errors import ConfigError, Terminated
-from lightning_llm.base.terminal.waiting import Waiting
+from lightning_llm.base.signals import raised_as_terminated
+from lightning_llm.base.terminal import Waiting
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.dry_run import processes

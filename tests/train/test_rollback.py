@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.base.stopping import exit_code
+from lightning_llm.base.signals import exit_code
 from lightning_llm.compare.runs.differences import meaningful
 from lightning_llm.config.from_file import load_config
 from lightning_llm.data.corpus import Corpus

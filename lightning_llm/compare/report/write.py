@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from lightning_llm.base.terminal.waiting import Waiting
+from lightning_llm.base.terminal import Waiting
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.report.latex import bibliography, document, methods_latex
 from lightning_llm.compare.report.page import page, title_of

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from lightning_llm.base.stopping import seconds_of
+from lightning_llm.base.signals import seconds_of
 from lightning_llm.config.schema.base import Fraction, Group, PositiveFloat, PositiveInt, RankCount, ThreadCount
 
 Hardware = Literal[

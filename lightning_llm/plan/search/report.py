@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from lightning_llm.base.hardware import GIB
-from lightning_llm.base.terminal.console import new_console
+from lightning_llm.base.terminal import new_console
 from lightning_llm.plan.memory.fit import RESERVE, hardware_facts
 from lightning_llm.plan.search.pricing import Priced, Pricer
 from lightning_llm.plan.search.search import LISTED, Found, pareto_front

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lightning_llm.base.terminal.waiting import Waiting
+from lightning_llm.base.terminal import Waiting
 from lightning_llm.plan.search.pricing import Priced, Pricer
 from lightning_llm.plan.search.space import CHECKPOINTING, Choice
 

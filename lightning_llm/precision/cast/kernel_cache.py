@@ -26,8 +26,8 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from lightning_llm.base import keyed_hash
+from lightning_llm.base.folders import user_cache_dir
 from lightning_llm.base.integrity import digest_of_file
-from lightning_llm.base.user_cache import user_cache_dir
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.terminal.waiting import Waiting
+from lightning_llm.base.terminal import Waiting
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.conformance import checks
 from lightning_llm.precision.conformance.case import Case, Check, Runner

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.stopping import die_with_parent
+from lightning_llm.base.signals import die_with_parent
 
 if TYPE_CHECKING:
     from lightning_llm.config.schema import Config  # pydantic, which --help does without

@@ -9,8 +9,8 @@ from types import FrameType
 from typing import Any
 
 from lightning_llm.base.errors import CallbackFailedError
-from lightning_llm.base.slow_imports import slow_imports
-from lightning_llm.base.stopping import STOPPED_CODES, exit_code, not_ignored
+from lightning_llm.base.imports import slow_imports
+from lightning_llm.base.signals import STOPPED_CODES, exit_code, not_ignored
 from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import config_dir_arguments

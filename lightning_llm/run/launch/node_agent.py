@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.base.slow_imports import slow_imports
-from lightning_llm.base.stopping import die_with_parent
+from lightning_llm.base.imports import slow_imports
+from lightning_llm.base.signals import die_with_parent
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.schema import Config

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.socket_folder import ray_environment
+from lightning_llm.base.folders import ray_environment
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.run import LauncherConfig
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.slow_imports import slow_imports
-from lightning_llm.base.stopping import exit_code
+from lightning_llm.base.imports import slow_imports
+from lightning_llm.base.signals import exit_code
 from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import config_dir_arguments

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
-from lightning_llm.base.stopping import not_ignored
+from lightning_llm.base.signals import not_ignored
 
 
 class Started(Protocol):

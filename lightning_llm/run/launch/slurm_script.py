@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.user_cache import user_cache_dir
+from lightning_llm.base.folders import user_cache_dir
 from lightning_llm.config.commands import command
 from lightning_llm.config.run_paths import texts_in
 from lightning_llm.config.schema import Config

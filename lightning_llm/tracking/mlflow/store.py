@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.imports import slow_imports
 from lightning_llm.base.interpreter import python_environment, python_module
-from lightning_llm.base.slow_imports import slow_imports
 from lightning_llm.base.sqlite_address import sqlite_address, sqlite_file
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.liveness import has_died

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_llm.base.errors import StorageError
-from lightning_llm.base.stopping import STOPPING, not_ignored, what_came
+from lightning_llm.base.signals import STOPPING, not_ignored, what_came
 from lightning_llm.config.schema import CheckpointConfig
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.tracking.files import read_records

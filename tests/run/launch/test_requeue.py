@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.base.stopping import seconds_of
+from lightning_llm.base.signals import seconds_of
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.tracking.files import summary_of

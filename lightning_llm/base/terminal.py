@@ -1,15 +1,101 @@
-"""Standard output and error that outlive whoever reads them: what trains for hours does not end with `| head -3`.
-
-Whatever keeps a stream from being written counts as a reader that has gone: a closed pipe, descriptor or terminal, a
-full disk.
-"""
+"""Text from elsewhere (a model's, an exception's), made safe and short enough to show: it may hold any byte."""
 
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import time
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
+
+from rich.console import Console
+
+_BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
+_DIRECTION = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+"""They let text read otherwise than it is (Unicode TR 36)."""
+
+
+def escaped(text: str) -> str:
+    r"""Return `text` with control characters (C0, C1, DEL, lone surrogates, changes of direction) as \x1b or \u202e.
+
+    Newlines and tabs stay.
+    """
+    return "".join(_escape(letter) for letter in text)
+
+
+def _escape(letter: str) -> str:
+    if letter in "\n\t" or (unicodedata.category(letter) not in ("Cc", "Cs") and letter not in _DIRECTION):
+        return letter
+    return f"\\x{ord(letter):02x}" if ord(letter) < 256 else f"\\u{ord(letter):04x}"
+
+
+def shown(value: Any) -> Any:
+    """Return nested data with all text, keys included, escaped: a newline or tab, too, so that no line is forged."""
+    if isinstance(value, str):
+        return value if value.isprintable() else escaped(value).replace("\n", "\\n").replace("\t", "\\t")
+    if isinstance(value, Mapping):
+        return {shown(key): shown(each) for key, each in value.items()}
+    return [shown(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def excerpt(text: str, max_lines: int = 40, max_columns: int = 400) -> tuple[str, int]:
+    """Return `text` escaped, runs of blank lines as one, cut after `max_lines`; and how many lines that leaves out."""
+    lines = _BLANK_LINES.sub("\n\n", escaped(text).strip("\n")).splitlines()
+    shown = [line if len(line) <= max_columns else f"{line[:max_columns]} ..." for line in lines[:max_lines]]
+    return "\n".join(shown), max(0, len(lines) - max_lines)
+
+
+def one_line(text: str, max_columns: int = 600) -> str:
+    """Return `text` escaped, in one line of at most `max_columns`."""
+    line = " ".join(escaped(text).split())
+    return line if len(line) <= max_columns else f"{line[:max_columns]} ..."
+
+
+def new_console(**options: Any) -> Console:
+    """Return a console of rich with these options, which writes to `sys.stdout` as it is at that moment.
+
+    In a notebook, rich's own default bypasses `sys.stdout`: it ignores `redirect_stdout`, and so `quiet=True`.
+    """
+    return Console(force_jupyter=False, **options)
+
+
+class Waiting:
+    """Prints to stderr what is being done and how much of it is done.
+
+    On a terminal one line that is rewritten, and cleared at the end; elsewhere a line every `every_seconds`, the first
+    after as long.
+    """
+
+    def __init__(self, what: str, of: int | None = None, every_seconds: float = 30.0):
+        self.what, self.of = what, of
+        self.every_seconds = 0.5 if sys.stderr.isatty() else every_seconds
+        self._last = time.monotonic()
+
+    def tell(self, done: int, more: str = "") -> None:
+        """Report that `done` of whatever is counted are done, if it is time to; `more` follows the count."""
+        if (now := time.monotonic()) - self._last < self.every_seconds:
+            return
+        self._last = now
+        text = f"note   {self.what}: {done:,}{f' of {self.of:,}' if self.of is not None else ' so far'}{more}"
+        if sys.stderr.isatty():
+            show_progress(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        show_progress("")
+
+
+def show_progress(text: str) -> None:
+    """Write `text` over the line that stands on stderr, "" to clear it; on a terminal alone."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
 
 _CLOSED = "was closed before the start"
 

@@ -1,18 +1,51 @@
-"""Torchmetrics, run when a metric is asked for: Lightning asks for two base classes, and got transformers and scipy.
+"""Imports of torch, Lightning and MLflow: seconds, of which the garbage collector need not take a quarter."""
 
-Lightning imports `Metric` and `MetricCollection` to recognise them. Python runs a package's `__init__` before any
-module in it, and torchmetrics' imports every metric there is: language models for BERTScore, signal processing for
-audio, 2.8 of 7.4 CPU seconds of every start of a command and of a rank.
-"""
-
+import gc
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
+
+_own_process = False
+_depth = 0
+
+
+def take_process() -> None:
+    """Say that this process runs one command and nothing else: what it imports, it keeps to its end."""
+    global _own_process
+    _own_process = True
+
+
+def is_importing() -> bool:
+    """Return whether this process, of a command alone, is within `slow_imports`."""
+    return _depth > 0
+
+
+@contextmanager
+def slow_imports() -> Iterator[None]:
+    """Import without looking for garbage, among half a million objects that are none, and not among them later.
+
+    In the process of a command alone (`take_process`). Another's, a notebook's say, has objects of its own, which
+    would never be collected either.
+    """
+    if not _own_process:
+        yield
+        return
+    global _depth
+    _depth += 1
+    gc.disable()
+    try:
+        yield
+    finally:
+        _depth -= 1
+        gc.freeze()
+        gc.enable()
+
 
 _NAME = "torchmetrics"
 _HOMES = {"__version__": f"{_NAME}.__about__", "Metric": f"{_NAME}.metric", "MetricCollection": f"{_NAME}.collections"}

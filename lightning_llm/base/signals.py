@@ -11,7 +11,12 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import NoReturn
+
+from lightning_llm.base.errors import Terminated
+from lightning_llm.base.imports import is_importing
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
 GOES_ON = (signal.SIGUSR1, signal.SIGALRM)
@@ -78,3 +83,79 @@ def what_came(number: int) -> str:
 def exit_code(number: int) -> int:
     """Return the exit code of a run that was stopped by the signal."""
     return EXIT_GOES_ON if number in GOES_ON else 128 + number
+
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C; a scheduler, or whoever stops a process; a terminal that was closed."""
+
+_received = 0
+_words: list[str] = []
+
+
+@contextmanager
+def early_signals(words: list[str]) -> Iterator[None]:
+    """Take the signals for a process that runs the command `words` alone; from its end on they end it at once."""
+    global _words
+    _words = words
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end_process)
+    try:
+        yield
+    finally:
+        _at_once()
+
+
+@contextmanager
+def raised_as_terminated() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP raise `Terminated` in a process that goes on, as SIGINT raises KeyboardInterrupt."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    mine = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, _end_process)]
+    for number in mine:
+        signal.signal(number, _raise)
+    try:
+        yield
+    finally:
+        for number in mine:
+            signal.signal(number, before[number])
+
+
+def taken(error: BaseException) -> int:
+    """Return the signal that `error` is of, 0 where it is none."""
+    if isinstance(error, Terminated):
+        return error.number
+    return signal.SIGINT if isinstance(error, KeyboardInterrupt) else _received
+
+
+def stop_line(number: int, words: list[str]) -> str:
+    """Return the line that says that `number` ended the command `words`, "" where another process says it.
+
+    Of several ranks the first speaks. An agent ends its ranks by SIGTERM where one has failed, and says why.
+    """
+    ranks = [os.environ.get(name) for name in ("RANK", "SLURM_PROCID")]
+    of_agent = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
+    if of_agent or next(filter(None, ranks), "0") != "0":
+        return ""
+    what = "; no step was under way, and what is saved stays as it is" if words[:1] == ["train"] else ""
+    return f"stopped by {signal.Signals(number).name}{what}\n"
+
+
+def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    raise Terminated(number)
+
+
+def _end_process(number: int, frame: FrameType | None) -> NoReturn:
+    global _received
+    _received = _received or number
+    _at_once()
+    if is_importing():
+        with suppress(OSError):
+            os.write(2, stop_line(number, _words).encode())
+        os._exit(128 + number)
+    raise Terminated(number)
+
+
+def _at_once() -> None:
+    for number in ENDING:
+        if signal.getsignal(number) is _end_process:
+            signal.signal(number, signal.SIG_DFL)

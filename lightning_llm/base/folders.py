@@ -6,6 +6,7 @@
 import os
 import tempfile
 from multiprocessing import util
+from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem
 
@@ -54,3 +55,10 @@ def _short_folder() -> str:
         )
         raise ConfigError(Problem("TMPDIR", text))
     return found
+
+
+def user_cache_dir() -> Path:
+    """Return it; it may not be there yet."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("lightning-llm"))
