@@ -1,6 +1,7 @@
-"""A folder for unix sockets where that of temporary files, TMPDIR, has too long a path: 107 bytes are all they take.
+"""Folders outside of runs: the user's cache, and a short folder for unix sockets.
 
-`multiprocessing` puts the sockets of loader processes and of its fork server there, Ray those of its own.
+A socket's path has at most 107 bytes. `multiprocessing` puts the sockets of loader processes and of its fork server
+into the folder of temporary files, TMPDIR, and Ray its own; where that path is too long, they get a shorter folder.
 """
 
 import os
@@ -58,7 +59,7 @@ def _short_folder() -> str:
 
 
 def user_cache_dir() -> Path:
-    """Return it; it may not be there yet."""
+    """Return the folder of what can be made again (token caches, kernels). It may not exist yet."""
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("lightning-llm"))

@@ -1,4 +1,12 @@
-"""Imports of torch, Lightning and MLflow: seconds, of which the garbage collector need not take a quarter."""
+"""Faster imports of torch, Lightning and MLflow, which take seconds.
+
+`slow_imports` keeps the garbage collector out of them: it would take a quarter of the time.
+
+`defer_torchmetrics` runs torchmetrics only when a metric is asked for. Lightning imports `Metric` and
+`MetricCollection` to recognize them. Python runs a package's `__init__` before any module in it, and that of
+torchmetrics imports every metric: language models for BERTScore, signal processing for audio, 2.8 of 7.4 CPU seconds of
+every start of a command and of a rank.
+"""
 
 import gc
 import logging
@@ -16,7 +24,7 @@ _depth = 0
 
 
 def take_process() -> None:
-    """Say that this process runs one command and nothing else: what it imports, it keeps to its end."""
+    """Mark this process as running one command and nothing else: what it imports, it keeps to its end."""
     global _own_process
     _own_process = True
 

@@ -1,8 +1,13 @@
-"""Signals that a run is stopped by between two steps, its state saved, and what follows: words, exit code, Slurm.
+"""Signals that stop a run between two steps, and signals that end a command before and after its run.
 
-SIGHUP is a terminal that was closed, SIGALRM `trainer.max_time`, by this process's own timer; SIGUSR1 a scheduler's
-word that the time is nearly up. After either of the last two the run is to go on, so the exit code is EX_TEMPFAIL of
-sysexits.h, and a job of Slurm queues itself again (`run.launch.requeue`). Imports no torch.
+A run stops between two steps and saves its state. SIGHUP is a closed terminal; SIGALRM is `trainer.max_time`, by this
+process's own timer; SIGUSR1 is a scheduler's notice that the time is nearly up. After either of the last two the run
+continues later, so the exit code is EX_TEMPFAIL of sysexits.h, and a Slurm job requeues itself (`run.launch.requeue`).
+
+Outside of a run or a sweep (`early_signals`), the first signal ends the command with one line and the exit code
+128 + signal; a second one ends the process at once. During imports the first does so, too: an exception might be lost
+in the callbacks of Python's import system, or become another one. A signal that is ignored when the process starts
+(`nohup`) stays ignored. Imports nothing that takes time.
 """
 
 import ctypes
@@ -26,6 +31,11 @@ EXIT_GOES_ON = 75
 STOPPED_CODES = frozenset({EXIT_GOES_ON, *(128 + number for number in STOPPING if number not in GOES_ON)})
 """Exit codes of runs that a signal stopped."""
 MAX_TIME = re.compile(r"(?:(\d+):)?(\d+):([0-5]?\d):([0-5]?\d)")
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a command: Ctrl-C; a scheduler or `kill`; a terminal that was closed."""
+
+_received = 0
+_words: list[str] = []
 
 
 def seconds_of(max_time: str) -> int:
@@ -83,13 +93,6 @@ def what_came(number: int) -> str:
 def exit_code(number: int) -> int:
     """Return the exit code of a run that was stopped by the signal."""
     return EXIT_GOES_ON if number in GOES_ON else 128 + number
-
-
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C; a scheduler, or whoever stops a process; a terminal that was closed."""
-
-_received = 0
-_words: list[str] = []
 
 
 @contextmanager

@@ -1,4 +1,9 @@
-"""Text from elsewhere (a model's, an exception's), made safe and short enough to show: it may hold any byte."""
+"""Output on a terminal: safe text, rich consoles, progress, and standard streams that outlive their readers.
+
+Text from elsewhere (a model's, an exception's) may contain any byte; `escaped`, `shown`, `excerpt` and `one_line` make
+it safe and short. `lasting_output` keeps a run going when its output can no longer be written (`| head -3`, a closed
+descriptor or terminal, a full disk).
+"""
 
 import os
 import re
@@ -8,13 +13,15 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
 _DIRECTION = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """They let text read otherwise than it is (Unicode TR 36)."""
+_CLOSED = "was closed before the start"
 
 
 def escaped(text: str) -> str:
@@ -53,11 +60,13 @@ def one_line(text: str, max_columns: int = 600) -> str:
     return line if len(line) <= max_columns else f"{line[:max_columns]} ..."
 
 
-def new_console(**options: Any) -> Console:
+def new_console(**options: Any) -> "Console":
     """Return a console of rich with these options, which writes to `sys.stdout` as it is at that moment.
 
     In a notebook, rich's own default bypasses `sys.stdout`: it ignores `redirect_stdout`, and so `quiet=True`.
     """
+    from rich.console import Console
+
     return Console(force_jupyter=False, **options)
 
 
@@ -95,9 +104,6 @@ def show_progress(text: str) -> None:
     """Write `text` over the line that stands on stderr, "" to clear it; on a terminal alone."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-
-_CLOSED = "was closed before the start"
 
 
 class OutputGoneError(Exception):

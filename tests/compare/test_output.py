@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from lightning_llm.__main__ import main
-from lightning_llm.base import terminal as waiting
+from lightning_llm.base import terminal
 from lightning_llm.compare.comparison import compare_runs, read_all
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.report.pictures import pictures_of
@@ -97,7 +97,7 @@ def test_why_there_is_no_verdict_stands_in_its_cell(gaps, seeds, reason, tmp_pat
 def test_many_runs_give_a_sign_of_life(tmp_path, monkeypatch, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
     clock = itertools.count(step=31.0)
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
     read_all(sorted(sweep.iterdir()))
     assert "note   reading 6 runs: 5 so far" in capsys.readouterr().err
 

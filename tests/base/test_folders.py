@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_llm.base import folders as socket_folder
+from lightning_llm.base import folders
 from lightning_llm.base.errors import ConfigError
 
 
@@ -25,23 +25,23 @@ def long_folder(tmp_path, monkeypatch):
 def test_loader_processes_hand_over_tensors(long_folder):
     with pytest.raises(OSError, match="AF_UNIX"):
         connection.Listener(str(long_folder / "listener-12345678"))
-    socket_folder.use_short_sockets()
+    folders.use_short_sockets()
     assert tempfile.gettempdir() == str(long_folder)  # files are where they were asked for
     loaded = list(DataLoader([torch.arange(3), torch.arange(4)], batch_size=None, num_workers=1))
     assert [each.tolist() for each in loaded] == [[0, 1, 2], [0, 1, 2, 3]]
-    assert len(connection.arbitrary_address("AF_UNIX")) < socket_folder.LONGEST_PATH
+    assert len(connection.arbitrary_address("AF_UNIX")) < folders.LONGEST_PATH
     assert list(long_folder.iterdir()) == []
 
 
 def test_rays_sockets_and_a_short_folder(long_folder, monkeypatch):
-    assert Path(socket_folder.ray_environment()["RAY_TMPDIR"]).is_dir()
+    assert Path(folders.ray_environment()["RAY_TMPDIR"]).is_dir()
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
-    assert socket_folder.ray_environment() == {}
-    socket_folder.use_short_sockets()
+    assert folders.ray_environment() == {}
+    folders.use_short_sockets()
     assert process.current_process()._config["tempdir"] is None  # left to multiprocessing
 
 
 def test_without_a_short_folder_the_variable_is_named(long_folder, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ConfigError, match=r"TMPDIR: is .*Set TMPDIR to a folder of at most \d+ bytes"):
-        socket_folder.use_short_sockets()
+        folders.use_short_sockets()

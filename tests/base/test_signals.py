@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.base import imports as slow_imports
-from lightning_llm.base import signals as early
+from lightning_llm.base import imports, signals
 from lightning_llm.base.at_start import is_command
 from lightning_llm.base.errors import ConfigError, Problem, Terminated
 
@@ -16,21 +15,21 @@ from lightning_llm.base.errors import ConfigError, Problem, Terminated
 @pytest.fixture(autouse=True)
 def as_a_command(monkeypatch):
     """Handlers are put back, and what was received is forgotten."""
-    before = {number: signal.getsignal(number) for number in early.ENDING}
-    monkeypatch.setattr(early, "_received", 0)
+    before = {number: signal.getsignal(number) for number in signals.ENDING}
+    monkeypatch.setattr(signals, "_received", 0)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", early.ENDING)
+@pytest.mark.parametrize("number", signals.ENDING)
 def test_the_first_signal_ends_in_a_line_and_another_ends_at_once(number, monkeypatch, capsys):
     def interrupted(words):
         try:
             os.kill(os.getpid(), number)
         finally:  # where a second one would have given a traceback
-            assert {signal.getsignal(each) for each in early.ENDING} == {signal.SIG_DFL}
+            assert {signal.getsignal(each) for each in signals.ENDING} == {signal.SIG_DFL}
 
     monkeypatch.setattr("lightning_llm.cli.command_line.run_verb", interrupted)
     monkeypatch.setattr(sys, "argv", ["lightning-llm", "train"])
@@ -46,7 +45,7 @@ def test_the_first_signal_ends_in_a_line_and_another_ends_at_once(number, monkey
 def test_an_import_that_makes_another_error_of_a_signal_is_a_stop(monkeypatch, capsys):
     def interrupted(words):
         try:
-            with early.early_signals(words):
+            with signals.early_signals(words):
                 os.kill(os.getpid(), signal.SIGTERM)
         except Terminated as stop:
             raise ImportError("initialization failed") from stop  # as pybind11's modules do
@@ -63,22 +62,22 @@ def test_during_imports_a_signal_ends_the_process_at_once(monkeypatch, capfd):
         ended.append(code)
         raise SystemExit
 
-    monkeypatch.setattr(slow_imports, "_own_process", True)
+    monkeypatch.setattr(imports, "_own_process", True)
     monkeypatch.setattr(os, "_exit", exit_at_once)
-    with pytest.raises(SystemExit), early.early_signals(["train"]), slow_imports.slow_imports():
+    with pytest.raises(SystemExit), signals.early_signals(["train"]), imports.slow_imports():
         os.kill(os.getpid(), signal.SIGINT)
     assert ended == [130]
-    assert capfd.readouterr().err == early.stop_line(signal.SIGINT, ["train"])
-    assert not slow_imports.is_importing()
+    assert capfd.readouterr().err == signals.stop_line(signal.SIGINT, ["train"])
+    assert not imports.is_importing()
 
 
 def test_signals_that_are_ignored_at_the_start_stay_ignored():
-    for number in early.ENDING:
+    for number in signals.ENDING:
         signal.signal(number, signal.SIG_IGN)
-    with early.early_signals(["train"]), early.raised_as_terminated():
-        for number in early.ENDING:
+    with signals.early_signals(["train"]), signals.raised_as_terminated():
+        for number in signals.ENDING:
             os.kill(os.getpid(), number)
-    assert {signal.getsignal(number) for number in early.ENDING} == {signal.SIG_IGN}
+    assert {signal.getsignal(number) for number in signals.ENDING} == {signal.SIG_IGN}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +92,7 @@ def test_signals_that_are_ignored_at_the_start_stay_ignored():
 def test_one_of_several_ranks_speaks(variables, number, speaks, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert bool(early.stop_line(number, ["train"])) == speaks
+    assert bool(signals.stop_line(number, ["train"])) == speaks
 
 
 def test_what_is_no_signal_is_raised(monkeypatch):
@@ -103,7 +102,7 @@ def test_what_is_no_signal_is_raised(monkeypatch):
     monkeypatch.setattr("lightning_llm.cli.command_line.run_verb", fails)
     with pytest.raises(ValueError, match="a fault"):
         main(["plan"])
-    assert early.taken(ConfigError(Problem("key", "is wrong."))) == 0
+    assert signals.taken(ConfigError(Problem("key", "is wrong."))) == 0
 
 
 def test_importing_the_package_changes_the_signals_of_the_command_alone(monkeypatch):

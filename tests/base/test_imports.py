@@ -1,10 +1,19 @@
-"""What Lightning imports of torchmetrics, and that nothing of torchmetrics is lost by it."""
+"""Imports without garbage collection in a command alone, and torchmetrics that is imported late but complete."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+COLLECTING = """
+import gc
+from lightning_llm.base.imports import slow_imports, take_process
+OURS
+with slow_imports():
+    during = gc.isenabled()
+print(during, gc.isenabled(), gc.get_freeze_count() > 0)
+"""
 
 CODE = """
 import sys
@@ -51,3 +60,8 @@ def test_a_version_whose_modules_ask_for_more_is_run_whole(tmp_path: Path) -> No
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import lightning_llm; from torchmetrics import Metric"
     code += "; import torchmetrics; print(issubclass(torchmetrics.Accuracy, Metric), Metric is torchmetrics.Metric)"
     assert said_by(code) == ["True True"]
+
+
+@pytest.mark.parametrize(("own", "said"), [("take_process()", "False True True"), ("", "True True False")])
+def test_only_a_process_of_one_command_imports_without_looking_for_garbage(own: str, said: str) -> None:
+    assert said_by(COLLECTING.replace("OURS", own)) == [said]
