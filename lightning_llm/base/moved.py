@@ -15,6 +15,8 @@ MOVED = {
     "lightning_llm.data.loader": "lightning_llm.data.sources",
     "lightning_llm.errors": "lightning_llm.base.errors",
     "lightning_llm.keyed_hash": "lightning_llm.base.keyed_hash",
+    "lightning_llm.model.ffn": "lightning_llm.model",
+    "lightning_llm.model.ffn.dense_spec": "lightning_llm.model.kinds",
     "lightning_llm.registry": "lightning_llm.base.registry",
 }
 """Old path -> new path of the modules and packages that `docs/extend.md` named in the previous release."""

@@ -9,7 +9,6 @@ installed package names its own by entry points of the group `lightning_llm.comp
 registered kinds; nothing that it contains is ever imported.
 """
 
-import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -99,10 +98,7 @@ class Registry(Generic[Kind]):
         if not self._loaded:
             self._loaded = True
             for name in self.modules:
-                module = import_module(name)
-                for each in pkgutil.iter_modules(getattr(module, "__path__", ())):  # until no package is scanned
-                    if each.name.endswith("_spec"):
-                        import_module(f"{name}.{each.name}")
+                import_module(name)
             load_installed()
         return self._kinds
 

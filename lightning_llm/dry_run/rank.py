@@ -22,7 +22,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.loss import chunked_for
-from lightning_llm.model.weights.whole import frozen
+from lightning_llm.model.weights.load import frozen
 from lightning_llm.optim.optimizer import initialise_state
 from lightning_llm.parallel.apply import InitialSlice, materialise
 from lightning_llm.parallel.layout import Layout

@@ -20,7 +20,7 @@ from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.evaluate.members import AverageWeights, check_members
 from lightning_llm.evaluate.validation import TrainedModel, validation_losses
-from lightning_llm.model.weights.initial import InitialWeights
+from lightning_llm.model.weights.load import InitialWeights
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.probe.subject import Subject, find_subject, verified_weights

@@ -13,7 +13,7 @@ from lightning_llm.config.weight_folders import TOKENIZER
 from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.dtypes import DTYPES
-from lightning_llm.model.weights.whole import frozen_decoder
+from lightning_llm.model.weights.load import frozen_decoder
 from lightning_llm.parallel.apply import InitialSlice
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.probe.subject import Subject, device_of, find_subject, read_weights

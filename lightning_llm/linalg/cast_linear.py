@@ -43,7 +43,7 @@ def linear_with_unrounded_wgrad(x: Tensor, weight: Tensor, bias: Tensor | None =
 
 
 Reduce = Callable[..., Tensor]
-"""Of (multiply, x, weight, bias): what is wanted of a product in its place, as `model.chunked_loss.LossOf`."""
+"""Of (multiply, x, weight, bias): what is wanted of a product in its place, as `model.loss.LossOf`."""
 
 
 class CastOnUse(nn.Module):

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.linalg.cast_linear import CastOnUse, Reduce
-from lightning_llm.model.block_spec import block_parts, mixer_of, norm_of
-from lightning_llm.model.chunked_loss import LossOf
+from lightning_llm.model.attention.kernel_choice import Mask, mask_of
+from lightning_llm.model.attention.kinds import AttentionSpec
+from lightning_llm.model.attention.seen_keys import SeenKeys
 from lightning_llm.model.linear import Linear
-from lightning_llm.model.mixer.attention_kernel import Mask, mask_of
-from lightning_llm.model.mixer.attention_spec import AttentionSpec
-from lightning_llm.model.mixer.seen_keys import SeenKeys
+from lightning_llm.model.loss import LossOf
 from lightning_llm.model.rope import rope_tables
 from lightning_llm.model.stepping import (
     STEP_ROWS,
@@ -30,6 +29,7 @@ from lightning_llm.model.stepping import (
     in_block,
     rows_of,
 )
+from lightning_llm.model.structure import block_parts, mixer_of, norm_of
 
 
 class AttentionKind(NamedTuple):

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.block_spec import block_parameters, block_parts, for_layers, norm_of
+from lightning_llm.model.structure import block_parameters, block_parts, for_layers, norm_of
 
 
 @dataclass(frozen=True)

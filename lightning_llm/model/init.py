@@ -29,10 +29,9 @@ from torch import Tensor
 
 from lightning_llm.base.keyed_hash import hash_words, name_word
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.block_spec import block_parameters, norm_of
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.model.linear_names import block_linears
 from lightning_llm.model.spec import Distribution, LinearSpec
+from lightning_llm.model.structure import block_linears, block_parameters, norm_of
 
 CHUNK_ELEMENTS = 65_536
 

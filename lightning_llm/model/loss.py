@@ -1,13 +1,16 @@
 """Cross entropy over the vocabulary, summed in fp32, without an fp32 copy of the logits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from lightning_llm.model.loss_spec import CHUNK_ELEMENTS
+from lightning_llm.model.logit_chunks import CHUNK_ELEMENTS, rows_at_once
 
 IGNORED_LABEL = -100
 
@@ -77,3 +80,118 @@ def next_token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     at t is the token at t + 1. The caller divides by the global count of labels.
     """
     return _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten())
+
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class LossOf:
+    """What a decoder's forward pass is to return in place of logits: the sum of their losses over labels, fp32 [].
+
+    `labels`: int64 `[B, T]`, -100 where there is none. `loss_sum`: of logits and labels, also of a part of the rows.
+    `scale` []: what the gradient of the sum will be, which logits' gradients are multiplied by before they are rounded.
+    `finish`: what is done to a projection's logits before the loss.
+    """
+
+    labels: Tensor
+    loss_sum: Callable[[Tensor, Tensor], Tensor]
+    scale: Tensor
+    finish: Callable[[Tensor], Tensor] | None = None
+
+    def after(self, finish: Callable[[Tensor], Tensor]) -> "LossOf":
+        """Return the loss of logits that `finish` is done to."""
+        return replace(self, finish=finish)
+
+    def __call__(self, multiply: Multiply, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the loss of `multiply(x, weight, bias)` for `x` `[B, T, D]` and `weight` `[V, D]`, of this rank's."""
+        count = x.shape[:-1].numel()
+        rows = rows_at_once(count, x.shape[-1], len(weight), device_kind(x))
+        if rows >= count:
+            return self.of(multiply(x, weight, bias), self.labels)
+        if bias is not None:
+            raise ValueError("a projection to logits has no bias here")
+        total: Tensor = _ChunkedLoss.apply(x, weight, multiply, self, rows)
+        return total
+
+    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of the `logits` `[.., V]` of a projection over their `labels` `[..]`."""
+        return self.loss_sum(logits if self.finish is None else self.finish(logits), labels)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Keeps the gradients of x, in its dtype, and of the weight, summed over chunks in fp32 and then rounded to its."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, multiply: Multiply, loss: LossOf, rows: int) -> Tensor:
+        of_x, of_weight = ctx.needs_input_grad[:2]
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if of_x else None  # [B, T, D]
+        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if of_weight else None  # [V, D]
+        matrix = weight.detach().requires_grad_(of_weight)
+        total = torch.zeros((), dtype=wide, device=x.device)
+        parts, labels = x.detach().flatten(0, -2).split(rows), loss.labels.flatten().split(rows)
+        for number, (part, label) in enumerate(zip(parts, labels, strict=True)):  # [R, D], [R]
+            part = part.detach().requires_grad_(of_x)
+            with torch.set_grad_enabled(of_x or of_weight):
+                each = loss.of(multiply(part, matrix, None), label)
+            total += each.detach()
+            wanted = [tensor for tensor in (part, matrix) if tensor.requires_grad]
+            made = iter(torch.autograd.grad(each, wanted, loss.scale.to(each.dtype)) if wanted else ())
+            if grad_x is not None:
+                grad_x.view(-1, x.shape[-1])[number * rows :][: len(part)] = next(made)
+            if grad_weight is not None:
+                grad_weight.add_(next(made))
+        ctx.scale = loss.scale
+        ctx.gradients = grad_x, None if grad_weight is None else grad_weight.to(weight.dtype)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of a loss by chunks are given once: take the forward pass again")
+        made, ctx.gradients = ctx.gradients, None
+        factor = grad_output / ctx.scale  # 1 where the gradient is what was said
+        return *(None if each is None else each.mul_(factor.to(each.dtype)) for each in made), None, None, None
+
+
+class _DivergenceSum(torch.autograd.Function):
+    """Rows in chunks, as in `loss.py`. The gradient of a row by its logits z is `t (softmax(z / t) - softmax(e / t))`
+    for teachers' logits e, temperature t and the loss `t^2 KL` (Hinton et al. 2015, arXiv 1503.02531, section 2)."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, teachers: Tensor, labels: Tensor, temperature: float) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(logits, teachers, labels)
+        ctx.temperature = temperature
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=logits.device)
+        rows, real = chunk_rows(logits), teachers.shape[-1]
+        for row, teacher, label in zip(logits.split(rows), teachers.split(rows), labels.split(rows), strict=True):
+            log_q = F.log_softmax(row.to(wide) / temperature, dim=-1)[:, :real]  # [R, V]
+            log_p = F.log_softmax(teacher.to(wide) / temperature, dim=-1)  # [R, V]
+            divergence = (log_p.exp() * (log_p - log_q)).sum(-1)  # [R]
+            total += divergence.masked_fill(label == IGNORED_LABEL, 0.0).sum() * temperature**2
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]
+        logits, teachers, labels = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)  # [N, V]
+        rows, real, wide = chunk_rows(logits), teachers.shape[-1], grad_output.dtype
+        chunks = (each.split(rows) for each in (logits, teachers, labels, grad_logits))
+        for row, teacher, label, out in zip(*chunks, strict=True):
+            grad = torch.softmax(row.to(wide) / ctx.temperature, dim=-1)  # [R, V]
+            grad[:, :real] -= torch.softmax(teacher.to(wide) / ctx.temperature, dim=-1)
+            out.copy_(grad.mul_((label != IGNORED_LABEL)[:, None] * (grad_output * ctx.temperature)))
+        return grad_logits, None, None, None
+
+
+def divergence_sum(logits: Tensor, teachers: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return the sum of `temperature^2 KL(teachers || student)` over all labels that are not -100, an fp32 scalar.
+
+    `logits` of the student are `[B, T, V]` of any float dtype (fp64 sums in fp64), padding included; `teachers`, whose
+    softmax is what they predict, `[B, T, vocab_size]`; `labels` int64 `[B, T]`. Teachers get no gradient.
+    """
+    real = teachers.shape[-1]
+    return _DivergenceSum.apply(logits.flatten(0, -2), teachers.reshape(-1, real), labels.flatten(), temperature)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_llm.model.attention.attention import Kernel
+from lightning_llm.model.attention.kernel_choice import Mask
+from lightning_llm.model.attention.seen_keys import SeenKeys
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.model.mixer.attention import Kernel
-from lightning_llm.model.mixer.attention_kernel import Mask
-from lightning_llm.model.mixer.seen_keys import SeenKeys
 from lightning_llm.parallel.collectives import GroupRef, gather_tokens
 from lightning_llm.parallel.layout import Layout
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.model import DEFAULT_LAYERS
-from lightning_llm.model.block_spec import mixer_of
-from lightning_llm.model.mixer.attention_spec import AttentionSpec
+from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.spec import ForwardPass, Mixer
+from lightning_llm.model.structure import mixer_of
 from lightning_llm.plan.resolve import Plan, Resolution, compiles
 
 KEY = "trainer.attention_kernel"

@@ -10,8 +10,7 @@ from lightning_llm.config.schema.callbacks import monitor_problems
 from lightning_llm.config.schema.run import LauncherConfig
 from lightning_llm.config.schema.strict import Rule, gather
 from lightning_llm.data.check import batch_problems, data_rules
-from lightning_llm.model.block_spec import shape_problems
-from lightning_llm.model.linear_names import linear_names, linears_of
+from lightning_llm.model.structure import linear_names, linears_of, shape_problems
 from lightning_llm.plan.attention_kernel import attention_kernel_problems
 from lightning_llm.plan.checkpoints import retention_problems
 from lightning_llm.plan.cluster import cluster_rules

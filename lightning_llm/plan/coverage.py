@@ -1,7 +1,7 @@
 """How much of a run's model its precision recipe quantizes. Imports no torch."""
 
 from lightning_llm.config.schema import Config
-from lightning_llm.model.linear_names import linear_names
+from lightning_llm.model.structure import linear_names
 from lightning_llm.precision.recipe.module_rules import Coverage, coverage
 
 

@@ -8,9 +8,8 @@ from functools import lru_cache
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config, ModelConfig
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.model.block_spec import Same, block_parts, for_layers, mixer_of
-from lightning_llm.model.linear_names import linear_names, linears_of
 from lightning_llm.model.spec import LinearSpec, Size
+from lightning_llm.model.structure import Same, block_parts, for_layers, linear_names, linears_of, mixer_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.shard_axes import SHARD_AXES
 from lightning_llm.precision.recipe.module_rules import layers_of_casts

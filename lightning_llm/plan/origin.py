@@ -7,8 +7,7 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_folders import TOKENIZER, UNNAMED
-from lightning_llm.model.interop.families import architecture, without_counterpart
-from lightning_llm.model.weights.tensors import parameter_shapes
+from lightning_llm.model.interop.families import architecture, parameter_shapes, without_counterpart
 
 
 def origin_facts(config: Config) -> dict[str, str | None]:

@@ -6,7 +6,7 @@ from functools import cached_property
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.schema import Config, ParallelConfig
-from lightning_llm.model.linear_names import linear_widths
+from lightning_llm.model.structure import linear_widths
 from lightning_llm.plan.degrees import Degrees, given_degrees, resolve_degrees
 from lightning_llm.plan.divisibility import part_widths
 from lightning_llm.plan.memory.units import micro_batches_per_rank

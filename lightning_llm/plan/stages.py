@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
-from lightning_llm.model.block_spec import Same, for_layers
+from lightning_llm.model.structure import Same, for_layers
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.units import Units, micro_batches_per_rank, units_of
 

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import Config, ModelConfig
 from lightning_llm.model.flops import count_parameters, flops_per_token
-from lightning_llm.model.linear_names import has_bias
+from lightning_llm.model.structure import has_bias
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.degrees import Degrees
 

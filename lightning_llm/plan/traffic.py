@@ -4,8 +4,7 @@ import math
 from collections import Counter
 
 from lightning_llm.config.schema import Config, ModelConfig
-from lightning_llm.model.block_spec import block_parameters, for_layers, mixer_of, norm_of
-from lightning_llm.model.linear_names import block_linears
+from lightning_llm.model.structure import block_linears, block_parameters, for_layers, mixer_of, norm_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.activations import boundary_bytes, recomputed_layers, tokens_of

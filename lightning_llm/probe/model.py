@@ -12,7 +12,7 @@ from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema import ModelConfig, PrecisionConfig
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.model.weights.whole import whole_decoder
+from lightning_llm.model.weights.load import whole_decoder
 from lightning_llm.precision.linear.delayed import load_delayed_state, update_delayed
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers, set_recipe, set_step_key
 from lightning_llm.precision.linear.plan import ROLES, SLOT_NAMES

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 import torch
 
 from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.model.attention.kernel_choice import FLEX, AttentionShape, NoKernelError, attention_by, kernel_of
+from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.dtypes import DTYPES
-from lightning_llm.model.mixer.attention_kernel import FLEX, AttentionShape, NoKernelError, attention_by, kernel_of
-from lightning_llm.model.mixer.attention_spec import AttentionSpec
 from lightning_llm.plan.attention_kernel import KEY, is_masked, mixers_of
 from lightning_llm.plan.resolve import Plan
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import Config
-from lightning_llm.model.linear_names import has_bias
+from lightning_llm.model.structure import has_bias
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import record_collectives
 from lightning_llm.plan.nodes import ranks_per_node

@@ -12,7 +12,7 @@ from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.folder import Weights
-from lightning_llm.model.weights.whole import frozen_decoder
+from lightning_llm.model.weights.load import frozen_decoder
 from lightning_llm.plan.teachers import KEY, teacher_differences
 from lightning_llm.run.launch.environment import is_first_rank
 from lightning_llm.run.resume.agreed_weights import agreed_weights

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.distil import DistilConfig
-from lightning_llm.model.distillation_loss import divergence_sum
-from lightning_llm.model.mixer.attention_kernel import without_blocks
+from lightning_llm.model.attention.kernel_choice import without_blocks
+from lightning_llm.model.loss import divergence_sum
 
 RECORD = "distil_kl"
 """In a step's record: the mean of KL(teachers || student) per target token, nats, times the temperature squared."""

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lightning_llm.config.schema import Config
 from lightning_llm.data.batch import Batch
-from lightning_llm.model.chunked_loss import LossOf
-from lightning_llm.model.loss import IGNORED_LABEL
+from lightning_llm.model.loss import IGNORED_LABEL, LossOf
 from lightning_llm.optim.optimizer import LearningRate
 from lightning_llm.parallel.grad_norm import clip_gradients, gradient_norm
 from lightning_llm.parallel.host_read import read_numbers

@@ -198,7 +198,7 @@ MEAN = """
 CHOOSE = """
     import sys
     from lightning_llm.config.compose import compose_config
-    from lightning_llm.model.linear_names import linear_names
+    from lightning_llm.model.structure import linear_names
     from lightning_llm.plan.degrees import Degrees
     from lightning_llm.plan.divisibility import sharding_problems
     from lightning_llm.plan.text.report import plan_facts

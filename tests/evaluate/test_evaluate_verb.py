@@ -17,7 +17,7 @@ from lightning_llm.evaluate.members import AverageWeights
 from lightning_llm.evaluate.weights import decoder_of
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.weights.convert import whole_state
-from lightning_llm.model.weights.initial import InitialWeights
+from lightning_llm.model.weights.load import InitialWeights
 from lightning_llm.probe.subject import find_subject, read_weights, verified_weights
 from lightning_llm.tracking.files import read_records, summary_of
 from lightning_llm.tracking.reading import read_run

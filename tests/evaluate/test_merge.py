@@ -15,7 +15,7 @@ from lightning_llm.data.sources.python import library_files
 from lightning_llm.evaluate import merge
 from lightning_llm.evaluate.merge import _sets
 from lightning_llm.evaluate.weights import load_model
-from lightning_llm.model.weights.whole import whole_decoder
+from lightning_llm.model.weights.load import whole_decoder
 
 PARTS = "abc"
 
@@ -94,7 +94,7 @@ def test_proxies_are_the_losses_of_torchs_average(swept, capsys, tmp_path):
 @pytest.mark.full
 def test_a_units_average_with_itself_is_itself_to_the_bit(swept):
     from lightning_llm.evaluate.members import AverageWeights
-    from lightning_llm.model.weights.initial import InitialWeights
+    from lightning_llm.model.weights.load import InitialWeights
     from lightning_llm.probe.subject import find_subject, read_weights, verified_weights
 
     subject = find_subject(swept / "0", [], None)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_llm.model.mixer.attention import torch_attention
-from lightning_llm.model.mixer.seen_keys import document_mask
+from lightning_llm.model.attention.attention import torch_attention
+from lightning_llm.model.attention.seen_keys import document_mask
 
 pytestmark = pytest.mark.gpu
 

@@ -7,16 +7,16 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_llm.model.mixer import attention_kernel
-from lightning_llm.model.mixer.attention import dot_product_attention
-from lightning_llm.model.mixer.attention_kernel import (
+from lightning_llm.model.attention import kernel_choice as attention_kernel
+from lightning_llm.model.attention.attention import dot_product_attention
+from lightning_llm.model.attention.kernel_choice import (
     AttentionShape,
     NoKernelError,
     any_kernel,
     attention_by,
     kernel_of,
 )
-from lightning_llm.model.mixer.seen_keys import document_mask
+from lightning_llm.model.attention.seen_keys import document_mask
 
 CPU = torch.device("cpu")
 OPERATORS = {

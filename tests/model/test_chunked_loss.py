@@ -7,12 +7,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.linalg.cast_linear import linear_with_unrounded_wgrad
-from lightning_llm.model import loss_spec
-from lightning_llm.model.chunked_loss import LossOf
+from lightning_llm.model import logit_chunks as loss_spec
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.linear import Linear
-from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.model.loss import LossOf, next_token_loss_sum
 
 B, T, D, V = 3, 37, 16, 64
 

@@ -9,8 +9,7 @@ from lightning_llm.model.decoder import Decoder, mask_padding
 from lightning_llm.model.init import initialise
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.model.norm.layernorm import LayerNorm
-from lightning_llm.model.norm.rmsnorm import RMSNorm
+from lightning_llm.model.norm import LayerNorm, RMSNorm
 from tests.model.model_shapes import build, gpt2, llama, tokens_of
 
 both = pytest.mark.parametrize("config", [llama(), gpt2()], ids=["llama", "gpt2"])

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 
 from lightning_llm.model import loss as loss_module
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.model.norm.rmsnorm import rms_norm
-from lightning_llm.model.norm.rmsnorm_zero_centered import RMSNormZeroCentered
+from lightning_llm.model.norm import RMSNormZeroCentered, rms_norm
 from lightning_llm.model.rope import apply_rope, rope_tables
 from tests.model.model_shapes import LLAMA3_SCALING, llama
 

@@ -9,10 +9,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.model.huggingface import huggingface_config, model_config_of, to_huggingface
 from lightning_llm.model.interop.architecture import Architecture
 from lightning_llm.model.interop.families import architecture, architectures, register
-from lightning_llm.model.weights.convert import as_huggingface, as_ours, state_dict_of
+from lightning_llm.model.weights.convert import (
+    as_huggingface,
+    as_ours,
+    huggingface_config,
+    model_config_of,
+    state_dict_of,
+    to_huggingface,
+)
 from lightning_llm.model.weights.folder import open_huggingface
 from lightning_llm.model.weights.write import write_tensors as write_planned
 from tests.model.model_shapes import gemma2, gpt2, llama, qwen3

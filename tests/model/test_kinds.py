@@ -14,15 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_llm.config.schema.block import FEED_FORWARDS, MIXERS, NORMS
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.block_spec import block_parameters, block_parts, mixer_of
+from lightning_llm.model.attention import attention
+from lightning_llm.model.attention.seen_keys import document_mask
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.init import distribution_of
-from lightning_llm.model.linear_names import block_linears, linear_names
-from lightning_llm.model.mixer import attention
-from lightning_llm.model.mixer.seen_keys import document_mask
 from lightning_llm.model.rope import rope_tables
 from lightning_llm.model.spec import ForwardPass
+from lightning_llm.model.structure import block_linears, block_parameters, block_parts, linear_names, mixer_of
 from tests.model.model_shapes import build, llama
 
 LENGTH = 24

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.model.linear_names import block_linears, linear_names
+from lightning_llm.model.structure import block_linears, linear_names
 
 FILES = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
 FILES = [file for file in FILES if file.stem != "from_weights"]  # whose shape weights give

@@ -16,7 +16,7 @@ from lightning_llm.evaluate.evaluation import evaluate_models
 from lightning_llm.evaluate.harness import OwnModel
 from lightning_llm.evaluate.request import checked_request
 from lightning_llm.evaluate.weights import decoder_of, sharded_decoder_of
-from lightning_llm.model.weights.initial import InitialWeights
+from lightning_llm.model.weights.load import InitialWeights
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.probe.subject import read_weights, verified_weights
 

@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_llm.config.schema import ParallelConfig
+from lightning_llm.model.attention.attention import dot_product_attention, torch_attention
+from lightning_llm.model.attention.seen_keys import document_mask
 from lightning_llm.model.decoder import mask_padding
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.model.mixer.attention import dot_product_attention, torch_attention
-from lightning_llm.model.mixer.seen_keys import document_mask
 from lightning_llm.parallel.cp import ContextAttention, SequenceSharder, keys_of_all_ranks, positions_of
 from lightning_llm.parallel.tp import Region, _become, _Row, loss_sum_of
 from tests.parallel.traced_run import layout_here

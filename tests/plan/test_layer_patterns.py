@@ -11,7 +11,7 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import count_parameters, flops_per_token
-from lightning_llm.model.linear_names import linear_names
+from lightning_llm.model.structure import linear_names
 from lightning_llm.plan import stages as stages_module
 from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.memory.units import units_of

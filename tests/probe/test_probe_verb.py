@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.from_file import load_config
-from lightning_llm.model.huggingface import huggingface_config, model_config_of, to_huggingface
+from lightning_llm.model.weights.convert import huggingface_config, model_config_of, to_huggingface
 from lightning_llm.probe.subject import find_subject, read_weights
 
 QUICK = ["--batches", "1", "--keys", "2"]

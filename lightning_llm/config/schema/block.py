@@ -7,9 +7,11 @@ from pydantic import Field
 from lightning_llm.base.registry import Registry
 from lightning_llm.config.schema.base import Group
 
-MIXERS: Registry[Group] = Registry("mixer", "lightning_llm.model.mixer")
-FEED_FORWARDS: Registry[Group] = Registry("feed-forward network", "lightning_llm.model.ffn")
-NORMS: Registry[Group] = Registry("norm", "lightning_llm.model.norm")
+MIXERS: Registry[Group] = Registry(
+    "mixer", "lightning_llm.model.attention.kinds", "lightning_llm.model.recurrent.kinds"
+)
+FEED_FORWARDS: Registry[Group] = Registry("feed-forward network", "lightning_llm.model.kinds")
+NORMS: Registry[Group] = Registry("norm", "lightning_llm.model.kinds")
 """Their kinds are the classes of `model.spec`: `Mixer`, `FeedForward`, `Norm`."""
 
 

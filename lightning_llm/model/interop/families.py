@@ -1,8 +1,7 @@
 """Which Hugging Face architecture a config is, and which config a config.json is. Imports no torch."""
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -10,10 +9,14 @@ from pydantic import ValidationError
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.registry import load_installed
 from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig
-from lightning_llm.model import interop
 from lightning_llm.model.interop.architecture import Architecture
+from lightning_llm.model.interop.gemma2 import Gemma2
+from lightning_llm.model.interop.gpt2 import GPT2
+from lightning_llm.model.interop.llama import Llama, Mistral, Qwen3
+from lightning_llm.model.structure import block_parameters, linears_of, norm_of
 
-_FOUND: dict[str, Architecture] = {}
+BUILT_IN: tuple[Architecture, ...] = (Gemma2(), GPT2(), Llama(), Mistral(), Qwen3())
+_FOUND: dict[str, Architecture] = {each.class_name: each for each in BUILT_IN}
 
 
 def register(architecture: Architecture) -> None:
@@ -28,10 +31,6 @@ def register(architecture: Architecture) -> None:
 
 def architectures() -> list[Architecture]:
     """Return all that are known: those of this package and of installed ones, by class name."""
-    for module in pkgutil.iter_modules(interop.__path__):
-        found = importlib.import_module(f"{interop.__name__}.{module.name}")
-        if hasattr(found, "ARCHITECTURE"):
-            register(found.ARCHITECTURE)
     load_installed()
     return [_FOUND[name] for name in sorted(_FOUND)]
 
@@ -118,3 +117,56 @@ def model_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 def model_config_of(values: Mapping[str, Any], name: str) -> ModelConfig:
     """Return the shape that a `config.json` describes, under the name `name`. Raises ConfigError as `model_keys`."""
     return ModelConfig.model_validate({"name": name, **model_keys(values)})
+
+
+VOCABULARY = ("embedding.weight", "head.weight")
+"""Parameters whose rows are token ids, those of padding included."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where one of our parameters lies: in tensor `name`, from row `first` on, there [inputs, outputs] if `transposed`.
+
+    `shape` is ours, without rows that pad the vocabulary; `whole` theirs, of which it may be a part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    first: int = 0
+    transposed: bool = False
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of `Decoder(config)` by name, without rows that pad the vocabulary."""
+    table = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": table}
+    if config.position == "learned":
+        shapes["position_embedding.weight"] = (config.max_sequence_length, config.hidden_size)
+    for index in range(config.num_layers):
+        shapes |= {f"layers.{index}.{each.name}": each.shape for each in block_parameters(config, index)}
+    shapes |= {f"norm.{name}": (config.hidden_size,) for name in norm_of(config).vectors(config)}
+    return shapes if config.tie_embeddings else {**shapes, "head.weight": table}
+
+
+def stored_as(config: ModelConfig, family: Architecture) -> dict[str, Stored]:
+    """Return where each of our parameters lies in a model of `family`, by our names, in order of the decoder."""
+    linears, found = linears_of(config), {}
+    for ours, shape in parameter_shapes(config).items():
+        module, _, kind = ours.rpartition(".")
+        turned = family.transposed and module in linears and kind == "weight"
+        names, prefix, within = family.ends, "", module
+        if module.startswith("layers."):
+            _, index, within = module.split(".", 2)
+            names, prefix = family.block_names(config, int(index)), f"{family.block_prefix}.{index}."
+            for fused, several in family.fused.items():
+                if within in several:
+                    rows = [linears[f"layers.{index}.{each}"].outputs.length for each in several]
+                    place = several.index(within)
+                    whole = (sum(rows), *shape[1:])
+                    name = f"{prefix}{fused}.{kind}"
+                    found[ours] = Stored(name, shape, whole[::-1] if turned else whole, sum(rows[:place]), turned)
+        if ours not in found:
+            whole = shape[::-1] if turned else shape
+            found[ours] = Stored(f"{prefix}{names[within]}.{kind}", shape, whole, 0, turned)
+    return found

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.model.attention.kinds import SoftCappedAttention
 from lightning_llm.model.interop.architecture import (
     LLAMA_SIZES,
     PRE_NORM,
@@ -15,7 +16,6 @@ from lightning_llm.model.interop.architecture import (
     shape_entries,
 )
 from lightning_llm.model.interop.rope import rope_entries
-from lightning_llm.model.mixer.soft_capped_attention_spec import SoftCappedAttention
 
 
 class Gemma2(Architecture):
@@ -130,6 +130,3 @@ def _mixer(config: ModelConfig, index: int) -> SoftCappedAttention:
     mixer: Any = config.block_at(index).mixer
     made: SoftCappedAttention = mixer
     return made
-
-
-ARCHITECTURE = Gemma2()

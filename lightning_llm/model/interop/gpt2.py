@@ -105,6 +105,3 @@ class GPT2(Architecture):
 
 def _query_size(config: ModelConfig) -> int:
     return config.num_heads * config.attention_head_dim
-
-
-ARCHITECTURE = GPT2()

@@ -25,11 +25,16 @@ from lightning_llm.base.integrity import (
 )
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.weight_folders import HUGGINGFACE, IMPORTED, TOKENIZER, end_tokens_of
-from lightning_llm.model.block_spec import shape_problems
 from lightning_llm.model.interop.architecture import Architecture
-from lightning_llm.model.interop.families import architecture_named, model_config_of
+from lightning_llm.model.interop.families import (
+    Stored,
+    architecture_named,
+    model_config_of,
+    parameter_shapes,
+    stored_as,
+)
+from lightning_llm.model.structure import shape_problems
 from lightning_llm.model.weights.files import DTYPES, TensorFiles, open_files, some_of
-from lightning_llm.model.weights.tensors import Stored, parameter_shapes, stored_as
 
 if TYPE_CHECKING:
     from torch import Tensor

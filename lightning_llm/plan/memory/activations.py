@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 from lightning_llm.config.schema import Config
-from lightning_llm.model.block_spec import block_parts, mixer_of, norm_of
-from lightning_llm.model.loss_spec import rows_at_once
-from lightning_llm.model.mixer.attention_spec import AttentionSpec
+from lightning_llm.model.attention.kinds import AttentionSpec
+from lightning_llm.model.logit_chunks import rows_at_once
 from lightning_llm.model.spec import ForwardPass, SavedTensor
+from lightning_llm.model.structure import block_parts, mixer_of, norm_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.attention_kernel import takes_blocks
 from lightning_llm.plan.degrees import Degrees
@@ -105,7 +105,7 @@ def stage_bytes(plan: Plan, part: StagePart, accounting: Accounting = OURS) -> i
 def _shared_mask_bytes(plan: Plan, part: StagePart, forward: ForwardPass) -> int:
     """Return the bytes of the masks that say which keys a stage's queries see, a bool for each pair and window.
 
-    Blocks that are recomputed keep them, and so does `attention_cpu`'s kernel; others turn them into masks of their own
+    Blocks that are recomputed keep them, and so does `cpu_kernel`'s kernel; others turn them into masks of their own
     (`attention_spec.mask_of`). Where attention is plainly causal, on whole sequences without documents, there is none,
     nor for recurrent mixers. FlexAttention has lists of blocks, of no size beside these.
     """

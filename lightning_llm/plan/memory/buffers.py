@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from lightning_llm.config.schema import Config
-from lightning_llm.model.linear_names import block_linears
+from lightning_llm.model.structure import block_linears
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.accounting import OURS, Accounting

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
-from lightning_llm.model.loss_spec import CHUNK_ELEMENTS
+from lightning_llm.model.logit_chunks import CHUNK_ELEMENTS
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.memory.accounting import Accounting
 from lightning_llm.plan.memory.activations import (
@@ -178,7 +178,7 @@ def _logits_bytes(plan: Plan, accounting: Accounting) -> tuple[int, int]:
     """Return the bytes of a micro-batch's logits as they are kept, and what the loss has beside them at most.
 
     That is their gradient and the fp32 of a chunk twice; of many logits a part of the rows, with the gradients of
-    hidden states and weight (`model.chunked_loss`). torch's own cross entropy over all logits in fp32 has the
+    hidden states and weight (`model.loss`). torch's own cross entropy over all logits in fp32 has the
     logarithms, their gradient and its product with the softmax; where DTensor shares the vocabulary, also the
     exponentials (`torch.distributed.tensor.parallel.loss`).
     """

@@ -60,8 +60,8 @@ def memory_bytes(plan: Plan, accounting: Accounting = OURS) -> dict[str, int]:
       input, and with selective checkpointing `selective_bytes_per_token`.
     - `backward`: what the backward pass of a block has beside it: what it recomputes, the gradients of its
       activations, and those of its weights before they are reduced.
-    - `logits`: those of a micro-batch, their gradient, and fp32 copies of a chunk (`model.loss_spec`), or of a chunk of
-      many logits, with gradients of hidden states and head (`model.chunked_loss`); they are given back before the first
+    - `logits`: those of a micro-batch, their gradient, and fp32 copies of a chunk (`model.logit_chunks`), or of a chunk
+      of many logits, with gradients of hidden states and head (`model.loss`); they are given back before the first
       block's backward pass. GPipe keeps those of all micro-batches.
     - `teacher_logits`: what teachers predict of a micro-batch, in fp32.
     - `allocator_reserve`: on a GPU, `ALLOCATOR_RESERVE` of what comes and goes.

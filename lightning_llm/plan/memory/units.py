@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
 from lightning_llm.config.schema.optim import ParameterShard, role_in_block
-from lightning_llm.model.block_spec import Same, block_parameters, first_alike, norm_of
+from lightning_llm.model.structure import Same, block_parameters, first_alike, norm_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.shard_axes import SHARD_AXES
 

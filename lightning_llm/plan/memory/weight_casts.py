@@ -7,8 +7,8 @@ from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.optim import ParameterShard, role_in_block
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.model.linear_names import block_linears, linear_names
 from lightning_llm.model.spec import LinearSpec
+from lightning_llm.model.structure import block_linears, linear_names
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.activations import code_bits
 from lightning_llm.plan.memory.units import Units, shard_ranks, uses_fsdp

@@ -8,7 +8,7 @@ import yaml
 
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.precision import PrecisionConfig
-from lightning_llm.model.linear_names import linear_widths
+from lightning_llm.model.structure import linear_widths
 from lightning_llm.precision.native.capability import DEVICES, Capability, capability_here
 from lightning_llm.precision.native.decide import Decision, decide
 

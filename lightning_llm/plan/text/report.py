@@ -7,7 +7,7 @@ from lightning_llm.config.redact import with_credentials
 from lightning_llm.config.schema.model import DEFAULT_LAYERS
 from lightning_llm.data.report import planned_phases
 from lightning_llm.model.flops import count_parameters, flops_per_token
-from lightning_llm.model.linear_names import linear_names
+from lightning_llm.model.structure import linear_names
 from lightning_llm.plan.checkpoints import disk_facts, disk_notes, disk_row
 from lightning_llm.plan.known_bad import known_bad
 from lightning_llm.plan.memory.accounting import OURS, Accounting

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from lightning_llm.config.schema import Config, ModelConfig
-from lightning_llm.model.block_spec import block_parts, for_layers, mixer_of
-from lightning_llm.model.linear_names import block_linears
-from lightning_llm.model.mixer.attention_spec import AttentionSpec
+from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.spec import LinearSpec, MemoryPass, Mixer
+from lightning_llm.model.structure import block_linears, block_parts, for_layers, mixer_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.activations import tokens_of
@@ -24,7 +23,7 @@ BACKWARD_OF_ATTENTION = 2.5
 """Matrix products of attention's backward pass over those of its forward pass, 5 over 2: the scores are made again
 (Dao et al. 2022, arXiv 2205.14135, algorithm 4)."""
 SCORE_BYTES_ON_CPU = (22, 40)
-"""What `model.mixer.attention_cpu` moves of each score, forward and backward: masked, softmax, cast, in fp32."""
+"""What `model.attention.cpu_kernel` moves of each score, forward and backward: masked, softmax, cast, in fp32."""
 
 
 class Operations:

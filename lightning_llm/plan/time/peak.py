@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_llm.config.schema import Config
-from lightning_llm.model.block_spec import for_layers, mixer_of
-from lightning_llm.model.linear_names import block_linears
+from lightning_llm.model.structure import block_linears, for_layers, mixer_of
 from lightning_llm.plan.time.device import Device
 from lightning_llm.plan.time.formats import GEMMS, Formats
 

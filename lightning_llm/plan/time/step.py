@@ -9,7 +9,7 @@ from itertools import product
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.config.schema.optim import ParameterShard
 from lightning_llm.model.flops import flops_per_token
-from lightning_llm.model.linear_names import linear_names
+from lightning_llm.model.structure import linear_names
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.attention_kernel import takes_blocks
 from lightning_llm.plan.memory.activations import boundary_bytes

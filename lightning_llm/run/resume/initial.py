@@ -7,7 +7,7 @@ from lightning_llm.base.errors import AgreedError, ConfigError, Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_folders import KEY
 from lightning_llm.model.weights.folder import Weights
-from lightning_llm.model.weights.initial import InitialWeights
+from lightning_llm.model.weights.load import InitialWeights
 from lightning_llm.run.launch.environment import is_first_rank
 from lightning_llm.run.resume.agreed_weights import agreed_weights
 from lightning_llm.run.resume.start import INIT, Start

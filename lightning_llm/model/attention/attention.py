@@ -3,7 +3,9 @@
 Letters: B sequences, T tokens, D hidden_size, H query heads, G key/value heads, K elements per head.
 """
 
+import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,13 +14,15 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.model.attention.cache import KeyValueCache
+from lightning_llm.model.attention.cpu_kernel import ROWS, is_faster_here, row_attention, short_attention
+from lightning_llm.model.attention.kernel_choice import Mask, any_kernel, takes_short_kernel
+from lightning_llm.model.attention.kinds import AttentionSpec
+from lightning_llm.model.attention.kinds import SoftCappedAttention as Spec
 from lightning_llm.model.linear import Linear
-from lightning_llm.model.mixer.attention_cpu import ROWS, is_faster_here, row_attention, short_attention
-from lightning_llm.model.mixer.attention_kernel import Mask, any_kernel, takes_short_kernel
-from lightning_llm.model.mixer.attention_spec import AttentionSpec
-from lightning_llm.model.mixer.key_value_cache import KeyValueCache
 from lightning_llm.model.rope import apply_rope
 from lightning_llm.model.stepping import blocks_of, in_block, rows_of
+from lightning_llm.model.structure import norm_of
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """Of q `[B, T, H, K]`, k and v `[B, S, G, K]` and a `Mask` that the kernel takes: `[B, T, H, K]`."""
@@ -89,7 +93,7 @@ class Attention(nn.Module):
     """`o_proj(softmax(q k^T / sqrt(K)) v)`, causal. Head counts are read off the tensors, so a shard of heads works."""
 
     kernel_ops = KERNEL_OPS
-    """What selective checkpointing keeps the outputs of, see `parallel.blocks`."""
+    """What selective checkpointing keeps the outputs of, see `parallel.activation`."""
     steps_in_blocks = True
 
     def __init__(self, spec: AttentionSpec, config: ModelConfig):
@@ -152,3 +156,49 @@ class Attention(nn.Module):
         mixed = self.block_kernel(in_block(q, first_row, rows=ROWS), keys, values, mask)  # [B, ROWS, H, K]
         own = mixed[:, rows_of(first_row, first_row + q.shape[1], ROWS)]  # [B, STEP_ROWS, H, K]
         return self.o_proj(own.flatten(2))[:, rows]  # [B, n, D]
+
+
+class QKNormAttention(Attention):
+    """`Attention` with `q_norm` and `k_norm` over K elements, shared by all heads. Letters as there."""
+
+    def __init__(self, spec: AttentionSpec, config: ModelConfig):
+        super().__init__(spec, config)
+        self.q_norm = norm_of(config).build_for(config, self.head_dim)
+        self.k_norm = norm_of(config).build_for(config, self.head_dim)
+
+    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q_norm(q), self.k_norm(k)  # [B, T, H, K], [B, T, G, K]
+
+
+class SoftCappedAttention(Attention):
+    """`Attention` with `cap x tanh(scores / cap)`, and a scale of the scores of its own."""
+
+    def __init__(self, spec: Spec, config: ModelConfig):
+        super().__init__(spec, config)
+        self.kernel = self.attend = self.block_kernel = capped_attention(spec.cap)
+        scalar = spec.query_pre_attention_scalar or self.head_dim
+        self.scale = math.sqrt(self.head_dim / scalar)  # of what the kernel divides by sqrt(K)
+
+    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q if self.scale == 1.0 else q * self.scale, k  # [B, T, H, K], [B, T, G, K]
+
+
+@cache
+def capped_attention(cap: float) -> Kernel:
+    """Return the function of q `[B, T, H, K]`, k, v `[B, S, G, K]` and mask that gives `[B, T, H, K]`: one for a cap.
+
+    The mask is as in `torch_attention`. Capped scores and softmax are in fp32.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        keys = for_all_heads(k, q.shape[2]).permute(0, 2, 3, 1)  # [B, H, K, S]
+        values = for_all_heads(v, q.shape[2]).transpose(1, 2)  # [B, H, S, K]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = torch.matmul(q.transpose(1, 2) / math.sqrt(q.shape[-1]), keys).to(wide)  # [B, H, T, S]
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()  # [T, S]
+        seen = (torch.tanh(scores / cap) * cap).masked_fill(~mask, -math.inf)  # [B, H, T, S]
+        mixed = torch.matmul(torch.softmax(seen, dim=-1).to(v.dtype), values)  # [B, H, T, K]
+        return mixed.transpose(1, 2)  # [B, T, H, K]
+
+    return attend

@@ -6,7 +6,7 @@ Letters: B sequences, S tokens kept, G key/value heads, K elements per head.
 import torch
 from torch import Tensor
 
-from lightning_llm.model.mixer.attention_cpu import ROWS
+from lightning_llm.model.attention.cpu_kernel import ROWS
 
 
 class KeyValueCache:

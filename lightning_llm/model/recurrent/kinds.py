@@ -12,7 +12,6 @@ from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.base import PositiveFloat, PositiveInt
 from lightning_llm.config.schema.block import MIXERS
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.block_spec import norm_of
 from lightning_llm.model.spec import (
     ForwardPass,
     LinearSpec,
@@ -23,6 +22,7 @@ from lightning_llm.model.spec import (
     Size,
     hidden,
 )
+from lightning_llm.model.structure import norm_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -114,7 +114,7 @@ class GLA(Mixer):
                 yield Problem("model.blocks", text)
 
     def build(self, model: ModelConfig) -> "nn.Module":
-        from lightning_llm.model.mixer.gla import GLA as Module
+        from lightning_llm.model.recurrent.gla import GLA as Module
 
         return Module(self, model)
 

@@ -9,17 +9,26 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from lightning_llm.base.errors import Problem
-from lightning_llm.config.schema.base import PositiveInt
+from lightning_llm.config.schema.base import PositiveFloat, PositiveInt
 from lightning_llm.config.schema.block import MIXERS
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.spec import ForwardPass, LinearSpec, MemoryPass, Mixer, SavedTensor, Size, hidden
+from lightning_llm.model.spec import (
+    ForwardPass,
+    LinearSpec,
+    MemoryPass,
+    Mixer,
+    ParameterSpec,
+    SavedTensor,
+    Size,
+    hidden,
+)
+from lightning_llm.model.structure import norm_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-
 SHORT_KERNEL_TOKENS = 512
-"""Longest sequences that `model.mixer.attention_cpu` takes, where its kernel is the faster one."""
+"""Longest sequences that `model.attention.cpu_kernel` takes, where its kernel is the faster one."""
 
 
 class AttentionSpec(Mixer):
@@ -49,7 +58,7 @@ class AttentionSpec(Mixer):
         """Return the input of q, k and v, what the kernel keeps, and its output, which `o_proj` takes.
 
         Queries and keys are kept as positions turned them, not before. Of torch's kernels, which also keep one fp32
-        log-sum-exp per head and a mask in the compute dtype for every block; `attention_cpu` keeps neither.
+        log-sum-exp per head and a mask in the compute dtype for every block; `cpu_kernel` keeps neither.
         """
         query, width = model.num_heads * model.attention_head_dim, forward.width
         kept = [
@@ -68,7 +77,7 @@ class AttentionSpec(Mixer):
     def kept_keys(self, model: ModelConfig, forward: ForwardPass) -> int:
         """Return the elements of keys and values for each token computed: ranks that share a sequence keep all of it.
 
-        They are kept for all heads as CUDA's attention with a mask takes them (`model.mixer.attention.for_all_heads`),
+        They are kept for all heads as CUDA's attention with a mask takes them (`attention.for_all_heads`),
         unless it is FlexAttention's.
         """
         for_all = forward.on_gpu and self.is_masked(forward) and not forward.by_blocks
@@ -76,7 +85,7 @@ class AttentionSpec(Mixer):
         return 2 * heads * model.attention_head_dim * forward.context_ranks
 
     def uses_short_kernel(self, forward: ForwardPass) -> bool:
-        """Return whether `attention_cpu.short_attention` runs."""
+        """Return whether `cpu_kernel.short_attention` runs."""
         return not forward.on_gpu and forward.context_ranks == 1 and forward.sequence_length <= SHORT_KERNEL_TOKENS
 
     def keeps_shared_mask(self, forward: ForwardPass) -> bool:
@@ -140,7 +149,7 @@ class Attention(AttentionSpec):
     kind: Literal["attention"] = "attention"
 
     def build(self, model: ModelConfig) -> "nn.Module":
-        from lightning_llm.model.mixer.attention import Attention as Module
+        from lightning_llm.model.attention.attention import Attention as Module
 
         return Module(self, model)
 
@@ -154,3 +163,78 @@ def head_elements(model: ModelConfig, heads: Literal["num_heads", "num_kv_heads"
 def mask_of(forward: ForwardPass, width: int) -> SavedTensor:
     """Return a mask of `width` bytes for each pair of a token and a key, of each sequence where documents differ."""
     return SavedTensor("mask", forward.sequence_length, width, "gathered", per_position=not forward.documents)
+
+
+@MIXERS.register
+class QKNormAttention(AttentionSpec):
+    """Attention whose queries and keys are normed within each head, as in Qwen3 (arXiv 2505.09388, section 2)."""
+
+    kind: Literal["qk_norm_attention"] = "qk_norm_attention"
+
+    def own_parameters(self, model: ModelConfig) -> list[ParameterSpec]:
+        each = norm_of(model).parameters_for(model, model.attention_head_dim, "per_head")
+        return [made._replace(name=f"{norm}.{made.name}") for norm in ("q_norm", "k_norm") for made in each]
+
+    def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
+        """Return attention's, and those of both norms, one vector per head."""
+        heads, each = model.num_heads + model.num_kv_heads, norm_of(model).saved_for(model.attention_head_dim, forward)
+        normed = [
+            saved._replace(name=f"heads' {saved.name}", elements=heads * saved.elements, split="within")
+            for saved in each
+        ]
+        return super().saved_tensors(model, forward) + normed
+
+    def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
+        """Return attention's, and both norms'."""
+        normed = width * (model.num_heads + model.num_kv_heads) * model.attention_head_dim
+        return [MemoryPass(2 * normed, 3 * normed, 2), *super().memory_passes(model, width, compiled)]
+
+    def build(self, model: ModelConfig) -> "nn.Module":
+        from lightning_llm.model.attention.attention import QKNormAttention as Module
+
+        return Module(self, model)
+
+
+@MIXERS.register
+class SoftCappedAttention(AttentionSpec):
+    """Attention whose scores are capped before the softmax, as in Gemma 2 (arXiv 2408.00118, section 2).
+
+    No kernel of torch's caps scores, so they are made whole: memory grows with the square of the sequence.
+    """
+
+    takes_kernels: ClassVar[bool] = False
+    kind: Literal["soft_capped_attention"] = "soft_capped_attention"
+    cap: PositiveFloat = Field(50.0, description="scores are cap x tanh(scores / cap)")
+    query_pre_attention_scalar: PositiveInt | None = Field(
+        None, description="scores are q k over its square root; null: the elements per head"
+    )
+
+    def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
+        """Return what plain operations keep: of each score the tanh and the probability in fp32, and rounded; a mask.
+
+        Keys and values are kept for all heads, as they are multiplied.
+        """
+        query, width = model.num_heads * model.attention_head_dim, forward.width
+        scores = model.num_heads * forward.sequence_length
+        return [
+            SavedTensor("input", model.hidden_size, width, "gathered", linears=("q_proj", "k_proj", "v_proj")),
+            SavedTensor("queries", query, width),
+            SavedTensor("keys and values", 2 * query * forward.context_ranks, width),
+            SavedTensor("tanh of scores", scores, 4),
+            SavedTensor("probabilities", scores, 4),
+            *([SavedTensor("rounded probabilities", scores, width)] if width < 4 else []),
+            mask_of(forward, 1),
+            SavedTensor("mixed values", query, width, linears=("o_proj",)),
+        ]
+
+    def keeps_shared_mask(self, forward: ForwardPass) -> bool:
+        return False
+
+    def kernel_outputs(self, model: ModelConfig, width: int, sequence_length: int) -> int:
+        """Return those of two matrix products: the scores and the mixed values."""
+        return width * model.num_heads * (sequence_length + model.attention_head_dim)
+
+    def build(self, model: ModelConfig) -> "nn.Module":
+        from lightning_llm.model.attention.attention import SoftCappedAttention as Module
+
+        return Module(self, model)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_llm.linalg.gemm import operand, product
-from lightning_llm.model.mixer.attention_spec import SHORT_KERNEL_TOKENS
+from lightning_llm.model.attention.kinds import SHORT_KERNEL_TOKENS
 
 ROWS = 64
 SCORES = 1 << 19

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from lightning_llm.model.mixer.attention_spec import SHORT_KERNEL_TOKENS
-from lightning_llm.model.mixer.seen_keys import SeenKeys
+from lightning_llm.model.attention.kinds import SHORT_KERNEL_TOKENS
+from lightning_llm.model.attention.seen_keys import SeenKeys
 
 Mask = Tensor | BlockMask | None
 """Which keys queries see: bool that broadcasts to `[B, H, T, S]`, or by blocks (`SeenKeys`); None: up to themselves."""
@@ -53,7 +53,7 @@ class AttentionShape(NamedTuple):
 
     @property
     def is_short(self) -> bool:
-        """Whether `attention_cpu` takes it on a CPU unless told otherwise."""
+        """Whether `cpu_kernel` takes it on a CPU unless told otherwise."""
         return self.tokens <= SHORT_KERNEL_TOKENS and not self.shared
 
 
@@ -64,7 +64,7 @@ class NoKernelError(Exception):
 @contextmanager
 def attention_by(name: str, by_blocks: bool = False) -> Iterator[None]:
     """Run the block with attention over whole sequences by the kernel of that name; "auto": by torch's own choice, and
-    on a CPU `attention_cpu`'s for short sequences. For the whole process, so that compiled blocks have it too.
+    on a CPU `cpu_kernel`'s for short sequences. For the whole process, so that compiled blocks have it too.
 
     `by_blocks`: FlexAttention computes what is masked, where a block's attention takes kernels at all.
     """
@@ -96,7 +96,7 @@ def mask_of(seen: SeenKeys | None, takes_kernels: bool) -> Mask:
 
 
 def takes_short_kernel(is_faster: bool) -> bool:
-    """Return whether `attention_cpu.short_attention` is to run, which `is_faster` here or is not."""
+    """Return whether `cpu_kernel.short_attention` is to run, which `is_faster` here or is not."""
     return is_faster if _chosen == AUTO else _chosen == SHORT
 
 

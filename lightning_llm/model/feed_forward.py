@@ -35,3 +35,25 @@ class GELU(nn.Module):
         """Return `[B, T, D]` for `x` `[B, T, D]`."""
         hidden = F.gelu(self.up_proj(x), approximate=self.approximate)  # [B, T, F]
         return self.down_proj(hidden)  # [B, T, D]
+
+
+class GeGLU(SwiGLU):
+    """`down(gelu(gate(x)) * up(x))`. Letters as in `SwiGLU`."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.approximate = "tanh" if config.gelu == "tanh" else "none"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `[B, T, D]` for `x` `[B, T, D]`."""
+        gated = F.gelu(self.gate_proj(x), approximate=self.approximate) * self.up_proj(x)  # [B, T, F]
+        return self.down_proj(gated)  # [B, T, D]
+
+
+class SquaredReLU(GELU):
+    """`down(relu(up(x))^2)`. Letters as in `SwiGLU`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `[B, T, D]` for `x` `[B, T, D]`."""
+        hidden = F.relu(self.up_proj(x)).square()  # [B, T, F]
+        return self.down_proj(hidden)  # [B, T, D]

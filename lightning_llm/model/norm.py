@@ -63,3 +63,37 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.one_by_one:
             return of_product, of_root, grad_weight, None
         return of_product.add_(of_root).to(x.dtype), None, grad_weight, None
+
+
+class LayerNorm(nn.Module):
+    """`(x - mean) / sqrt(var + eps) * weight + bias` over the last dimension (Ba et al. 2016, arXiv:1607.06450)."""
+
+    def __init__(self, size: int, eps: float, bias: bool):
+        super().__init__()
+        self.size, self.eps = size, eps
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `[..., D]` in the dtype of `x` `[..., D]`; mean and variance are taken in fp32."""
+        return self.normalise(x, self.weight, self.bias)
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return what `forward` does, with this weight and bias."""
+        return F.layer_norm(x, (self.size,), weight.to(x.dtype), None if bias is None else bias.to(x.dtype), self.eps)
+
+
+class RMSNormZeroCentered(RMSNorm):
+    """`x / sqrt(mean(x^2) + eps) * (1 + weight)` over the last dimension."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__(size, eps)
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return what `forward` does, with this weight; there is no bias.
+
+        In fp32, rounded once, as in Gemma: in bf16 1 + weight would step by 2^-7, and small weights be none.
+        """
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return rms_norm(x.to(wide), 1 + weight.to(x.dtype).to(wide), self.eps).to(x.dtype)

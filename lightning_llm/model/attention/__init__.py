@@ -1,0 +1,1 @@
+"""Softmax attention: kinds, modules, kernels, and the cache of keys and values."""

@@ -1,1 +1,0 @@
-"""Feed-forward networks, one kind per pair of files: `NAME_spec.py` describes it, `NAME.py` computes."""

@@ -1,0 +1,1 @@
+"""Recurrent mixers: a state in place of keys and values."""
