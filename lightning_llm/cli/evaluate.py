@@ -15,8 +15,7 @@ from lightning_llm.base.terminal import new_console
 from lightning_llm.cli.merged import merged
 from lightning_llm.cli.output_path import file_problems
 from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
-from lightning_llm.evaluate.request import Request, checked_request
-from lightning_llm.evaluate.spread import LAYOUT_WORD
+from lightning_llm.evaluate.request import LAYOUT_WORD, Request, checked_request
 from lightning_llm.run.launch.environment import is_first_rank, rank_environment
 from lightning_llm.run.launch.torch_agent import STOP_SECONDS, as_rank, launch_reported
 

@@ -53,8 +53,7 @@ def plan(arguments: argparse.Namespace) -> int:
     facts = plan_facts(planned, ACCOUNTINGS[arguments.accounting]) | of_start
     lines = [*notes(planned, to_train=False), *start_lines]
     if arguments.dry_run:
-        from lightning_llm.dry_run.ranks import dry_run
-        from lightning_llm.dry_run.report import render_counts
+        from lightning_llm.dry_run.ranks import dry_run, render_counts
 
         try:
             facts["dry_run"] = dry_run(planned)

@@ -3,9 +3,11 @@
 import gc
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_llm.config.schema import Config
 from lightning_llm.data.batch import Batch
 from lightning_llm.dry_run.counting import Counting
-from lightning_llm.dry_run.sending import sends_held
 from lightning_llm.linalg.gemm import unwidened
 from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
@@ -26,6 +27,7 @@ from lightning_llm.model.weights.load import frozen
 from lightning_llm.optim.optimizer import initialise_state
 from lightning_llm.parallel.apply import InitialSlice, materialise
 from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.torch_private import private
 from lightning_llm.plan.memory.activations import on_gpu
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Plan
@@ -38,6 +40,39 @@ from lightning_llm.train.quantisation import Quantisation
 from lightning_llm.train.spikes.spike_policy import SpikePolicy
 from lightning_llm.train.state import TrainState
 from lightning_llm.train.step import TrainStep
+
+
+class _Sending:
+    """A send on its way, with what is sent: as long as somebody has it, waited for or not. gloo's works are so."""
+
+    def __init__(self, work: Any, tensor: Tensor):
+        self._work, self._tensor = work, tensor
+
+    def wait(self, *args: Any) -> Any:
+        return self._work.wait(*args)
+
+    def is_completed(self) -> Any:
+        return self._work.is_completed()
+
+
+@contextmanager
+def sends_held() -> Iterator[None]:
+    """Have `dist.isend` return works that hold what they send; it stays one function, by which schedules know it."""
+    whole = private(dist, "isend")
+
+    @wraps(whole)
+    def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return _Sending(whole(tensor, *args, **kwargs), tensor)
+
+    owners: tuple[Any, ...] = dist, dist.distributed_c10d
+    for owner in owners:
+        owner.isend = isend
+    try:
+        yield
+    finally:
+        for owner in owners:
+            owner.isend = whole
+
 
 CPU = torch.device("cpu")
 

@@ -15,11 +15,9 @@ from lightning_llm.base.terminal import show_progress
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.evaluate.ensemble_gap import EnsembleGain, ensemble_gain
-from lightning_llm.evaluate.members import AverageWeights
 from lightning_llm.evaluate.request import Request
-from lightning_llm.evaluate.validation import TrainedModel, validation_losses
-from lightning_llm.evaluate.weights import decoder_of, sharded_decoder_of, tokenizer_of
+from lightning_llm.evaluate.validation import EnsembleGain, TrainedModel, ensemble_gain, validation_losses
+from lightning_llm.evaluate.weights import AverageWeights, decoder_of, sharded_decoder_of, tokenizer_of
 from lightning_llm.model.ensemble import COMBINATIONS, Combine, Ensemble
 from lightning_llm.model.weights.convert import whole_state
 from lightning_llm.model.weights.load import InitialWeights

@@ -6,26 +6,66 @@ run per part does for every set of them.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from scipy import stats
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.compare.statistics.rank_correlation import RankCorrelation
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.evaluate.members import AverageWeights, check_members
 from lightning_llm.evaluate.validation import TrainedModel, validation_losses
+from lightning_llm.evaluate.weights import AverageWeights, check_members
 from lightning_llm.model.weights.load import InitialWeights
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.probe.subject import Subject, find_subject, verified_weights
 from lightning_llm.tracking.files import write_json
 from lightning_llm.tracking.run_state import state_of
+
+CONFIDENCE = 0.95
+FEWEST = 4
+"""Points below which an interval says nothing."""
+
+
+@dataclass(frozen=True)
+class RankCorrelation:
+    """Spearman's `rho` over `count` points, and its interval at 95 %; [-1, 1] where there are too few points."""
+
+    rho: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, one: Sequence[float], other: Sequence[float]) -> "RankCorrelation":
+        """Return it over pairs of numbers; nan where there are fewer than 2, or one of the two never varies.
+
+        The interval is Fisher's transform with the variance of D. G. Bonett and T. A. Wright (Psychometrika 65 (2000)
+        23): `(1 + rho^2 / 2) / (count - 3)`. Of a perfect order it is that of the next one, two neighbours exchanged,
+        and reaches to the end: few points that happen to agree are no certainty.
+        """
+        count = len(one)
+        if count < 2 or np.ptp(one) == 0 or np.ptp(other) == 0:
+            return cls(math.nan, -1.0, 1.0, count)
+        rho = float(stats.spearmanr(one, other).statistic)
+        if count < FEWEST:
+            return cls(rho, -1.0, 1.0, count)
+        nearest = 1 - 12 / (count * (count**2 - 1))  # to a perfect order
+        inner = max(-nearest, min(nearest, rho))
+        half = float(stats.norm.ppf(0.5 + CONFIDENCE / 2)) * math.sqrt((1 + inner**2 / 2) / (count - 3))
+        low, high = (math.tanh(math.atanh(inner) + side * half) for side in (-1, 1))
+        return cls(rho, -1.0 if rho < inner else low, 1.0 if rho > inner else high, count)
+
+    def words(self) -> str:
+        """Return it for a terminal."""
+        return f"{self.rho:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
+
 
 FILE = "merge.json"
 MOST_PARTS = 12

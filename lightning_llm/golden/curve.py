@@ -1,13 +1,46 @@
 """A golden curve: the first steps' figures as series of numbers, in the order in which a step computes them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from lightning_llm.golden.figures import StepFigures
 from lightning_llm.tracking.files import NON_FINITE
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What one step gave, the same on every rank. Norms are those before clipping.
+
+    `loss`, `grad_norm`: fp32 numbers. `gradient_norms`: fp64, by parameter names that no layout changes, in the order
+    of the forward pass, the loss scale divided out.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    gradient_norms: dict[str, float]
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The first steps, and where their numbers come from (`tracking.provenance.origin_of`); the same on every rank."""
+
+    figures: list[StepFigures]
+    origin: dict[str, Any]
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it for JSON as Python writes it, from process to process."""
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> "Measured":
+        """Return what `as_data` gave."""
+        return cls([StepFigures(**each) for each in data["figures"]], dict(data["origin"]))
+
 
 LOSS, GRAD_NORM, LEARNING_RATE = "loss", "grad_norm", "lr"
 GRADIENT_NORMS = "gradient_norms"

@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning_llm.base.imports import slow_imports
 from lightning_llm.config.workspace import config_dir_arguments
 from lightning_llm.config.yaml_file import in_memory
-from lightning_llm.golden.figures import Measured
+from lightning_llm.golden.curve import Measured
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.launch.environment import is_first_rank, rank_environment
 from lightning_llm.run.launch.torch_agent import STOP_SECONDS, as_rank, launch_reported

@@ -1,19 +1,176 @@
 """Everything that is measured of one recipe on one checkpoint, as plain data."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from operator import add
 from statistics import fmean
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_llm.precision.linear.plan import SLOT_NAMES
-from lightning_llm.probe.attribution import TARGET, gradient_error, layers_to_keep, slot_shares
-from lightning_llm.probe.comparison import Collector, Sums, figures
-from lightning_llm.probe.local import local_sums
+from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.precision.linear.autograd import quantised_linear
+from lightning_llm.precision.linear.module import HIGH_CASTS
+from lightning_llm.precision.linear.plan import SLOT_NAMES, LinearPlan
+from lightning_llm.precision.recipe.ablation import all_but_slot, only_slot
+from lightning_llm.probe.comparison import Collector, Sums, compare, figures
 from lightning_llm.probe.model import Pass, ProbedModel
+
+PRODUCTS = {"fprop": "Y", "dgrad": "dX", "wgrad": "dW"}
+COLUMNS = (*SLOT_NAMES, *PRODUCTS.values())
+"""Six slots, each judged by the product it goes into, and the three products with every slot as the recipe has it."""
+
+
+def local_sums(model: ProbedModel, keys: int) -> dict[str, dict[str, Sums]]:
+    """Return by layer and column how far its products lie from those of unquantised operands, over `keys` keys.
+
+    Products are kept in fp32, so that nothing but the operands' casts is seen. Slots that are not quantised, and the
+    products of two such, are left out. `model.high()` must have run.
+    """
+    recipes = {slot: only_slot(model.recipe, slot) for slot in SLOT_NAMES}
+    found: dict[str, dict[str, Sums]] = {}
+    for name, layer in model.layers.items():
+        kept = model.tensors[name]
+        if kept.x is None or kept.dy is None:
+            continue
+        operands = kept.x.float(), layer.weight.detach().to(kept.x.dtype).float(), kept.dy.float()
+        plan = replace(layer.plan, observe=None)
+        whole = model.recipe.casts_under(plan.rule)
+        exact = _products(plan, HIGH_CASTS, operands, None, None)
+        columns: dict[str, Sums] = {}
+        for slot, recipe in [*recipes.items(), ("", model.recipe)]:
+            if slot and not whole[slot].quantises:
+                continue
+            casts = recipe.casts_under(plan.rule)
+            used = replace(plan, casts=casts)
+            count = keys if used.random else 1
+            samples = [_products(plan, casts, operands, model.keys_for(name, k), layer.scale) for k in range(count)]
+            wanted = [PRODUCTS[slot.split(".")[0]]] if slot else list(PRODUCTS.values())
+            for product in wanted:
+                gemm = next(g for g, p in PRODUCTS.items() if p == product)
+                if slot or any(whole[s].quantises for s in SLOT_NAMES if s.startswith(gemm)):
+                    columns[slot or product] = compare(exact[product], [sample[product] for sample in samples])
+        found[name] = columns
+    return found
+
+
+def _products(
+    plan: LinearPlan,
+    casts: Mapping[str, CastConfig],
+    operands: tuple[Tensor, Tensor, Tensor],
+    keys: Tensor | None,
+    scales: Tensor | None,
+) -> dict[str, Tensor]:
+    """Return Y [M, N], dX [M, K] and dW [N, K], fp32."""
+    x, w, dy = operands[0].requires_grad_(), operands[1].requires_grad_(), operands[2]
+    with torch.enable_grad():
+        y = quantised_linear(x, w, None, replace(plan, casts=casts), keys, scales)
+    dx, dw = torch.autograd.grad(y, (x, w), dy)
+    return {"Y": y.detach(), "dX": dx, "dW": dw}
+
+
+TARGET = 0.8
+MEASURABLE = 0.2
+"""A gap below this share of the floor is within what roundings of bf16 alone move."""
+
+
+def gradient_error(made: Pass, reference: Pass) -> float:
+    """Return |g' - g|^2 / |g|^2 over all parameters."""
+    difference = sum(_square(made.gradients[name] - each) for name, each in reference.gradients.items())
+    return difference / sum(_square(each) for each in reference.gradients.values())
+
+
+def _square(tensor: Tensor) -> float:
+    flat = tensor.flatten().double()
+    return torch.dot(flat, flat).item()
+
+
+@dataclass(frozen=True)
+class SlotShare:
+    """One slot alone, and all but it. Shares of the gap; those of six slots need not sum to 1."""
+
+    error_only: float
+    error_without: float
+    share_only: float | None
+    share_without: float | None
+    loss_gap_only: float
+
+
+def slot_shares(model: ProbedModel, reference: Pass, high: Pass, whole: float, floor: float) -> dict[str, SlotShare]:
+    """Return every quantised slot's share of the gap, `whole` - `floor`; two passes each, under one key.
+
+    An error is a sum over millions of elements, so that another key moves it by little.
+    """
+    found = {}
+    gap = whole - floor
+    for slot in model.quantised_slots:
+        alone = model.quantised(0, only_slot(model.recipe, slot))
+        only = gradient_error(alone, reference)
+        without = gradient_error(model.quantised(0, all_but_slot(model.recipe, slot)), reference)
+        measurable = gap > MEASURABLE * floor
+        found[slot] = SlotShare(
+            only,
+            without,
+            (only - floor) / gap if measurable else None,
+            1 - (without - floor) / gap if measurable else None,
+            alone.loss - high.loss,
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The layers to keep high, most harmful first; `won_back`: the share of the gap, measured with other keys."""
+
+    layers: list[str]
+    won_back: float | None
+    contributions: dict[str, float]
+    error_after: float | None
+
+
+def layers_to_keep(
+    model: ProbedModel,
+    reference: Pass,
+    whole: float,
+    floor: float,
+    keys: int,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Kept:
+    """Return the fewest layers, taken by falling contribution, whose staying high wins back `TARGET` of the gap.
+
+    A layer's contribution is the gap with that layer alone quantised. The number is found by bisection over errors
+    measured with those layers high, and the result is measured once more with keys that chose nothing.
+    """
+    names, gap = list(model.layers), whole - floor
+    contributions = {}
+    for index, name in enumerate(names):
+        progress(f"layer {index + 1} of {len(names)}")
+        others = frozenset(each for each in names if each != name)
+        contributions[name] = gradient_error(model.quantised(0, kept=others), reference) - floor
+    ordered = sorted(names, key=lambda name: -contributions[name])
+    contributions = {name: contributions[name] for name in ordered}
+    if not gap > MEASURABLE * floor:  # nor where the recipe's gradient is not finite
+        return Kept([], None, contributions, None)
+
+    def won_back(count: int, trial: Sequence[int]) -> float:
+        kept = frozenset(ordered[:count])
+        return 1 - (fmean(gradient_error(model.quantised(k, kept=kept), reference) for k in trial) - floor) / gap
+
+    low, high = 0, len(ordered)  # with none kept nothing is won back, with all kept everything
+    while high - low > 1:
+        middle = (low + high) // 2
+        progress(f"keeping {middle} of {len(names)} layers high")
+        if won_back(middle, [0]) >= TARGET:
+            high = middle
+        else:
+            low = middle
+    fresh = range(1000, 1000 + (keys if model.random else 1))
+    while (measured := won_back(high, fresh)) < TARGET and high < len(ordered):
+        high += 1
+    return Kept(ordered[:high], measured, contributions, floor + (1 - measured) * gap)
+
 
 END_TO_END = "dW end to end"
 

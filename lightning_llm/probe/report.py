@@ -11,8 +11,7 @@ from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.precision.linear.plan import SLOT_NAMES
 from lightning_llm.precision.recipe.ablation import as_yaml_values, only_slot
 from lightning_llm.precision.recipe.module_rules import without_idle_rules
-from lightning_llm.probe.local import COLUMNS
-from lightning_llm.probe.measure import END_TO_END, worst
+from lightning_llm.probe.measure import COLUMNS, END_TO_END, worst
 
 WORST_ROWS = 10
 LAYERS_SHOWN = 12

@@ -19,7 +19,7 @@ from lightning_llm.base.signals import raised_as_terminated
 from lightning_llm.base.terminal import Waiting
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
-from lightning_llm.dry_run import processes
+from lightning_llm.dry_run import ranks as processes
 from lightning_llm.dry_run.rank import CPU, count_step
 from lightning_llm.dry_run.ranks import dry_run
 from lightning_llm.parallel.layout import Layout

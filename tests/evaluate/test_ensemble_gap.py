@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.evaluate.ensemble_gap import Gap
+from lightning_llm.evaluate.validation import Gap
 
 
 def test_the_interval_covers_the_true_gap():

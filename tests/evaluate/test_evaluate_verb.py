@@ -13,8 +13,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.from_file import load_config
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.tokens.token_files import TokenStream
-from lightning_llm.evaluate.members import AverageWeights
-from lightning_llm.evaluate.weights import decoder_of
+from lightning_llm.evaluate.weights import AverageWeights, decoder_of
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.weights.convert import whole_state
 from lightning_llm.model.weights.load import InitialWeights

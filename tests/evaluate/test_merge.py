@@ -10,10 +10,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.compare.statistics.rank_correlation import RankCorrelation
 from lightning_llm.data.sources.python import library_files
 from lightning_llm.evaluate import merge
-from lightning_llm.evaluate.merge import _sets
+from lightning_llm.evaluate.merge import RankCorrelation, _sets
 from lightning_llm.evaluate.weights import load_model
 from lightning_llm.model.weights.load import whole_decoder
 
@@ -93,7 +92,7 @@ def test_proxies_are_the_losses_of_torchs_average(swept, capsys, tmp_path):
 
 @pytest.mark.full
 def test_a_units_average_with_itself_is_itself_to_the_bit(swept):
-    from lightning_llm.evaluate.members import AverageWeights
+    from lightning_llm.evaluate.weights import AverageWeights
     from lightning_llm.model.weights.load import InitialWeights
     from lightning_llm.probe.subject import find_subject, read_weights, verified_weights
 

@@ -11,7 +11,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.golden import ranks
 from lightning_llm.golden.curve import as_fp32
 from lightning_llm.golden.file import read_golden
-from lightning_llm.golden.trajectory import nudge_weights
+from lightning_llm.golden.measure import nudge_weights
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.linear import Linear
 from tests.planted import infinite_gradient, wgrad_of_wrong_tensor
