@@ -11,8 +11,7 @@ from typing import Any, Literal
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.schema.data import LOADERS, TextSourceConfig
 from lightning_llm.data.sources.files import FoundFiles, find_files, local_path
-from lightning_llm.data.sources.records import raised_in_a_line, text_of
-from lightning_llm.data.sources.source import these_files
+from lightning_llm.data.sources.source import raised_in_a_line, text_of, these_files
 
 HUB_PROBE_SECONDS = 5
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.data import LOADERS, TextSourceConfig
 from lightning_llm.data.sources.files import LocalFiles, beginning, file_problems, opened_as_text, with_compressed
-from lightning_llm.data.sources.records import text_of
+from lightning_llm.data.sources.source import text_of
 
 
 @LOADERS.register

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.data import LOADERS, TextSourceConfig
 from lightning_llm.data.sources.files import LocalFiles, file_problems
-from lightning_llm.data.sources.records import raised_in_a_line, text_of
+from lightning_llm.data.sources.source import raised_in_a_line, text_of
 
 COMPRESSION = 3  # text within parquet, about
 READ_ROWS = 4096
