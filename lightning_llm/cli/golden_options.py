@@ -4,7 +4,7 @@ from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_llm.golden.defaults import FALSE_ALARMS, STEPS
+from lightning_llm.golden import FALSE_ALARMS, STEPS
 
 EXIT_CODES = "exit codes: 0 recorded, or equal; 1 different, or the run failed; 2 the config or an input is wrong"
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.folders import user_cache_dir
 from lightning_llm.base.integrity import (
     FileContent,
     content_problem,
@@ -38,11 +37,6 @@ VERIFIED_SECONDS = 24 * 3600
 FREE_RESERVE_BYTES = 64 << 20
 
 Build = Callable[[Path], dict[str, Any]]
-
-
-def default_cache_dir() -> Path:
-    """Return the folder of token caches within the user's cache folder."""
-    return user_cache_dir()
 
 
 def digest_of(content: Any) -> str:

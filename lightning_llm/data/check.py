@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.folders import user_cache_dir
 from lightning_llm.config.schema.data import DataConfig, TokenizerConfig
 from lightning_llm.config.schema.strict import Rule, gather
 from lightning_llm.data.cache import (
-    default_cache_dir,
     disk_problem,
     nearest_existing,
     product_folder,
@@ -182,4 +182,4 @@ def _cache_problems(config: DataConfig, model_vocab_size: int) -> list[Problem]:
 
 def cache_dir_of(config: DataConfig) -> Path:
     """Return the folder of the token caches, absolute; it need not exist."""
-    return Path(config.cache_dir).expanduser().absolute() if config.cache_dir else default_cache_dir()
+    return Path(config.cache_dir).expanduser().absolute() if config.cache_dir else user_cache_dir()

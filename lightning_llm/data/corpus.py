@@ -175,11 +175,10 @@ class Corpus:
         ids = np.empty(shape, np.int64) if self.config.document_mask else None  # [A, B, T]
         for m, micro_batch in enumerate(rows):
             for b, row in enumerate(micro_batch):
-                address = self.order.locate(step * size + row)
-                stream, start = self.train[address.source], address.window * length
-                windows[m, b] = stream.tokens[start : start + length + 1]
+                sample = self.sample(step * size + row)
+                windows[m, b] = sample.tokens
                 if ids is not None:
-                    ids[m, b] = stream.document_ids(start, length)
+                    ids[m, b] = sample.document_ids
         both = torch.from_numpy(windows)  # [A, B, T+1]
         return Batch(
             both[..., :-1].contiguous(), both[..., 1:].contiguous(), None if ids is None else torch.from_numpy(ids)

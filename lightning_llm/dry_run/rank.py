@@ -41,39 +41,6 @@ from lightning_llm.train.spikes.spike_policy import SpikePolicy
 from lightning_llm.train.state import TrainState
 from lightning_llm.train.step import TrainStep
 
-
-class _Sending:
-    """A send on its way, with what is sent: as long as somebody has it, waited for or not. gloo's works are so."""
-
-    def __init__(self, work: Any, tensor: Tensor):
-        self._work, self._tensor = work, tensor
-
-    def wait(self, *args: Any) -> Any:
-        return self._work.wait(*args)
-
-    def is_completed(self) -> Any:
-        return self._work.is_completed()
-
-
-@contextmanager
-def sends_held() -> Iterator[None]:
-    """Have `dist.isend` return works that hold what they send; it stays one function, by which schedules know it."""
-    whole = private(dist, "isend")
-
-    @wraps(whole)
-    def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return _Sending(whole(tensor, *args, **kwargs), tensor)
-
-    owners: tuple[Any, ...] = dist, dist.distributed_c10d
-    for owner in owners:
-        owner.isend = isend
-    try:
-        yield
-    finally:
-        for owner in owners:
-            owner.isend = whole
-
-
 CPU = torch.device("cpu")
 
 
@@ -210,3 +177,35 @@ def _batch(config: Config, micro_batches: int) -> Batch:
 
 def _bytes(tensors: list[Tensor]) -> int:
     return sum(local(tensor.detach()).nbytes for tensor in tensors)
+
+
+class _Sending:
+    """A send on its way, with what is sent: as long as somebody has it, waited for or not. gloo's works are so."""
+
+    def __init__(self, work: Any, tensor: Tensor):
+        self._work, self._tensor = work, tensor
+
+    def wait(self, *args: Any) -> Any:
+        return self._work.wait(*args)
+
+    def is_completed(self) -> Any:
+        return self._work.is_completed()
+
+
+@contextmanager
+def sends_held() -> Iterator[None]:
+    """Have `dist.isend` return works that hold what they send; it stays one function, by which schedules know it."""
+    whole = private(dist, "isend")
+
+    @wraps(whole)
+    def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return _Sending(whole(tensor, *args, **kwargs), tensor)
+
+    owners: tuple[Any, ...] = dist, dist.distributed_c10d
+    for owner in owners:
+        owner.isend = isend
+    try:
+        yield
+    finally:
+        for owner in owners:
+            owner.isend = whole

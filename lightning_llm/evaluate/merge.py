@@ -8,7 +8,7 @@ run per part does for every set of them.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,10 @@ from lightning_llm.probe.subject import Subject, find_subject, verified_weights
 from lightning_llm.tracking.files import write_json
 from lightning_llm.tracking.run_state import state_of
 
+FILE = "merge.json"
+MOST_PARTS = 12
+Losses = dict[str, float]
+Parts = tuple[str, ...]
 CONFIDENCE = 0.95
 FEWEST = 4
 """Points below which an interval says nothing."""
@@ -65,12 +69,6 @@ class RankCorrelation:
     def words(self) -> str:
         """Return it for a terminal."""
         return f"{self.rho:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
-
-
-FILE = "merge.json"
-MOST_PARTS = 12
-Losses = dict[str, float]
-Parts = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -142,31 +140,29 @@ def merge(folder: Path, device: torch.device, progress: Callable[[str], None] = 
     corpus = open_corpus(data, first.config.seed, model.vocab_size, steps)
     _check_scored(runs, corpus)
     sets = _sets(runs)
-    score = _Scoring(corpus, device, progress)
-    units = {(seed, parts[0]): score([each]) for (seed, parts), each in runs.items() if len(parts) == 1}
+    numbers = count(1)
+
+    def score(*models: Subject) -> Losses:
+        progress(f"{next(numbers)} models scored")
+        return _average_losses(models, corpus, device)
+
+    units = {(seed, parts[0]): score(each) for (seed, parts), each in runs.items() if len(parts) == 1}
     candidates = []
     for seed, parts in sets:
-        proxy = score([runs[seed, (part,)] for part in parts])
+        proxy = score(*(runs[seed, (part,)] for part in parts))
         trained = runs.get((seed, parts))
-        candidates.append(Candidate(parts, seed, proxy, None if trained is None else score([trained])))
+        candidates.append(Candidate(parts, seed, proxy, None if trained is None else score(trained)))
     found = Merge(units, candidates, folder.expanduser().absolute() / FILE)
     write_json(found.file, found.as_data())
     return found
 
 
-class _Scoring:
-    def __init__(self, corpus: Corpus, device: torch.device, progress: Callable[[str], None]):
-        self.corpus, self.device, self.progress, self._made = corpus, device, progress, 0
-
-    def __call__(self, subjects: list[Subject]) -> Losses:
-        """Return the validation losses of the average of models."""
-        self._made += 1
-        self.progress(f"{self._made} models scored")
-        config = subjects[0].config
-        weights = [InitialWeights(verified_weights(each), each.config.model) for each in subjects]
-        layout = Layout(config.parallel, Degrees())
-        model = TrainedModel.of(subjects[0], AverageWeights(weights), layout, self.device)
-        return validation_losses([model], subjects[0], self.corpus, self.device)
+def _average_losses(subjects: Sequence[Subject], corpus: Corpus, device: torch.device) -> Losses:
+    """Return the validation losses of the average of models."""
+    first = subjects[0]
+    weights = [InitialWeights(verified_weights(each), each.config.model) for each in subjects]
+    model = TrainedModel.of(first, AverageWeights(weights), Layout(first.config.parallel, Degrees()), device)
+    return validation_losses([model], first, corpus, device)
 
 
 def _runs(folder: Path) -> dict[tuple[int, Parts], Subject]:

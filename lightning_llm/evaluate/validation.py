@@ -1,4 +1,7 @@
-"""The validation loss of weights that are there, on the batches and through the forward pass of the run itself."""
+"""Validation losses of trained weights, on the batches and through the forward pass of the run itself.
+
+For an ensemble also its gain over its members, with an interval over the sequences that are scored.
+"""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,6 +26,8 @@ from lightning_llm.probe.subject import Subject, delayed_state
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import Quantisation
 from lightning_llm.train.validation import Validation
+
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -133,9 +138,6 @@ def _per_byte(
             found[f"bits_per_byte{suffix}"] = nats / math.log(2)
             found[f"byte_perplexity{suffix}"] = float(np.exp(nats))  # infinite, where math.exp raises
     return found
-
-
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)

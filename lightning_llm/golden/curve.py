@@ -1,4 +1,7 @@
-"""A golden curve: the first steps' figures as series of numbers, in the order in which a step computes them."""
+"""Golden curves: the first steps' figures as measured, and as series of numbers in the order a step computes them.
+
+Imports no torch.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -7,6 +10,9 @@ from typing import Any
 import numpy as np
 
 from lightning_llm.tracking.files import NON_FINITE
+
+LOSS, GRAD_NORM, LEARNING_RATE = "loss", "grad_norm", "lr"
+GRADIENT_NORMS = "gradient_norms"
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,6 @@ class Measured:
     def from_data(cls, data: Mapping[str, Any]) -> "Measured":
         """Return what `as_data` gave."""
         return cls([StepFigures(**each) for each in data["figures"]], dict(data["origin"]))
-
-
-LOSS, GRAD_NORM, LEARNING_RATE = "loss", "grad_norm", "lr"
-GRADIENT_NORMS = "gradient_norms"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ With g the reference, g_k what key k of K gave (K = 1 where nothing is random), 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,19 +36,10 @@ class Sums:
     total: float  # |sum_k e_k|^2
 
     def __add__(self, other: "Sums") -> "Sums":
-        def both(one: tuple[float, ...], two: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(a + b for a, b in zip(one, two, strict=True))
+        def both(one: Any, two: Any) -> Any:
+            return tuple(a + b for a, b in zip(one, two, strict=True)) if isinstance(one, tuple) else one + two
 
-        return replace(
-            self,
-            elements=self.elements + other.elements,
-            reference=self.reference + other.reference,
-            errors=both(self.errors, other.errors),
-            along=both(self.along, other.along),
-            norms=both(self.norms, other.norms),
-            pairs=both(self.pairs, other.pairs),
-            total=self.total + other.total,
-        )
+        return Sums(*map(both, vars(self).values(), vars(other).values()))
 
 
 class Collector:

@@ -1,4 +1,10 @@
-"""Everything that is measured of one recipe on one checkpoint, as plain data."""
+"""Measurements of one recipe on one checkpoint: the whole gradient, each layer by itself, and the shares of slots.
+
+The error of a pass is |g' - g|^2 / |g|^2 over every parameter of the model, g the gradient of an fp32 pass over the
+same weights and batches. The gap of a recipe is its error less that of the same pass without any cast (bf16, or the
+recipe's own compute dtype): that part stays whatever is done about the casts. The gap is attributed to slots and
+layers by leaving others out.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +27,77 @@ from lightning_llm.probe.model import Pass, ProbedModel
 PRODUCTS = {"fprop": "Y", "dgrad": "dX", "wgrad": "dW"}
 COLUMNS = (*SLOT_NAMES, *PRODUCTS.values())
 """Six slots, each judged by the product it goes into, and the three products with every slot as the recipe has it."""
+END_TO_END = "dW end to end"
+TARGET = 0.8
+MEASURABLE = 0.2
+"""A gap below this share of the floor is within what roundings of bf16 alone move."""
+
+
+def measure(
+    model: ProbedModel,
+    reference: Pass,
+    delayed: Mapping[str, Mapping[str, Tensor]] | None,
+    keys: int,
+    attribute: bool,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Return the figures of `model`'s recipe: `loss`, `gradient`, `layers`, and with `attribute` `slots`, `keep_high`.
+
+    `reference`: the fp32 pass. `delayed`: scales that the checkpoint holds, where it was trained by this recipe.
+    `keys`: how many draws of random numbers are compared; a recipe without any takes one.
+    """
+    progress("high-precision pass")
+    high = model.high()
+    model.calibrate(delayed)
+    count = keys if model.random else 1
+    progress("each layer by itself, after the casts that it is the first to use are compiled")
+    local = local_sums(model, count)
+    whole = {name: Collector(each) for name, each in reference.gradients.items()}
+    errors, losses = [], []
+    for key in range(count):
+        progress(f"the whole model, key {key + 1} of {count}")
+        made = model.quantised(key)
+        losses.append(made.loss)
+        errors.append(gradient_error(made, reference))
+        for name, gradient in made.gradients.items():
+            whole[name].add(gradient)
+    sums = {name: collector.sums() for name, collector in whole.items()}
+    error, floor = fmean(errors), gradient_error(high, reference)
+    found: dict[str, Any] = {
+        "recipe_hash": model.recipe.recipe_hash,
+        "compute_dtype": model.recipe.compute_dtype,
+        "quantised_slots": model.quantised_slots,
+        "quantised_layers": len(model.layers),
+        "keys": count,
+        "loss": {"fp32": reference.loss, "high": high.loss, "recipe": fmean(losses), "gap": fmean(losses) - high.loss},
+        "gradient": {**figures(reduce(add, sums.values())), "error": error, "error_high": floor, "gap": error - floor},
+        "layers": {name: _layer(columns, sums[f"{name}.weight"]) for name, columns in local.items()},
+    }
+    if attribute:
+        progress("one slot at a time")
+        shares = slot_shares(model, reference, high, error, floor)
+        found["slots"] = {slot: asdict(share) for slot, share in shares.items()}
+        kept = layers_to_keep(model, reference, error, floor, min(count, 2), progress)
+        parameters = {name: layer.weight.numel() for name, layer in model.layers.items()}
+        share = sum(parameters[name] for name in kept.layers) / sum(parameters.values())
+        found["keep_high"] = {"target": TARGET, **asdict(kept), "parameter_share": share}
+    return found
+
+
+def _layer(columns: Mapping[str, Sums], weight: Sums) -> dict[str, Any]:
+    made = {name: figures(sums) for name, sums in columns.items()}
+    return {**made, END_TO_END: figures(weight)}
+
+
+def worst(layers: Mapping[str, Mapping[str, Mapping[str, float]]], count: int) -> list[tuple[str, str]]:
+    """Return the `count` (layer, slot) with the lowest SQNR, lowest first."""
+    ranked = [
+        (its["sqnr_db"], layer, column)
+        for layer, columns in layers.items()
+        for column, its in columns.items()
+        if column in SLOT_NAMES and "sqnr_db" in its
+    ]
+    return [(layer, column) for _, layer, column in sorted(ranked)[:count]]
 
 
 def local_sums(model: ProbedModel, keys: int) -> dict[str, dict[str, Sums]]:
@@ -69,11 +146,6 @@ def _products(
         y = quantised_linear(x, w, None, replace(plan, casts=casts), keys, scales)
     dx, dw = torch.autograd.grad(y, (x, w), dy)
     return {"Y": y.detach(), "dX": dx, "dW": dw}
-
-
-TARGET = 0.8
-MEASURABLE = 0.2
-"""A gap below this share of the floor is within what roundings of bf16 alone move."""
 
 
 def gradient_error(made: Pass, reference: Pass) -> float:
@@ -170,73 +242,3 @@ def layers_to_keep(
     while (measured := won_back(high, fresh)) < TARGET and high < len(ordered):
         high += 1
     return Kept(ordered[:high], measured, contributions, floor + (1 - measured) * gap)
-
-
-END_TO_END = "dW end to end"
-
-
-def measure(
-    model: ProbedModel,
-    reference: Pass,
-    delayed: Mapping[str, Mapping[str, Tensor]] | None,
-    keys: int,
-    attribute: bool,
-    progress: Callable[[str], None] = lambda text: None,
-) -> dict[str, Any]:
-    """Return the figures of `model`'s recipe: `loss`, `gradient`, `layers`, and with `attribute` `slots`, `keep_high`.
-
-    `reference`: the fp32 pass. `delayed`: scales that the checkpoint holds, where it was trained by this recipe.
-    `keys`: how many draws of random numbers are compared; a recipe without any takes one.
-    """
-    progress("high-precision pass")
-    high = model.high()
-    model.calibrate(delayed)
-    count = keys if model.random else 1
-    progress("each layer by itself, after the casts that it is the first to use are compiled")
-    local = local_sums(model, count)
-    whole = {name: Collector(each) for name, each in reference.gradients.items()}
-    errors, losses = [], []
-    for key in range(count):
-        progress(f"the whole model, key {key + 1} of {count}")
-        made = model.quantised(key)
-        losses.append(made.loss)
-        errors.append(gradient_error(made, reference))
-        for name, gradient in made.gradients.items():
-            whole[name].add(gradient)
-    sums = {name: collector.sums() for name, collector in whole.items()}
-    error, floor = fmean(errors), gradient_error(high, reference)
-    found: dict[str, Any] = {
-        "recipe_hash": model.recipe.recipe_hash,
-        "compute_dtype": model.recipe.compute_dtype,
-        "quantised_slots": model.quantised_slots,
-        "quantised_layers": len(model.layers),
-        "keys": count,
-        "loss": {"fp32": reference.loss, "high": high.loss, "recipe": fmean(losses), "gap": fmean(losses) - high.loss},
-        "gradient": {**figures(reduce(add, sums.values())), "error": error, "error_high": floor, "gap": error - floor},
-        "layers": {name: _layer(columns, sums[f"{name}.weight"]) for name, columns in local.items()},
-    }
-    if attribute:
-        progress("one slot at a time")
-        shares = slot_shares(model, reference, high, error, floor)
-        found["slots"] = {slot: asdict(share) for slot, share in shares.items()}
-        kept = layers_to_keep(model, reference, error, floor, min(count, 2), progress)
-        parameters = {name: layer.weight.numel() for name, layer in model.layers.items()}
-        share = sum(parameters[name] for name in kept.layers) / sum(parameters.values())
-        found["keep_high"] = {"target": TARGET, **asdict(kept), "parameter_share": share}
-    return found
-
-
-def _layer(columns: Mapping[str, Sums], weight: Sums) -> dict[str, Any]:
-    made = {name: figures(sums) for name, sums in columns.items()}
-    return {**made, END_TO_END: figures(weight)}
-
-
-def worst(layers: Mapping[str, Mapping[str, Mapping[str, float]]], count: int) -> list[tuple[str, str]]:
-    """Return the `count` (layer, slot) with the lowest SQNR, lowest first."""
-    ranked = [
-        (its["sqnr_db"], layer, column)
-        for layer, columns in layers.items()
-        for column, its in columns.items()
-        if column in SLOT_NAMES and "sqnr_db" in its
-    ]
-    return [(layer, column) for _, layer, column in sorted(ranked)[:count]]

@@ -11,7 +11,7 @@ from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.precision.linear.plan import SLOT_NAMES
 from lightning_llm.precision.recipe.ablation import as_yaml_values, only_slot
 from lightning_llm.precision.recipe.module_rules import without_idle_rules
-from lightning_llm.probe.measure import COLUMNS, END_TO_END, worst
+from lightning_llm.probe.measure import COLUMNS, END_TO_END, PRODUCTS, worst
 
 WORST_ROWS = 10
 LAYERS_SHOWN = 12
@@ -57,7 +57,7 @@ def _worst_table(layers: Mapping[str, Any]) -> list[str]:
     rows = [["layer", "slot", "product", "SQNR dB", "cosine", "bias", "variance", "gain"]]
     for layer, slot in worst(layers, WORST_ROWS):
         its = layers[layer][slot]
-        product = {"fprop": "Y", "dgrad": "dX", "wgrad": "dW"}[slot.split(".")[0]]
+        product = PRODUCTS[slot.split(".")[0]]
         rows.append(
             [layer, slot, product, _db(its), f"{its['cosine']:.5f}", _bias(its).removeprefix("bias "),
              f"{its['variance']:.3g}", f"{its['gain']:+.4f}"]

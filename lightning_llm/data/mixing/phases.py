@@ -31,6 +31,10 @@ class WeightPhase(Group):
         """Whether it is there from the first step on."""
         return not self.start and not self.start_step
 
+    def over(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """Return each source's weight in this phase; `weights` are the sources' own."""
+        return {source: self.weights.get(source, own) for source, own in weights.items()}
+
 
 @MIXTURES.register
 class PhasedMixture(MixtureConfig):
@@ -57,7 +61,7 @@ class PhasedMixture(MixtureConfig):
             for source in phase.weights.keys() - weights.keys():
                 text = f"there is no source {source!r} that is trained on.{did_you_mean(source, weights)}"
                 yield Problem(f"{here}.weights.{source}", text)
-            chosen = {source: phase.weights.get(source, weight) for source, weight in weights.items()}
+            chosen = phase.over(weights)
             if not any(chosen.values()):
                 yield Problem(f"{here}.weights", "are all 0: a phase needs at least one source.")
             keys = {
@@ -75,23 +79,19 @@ class PhasedMixture(MixtureConfig):
                 yield Problem(f"{key}.phases.{next(iter(self.phases))}.weights.{source}", text)
 
     def drawn(self, weights: Mapping[str, float]) -> tuple[str, ...]:
-        phases = self.phases.values()
-        return tuple(name for name, own in weights.items() if any(phase.weights.get(name, own) for phase in phases))
+        phases = [phase.over(weights) for phase in self.phases.values()]
+        return tuple(name for name in weights if any(phase[name] for phase in phases))
 
     def build(self, weights: Mapping[str, float], step_samples: int, max_steps: int | None) -> Any:
-
         total = self.total_steps or max_steps
         if total is None and self.follows_max_steps:
             text = "must be given where trainer.max_steps is not known."
             raise ConfigError(Problem("data.mixture.total_steps", text))
-        phases = {
-            name: (
-                (phase.start_step if phase.start is None else round(phase.start * (total or 0))) or 0,
-                {source: phase.weights.get(source, weight) for source, weight in weights.items()},
-            )
-            for name, phase in self.phases.items()
-        }
-        return Phases({name: (step * step_samples, chosen) for name, (step, chosen) in phases.items()})
+        phases = {}
+        for name, phase in self.phases.items():
+            step = phase.start_step if phase.start is None else round(phase.start * (total or 0))
+            phases[name] = (step or 0) * step_samples, phase.over(weights)
+        return Phases(phases)
 
 
 class Phases:

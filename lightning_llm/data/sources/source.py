@@ -1,4 +1,7 @@
-"""One source of a mix: its documents in a fixed order, read as often as asked, whatever loads them."""
+"""One source of a mix: its documents in a fixed order, read as often as asked, whatever loads them.
+
+Readers of records share `text_of` and `raised_in_a_line`.
+"""
 
 import logging
 import pickle
