@@ -3,15 +3,16 @@
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.integrity import parse_object, read_regular, unseal
 from lightning_llm.config.yaml_file import literal, read_mapping
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 IMPORTED = "weights.json"
 """Of a folder that `import` made: what the weights are, and what was written."""
@@ -40,7 +41,7 @@ NOT_OF_WEIGHTS = (*NOT_SHAPE, "init", "init_std")
 """Keys of `model` that say what weights are called and how they began, not what model they are of."""
 
 
-def with_shape_of_weights(parsed: Sequence[Override]) -> list[Override]:
+def with_shape_of_weights(parsed: "Sequence[Override]") -> "list[Override]":
     """Return the overrides with `model=from_weights` where weights are named to start from, and no model is.
 
     `model.init_from=null` names none: random weights.
@@ -48,6 +49,8 @@ def with_shape_of_weights(parsed: Sequence[Override]) -> list[Override]:
     named = [each for each in parsed if each.key_or_group == KEY and not each.is_delete() and each.value() is not None]
     if not named or any(each.key_or_group == "model" for each in parsed):
         return list(parsed)
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # names of files serve where Hydra does not
+
     return [*parsed, OverridesParser.create().parse_override(f"model={OPTION}")]
 
 
