@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.callbacks.throughput import FetchClock
-from lightning_llm.health.rank_seconds import RankSeconds
-from lightning_llm.health.stragglers import PARTS, WAIT, Straggler, StragglerDetector
+from lightning_llm.health.stragglers import PARTS, WAIT, RankSeconds, Straggler, StragglerDetector
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.waiting import WaitClock, waits_counted
 from lightning_llm.tracking.files import STRAGGLER, Record, Status

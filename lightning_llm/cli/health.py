@@ -15,12 +15,9 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import config_dir_arguments
 from lightning_llm.config.yaml_file import in_memory
 from lightning_llm.health.check import check_health
-from lightning_llm.health.cluster_file import write_measured
-from lightning_llm.health.extent import FULL, SHORT
-from lightning_llm.health.products import formats_of, peak_tflops
+from lightning_llm.health.devices import FULL, SHORT, formats_of, peak_tflops
 from lightning_llm.health.ranks import Ranks
-from lightning_llm.health.report import HealthReport
-from lightning_llm.health.table import print_report, verdict_lines
+from lightning_llm.health.report import HealthReport, print_report, verdict_lines, write_measured
 from lightning_llm.health.thresholds import (
     NOT_IN_SHORT,
     OPTION,

@@ -1,7 +1,8 @@
 """The check of all ranks of a run, part by part; every rank comes to the same report."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -9,18 +10,77 @@ from typing import TypeVar
 import torch
 
 from lightning_llm.base.hardware import device_name
-from lightning_llm.health.blame import blamed_pairs, blamed_ranks
 from lightning_llm.health.collectives import BUS_FACTORS, SUMS, CollectiveTime, Exchange, WrongValues, time_collective
+from lightning_llm.health.devices import (
+    COPY,
+    Extent,
+    device_seconds,
+    formats_of,
+    gemm,
+    memory_bytes,
+    peak_tflops,
+    shares_cores,
+    wrong_words,
+)
 from lightning_llm.health.disk import DiskReport, measure_disk
-from lightning_llm.health.extent import Extent
 from lightning_llm.health.links import LinkReport, Messages, measure_links
-from lightning_llm.health.memory import memory_bytes, wrong_words
 from lightning_llm.health.outliers import LEAST_SLOWDOWN, SlowRank, rounds_for, slow_ranks
-from lightning_llm.health.products import formats_of, peak_tflops
-from lightning_llm.health.ranks import Ranks
+from lightning_llm.health.ranks import Ranks, Timer
 from lightning_llm.health.report import HealthReport, RankFigures
-from lightning_llm.health.speeds import COPY, device_seconds, gemm, shares_cores
-from lightning_llm.health.timer import Timer
+
+
+def blamed_pairs(found: Iterable[WrongValues], hosts: Sequence[str]) -> str:
+    """Return who is at fault where each number's sender is known: a rank that all its peers blame, or pairs.
+
+    `hosts`: the machine of each rank.
+    """
+    pairs = {(source, each.receiver) for each in found for source in each.sources}
+    everyone = range(len(hosts))
+    sending, receiving = (
+        [rank for rank in everyone if len(hosts) > 2 and {each[end] for each in pairs if each[1 - end] == rank}
+         >= set(everyone) - {rank}]
+        for end in (1, 0)
+    )  # fmt: skip
+    named = [f"what rank {rank} ({hosts[rank]}) sends" for rank in sending]
+    named += [f"what rank {rank} ({hosts[rank]}) receives" for rank in receiving]
+    left = sorted((a, b) for a, b in pairs if a not in sending and b not in receiving)
+    named += [f"what goes from rank {a} ({hosts[a]}) to rank {b} ({hosts[b]})" for a, b in left]
+    return f"wrong is {', '.join(named)}"
+
+
+def blamed_ranks(world: int, are_right: Callable[[Sequence[Sequence[int]]], list[bool]]) -> tuple[list[int], list[int]]:
+    """Return the ranks whose part of a sum is wrong, and those of which one has it that cannot be told from another.
+
+    Groups of ranks sum without the others: a group whose sum is right clears its ranks, any other is halved; what is
+    left is paired with a cleared rank. Both lists are empty where every smaller group is right.
+
+    Args:
+        world: how many ranks there are.
+        are_right: has groups without a common rank sum each by itself, and says which sums came out right.
+    """
+    cleared: set[int] = set()
+    suspects: list[int] = []
+    groups = [list(range(world))]
+    while groups:
+        halves = []
+        for group, right in zip(groups, are_right(groups), strict=True):
+            middle = (len(group) + 1) // 2
+            if right:
+                cleared |= set(group)
+            elif len(group) == 2:
+                suspects += group
+            else:
+                halves += [group[:middle], group[middle:]]
+        suspects += [group[0] for group in halves if len(group) == 1]
+        groups = [group for group in halves if len(group) > 1]
+    suspects.sort()
+    if not cleared and len(suspects) > 2:  # of three ranks, one of them wrong, there is a pair that is right
+        cleared = set(next((pair for pair in combinations(suspects[:3], 2) if are_right([pair])[0]), ()))
+    if not cleared:
+        return [], suspects
+    reference = min(cleared)
+    return [each for each in suspects if each not in cleared and not are_right([sorted((reference, each))])[0]], []
+
 
 MESSAGES = "messages to and from other ranks"
 SALTS = (1, 7)

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_llm.health import pattern
-from lightning_llm.health.ranks import Ranks
-from lightning_llm.health.timer import Timer
+from lightning_llm.health import collectives as pattern
+from lightning_llm.health.ranks import Ranks, Timer
 from lightning_llm.parallel.torch_private import all_gather, reduce_scatter
 
 ELEMENT_BYTES = 4
@@ -139,3 +138,33 @@ def time_collective(exchange: Exchange, timer: Timer, budget_seconds: float) -> 
     ranks.meet()
     every = ranks.share(timer.seconds(exchange.run, times))
     return CollectiveTime(exchange.collective, exchange.size_bytes, ranks.world, sum(every) / len(every), times)
+
+
+LARGEST_EXACT = 2**24
+"""Whole numbers up to here are exact in fp32."""
+WEIGHTS, MOST_BITS = 61, 7
+
+
+def weights(members: Sequence[int], device: torch.device) -> Tensor:
+    """Return fp32 [members, 1]: `weight` of each."""
+    return torch.tensor([[weight(each)] for each in members], dtype=torch.float32, device=device)
+
+
+def weight(rank: int) -> int:
+    """Return what tells `rank`'s numbers from its neighbours'."""
+    return 1 + rank % WEIGHTS
+
+
+def total_weight(members: Sequence[int]) -> int:
+    """Return the sum over `members`."""
+    return sum(map(weight, members))
+
+
+def base(first: int, count: int, world: int, salt: int, device: torch.device) -> Tensor:
+    """Return fp32 [count] of elements `first` ... of `world` ranks; another `salt`, other numbers.
+
+    Unlike at neighbouring places, so that what lands at another place is seen (of up to 60,000 ranks).
+    """
+    bits = min(MOST_BITS, max(0, (LARGEST_EXACT // (WEIGHTS * world)).bit_length() - 2))
+    index = torch.arange(first + salt, first + salt + count, device=device)
+    return index.mul_(40503).bitwise_right_shift_(3).bitwise_and_(2**bits - 1).add_(1).float()

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_llm.health import pattern
+from lightning_llm.health import collectives as pattern
 from lightning_llm.health.collectives import ELEMENT_BYTES, WrongValues
-from lightning_llm.health.ranks import Ranks
-from lightning_llm.health.timer import Timer
+from lightning_llm.health.ranks import Ranks, Timer
 
 LATENCY_ROUNDS = 5
 

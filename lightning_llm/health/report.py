@@ -1,13 +1,23 @@
 """What a check found, the same on every rank: as objects, and as data."""
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
 from typing import Any
 
+import yaml
+from rich.table import Table
+
+from lightning_llm.base.hardware import planned_hardware
+from lightning_llm.base.terminal.console import new_console
+from lightning_llm.config.commands import command
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.health.collectives import BUS_FACTORS, CollectiveTime
 from lightning_llm.health.disk import DiskReport
 from lightning_llm.health.links import LinkReport
 from lightning_llm.health.outliers import ALPHA, SlowRank
+from lightning_llm.plan.cluster import write_cluster
 
 P2P = "p2p"
 
@@ -121,3 +131,129 @@ def _link_peak(cluster: ClusterConfig | None, hosts: set[str]) -> float | None:
     if cluster is None:
         return None
     return (cluster.within_node if len(hosts) == 1 else cluster.between_nodes).gb_per_second
+
+
+MOST_ROWS = 16
+"""Of ranks: above, the matrix of pairs is left to its file."""
+WIDEST = 1000
+
+
+def print_report(report: HealthReport) -> None:
+    """Print all tables that have rows, a line between them."""
+    tables = [each for each in (_ranks(report), _collectives(report), _links(report), _disks(report)) if each.row_count]
+    width = max(new_console(width=WIDEST).measure(each).maximum for each in tables)
+    console = new_console(
+        width=max(width, new_console().width)
+    )  # nothing is cut off where no terminal says how wide it is
+    for table in tables:
+        console.print(table)
+        console.print()
+
+
+def verdict_lines(report: HealthReport, failing: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each number that is wrong, slow rank and figure below its threshold; or that all is well."""
+    faults = [("wrong", each) for each in report.wrong] + [("slow", each) for each in report.slow_lines()]
+    faults += [("below", each) for each in failing]
+    yield from (f"{word:<11}{text}" for word, text in faults or [("healthy", "values are right, and no rank is slow")])
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="right" if place else "left", no_wrap=True)
+    return table
+
+
+def _ranks(report: HealthReport) -> Table:
+    formats = list(report.ranks[0].tflops)
+    memory = "copy GB/s", "free GiB", "all GiB", "verified GiB"
+    table = _table("rank", *(f"{name} TFLOP/s" for name in formats), *memory, "device")
+    for each in report.ranks:
+        speeds = [_of_peak(each.tflops[name], each.peaks[name]) for name in formats if name in each.tflops]
+        sizes = [f"{size / 2**30:.2f}" for size in (each.free_bytes, each.total_bytes, each.verified_bytes)]
+        table.add_row(f"{each.rank} {each.host}", *speeds, f"{each.copy_gb_per_second:.1f}", *sizes, each.device)
+    return table
+
+
+def _of_peak(tflops: float, peak: float | None) -> str:
+    return f"{tflops:.3g}" if peak is None else f"{tflops:.3g} ({tflops / peak:.0%})"
+
+
+def _collectives(report: HealthReport) -> Table:
+    table = _table("collective", "bytes", "microseconds", "algorithm GB/s", "bus GB/s", "calls")
+    for each in report.collectives:
+        speeds = [f"{speed:.3g}" for speed in (each.algorithm_gb_per_second, each.bus_gb_per_second)]
+        row = f"{each.size_bytes:,}", f"{each.seconds * 1e6:.1f}", *speeds, str(each.times)
+        table.add_row(each.collective, *row)
+    return table
+
+
+def _links(report: HealthReport) -> Table:
+    links = report.links
+    if links is None or len(report.ranks) > MOST_ROWS:
+        return _table("p2p")
+    table = _table(f"p2p GB/s, {links.size_bytes:,} bytes", *(f"to {each.rank}" for each in report.ranks))
+    for row, each in zip(links.gb_per_second, report.ranks, strict=True):
+        rates = ["-" if to == each.rank else f"{rate:.3g}" for to, rate in enumerate(row)]
+        table.add_row(f"from {each.rank} {each.host}", *rates)
+    return table
+
+
+def _disks(report: HealthReport) -> Table:
+    table = _table("disk", "write GB/s", "read GB/s", "fsync ms", "free GiB", "folder")
+    for host, disk in report.disks.items():
+        speeds = f"{disk.write_gb_per_second:.3g}", f"{disk.read_gb_per_second:.3g}", f"{disk.fsync_seconds * 1e3:.3g}"
+        table.add_row(host, *speeds, f"{disk.free_bytes / 2**30:.1f}", disk.folder)
+    return table
+
+
+LINKS_FILE = "links.yaml"
+HOW = "These machines by the clock, by `lightning-llm health`."
+
+
+def write_measured(report: HealthReport, devices_per_node: int, folder: Path) -> list[str]:
+    """Write `folder`/links.yaml, a row for each device, and `folder`/cluster/measured.yaml; return what to say of it.
+
+    A collective's start is the fastest of the smallest ones; a hop between machines takes what a message between them
+    takes longer than one within.
+    """
+    links = report.links
+    if links is None:
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    matrix = {
+        "names": [f"{each.host} rank {each.rank}" for each in report.ranks],
+        "gb_per_second": [[float(f"{rate:.4g}") for rate in row] for row in links.gb_per_second],
+    }
+    text = yaml.safe_dump(matrix, sort_keys=False, default_flow_style=None)
+    (folder / LINKS_FILE).write_text(f"# {HOW}\n{text}", encoding="utf-8")
+    lines = [f"written    {folder / LINKS_FILE}, for plan --search --planner pipette --links FILE"]
+    first = report.ranks[0]
+    hardware = "cpu" if first.device_type == "cpu" else planned_hardware(first.device)
+    if hardware is None or {each.device for each in report.ranks} != {first.device}:
+        return [*lines, f"note       no cluster file: hardware= has no {first.device}, or ranks have unlike devices"]
+    pairs = [(a.rank, b.rank) for a in report.ranks for b in report.ranks if a.rank != b.rank]
+    within = [(a, b) for a, b in pairs if report.ranks[a].host == report.ranks[b].host] or pairs
+    between = [(a, b) for a, b in pairs if report.ranks[a].host != report.ranks[b].host] or within
+
+    def middle(matrix: list[list[float]], pairs: list[tuple[int, int]]) -> float:
+        return median(matrix[a][b] for a, b in pairs)
+
+    hop = max(0.0, middle(links.latency_seconds, between) - middle(links.latency_seconds, within))
+    values = {
+        "hardware": hardware,
+        "devices_per_node": devices_per_node,
+        "memory_gb_per_second": _middle(report, lambda each: each.copy_gb_per_second),
+        "within_node": {"gb_per_second": middle(links.gb_per_second, within), "latency_microseconds": 0.0},
+        "between_nodes": {"gb_per_second": middle(links.gb_per_second, between), "latency_microseconds": hop * 1e6},
+        "start_microseconds": min(each.seconds for each in report.collectives) * 1e6,
+        "overlap": hardware != "cpu",
+        "peak_tflops": {name: _middle(report, lambda each, name=name: each.tflops[name]) for name in first.tflops},
+    }
+    file = write_cluster(folder, values, HOW)
+    return [*lines, f"written    {file}, for {command('plan', '--config-dir', str(folder), 'cluster=measured')}"]
+
+
+def _middle(report: HealthReport, figure: Callable[..., float]) -> float:
+    """Return the median over ranks."""
+    return median(map(figure, report.ranks))

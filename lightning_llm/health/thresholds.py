@@ -13,7 +13,7 @@ from lightning_llm.config.config_hash import flatten
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.config.yaml_file import read_mapping
 from lightning_llm.health.collectives import BUS_FACTORS
-from lightning_llm.health.products import FORMATS
+from lightning_llm.health.devices import FORMATS
 from lightning_llm.health.report import P2P, HealthReport
 
 OPTION = "--fail-below"

@@ -7,7 +7,7 @@ import torch
 from lightning_llm.base.errors import UnhealthyError
 from lightning_llm.config.schema import Config
 from lightning_llm.health.check import check_health
-from lightning_llm.health.extent import SHORT
+from lightning_llm.health.devices import SHORT
 from lightning_llm.health.ranks import Ranks
 from lightning_llm.run.launch.environment import rank_environment
 

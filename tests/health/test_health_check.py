@@ -16,12 +16,12 @@ import yaml
 
 from lightning_llm.base.errors import UnhealthyError
 from lightning_llm.config.compose import compose_config
-from lightning_llm.health import collectives, links, speeds
+from lightning_llm.health import collectives, links
+from lightning_llm.health import devices as speeds
 from lightning_llm.health.check import check_health
-from lightning_llm.health.cluster_file import write_measured
-from lightning_llm.health.extent import Extent
+from lightning_llm.health.devices import Extent
 from lightning_llm.health.ranks import Ranks
-from lightning_llm.health.table import print_report, verdict_lines
+from lightning_llm.health.report import print_report, verdict_lines, write_measured
 from lightning_llm.health.thresholds import Threshold, failing_lines
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.search.link_matrix import read_links

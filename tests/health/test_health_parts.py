@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.health import disk, memory
-from lightning_llm.health.blame import blamed_pairs, blamed_ranks
-from lightning_llm.health.check import check_health
+from lightning_llm.health import devices as memory
+from lightning_llm.health import disk
+from lightning_llm.health.check import blamed_pairs, blamed_ranks, check_health
 from lightning_llm.health.collectives import BUS_FACTORS, CollectiveTime, WrongValues
-from lightning_llm.health.extent import Extent
+from lightning_llm.health.devices import FORMATS, Extent, SquareProduct
 from lightning_llm.health.links import pairings
-from lightning_llm.health.products import FORMATS, SquareProduct
 from lightning_llm.health.ranks import Ranks
 from lightning_llm.health.thresholds import NAMES, Threshold, config_problems, device_problems, read_thresholds
 

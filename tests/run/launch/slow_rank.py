@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 
 from lightning_llm.data.corpus import Corpus
-from lightning_llm.health.products import SquareProduct
+from lightning_llm.health.devices import SquareProduct
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.run.launch.environment import rank_environment
 

@@ -10,7 +10,7 @@ import pytest
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash, differences_on_resume
-from lightning_llm.health.products import SquareProduct
+from lightning_llm.health.devices import SquareProduct
 from tests.forked_main import ForkedMain
 from tests.run_metrics import curve
 

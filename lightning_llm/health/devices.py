@@ -1,0 +1,217 @@
+"""What each rank's own device takes for the same work, in rounds that all ranks make together."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from lightning_llm.base.hardware import device_name, peak_flops_per_second
+from lightning_llm.health.ranks import Ranks, Timer
+from lightning_llm.linalg.gemm import product
+from lightning_llm.parallel.torch_private import scaled_product
+
+
+@dataclass(frozen=True)
+class Extent:
+    """`sizes_bytes`: of collectives, each timed for some `size_seconds`; `product_side`: of the matrices of GEMMs.
+
+    `copy_bytes`: of a memory copy; `verify_bytes`: at most so much memory is written and read. `link_bytes`: of a
+    message between two ranks, `disk_bytes`: of a file; None: not at all.
+    """
+
+    sizes_bytes: tuple[int, ...]
+    size_seconds: float
+    product_side: int
+    copy_bytes: int
+    verify_bytes: int
+    link_bytes: int | None = None
+    disk_bytes: int | None = None
+
+
+FULL = {
+    "cpu": Extent((1 << 10, 1 << 16, 1 << 20, 1 << 23), 0.2, 512, 1 << 25, 1 << 26, 1 << 20, 1 << 26),
+    "cuda": Extent((1 << 13, 1 << 20, 1 << 25, 1 << 28), 0.5, 8192, 1 << 30, 1 << 35, 1 << 25, 1 << 28),
+}
+SHORT = {
+    "cpu": Extent((1 << 16,), 0.02, 256, 1 << 25, 1 << 22),
+    "cuda": Extent((1 << 20, 1 << 25), 0.1, 4096, 1 << 28, 1 << 30),
+}
+"""By kind of device."""
+
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FORMATS = (*DTYPES, "fp8")
+"""In which speed is measured. fp4 takes scales by block that torch has no documented way to hand in."""
+LARGEST_OPERAND = 2
+
+
+def formats_of(device: torch.device) -> tuple[str, ...]:
+    """Return the formats that `device` multiplies: a GPU's by its compute capability; a CPU's as models use them."""
+    if device.type != "cuda":
+        return "fp32", "bf16"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return "fp32", "fp16"
+    return FORMATS if capability >= (8, 9) else ("fp32", "tf32", "bf16", "fp16")
+
+
+def peak_tflops(device: torch.device, number_format: str) -> float | None:
+    """Return the data sheet's dense peak, 10^12 FLOP/s; None where no table has it, as of any CPU."""
+    peak = peak_flops_per_second(device_name(device), number_format)
+    return None if peak is None else peak / 1e12
+
+
+class SquareProduct:
+    """The product of two square matrices of `side` in one format, with the same operands on every rank."""
+
+    def __init__(self, number_format: str, side: int, device: torch.device):
+        self.number_format, self.side = number_format, side
+        generator = torch.Generator().manual_seed(0)
+        draw = partial(torch.randint, -LARGEST_OPERAND, LARGEST_OPERAND + 1, (side, side), generator=generator)
+        self.a, self.b = (draw(dtype=torch.int8).to(device).float() for _ in range(2))
+        if number_format == "fp8":
+            self.left, self.right = (each.to(torch.float8_e4m3fn) for each in (self.a, self.b.t().contiguous().t()))
+        else:
+            self.left, self.right = (each.to(DTYPES[number_format]) for each in (self.a, self.b))
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one product."""
+        return 2 * self.side**3
+
+    def run(self) -> Tensor:
+        """Return the product, [side, side]."""
+        if self.number_format == "fp8":
+            return scaled_product(self.left, self.right)
+        with _fp32_as(self.number_format):
+            return product(self.left, self.right)
+
+    def wrong_elements(self) -> int:
+        """Return how many elements of the product are wrong; of an fp32 one, rows."""
+        with _fp32_as("fp32"):
+            exact = self.a @ self.b
+        ones = torch.ones(self.side, dtype=torch.float64, device=exact.device)
+        wrong = (exact.double() @ ones) != (self.a.double() @ (self.b.double() @ ones))
+        if bool(wrong.any()):
+            return int(wrong.sum())
+        found = self.run()
+        return int((found != exact.to(found.dtype)).sum())
+
+
+@contextmanager
+def _fp32_as(number_format: str) -> Iterator[None]:
+    """Have products of fp32 matrices run as tf32, or as what they are."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if number_format == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+PATTERNS = (0x5555555555555555, ~0x5555555555555555)
+"""Every bit is written both ways; mixed with the place, so that one that answers for another is seen, too."""
+CHUNK_BYTES = 1 << 30
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the free and the whole memory of `device`, or of the machine, in bytes."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free), int(total)
+    memory = psutil.virtual_memory()
+    return int(memory.available), int(memory.total)
+
+
+class Copy:
+    """A copy of `size_bytes` within the device's memory."""
+
+    def __init__(self, size_bytes: int, device: torch.device):
+        self.source = torch.ones(size_bytes // 4, device=device)
+        self.target = torch.zeros_like(self.source)
+
+    @property
+    def moved_bytes(self) -> int:
+        """What one copy reads and writes."""
+        return 2 * self.source.numel() * self.source.element_size()
+
+    def run(self) -> None:
+        """Copy once."""
+        self.target.copy_(self.source)
+
+
+def wrong_words(size_bytes: int, device: torch.device) -> int:
+    """Write `size_bytes` of memory, all of it before any is read; return how many words of 8 bytes read otherwise."""
+    whole, rest = divmod(size_bytes, CHUNK_BYTES)
+    counts = [count for count in [*[CHUNK_BYTES // 8] * whole, rest // 8] if count]
+    chunks = [torch.empty(count, dtype=torch.int64, device=device) for count in counts]
+    return sum(_wrong_words(chunks, each) for each in PATTERNS)
+
+
+def _wrong_words(chunks: list[torch.Tensor], bits: int) -> int:
+    for number, chunk in enumerate(chunks):
+        _written(chunk, number, bits)
+    read = [
+        int((chunk != _written(torch.empty_like(chunk), number, bits)).sum()) for number, chunk in enumerate(chunks)
+    ]
+    return sum(read)
+
+
+def _written(chunk: torch.Tensor, number: int, bits: int) -> torch.Tensor:
+    """Fill `chunk`, the `number`-th, with the pattern of `bits`; return it."""
+    first = number * (CHUNK_BYTES // 8)
+    torch.arange(first, first + len(chunk), out=chunk)
+    return chunk.bitwise_xor_(bits)
+
+
+COPY = "memory copy"
+WARM_UP_ROUNDS = 2
+
+
+def gemm(number_format: str) -> str:
+    """Return what GEMMs in `number_format` are called among kinds of work."""
+    return f"{number_format} GEMM"
+
+
+def shares_cores(ranks: Ranks, device: torch.device) -> bool:
+    """Return whether ranks of any machine have more threads than cores: one's work is another's wait. Collective."""
+    here = device.type != "cuda" and ranks.local_world * torch.get_num_threads() > (os.cpu_count() or 1)
+    return any(ranks.share(here))
+
+
+def device_seconds(
+    ranks: Ranks, device: torch.device, timer: Timer, extent: Extent, rounds: int, wrong: list[str]
+) -> list[dict[str, list[float]]]:
+    """Return by rank and kind of work the seconds of each round; add to `wrong` what GEMMs got wrong. Collective.
+
+    All ranks work at once; those that share cores one after the other, in an order that turns by a place each round, so
+    that no rank has the cores when others leave them alone, or want them.
+    """
+    products = {each: SquareProduct(each, extent.product_side, device) for each in formats_of(device)}
+    work: dict[str, Callable[[], Any]] = {gemm(name): product.run for name, product in products.items()}
+    work[COPY] = Copy(extent.copy_bytes, device).run
+    wrong += _product_faults(ranks, products)
+    turns = max(ranks.share(ranks.local_world)) if shares_cores(ranks, device) else 1
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for number in range(WARM_UP_ROUNDS + rounds):
+        mine = (ranks.local_rank + number) % turns
+        for name, call in work.items():
+            for turn in range(turns):
+                ranks.meet()
+                if turn == mine:
+                    seconds[name].append(timer.seconds(call))
+    return ranks.share({name: its[WARM_UP_ROUNDS:] for name, its in seconds.items()})
+
+
+def _product_faults(ranks: Ranks, products: dict[str, SquareProduct]) -> Iterator[str]:
+    every = ranks.share({name: each.wrong_elements() for name, each in products.items()})
+    for rank, its in enumerate(every):
+        for name, count in its.items():
+            if count:
+                yield f"{gemm(name)}: {count} elements on {ranks.name(rank)} are wrong"
