@@ -1,4 +1,4 @@
-"""The check of all ranks of a run, part by part; every rank comes to the same report."""
+"""The health check of all ranks of a run, part by part, and who is to blame; every rank comes to the same report."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,68 +28,24 @@ from lightning_llm.health.outliers import LEAST_SLOWDOWN, SlowRank, rounds_for, 
 from lightning_llm.health.ranks import Ranks, Timer
 from lightning_llm.health.report import HealthReport, RankFigures
 
-
-def blamed_pairs(found: Iterable[WrongValues], hosts: Sequence[str]) -> str:
-    """Return who is at fault where each number's sender is known: a rank that all its peers blame, or pairs.
-
-    `hosts`: the machine of each rank.
-    """
-    pairs = {(source, each.receiver) for each in found for source in each.sources}
-    everyone = range(len(hosts))
-    sending, receiving = (
-        [rank for rank in everyone if len(hosts) > 2 and {each[end] for each in pairs if each[1 - end] == rank}
-         >= set(everyone) - {rank}]
-        for end in (1, 0)
-    )  # fmt: skip
-    named = [f"what rank {rank} ({hosts[rank]}) sends" for rank in sending]
-    named += [f"what rank {rank} ({hosts[rank]}) receives" for rank in receiving]
-    left = sorted((a, b) for a, b in pairs if a not in sending and b not in receiving)
-    named += [f"what goes from rank {a} ({hosts[a]}) to rank {b} ({hosts[b]})" for a, b in left]
-    return f"wrong is {', '.join(named)}"
-
-
-def blamed_ranks(world: int, are_right: Callable[[Sequence[Sequence[int]]], list[bool]]) -> tuple[list[int], list[int]]:
-    """Return the ranks whose part of a sum is wrong, and those of which one has it that cannot be told from another.
-
-    Groups of ranks sum without the others: a group whose sum is right clears its ranks, any other is halved; what is
-    left is paired with a cleared rank. Both lists are empty where every smaller group is right.
-
-    Args:
-        world: how many ranks there are.
-        are_right: has groups without a common rank sum each by itself, and says which sums came out right.
-    """
-    cleared: set[int] = set()
-    suspects: list[int] = []
-    groups = [list(range(world))]
-    while groups:
-        halves = []
-        for group, right in zip(groups, are_right(groups), strict=True):
-            middle = (len(group) + 1) // 2
-            if right:
-                cleared |= set(group)
-            elif len(group) == 2:
-                suspects += group
-            else:
-                halves += [group[:middle], group[middle:]]
-        suspects += [group[0] for group in halves if len(group) == 1]
-        groups = [group for group in halves if len(group) > 1]
-    suspects.sort()
-    if not cleared and len(suspects) > 2:  # of three ranks, one of them wrong, there is a pair that is right
-        cleared = set(next((pair for pair in combinations(suspects[:3], 2) if are_right([pair])[0]), ()))
-    if not cleared:
-        return [], suspects
-    reference = min(cleared)
-    return [each for each in suspects if each not in cleared and not are_right([sorted((reference, each))])[0]], []
-
-
 MESSAGES = "messages to and from other ranks"
+
+
 SALTS = (1, 7)
 """Of the numbers that a collective is called with before and after it is timed."""
+
+
 LARGEST_SHARE_VERIFIED = 0.5
 """Of a device's free memory, or of a rank's part of the machine's."""
+
+
 SECOND_LOOK_SECONDS = 1.0
 """After which ranks that seem slow are looked at once more: what passes by in between is no property of theirs."""
+
+
 Measured = TypeVar("Measured")
+
+
 Rounds = Mapping[str, Sequence[Sequence[float]]]
 """By kind of work seconds [rounds][ranks]."""
 
@@ -263,3 +219,56 @@ def _example(faults: Sequence[WrongValues]) -> str:
     count = f"{first.elements} element{'s' if first.elements > 1 else ''}"
     values = f"{first.got:.9g} and must be {first.expected:.9g}"
     return f"{count} on rank {first.receiver}: the first, {first.index}, is {values}"
+
+
+def blamed_pairs(found: Iterable[WrongValues], hosts: Sequence[str]) -> str:
+    """Return who is at fault where each number's sender is known: a rank that all its peers blame, or pairs.
+
+    `hosts`: the machine of each rank.
+    """
+    pairs = {(source, each.receiver) for each in found for source in each.sources}
+    everyone = range(len(hosts))
+    sending, receiving = (
+        [rank for rank in everyone if len(hosts) > 2 and {each[end] for each in pairs if each[1 - end] == rank}
+         >= set(everyone) - {rank}]
+        for end in (1, 0)
+    )  # fmt: skip
+    named = [f"what rank {rank} ({hosts[rank]}) sends" for rank in sending]
+    named += [f"what rank {rank} ({hosts[rank]}) receives" for rank in receiving]
+    left = sorted((a, b) for a, b in pairs if a not in sending and b not in receiving)
+    named += [f"what goes from rank {a} ({hosts[a]}) to rank {b} ({hosts[b]})" for a, b in left]
+    return f"wrong is {', '.join(named)}"
+
+
+def blamed_ranks(world: int, are_right: Callable[[Sequence[Sequence[int]]], list[bool]]) -> tuple[list[int], list[int]]:
+    """Return the ranks whose part of a sum is wrong, and those of which one has it that cannot be told from another.
+
+    Groups of ranks sum without the others: a group whose sum is right clears its ranks, any other is halved; what is
+    left is paired with a cleared rank. Both lists are empty where every smaller group is right.
+
+    Args:
+        world: how many ranks there are.
+        are_right: has groups without a common rank sum each by itself, and says which sums came out right.
+    """
+    cleared: set[int] = set()
+    suspects: list[int] = []
+    groups = [list(range(world))]
+    while groups:
+        halves = []
+        for group, right in zip(groups, are_right(groups), strict=True):
+            middle = (len(group) + 1) // 2
+            if right:
+                cleared |= set(group)
+            elif len(group) == 2:
+                suspects += group
+            else:
+                halves += [group[:middle], group[middle:]]
+        suspects += [group[0] for group in halves if len(group) == 1]
+        groups = [group for group in halves if len(group) > 1]
+    suspects.sort()
+    if not cleared and len(suspects) > 2:  # of three ranks, one of them wrong, there is a pair that is right
+        cleared = set(next((pair for pair in combinations(suspects[:3], 2) if are_right([pair])[0]), ()))
+    if not cleared:
+        return [], suspects
+    reference = min(cleared)
+    return [each for each in suspects if each not in cleared and not are_right([sorted((reference, each))])[0]], []

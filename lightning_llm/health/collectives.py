@@ -3,6 +3,9 @@
 Sizes and bus bandwidths: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. A size is that of the
 whole buffer: what is reduced, what is gathered, what is scattered, what a rank sends to all together. Algorithm
 bandwidth is size over time; bus bandwidth is that times what each link carries of it.
+
+Rank r's element i is `weight(r)` x `base(i)`, whole numbers so small that sums over all ranks are exact in fp32: every
+rank knows the result of a collective to the last bit.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,7 @@
-"""What each rank's own device takes for the same work, in rounds that all ranks make together."""
+"""One device per rank: GEMMs of each number format, memory (size, speed, faults), timed in rounds that ranks share.
+
+`Extent` sets how much a check measures: in full by the verb, in short before a run.
+"""
 
 import os
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The ranks of a check: who they are, how they meet, and which of them has not come where the others wait."""
+"""Ranks of a check: who they are, how they meet and time work with a limit, and which of them has not come."""
 
 import json
 import platform

@@ -1,4 +1,7 @@
-"""What a check found, the same on every rank: as objects, and as data."""
+"""Report of a check, the same on every rank: as objects, as data, as tables, and as files that `plan` reads.
+
+The files: `cluster=measured`, and the matrix of links for `--links`.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass

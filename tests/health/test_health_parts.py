@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.health import devices as memory
-from lightning_llm.health import disk
+from lightning_llm.health import devices, disk
 from lightning_llm.health.check import blamed_pairs, blamed_ranks, check_health
 from lightning_llm.health.collectives import BUS_FACTORS, CollectiveTime, WrongValues
 from lightning_llm.health.devices import FORMATS, Extent, SquareProduct
@@ -39,8 +38,8 @@ def test_products_are_right_in_every_format_and_a_wrong_bit_is_seen(number_forma
 
 
 def test_memory_that_forgets_a_bit_is_seen(monkeypatch):
-    assert memory.wrong_words(1 << 16, CPU) == 0
-    written = memory._written
+    assert devices.wrong_words(1 << 16, CPU) == 0
+    written = devices._written
     calls = []
 
     def forgets(chunk, number, bits):
@@ -51,7 +50,7 @@ def test_memory_that_forgets_a_bit_is_seen(monkeypatch):
         return found
 
     monkeypatch.setattr(memory, "_written", forgets)
-    assert memory.wrong_words(1 << 16, CPU) == 1
+    assert devices.wrong_words(1 << 16, CPU) == 1
 
 
 def test_the_disk_is_measured_where_runs_will_go_and_nothing_stays(tmp_path, monkeypatch):
