@@ -21,7 +21,7 @@ from lightning_llm.run.build import build_module, build_trainer
 from lightning_llm.run.first_files import prepare_folder
 from lightning_llm.run.prepared_rank import open_layout, quiet_lightning
 from lightning_llm.run.resume.start import Start
-from lightning_llm.train.checkpoint.ownership import RunIdentity
+from lightning_llm.train.checkpoint.manifest import RunIdentity
 from lightning_llm.train.checkpoint.saver import Saver
 from lightning_llm.train.datamodule import CorpusDataModule
 

@@ -19,8 +19,8 @@ from lightning_llm.precision.linear.plan import SLOT_NAMES, SeenCast, Shard
 from lightning_llm.precision.linear.statistics import HIGHEST, LOWEST, SUMS, cast_sums, figures
 from lightning_llm.tracking.files import cut_back
 from lightning_llm.tracking.quantization_table import Tensors, table
-from lightning_llm.train.spikes.nonfinite import NonFiniteError
-from lightning_llm.train.spikes.nonfinite_origin import find_origin
+from lightning_llm.train.spikes.origin import find_origin
+from lightning_llm.train.spikes.policy import NonFiniteError
 
 HEALTH_FILE, TABLE_FILE = "health.jsonl", "health.txt"
 COLUMNS = (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_llm.linalg.local_part import local
 from lightning_llm.parallel.grad_norm import global_norm
-from lightning_llm.train.spikes.spike_policy import describe_event
+from lightning_llm.train.spikes.policy import describe_event
 
 log = logging.getLogger(__name__)
 

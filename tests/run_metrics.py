@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_llm.train.checkpoint.state import read_tensors
+from lightning_llm.train.checkpoint.restoring import read_tensors
 
 
 def read_metrics(folder: Path) -> list[dict]:

@@ -34,10 +34,9 @@ from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.teachers import teacher_models
 from lightning_llm.plan.traffic import small_bytes
 from lightning_llm.train.distillation import Distillation
-from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
-from lightning_llm.train.quantisation import Quantisation
-from lightning_llm.train.spikes.spike_policy import SpikePolicy
+from lightning_llm.train.quantisation import LossScaler, Quantisation
+from lightning_llm.train.spikes.policy import SpikePolicy
 from lightning_llm.train.state import TrainState
 from lightning_llm.train.step import TrainStep
 

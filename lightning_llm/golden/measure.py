@@ -39,9 +39,9 @@ from lightning_llm.run.teachers import open_teachers
 from lightning_llm.tracking.provenance import FINGERPRINT, origin_of
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
 from lightning_llm.train.datamodule import CorpusDataModule
+from lightning_llm.train.endings import FailStalledRun
 from lightning_llm.train.run_folder import RunFolder
-from lightning_llm.train.spikes.nonfinite import StepNotMadeError
-from lightning_llm.train.spikes.stalled_run import FailStalledRun
+from lightning_llm.train.spikes.policy import StepNotMadeError
 
 WRITERS = (RunFolder, Checkpointing, Superseding, FailStalledRun)
 """The callbacks that leave files."""

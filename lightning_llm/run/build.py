@@ -27,11 +27,10 @@ from lightning_llm.tracking.chain import RECORDS
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
 from lightning_llm.train.checkpoint.manifest import FROZEN_CONFIG
 from lightning_llm.train.distillation import Distillation
-from lightning_llm.train.early_end import EarlyEnd
+from lightning_llm.train.endings import EarlyEnd, FailStalledRun
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.record_logger import RecordLogger
 from lightning_llm.train.run_folder import RunFolder, RunLogger
-from lightning_llm.train.spikes.stalled_run import FailStalledRun
 from lightning_llm.train.strategy import TrainStrategy
 
 

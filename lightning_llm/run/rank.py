@@ -54,8 +54,7 @@ from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedB
 from lightning_llm.train.checkpoint.manifest import step_folders, step_of
 from lightning_llm.train.datamodule import CorpusDataModule
 from lightning_llm.train.run_folder import RunLogger
-from lightning_llm.train.spikes.nonfinite import StepNotMadeError
-from lightning_llm.train.spikes.spike_policy import SpikeRollback
+from lightning_llm.train.spikes.policy import SpikeRollback, StepNotMadeError
 
 
 def run(plan: Plan, start: Start | None = None) -> int:

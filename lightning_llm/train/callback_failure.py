@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning_llm.base.errors import CallbackFailedError, ConfigError, StorageError
 from lightning_llm.base.terminal import one_line
 from lightning_llm.config.redact import redacted
-from lightning_llm.train.spikes.nonfinite import StepNotMadeError
+from lightning_llm.train.spikes.policy import StepNotMadeError
 
 OTHER_ENDINGS = (ConfigError, StorageError, StepNotMadeError)
 """What says by itself why a run ended, whoever raises it."""

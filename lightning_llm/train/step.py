@@ -23,9 +23,9 @@ from lightning_llm.parallel.pp import Pipeline
 from lightning_llm.parallel.whole_matrices import WholeMatrices
 from lightning_llm.train.algorithm import Algorithm
 from lightning_llm.train.distillation import RECORD, Distillation
-from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
-from lightning_llm.train.spikes.spike_policy import SpikePolicy
+from lightning_llm.train.quantisation import LossScaler
+from lightning_llm.train.spikes.policy import SpikePolicy
 from lightning_llm.train.state import TrainState
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_llm.optim.optimizer import initialise_state
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.train.checkpoint.manifest import Checkpoint
-from lightning_llm.train.checkpoint.state import restore
-from lightning_llm.train.progress import set_completed_steps
+from lightning_llm.train.checkpoint.restoring import restore
+from lightning_llm.train.module import set_completed_steps
 
 
 class TrainStrategy(ModelParallelStrategy):

@@ -9,7 +9,7 @@ import torch
 
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.config.compose import compose_config
-from lightning_llm.train.spikes.nonfinite import NonFiniteError
+from lightning_llm.train.spikes.policy import NonFiniteError
 from tests.parallel.traced_run import run_with
 from tests.run_metrics import curve, read_metrics, same_weights
 

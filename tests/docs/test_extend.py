@@ -10,7 +10,7 @@ import tomllib
 import pytest
 import torch
 
-from lightning_llm.train.checkpoint.state import read_tensors
+from lightning_llm.train.checkpoint.restoring import read_tensors
 from tests.docs.installed_package import lay_package
 
 SCRIPT = """

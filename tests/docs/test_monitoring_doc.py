@@ -11,7 +11,7 @@ from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import SpikesConfig
 from lightning_llm.plan.check import check_config
-from lightning_llm.train.spikes.spikes import Kind
+from lightning_llm.train.spikes.detector import Kind
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")

@@ -49,7 +49,7 @@ def test_memory_that_forgets_a_bit_is_seen(monkeypatch):
             chunk[77] ^= 1 << 40
         return found
 
-    monkeypatch.setattr(memory, "_written", forgets)
+    monkeypatch.setattr(devices, "_written", forgets)
     assert devices.wrong_words(1 << 16, CPU) == 1
 
 

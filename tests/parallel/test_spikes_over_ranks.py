@@ -8,7 +8,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.train.checkpoint.manifest import newest_verified
-from lightning_llm.train.spikes.spike_policy import SpikeStop
+from lightning_llm.train.spikes.policy import SpikeStop
 from tests.parallel.traced_run import Trace, difference, traced_run
 from tests.planted import corrupted
 from tests.run_metrics import read_metrics

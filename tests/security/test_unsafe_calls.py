@@ -11,7 +11,7 @@ ALLOWED = {
     ("pickle.load", "lightning_llm/data/tokens/encode.py"),  # from its own child, by a pipe
     ("pickle.loads", "lightning_llm/config/composition.py"),  # what this process has pickled, in memory
     ("pickle.loads", "lightning_llm/config/file_sources.py"),  # the same
-    ("pickle.Unpickler", "lightning_llm/train/checkpoint/unsealed.py"),  # which admits a few classes by name
+    ("pickle.Unpickler", "lightning_llm/train/checkpoint/tensor_storage.py"),  # which admits a few classes by name
     (
         "torch.compiler.load_compiled_function",
         "lightning_llm/precision/cast/kernel_cache.py",

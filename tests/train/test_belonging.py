@@ -19,7 +19,7 @@ from lightning_llm.run import first_files
 from lightning_llm.tracking.files import damaged_record, summary_of, write_json
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing
 from lightning_llm.train.checkpoint.manifest import newest_verified, open_checkpoint
-from lightning_llm.train.checkpoint.ownership import RunIdentity
+from lightning_llm.train.checkpoint.manifest import RunIdentity
 from lightning_llm.train.checkpoint.retention import prune, replace, supersede
 from tests.run_metrics import curve, same_weights, steps_saved
 

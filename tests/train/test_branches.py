@@ -9,7 +9,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.precision.cast import inductor
 from lightning_llm.tracking.files import summary_of
-from lightning_llm.train.checkpoint.state import read_tensors
+from lightning_llm.train.checkpoint.restoring import read_tensors
 from tests.planted import infinite_gradient
 from tests.run_metrics import curve, read_metrics, same_weights, steps_saved, weights
 

@@ -19,7 +19,7 @@ from lightning_llm.tracking.files import cut_back, summary_of
 from lightning_llm.tracking.reading import read_run
 from lightning_llm.train import run_folder
 from lightning_llm.train.checkpoint.manifest import open_checkpoint
-from lightning_llm.train.checkpoint.state import read_tensors
+from lightning_llm.train.checkpoint.restoring import read_tensors
 from tests.run_metrics import curve, read_metrics, same_weights, steps_saved
 
 FIRST_RELEASE = Path(__file__).parent / "run_of_dc39dec.tar.xz"

@@ -12,10 +12,9 @@ from lightning_llm.base.integrity import unseal
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import CheckpointConfig
 from lightning_llm.plan.checkpoints import kept_checkpoints
-from lightning_llm.train.checkpoint import writing
-from lightning_llm.train.checkpoint.manifest import step_folders
-from lightning_llm.train.checkpoint.ownership import RunIdentity
-from lightning_llm.train.checkpoint.retention import NONE, kept_steps, replace, supersede
+from lightning_llm.train.checkpoint import saver as writing
+from lightning_llm.train.checkpoint.manifest import RunIdentity, step_folders
+from lightning_llm.train.checkpoint.retention import NONE, kept_steps, put_in_place, supersede
 from lightning_llm.train.checkpoint.snapshot import Snapshot
 from tests.run_metrics import read_metrics, steps_saved
 
@@ -121,7 +120,7 @@ def test_a_checkpoint_has_its_name_only_when_every_file_of_it_is_on_the_disk(tmp
 
     def replaced(final, partial, run):
         events.append((partial.name, final.name))
-        replace(final, partial, run)
+        put_in_place(final, partial, run)
 
     monkeypatch.setattr(writing, "sync_to_disk", synced)
     monkeypatch.setattr(writing, "replace", replaced)

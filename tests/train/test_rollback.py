@@ -18,7 +18,7 @@ from lightning_llm.data.corpus import Corpus
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.run.resume.rollbacks import Rollback, read_rollbacks, write_rollbacks
 from lightning_llm.tracking.reading import read_run
-from lightning_llm.train.spikes.spike_policy import SpikePolicy, SpikeRollback
+from lightning_llm.train.spikes.policy import SpikePolicy, SpikeRollback
 from tests.planted import corrupted_samples, infinite_gradient
 from tests.run_metrics import curve, read_metrics, same_weights, steps_saved
 

@@ -13,7 +13,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.schema import SpikesConfig
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.train.checkpoint.state import read_tensors
+from lightning_llm.train.checkpoint.restoring import read_tensors
 from tests.planted import corrupted, infinite_gradient
 from tests.run_metrics import curve, read_metrics, same_weights, steps_saved
 

@@ -29,11 +29,9 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.tp import loss_sum_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.train.algorithm import Synchronous
-from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
-from lightning_llm.train.quantisation import Quantisation
-from lightning_llm.train.spikes.nonfinite import NonFiniteError
-from lightning_llm.train.spikes.spike_policy import SpikePolicy
+from lightning_llm.train.quantisation import LossScaler, Quantisation
+from lightning_llm.train.spikes.policy import NonFiniteError, SpikePolicy
 from lightning_llm.train.state import TrainState
 from lightning_llm.train.step import TrainStep
 

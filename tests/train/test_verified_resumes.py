@@ -17,7 +17,7 @@ from lightning_llm.config.yaml_file import config_text
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.reading import read_run
-from lightning_llm.train.checkpoint import writing
+from lightning_llm.train.checkpoint import saver as writing
 from lightning_llm.train.checkpoint.manifest import step_folders
 from tests.planted import infinite_gradient
 from tests.run_metrics import curve, same_weights

@@ -11,8 +11,7 @@ from lightning_llm.config.config_hash import flatten, frozen_values, may_move
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema import Config
 from lightning_llm.tracking.files import damaged_record, summary_of
-from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, Verify
-from lightning_llm.train.checkpoint.ownership import RunIdentity
+from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, RunIdentity, Verify
 
 METRICS = "metrics.jsonl"
 POLICY = "spikes.policy"

@@ -13,7 +13,7 @@ from lightning_llm.run.launch.environment import is_first_rank
 from lightning_llm.run.launch.restarts import goes_on
 from lightning_llm.run.resume.rollbacks import Rollback, skipped_samples, write_rollbacks
 from lightning_llm.run.resume.start import Start
-from lightning_llm.train.spikes.spike_policy import SpikeRollback
+from lightning_llm.train.spikes.policy import SpikeRollback
 
 
 def go_back(plan: Plan, start: Start, spike: SpikeRollback) -> tuple[Plan, Start, Rollback]:

@@ -27,11 +27,11 @@ from lightning_llm.train.checkpoint.manifest import (
     MANIFEST,
     Checkpoint,
     Damage,
+    RunIdentity,
     Verify,
     newest_verified,
     verified,
 )
-from lightning_llm.train.checkpoint.ownership import RunIdentity
 
 LEARNED = ("data.max_tokens", "data.sources.", "data.mixture.", "data.tokenizer.", "data.validation.")
 """Keys that `data_hash` depends on."""

@@ -15,11 +15,11 @@ from lightning_llm.base.signals import STOPPING, not_ignored, what_came
 from lightning_llm.config.schema import CheckpointConfig
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.tracking.files import read_records
-from lightning_llm.train.checkpoint.callback_state import CallbackState
-from lightning_llm.train.checkpoint.ownership import RunIdentity
+from lightning_llm.train.checkpoint.manifest import RunIdentity
 from lightning_llm.train.checkpoint.retention import supersede
 from lightning_llm.train.checkpoint.saver import Saver
-from lightning_llm.train.spikes.spike_policy import SpikeStop
+from lightning_llm.train.checkpoint.snapshot import CallbackState
+from lightning_llm.train.spikes.policy import SpikeStop
 from lightning_llm.train.strategy import TrainStrategy
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.integrity import (
@@ -159,7 +160,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def content_damage(checkpoint: Checkpoint, rank: int = 0, world: int = 1) -> list[Damage]:
     """Return which files do not hold what was written, by their digests; `rank` of `world` looks at its share alone."""
     if checkpoint.version == UNSEALED:
-        from lightning_llm.train.checkpoint.unsealed import structural_damage  # imports torch
+        from lightning_llm.train.checkpoint.tensor_storage import structural_damage  # imports torch
 
         return structural_damage(checkpoint) if rank == 0 else []
     largest_first = sorted(checkpoint.files.items(), key=lambda item: (-item[1].size_bytes, item[0]))
@@ -298,3 +299,46 @@ def _files(listed: Mapping[str, Any], version: int) -> Iterator[tuple[str, FileC
             yield name, FileContent(int(about), None)
         else:
             yield name, FileContent(int(about["bytes"]), str(about["digest"]))
+
+
+SHOWN_DIGITS = 8
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """`id`: 32 hex digits. `begun_at_step`: the folder's own records follow this step.
+
+    It is 0 unless the folder was begun from another run's checkpoint, and None where an earlier release began the
+    folder, whose checkpoints carry no id.
+    """
+
+    id: str
+    begun_at_step: int | None = 0
+
+    @classmethod
+    def new(cls, begun_at_step: int | None = 0) -> "RunIdentity":
+        """Return the identity of a run that begins now."""
+        return cls(uuid4().hex, begun_at_step)
+
+    @classmethod
+    def of_summary(cls, summary: Mapping[str, Any]) -> "RunIdentity | None":
+        """Return what `summary.json` says, None where it says nothing."""
+        run_id, begun = summary.get("run_id"), summary.get("begun_at_step")
+        return cls(run_id, begun if isinstance(begun, int) else None) if isinstance(run_id, str) else None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `summary.json` is to say."""
+        begun = {} if self.begun_at_step is None else {"begun_at_step": self.begun_at_step}
+        return {"run_id": self.id, **begun}
+
+    def foreign(self, checkpoint: Checkpoint) -> Damage | None:
+        """Return that `checkpoint` is another run's, None if it is this one's."""
+        if checkpoint.run_id == self.id or (checkpoint.run_id is None and self.begun_at_step is None):
+            return None
+        here = f"here it is {self.id[:SHOWN_DIGITS]}"
+        if checkpoint.run_id is None:
+            text = f"names no run, as those of earlier releases do (run id: {here})"
+        else:
+            written = f", written in {Path(checkpoint.written_in).parent}" if checkpoint.written_in else ""
+            text = f"is of another run (run id {checkpoint.run_id[:SHOWN_DIGITS]}{written}; {here})"
+        return Damage(checkpoint.folder, MANIFEST, text, foreign=True)

@@ -12,8 +12,14 @@ from types import MappingProxyType
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema import CheckpointConfig
-from lightning_llm.train.checkpoint.manifest import ASIDE, DamagedError, open_checkpoint, step_folders, step_of
-from lightning_llm.train.checkpoint.ownership import RunIdentity
+from lightning_llm.train.checkpoint.manifest import (
+    ASIDE,
+    DamagedError,
+    RunIdentity,
+    open_checkpoint,
+    step_folders,
+    step_of,
+)
 
 SUPERSEDED, DAMAGED = ASIDE
 NONE: Mapping[int, float] = MappingProxyType({})
@@ -30,7 +36,7 @@ def supersede(folder: Path, step: int, damaged: Collection[Path] = ()) -> None:
             _move_aside(path, DAMAGED if path in damaged else SUPERSEDED)
 
 
-def replace(final: Path, partial: Path, run: RunIdentity) -> None:
+def put_in_place(final: Path, partial: Path, run: RunIdentity) -> None:
     """Give a whole new checkpoint of `run` its name; what has it is moved aside first."""
     if os.path.lexists(final):
         _move_aside(final, SUPERSEDED if _is_whole(final, run) else DAMAGED)

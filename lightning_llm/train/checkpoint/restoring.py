@@ -13,14 +13,23 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from lightning_llm.base.errors import AgreedError, ConfigError, Problem, StorageError
 from lightning_llm.precision.loss_scale import LossScale
-from lightning_llm.train.checkpoint.callback_state import FILE as CALLBACKS
-from lightning_llm.train.checkpoint.callback_state import CallbackState, collect, read_callbacks, restore_callbacks
 from lightning_llm.train.checkpoint.failures import UNREADABLE, on_all_ranks, torchs_failures, without_its_warnings
 from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint, DamagedError, verified
-from lightning_llm.train.checkpoint.snapshot import FLAT, algorithm_state, optimizer_state, parameters, union
+from lightning_llm.train.checkpoint.snapshot import (
+    CALLBACKS_FILE,
+    FLAT,
+    CallbackState,
+    algorithm_state,
+    collect,
+    optimizer_state,
+    parameters,
+    read_callbacks,
+    restore_callbacks,
+    union,
+)
 from lightning_llm.train.checkpoint.tensor_storage import open_tensors
 from lightning_llm.train.module import LanguageModule
-from lightning_llm.train.spikes.spikes import SpikeState
+from lightning_llm.train.spikes.detector import SpikeState
 
 OPTIONS = "param_groups."
 """Before the names of an optimizer's options in its flat state: one for each parameter and option."""
@@ -51,7 +60,7 @@ def _restore(
     step, failed = checkpoint.step, f"{checkpoint.folder} could not be loaded"
     with on_all_ranks(failed, *UNREADABLE):
         reader = open_tensors(checkpoint)
-        saved_callbacks = read_callbacks(checkpoint.folder / CALLBACKS)
+        saved_callbacks = read_callbacks(checkpoint.folder / CALLBACKS_FILE)
     stored = reader.metadata.state_dict_metadata
     own = parameters(model)
     shapes = {name: tensor.shape for name, tensor in own.items()}
