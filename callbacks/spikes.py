@@ -1,6 +1,6 @@
 """Facts about a step that is out of the ordinary: the text it came from, and how far its update moved the weights.
 
-Which steps those are, and what is done about them, is decided in `train/spike_policy.py`, with or without this.
+Which steps those are, and what is done about them, is decided in `train/spikes/policy.py`, with or without this.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""A run that a callback ends before its last step: the same on every rank, and with the reason."""
+"""Ends of a run other than its last step: a callback stops it early, or skipped updates make it fail."""
 
 from collections.abc import Mapping
 from typing import Any

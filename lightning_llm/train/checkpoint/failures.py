@@ -1,4 +1,4 @@
-"""What goes wrong where a checkpoint is written or read, told alike by every rank."""
+"""Failures of writing or reading a checkpoint, reported alike by every rank."""
 
 import pickle
 import warnings

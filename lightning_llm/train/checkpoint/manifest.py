@@ -14,7 +14,11 @@
 
 Names carry no layout: they are the model's own parameter names. There is no data-loader or generator state, because
 batch n and every random bit are functions of (config, seed, n). Nothing read here can run code. Version 2, of earlier
-releases, has no digests; what it can be held against is in `unsealed.py`. Imports no torch.
+releases, has no digests; `tensor_storage.py` checks it as far as possible. Imports no torch.
+
+A run id in summary.json and in each manifest says which run a checkpoint belongs to (`RunIdentity`). It names the run,
+not the config: two runs of one config may have other learning rates at the same step (another trainer.max_steps) or
+another machine's kernels. A folder that is moved or copied whole keeps its id.
 """
 
 import re
@@ -39,18 +43,37 @@ from lightning_llm.base.integrity import (
 from lightning_llm.tracking.chain import RECORDS, ChainHead
 
 VERSION = 3
+
+
 UNSEALED = 2
 """The version without digests, which is still read."""
+
+
 MANIFEST = "manifest.json"
+
+
 FROZEN_CONFIG = "frozen_config"
 """The key of manifest.json with the values of the config that may not change on resume."""
+
+
 TENSORS = "tensors"
+
+
 PRECISION = "precision.safetensors"
+
+
 PROGRESS = "progress.json"
+
+
 STEP_FOLDER = re.compile(r"step=(0|[1-9][0-9]*)")
+
+
 ASIDE = ("superseded", "damaged")
 """Folders beside the checkpoints. The first holds what a run that went on from an earlier step will make anew, until
 it has saved; the second what was found damaged, which nobody but the user removes."""
+
+
+SHOWN_DIGITS = 8
 
 
 @dataclass(frozen=True)
@@ -299,9 +322,6 @@ def _files(listed: Mapping[str, Any], version: int) -> Iterator[tuple[str, FileC
             yield name, FileContent(int(about), None)
         else:
             yield name, FileContent(int(about["bytes"]), str(about["digest"]))
-
-
-SHOWN_DIGITS = 8
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reading a run's whole state back, under any layout. It was taken by `snapshot.py` and written by `writing.py`."""
+"""Restore a run's whole state from a checkpoint, under any layout."""
 
 from collections.abc import Mapping
 from pathlib import Path

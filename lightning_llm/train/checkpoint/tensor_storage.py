@@ -1,10 +1,13 @@
-"""Tensor storage through torch.distributed.checkpoint: hashed as they are written, described in JSON.
+"""Tensor storage through torch.distributed.checkpoint: files are hashed as they are written, and described in JSON.
 
 Each rank writes one `__<rank>_0.distcp` of torch.save's records, one per shard, which `torch.load(weights_only=True)`
 reads; `metadata.json` says where each shard lies in which tensor. torch's own `.metadata` is a pickle, which runs what
-it is told to when it is opened, so we neither write it nor (but for `unsealed.py`) read it:
+it is told to when it is opened, so we neither write it nor (but for version 2) read it:
 
     {"format": 1, "tensors": {name: {"dtype", "shape", "shards": [[offsets, sizes, file, first byte, bytes], ...]}}}
+
+Checkpoints of version 2, from before there were digests, are opened without running what they contain. torch.save puts
+a CRC-32 beside each record, which verifies their tensors; the rest is checked by its structure alone.
 """
 
 import json
@@ -42,84 +45,12 @@ from xxhash import xxh3_128
 from lightning_llm.base.integrity import FileContent, parse_object
 from lightning_llm.train.checkpoint.manifest import PRECISION, TENSORS, UNSEALED, Checkpoint, Damage, DamagedError
 
-PICKLED_METADATA = ".metadata"
-ADMITTED = {
-    **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in (
-        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
-        "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
-    )},
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    **{("pathlib", name): Path for name in ("PosixPath", "WindowsPath", "Path")},
-    **{("pathlib._local", name): Path for name in ("PosixPath", "WindowsPath", "Path")},
-}  # fmt: skip
-"""All that a pickle of torch's metadata of tensors needs to name, beside dtypes."""
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Admits the classes of torch's metadata alone (https://docs.python.org/3/library/pickle.html#restricting-globals)."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in ADMITTED:
-            return ADMITTED[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of tensors needs")
-
-
-def read_pickled_metadata(file: Path) -> dict[str, Any]:
-    """Return what torch's `.metadata` says of stored tensors, as metadata.json would.
-
-    Raises:
-        ValueError: it is damaged, or names something else; nothing of it has run.
-    """
-    try:
-        with file.open("rb") as opened:
-            found = _MetadataUnpickler(opened).load()
-        if not isinstance(found, Metadata):
-            raise ValueError("it holds something else")
-        return metadata_to_json(found)
-    # A damaged pickle raises whatever its opcodes come to.
-    except Exception as error:
-        raise ValueError(f"is no description of tensors ({error})") from error
-
-
-def structural_damage(checkpoint: Checkpoint) -> list[Damage]:
-    """Return which files cannot be what was written."""
-    try:
-        reader = open_tensors(checkpoint)
-    except DamagedError as error:
-        return list(error.damage)
-    damaged = dict(_damaged_records(checkpoint.folder / TENSORS, reader.metadata))
-    found = [Damage(checkpoint.folder, f"{TENSORS}/{name}", what) for name, what in damaged.items()]
-    try:
-        with safe_open(checkpoint.folder / PRECISION, "pt") as opened:
-            opened.keys()
-    except (OSError, SafetensorError) as error:
-        found.append(Damage(checkpoint.folder, PRECISION, f"cannot be read ({error})"))
-    return found
-
-
-def _damaged_records(folder: Path, described: Metadata) -> Iterator[tuple[str, str]]:
-    """Yield files of shards with a record that is not what its CRC-32 says, and why."""
-    for stored in described.storage_data.values():
-        with (folder / stored.relative_path).open("rb") as file:
-            file.seek(stored.offset)
-            record = BytesIO(file.read(stored.length))
-        try:
-            with zipfile.ZipFile(record) as archive:
-                broken = archive.testzip()
-        # zipfile raises a dozen kinds for what is no archive
-        except Exception as error:
-            yield stored.relative_path, f"holds no tensor at byte {stored.offset:,} ({error})"
-            continue
-        if broken:
-            yield stored.relative_path, f"does not hold what was written (CRC-32 of {broken} at byte {stored.offset:,})"
-
-
 METADATA = "metadata.json"
+
+
 FORMAT = 1
+
+
 SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
@@ -327,3 +258,81 @@ def _check_cover(shape: torch.Size, shards: list[ChunkStorageMetadata]) -> None:
             raise ValueError("a shard leaves its tensor")
     if sum(prod(shard.sizes) for shard in shards) != prod(shape):
         raise ValueError("its shards are not the whole tensor")
+
+
+PICKLED_METADATA = ".metadata"
+
+
+ADMITTED = {
+    **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
+        "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )},
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    **{("pathlib", name): Path for name in ("PosixPath", "WindowsPath", "Path")},
+    **{("pathlib._local", name): Path for name in ("PosixPath", "WindowsPath", "Path")},
+}  # fmt: skip
+"""All that a pickle of torch's metadata of tensors needs to name, beside dtypes."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Admits the classes of torch's metadata alone (https://docs.python.org/3/library/pickle.html#restricting-globals)."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ADMITTED:
+            return ADMITTED[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of tensors needs")
+
+
+def read_pickled_metadata(file: Path) -> dict[str, Any]:
+    """Return what torch's `.metadata` says of stored tensors, as metadata.json would.
+
+    Raises:
+        ValueError: it is damaged, or names something else; nothing of it has run.
+    """
+    try:
+        with file.open("rb") as opened:
+            found = _MetadataUnpickler(opened).load()
+        if not isinstance(found, Metadata):
+            raise ValueError("it holds something else")
+        return metadata_to_json(found)
+    # A damaged pickle raises whatever its opcodes come to.
+    except Exception as error:
+        raise ValueError(f"is no description of tensors ({error})") from error
+
+
+def structural_damage(checkpoint: Checkpoint) -> list[Damage]:
+    """Return which files cannot be what was written."""
+    try:
+        reader = open_tensors(checkpoint)
+    except DamagedError as error:
+        return list(error.damage)
+    damaged = dict(_damaged_records(checkpoint.folder / TENSORS, reader.metadata))
+    found = [Damage(checkpoint.folder, f"{TENSORS}/{name}", what) for name, what in damaged.items()]
+    try:
+        with safe_open(checkpoint.folder / PRECISION, "pt") as opened:
+            opened.keys()
+    except (OSError, SafetensorError) as error:
+        found.append(Damage(checkpoint.folder, PRECISION, f"cannot be read ({error})"))
+    return found
+
+
+def _damaged_records(folder: Path, described: Metadata) -> Iterator[tuple[str, str]]:
+    """Yield files of shards with a record that is not what its CRC-32 says, and why."""
+    for stored in described.storage_data.values():
+        with (folder / stored.relative_path).open("rb") as file:
+            file.seek(stored.offset)
+            record = BytesIO(file.read(stored.length))
+        try:
+            with zipfile.ZipFile(record) as archive:
+                broken = archive.testzip()
+        # zipfile raises a dozen kinds for what is no archive
+        except Exception as error:
+            yield stored.relative_path, f"holds no tensor at byte {stored.offset:,} ({error})"
+            continue
+        if broken:
+            yield stored.relative_path, f"does not hold what was written (CRC-32 of {broken} at byte {stored.offset:,})"

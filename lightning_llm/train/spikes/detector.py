@@ -1,4 +1,4 @@
-"""Is this step out of the ordinary? A state machine of plain numbers: it sees one loss and gradient norm per step.
+"""Spike detector: a state machine of plain numbers that sees one loss and gradient norm per step.
 
 - `non_finite`: the loss or the gradient norm is NaN or infinite.
 - `spike`: one of them is far above the median of the last `level_steps`: Hampel's identifier (Davies & Gather 1993),
@@ -8,7 +8,7 @@
   sigmas, each step's part bounded by `SHIFT_BOUND`, so that one spike is no shift. The level starts anew from there.
 - `divergence`: the level has lost `divergence_share` of what was learned, first loss to lowest level, and not by noise.
 
-The numbers are the same on every rank, so every rank finds the same, without a word between them.
+The numbers are the same on every rank, so every rank finds the same without communication.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Actions on a step that is out of the ordinary: reported, its update left out, gone back behind, or the run ended."""
+"""Actions on a step out of the ordinary (log, skip its update, roll back, stop), and the errors that end a run."""
 
 import math
 from dataclasses import replace
