@@ -1,4 +1,4 @@
-"""A precision recipe's part in the training loop: keys, phases, delayed scales, loss scale, a second validation view."""
+"""A precision recipe's part in the training loop: keys, phases, delayed scales, loss scale, second validation view."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

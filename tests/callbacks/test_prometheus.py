@@ -23,7 +23,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.callbacks.prometheus import Prometheus
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import training_hash
-from lightning_llm.tracking import prometheus as metrics_publisher
+from lightning_llm.tracking import prometheus
 from lightning_llm.tracking.files import read_records
 from lightning_llm.tracking.prometheus import FAMILIES, PREFIX, MetricsPublisher, RunMetrics, Wishes, metric_of
 from lightning_llm.tracking.run_state import JOB_VARIABLE
@@ -214,7 +214,7 @@ def test_the_file_is_whole_whenever_it_is_read(tmp_path, publish, monkeypatch, c
 
 
 def test_a_disk_that_is_away_holds_up_nothing(publish, monkeypatch, caplog):
-    monkeypatch.setattr(metrics_publisher, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(prometheus, "CLOSE_SECONDS", 0.05)
     back = threading.Event()
     metrics = make_metrics()
     publisher = publish(metrics, saved=lambda: back.wait(60) and None)

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_llm.health.outliers import medians_of_others
-from lightning_llm.health.stragglers import RankSeconds
-from lightning_llm.health.stragglers import PARTS, WAIT, StragglerDetector
+from lightning_llm.health.stragglers import PARTS, WAIT, RankSeconds, StragglerDetector
 from tests.health.step_noise import TAILS, clean_steps, named, steps_to_name
 
 COMPUTE = PARTS.index("compute")

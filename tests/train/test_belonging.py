@@ -18,9 +18,8 @@ from lightning_llm.config.schema import CheckpointConfig
 from lightning_llm.run import first_files
 from lightning_llm.tracking.files import damaged_record, summary_of, write_json
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing
-from lightning_llm.train.checkpoint.manifest import newest_verified, open_checkpoint
-from lightning_llm.train.checkpoint.manifest import RunIdentity
-from lightning_llm.train.checkpoint.retention import prune, replace, supersede
+from lightning_llm.train.checkpoint.manifest import RunIdentity, newest_verified, open_checkpoint
+from lightning_llm.train.checkpoint.retention import prune, put_in_place, supersede
 from tests.run_metrics import curve, same_weights, steps_saved
 
 
@@ -123,7 +122,7 @@ def test_nothing_of_another_run_and_nothing_behind_a_link_is_removed(run, tmp_pa
     held = sorted(outside.rglob("*"))
     shutil.copytree(folder / "step=6", folder / ".new")
     with_run_id(folder / "step=6", "another")
-    replace(folder / "step=6", folder / ".new", own)
+    put_in_place(folder / "step=6", folder / ".new", own)
     assert open_checkpoint(folder / "damaged" / "step=6").run_id == "another"
     shutil.copytree(folder / "damaged" / "step=6", folder / "step=5")
     manifest = folder / "step=5" / "manifest.json"
