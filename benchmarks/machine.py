@@ -30,7 +30,7 @@ from lightning_llm.parallel.torch_private import all_gather
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.cluster import write_cluster
 from lightning_llm.plan.time.step import StepTimer
-from lightning_llm.run.prepared_rank import quiet_lightning
+from lightning_llm.run.opening import quiet_lightning
 
 RANKS, TOKENS = 2, 2048
 SHAPES = ((256, 768), (512, 1408))

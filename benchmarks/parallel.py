@@ -18,7 +18,7 @@ from benchmarks.trainer_overhead import trainer_steps
 from lightning_llm.config.schema import Config
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.run.prepared_rank import quiet_lightning
+from lightning_llm.run.opening import quiet_lightning
 
 REDUCTIONS = ("native", "tree")
 

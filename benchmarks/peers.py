@@ -20,7 +20,7 @@ from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.blocks import compile_blocks
 from lightning_llm.plan.check import check_config
-from lightning_llm.run.prepared_rank import prepare_rank, quiet_lightning
+from lightning_llm.run.opening import prepare_rank, quiet_lightning
 from lightning_llm.run.rank import fit
 from lightning_llm.run.resume.start import Start
 

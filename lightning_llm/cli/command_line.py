@@ -17,8 +17,7 @@ from lightning_llm.cli.declared import EXIT_CODES, OVERRIDES, VERBS
 from lightning_llm.cli.hydra_options import without_hydra_options
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.workspace import open_config_dir
-from lightning_llm.run.launch.environment import is_first_rank
-from lightning_llm.run.launch.refused_rank import say_unless_said
+from lightning_llm.run.launch.environment import is_first_rank, say_unless_said
 
 COMPOSES = tuple(name for name, verb in VERBS.items() if verb.composes)
 

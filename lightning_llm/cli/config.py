@@ -24,7 +24,7 @@ from lightning_llm.config.yaml_file import config_text
 from lightning_llm.plan.resolve import Resolution
 from lightning_llm.plan.step_law import law_notes, law_row
 from lightning_llm.run.checked_plan import problems_beyond, read_arguments
-from lightning_llm.run.resume.trunk import settled
+from lightning_llm.run.resume.branch import settled
 
 MISSING = "(none)"
 """In the place of a value where there is none."""

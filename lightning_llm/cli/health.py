@@ -29,9 +29,9 @@ from lightning_llm.health.thresholds import (
 )
 from lightning_llm.parallel.process_group import join_process_group, leave_process_group
 from lightning_llm.run.checked_plan import read_arguments
-from lightning_llm.run.health import joined_ranks
 from lightning_llm.run.launch.environment import adopt_world, die_with_launcher, rank_environment, world_problems
 from lightning_llm.run.launch.torch_agent import STOP_SECONDS, failure_said, launch_ranks
+from lightning_llm.run.opening import joined_ranks
 
 
 def health(arguments: argparse.Namespace) -> int:

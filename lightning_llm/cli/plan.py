@@ -45,7 +45,7 @@ def plan(arguments: argparse.Namespace) -> int:
         print(json.dumps(matrix_facts(made), indent=1) if arguments.json else render_matrix(made))
         return 0
     if arguments.script:
-        from lightning_llm.run.launch.slurm_script import script_problems
+        from lightning_llm.run.launch.slurm import script_problems
 
         if problems := script_problems(planned.config, arguments.script):
             raise ConfigError(problems)
@@ -62,7 +62,7 @@ def plan(arguments: argparse.Namespace) -> int:
             return error.code
         lines.append(render_counts(facts))
     if arguments.script:
-        from lightning_llm.run.launch.slurm_script import write_script
+        from lightning_llm.run.launch.slurm import write_script
 
         seconds = facts["step_seconds"]["total"] * facts["max_steps"] if facts.get("step_seconds") else None
         lines += write_script(planned.config, arguments.script, seconds)
@@ -80,8 +80,7 @@ def _of_start(config: Config, words: Sequence[str] | None) -> tuple[dict[str, An
     if config.resume is None and config.branch_from is None and not Path(config.run.dir).is_dir():
         return {}, []
     from lightning_llm.run.resume.branch import branch_facts  # these import what other plans do without
-    from lightning_llm.run.resume.going_on import planned_start
-    from lightning_llm.run.resume.start_lines import branch_lines
+    from lightning_llm.run.resume.resume_plan import branch_lines, planned_start
 
     start, lines = planned_start(config, words)
     if start.trunk is None:

@@ -26,7 +26,7 @@ from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.report import source_reports
 from lightning_llm.data.scoring.scorers import score_documents
 from lightning_llm.run.checked_plan import read_words
-from lightning_llm.run.data_lines import account_lines
+from lightning_llm.data.report import account_lines
 from lightning_llm.run.resume.weights import unnamed_problems
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)

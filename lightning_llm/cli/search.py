@@ -24,7 +24,7 @@ from lightning_llm.plan.search.report import render_search, search_facts
 from lightning_llm.plan.search.search import Found, search
 from lightning_llm.plan.search.space import Space, typed_values
 from lightning_llm.run.checked_plan import read_arguments
-from lightning_llm.run.resume.trunk import settled
+from lightning_llm.run.resume.branch import settled
 
 PICTURES = (".png", ".svg")
 

@@ -18,11 +18,10 @@ from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, 
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.checked_plan import checked_resolution, read_arguments
 from lightning_llm.run.launch.environment import interactive_note, rank_environment, world_problems
-from lightning_llm.run.launch.local_ranks import crowd_note, start_ranks
+from lightning_llm.run.launch.local_ranks import crowd_note, is_started_again, start_ranks
 from lightning_llm.run.launch.lock import lock_run
 from lightning_llm.run.launch.ray_cluster import ray_problems
-from lightning_llm.run.launch.restarts import is_started_again
-from lightning_llm.run.resume.going_on import refuse_unnamed_resume
+from lightning_llm.run.resume.resume_plan import refuse_unnamed_resume
 from lightning_llm.run.resume.start import decide_start
 from lightning_llm.sweep.run import sweep
 from lightning_llm.train.checkpoint.manifest import content_damage

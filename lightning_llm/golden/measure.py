@@ -26,16 +26,12 @@ from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.text.report import plan_line
 from lightning_llm.precision.cast.random_bits import mix
 from lightning_llm.run.agreement import agree_on_data
-from lightning_llm.run.attention_kernel import attention_of
 from lightning_llm.run.build import build_module, build_trainer
-from lightning_llm.run.facts import origin_here, run_facts
-from lightning_llm.run.fingerprint import fingerprint
-from lightning_llm.run.host_memory import give_back
+from lightning_llm.run.facts import fingerprint, origin_here, run_facts
+from lightning_llm.run.inputs import open_initial, open_teachers
 from lightning_llm.run.launch.environment import is_first_rank, say
-from lightning_llm.run.prepared_rank import Rank, prepare_rank, quiet_lightning
-from lightning_llm.run.resume.initial import open_initial
+from lightning_llm.run.opening import Rank, attention_of, give_back, prepare_rank, quiet_lightning
 from lightning_llm.run.resume.start import Start
-from lightning_llm.run.teachers import open_teachers
 from lightning_llm.tracking.provenance import FINGERPRINT, origin_of
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
 from lightning_llm.train.datamodule import CorpusDataModule

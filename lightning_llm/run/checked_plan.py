@@ -12,9 +12,8 @@ from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.checkpoints import disk_problems
 from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.run.launch.environment import adopt_world, rank_environment
-from lightning_llm.run.launch.restarts import goes_on, is_started_again
-from lightning_llm.run.resume.branch import branch_problems
-from lightning_llm.run.resume.trunk import settled
+from lightning_llm.run.launch.local_ranks import goes_on, is_started_again
+from lightning_llm.run.resume.branch import branch_problems, settled
 from lightning_llm.run.resume.weights import init_problems, unnamed_problems
 
 

@@ -21,9 +21,9 @@ from lightning_llm.precision.linear.swap import choose_backend
 from lightning_llm.precision.native.codes import check_native_casts
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.run.agreement import agree_on_plan
-from lightning_llm.run.attention_kernel import attention_kernels
+from lightning_llm.run.opening import attention_kernels
 from lightning_llm.run.build import build_callbacks, choose_device
-from lightning_llm.run.host_memory import keep_memory
+from lightning_llm.run.opening import keep_memory
 from lightning_llm.run.launch.environment import say
 
 

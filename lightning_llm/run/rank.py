@@ -16,32 +16,34 @@ from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.schema import Config
 from lightning_llm.data.opening import open_corpus
+from lightning_llm.data.report import account_lines, chosen_lines, data_line, phase_lines
 from lightning_llm.parallel.cuda_environment import environment_line
 from lightning_llm.parallel.process_group import leave_process_group
 from lightning_llm.plan.origin import origin_lines
 from lightning_llm.plan.resolve import Plan, compile_note
 from lightning_llm.plan.text.report import notes, plan_line
-from lightning_llm.run.agreement import agree_on_data, decide_together
-from lightning_llm.run.attention_kernel import attention_of, kernel_line
+from lightning_llm.run.agreement import agree_on_data, decide_together, prepare_folder
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer
-from lightning_llm.run.data_lines import account_lines, chosen_lines, data_line, phase_lines
-from lightning_llm.run.facts import origin_here, run_facts
-from lightning_llm.run.fingerprint import agree_on_fingerprint, fingerprint
-from lightning_llm.run.first_files import prepare_folder
-from lightning_llm.run.health import joined_ranks, refuse_unhealthy
-from lightning_llm.run.host_memory import give_back
+from lightning_llm.run.facts import agree_on_fingerprint, fingerprint, origin_here, resume_history, run_facts
+from lightning_llm.run.inputs import open_initial, open_teachers
 from lightning_llm.run.launch.environment import die_with_launcher, is_first_rank, rank_environment, say
 from lightning_llm.run.launch.lock import RunLock
-from lightning_llm.run.launch.requeue import requeue
-from lightning_llm.run.prepared_rank import Rank, prepare_rank, quiet_lightning
+from lightning_llm.run.launch.slurm import requeue
+from lightning_llm.run.opening import (
+    Rank,
+    attention_of,
+    give_back,
+    joined_ranks,
+    kernel_line,
+    prepare_rank,
+    quiet_lightning,
+    refuse_unhealthy,
+)
 from lightning_llm.run.resume.branch import branch_facts, check_branch_tokenizer
-from lightning_llm.run.resume.initial import open_initial
-from lightning_llm.run.resume.resume_history import resume_history
-from lightning_llm.run.resume.rollback import go_back, rollback_line
-from lightning_llm.run.resume.rollbacks import rollback_facts, skipped_samples
+from lightning_llm.run.resume.resume_plan import branch_lines, resume_lines
+from lightning_llm.run.resume.rollback import rollback_facts, skipped_samples
 from lightning_llm.run.resume.start import Start
-from lightning_llm.run.resume.start_lines import branch_lines, resume_lines
-from lightning_llm.run.teachers import open_teachers
+from lightning_llm.run.resume.with_ranks import go_back, rollback_line
 from lightning_llm.run.watch import failures_marked, watched_ranks
 from lightning_llm.tracking.liveness import FolderGoneError
 from lightning_llm.tracking.loggers import LightningRunLogger

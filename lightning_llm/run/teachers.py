@@ -15,7 +15,7 @@ from lightning_llm.model.weights.folder import Weights
 from lightning_llm.model.weights.load import frozen_decoder
 from lightning_llm.plan.teachers import KEY, teacher_differences
 from lightning_llm.run.launch.environment import is_first_rank
-from lightning_llm.run.resume.agreed_weights import agreed_weights
+from lightning_llm.run.inputs import agreed_weights
 from lightning_llm.run.resume.start import DISTIL, Start
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.train.distillation import Distillation

@@ -10,7 +10,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.run.agreement import decide_together
-from lightning_llm.run.prepared_rank import prepare_rank
+from lightning_llm.run.opening import prepare_rank
 from lightning_llm.run.rank import fit_and_go_back
 from tests.planted import corrupted_samples
 from tests.run_metrics import curve

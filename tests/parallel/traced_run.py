@@ -15,12 +15,10 @@ from lightning_llm.data.opening import open_corpus
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.degrees import resolve_degrees
-from lightning_llm.run.agreement import decide_together
+from lightning_llm.run.agreement import decide_together, prepare_folder
 from lightning_llm.run.build import build_module, build_trainer
-from lightning_llm.run.first_files import prepare_folder
-from lightning_llm.run.prepared_rank import open_layout, quiet_lightning
-from lightning_llm.run.resume.initial import open_initial
-from lightning_llm.run.teachers import open_teachers
+from lightning_llm.run.inputs import open_initial, open_teachers
+from lightning_llm.run.opening import open_layout, quiet_lightning
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing
 from lightning_llm.train.datamodule import CorpusDataModule
 from tests.run_metrics import curve

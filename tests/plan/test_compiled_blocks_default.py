@@ -14,7 +14,7 @@ from lightning_llm.config.config_hash import differences_on_resume
 from lightning_llm.plan.resolve import Plan, Resolution, compile_note
 from lightning_llm.plan.text.describe import layout_facts
 from lightning_llm.precision.native.capability import DEVICES
-from lightning_llm.run import prepared_rank
+from lightning_llm.run import opening as prepared_rank
 from lightning_llm.tracking.reading import Run
 
 CPU, H100 = DEVICES["cpu"], DEVICES["sm_90"]

@@ -14,8 +14,7 @@ from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema.strict import Reading
 from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.data.mixing.addressing import SampleOrder
-from lightning_llm.run.resume.branch import first_step
-from lightning_llm.run.resume.trunk import settled
+from lightning_llm.run.resume.branch import first_step, settled
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.mlflow.tracker import writer_job
 from lightning_llm.train.checkpoint.manifest import TENSORS

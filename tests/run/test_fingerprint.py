@@ -17,8 +17,8 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.linalg import gemm
 from lightning_llm.plan.known_bad import RULES, known_bad
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.run import fingerprint as module
-from lightning_llm.run.fingerprint import agree_on_fingerprint, driver_version, fingerprint
+from lightning_llm.run import facts as module
+from lightning_llm.run.facts import agree_on_fingerprint, driver_version, fingerprint
 from lightning_llm.run.resume.start import Start
 from lightning_llm.tracking.files import chain_of, sealed_records, summary_of, write_json
 from lightning_llm.tracking.provenance import process_mark, send_signal

@@ -15,7 +15,7 @@ from lightning_llm.base.integrity import seal, unseal
 from lightning_llm.config.commands import resume_command
 from lightning_llm.config.from_file import load_config, place_where_it_lies
 from lightning_llm.config.schema import CheckpointConfig
-from lightning_llm.run import first_files
+from lightning_llm.run import agreement as first_files
 from lightning_llm.tracking.files import damaged_record, summary_of, write_json
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing
 from lightning_llm.train.checkpoint.manifest import RunIdentity, newest_verified, open_checkpoint

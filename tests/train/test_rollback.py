@@ -16,7 +16,7 @@ from lightning_llm.compare.runs.differences import meaningful
 from lightning_llm.config.from_file import load_config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.run.resume.rollbacks import Rollback, read_rollbacks, write_rollbacks
+from lightning_llm.run.resume.rollback import Rollback, read_rollbacks, write_rollbacks
 from lightning_llm.tracking.reading import read_run
 from lightning_llm.train.spikes.policy import SpikePolicy, SpikeRollback
 from tests.planted import corrupted_samples, infinite_gradient

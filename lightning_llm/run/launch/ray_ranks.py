@@ -25,13 +25,19 @@ from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import config_dir_arguments
 from lightning_llm.config.yaml_file import config_text
-from lightning_llm.run.launch.local_ranks import SAVE_SECONDS, ended_by_failure, ended_by_signal
+from lightning_llm.run.launch.local_ranks import (
+    SAVE_SECONDS,
+    Ended,
+    Restarts,
+    ended_by_failure,
+    ended_by_signal,
+    goes_on,
+)
 from lightning_llm.run.launch.lock import lock_run
 from lightning_llm.run.launch.node_agent import Task
 from lightning_llm.run.launch.ray_cluster import bundle, connected, in_words, is_own, machines, too_small
 from lightning_llm.run.launch.ray_node import RayNode
 from lightning_llm.run.launch.relay import Relay, signals_passed_on
-from lightning_llm.run.launch.restarts import Ended, Restarts, goes_on
 from lightning_llm.run.launch.torch_agent import Node
 from lightning_llm.tracking.files import mark_failed
 from lightning_llm.tracking.rank_liveness import clear_beats

@@ -9,7 +9,7 @@ from lightning_llm.config.weight_folders import KEY
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.model.weights.load import InitialWeights
 from lightning_llm.run.launch.environment import is_first_rank
-from lightning_llm.run.resume.agreed_weights import agreed_weights
+from lightning_llm.run.inputs import agreed_weights
 from lightning_llm.run.resume.start import INIT, Start
 from lightning_llm.run.resume.weights import init_problems, length_note, pieces_of_new_tokens
 from lightning_llm.tracking.files import summary_of

@@ -19,7 +19,7 @@ from lightning_llm.run.resume.own_checkpoints import (
     of_its_run,
     with_records,
 )
-from lightning_llm.run.resume.rollbacks import Rollback, read_rollbacks, with_same_samples
+from lightning_llm.run.resume.rollback import Rollback, read_rollbacks, with_same_samples
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.liveness import whose
 from lightning_llm.tracking.run_state import settled_state, state_of

@@ -16,7 +16,8 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.yaml_file import write_config
-from lightning_llm.run.launch import environment, refused_rank
+from lightning_llm.run.launch import environment
+from lightning_llm.run.launch import environment as refused_rank
 from lightning_llm.run.launch.environment import (
     RankEnvironment,
     adopt_world,
@@ -24,8 +25,7 @@ from lightning_llm.run.launch.environment import (
     rank_environment,
     world_problems,
 )
-from lightning_llm.run.launch.local_ranks import crowd_note, ended_by_failure, start_ranks
-from lightning_llm.run.launch.restarts import Ended
+from lightning_llm.run.launch.local_ranks import Ended, crowd_note, ended_by_failure, start_ranks
 from lightning_llm.run.launch.torch_agent import first_failure, launch_ranks
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}

@@ -20,11 +20,11 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.run.launch import ray_ranks
+from lightning_llm.run.launch.local_ranks import Ended
 from lightning_llm.run.launch.node_agent import Task
 from lightning_llm.run.launch.ray_cluster import OF_THIS_MACHINE, OWN, bundle, connected, is_own, machines, ray_problems
 from lightning_llm.run.launch.ray_node import RayNode
 from lightning_llm.run.launch.ray_ranks import PlacedRanks
-from lightning_llm.run.launch.restarts import Ended
 from lightning_llm.tracking.files import summary_of
 from tests.run_metrics import curve, read_metrics, steps_saved
 
@@ -73,7 +73,7 @@ def test_what_ray_runs_is_heard_started_again_and_stopped(
     run.mkdir()
     (run / "config.yaml").touch()
     steps = iter([3, 5, 7])
-    monkeypatch.setattr("lightning_llm.run.launch.restarts.last_step", lambda folder: next(steps))
+    monkeypatch.setattr("lightning_llm.run.launch.local_ranks.last_step", lambda folder: next(steps))
 
     def stop() -> None:
         while not (tmp_path / "waits").exists():

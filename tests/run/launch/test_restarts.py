@@ -13,7 +13,7 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.run.checked_plan import checked_plan
-from lightning_llm.run.launch.restarts import Ended, Restarts
+from lightning_llm.run.launch.local_ranks import Ended, Restarts
 from lightning_llm.tracking.files import summary_of
 from tests.run_metrics import curve
 

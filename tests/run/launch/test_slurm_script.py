@@ -13,7 +13,7 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
 from lightning_llm.plan.check import check_config
-from lightning_llm.run.launch.slurm_script import frozen_config, script_problems, write_script
+from lightning_llm.run.launch.slurm import frozen_config, script_problems, write_script
 from lightning_llm.tracking.files import summary_of
 from tests.run.launch.test_requeue import STEPS, alarmed, slurm  # noqa: F401  (a fixture)
 from tests.run_metrics import curve

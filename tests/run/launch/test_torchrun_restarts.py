@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from lightning_llm.__main__ import main
-from lightning_llm.run.launch.restarts import last_step
+from lightning_llm.run.launch.local_ranks import last_step
 from lightning_llm.tracking.files import summary_of
 from tests.run_metrics import curve, read_metrics
 

@@ -7,6 +7,7 @@ variables `run.launch.environment` reads; Slurm's options are those of sbatch(1)
 import math
 import os
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -192,3 +193,27 @@ def _config_problems(config: Config) -> Iterator[Problem]:
     for key in ("partition", "account", "qos", "constraint", "container"):
         if (value := getattr(launcher, key)) and any(letter in value for letter in "\n\r\0"):
             yield Problem(f"launcher.{key}", f"is {value!r}, and must be one line.")
+
+
+REQUEUE_SECONDS = 30
+
+
+def requeue() -> str | None:
+    """Queue this Slurm job again; return a line on that, None where this is no job of Slurm's.
+
+    It then starts with SLURM_RESTART_COUNT set, which a run takes for resume=auto.
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        return None
+    job = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in os.environ:  # scontrol(1): a job array's task by the array's number
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    command = ["scontrol", "requeue", job]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=REQUEUE_SECONDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        why = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        return (
+            f"note   Slurm did not queue job {job} again ({' '.join(command)}: {why[0] if why else 'no reason given'})"
+        )
+    return f"note   Slurm queues job {job} again"

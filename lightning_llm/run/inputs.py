@@ -1,0 +1,188 @@
+"""Teachers of a run: opened, the same on all ranks, known in its summary by the digests of their content."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_llm.base.errors import AgreedError, ConfigError, Problem
+from lightning_llm.config.schema import Config
+from lightning_llm.config.weight_folders import KEY as INIT_FROM
+from lightning_llm.config.weight_folders import weights_path
+from lightning_llm.data.tokens.tokenizer import Tokenizer
+from lightning_llm.model.dtypes import DTYPES
+from lightning_llm.model.ensemble import Ensemble
+from lightning_llm.model.weights.convert import state_dict_of
+from lightning_llm.model.weights.folder import Weights, digest_of
+from lightning_llm.model.weights.initial import InitialWeights
+from lightning_llm.model.weights.whole import frozen_decoder
+from lightning_llm.plan.teachers import KEY as TEACHERS
+from lightning_llm.plan.teachers import teacher_differences
+from lightning_llm.run.launch.environment import is_first_rank
+from lightning_llm.run.resume.start import DISTIL, INIT, Start
+from lightning_llm.run.resume.weights import init_problems, length_note, open_weights, pieces_of_new_tokens
+from lightning_llm.tracking.files import summary_of
+from lightning_llm.train.distillation import Distillation
+
+
+def agreed_weights(named: str, key: str, problems_of: Callable[[Weights], Iterable[Problem]]) -> tuple[Weights, str]:
+    """Return the weights at `named` and the digest of their whole content, of which each rank reads its share.
+
+    `key` is the config's that names them; `problems_of` says why the run cannot use them. Collective.
+
+    Raises:
+        AgreedError: any rank finds something wrong with them, or sees other files.
+    """
+    weights, problems = None, []
+    digests: dict[str, str] = {}
+    try:
+        weights = open_weights(weights_path(named))
+        problems = list(problems_of(weights))  # they may have changed since the first look, or be others here
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        digests = weights.digests(rank, world)
+    except ConfigError as error:
+        problems = list(error.problems)
+    except OSError as error:
+        problems = [Problem(key, f"cannot be read: {error}.")]
+    sizes = {} if weights is None else {file.name: file.stat().st_size for file in weights.files()}
+    here = (problems, sizes, digests)
+    found = [here]
+    if dist.is_initialized():
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, here)
+    if refused := dict.fromkeys(problem for problems, _, _ in found for problem in problems):
+        raise AgreedError(list(refused))
+    if others := [str(rank) for rank, (_, sizes, _) in enumerate(found) if sizes != found[0][1]]:
+        text = f"leads to other files on rank(s) {', '.join(others)} than on rank 0. Give every node the same folder."
+        raise AgreedError(Problem(key, text))
+    if weights is None:
+        raise RuntimeError("no rank refuses the weights, and this one has none")
+    return weights, digest_of({name: digest for _, _, its in found for name, digest in its.items()})
+
+
+def open_teachers(
+    config: Config, start: Start, tokenizer: Tokenizer, device: torch.device
+) -> tuple[Distillation | None, dict[str, Any]]:
+    """Return the teachers on `device`, and what the summary is to say of them: under "distil", each one's `path`,
+    `kind`, `step` and `digest`. Their casts are left out: they predict in the student's compute dtype. Collective.
+
+    Raises:
+        ConfigError: on every rank, where weights cannot be read, predict other tokens, or are not those of the steps
+            before `start`.
+    """
+    distil = config.distil
+    if distil is None:
+        return None, {}
+    facts, decoders = [], []
+    for path in distil.teachers:
+        weights, digest = agreed_weights(path, TEACHERS, lambda found: _differences(found, config, tokenizer))
+        checkpoint = getattr(weights, "checkpoint", None)
+        step = None if checkpoint is None else checkpoint.step
+        facts.append({"path": str(weights.path), "kind": weights.kind, "step": step, "digest": digest})
+        try:
+            state = state_dict_of(weights)
+        except ConfigError as error:  # of the same files on every rank
+            raise AgreedError(error.problems) from error
+        decoders.append(frozen_decoder(weights.config, state, DTYPES[config.precision.compute_dtype], device))
+        if is_first_rank():
+            print(f"teacher {weights.path} ({weights.kind}, digest {digest[:8]})", flush=True)
+    _check_known(start, [str(each["digest"]) for each in facts])
+    teachers = Ensemble.of(decoders, distil.combine)
+    return Distillation(distil, teachers, config.model.vocab_size), {DISTIL: facts}
+
+
+def _differences(weights: Weights, config: Config, tokenizer: Tokenizer) -> list[Problem]:
+    problems = list(teacher_differences(str(weights.path), weights.config, config))
+    own = weights.tokenizer
+    if own is None:
+        problems.append(
+            Problem(TEACHERS, f"{weights.path} has no tokenizer.json: nothing says what tokens it predicts.")
+        )
+        return problems
+    try:
+        same = Tokenizer(own, config.data.tokenizer.end_of_document).fingerprint == tokenizer.fingerprint
+    except (OSError, ValueError) as error:
+        return [*problems, Problem(str(own), f"{error}.")]
+    if not same:
+        text = (
+            f"{weights.path} has another tokenizer than the run: its tokens mean something else. Take its own: "
+            f"data.tokenizer.kind=file data.tokenizer.path={own} data.tokenizer.vocab_size=null."
+        )
+        problems.append(Problem(TEACHERS, text))
+    return problems
+
+
+def _check_known(start: Start, digests: list[str]) -> None:
+    """Raise AgreedError where the run goes on from steps that learned from others."""
+    if start.checkpoint is None or start.trunk is not None:
+        return
+    known = summary_of(Path(start.checkpoint.run_folder)).get(DISTIL)
+    if known and [each.get("digest") for each in known] != digests:
+        text = (
+            f"hold other weights than when {start.checkpoint.folder} was made. Name the checkpoints themselves "
+            "(RUN/checkpoints/step=N), or bring them back."
+        )
+        raise AgreedError(Problem(TEACHERS, text))
+
+
+def open_initial(config: Config, start: Start, tokenizer: Path) -> tuple[InitialWeights | None, dict[str, Any]]:
+    """Return what the run starts from and what its summary is to say of it. Every file is read once, for its digest.
+
+    `summary.json` says under "init": `named` and the `path` it led to, `kind`, `architecture`, `digest` of the content,
+    `new_tokens`. A run that goes on from a checkpoint starts from that; weights named at another path must be those
+    that its first part began with. Collective.
+
+    Raises:
+        ConfigError: on every rank, with what any finds wrong, or where they do not see the same weights.
+    """
+    if config.model.init_from is None:
+        return None, {}
+    if start.checkpoint is not None:
+        known = summary_of(start.checkpoint.run_folder).get(INIT) or {}
+        if known and known.get("named") != config.model.init_from:
+            _check_same(config, known)
+        return None, {INIT: known} if known else {}
+    weights, digest = agreed_weights(str(config.model.init_from), INIT_FROM, lambda _: init_problems(config))
+    try:
+        initial = InitialWeights(weights, config.model, pieces_of_new_tokens(config, weights, tokenizer))
+    except ConfigError as error:  # of the same files on every rank
+        raise AgreedError(error.problems) from error
+    facts = {
+        "named": config.model.init_from,
+        "path": str(weights.path),
+        "kind": weights.kind,
+        "architecture": weights.architecture,
+        "digest": digest,
+        "new_tokens": len(initial.pieces),
+    }
+    _say(config, weights, facts)
+    without = sum(not pieces for pieces in initial.pieces.values())
+    if without and is_first_rank():
+        text = "have no pieces in the weights' vocabulary: their rows are the mean of all rows"
+        print(f"note   {without:,} of the new tokens {text}", flush=True)
+    return initial, {INIT: facts}
+
+
+def _check_same(config: Config, known: dict[str, Any]) -> None:
+    """Raise AgreedError where the weights at another path are not those that the run began with."""
+    weights, digest = agreed_weights(str(config.model.init_from), INIT_FROM, lambda _: init_problems(config))
+    if digest != known.get("digest"):
+        text = (
+            f"is {weights.path}, whose content (digest {digest[:8]}) is not that of {known.get('path')}, which the run "
+            f"started from ({str(known.get('digest'))[:8]}). Set it back, or start a new run."
+        )
+        raise AgreedError(Problem(INIT_FROM, text))
+
+
+def _say(config: Config, weights: Weights, facts: dict[str, Any]) -> None:
+    if not is_first_rank():
+        return
+    named = f", {facts['architecture']}" if facts["architecture"] else ""
+    added = f", {facts['new_tokens']:,} new tokens" if facts["new_tokens"] else ""
+    print(f"init   {weights.path} ({weights.kind}{named}, digest {facts['digest'][:8]}{added})", flush=True)
+    for note in filter(None, (length_note(config, weights), *weights.notes)):
+        print(note, flush=True)
+    if weights.tokenizer is None:
+        print("note   the weights bring no tokenizer.json: nothing says that data.tokenizer is theirs", flush=True)

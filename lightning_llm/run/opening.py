@@ -1,0 +1,220 @@
+"""What one rank trains with, settled with the others before a folder is touched."""
+
+import ctypes
+import gc
+import logging
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_llm.base.errors import ConfigError, Problem, UnhealthyError
+from lightning_llm.config.schema import Config
+from lightning_llm.health.check import check_health
+from lightning_llm.health.devices import SHORT
+from lightning_llm.health.ranks import Ranks
+from lightning_llm.model.dtypes import DTYPES
+from lightning_llm.model.linear_names import has_bias
+from lightning_llm.model.mixer.attention_kernel import FLEX, AttentionShape, NoKernelError, attention_by, kernel_of
+from lightning_llm.model.mixer.attention_spec import AttentionSpec
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.process_group import record_collectives
+from lightning_llm.plan.attention_kernel import KEY, is_masked, mixers_of
+from lightning_llm.plan.nodes import ranks_per_node
+from lightning_llm.plan.resolve import Plan
+from lightning_llm.precision.cast.inductor import no_compiler
+from lightning_llm.precision.linear.swap import choose_backend
+from lightning_llm.precision.native.codes import check_native_casts
+from lightning_llm.precision.native.decide import Decision
+from lightning_llm.run.agreement import agree_on_plan
+from lightning_llm.run.build import build_callbacks, choose_device
+from lightning_llm.run.launch.environment import rank_environment, say
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+"""As malloc.h numbers them; a trim threshold of -1 is none."""
+GROWS_BY_BYTES = 1 << 26
+SETTINGS = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: GROWS_BY_BYTES}
+DEFAULTS = {M_MMAP_MAX: 65536, M_TRIM_THRESHOLD: 128 << 10, M_TOP_PAD: 128 << 10}
+"""As mallopt(3) has them."""
+_kept = False
+
+
+def is_given() -> bool:
+    """Return whether the user has told malloc by the environment what to do, or another allocator takes its place."""
+    names = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "LD_PRELOAD")
+    return any(os.environ.get(name) for name in names) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+
+
+def keep_memory() -> bool:
+    """Let malloc keep what is freed, until `give_back`; return whether it will. Linux with glibc alone."""
+    global _kept
+    mallopt = _function("mallopt")
+    if mallopt is None or is_given():
+        return False
+    _kept = True
+    told = [mallopt(name, value) for name, value in SETTINGS.items()]
+    return told == [1] * len(SETTINGS)
+
+
+def give_back() -> None:
+    """Give the kernel what lies free, and keep no more: whoever called a run in this process goes on without it."""
+    global _kept
+    gc.collect()
+    if _kept and (mallopt := _function("mallopt")) is not None:
+        for name, value in DEFAULTS.items():
+            mallopt(name, value)
+    _kept = False
+    if (trim := _function("malloc_trim")) is not None:
+        trim(0)
+
+
+def _function(name: str) -> Any:
+    """Return glibc's function of that name, None where the process runs on another C library."""
+    process = ctypes.CDLL(None)
+    return getattr(process, name, None) if hasattr(process, "gnu_get_libc_version") else None
+
+
+def attention_kernels(plan: Plan, device: torch.device) -> dict[str, str]:
+    """Return the kernel of each kind of block with softmax attention, as `trainer.attention_kernel` has it here.
+
+    Raises:
+        ConfigError: the kernel that is asked for does not run on `device` with these heads, for torch's reasons.
+    """
+    config, degrees, found = plan.config, plan.degrees, dict[str, str]()
+    model, name = config.model, config.trainer.attention_kernel
+    for layer, mixer in mixers_of(config).items():
+        if not isinstance(mixer, AttentionSpec):
+            continue
+        if not mixer.takes_kernels:
+            found[layer] = "operations of its own"
+            continue
+        shape = AttentionShape(
+            model.num_heads // degrees.tp, model.num_kv_heads // degrees.tp, model.attention_head_dim,
+            config.data.sequence_length, is_masked(mixer, config, degrees.cp, device.type == "cuda"),
+            DTYPES[config.precision.compute_dtype], shared=degrees.cp > 1, compiled=plan.compiled,
+        )  # fmt: skip
+        try:
+            found[layer] = kernel_of(name, shape, device)
+        except NoKernelError as error:
+            text = f"is {name}, and blocks of {layer} cannot have it on {device}: {error} Set auto, or another kernel."
+            raise ConfigError(Problem(KEY, text)) from error
+    return found
+
+
+def attention_of(plan: Plan, kernels: Mapping[str, str]) -> AbstractContextManager[None]:
+    """Return the context of the run's steps, in which blocks have the attention that `attention_kernels` found."""
+    return attention_by(plan.config.trainer.attention_kernel, by_blocks=FLEX in kernels.values())
+
+
+def kernel_line(kernels: dict[str, str], name: str) -> str | None:
+    """Return the opening line on `kernels`; None where no block has softmax attention."""
+    if not kernels:
+        return None
+    taken = set(kernels.values())
+    each = taken.pop() if len(taken) == 1 else ", ".join(f"{layer}: {kernel}" for layer, kernel in kernels.items())
+    return f"kernel attention by {each} ({KEY}={name})"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank trains with, past all that can be refused before a folder is touched."""
+
+    plan: Plan
+    device: torch.device
+    layout: Layout
+    callbacks: Mapping[str, pl.Callback]
+    attention: dict[str, str]
+
+
+def prepare_rank(plan: Plan) -> Rank:
+    """Look at what this machine makes of `plan`, and settle it with the other ranks. Collective.
+
+    Raises:
+        ConfigError: on every rank, what any of them refuses; at once where this one has no device to join them with.
+    """
+    config = plan.config
+    device = choose_device(config)
+    if device.type == "cpu":
+        keep_memory()
+    if config.trainer.threads:
+        torch.set_num_threads(config.trainer.threads)
+    callbacks: Mapping[str, pl.Callback] = {}
+    attention: dict[str, str] = {}
+    refusal = None
+    try:
+        callbacks = build_callbacks(config)
+        check_casts(config, plan.decision, device)
+        check_compiler(config, device)
+        attention = attention_kernels(plan, device)
+    except ConfigError as error:
+        refusal = error
+    layout = open_layout(plan, device)
+    plan = agree_on_plan(plan, refusal)
+    record_collectives(device, Path(plan.config.run.dir))
+    return Rank(plan, device, layout, callbacks, attention)
+
+
+def check_casts(config: Config, decision: Decision, device: torch.device) -> None:
+    """Raise ConfigError where the recipe's casts cannot run on `device`, or natively are not the recipe's."""
+    if decision.runs == "refused":  # a rank may find another machine than the one that was checked
+        raise ConfigError(decision.refusals())
+    if decision.runs == "emulated":
+        choose_backend(config.precision, device.type)
+    elif decision.natives:
+        unchecked = check_native_casts(config.precision, device, has_bias(config.model))
+        if unchecked is not None:
+            say(unchecked)
+
+
+def check_compiler(config: Config, device: torch.device) -> None:
+    """Raise ConfigError where blocks are to be compiled and `device` has no compiler."""
+    reason = no_compiler(device.type) if config.parallel.compile else None
+    if reason is not None:
+        text = f"is true, and {reason}. Mend that, or set trainer.compile=false, which it follows."
+        raise ConfigError(Problem("parallel.compile", text))
+
+
+def open_layout(plan: Plan, device: torch.device) -> Layout:
+    """Return this rank's layout, with the process group joined that it needs; one rank that shards nothing has none."""
+    return Layout.joined(plan.parallel, plan.degrees, device, ranks_per_node(plan.config))
+
+
+def quiet_lightning() -> None:
+    """Keep Lightning's hints about settings that are chosen here on purpose out of the user's terminal; FSDP2's, too.
+
+    It warns of views that modules return, which nothing here writes to.
+    """
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+def joined_ranks(config: Config) -> Ranks:
+    """Return the ranks that have joined, as a check of them meets them. Collective."""
+    here = rank_environment()
+    local_rank, local_world = (here.local_rank, here.local_world) if here else (0, 1)
+    return Ranks(local_rank, local_world, config.parallel.timeout_seconds)
+
+
+def refuse_unhealthy(ranks: Ranks, device: torch.device) -> str:
+    """Check all ranks in short; return what to say where nothing is wrong. Collective.
+
+    Raises:
+        UnhealthyError: on every rank, with what is wrong, on which rank of which machine.
+    """
+    start = time.perf_counter()
+    report = check_health(ranks, device, SHORT[device.type])
+    if device.type == "cuda":  # what the check held is not the run's
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    if faults := [*report.wrong, *report.slow_lines()]:
+        raise UnhealthyError(f"trainer.health: {'; '.join(faults)}", speaks=ranks.rank == 0)
+    seconds = time.perf_counter() - start
+    return f"health {ranks.world} rank{'s' if ranks.world > 1 else ''}: values right, none slow ({seconds:.1f} s)"
