@@ -1,4 +1,4 @@
-"""Reports on a corpus: files and text lost per source, and the tokens that a run draws per source and phase.
+"""Reports on a corpus: text lost per source, tokens that a run draws per source and phase, the lines a run prints.
 
 Imports no torch: `planned_phases` serves the plan.
 """
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.data import DataConfig
-from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.mixing.addressing import Mixture
 
 if TYPE_CHECKING:
@@ -158,7 +157,7 @@ def planned_phases(config: DataConfig, max_steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def data_line(config: Config, corpus: Corpus) -> str:
+def data_line(config: Config, corpus: "Corpus") -> str:
     """Return what the run takes from each source, in tokens and epochs, and how much is held out."""
     parts = [
         f"{each.name} only watched ({each.validation_tokens:,} tokens)"
@@ -170,7 +169,7 @@ def data_line(config: Config, corpus: Corpus) -> str:
     return "data   " + " | ".join(parts)
 
 
-def phase_lines(config: Config, corpus: Corpus) -> list[str]:
+def phase_lines(config: Config, corpus: "Corpus") -> list[str]:
     """Return what each phase of the mixture takes from each source, in tokens and epochs, where there are several."""
     phases = phase_reports(corpus, config.trainer.max_steps * config.data.global_batch_size)
     if len(phases) == 1:
@@ -183,7 +182,7 @@ def phase_lines(config: Config, corpus: Corpus) -> list[str]:
     return lines
 
 
-def chosen_lines(corpus: Corpus) -> list[str]:
+def chosen_lines(corpus: "Corpus") -> list[str]:
     """Return how often documents of each source stand in its training stream, where a mixture chooses them."""
     return [
         f"copies {name}: {each['copies']:,} of {each['documents']:,} documents ({each['expected']:,.1f} expected), "
@@ -193,7 +192,7 @@ def chosen_lines(corpus: Corpus) -> list[str]:
     ]
 
 
-def account_lines(corpus: Corpus) -> list[str]:
+def account_lines(corpus: "Corpus") -> list[str]:
     """Return a note for each loss between the files of a source and its tokens."""
     lines = [line for name, account in corpus.accounts.items() for line in account.lines(name)]
     if sampling := corpus.tokenizer.sampling:

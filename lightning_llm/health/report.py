@@ -13,7 +13,7 @@ import yaml
 from rich.table import Table
 
 from lightning_llm.base.hardware import planned_hardware
-from lightning_llm.base.terminal.console import new_console
+from lightning_llm.base.terminal import new_console
 from lightning_llm.config.commands import command
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.health.collectives import BUS_FACTORS, CollectiveTime

@@ -16,8 +16,7 @@ from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.folder import Weights, digest_of
-from lightning_llm.model.weights.initial import InitialWeights
-from lightning_llm.model.weights.whole import frozen_decoder
+from lightning_llm.model.weights.load import InitialWeights, frozen_decoder
 from lightning_llm.plan.teachers import KEY as TEACHERS
 from lightning_llm.plan.teachers import teacher_differences
 from lightning_llm.run.launch.environment import is_first_rank

@@ -20,10 +20,10 @@ from lightning_llm.config.schema import Config
 from lightning_llm.health.check import check_health
 from lightning_llm.health.devices import SHORT
 from lightning_llm.health.ranks import Ranks
+from lightning_llm.model.attention.kernel_choice import FLEX, AttentionShape, NoKernelError, attention_by, kernel_of
+from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.dtypes import DTYPES
-from lightning_llm.model.linear_names import has_bias
-from lightning_llm.model.mixer.attention_kernel import FLEX, AttentionShape, NoKernelError, attention_by, kernel_of
-from lightning_llm.model.mixer.attention_spec import AttentionSpec
+from lightning_llm.model.structure import has_bias
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import record_collectives
 from lightning_llm.plan.attention_kernel import KEY, is_masked, mixers_of

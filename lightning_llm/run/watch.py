@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 
 from lightning_llm.base.errors import CallbackFailedError, ConfigError, StorageError
-from lightning_llm.base.terminal.text import one_line
+from lightning_llm.base.terminal import one_line
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.schema import Config
 from lightning_llm.parallel.process_group import collectives

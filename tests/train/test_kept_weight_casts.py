@@ -29,9 +29,8 @@ from lightning_llm.precision.linear.module import quantised_layers
 from lightning_llm.precision.linear.operands import LinearCall
 from lightning_llm.precision.linear.weight_casts import KeptCasts
 from lightning_llm.precision.linear.weight_rules import kept_slots
-from lightning_llm.train.quantisation import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
-from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.quantisation import LossScaler, Quantisation
 from lightning_llm.train.spikes.policy import SpikePolicy
 from lightning_llm.train.state import TrainState
 from lightning_llm.train.step import TrainStep

@@ -12,7 +12,7 @@ from lightning_llm.base.integrity import unseal
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import CheckpointConfig
 from lightning_llm.plan.checkpoints import kept_checkpoints
-from lightning_llm.train.checkpoint import saver as writing
+from lightning_llm.train.checkpoint import saver
 from lightning_llm.train.checkpoint.manifest import RunIdentity, step_folders
 from lightning_llm.train.checkpoint.retention import NONE, kept_steps, put_in_place, supersede
 from lightning_llm.train.checkpoint.snapshot import Snapshot
@@ -122,11 +122,11 @@ def test_a_checkpoint_has_its_name_only_when_every_file_of_it_is_on_the_disk(tmp
         events.append((partial.name, final.name))
         put_in_place(final, partial, run)
 
-    monkeypatch.setattr(writing, "sync_to_disk", synced)
-    monkeypatch.setattr(writing, "replace", replaced)
+    monkeypatch.setattr(saver, "sync_to_disk", synced)
+    monkeypatch.setattr(saver, "put_in_place", replaced)
     content = {"progress.json": b"p" * 7, "precision.safetensors": b"q" * 300}
     weights = {"model": {"weight": torch.arange(12.0).view(3, 4)}}
-    writing.write(tmp_path, Snapshot(9, weights, content), RunIdentity("run"), "hash")
+    saver.write(tmp_path, Snapshot(9, weights, content), RunIdentity("run"), "hash")
     partial, final = ".step=9.partial", tmp_path / "step=9"
     names = [*content, "manifest.json"]
     sizes = {name: (final / name).stat().st_size for name in names}
