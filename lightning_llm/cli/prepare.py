@@ -23,10 +23,9 @@ from lightning_llm.config.schema.strict import gather
 from lightning_llm.config.workspace import config_dir_arguments
 from lightning_llm.data.check import data_rules
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.data.report import source_reports
+from lightning_llm.data.report import account_lines, source_reports
 from lightning_llm.data.scoring.scorers import score_documents
 from lightning_llm.run.checked_plan import read_words
-from lightning_llm.data.report import account_lines
 from lightning_llm.run.resume.weights import unnamed_problems
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
