@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.cli import completion
-from lightning_llm.cli.arguments import add_composition, add_config_dir, add_device, add_multirun
-from lightning_llm.cli.golden_options import golden_actions
-from lightning_llm.cli.ladder_options import add_ladder_options
-from lightning_llm.cli.search_options import add_search_options
-from lightning_llm.cli.weights_options import (
+from lightning_llm.cli.options import (
+    add_composition,
+    add_config_dir,
+    add_device,
     add_evaluate_options,
     add_export_options,
     add_generate_options,
     add_import_options,
+    add_ladder_options,
+    add_multirun,
     add_probe_options,
+    add_search_options,
+    golden_actions,
 )
 from lightning_llm.plan.memory.accounting import ACCOUNTINGS, OURS
 

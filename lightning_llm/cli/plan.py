@@ -9,12 +9,47 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError
-from lightning_llm.cli.search_options import search_option_problems
+from lightning_llm.cli.options import search_option_problems
 from lightning_llm.config.schema import Config
+from lightning_llm.model.weights.files import open_files
 from lightning_llm.plan.memory.accounting import ACCOUNTINGS, OURS
+from lightning_llm.plan.search.tensor_axes import alike, style_of, tensor_axes
 from lightning_llm.plan.text.matrix import matrix_facts, matrix_of, render_matrix
 from lightning_llm.plan.text.report import notes, plan_facts, render
 from lightning_llm.run.checked_plan import checked_plan
+
+CONV1D = "GPT2", "OpenAIGPT"
+"""Architectures of transformers whose linears, c_attn, c_proj and c_fc, keep [inputs, outputs]."""
+
+
+def print_tensor_axes(folder: Path, ranks: int, *, as_data: bool) -> int:
+    """Print which side of each weight in `folder` a tensor-parallel group of `ranks` would share. Return 0.
+
+    Raises:
+        ConfigError: there are no safetensors files, or damaged ones.
+    """
+    shapes = {name: entry.shape for name, entry in open_files(folder).entries.items()}
+    modules = {name.rpartition(".")[0] for name in shapes} if _has_conv1d(folder) else set()
+    axes = tensor_axes(shapes, ranks, [module for module in modules if module.rpartition(".")[2].startswith("c_")])
+    if as_data:
+        print(json.dumps({"tensor_parallel_axes": axes}, indent=1))
+        return 0
+    rows = [(name, axis, style_of(name, axis), f"{count}") for (name, axis), count in alike(axes).items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _has_conv1d(folder: Path) -> bool:
+    file = folder / "config.json"
+    if not file.is_file():
+        return False
+    try:
+        named = json.loads(file.read_text(encoding="utf-8")).get("architectures") or [""]
+    except (ValueError, AttributeError):
+        return False
+    return isinstance(named, list) and str(named[0]).startswith(CONV1D)
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -28,8 +63,6 @@ def plan(arguments: argparse.Namespace) -> int:
     if problems := list(_option_problems(arguments)):
         raise ConfigError(problems)
     if arguments.tensor_axes:
-        from lightning_llm.cli.tensor_axes import print_tensor_axes
-
         return print_tensor_axes(arguments.tensor_axes, _ranks(arguments.overrides), as_data=arguments.json)
     if arguments.search:
         from lightning_llm.cli.search import search_layouts
