@@ -50,12 +50,14 @@ def test_importing_it_imports_no_library_and_only_small_modules():
     assert packages == str(
         [
             "lightning_llm",
+            "lightning_llm.base",
             "lightning_llm.base.at_start",
+            "lightning_llm.base.imports",
+            "lightning_llm.base.moved",
+            "lightning_llm.base.version",
             "lightning_llm.compare",
             "lightning_llm.evaluate",
-            "lightning_llm.base.imports",
             "lightning_llm.train",
-            "lightning_llm.base.version",
         ]
     ), done.stderr
     assert standard == "[]"

@@ -1,7 +1,6 @@
 """The verbs of `lightning-llm VERB [hydra overrides]`. A verb's module is imported when the verb is called."""
 
 import argparse
-import importlib
 import re
 import signal
 import sys
@@ -14,7 +13,8 @@ from lightning_llm.base.imports import slow_imports
 from lightning_llm.base.terminal import OutputGoneError, escaped, lasting_output
 from lightning_llm.base.version import __version__
 from lightning_llm.cli import completion
-from lightning_llm.cli.declared import EXIT_CODES, OVERRIDES, VERBS
+from lightning_llm.cli.declared import EXIT_CODES, VERBS, function_of
+from lightning_llm.cli.options import OVERRIDES
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.workspace import open_config_dir
 from lightning_llm.run.launch.environment import is_first_rank, say_unless_said
@@ -84,13 +84,12 @@ def run_verb(words: list[str]) -> int:
         except ConfigError as error:
             return _report(error)
         verb = VERBS[arguments.verb]
-        name, _, function = verb.function.partition(":")
         with lasting_output(needed=verb.prints_result):
             try:
                 open_config_dir(getattr(arguments, "config_dir", None))
                 with slow_imports():
-                    module = importlib.import_module(name)
-                return int(getattr(module, function)(arguments))
+                    function = function_of(arguments.verb)
+                return int(function(arguments))
             except ConfigError as error:
                 return _report(error)
     except OutputGoneError as gone:

@@ -15,65 +15,11 @@ from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError, ga
 from lightning_llm.base.terminal import new_console, show_progress
 from lightning_llm.cli.output_path import file_problems
 from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
-from lightning_llm.evaluate.request import LAYOUT_WORD, Request, checked_request
 from lightning_llm.evaluate.merge import Merge, merge
+from lightning_llm.evaluate.request import LAYOUT_WORD, Request, checked_request
 from lightning_llm.probe.subject import device_of
 from lightning_llm.run.launch.environment import is_first_rank, rank_environment
 from lightning_llm.run.launch.torch_agent import STOP_SECONDS, as_rank, launch_reported
-
-
-def merged(arguments: argparse.Namespace) -> int:
-    """Score all sets, print and write them; return 0. Raises ConfigError with all that is wrong."""
-    beside = {
-        "PATH": arguments.path,
-        "--average": arguments.average,
-        "--ensemble": arguments.ensemble,
-        "--tasks": arguments.tasks,
-        "--data": arguments.data,
-        "--output": arguments.output,
-    }
-    problems = [
-        Problem(key, "goes without --merge, which is of a sweep's own runs and data.") for key, v in beside.items() if v
-    ]
-    if not arguments.merge.expanduser().is_dir():
-        problems.append(Problem("--merge", f"{arguments.merge} is no folder of a sweep."))
-    if problems:
-        raise ConfigError(problems)
-    found = merge(arguments.merge, device_of(arguments.device), show_progress)
-    show_progress("")
-    if arguments.json:
-        print(json.dumps(found.as_data(), indent=1))
-    else:
-        print_merge(found)
-    print(f"written    {found.file}", file=sys.stderr)
-    return 0
-
-
-def print_merge(found: Merge) -> None:
-    """Print a row per set, the best proxy first, and the rank correlations."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("parts", "seed", *found.metrics, "true val_loss"):
-        table.add_column(name, justify="left" if name == "parts" else "right")
-    for (seed, part), losses in found.units.items():
-        table.add_row(part, str(seed), *(f"{losses[name]:.4f}" for name in found.metrics), f"{losses['val_loss']:.4f}")
-    for each in sorted(found.candidates, key=lambda each: each.proxy["val_loss"]):
-        true = "" if each.true is None else f"{each.true['val_loss']:.4f}"
-        parts = " + ".join(each.parts)
-        table.add_row(parts, str(each.seed), *(f"{each.proxy[name]:.4f}" for name in found.metrics), true)
-    new_console().print(table)
-    print(
-        "Of several parts: the loss of their units' average, which ranks sets and is not what a run on them would have."
-    )
-    known = sum(each.true is not None for each in found.candidates)
-    if known < 2:
-        print(f"{known} of these sets has a run of its own to hold its proxy against: no rank correlation.")
-        return
-    print(f"Spearman's correlation of proxy and run over {known} sets (95 % intervals):")
-    for metric in found.metrics:
-        print(f"  {metric:<20} {found.correlation(metric).words()}")
-    if not math.isnan(found.mean_of_sources):
-        print(f"  mean of the held-out sets {found.mean_of_sources:+.2f}")
-
 
 GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 """Of ranks, above this many bytes at once: glibc else keeps twice a shard's memory for weights gathered and let go."""
@@ -82,7 +28,7 @@ GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 def evaluate(arguments: argparse.Namespace) -> int:
     """Measure, print, and write the results into the run's folder; return 0, or what ranks that failed end with."""
     if arguments.merge is not None:
-        return merged(arguments)
+        return _merge(arguments)
     # Options that take several paths take the words of the layout behind them, too.
     given = [[arguments.path] if arguments.path else [], arguments.average, arguments.ensemble]
     words = [str(each) for paths in given for each in paths if LAYOUT_WORD.fullmatch(str(each))]
@@ -198,3 +144,60 @@ def print_metrics(done: Evaluation) -> None:
     new_console().print(table)
     for line in done.gain.lines() if done.gain else ():
         print(line)
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    """Score sets of parts of the data by averaged weights; print and write them. Return 0.
+
+    Raises:
+        ConfigError: with all that is wrong.
+    """
+    beside = {
+        "PATH": arguments.path,
+        "--average": arguments.average,
+        "--ensemble": arguments.ensemble,
+        "--tasks": arguments.tasks,
+        "--data": arguments.data,
+        "--output": arguments.output,
+    }
+    problems = [
+        Problem(key, "goes without --merge, which is of a sweep's own runs and data.") for key, v in beside.items() if v
+    ]
+    if not arguments.merge.expanduser().is_dir():
+        problems.append(Problem("--merge", f"{arguments.merge} is no folder of a sweep."))
+    if problems:
+        raise ConfigError(problems)
+    found = merge(arguments.merge, device_of(arguments.device), show_progress)
+    show_progress("")
+    if arguments.json:
+        print(json.dumps(found.as_data(), indent=1))
+    else:
+        _print_merge(found)
+    print(f"written    {found.file}", file=sys.stderr)
+    return 0
+
+
+def _print_merge(found: Merge) -> None:
+    """Print a row per set, the best proxy first, and the rank correlations."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("parts", "seed", *found.metrics, "true val_loss"):
+        table.add_column(name, justify="left" if name == "parts" else "right")
+    for (seed, part), losses in found.units.items():
+        table.add_row(part, str(seed), *(f"{losses[name]:.4f}" for name in found.metrics), f"{losses['val_loss']:.4f}")
+    for each in sorted(found.candidates, key=lambda each: each.proxy["val_loss"]):
+        true = "" if each.true is None else f"{each.true['val_loss']:.4f}"
+        parts = " + ".join(each.parts)
+        table.add_row(parts, str(each.seed), *(f"{each.proxy[name]:.4f}" for name in found.metrics), true)
+    new_console().print(table)
+    print(
+        "Of several parts: the loss of their units' average, which ranks sets and is not what a run on them would have."
+    )
+    known = sum(each.true is not None for each in found.candidates)
+    if known < 2:
+        print(f"{known} of these sets has a run of its own to hold its proxy against: no rank correlation.")
+        return
+    print(f"Spearman's correlation of proxy and run over {known} sets (95 % intervals):")
+    for metric in found.metrics:
+        print(f"  {metric:<20} {found.correlation(metric).words()}")
+    if not math.isnan(found.mean_of_sources):
+        print(f"  mean of the held-out sets {found.mean_of_sources:+.2f}")

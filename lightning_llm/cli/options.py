@@ -1,22 +1,29 @@
-"""Options that several verbs have in common."""
+"""The options of every verb. Imports nothing that takes time: all of them are declared at each start.
 
-import argparse
+First the options that several verbs share, then one function per verb, named as the verb.
+"""
+
 from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.base.errors import Problem
-from lightning_llm.cli import completion
+from lightning_llm.cli.completion import SHELLS, complete_group, complete_override
 from lightning_llm.golden import FALSE_ALARMS, STEPS
-from lightning_llm.plan.memory.accounting import OURS
+from lightning_llm.plan.memory.accounting import ACCOUNTINGS, OURS
+
+WEIGHTS = "a run's folder, a checkpoint, an imported or a Hugging Face folder"
+OVERRIDES = "overrides are Hydra's: recipe=quickstart precision=fp32 trainer.max_steps=200 run.name=mine\n"
+GOLDEN_EXIT_CODES = (
+    "exit codes: 0 recorded, or equal; 1 different, or the run failed; 2 the config or an input is wrong"
+)
 
 
 def add_composition(parser: ArgumentParser) -> None:
-    """Add what a config is composed of: overrides, or a file."""
+    """Add what a config is composed of: overrides or a file, and the user's folder of groups."""
     overrides: Any = parser.add_argument("overrides", nargs="*", help="Hydra overrides: key=value, group=name, ~key")
-    overrides.completer = completion.complete_override
+    overrides.completer = complete_override
     parser.add_argument("--config", type=Path, metavar="FILE", help="repeat a run from its config.yaml")
+    add_config_dir(parser)
 
 
 def add_config_dir(parser: ArgumentParser) -> None:
@@ -43,10 +50,63 @@ def add_device(parser: ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
 
-WEIGHTS = "a run's folder, a checkpoint, an imported or a Hugging Face folder"
+def train(parser: ArgumentParser) -> None:
+    """Add what `train` composes."""
+    add_composition(parser)
+    add_multirun(parser)
 
 
-def add_import_options(parser: ArgumentParser) -> None:
+def plan(parser: ArgumentParser) -> None:
+    """Add what is planned, and which view of it."""
+    add_composition(parser)
+    text = "every precision recipe on every kind of GPU: native or emulated"
+    parser.add_argument("--matrix", action="store_true", help=text)
+    text = "take one step of every rank that differs, on tensors without data: bytes and collectives, counted"
+    parser.add_argument("--dry-run", action="store_true", help=text)
+    whose = "whose way of training memory is counted for, to hold another's published figures against"
+    parser.add_argument("--accounting", choices=ACCOUNTINGS, default=OURS.name, help=whose)
+    text = "write the run as a batch script for Slurm (sbatch FILE), with its config in FILE.yaml"
+    parser.add_argument("--script", type=Path, metavar="FILE", help=text)
+    _search(parser)
+    add_multirun(parser)
+
+
+def _search(parser: ArgumentParser) -> None:
+    """Declare the options of a search."""
+    add = parser.add_argument
+    add("--search", action="store_true", help="the fastest layout of `world` ranks that fits; keys that are typed stay")
+    planners = "every layout; with recomputation block by block; placed on measured links (exhaustive)"
+    add("--planner", choices=("exhaustive", "galvatron", "pipette"), help=planners)
+    add("--links", type=Path, metavar="FILE", help="for pipette: GB/s between machines, or devices, as YAML or JSON")
+    add("--write", type=Path, metavar="FILE", help="the fastest as DIR/parallel/NAME.yaml, for train parallel=NAME")
+    add("--force", action="store_true", help="replace the file of --write")
+    add("--pareto", type=Path, metavar="FILE", help="a picture of seconds and memory, .svg or .png")
+    weights = "which side of each weight of a Hugging Face folder tensor parallelism would share, by names and shapes"
+    add("--tensor-axes", type=Path, metavar="DIR", help=weights)
+
+
+def config(parser: ArgumentParser) -> None:
+    """Add which part of the composed config is printed."""
+    add_composition(parser)
+    what = parser.add_mutually_exclusive_group()
+    group: Any = what.add_argument(
+        "--group", nargs="?", const="", metavar="NAME", help="a group's values, one line each; without NAME all groups"
+    )
+    group.completer = complete_group
+    what.add_argument("--diff", action="store_true", help="the overrides that make it of the defaults")
+    add_multirun(parser)
+
+
+def prepare(parser: ArgumentParser) -> None:
+    """Add what is prepared: tokens, or scores of documents."""
+    add_composition(parser)
+    add = parser.add_argument
+    what = "score documents instead: quality=SCORER, diversity=SCORER, MEASURE.KEY=VALUE (docs/data_recipes.md)"
+    add("--score", nargs="+", metavar="MEASURE=SCORER", help=what)
+    add("--output", type=Path, metavar="FILE", help="where to write scores (scores.parquet)")
+
+
+def import_weights(parser: ArgumentParser) -> None:
     """Add to `parser` the weights that are brought in."""
     add = parser.add_argument
     add("source", metavar="FOLDER_OR_NAME", help="a Hugging Face folder, or a model's name on the hub")
@@ -54,7 +114,7 @@ def add_import_options(parser: ArgumentParser) -> None:
     add_weights_output(parser)
 
 
-def add_export_options(parser: ArgumentParser) -> None:
+def export(parser: ArgumentParser) -> None:
     """Add to `parser` the weights that go out."""
     add = parser.add_argument
     add("path", metavar="PATH", help="a run's folder (its newest checkpoint), a checkpoint, an imported folder")
@@ -62,7 +122,7 @@ def add_export_options(parser: ArgumentParser) -> None:
     add_weights_output(parser)
 
 
-def add_probe_options(parser: ArgumentParser) -> None:
+def probe(parser: ArgumentParser) -> None:
     """Add to `parser` what is probed, and how."""
     add = parser.add_argument
     add("path", type=Path, metavar="PATH", help=WEIGHTS)
@@ -74,7 +134,7 @@ def add_probe_options(parser: ArgumentParser) -> None:
     add_device(parser)
 
 
-def add_evaluate_options(parser: ArgumentParser) -> None:
+def evaluate(parser: ArgumentParser) -> None:
     """Add to `parser` what is evaluated, and on what."""
     add = parser.add_argument
     add("path", nargs="?", type=Path, metavar="PATH", help=WEIGHTS)
@@ -96,7 +156,7 @@ def add_evaluate_options(parser: ArgumentParser) -> None:
     add("--result", type=Path, help=SUPPRESS)  # where ranks leave what was measured for what started them
 
 
-def add_generate_options(parser: ArgumentParser) -> None:
+def generate(parser: ArgumentParser) -> None:
     """Add to `parser` what goes on with which text."""
     add = parser.add_argument
     add("path", type=Path, metavar="PATH", help=WEIGHTS)
@@ -113,22 +173,80 @@ def add_generate_options(parser: ArgumentParser) -> None:
     add_device(parser)
 
 
-GOLDEN_EXIT_CODES = (
-    "exit codes: 0 recorded, or equal; 1 different, or the run failed; 2 the config or an input is wrong"
-)
+def health(parser: ArgumentParser) -> None:
+    """Add what is measured, and the limits of it."""
+    add_composition(parser)
+    add = parser.add_argument
+    least = "the least that figures may be: gemm.bf16.tflops: 60%%, all_reduce.bus_gb_per_second: 300, ..."
+    add("--fail-below", type=Path, metavar="FILE", help=least)
+    share = "a rank is named that is slower than the others by more than this share (0.1)"
+    add("--slower-than", type=float, default=0.1, metavar="SHARE", help=share)
+    add("--short", action="store_true", help="what trainer.health=true looks at: neither pairs of ranks nor the disk")
+    add("--output", type=Path, metavar="DIR", help="for cluster/measured.yaml and links.yaml (run.root/health)")
 
 
-def golden_actions(parser: ArgumentParser, epilog: str) -> Iterator[ArgumentParser]:
-    """Declare both actions with their own options; yield the parser of each, for those of a config."""
+def compare(parser: ArgumentParser) -> None:
+    """Add the runs, the baseline and the terms of a verdict."""
+    add = parser.add_argument
+    runs = "folders of runs or above runs, experiments, SWEEP or SWEEP/N, MLflow ids; none: the last sweep"
+    add("runs", nargs="*", metavar="RUN", help=runs)
+    add("--baseline", metavar="GROUP=LEVEL", help="what to hold the others against; also KEY=VALUE (precision=bf16)")
+    add("--best-of", metavar="KEY", help="each recipe at its best value of a key (optim.learning_rate), by other seeds")
+    add(
+        "--choose-by",
+        metavar="SEEDS",
+        help="seeds that choose with --best-of, and are not judged (the lowest); all: all choose, and judge",
+    )
+    margin = "the gap that is still lossless, nats (as declared, or 0.01), or tokens more that may be needed (2%%)"
+    add("--margin", metavar="NATS|N%", help=margin)
+    add("--confidence", type=float, metavar="P", help="of all intervals together (as declared, or 0.95)")
+    add("--metric", metavar="KEY", help="of validation lines (as declared, or val_loss; also val_loss/SOURCE)")
+    add("--tail", type=float, metavar="SHARE", help="last share of the steps, averaged over (as declared, or 0.1)")
+    add(
+        "--all-pairs",
+        action="store_true",
+        help="every recipe against every other, too, with intervals that hold together",
+    )
+    target = "what time to target is measured to: 4.4, or that of one setting, model=llama_tiny:4.4; may be repeated"
+    add("--target", action="append", default=[], metavar="VALUE", help=target)
+    scored = "score by AlgoPerf's rules instead: who reaches --target first, over settings, seeds and trials"
+    add("--time-to-target", action="store_true", help=scored)
+    trials = "with --time-to-target: keys whose values are the trials of a study (optim.learning_rate where it varies)"
+    add("--trials", metavar="KEY[,KEY]", help=trials)
+    output = "for compare.json and report.html (compare/ beside the runs); leaves MLflow alone"
+    add("--output", type=Path, metavar="DIR", help=output)
+    _ladder(parser)
+
+
+def _ladder(parser: ArgumentParser) -> None:
+    """Declare --ladder, --predict, --beyond, --grade and --ledger."""
+    group = parser.add_argument_group("the ladder: runs of several model sizes and numbers of tokens")
+    add = group.add_argument
+    add("--ladder", action="store_true", help="fit the gap over sizes and tokens: what each recipe costs in tokens")
+    place = "write down what the ladder says of a size to come: model=NAME data.tokens=NUMBER"
+    add("--predict", nargs="+", metavar="KEY=VALUE", help=place)
+    add("--beyond", type=float, metavar="DECADES", help="how far beyond it, in powers of ten at most (1)")
+    add("--grade", action="store_true", help="hold earlier predictions against the runs that are there now")
+    add("--ledger", type=Path, metavar="FILE", help="of the predictions (compare/predictions.jsonl beside the runs)")
+
+
+def diff(parser: ArgumentParser) -> None:
+    """Add the two runs."""
+    parser.add_argument("run", metavar="RUN", help="a run's folder, SWEEP/N or MLflow id")
+    parser.add_argument("other", metavar="RUN", help="another")
+    parser.add_argument("--all", action="store_true", help="also where the runs are kept and tracked")
+
+
+def golden(parser: ArgumentParser) -> None:
+    """Add the actions `record` and `check`, each with its own options and those of a config."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="record|check")
     for name, text, add_own in (
         ("record", "make a recipe's first steps and write them, with what made them, to a golden file", _golden_record),
         ("check", "make them anew; exit 1 with the first step and parameter that are not as recorded", _golden_check),
     ):
-        child = actions.add_parser(
-            name, help=text, description=text, epilog=epilog + GOLDEN_EXIT_CODES, formatter_class=parser.formatter_class
-        )
-        yield child
+        epilog, formatter = OVERRIDES + GOLDEN_EXIT_CODES, parser.formatter_class
+        child = actions.add_parser(name, help=text, description=text, epilog=epilog, formatter_class=formatter)
+        add_composition(child)
         child.add_argument("--file", type=Path, metavar="FILE", help="the golden file (golden/RECIPE.json)")
         child.add_argument("--json", action="store_true", help="print data instead of text")
         add_own(child)
@@ -154,55 +272,28 @@ def _golden_check(parser: ArgumentParser) -> None:
     add("--allow-differences", action="store_true", help="compare another recipe, too, and say what differs")
 
 
-def add_ladder_options(parser: ArgumentParser) -> None:
-    """Declare --ladder, --predict, --beyond, --grade and --ledger."""
-    group = parser.add_argument_group("the ladder: runs of several model sizes and numbers of tokens")
-    add = group.add_argument
-    add("--ladder", action="store_true", help="fit the gap over sizes and tokens: what each recipe costs in tokens")
-    place = "write down what the ladder says of a size to come: model=NAME data.tokens=NUMBER"
-    add("--predict", nargs="+", metavar="KEY=VALUE", help=place)
-    add("--beyond", type=float, metavar="DECADES", help="how far beyond it, in powers of ten at most (1)")
-    add("--grade", action="store_true", help="hold earlier predictions against the runs that are there now")
-    add("--ledger", type=Path, metavar="FILE", help="of the predictions (compare/predictions.jsonl beside the runs)")
+def conformance(parser: ArgumentParser) -> None:
+    """Add the folder of vectors."""
+    vectors = "vectors: manifest.json and the .npz files it names"
+    parser.add_argument("folder", type=Path, metavar="DIR", help=vectors)
+    parser.add_argument("--eager", action="store_true", help="eager only; otherwise eager and compiled")
 
 
-def add_search_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of a search."""
-    add = parser.add_argument
-    add("--search", action="store_true", help="the fastest layout of `world` ranks that fits; keys that are typed stay")
-    planners = "every layout; with recomputation block by block; placed on measured links (exhaustive)"
-    add("--planner", choices=("exhaustive", "galvatron", "pipette"), help=planners)
-    add("--links", type=Path, metavar="FILE", help="for pipette: GB/s between machines, or devices, as YAML or JSON")
-    add("--write", type=Path, metavar="FILE", help="the fastest as DIR/parallel/NAME.yaml, for train parallel=NAME")
-    add("--force", action="store_true", help="replace the file of --write")
-    add("--pareto", type=Path, metavar="FILE", help="a picture of seconds and memory, .svg or .png")
-    weights = "which side of each weight of a Hugging Face folder tensor parallelism would share, by names and shapes"
-    add("--tensor-axes", type=Path, metavar="DIR", help=weights)
+def warm(parser: ArgumentParser) -> None:
+    """Add the recipes and the device to compile for."""
+    add_composition(parser)
+    add_device(parser)
+    parser.add_argument("--clear", action="store_true", help="remove all kernels that are kept, and compile none")
 
 
-def search_option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
-    """Yield which options go with a search, or with one planner, alone."""
-    given = {f"--{name}": getattr(arguments, name) for name in ("planner", "links", "write", "force", "pareto")}
-    if not arguments.search:
-        for option, value in given.items():
-            if value:
-                yield Problem(option, "is of a search. Add --search, or leave it out.")
-        return
-    for option, chosen in (
-        ("--matrix", arguments.matrix),
-        ("-m", arguments.multirun),
-        ("--dry-run", arguments.dry_run),
-        ("--accounting", arguments.accounting != OURS.name),
-    ):
-        if chosen:
-            yield Problem(
-                "--search",
-                f"looks for a layout of this trainer's, and {option} describes given ones. Leave one of them out.",
-            )
-    if arguments.links and arguments.planner != "pipette":
-        yield Problem("--links", "has the links that --planner pipette places ranks on. Add that, or leave it out.")
-    if arguments.pareto and arguments.planner == "pipette":
-        text = "draws every layout that fits, and --planner pipette times but the few that it places. Leave one out."
-        yield Problem("--pareto", text)
-    if arguments.force and not arguments.write:
-        yield Problem("--force", "replaces the file of --write. Add that, or leave it out.")
+def sync(parser: ArgumentParser) -> None:
+    """Add the folders to sync and where to."""
+    folders = "folders of runs or above runs, experiments, SWEEP or SWEEP/N; none: every run of the outputs folder"
+    parser.add_argument("folders", nargs="*", metavar="FOLDER", help=folders)
+    text = "another MLflow than the one each run was logged to"
+    parser.add_argument("--tracking-uri", metavar="URI", help=text)
+
+
+def completion(parser: ArgumentParser) -> None:
+    """Add the shell."""
+    parser.add_argument("shell", choices=SHELLS, help='bash: eval "$(lightning-llm completion bash)"')

@@ -9,47 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError
-from lightning_llm.cli.options import search_option_problems
 from lightning_llm.config.schema import Config
-from lightning_llm.model.weights.files import open_files
 from lightning_llm.plan.memory.accounting import ACCOUNTINGS, OURS
-from lightning_llm.plan.search.tensor_axes import alike, style_of, tensor_axes
 from lightning_llm.plan.text.matrix import matrix_facts, matrix_of, render_matrix
 from lightning_llm.plan.text.report import notes, plan_facts, render
 from lightning_llm.run.checked_plan import checked_plan
 
 CONV1D = "GPT2", "OpenAIGPT"
 """Architectures of transformers whose linears, c_attn, c_proj and c_fc, keep [inputs, outputs]."""
-
-
-def print_tensor_axes(folder: Path, ranks: int, *, as_data: bool) -> int:
-    """Print which side of each weight in `folder` a tensor-parallel group of `ranks` would share. Return 0.
-
-    Raises:
-        ConfigError: there are no safetensors files, or damaged ones.
-    """
-    shapes = {name: entry.shape for name, entry in open_files(folder).entries.items()}
-    modules = {name.rpartition(".")[0] for name in shapes} if _has_conv1d(folder) else set()
-    axes = tensor_axes(shapes, ranks, [module for module in modules if module.rpartition(".")[2].startswith("c_")])
-    if as_data:
-        print(json.dumps({"tensor_parallel_axes": axes}, indent=1))
-        return 0
-    rows = [(name, axis, style_of(name, axis), f"{count}") for (name, axis), count in alike(axes).items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-    return 0
-
-
-def _has_conv1d(folder: Path) -> bool:
-    file = folder / "config.json"
-    if not file.is_file():
-        return False
-    try:
-        named = json.loads(file.read_text(encoding="utf-8")).get("architectures") or [""]
-    except (ValueError, AttributeError):
-        return False
-    return isinstance(named, list) and str(named[0]).startswith(CONV1D)
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -63,7 +30,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if problems := list(_option_problems(arguments)):
         raise ConfigError(problems)
     if arguments.tensor_axes:
-        return print_tensor_axes(arguments.tensor_axes, _ranks(arguments.overrides), as_data=arguments.json)
+        return _print_tensor_axes(arguments.tensor_axes, _ranks(arguments.overrides), as_data=arguments.json)
     if arguments.search:
         from lightning_llm.cli.search import search_layouts
 
@@ -135,9 +102,37 @@ def _option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
     others = {"-m": arguments.multirun, "--matrix": arguments.matrix, "--search": arguments.search}
     for option in [name for name, given in others.items() if given and arguments.script]:
         yield Problem("--script", f"writes the job of one run, and {option} is of many. Leave one of them out.")
-    yield from search_option_problems(arguments)
+    yield from _search_problems(arguments)
     if arguments.tensor_axes:
         yield from _tensor_axes_problems(arguments, bool(foreign or many))
+
+
+def _search_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+    """Yield which options go with a search, or with one planner, alone."""
+    given = {f"--{name}": getattr(arguments, name) for name in ("planner", "links", "write", "force", "pareto")}
+    if not arguments.search:
+        for option, value in given.items():
+            if value:
+                yield Problem(option, "is of a search. Add --search, or leave it out.")
+        return
+    for option, chosen in (
+        ("--matrix", arguments.matrix),
+        ("-m", arguments.multirun),
+        ("--dry-run", arguments.dry_run),
+        ("--accounting", arguments.accounting != OURS.name),
+    ):
+        if chosen:
+            yield Problem(
+                "--search",
+                f"looks for a layout of this trainer's, and {option} describes given ones. Leave one of them out.",
+            )
+    if arguments.links and arguments.planner != "pipette":
+        yield Problem("--links", "has the links that --planner pipette places ranks on. Add that, or leave it out.")
+    if arguments.pareto and arguments.planner == "pipette":
+        text = "draws every layout that fits, and --planner pipette times but the few that it places. Leave one out."
+        yield Problem("--pareto", text)
+    if arguments.force and not arguments.write:
+        yield Problem("--force", "replaces the file of --write. Add that, or leave it out.")
 
 
 def _tensor_axes_problems(arguments: argparse.Namespace, others: bool) -> Iterator[Problem]:
@@ -156,3 +151,36 @@ def _tensor_axes_problems(arguments: argparse.Namespace, others: bool) -> Iterat
 def _ranks(words: Sequence[str]) -> int:
     """Return how many ranks share each weight, of the words that `_tensor_axes_problems` lets pass."""
     return int(words[-1].removeprefix("parallel.tp=")) if words else 1
+
+
+def _print_tensor_axes(folder: Path, ranks: int, *, as_data: bool) -> int:
+    """Print which side of each weight in `folder` a tensor-parallel group of `ranks` would share. Return 0.
+
+    Raises:
+        ConfigError: there are no safetensors files, or damaged ones.
+    """
+    from lightning_llm.model.weights.files import open_files  # what other plans do without
+    from lightning_llm.plan.search.tensor_axes import alike, style_of, tensor_axes
+
+    shapes = {name: entry.shape for name, entry in open_files(folder).entries.items()}
+    modules = {name.rpartition(".")[0] for name in shapes} if _has_conv1d(folder) else set()
+    axes = tensor_axes(shapes, ranks, [module for module in modules if module.rpartition(".")[2].startswith("c_")])
+    if as_data:
+        print(json.dumps({"tensor_parallel_axes": axes}, indent=1))
+        return 0
+    rows = [(name, axis, style_of(name, axis), f"{count}") for (name, axis), count in alike(axes).items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _has_conv1d(folder: Path) -> bool:
+    file = folder / "config.json"
+    if not file.is_file():
+        return False
+    try:
+        named = json.loads(file.read_text(encoding="utf-8")).get("architectures") or [""]
+    except (ValueError, AttributeError):
+        return False
+    return isinstance(named, list) and str(named[0]).startswith(CONV1D)

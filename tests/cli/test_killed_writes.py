@@ -104,7 +104,7 @@ def test_a_full_disk_is_said_and_what_was_there_stays(base, tmp_path, monkeypatc
     words = ["export", str(base), "--output", str(out), "--no-parity", "--force"]
     assert main(words) == 0
     before = content(out)
-    functions = "verb.export.write_tensors", "verb.export.write_card", "verb.export._write_json"
+    functions = "cli.export.write_tensors", "cli.export.write_card", "cli.export._write_json"
     for fails in (*functions, "model.weights.write.sync_to_disk"):
         with monkeypatch.context() as patch:
             patch.setattr(f"lightning_llm.{fails}", full)

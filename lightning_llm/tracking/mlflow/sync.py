@@ -1,22 +1,16 @@
-"""The verb `sync`: MLflow gets what it missed, from the folders of runs and sweeps, which have everything."""
+"""Bring MLflow up to date with run and sweep folders, which have everything. The verb `sync` calls it."""
 
-import argparse
 import json
 import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import chdir
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.from_file import load_config
-from lightning_llm.config.redact import redact_uri, redacted
+from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
-from lightning_llm.config.workspace import default_outputs, folders_named
 from lightning_llm.tracking.files import read_records, summary_of, write_json
 from lightning_llm.tracking.final_figures import final_figures
 from lightning_llm.tracking.mlflow.store import ORPHANED, own_process
@@ -30,41 +24,6 @@ STATED = {"status", "host", "process", "device", "git", "versions"}
 """Keys of summary.json that every run writes as it starts, and MLflow is told."""
 SECONDS_PER_RUN = 5.0
 """Of `catch_up`, beside the time that MLflow takes to answer at all."""
-
-
-def sync(arguments: argparse.Namespace) -> int:
-    """Bring MLflow up to date with each run below the given folders; return 0, or 1 where one could not be logged.
-
-    A run whose process died without a word is marked KILLED (and "stopped" in its summary). One that is running is
-    brought up to date and left running. No point is logged twice.
-    """
-    folders = list(_run_folders(arguments.folders or [default_outputs()]))
-    if not folders:
-        where = ", ".join(arguments.folders) or default_outputs()
-        raise ConfigError(Problem("FOLDER", f"there is no run (config.yaml and metrics.jsonl) in {where}."))
-    failed = 0
-    unreachable: set[str] = set()
-    with tempfile.TemporaryDirectory() as elsewhere, chdir(elsewhere):  # MLflow creates ./mlruns where it is
-        for folder in folders:
-            try:
-                config, own = _configs(folder, arguments.tracking_uri)
-                server = redact_uri(tracking_uri(config))
-                if server in unreachable:
-                    failed += 1
-                else:
-                    print(f"{folder}: {_sync_one(folder, config, own)}", flush=True)
-            except Exception as error:  # whatever MLflow raises, the other runs are tried
-                failed += 1
-                if _is_no_answer(error):
-                    unreachable.add(server)
-                    print(f"{server} does not answer: no further run is tried there", file=sys.stderr, flush=True)
-                    continue
-                damage = isinstance(error, ValueError | ConfigError)  # of a file, which is named
-                kind = "" if damage else f"{type(error).__name__}: "
-                text = redacted(f"{folder}: not logged: {kind}{error}".splitlines()[0])
-                print(text[:500], file=sys.stderr, flush=True)
-    print(f"sync   {len(folders) - failed} of {len(folders)} runs are in MLflow")
-    return 1 if failed else 0
 
 
 def catch_up(folders: Sequence[Path]) -> str:
@@ -92,38 +51,13 @@ def _is_behind(folder: Path) -> bool:
     return mlflow_facts(folder).get("synced") is False
 
 
-def _run_folders(given: Sequence[str]) -> Iterator[Path]:
-    seen, outputs = set(), Path(default_outputs())
-    named = {word: folders_named(word, outputs) for word in given}
-    text = "is no folder, and no experiment, SWEEP or SWEEP/N in {}."
-    missing = [Problem(word, text.format(outputs)) for word, folders in named.items() if not folders]
-    if missing:
-        raise ConfigError(missing)
-    for root in (folder for folders in named.values() for folder in folders):
-        for file in sorted(root.absolute().rglob("metrics.jsonl")):
-            if (file.parent / "config.yaml").is_file() and file.parent not in seen:
-                seen.add(file.parent)
-                yield file.parent
-
-
-def _is_no_answer(error: BaseException | None) -> bool:
-    """Return whether a server could not be reached, or did not answer in time: it would not for the next run either."""
-    from requests import exceptions  # by which MLflow's client talks to a server
-
-    while error is not None:
-        if isinstance(error, exceptions.ConnectionError | exceptions.Timeout):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _configs(folder: Path, uri: str | None) -> tuple[Config, Config]:
+def configs_of(folder: Path, uri: str | None) -> tuple[Config, Config]:
     """Return the run's config, tracked at `uri` if that is given, and as it was run."""
     own = load_config(folder / "config.yaml", [])
     return load_config(folder / "config.yaml", [f"logger.tracking_uri={uri}"]) if uri else own, own
 
 
-def _sync_one(folder: Path, config: Config, own: Config) -> str:
+def sync_run(folder: Path, config: Config, own: Config) -> str:
     """Log one run; return a word on what was done. Raises whatever MLflow raises."""
     # The folder stays with the MLflow of its run, which later starts and verdicts go to.
     store = redact_uri(tracking_uri(config))

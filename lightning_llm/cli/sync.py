@@ -1,0 +1,74 @@
+"""The verb `sync`: bring MLflow up to date with run folders that it missed."""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import chdir
+from pathlib import Path
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.config.redact import redact_uri, redacted
+from lightning_llm.config.workspace import default_outputs, folders_named
+from lightning_llm.tracking.mlflow.sync import configs_of, sync_run
+from lightning_llm.tracking.mlflow.tracker import tracking_uri
+
+
+def sync(arguments: argparse.Namespace) -> int:
+    """Bring MLflow up to date with each run below the given folders; return 0, or 1 where one could not be logged.
+
+    A run whose process died without a word is marked KILLED (and "stopped" in its summary). One that is running is
+    brought up to date and left running. No point is logged twice.
+    """
+    folders = list(_run_folders(arguments.folders or [default_outputs()]))
+    if not folders:
+        where = ", ".join(arguments.folders) or default_outputs()
+        raise ConfigError(Problem("FOLDER", f"there is no run (config.yaml and metrics.jsonl) in {where}."))
+    failed = 0
+    unreachable: set[str] = set()
+    with tempfile.TemporaryDirectory() as elsewhere, chdir(elsewhere):  # MLflow creates ./mlruns where it is
+        for folder in folders:
+            try:
+                config, own = configs_of(folder, arguments.tracking_uri)
+                server = redact_uri(tracking_uri(config))
+                if server in unreachable:
+                    failed += 1
+                else:
+                    print(f"{folder}: {sync_run(folder, config, own)}", flush=True)
+            except Exception as error:  # whatever MLflow raises, the other runs are tried
+                failed += 1
+                if _is_no_answer(error):
+                    unreachable.add(server)
+                    print(f"{server} does not answer: no further run is tried there", file=sys.stderr, flush=True)
+                    continue
+                damage = isinstance(error, ValueError | ConfigError)  # of a file, which is named
+                kind = "" if damage else f"{type(error).__name__}: "
+                text = redacted(f"{folder}: not logged: {kind}{error}".splitlines()[0])
+                print(text[:500], file=sys.stderr, flush=True)
+    print(f"sync   {len(folders) - failed} of {len(folders)} runs are in MLflow")
+    return 1 if failed else 0
+
+
+def _run_folders(given: Sequence[str]) -> Iterator[Path]:
+    seen, outputs = set(), Path(default_outputs())
+    named = {word: folders_named(word, outputs) for word in given}
+    text = "is no folder, and no experiment, SWEEP or SWEEP/N in {}."
+    missing = [Problem(word, text.format(outputs)) for word, folders in named.items() if not folders]
+    if missing:
+        raise ConfigError(missing)
+    for root in (folder for folders in named.values() for folder in folders):
+        for file in sorted(root.absolute().rglob("metrics.jsonl")):
+            if (file.parent / "config.yaml").is_file() and file.parent not in seen:
+                seen.add(file.parent)
+                yield file.parent
+
+
+def _is_no_answer(error: BaseException | None) -> bool:
+    """Return whether a server could not be reached, or did not answer in time: it would not for the next run either."""
+    from requests import exceptions  # by which MLflow's client talks to a server
+
+    while error is not None:
+        if isinstance(error, exceptions.ConnectionError | exceptions.Timeout):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
