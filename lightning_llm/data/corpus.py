@@ -177,7 +177,7 @@ class Corpus:
             for b, row in enumerate(micro_batch):
                 sample = self.sample(step * size + row)
                 windows[m, b] = sample.tokens
-                if ids is not None:
+                if ids is not None and sample.document_ids is not None:
                     ids[m, b] = sample.document_ids
         both = torch.from_numpy(windows)  # [A, B, T+1]
         return Batch(

@@ -103,7 +103,7 @@ class TextSourceConfig(SourceConfig):
 
 
 class TokenSourceConfig(SourceConfig):
-    """A loader of token ids that `data.tokens.tokenizer` gave: they are mapped where they lie, never copied."""
+    """A loader of token ids that `data.tokenizer` gave: they are mapped where they lie, never copied."""
 
     tokenised: ClassVar[bool] = True
 
