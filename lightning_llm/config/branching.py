@@ -15,11 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.config_hash import NOT_IDENTITY, below, flatten
+from lightning_llm.config.derived_keys import FROM_WEIGHTS
 from lightning_llm.config.recipes import group_names, option_files
 from lightning_llm.config.resolve import first_line
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate
-from lightning_llm.config.weight_folders import OPTION, run_of
+from lightning_llm.config.weight_folders import run_of
 from lightning_llm.config.yaml_file import literal, read_mapping
 
 KEY = "branch_from"
@@ -81,8 +82,8 @@ def read_branching(parsed: Sequence[Override], config_dir: Path | None) -> Branc
             f"give the groups and keys to change, or write a recipe for branches, with `{KEY}: ???` in its file."
         )
         raise ConfigError(Problem("recipe", text))
-    if any(each.key_or_group == "model" and each.value() == OPTION for each in parsed):
-        text = f"is {OPTION}, and a branch goes on with its trunk's model and weights. Leave it out."
+    if any(each.key_or_group == "model" and each.value() == FROM_WEIGHTS for each in parsed):
+        text = f"is {FROM_WEIGHTS}, and a branch goes on with its trunk's model and weights. Leave it out."
         raise ConfigError(Problem("model", text))
     return Branching(
         Path(str(path)).expanduser().absolute(), groups, {key: each for key, each in values.items() if key != KEY}

@@ -1,23 +1,61 @@
-"""Command-line arguments and YAML files -> one checked `Config`, or every problem at once. Imports no torch.
+"""Command-line overrides and YAML files -> one checked `Config`, or every problem at once. Imports no torch.
 
-Hydra composes; pydantic checks what came out. An override is forced into the composition (`a.b=1` as `++a.b=1`), so a
-typo on the command line, behind `+` or inside a file arrives at the same check and gets the same answer.
+The path of an override: `overrides` parses it, `sources` opens the files and checks names of groups, `Composer` merges,
+`derived_keys` fills in keys that follow, `resolve` resolves, and `schema` checks. It is forced into the composition
+(`a.b=1` as `++a.b=1`), so a typo on the command line, behind `+` or inside a file gets the same answer from one check.
 """
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from omegaconf import DictConfig
+from hydra import compose
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
-from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.config.composed_tree import compose_tree_of, not_composed
-from lightning_llm.config.composition import COMPOSITION_ERRORS
-from lightning_llm.config.one_run import compose_one, open_composer
-from lightning_llm.config.overrides import parse_overrides, read_overrides, unknown_option
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean, gathered
+from lightning_llm.config.branching import branch_tree, read_branching
+from lightning_llm.config.derived_keys import (
+    FROM_WEIGHTS,
+    fill_from_weights,
+    fill_named_casts,
+    fill_steps,
+    give_way_to_cluster,
+    leave_out_observers,
+)
+from lightning_llm.config.overrides import choices_of, parse_overrides, read_overrides
+from lightning_llm.config.recipes import group_names
+from lightning_llm.config.resolve import first_line, read_tree
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.strict import Reading
-from lightning_llm.config.sweep_space import recipe_sweep
-from lightning_llm.config.weight_folders import with_shape_of_weights
+from lightning_llm.config.schema.sweep import SweepConfig, read_sweep_keys
+from lightning_llm.config.sources import group_options, open_hydra, unknown_option
+from lightning_llm.config.weight_folders import INIT_FROM
+
+FORCED = "++"
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, RecursionError, ValueError)
+"""Errors of Hydra for files and arguments that do not compose; ValueError: keywords of a defaults list."""
+
+KEPT = {
+    "model": ("init_from",),
+    "data": ("global_batch_size", "micro_batch_size", "sequence_length", "max_tokens", "epochs", "document_mask"),
+    "precision": (),
+    "parallel": (),
+    "optim": (),
+    "schedule": (),
+    "spikes": (),
+    "logger": (),
+    "cluster": (),
+}
+"""{group: keys of a recipe that stay where another file of that group is chosen, which replaces all others}.
+
+They belong to the run: how much it learns from at a time, and from which weights. Groups that are not here (trainer,
+callbacks, launcher) have no files that exclude each other, so all of a recipe's keys below them stay."""
 
 
 def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> Config:
@@ -34,18 +72,18 @@ def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> 
 
 
 def read_composed(overrides: Sequence[str], config_dir: Path | None = None) -> Reading:
-    """Return what `compose_config` does, with the sound part beside the problems for the rules to go on with.
+    """Return the config of `compose_config` with its problems; the sound part stays for the rules between keys.
 
     Raises:
-        ConfigError: where nothing is left to go on with.
+        ConfigError: no part is sound, or the overrides are of a sweep.
     """
+    parsed, problems = read_overrides(overrides)
     with open_composer(config_dir) as composer:
-        parsed, problems = read_overrides(overrides)
         if any(recipe_sweep(parsed, composer)):
             text = "this recipe is a sweep of several runs. Add -m: train -m runs it, plan -m lists it, "
-            text += "config -m prints it."
-            raise ConfigError([*problems, Problem("recipe", text)])
-        if of_sweeps := [each.key_or_group for each in parsed if each.key_or_group.startswith("sweep.")]:
+            raise ConfigError([*problems, Problem("recipe", f"{text}config -m prints it.")])
+        keys = [each.key_or_group for each in parsed]
+        if of_sweeps := [key for key in keys if key.startswith("sweep.")]:
             text = "is of a sweep, and nothing in one run reads it. Add -m, or leave it out."
             raise ConfigError([*problems, *(Problem(key, text) for key in of_sweeps)])
         if several := [each.key_or_group for each in parsed if each.is_sweep_override()]:
@@ -55,22 +93,297 @@ def read_composed(overrides: Sequence[str], config_dir: Path | None = None) -> R
 
 
 def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[DictConfig, dict[str, str]]:
-    """Return what the overrides compose to, nothing resolved or checked, and the file chosen for each group.
+    """Return the tree that the overrides compose to, unresolved and unchecked, and the file chosen for each group.
 
     Raises:
         ConfigError: they do not compose.
     """
+    parsed = parse_overrides(overrides)
     with open_composer(config_dir) as composer:
-        parsed = parse_overrides(overrides)
-        if problems := [problem for each in parsed if (problem := unknown_option(each, composer.search))]:
-            raise ConfigError(problems)
+        if unknown := composer.unknown(parsed):
+            raise ConfigError(unknown.values())
         try:
-            return compose_tree_of(with_shape_of_weights(parsed), composer)
+            return composer.tree(_with_shape_of_weights(parsed))
         except COMPOSITION_ERRORS as error:
-            raise not_composed(error) from error
+            raise _not_composed(error) from error
 
 
-def typed_value(overrides: Sequence[str], key: str) -> str | None:
-    """Return the one value that the overrides set `key` to, None where they do not, or to several."""
-    found = [each for each in parse_overrides(overrides) if each.key_or_group == key and not each.is_sweep_override()]
-    return str(found[-1].value()) if found else None
+def compose_one(parsed: Sequence[Override], composer: "Composer", known: Sequence[Problem]) -> Reading:
+    """Return the config of one run; `known` are problems of arguments that are not among `parsed`."""
+    unknown = composer.unknown(parsed)
+    problems = [*known, *unknown.values()]
+    keys = {each.key_or_group for each in parsed}
+    try:
+        if branching := read_branching(parsed, composer.config_dir):
+            sound = [each for each in parsed if each.key_or_group not in unknown]
+            tree = branch_tree(branching, sound, composer.tree([])[0], composer.group)
+            fill_steps(tree, keys, of_file=True)
+        else:
+            sound = [each for each in _with_shape_of_weights(parsed) if each.key_or_group not in unknown]
+            tree, _ = composer.tree(sound)
+            try:
+                fill_from_weights(tree, keys)
+            except ConfigError as error:
+                problems += error.problems
+                tree, unknown["model"] = _with_default_model(sound, composer), error.problems[0]
+            with gathered(problems):
+                fill_steps(tree, keys)
+        reading = read_tree(tree, stand_ins=unknown)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from error
+    except COMPOSITION_ERRORS as error:
+        raise ConfigError([*problems, *_not_composed(error).problems]) from error
+    # Without the recipe, or with a word less, the rest is not what was meant: rules would judge another run.
+    sound_part = None if known or "recipe" in unknown else reading.config
+    return Reading(sound_part, (*problems, *reading.problems))
+
+
+def recipe_sweep(typed: Sequence[Override], composer: "Composer") -> tuple[list[str], list[str]]:
+    """Return the chosen recipe's `hydra.sweeper.params`, less those typed on the command line, and its `sweep.also`.
+
+    Raises:
+        ConfigError: several recipes are chosen, and one of them is a sweep.
+    """
+    chosen = [each for each in typed if each.key_or_group == "recipe"]
+    if not chosen:
+        return [], []
+    for word in composer.choices(chosen[-1]) if chosen[-1].is_sweep_override() else []:
+        if any(recipe_sweep(parse_overrides([word]), composer)):
+            text = f"has several values, and {word} is a sweep itself, whose choices would be left out."
+            raise ConfigError(Problem("recipe", f"{text} Give that alone."))
+    try:
+        composed = composer.compose([each for each in typed if not each.is_sweep_override()])
+    except COMPOSITION_ERRORS:
+        return [], []  # the same composition follows for each job, and reports the problem there
+    keys = {each.key_or_group for each in typed}
+    params = [f"{key}={value}" for key, value in composed.sweep_params.items() if key not in keys]
+    return params, list(composed.sweep_keys().also)
+
+
+def _with_shape_of_weights(parsed: Sequence[Override]) -> list[Override]:
+    """Return the overrides with `model=from_weights` where weights are named to start from, and no model is.
+
+    `model.init_from=null` names none: random weights.
+    """
+    named = [each.value() for each in parsed if each.key_or_group == INIT_FROM and not each.is_delete()]
+    if all(value is None for value in named) or any(each.key_or_group == "model" for each in parsed):
+        return list(parsed)
+    return [*parsed, *parse_overrides([f"model={FROM_WEIGHTS}"])]
+
+
+def _with_default_model(parsed: Sequence[Override], composer: "Composer") -> DictConfig:
+    """Return the tree of the overrides with the default model in place of one whose weights cannot be read.
+
+    Keys that others are made of are then there, and nothing else is found wrong for it.
+    """
+    default = composer.tree([])[1]["model"]
+    others = [each for each in parsed if each.key_or_group.partition(".")[0] != "model"]
+    return composer.tree([*others, *parse_overrides([f"model={default}"])])[0]
+
+
+def _not_composed(error: Exception) -> ConfigError:
+    """Return the ConfigError for an `error` of Hydra's composition."""
+    text = " ".join(str(error or error.__cause__).split())
+    if isinstance(error, RecursionError):
+        text = "files of the defaults lists name each other in a circle."
+    elif isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        if (meant := group.rpartition("/")[2]) != group and meant in group_names():
+            text = f"a defaults list has `{meant}: {name}`. From a recipe, write `- override /{meant}: {name}`."
+        else:
+            hint = did_you_mean(name, error.options or ())
+            text = f"a defaults list names {group}={name}; there is no '{name}'.{hint}"
+    elif isinstance(error, OmegaConfBaseException):
+        text = f"{first_line(error)}."
+    return ConfigError(Problem(getattr(error, "full_key", None) or "composition", text))
+
+
+class Composed(NamedTuple):
+    """The merged files and overrides, nothing resolved or checked; a copy of the caller's own."""
+
+    tree: DictConfig
+    """Less Hydra's own node; `recipe` is the chosen one's name."""
+    choices: dict[str, str]
+    """The file chosen for each group."""
+    sweep_params: dict[str, Any]
+    """The recipe's `hydra.sweeper.params`."""
+
+    def sweep_keys(self) -> SweepConfig:
+        """Return the keys below `sweep`, checked. Raises ConfigError with all that is wrong with them."""
+        node = self.tree.get("sweep")
+        values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else node
+        return read_sweep_keys({} if values is None else values)
+
+
+class Composer:
+    """Composes trees over one search path, inside an initialized Hydra.
+
+    Composing reads and merges some twenty files, a tenth of a second; the jobs of a sweep mostly differ in single
+    values. Hydra applies those to the merged files, last, in the order they are typed; so does this, to a kept merge.
+    """
+
+    def __init__(self, search: Sequence[str], config_dir: Path | None = None):
+        """`search`: overrides of Hydra's search path, which lead to `config_dir`."""
+        self.search = list(search)
+        self.config_dir = config_dir
+        self._bases: dict[tuple[str, ...], bytes] = {}  # pickled: seven times as fast to copy as by deepcopy
+        self._options: dict[str, list[str]] = {}
+
+    def options(self, group: str) -> list[str]:
+        """Return the names that `group=` takes; empty where there is no such group."""
+        if group not in self._options:
+            self._options[group] = group_options(group, self.search)
+        return self._options[group]
+
+    def unknown(self, parsed: Sequence[Override]) -> dict[str, Problem]:
+        """Return {group: problem} of each group whose chosen name is none of its options."""
+        found = {each.key_or_group: unknown_option(each, self.options(each.key_or_group)) for each in parsed}
+        return {group: problem for group, problem in found.items() if problem}
+
+    def choices(self, parsed: Override) -> list[str]:
+        """Return `a=1,2` as ["a=1", "a=2"], see `choices_of`."""
+        return choices_of(parsed, self.options(parsed.key_or_group))
+
+    def group(self, word: str, group: str) -> Any:
+        """Return the node of `group` that the override `word` composes, for a tree that is there already."""
+        return self.tree(parse_overrides([word]))[0][group]
+
+    def tree(self, parsed: Sequence[Override]) -> tuple[DictConfig, dict[str, str]]:
+        """Return the tree of one run that the overrides compose to, and the file chosen for each group.
+
+        Raises:
+            ConfigError: a rule of `precision.modules.casts` names a recipe that it cannot take.
+            HydraException, OmegaConfBaseException: as Hydra does.
+        """
+
+        def precision(name: str) -> DictConfig:
+            node: DictConfig = self.compose(parse_overrides([f"precision={name}"])).tree.precision
+            return node
+
+        tree, choices, _ = self.compose(parsed)
+        with open_dict(tree):
+            tree.pop("sweep", None)
+            leave_out_observers(tree, parsed)
+            give_way_to_cluster(tree, {each.key_or_group for each in parsed})
+        fill_named_casts(tree, precision, self.config_dir)
+        return tree, choices
+
+    def compose(self, parsed: Sequence[Override]) -> Composed:
+        """Return what Hydra composes of the overrides.
+
+        Raises:
+            HydraException, OmegaConfBaseException: as Hydra does.
+        """
+        arguments = [self.forced(each) for each in parsed]
+        values = [each for each, word in zip(parsed, arguments, strict=True) if word.startswith(FORCED)]
+        base = tuple(word for word in arguments if not word.startswith((FORCED, "~")))
+        if any(each.is_delete() or isinstance(each.value(), dict) for each in parsed):
+            return self._in_order(parsed, arguments, base)  # of a group or of its values, and then the order counts
+        try:
+            composed = self._base(base)
+            for each in values:
+                OmegaConf.update(composed.tree, each.key_or_group, each.value(), force_add=True)
+        except (HydraException, OmegaConfBaseException):
+            return self._composed(arguments)  # for Hydra's own message on what is wrong
+        return composed
+
+    def forced(self, parsed: Override) -> str:
+        """Return the override so that Hydra takes it even for an unknown key, which the strict check then names."""
+        word = parsed.input_line or ""
+        if parsed.is_delete():
+            return word
+        if self.options(parsed.key_or_group):
+            return word.lstrip("+")  # all groups are in the defaults list already
+        return FORCED + word.lstrip("+")
+
+    def _base(self, base: tuple[str, ...]) -> Composed:
+        """Return what choices of groups alone compose; a group that is chosen beside a recipe is its file, whole."""
+        if base not in self._bases:
+            composed = self._composed(list(base))
+            for group, node in self._replaced(base, composed).items():
+                composed.tree[group] = node
+            self._bases[base] = pickle.dumps(composed)
+        found: Composed = pickle.loads(self._bases[base])
+        return found
+
+    def _in_order(self, parsed: Sequence[Override], arguments: list[str], base: tuple[str, ...]) -> Composed:
+        """Return what Hydra composes where the order of overrides counts, with the groups that replace a recipe's."""
+        composed = self._composed(arguments)
+        try:
+            replaced = self._replaced(base, self._composed(list(base)))
+        except (HydraException, OmegaConfBaseException):
+            return composed
+        for group, node in replaced.items():
+            composed.tree[group] = node
+            for each in parsed:
+                if each.key_or_group.startswith(f"{group}."):
+                    _apply(composed.tree, each)
+        return composed
+
+    def _replaced(self, base: Sequence[str], composed: Composed) -> dict[str, Any]:
+        """Return {group: its chosen file's keys} of groups in `base` below which the recipe sets keys for another file.
+
+        A choice that the recipe makes itself, or sweeps over, is the one that its keys are for.
+        """
+        recipe = [word for word in base if word.partition("=")[0] == "recipe"]
+        chosen = [group for word in base if (group := word.partition("=")[0]) in KEPT]
+        if not recipe or not chosen or composed.choices.get("recipe") is None:
+            return {}
+        own = self._base(tuple(recipe[-1:]))
+        chosen = [group for group in chosen if composed.choices.get(group) not in self._own_choices(own, group)]
+        if not chosen:
+            return {}
+        chosen_files = [f"{group}={name}" for group, name in composed.choices.items() if group in group_names()]
+        plain = self._base(tuple(word for word in chosen_files if not word.startswith("recipe="))).tree
+        found = {}
+        for group in chosen:
+            node, now = plain[group], composed.tree[group]
+            if isinstance(node, DictConfig) and isinstance(now, DictConfig):
+                values: Any = OmegaConf.to_container(now, resolve=False)
+                for key in values.keys() & set(KEPT[group]):
+                    OmegaConf.update(node, key, values[key], force_add=True)
+                found[group] = node
+        return found
+
+    def _own_choices(self, own: Composed, group: str) -> set[str]:
+        """Return the files of `group` that a recipe chooses: by its defaults list, or as values of its sweep."""
+        lines = [f"{key}={value}" for key, value in own.sweep_params.items()]
+        lines += [word for line in own.tree.get("sweep", {}).get("also") or [] for word in str(line).split()]
+        swept = [each for each in parse_overrides(lines) if each.key_or_group == group]
+        values = [word.partition("=")[2] for each in swept for word in self.choices(each)]
+        return {str(own.choices.get(group)), *values}
+
+    def _composed(self, arguments: list[str]) -> Composed:
+        tree = compose("config", overrides=[*self.search, *arguments], return_hydra_config=True)
+        choices = dict(tree.hydra.runtime.choices)
+        params = dict(tree.hydra.sweeper.get("params") or {})
+        with open_dict(tree):
+            tree.recipe = choices.get("recipe")
+            del tree["hydra"]
+        return Composed(tree, choices, params)
+
+
+@contextmanager
+def open_composer(config_dir: Path | None) -> Iterator[Composer]:
+    """Open Hydra on the shipped configs, with `config_dir` behind them; yield the composer of its trees."""
+    with open_hydra(config_dir) as search:
+        yield Composer(search, config_dir) if config_dir else shipped_composer()
+
+
+@cache
+def shipped_composer() -> Composer:
+    """Return the one composer of the shipped groups and recipes, whose files stay as they are while a process lives."""
+    return Composer([])
+
+
+def _apply(tree: DictConfig, override: Override) -> None:
+    """Apply one override of a value to `tree`, in place, as Hydra does."""
+    if not override.is_delete():
+        OmegaConf.update(tree, override.key_or_group, override.value(), merge=True, force_add=True)
+        return
+    above, _, key = override.key_or_group.rpartition(".")
+    node = OmegaConf.select(tree, above)
+    if not isinstance(node, DictConfig) or key not in node:
+        raise HydraException(f"Could not delete from config. '{override.key_or_group}' does not exist.")
+    with open_dict(node):
+        del node[key]

@@ -1,23 +1,71 @@
-"""`data.epochs` of `data.max_tokens` -> `trainer.max_steps`, while a config is composed."""
+"""Keys that follow from others, filled in while a config is composed: the config then does not depend on their origin.
+
+`model=from_weights` takes the model's shape and the tokenizer from weights, `data.epochs` sets `trainer.max_steps`, and
+rules of `precision.modules.casts` take slots from a recipe that they name. A chosen cluster replaces `hardware`.
+"""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.config.composition import Composer
-from lightning_llm.config.overrides import group_options, parse_overrides
+from lightning_llm.config.recipes import option_files
 from lightning_llm.config.schema.base import LARGEST_INT, MOST_TOKENS
 from lightning_llm.config.schema.precision import SLOTS
+from lightning_llm.config.weight_folders import (
+    EXPECTED,
+    INIT_FROM,
+    NOT_SHAPE,
+    end_of_document_of,
+    shape_of,
+    tokenizer_of,
+    weights_path,
+)
+from lightning_llm.config.yaml_file import literal
 
-KEY, STEPS = "data.epochs", "trainer.max_steps"
+FROM_WEIGHTS = "from_weights"
+"""The file of the group `model` that has no shape of its own."""
+EPOCHS, STEPS = "data.epochs", "trainer.max_steps"
 LENGTH = ("data.max_tokens", "data.sequence_length", "data.global_batch_size")
+
+
+def fill_from_weights(tree: DictConfig, typed: Sequence[str] = ()) -> None:
+    """Set in `tree`, a config whose model is `from_weights`, what the weights say and nothing else does, in place.
+
+    What is set beside it stays: another `rope_theta`, say. A tokenizer that would be trained on the data gives way to
+    the weights' own, unless one of the keys `typed` is about tokenizers.
+
+    Raises:
+        ConfigError: there are no weights at `model.init_from`, or none that can be read.
+    """
+    model = tree.get("model")
+    if not isinstance(model, DictConfig) or model.get("name") != FROM_WEIGHTS:
+        return
+    if OmegaConf.is_missing(model, "init_from") or model.get("init_from") is None:
+        raise ConfigError(Problem(INIT_FROM, f"a value must be given with model={FROM_WEIGHTS}: {EXPECTED}."))
+    path = weights_path(str(model.init_from))
+    shape = shape_of(path)
+    with open_dict(tree):
+        for key, value in shape.items():
+            if key not in model and key not in NOT_SHAPE and value is not None:
+                model[key] = literal(value)
+        model.name = literal(str(shape.get("name") or path.name))
+        tokenizer = tokenizer_of(path)
+        trained = OmegaConf.select(tree, "data.tokenizer.kind") == "bpe"  # what is chosen where nobody chooses
+        if tokenizer is not None and trained and not any(key.startswith("data.tokenizer") for key in typed):
+            OmegaConf.update(tree, "data.tokenizer.kind", "file", force_add=True)
+            OmegaConf.update(tree, "data.tokenizer.path", literal(str(tokenizer)), force_add=True)
+            OmegaConf.update(tree, "data.tokenizer.vocab_size", None, force_add=True)
+            if (end := end_of_document_of(path)) is not None:
+                OmegaConf.update(tree, "data.tokenizer.end_of_document", literal(end), force_add=True)
 
 
 def steps_of(epochs: float, max_tokens: int, sequence_length: int, global_batch_size: int) -> int:
@@ -41,8 +89,8 @@ def fill_steps(tree: DictConfig, typed: Collection[str], *, of_file: bool = Fals
     chosen = STEPS in typed or (not of_file and given != _default_steps())
     if chosen and given != steps:
         text = (
-            f"is {given}, and {KEY} makes it {steps}: "
-            f"{', '.join(f'{key}={_value(tree, key)}' for key in (KEY, *LENGTH))}. Leave it out, or {KEY} (null)."
+            f"is {given}, and {EPOCHS} makes it {steps}: "
+            f"{', '.join(f'{key}={_value(tree, key)}' for key in (EPOCHS, *LENGTH))}. Leave it out, or {EPOCHS} (null)."
         )
         raise ConfigError(Problem(STEPS, text))
     OmegaConf.update(tree, STEPS, steps, force_add=True)
@@ -54,14 +102,14 @@ def _steps(tree: DictConfig) -> int | None:
     Raises:
         ConfigError: there would be more than a run can count.
     """
-    epochs, *length = (_value(tree, key) for key in (KEY, *LENGTH))
+    epochs, *length = (_value(tree, key) for key in (EPOCHS, *LENGTH))
     sound = [_is_positive(value) for value in (epochs, *length)]
     if not all(sound) or not all(int(value) == value and value <= MOST_TOKENS for value in length):
         return None  # checked with all other keys
     tokens, of_sequence, of_step = map(int, length)
     if epochs * tokens > float(LARGEST_INT) * of_sequence * of_step:
         text = f"is {epochs:g}, which makes more than {LARGEST_INT:,} steps of {LENGTH[0]}={tokens}. Lower it."
-        raise ConfigError(Problem(KEY, text))
+        raise ConfigError(Problem(EPOCHS, text))
     return steps_of(epochs, tokens, of_sequence, of_step)
 
 
@@ -82,14 +130,18 @@ def _default_steps() -> int:
     return int(yaml.safe_load(file.read_text(encoding="utf-8"))["max_steps"])
 
 
-Node = dict[str, Any]
+def fill_named_casts(tree: DictConfig, recipe: Callable[[str], DictConfig], config_dir: Path | None) -> None:
+    """Write out the slots of every rule that names a recipe, in place; slots given beside the name stay.
 
+    Whatever is not of the schema's shape is left for its check.
 
-def fill_named_casts(tree: DictConfig, composer: Composer) -> None:
-    """Write out the slots of every rule that names a recipe; those that stand beside the name stay.
+    Args:
+        tree: a composed config.
+        recipe: composes the precision recipe of a name.
+        config_dir: a folder of further recipes.
 
-    `composer` composes the recipes that are named. Whatever is not of the schema's shape is left for its check. Raises
-    ConfigError with every recipe that is none, or cannot be taken from.
+    Raises:
+        ConfigError: rules name recipes that do not exist, or whose slots cannot be taken.
     """
     rules = OmegaConf.select(tree, "precision.modules.casts", throw_on_resolution_failure=False)
     problems = []
@@ -97,11 +149,10 @@ def fill_named_casts(tree: DictConfig, composer: Composer) -> None:
         if not isinstance(rule, DictConfig) or not isinstance(name := rule.get("recipe"), str):
             continue
         key = f"precision.modules.casts.{number}.recipe"
-        if name not in (options := group_options("precision", composer.search)):
-            problems.append(Problem(key, f"there is no '{name}'.{did_you_mean(name, options)}"))
+        if name not in (names := option_files("precision", config_dir)):
+            problems.append(Problem(key, f"there is no '{name}'.{did_you_mean(name, names)}"))
             continue
-        recipe = composer.compose(parse_overrides([f"precision={name}"])).tree
-        other: Any = OmegaConf.to_container(recipe.precision, resolve=True)
+        other: Any = OmegaConf.to_container(recipe(name), resolve=True)
         found = [Problem(key, text) for text in _not_to_take(other, tree.precision.get("compute_dtype"))]
         problems += found
         if not found:
@@ -111,7 +162,7 @@ def fill_named_casts(tree: DictConfig, composer: Composer) -> None:
         raise ConfigError(problems)
 
 
-def _not_to_take(other: Node, compute_dtype: object) -> Iterator[str]:
+def _not_to_take(other: dict[str, Any], compute_dtype: object) -> Iterator[str]:
     """Yield what keeps a rule from taking the slots of the recipe `other`."""
     name, modules = other.get("name"), other.get("modules") or {}
     if other.get("compute_dtype") != compute_dtype:
@@ -123,10 +174,37 @@ def _not_to_take(other: Node, compute_dtype: object) -> Iterator[str]:
         yield f"is '{name}', whose layers or steps have different casts themselves. Write the slots."
 
 
-def _fill(rule: DictConfig, other: Node) -> None:
+def _fill(rule: DictConfig, other: dict[str, Any]) -> None:
     for gemm, operand in SLOTS:
         own = rule.get(gemm)
         if own is None:
             rule[gemm] = own = {}
         if isinstance(own, DictConfig | dict) and rule[gemm].get(operand) is None:
             rule[gemm][operand] = (other.get(gemm) or {}).get(operand) or {}
+
+
+def give_way_to_cluster(tree: DictConfig, typed: Collection[str]) -> None:
+    """Forget the device that a recipe was planned on, in place, where `typed` has a cluster of others and no device."""
+    cluster = tree.get("cluster")
+    if "cluster" in typed and "hardware" not in typed and isinstance(cluster, DictConfig) and "hardware" in cluster:
+        tree.hardware = None
+
+
+def leave_out_observers(tree: DictConfig, parsed: Sequence[Override]) -> None:
+    """Drop what a recipe's file sets of a default observer where the chosen callbacks have none (callbacks=none).
+
+    What was typed stays, for the check to refuse: it would not be done. So do arguments of observers that have to be
+    chosen (profile), which a file that sets them forgot to do.
+    """
+    typed = {".".join(each.key_or_group.split(".")[:2]) for each in parsed}
+    for name in list(tree.get("callbacks") or {}):
+        node = tree.callbacks[name]
+        without_class = isinstance(node, DictConfig) and "_target_" not in node
+        if without_class and name in _default_observers() and f"callbacks.{name}" not in typed:
+            del tree.callbacks[name]
+
+
+@cache
+def _default_observers() -> frozenset[str]:
+    file = files("lightning_llm.conf") / "callbacks" / "default.yaml"
+    return frozenset(yaml.safe_load(file.read_text(encoding="utf-8")))

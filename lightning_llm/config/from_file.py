@@ -8,15 +8,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.branching import apply_overrides
-from lightning_llm.config.cluster_choice import give_way_to_cluster
 from lightning_llm.config.compose import compose_tree
-from lightning_llm.config.derived_keys import fill_steps
+from lightning_llm.config.derived_keys import fill_from_weights, fill_steps, give_way_to_cluster
 from lightning_llm.config.overrides import read_overrides
 from lightning_llm.config.resolve import read_tree
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate
 from lightning_llm.config.schema.strict import Reading
-from lightning_llm.config.weight_folders import fill_from_weights
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.config.yaml_file import read_mapping
 

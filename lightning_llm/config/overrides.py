@@ -1,13 +1,11 @@
-"""Words of the command line as Hydra overrides, and what Hydra would take for them. Imports no torch."""
+"""Command-line arguments as Hydra overrides, or what is wrong with each; the values of one with several."""
 
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import islice
 
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import (
     ChoiceSweep,
@@ -22,8 +20,7 @@ from hydra.errors import HydraException
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.recipes import group_names, option_files
-from lightning_llm.config.schema.aliases import KEY, VALUES
-from lightning_llm.config.schema.data import loader_of
+from lightning_llm.config.schema.aliases import KEY
 from lightning_llm.config.schema.declared_types import takes_text
 from lightning_llm.config.yaml_file import literal
 
@@ -148,65 +145,14 @@ def _look_alikes(key: str) -> str:
     return ", ".join(f"{each!r} ({unicodedata.name(each, 'no letter')})" for each in odd)
 
 
-def group_options(group: str, search: list[str]) -> list[str]:
-    """Return the names that `group=` takes, recipes in subfolders as "sub/name"; empty where there is no such group."""
-    # Hydra copies all it knows for each question, which takes longer than composing; no group has a dot in its name
-    return [] if not group or "." in group else _options_behind(group, tuple(search))
+def typed_value(overrides: Sequence[str], key: str) -> str | None:
+    """Return the one value that the overrides set `key` to, None where they do not, or to several."""
+    found = [each for each in parse_overrides(overrides) if each.key_or_group == key and not each.is_sweep_override()]
+    return str(found[-1].value()) if found else None
 
 
-@cache
-def _options_behind(group: str, search: tuple[str, ...]) -> list[str]:
-    loader = GlobalHydra.instance().config_loader()
-    options = list(loader.get_group_options(group, overrides=list(search)))
-    for child in loader.get_group_options(group, ObjectType.GROUP, overrides=list(search)):
-        options += [f"{child}/{name}" for name in _options_behind(f"{group}/{child}", search)]
-    return options
-
-
-def forget_options() -> None:
-    """Ask Hydra anew from now on: a folder of further groups may have changed."""
-    _options_behind.cache_clear()
-
-
-def unknown_option(parsed: Override, search: list[str]) -> Problem | None:
-    """Return what is wrong with a group's chosen name, None where it is one of the group's or no group is meant."""
-    options = group_options(parsed.key_or_group, search)
-    if parsed.is_delete() or parsed.is_sweep_override() or not options:
-        return None
-    value, group = parsed.value(), parsed.key_or_group
-    if isinstance(value, list) and group != "callbacks":
-        text = f"is a list, whose files would be merged into one. Give one, or several with -m: {group}=a,b."
-        return Problem(group, text)
-    value = "null" if value is None else value
-    if value in options or isinstance(value, list):
-        return None
-    return Problem(group, f"there is no {str(value)!r}.{_meant(group, str(value), options)}")
-
-
-def _meant(group: str, value: str, options: list[str]) -> str:
-    """Return what to write for `value`: another trainer's word, a file in place of what reads it, a typo."""
-    if (ours := VALUES.get(group, {}).get(value)) in options:
-        return f" Did you mean '{ours}'?"
-    loader = loader_of(value) if group == "data" else None
-    if loader is not None:
-        return f" A file is read by data={loader} data.sources.{loader}.path={value}."
-    if (group, value) == ("cluster", "measured"):
-        return " `lightning-llm health` measures machines and writes it; then add --config-dir FOLDER."
-    return did_you_mean(value, options)
-
-
-def forced(parsed: Override, search: list[str]) -> str:
-    """Return the override so that Hydra takes it even for an unknown key, which the strict check then names."""
-    word = parsed.input_line or ""
-    if parsed.is_delete():
-        return word
-    if group_options(parsed.key_or_group, search):
-        return word.lstrip("+")  # all groups are in the defaults list already
-    return "++" + word.lstrip("+")
-
-
-def choices_of(parsed: Override, search: list[str]) -> list[str]:
-    """Return `a=1,2` as ["a=1", "a=2"], any other override alone; a glob chooses among a group's names.
+def choices_of(parsed: Override, options: Sequence[str]) -> list[str]:
+    """Return `a=1,2` as ["a=1", "a=2"], any other override alone; a glob chooses among `options`, a group's names.
 
     Of more than `MOST_JOBS` values one more than that, which is one too many.
 
@@ -217,14 +163,14 @@ def choices_of(parsed: Override, search: list[str]) -> list[str]:
     if not parsed.is_sweep_override():
         return [parsed.input_line or ""]
     if isinstance(value, Glob):
-        names = value.filter(group_options(key, search))
+        names = value.filter(list(options))
     elif parsed.is_discrete_sweep():
         names = values_of(parsed, MOST_JOBS + 1)
     else:
         raise ConfigError(Problem(key, "an interval cannot be enumerated. Write the values: a=1,2 or range(1,9)."))
     if not names:
         given = (parsed.input_line or "").partition("=")[2]
-        raise ConfigError(Problem(key, f"{given} has no value.{did_you_mean(given, group_options(key, search))}"))
+        raise ConfigError(Problem(key, f"{given} has no value.{did_you_mean(given, options)}"))
     return [f"{parsed.get_key_element()}={name}" for name in names]
 
 

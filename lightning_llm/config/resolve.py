@@ -1,4 +1,8 @@
-"""A tree of keys, as Hydra composed it or a file holds it -> resolved, checked, and without credentials."""
+"""A tree of keys, composed or read from a file -> a checked `Config`, without interpolations, step laws or credentials.
+
+`optim.learning_rate=step_law` and `data.global_batch_size=step_law`, either times a number (`step_law*0.5`), and
+`trainer.max_steps=20e9tokens` become numbers here, before anything is hashed or written.
+"""
 
 import importlib
 import math
@@ -14,14 +18,13 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from omegaconf.resolvers.oc import env
 
 from lightning_llm.base.errors import Problem
-from lightning_llm.config.cluster_choice import without_cluster
 from lightning_llm.config.recipes import group_names
 from lightning_llm.config.redact import note_interpolated, withheld
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import MOST_TOKENS
 from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.config.schema.strict import HOW_MADE, Reading, read_config
-from lightning_llm.config.weight_folders import UNNAMED
+from lightning_llm.config.weight_folders import INIT_FROM, UNNAMED
 from lightning_llm.config.yaml_file import literal
 
 RATE, BATCH, STEPS = ("optim", "learning_rate"), ("data", "global_batch_size"), ("trainer", "max_steps")
@@ -43,7 +46,147 @@ class LawWords:
     tokens: float | None = None
 
 
-def read_with_laws(
+def _environment(name: str, *default: Any) -> Any:
+    """Return what `oc.env` returns, and note the variable: nothing that is printed may hold its value."""
+    note_interpolated(name)
+    return env(name, *default)
+
+
+OmegaConf.register_new_resolver("oc.env", _environment, replace=True)
+
+
+def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool = True) -> Reading:
+    """Return the tree, resolved, as a config; `stand_ins` and `to_build` as in `read_config`."""
+    if flat := list(_no_groups(tree)):  # and nothing that is made of them can be resolved
+        return Reading(None, tuple(flat))
+    found: dict[tuple[str, ...], Problem | None] = {_path(problem.key): problem for problem in _unnamed(tree)}
+    if problem := _without_cluster(tree):
+        found[("cluster",)] = problem
+    if isinstance(root := OmegaConf.select(tree, "run.root", throw_on_missing=False), str) and root:
+        OmegaConf.update(tree, "run.root", literal(str(Path(root).expanduser().absolute())))
+    unresolvable = _resolve(tree, ())
+    found |= {
+        _path(key): Problem(key, f"a value must be given.{HOW_MADE.get(key, '')}")
+        for key in sorted(OmegaConf.missing_keys(tree) - {INIT_FROM})  # which a plan does without
+    }
+    found |= unresolvable
+    for path in found:
+        if path[-1] != "name":
+            OmegaConf.update(tree, ".".join(path), None)
+    values: Any = OmegaConf.to_container(tree, resolve=True)
+    make_paths_absolute(values)
+    if isinstance(values.get("logger"), dict) and isinstance(values["logger"].get("tracking_uri"), str):
+        values["logger"]["tracking_uri"] = withheld(values["logger"]["tracking_uri"])
+    return _read_with_laws(values, found, lambda read, broken: read_config(read, broken, stand_ins, to_build=to_build))
+
+
+def make_paths_absolute(values: dict[str, Any]) -> None:
+    """Give each local path of a resolved config, changed in place, as it is from any folder."""
+    data = _mapping(values, "data")
+    paths = [(values, "resume"), (values, "branch_from"), (_mapping(values, "run"), "dir"), (data, "cache_dir")]
+    if _mapping(values, "model").get("init_from") != UNNAMED:
+        paths += [(_mapping(values, "model"), "init_from")]
+    paths += [(_mapping(data, "tokenizer"), "path"), (_mapping(data, "mixture"), "scores")]
+    paths += [(source, "path") for source in _mapping(data, "sources").values() if isinstance(source, dict)]
+    if isinstance(teachers := _mapping(values, "distil").get("teachers"), list):
+        values["distil"]["teachers"] = [
+            str(Path(os.path.expanduser(each)).absolute()) if isinstance(each, str) and each else each
+            for each in teachers
+        ]
+    for node, key in paths:
+        value = node.get(key)
+        if isinstance(value, str) and value and not _is_no_path(node, key, value):
+            node[key] = str(Path(os.path.expanduser(value)).absolute())  # Path.expanduser raises for ~nobody
+
+
+def _is_no_path(node: Mapping[str, Any], key: str, value: str) -> bool:
+    if key == "resume":
+        return value == "auto"
+    loader = node.get("loader")
+    return isinstance(loader, str) and loader in LOADERS and not LOADERS[loader].is_local(value)
+
+
+def _mapping(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = values.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _path(key: str) -> tuple[str, ...]:
+    return tuple(key.split("."))
+
+
+def _unnamed(tree: DictConfig) -> Iterator[Problem]:
+    """Yield each group whose file gives no `name`, and give it one, since others are made of it."""
+    for group, field in Config.model_fields.items():
+        needed = getattr(field.annotation, "model_fields", {}).get("name")
+        if needed is not None and needed.is_required() and isinstance(tree.get(group), DictConfig):
+            if "name" in tree[group]:
+                continue
+            yield Problem(f"{group}.name", f"a value must be given: what {group}=NAME calls this file.")
+            OmegaConf.update(tree, f"{group}.name", "unnamed", force_add=True)
+
+
+def _no_groups(tree: DictConfig) -> Iterator[Problem]:
+    """Yield each group that is given one value in place of its keys."""
+    for group, field in Config.model_fields.items():
+        keys = getattr(field.annotation, "model_fields", {})
+        if not keys or group not in tree or OmegaConf.is_interpolation(tree, group):
+            continue
+        if not isinstance(value := tree[group], str):
+            continue
+        text = f"is '{value}', and must be a mapping. "
+        if group in group_names():
+            text += f"A recipe chooses a group's file under `defaults:`, by a line `- override /{group}: {value}`."
+        else:
+            text += f"Its keys are {', '.join(f'{group}.{key}' for key in keys)}."
+        yield Problem(group, text)
+
+
+def _without_cluster(tree: DictConfig) -> Problem | None:
+    """Return what is wrong where single figures of `cluster` are set and no cluster is chosen, else None."""
+    cluster = tree.get("cluster")
+    if not isinstance(cluster, DictConfig) or not cluster or "name" in cluster or "hardware" in cluster:
+        return None
+    keys = ", ".join(f"cluster.{key}" for key in map(str, cluster))
+    text = f"is none, and {keys} changes a figure of one. Choose it, too: cluster=h100_dgx, say."
+    return Problem("cluster", text)
+
+
+def _resolve(tree: DictConfig, above: tuple[str, ...]) -> dict[tuple[str, ...], Problem | None]:
+    """Put values in the place of interpolations, so that each is parsed once: half of a composition's time.
+
+    Return the paths of what cannot be resolved, with None where a missing key, reported as such, is the cause.
+    """
+    found: dict[tuple[str, ...], Problem | None] = {}
+    for key in tree:
+        path = (*above, str(key))
+        if OmegaConf.is_missing(tree, key):
+            continue
+        try:
+            value = tree[key]
+        except InterpolationToMissingValueError:
+            found[path] = None
+        except (OmegaConfBaseException, RecursionError) as error:
+            found[path] = Problem(".".join(path), f"{first_line(error)}.")
+        else:
+            if isinstance(value, DictConfig):
+                found |= _resolve(value, path)
+            elif OmegaConf.is_interpolation(tree, str(key)) and _is_plain(value):
+                tree[key] = value
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a resolved value stands for itself in a tree: no list, and no text with a literal `${`."""
+    return isinstance(value, bool | int | float | Path) or (isinstance(value, str) and "$" not in value)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what `error` says, without its full stop."""
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def _read_with_laws(
     values: dict[str, Any],
     broken: Mapping[tuple[str, ...], Problem | None],
     read: Callable[[Mapping[str, Any], Mapping[tuple[str, ...], Problem | None]], Reading],
@@ -110,136 +253,3 @@ def _number(word: str, path: tuple[str, str]) -> tuple[float | None, Problem | N
 def _at(values: Mapping[str, Any], path: tuple[str, str]) -> Any:
     group = values.get(path[0])
     return group.get(path[1]) if isinstance(group, dict) else None
-
-
-INIT_FROM = "model.init_from"
-
-
-def _environment(name: str, *default: Any) -> Any:
-    """Return what `oc.env` returns, and note the variable: nothing that is printed may hold its value."""
-    note_interpolated(name)
-    return env(name, *default)
-
-
-OmegaConf.register_new_resolver("oc.env", _environment, replace=True)
-
-
-def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool = True) -> Reading:
-    """Return the tree, resolved, as a config; `stand_ins` and `to_build` as in `read_config`."""
-    if flat := list(_no_groups(tree)):  # and nothing that is made of them can be resolved
-        return Reading(None, tuple(flat))
-    found: dict[tuple[str, ...], Problem | None] = {_path(problem.key): problem for problem in _unnamed(tree)}
-    if problem := without_cluster(tree):
-        found[("cluster",)] = problem
-    if isinstance(root := OmegaConf.select(tree, "run.root", throw_on_missing=False), str) and root:
-        OmegaConf.update(tree, "run.root", literal(str(Path(root).expanduser().absolute())))
-    unresolvable = _resolve(tree, ())
-    found |= {
-        _path(key): Problem(key, f"a value must be given.{HOW_MADE.get(key, '')}")
-        for key in sorted(OmegaConf.missing_keys(tree) - {INIT_FROM})  # which a plan does without
-    }
-    found |= unresolvable
-    for path in found:
-        if path[-1] != "name":
-            OmegaConf.update(tree, ".".join(path), None)
-    values: Any = OmegaConf.to_container(tree, resolve=True)
-    make_paths_absolute(values)
-    if isinstance(values.get("logger"), dict) and isinstance(values["logger"].get("tracking_uri"), str):
-        values["logger"]["tracking_uri"] = withheld(values["logger"]["tracking_uri"])
-    return read_with_laws(values, found, lambda read, broken: read_config(read, broken, stand_ins, to_build=to_build))
-
-
-def make_paths_absolute(values: dict[str, Any]) -> None:
-    """Give each local path of a resolved config, changed in place, as it is from any folder."""
-    data = _mapping(values, "data")
-    paths = [(values, "resume"), (values, "branch_from"), (_mapping(values, "run"), "dir"), (data, "cache_dir")]
-    if _mapping(values, "model").get("init_from") != UNNAMED:
-        paths += [(_mapping(values, "model"), "init_from")]
-    paths += [(_mapping(data, "tokenizer"), "path"), (_mapping(data, "mixture"), "scores")]
-    paths += [(source, "path") for source in _mapping(data, "sources").values() if isinstance(source, dict)]
-    if isinstance(teachers := _mapping(values, "distil").get("teachers"), list):
-        values["distil"]["teachers"] = [
-            str(Path(os.path.expanduser(each)).absolute()) if isinstance(each, str) and each else each
-            for each in teachers
-        ]
-    for node, key in paths:
-        value = node.get(key)
-        if isinstance(value, str) and value and not _is_no_path(node, key, value):
-            node[key] = str(Path(os.path.expanduser(value)).absolute())  # Path.expanduser raises for ~nobody
-
-
-def _is_no_path(node: Mapping[str, Any], key: str, value: str) -> bool:
-    if key == "resume":
-        return value == "auto"
-    loader = node.get("loader")
-    return isinstance(loader, str) and loader in LOADERS and not LOADERS[loader].is_local(value)
-
-
-def _mapping(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    found = values.get(key)
-    return found if isinstance(found, dict) else {}
-
-
-def _path(key: str) -> tuple[str, ...]:
-    return tuple(key.split("."))
-
-
-def _unnamed(tree: DictConfig) -> Iterator[Problem]:
-    """Yield each group whose file gives no `name`, and give it one, since others are made of it."""
-    for group, field in Config.model_fields.items():
-        needed = getattr(field.annotation, "model_fields", {}).get("name")
-        if needed is not None and needed.is_required() and isinstance(tree.get(group), DictConfig):
-            if "name" in tree[group]:
-                continue
-            yield Problem(f"{group}.name", f"a value must be given: what {group}=NAME calls this file.")
-            OmegaConf.update(tree, f"{group}.name", "unnamed", force_add=True)
-
-
-def _no_groups(tree: DictConfig) -> Iterator[Problem]:
-    """Yield each group that is given one value in place of its keys."""
-    for group, field in Config.model_fields.items():
-        keys = getattr(field.annotation, "model_fields", {})
-        if not keys or group not in tree or OmegaConf.is_interpolation(tree, group):
-            continue
-        if not isinstance(value := tree[group], str):
-            continue
-        text = f"is '{value}', and must be a mapping. "
-        if group in group_names():
-            text += f"A recipe chooses a group's file under `defaults:`, by a line `- override /{group}: {value}`."
-        else:
-            text += f"Its keys are {', '.join(f'{group}.{key}' for key in keys)}."
-        yield Problem(group, text)
-
-
-def _resolve(tree: DictConfig, above: tuple[str, ...]) -> dict[tuple[str, ...], Problem | None]:
-    """Put values in the place of interpolations, so that each is parsed once: half of a composition's time.
-
-    Return the paths of what cannot be resolved, with None where a missing key, reported as such, is the cause.
-    """
-    found: dict[tuple[str, ...], Problem | None] = {}
-    for key in tree:
-        path = (*above, str(key))
-        if OmegaConf.is_missing(tree, key):
-            continue
-        try:
-            value = tree[key]
-        except InterpolationToMissingValueError:
-            found[path] = None
-        except (OmegaConfBaseException, RecursionError) as error:
-            found[path] = Problem(".".join(path), f"{first_line(error)}.")
-        else:
-            if isinstance(value, DictConfig):
-                found |= _resolve(value, path)
-            elif OmegaConf.is_interpolation(tree, str(key)) and _is_plain(value):
-                tree[key] = value
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a resolved value stands for itself in a tree: no list, and no text with a literal `${`."""
-    return isinstance(value, bool | int | float | Path) or (isinstance(value, str) and "$" not in value)
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of what `error` says, without its full stop."""
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

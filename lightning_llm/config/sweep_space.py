@@ -1,21 +1,21 @@
-"""Words -> the jobs of a sweep: the product of all that has several values, typed or of the recipe, each composed."""
+"""The jobs of a sweep: the product of every key with several values, typed or of the recipe, each job composed."""
 
-from collections.abc import Sequence
-from itertools import product
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain, product
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.terminal import Waiting
-from lightning_llm.config.composition import COMPOSITION_ERRORS, Composer
-from lightning_llm.config.one_run import compose_one, open_composer
-from lightning_llm.config.overrides import choices_of, parse_overrides, read_overrides
+from lightning_llm.config.compose import COMPOSITION_ERRORS, Composer, compose_one, open_composer, recipe_sweep
+from lightning_llm.config.overrides import MOST_JOBS, parse_overrides, read_overrides, values_of
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.strict import Reading
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.config.sweep_keys import choices_of_products, of_search, sweep_config, sweep_keys, with_seeds
 
 
 def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Config]]:
@@ -34,18 +34,18 @@ def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> l
 
 
 def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Reading]]:
-    """Return what `compose_sweep` does, with the sound part of each job beside its problems.
+    """Return the jobs of `compose_sweep`, each with its problems and the sound part of its config.
 
     Raises:
-        ConfigError: where nothing is left to go on with, or they are too many.
+        ConfigError: no part of a job is sound, or there are too many jobs.
     """
     with open_composer(config_dir) as composer:
         typed, problems = read_overrides(overrides)
-        groups = of_search(with_seeds(_groups(typed, composer), typed, keys := sweep_keys(typed, composer)), keys)
+        keys = _sweep_keys(typed, composer)
+        groups = _of_search(_with_seeds(_groups(typed, composer), typed, keys), keys)
         jobs: list[tuple[list[str], Reading]] = []
-        choices = (product(*each) for each in choices_of_products(groups, composer.search))
         with Waiting("composing the sweep's jobs") as waiting:
-            for arguments in (arguments for product_of_one in choices for arguments in product_of_one):
+            for arguments in chain.from_iterable(product(*each) for each in _choices(groups, composer)):
                 waiting.tell(len(jobs))
                 chosen = [redact_uri(word) for word in arguments if word not in overrides]
                 jobs.append((chosen, compose_one(parse_overrides(arguments), composer, problems)))
@@ -55,7 +55,7 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list
 def read_sweep_keys(overrides: Sequence[str], config_dir: Path | None = None) -> SweepConfig:
     """Return the keys below `sweep`, of the recipe or typed. Raises ConfigError with all that is wrong with them."""
     with open_composer(config_dir) as composer:
-        return sweep_keys(parse_overrides(overrides), composer)
+        return _sweep_keys(parse_overrides(overrides), composer)
 
 
 def read_space(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, Override]:
@@ -70,28 +70,15 @@ def read_space(overrides: Sequence[str], config_dir: Path | None = None) -> dict
         return {each.key_or_group: each for each in [*parse_overrides(params), *typed] if each.is_sweep_override()}
 
 
-def recipe_sweep(typed: Sequence[Override], composer: Composer) -> tuple[list[str], list[str]]:
-    """Return the chosen recipe's `hydra.sweeper.params`, less those typed on the command line, and its `sweep.also`.
+def _sweep_keys(typed: Sequence[Override], composer: Composer) -> SweepConfig:
+    """Return the keys below `sweep` of the tree that `typed` composes to. Raises ConfigError.
 
-    Raises:
-        ConfigError: several recipes are chosen, and one of them is a sweep.
+    Where it does not compose, the defaults: each job then reports why.
     """
-    chosen = [each for each in typed if each.key_or_group == "recipe"]
-    if not chosen:
-        return [], []
-    for word in choices_of(chosen[-1], composer.search) if chosen[-1].is_sweep_override() else []:
-        if any(recipe_sweep(parse_overrides([word]), composer)):
-            text = (
-                f"has several values, and {word} is a sweep itself, whose choices would be left out. Give that alone."
-            )
-            raise ConfigError(Problem("recipe", text))
     try:
-        composed = composer.compose([each for each in typed if not each.is_sweep_override()])
+        return composer.compose([each for each in typed if not each.is_sweep_override()]).sweep_keys()
     except COMPOSITION_ERRORS:
-        return [], []  # the same composition follows for each job, and says there what is wrong
-    keys = {each.key_or_group for each in typed}
-    params = [f"{key}={value}" for key, value in composed.sweep_params.items() if key not in keys]
-    return params, list(sweep_config(composed.tree).also)
+        return SweepConfig()
 
 
 def _groups(typed: Sequence[Override], composer: Composer) -> list[list[Override]]:
@@ -110,3 +97,90 @@ def _typed_first(line: list[Override], typed: Sequence[Override]) -> list[Overri
     """Return `line` with typed choices in place of its own for the same key; what it sets to one value stays."""
     choices = {each.key_or_group: each for each in typed}
     return [choices.get(each.key_or_group, each) if each.is_sweep_override() else each for each in line]
+
+
+def _with_seeds(groups: list[list[Override]], typed: Sequence[Override], keys: SweepConfig) -> list[list[Override]]:
+    """Return the products of a sweep with as many seeds as the last of its declared looks has, if any are declared.
+
+    Seeds that are typed are taken in their order; else they count from the one given, or from 0, whatever the recipe's
+    file says. Lines of `sweep.also` keep their own: A/A runs may be fewer.
+
+    Raises:
+        ConfigError: fewer are typed than that, or the looks need more than one sweep may have jobs.
+    """
+    if keys.until is None:
+        return groups
+    needed = keys.looks_within_budget[-1]
+    if needed > MOST_JOBS:
+        text = f"the last look is after {needed:,} seeds, and one sweep has {MOST_JOBS:,} jobs at most. Give fewer."
+        raise ConfigError(Problem("sweep.max_seeds" if keys.max_seeds else "sweep.looks", text))
+    are_typed = any(each.key_or_group == "seed" and each.is_sweep_override() for each in typed)
+    return [_group_with_seeds(group, needed, are_typed, is_line=place > 0) for place, group in enumerate(groups)]
+
+
+def _group_with_seeds(group: list[Override], needed: int, are_typed: bool, *, is_line: bool) -> list[Override]:
+    given = [each for each in group if each.key_or_group == "seed"]
+    several = [each for each in given if each.is_sweep_override()]
+    if several and is_line:
+        return group
+    if several and are_typed:
+        count = len(values_of(several[-1], needed)) if several[-1].is_discrete_sweep() else 0
+        if count < needed:
+            text = (
+                f"has {count} values, and the last declared look is after {needed} seeds. Leave seed out (0, 1, "
+                f"2, ...), give as many, or fewer looks (sweep.max_seeds={max(count, 2)})."
+            )
+            raise ConfigError(Problem("seed", text))
+        return group
+    first = given[-1].value() if given and not several else 0
+    if not isinstance(first, int):
+        return group  # which is said of each job
+    seeds = parse_overrides([f"seed={','.join(str(first + n) for n in range(needed))}"])
+    return [*(each for each in group if each.key_or_group != "seed"), *seeds]
+
+
+def _of_search(groups: list[list[Override]], keys: SweepConfig) -> list[list[Override]]:
+    """Return the products of a sweep; of a search by Optuna the one of its seeds, at what is given and not searched.
+
+    Raises:
+        ConfigError: it has further lines.
+    """
+    if keys.search != "optuna":
+        return groups
+    if len(groups) > 1:
+        raise ConfigError(Problem("sweep.also", "has further jobs, and a search chooses its own. Leave it out."))
+    return [[each for each in groups[0] if each.key_or_group == "seed" or not each.is_sweep_override()]]
+
+
+def _choices(groups: list[list[Override]], composer: Composer) -> list[list[list[str]]]:
+    """Return the choices of each override of each product.
+
+    Raises:
+        ConfigError: one is there twice, or they make more jobs than `MOST_JOBS`: composing them would take minutes, and
+            their start more.
+    """
+    choices = [[composer.choices(each) for each in group] for group in groups]
+    if twice := dict.fromkeys(_twice(groups, choices)):
+        raise ConfigError(twice)
+    jobs = sum(math.prod(map(len, each)) for each in choices)
+    if jobs <= MOST_JOBS:
+        return choices
+    several = {
+        parsed.key_or_group: len(words)
+        for group, each in zip(groups, choices, strict=True)
+        for parsed, words in zip(group, each, strict=True)
+        if len(words) > 1
+    }
+    most = f"more than {MOST_JOBS:,}"
+    counts = ", ".join(f"{key} {most if count > MOST_JOBS else f'{count:,}'}" for key, count in several.items())
+    text = f"would have {most} jobs, and no sweep has as many (values: {counts}). Give fewer, or several sweeps."
+    raise ConfigError(Problem("sweep", text))
+
+
+def _twice(groups: list[list[Override]], choices: list[list[list[str]]]) -> Iterator[Problem]:
+    for group, each in zip(groups, choices, strict=True):
+        for parsed, words in zip(group, each, strict=True):
+            for word in (word for word, count in Counter(words).items() if count > 1):
+                value = word.partition("=")[2]
+                text = f"has {value} more than once, and the same job would be run again. Give it once."
+                yield Problem(parsed.key_or_group, text)

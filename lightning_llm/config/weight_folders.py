@@ -1,18 +1,14 @@
-"""Names of the files of a folder of weights beside those of tensors, and of keys; `TOKENIZER` is in a run's, too."""
+"""Folders of weights (imported, of Hugging Face, of a run): their files, model shape, tokenizer and end tokens."""
 
 import importlib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.integrity import parse_object, read_regular, unseal
-from lightning_llm.config.yaml_file import literal, read_mapping
-
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
+from lightning_llm.config.yaml_file import read_mapping
 
 IMPORTED = "weights.json"
 """Of a folder that `import` made: what the weights are, and what was written."""
@@ -24,10 +20,7 @@ UNNAMED = "???"
 """`model.init_from` of a recipe that continues from weights: not named yet. `plan` takes it, `train` does not."""
 NOT_SHAPE = ("name", "init_from", "parameters_published")
 """Keys of `model` that say nothing of its shape."""
-
-
-OPTION = "from_weights"
-KEY = "model.init_from"
+INIT_FROM = "model.init_from"
 FAMILIES, TOKENIZERS = "lightning_llm.model.interop.families", "lightning_llm.data.tokens.tokenizer"
 """Read a config.json, and a tokenizer.json. Named and not imported, as the registries' packages are: they stand above
 this one."""
@@ -39,50 +32,6 @@ END_TOKENS, EOS = "end_tokens", "eos_token_id"
 """Keys of weights.json, and of transformers' files."""
 NOT_OF_WEIGHTS = (*NOT_SHAPE, "init", "init_std")
 """Keys of `model` that say what weights are called and how they began, not what model they are of."""
-
-
-def with_shape_of_weights(parsed: "Sequence[Override]") -> "list[Override]":
-    """Return the overrides with `model=from_weights` where weights are named to start from, and no model is.
-
-    `model.init_from=null` names none: random weights.
-    """
-    named = [each for each in parsed if each.key_or_group == KEY and not each.is_delete() and each.value() is not None]
-    if not named or any(each.key_or_group == "model" for each in parsed):
-        return list(parsed)
-    from hydra.core.override_parser.overrides_parser import OverridesParser  # names of files serve where Hydra does not
-
-    return [*parsed, OverridesParser.create().parse_override(f"model={OPTION}")]
-
-
-def fill_from_weights(tree: DictConfig, typed: Sequence[str] = ()) -> None:
-    """Set in `tree`, a config whose model is `from_weights`, what the weights say and nothing else does, in place.
-
-    What is set beside it stays: another `rope_theta`, say. A tokenizer that would be trained on the data gives way to
-    the weights' own, unless one of the keys `typed` is about tokenizers.
-
-    Raises:
-        ConfigError: there are no weights at `model.init_from`, or none that can be read.
-    """
-    model = tree.get("model")
-    if not isinstance(model, DictConfig) or model.get("name") != OPTION:
-        return
-    if OmegaConf.is_missing(model, "init_from") or model.get("init_from") is None:
-        raise ConfigError(Problem(KEY, f"a value must be given with model={OPTION}: {EXPECTED}."))
-    path = weights_path(str(model.init_from))
-    shape = shape_of(path)
-    with open_dict(tree):
-        for key, value in shape.items():
-            if key not in model and key not in NOT_SHAPE and value is not None:
-                model[key] = literal(value)
-        model.name = literal(str(shape.get("name") or path.name))
-        tokenizer = tokenizer_of(path)
-        trained = OmegaConf.select(tree, "data.tokenizer.kind") == "bpe"  # what is chosen where nobody chooses
-        if tokenizer is not None and trained and not any(key.startswith("data.tokenizer") for key in typed):
-            OmegaConf.update(tree, "data.tokenizer.kind", "file", force_add=True)
-            OmegaConf.update(tree, "data.tokenizer.path", literal(str(tokenizer)), force_add=True)
-            OmegaConf.update(tree, "data.tokenizer.vocab_size", None, force_add=True)
-            if (end := end_of_document_of(path)) is not None:
-                OmegaConf.update(tree, "data.tokenizer.end_of_document", literal(end), force_add=True)
 
 
 def weights_path(named: str) -> Path:
@@ -111,7 +60,7 @@ def shape_of(path: Path) -> dict[str, Any]:
     run = run_of(path)
     if run is None:
         what = "holds no weights" if path.is_dir() else "is a file" if path.exists() else "does not exist"
-        raise ConfigError(Problem(KEY, f"{path} {what}. Give {EXPECTED}."))
+        raise ConfigError(Problem(INIT_FROM, f"{path} {what}. Give {EXPECTED}."))
     model = read_mapping(run / "config.yaml", str(run / "config.yaml"), "It must be as its run wrote it.").get("model")
     found_in_run: Any = OmegaConf.to_container(model, resolve=True) if isinstance(model, DictConfig) else {}
     return dict(found_in_run)

@@ -25,8 +25,7 @@ def _model_at(path: str) -> ModelConfig:
     Raises:
         ConfigError: with what is wrong with the folder.
     """
-    from lightning_llm.config.weight_folders import KEY as INIT_KEY
-    from lightning_llm.config.weight_folders import shape_of, weights_path  # Hydra with it, which plans do without
+    from lightning_llm.config.weight_folders import INIT_FROM, shape_of, weights_path
 
     try:
         return ModelConfig.model_validate({"name": "teacher", **shape_of(weights_path(path)), "init_from": None})
@@ -34,7 +33,7 @@ def _model_at(path: str) -> ModelConfig:
         text = f"{path} holds the config of no model: {error.errors()[0]['msg']}."
         raise ConfigError(Problem(KEY, text)) from error
     except ConfigError as error:
-        problems = [Problem(KEY if each.key == INIT_KEY else each.key, each.text) for each in error.problems]
+        problems = [Problem(KEY if each.key == INIT_FROM else each.key, each.text) for each in error.problems]
         raise ConfigError(problems) from error
 
 

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from lightning_llm.base.errors import AgreedError, ConfigError, Problem
 from lightning_llm.config.schema import Config
-from lightning_llm.config.weight_folders import KEY as INIT_FROM
-from lightning_llm.config.weight_folders import weights_path
+from lightning_llm.config.weight_folders import INIT_FROM, weights_path
 from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.ensemble import Ensemble

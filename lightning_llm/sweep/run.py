@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.terminal import Waiting
 from lightning_llm.config.commands import sync_command
-from lightning_llm.config.compose import typed_value
+from lightning_llm.config.overrides import typed_value
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.strict import gather
 from lightning_llm.config.sweep_space import read_sweep, read_sweep_keys

@@ -15,8 +15,9 @@ from lightning_llm.__main__ import main
 from lightning_llm.cli.completion import SHELLS, complete_override
 from lightning_llm.cli.config import override_value
 from lightning_llm.config import yaml_file as config_file
-from lightning_llm.config.compose import compose_config, parse_overrides
+from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
+from lightning_llm.config.overrides import parse_overrides
 from lightning_llm.config.recipes import describe, group_names, option_files
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ALLOWED = {
     ("pickle.load", "lightning_llm/data/tokens/encode.py"),  # from its own child, by a pipe
-    ("pickle.loads", "lightning_llm/config/composition.py"),  # what this process has pickled, in memory
-    ("pickle.loads", "lightning_llm/config/file_sources.py"),  # the same
+    ("pickle.loads", "lightning_llm/config/compose.py"),  # what this process has pickled, in memory
+    ("pickle.loads", "lightning_llm/config/sources.py"),  # the same
     ("pickle.Unpickler", "lightning_llm/train/checkpoint/tensor_storage.py"),  # which admits a few classes by name
     (
         "torch.compiler.load_compiled_function",

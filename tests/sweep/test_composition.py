@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.config import composition
-from lightning_llm.config.compose import compose_config
-from lightning_llm.config.composition import Composed, Composer
-from lightning_llm.config.overrides import MOST_JOBS, forced, parse_overrides, values_of
+from lightning_llm.config import compose as composition
+from lightning_llm.config.compose import Composed, Composer, compose_config
+from lightning_llm.config.overrides import MOST_JOBS, parse_overrides, values_of
 from lightning_llm.config.sweep_space import compose_sweep
 
 VALUES = [
@@ -40,7 +39,7 @@ def outcome(words: list[str], compose: Callable[..., Composed] = Composer.compos
 
 
 def composed_whole(self: Composer, parsed: list[Override]) -> Composed:
-    return self._composed([forced(each, self.search) for each in parsed])
+    return self._composed([self.forced(each) for each in parsed])
 
 
 some_words = given(words=words, swept=st.sampled_from(["seed=1,2", "precision=bf16,fp32", "optim.eps=1e-8,1e-6"]))

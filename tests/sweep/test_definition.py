@@ -9,8 +9,9 @@ import pytest
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.cli.command_line import _parser
-from lightning_llm.config.compose import compose_config, typed_value
+from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash, training_hash
+from lightning_llm.config.overrides import typed_value
 from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.tracking import sweep_definition as definition
 from lightning_llm.tracking.sweep_definition import (

@@ -1,10 +1,12 @@
 """`sweep`: what a sweep does beside its product of values. No single run reads it, or has it in its config."""
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.schema.base import Fraction, Group, PositiveInt
 
 MOST_PERCENT = 50.0
@@ -135,3 +137,55 @@ class SweepConfig(Group):
         if self.max_seeds is None:
             return self.looks
         return (*(look for look in self.looks if look < self.max_seeds), self.max_seeds)
+
+
+def read_sweep_keys(values: Any) -> SweepConfig:
+    """Return the keys below `sweep`, checked. Raises ConfigError with all that is wrong with them."""
+    try:
+        keys = SweepConfig.model_validate(values)
+    except ValidationError as error:
+        details = error.errors()
+        wrong = {each["loc"][0] for each in details if len(each["loc"]) > 1}  # pydantic counts the sound items alone
+        told = [each for each in details if each["type"] != "too_short" or each["loc"][0] not in wrong]
+        raise ConfigError([_problem(each) for each in told]) from error
+    if problems := [*_unread(keys), *_never_pruned(keys)]:
+        raise ConfigError(problems)
+    return keys
+
+
+def _unread(keys: SweepConfig) -> Iterator[Problem]:
+    """Yield each key that is given, in a recipe's file or typed, and that this kind of sweep does nothing with."""
+    for key, kinds in READ_BY.items():
+        if key not in keys.model_fields_set or getattr(keys, key) is None or keys.kind in kinds:
+            continue
+        here = f"with {keys.kind} nothing reads it" if keys.kind else "this sweep has neither looks nor a search"
+        yield Problem(f"sweep.{key}", f"is of {' and '.join(kinds)}, and {here}. Leave it out.")
+
+
+def _never_pruned(keys: SweepConfig) -> Iterator[Problem]:
+    """Yield a number of whole trials, given and no usual one, that leaves none of a search to be pruned."""
+    if keys.search != "optuna" or keys.pruning == "none" or keys.startup_trials < keys.trials:
+        return
+    if "startup_trials" not in keys.model_fields_set:  # a first look by few trials, which more of them may follow
+        return
+    text = (
+        f"is {keys.startup_trials}, and of sweep.trials={keys.trials} none would be left to prune. Give fewer, more "
+        "trials, or sweep.pruning=none."
+    )
+    yield Problem("sweep.startup_trials", text)
+
+
+def _problem(details: Any) -> Problem:
+    location = [str(part) for part in details["loc"]]
+    key = ".".join(["sweep", *location])
+    if details["type"] == "extra_forbidden":
+        return Problem(key, f"unknown key.{did_you_mean(location[-1], list(SweepConfig.model_fields))}")
+    if details["type"] == "value_error":
+        return Problem(key, f"{details['msg'].removeprefix('Value error, ')}.")
+    if details["type"] == "too_short":
+        return Problem(key, "is empty. Give one value at least, or leave it out.")
+    if details["type"] in ("tuple_type", "model_type") or "also" in location:
+        example = "[0.25, 0.5]" if "rungs" in location else "[3, 4, 5]"
+        shape = "a list of lines like 'precision=bf16 seed=0,1'" if "also" in location else f"a list: {example}"
+        return Problem(key, f"must be {shape if location else 'a mapping of keys'}.")
+    return Problem(key, f"is {details['input']!r}, must be {details['msg'].removeprefix('Input should be ')}.")

@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.branching import changed_keys
-from lightning_llm.config.compose import typed_value
 from lightning_llm.config.config_hash import differences_on_resume
 from lightning_llm.config.from_file import is_run_file, load_config, moved_from
+from lightning_llm.config.overrides import typed_value
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_folders import TOKENIZER
 from lightning_llm.config.workspace import same_folder

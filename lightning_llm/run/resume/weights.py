@@ -12,7 +12,7 @@ from lightning_llm.config.weight_folders import (
     EXPECTED,
     HUGGINGFACE,
     IMPORTED,
-    KEY,
+    INIT_FROM,
     NOT_OF_WEIGHTS,
     TOKENIZER,
     UNNAMED,
@@ -99,7 +99,7 @@ def unnamed_problems(config: Config) -> list[Problem]:
         f"a value must be given, since this recipe continues from weights: {EXPECTED}. Or set model.init_from=null, "
         "which trains from random weights."
     )
-    return [Problem(KEY, text)]
+    return [Problem(INIT_FROM, text)]
 
 
 def init_problems(config: Config) -> list[Problem]:
