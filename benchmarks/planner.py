@@ -21,9 +21,9 @@ from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import Resolution
 from lightning_llm.plan.search.galvatron import mix_by_block
 from lightning_llm.plan.search.pricing import Pricer
+from lightning_llm.plan.search.report import layout_words
 from lightning_llm.plan.search.search import search
 from lightning_llm.plan.search.space import Space
-from lightning_llm.plan.search.wording import layout_words
 from lightning_llm.plan.time.step import StepTimer
 
 A100_BYTES = 80 * 2**30

@@ -13,16 +13,14 @@ from lightning_llm.plan.check import config_problems, layout_rule_problems
 from lightning_llm.plan.degrees import checkpointing_problems
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Resolution
-from lightning_llm.plan.search.front import draw_front
 from lightning_llm.plan.search.galvatron import mix_by_block
 from lightning_llm.plan.search.layout_file import layout_file_problems, write_layout
 from lightning_llm.plan.search.link_matrix import LinkMatrix, read_links, uniform_links
-from lightning_llm.plan.search.pins import no_layout_problems
-from lightning_llm.plan.search.pipette import place_fastest
+from lightning_llm.plan.search.placement import place_fastest
 from lightning_llm.plan.search.pricing import Pricer
-from lightning_llm.plan.search.report import render_search, search_facts
+from lightning_llm.plan.search.report import draw_front, render_search, search_facts
 from lightning_llm.plan.search.search import Found, search
-from lightning_llm.plan.search.space import Space, typed_values
+from lightning_llm.plan.search.space import Space, no_layout_problems, typed_values
 from lightning_llm.run.checked_plan import read_arguments
 from lightning_llm.run.resume.branch import settled
 

@@ -9,7 +9,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.plan.stages import Pass, bubble_fraction, passes_of, receives_waiting
-from lightning_llm.plan.time.waiting import finish_times
+from lightning_llm.plan.time.step import finish_times
 
 
 def settings(schedule, stages=1):

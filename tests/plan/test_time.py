@@ -24,9 +24,9 @@ from lightning_llm.plan.nodes import TREE_SCATTER, share_between_nodes
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.text.matrix import shipped_recipes
 from lightning_llm.plan.time.cost import PARTS
+from lightning_llm.plan.time.describe import RATIOS, published_ratio
 from lightning_llm.plan.time.device import Device
 from lightning_llm.plan.time.links import Links
-from lightning_llm.plan.time.published import RATIOS, published_ratio
 from lightning_llm.plan.time.stage import exposed_backward, exposed_forward
 from lightning_llm.plan.time.step import ONCE_BESIDE, NoTimeError, StepTime, StepTimer, no_time
 from lightning_llm.plan.traffic import SHARDS, sent_at

@@ -15,7 +15,7 @@ from lightning_llm.base.hardware import GIB
 from lightning_llm.config.recipes import option_files
 from lightning_llm.config.schema.run import ParallelConfig
 from lightning_llm.plan.search.pricing import Priced
-from lightning_llm.plan.search.wording import layout_words
+from lightning_llm.plan.search.report import layout_words
 
 GROUP = "parallel"
 NAME = re.compile(r"[\w-]{1,100}")

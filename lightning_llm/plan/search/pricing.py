@@ -4,16 +4,136 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import ClusterConfig, Config
 from lightning_llm.plan.check import layout_rule_problems
+from lightning_llm.plan.memory.activations import block_bytes
 from lightning_llm.plan.memory.fit import RESERVE, device_memory_bytes
-from lightning_llm.plan.memory.rank_bytes import peak_memory
+from lightning_llm.plan.memory.rank_bytes import ALLOCATOR_RESERVE, held_throughout, peak_memory
 from lightning_llm.plan.resolve import Plan, Resolution
-from lightning_llm.plan.search.bounds import Bounds
 from lightning_llm.plan.search.space import Choice, Space
+from lightning_llm.plan.stages import StagePart, chunks_in_flight, split_layers
+from lightning_llm.plan.time.cost import Passes
+from lightning_llm.plan.time.stage import ends_of
 from lightning_llm.plan.time.step import StepTime, StepTimer, no_time
+from lightning_llm.precision.native.capability import Capability
+
+OF_MICRO_BATCHES = ("tree_gradients", "weight_casts")
+"""Kinds of buffers that depend on the number of micro-batches."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What the blocks of one micro-batch take and keep, summed from block 0 up to each; and the ends of a model."""
+
+    forward: list[float]
+    backward: list[float]
+    kept: list[int]
+    least_backward: int
+    embedding: tuple[float, float]
+    head: tuple[float, float]
+
+
+class Bounds:
+    """Lower bounds for the layouts of `space` on `cluster`, whose casts run natively on `capability`."""
+
+    def __init__(self, space: Space, cluster: ClusterConfig, capability: Capability):
+        self.space, self.cluster, self.capability = space, cluster, capability
+        self._blocks: dict[Hashable, Blocks] = {}
+        self._held: dict[Choice, int] = {}
+        self._counts: dict[Hashable, int] = {}
+        self._parts: dict[int, list[StagePart]] = {}
+        self.reserve = 1 + (ALLOCATOR_RESERVE if capability.compute_capability is not None else 0)
+
+    def seconds(self, choice: Choice) -> float:
+        """Return the least time of a step: passes alone, without FSDP's gathers, reductions and the update.
+
+        The rank at place r of a pipeline begins when a micro-batch has passed all stages before its first, works, and
+        ends before these have passed it back. Raises NoTimeError where the casts are emulated.
+        """
+        blocks, pp, parts = self.blocks(choice, timed=True), choice.pp, self.parts(choice)
+        both = []
+        for part in parts:
+            low, high = part.layers.start, part.layers.stop
+            own = blocks.forward[high] - blocks.forward[low] + blocks.backward[high] - blocks.backward[low]
+            both.append(own + part.first * sum(blocks.embedding) + part.last * sum(blocks.head))
+        before = [0.0, *accumulate(both)]
+        return max(before[rank] + self.micro_batches(choice) * sum(both[rank::pp]) for rank in range(pp))
+
+    def held_bytes(self, choice: Choice) -> int:
+        """Return the least that the first rank of a pipeline holds, as it begins its first backward pass.
+
+        That is its state and buffers, and what its blocks keep of the micro-batches in flight and need for the pass.
+        """
+        blocks, parts = self.blocks(choice, timed=False), self.parts(choice)[:: choice.pp]
+        kept = min(blocks.kept[part.layers.stop] - blocks.kept[part.layers.start] for part in parts)
+        in_flight = self._in_flight(choice)
+        return self._throughout(choice) + int(self.reserve * (kept * in_flight + blocks.least_backward))
+
+    def _in_flight(self, choice: Choice) -> int:
+        """Return how many forward passes the first rank keeps at most."""
+        if choice.pp == 1:
+            return 1
+        key = choice.pp, choice.schedule, choice.virtual_stages, self.micro_batches(choice)
+        if key not in self._counts:
+            parallel = self.space.config_of(choice).parallel
+            self._counts[key] = chunks_in_flight(parallel, choice.pp, 0, self.micro_batches(choice))
+        return self._counts[key]
+
+    def _throughout(self, choice: Choice) -> int:
+        """Return the bytes that the first rank has in all passes, but for those that depend on micro-batches."""
+        alike = choice._replace(activation_checkpoint="none", micro_batch_size=1, schedule="")
+        if alike not in self._held:
+            plan = Resolution(self.space.config_of(choice), self.capability).plan()
+            persistent, throughout = held_throughout(plan, self.parts(choice)[:: choice.pp])
+            buffers = sum(size for kind, size in throughout.items() if kind not in OF_MICRO_BATCHES)
+            self._held[alike] = sum(persistent.values()) + int(self.reserve * buffers)
+        return self._held[alike]
+
+    def parts(self, choice: Choice) -> list[StagePart]:
+        """Return the stages of a layout."""
+        stages = choice.pp * choice.virtual_stages
+        if stages not in self._parts:
+            self._parts[stages] = split_layers(self.space.config.model, stages)
+        return self._parts[stages]
+
+    def micro_batches(self, choice: Choice) -> int:
+        """Return the micro-batches of a rank and step."""
+        ranks = choice.dp_replicate * choice.dp_shard
+        return self.space.config.data.global_batch_size // (ranks * choice.micro_batch_size)
+
+    def blocks(self, choice: Choice, *, timed: bool) -> Blocks:
+        """Return the table of all layouts that share tensors, sequences, micro-batches and recomputation alike.
+
+        As of one that shards everything and has no pipeline: no other casts, adds or keeps less.
+        """
+        key = choice.tp, choice.cp, choice.micro_batch_size, choice.activation_checkpoint, timed
+        if key not in self._blocks:
+            rest = self.space.world // (choice.tp * choice.cp)
+            alike = choice._replace(pp=1, dp_replicate=1, dp_shard=rest, zero_stage=3, schedule="1f1b")
+            self._blocks[key] = self._table(self.space.config_of(alike._replace(virtual_stages=1)), timed)
+        return self._blocks[key]
+
+    def _table(self, config: Config, timed: bool) -> Blocks:
+        plan = Resolution(config, self.capability).plan()
+        layers = range(config.model.num_layers)
+        if not timed:
+            every = [block_bytes(plan, index) for index in layers]
+            kept = [0, *accumulate(each.kept for each in every)]
+            return Blocks([], [], kept, min(each.backward for each in every), (0, 0), (0, 0))
+        operations = StepTimer(plan, self.cluster).operations
+        passes = [operations.block(index) for index in layers]
+        again = [config.parallel.checkpointing_of(index) != "none" for index in layers]
+        backward = [each.backward.total + more * each.again.total for each, more in zip(passes, again, strict=True)]
+        embedding, head = map(_both, ends_of(operations))
+        forward = [0.0, *accumulate(each.forward.total for each in passes)]
+        return Blocks(forward, [0.0, *accumulate(backward)], [], 0, embedding, head)
+
+
+def _both(passes: Passes) -> tuple[float, float]:
+    return passes.forward.total, passes.backward.total
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """What a search found as data, and as text for a terminal."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -10,12 +11,83 @@ from rich.table import Table
 from lightning_llm.base.hardware import GIB
 from lightning_llm.base.terminal import new_console
 from lightning_llm.plan.memory.fit import RESERVE, hardware_facts
+from lightning_llm.plan.nodes import SHARD_AXES, nodes_of_groups, ranks_per_node
 from lightning_llm.plan.search.pricing import Priced, Pricer
 from lightning_llm.plan.search.search import LISTED, Found, pareto_front
-from lightning_llm.plan.search.wording import layout_words, why_slower
-from lightning_llm.plan.time.describe import assumptions
-from lightning_llm.plan.time.published import published_ratio, range_text, ratio_text
+from lightning_llm.plan.search.space import CHECKPOINTING
+from lightning_llm.plan.stages import INTERLEAVED
+from lightning_llm.plan.time.describe import assumptions, published_ratio, range_text, ratio_text
 from lightning_llm.plan.time.step import StepTimer, no_time
+
+PARALLEL_PARTS = {"tensor_parallel": ("tp",), "context_parallel": ("cp",)}
+
+
+def layout_words(priced: Priced) -> str:
+    """Return a layout's degrees and choices as they are spoken of: "tp 8, pp 4 x 2, dp 8, ZeRO-2, selective, 1"."""
+    choice = priced.choice
+    words = [f"{axis} {size}" for axis in ("tp", "cp") if (size := getattr(choice, axis)) > 1]
+    if choice.pp > 1:
+        stages = f" x {choice.virtual_stages}" if choice.schedule == INTERLEAVED else ""
+        words.append(f"pp {choice.pp}{stages}{' gpipe' if choice.schedule == 'gpipe' else ''}")
+    if (dp := choice.dp_replicate * choice.dp_shard) > 1 or not words:
+        words.append(f"dp {choice.dp_replicate} x {choice.dp_shard}" if 1 < choice.dp_shard < dp else f"dp {dp}")
+    words += [f"ZeRO-{choice.zero_stage}"] if choice.zero_stage else []
+    return ", ".join([*words, checkpointing_words(priced), f"micro-batch {choice.micro_batch_size}"])
+
+
+def checkpointing_words(priced: Priced) -> str:
+    """Return what blocks recompute: "selective", or "24 full, 8 none"."""
+    modes = priced.plan.config.parallel.activation_checkpoint_layers
+    if modes is None:
+        mode = priced.choice.activation_checkpoint
+        return "no recomputation" if mode == "none" else f"{mode} recomputation"
+    return " + ".join(f"{modes.count(mode)} {mode}" for mode in reversed(CHECKPOINTING) if mode in modes)
+
+
+def why_slower(priced: Priced, best: Priced) -> str:
+    """Return the part of a step that a layout spends most more on than the fastest, in words; "" of that itself.
+
+    Also "" where one of the two has no time.
+    """
+    if priced.time is None or best.time is None or priced is best:
+        return ""
+    more = {part: seconds - best.time.seconds.get(part, 0.0) for part, seconds in priced.time.seconds.items()}
+    part = max(more, key=lambda each: more[each])
+    if more[part] <= 1e-3 * priced.seconds:
+        return "as fast"
+    return f"+{more[part]:.3g} s {_part_words(part, priced, best)}"
+
+
+def _part_words(part: str, priced: Priced, best: Priced) -> str:
+    choice = priced.choice
+    if part == "bubble" and priced.time is not None:
+        return f"waiting for stages ({priced.time.bubble_fraction:.0%} of the step)"
+    if part in ("gemm", "attention", "memory_bound") and _recomputed(priced) > _recomputed(best):
+        return "recomputation"
+    if part == "gemm":
+        return f"smaller GEMMs (tp {choice.tp}, micro-batch {choice.micro_batch_size})"
+    if part == "optimizer":
+        return "update of a larger share of the optimizer"
+    if part in PARALLEL_PARTS:
+        return f"{part.replace('_', ' ')} collectives {_where(priced, PARALLEL_PARTS[part])}"
+    if part == "gathers":
+        return f"gathering weights {_where(priced, SHARD_AXES)}, unhidden"
+    if part == "reductions":
+        return f"summing gradients {_where(priced, ('dp_replicate', *SHARD_AXES))}, unhidden"
+    return part.replace("_", " ") + " operators"
+
+
+def _recomputed(priced: Priced) -> float:
+    """Return how much is recomputed, for comparison: a block's mode as a number, their mean."""
+    config = priced.plan.config
+    modes = [config.parallel.checkpointing_of(index) for index in range(config.model.num_layers)]
+    return sum(map(CHECKPOINTING.index, modes)) / len(modes)
+
+
+def _where(priced: Priced, axes: tuple[str, ...]) -> str:
+    crosses = nodes_of_groups(priced.plan.degrees, axes, ranks_per_node(priced.plan.config)) > 1
+    return "between machines" if crosses else "within a machine"
+
 
 SHOWN, SHOWN_EMULATED = 10, 3
 """Layouts on a terminal; emulated ones at least, where there are any."""
@@ -175,3 +247,37 @@ def _table(layouts: list[dict[str, Any]]) -> str:
     text = io.StringIO()
     new_console(file=text, width=4000, color_system=None).print(table)  # a reason is long
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+LABELLED = 12
+"""How many layouts of the front are numbered, with their words beside the picture."""
+NEAR = 0.25
+"""From which part of what may be held on that limit is drawn."""
+
+
+def draw_front(layouts: Sequence[Priced], limit_bytes: int | None, title: str, path: Path) -> None:
+    """Draw the seconds of a step over the GiB of a rank to `path`, PNG or SVG by its name."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: it keeps global state
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="GiB of the rank that holds most", ylabel="seconds per step", title=title)
+    axes.scatter(*_points(layouts), s=10, color="#999999", label=f"{len(layouts):,} layouts that fit")
+    front = pareto_front(layouts)
+    axes.step(*_points(front), where="pre", color="C0", marker="o", markersize=4, label="none is faster and smaller")
+    for number, priced in enumerate(front[:LABELLED], 1):
+        place = priced.memory_bytes / GIB, priced.seconds
+        axes.annotate(str(number), place, xytext=(5, 4), textcoords="offset points", fontsize=8)
+    words = [f"{number}  {layout_words(priced)}" for number, priced in enumerate(front[:LABELLED], 1)]
+    axes.text(1.01, 1.0, "\n".join(words), transform=axes.transAxes, va="top", fontsize=8)
+    if limit_bytes is not None and max(priced.memory_bytes for priced in layouts) > limit_bytes * NEAR:
+        axes.axvline(limit_bytes / GIB, color="C3", linestyle="--", label=f"{limit_bytes / GIB:.1f} GiB may be held")
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.savefig(path, dpi=120, format=path.suffix.removeprefix("."))
+
+
+def _points(layouts: Sequence[Priced]) -> tuple[list[float], list[float]]:
+    return [priced.memory_bytes / GIB for priced in layouts], [priced.seconds for priced in layouts]

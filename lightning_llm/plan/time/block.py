@@ -15,8 +15,7 @@ from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.activations import tokens_of
 from lightning_llm.plan.memory.units import micro_batches_per_rank, reduces_once, uses_fsdp
 from lightning_llm.plan.time.cost import Cost, Passes
-from lightning_llm.plan.time.device import Device
-from lightning_llm.plan.time.formats import Formats
+from lightning_llm.plan.time.device import Device, Formats
 from lightning_llm.plan.time.links import Links
 
 BACKWARD_OF_ATTENTION = 2.5

@@ -1,10 +1,15 @@
 """How long a device takes for a GEMM, and for bytes: a roofline. Imports no torch."""
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_llm.base.hardware import COMPUTE_UNITS, planned_peak_flops
-from lightning_llm.config.schema import ClusterConfig
+from lightning_llm.config.schema import ClusterConfig, Config
+from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
+from lightning_llm.model.structure import block_linears, for_layers, mixer_of
+from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, rule_of
 
 FORMAT_BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 TILES = ((256, 128), (128, 256), (128, 128))
@@ -60,3 +65,133 @@ class Device:
                 waves = math.ceil(tiles * parts / units)
                 best = min(best, waves * units * 2 * tile_rows * tile_columns * math.ceil(summed / parts))
         return best
+
+
+GEMMS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+UNITS = {"e4m3": "fp8", "e5m2": "fp8", "e2m1": "fp4"}
+"""The unit that multiplies each element format."""
+ONE_READ = ("delayed", "e8m0_ceil", "e8m0_floor")
+"""Scales that a cast knows, or finds, as it reads: of the others a whole tensor's amax comes first, another read."""
+
+
+@dataclass(frozen=True)
+class LinearFormats:
+    """The format of each GEMM, and of x, w and dy the bytes that casting one element moves, 0 where none is cast."""
+
+    gemms: Mapping[str, str]
+    cast_bytes: Mapping[str, float]
+
+
+class Formats:
+    """The formats of a recipe's linears on a device, on whose units every cast slot is multiplied.
+
+    `without_unit`: formats for which the cluster has no peak. Their GEMMs have no time.
+    """
+
+    def __init__(self, recipe: PrecisionConfig, names: list[str], num_layers: int, device: Device):
+        self.recipe, self.num_layers, self.device = recipe, num_layers, device
+        self._reasons = reasons_to_stay_high(names, recipe, num_layers)
+        self._high = LinearFormats(dict.fromkeys(GEMMS, recipe.compute_dtype), {})
+        self._made: dict[int | None, LinearFormats] = {}
+        self.units: set[str] = set()
+        """Units of low precision that GEMMs are timed on."""
+        self.without_unit: set[str] = set()
+        for name in names:
+            self.of(name)
+
+    def of(self, name: str) -> LinearFormats:
+        """Return those of the linear with the full `name`; of the head that a tied embedding is, the compute dtype."""
+        if self._reasons.get(name, "no linear") is not None:
+            return self._high
+        number = rule_of(name, self.recipe.modules, self.num_layers)
+        if number not in self._made:
+            self._made[number] = self._of_casts(self.recipe.casts_under(number))
+        return self._made[number]
+
+    def _of_casts(self, casts: Mapping[str, CastConfig]) -> LinearFormats:
+        gemms: dict[str, str] = {}
+        moved: dict[str, float] = {}
+        for gemm, operands in GEMMS.items():
+            units = {UNITS.get(casts[f"{gemm}.{operand}"].format) for operand in operands}
+            unit = "fp8" if units == {"fp8", "fp4"} else units.pop() if len(units) == 1 else None
+            if unit is not None and self.device.peak(unit) is None:
+                self.without_unit.add(unit)
+                unit = None
+            gemms[gemm] = unit or self.recipe.compute_dtype
+            self.units |= {unit} if unit else set()
+            for operand in operands if unit else ():
+                wide = FORMAT_BYTES[self.recipe.compute_dtype]
+                reads = 1 if casts[f"{gemm}.{operand}"].scale in ONE_READ else 2
+                # Read once for both directions that it is multiplied in, written for each.
+                moved[operand] = (moved.get(operand) or reads * wide) + FORMAT_BYTES[unit or "fp8"]
+        return LinearFormats(gemms, moved)
+
+
+@dataclass(frozen=True)
+class NeededFlops:
+    """FLOPs of training on one token by number format, and the device's peak in each, FLOP/s."""
+
+    flops: Mapping[str, float]
+    peaks: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """FLOPs of all formats."""
+        return sum(self.flops.values())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one device for one token at the peaks."""
+        return sum(value / self.peaks[each] for each, value in self.flops.items())
+
+    @property
+    def peak(self) -> float:
+        """The peak of the mixture, FLOP/s."""
+        return self.total / self.seconds
+
+    def text(self) -> str:
+        """Return the peak in words: "the bf16 peak 989.5 TFLOP/s"; of a mixture with each format's share of FLOPs."""
+        if len(self.flops) == 1:
+            return f"the {next(iter(self.flops))} peak {self.peak / 1e12:,.4g} TFLOP/s"
+        shares = (
+            f"{value / self.total:.0%} of FLOPs {each} at {self.peaks[each] / 1e12:,.4g}"
+            for each, value in sorted(self.flops.items(), key=lambda item: -item[1])
+        )
+        return f"the mixture's peak {self.peak / 1e12:,.4g} TFLOP/s ({', '.join(shares)})"
+
+
+def needed_flops(config: Config, formats: Formats, device: Device) -> NeededFlops:
+    """Return the needed FLOPs of a token of `config`, whose linears have `formats`.
+
+    Raises ValueError where the device has no peak for one of them.
+    """
+    model, length = config.model, config.data.sequence_length
+    flops: dict[str, float] = defaultdict(float)
+
+    def add_linear(name: str, elements: int) -> None:
+        made = formats.of(name)
+        for gemm in GEMMS:
+            flops[made.gemms[gemm]] += 2 * elements
+
+    layers = range(model.num_layers)
+    shapes = for_layers(model, layers, lambda at: [(each.name, each.elements) for each in block_linears(model, at)])
+    for index, linears in zip(layers, shapes, strict=True):
+        for name, elements in linears:
+            add_linear(f"layers.{index}.{name}", elements)
+    add_linear("head", model.vocab_size * model.hidden_size)
+    for index in layers:
+        mixer = mixer_of(model, index)
+        share = 1.0
+        if not mixer.recurrent:
+            seen = min(mixer.window_tokens(model) or length, length)
+            share = 1 - seen / (2 * length)
+        number_format = device.mixer_format(config.precision.compute_dtype, recurrent=mixer.recurrent)
+        flops[number_format] += share * mixer.flops_per_token(model, length)
+    return NeededFlops(dict(flops), {each: _peak(device, each) for each in flops})
+
+
+def _peak(device: Device, number_format: str) -> float:
+    peak = device.peak(number_format)
+    if peak is None:
+        raise ValueError(f"{device.cluster.hardware} multiplies no {number_format}")
+    return peak

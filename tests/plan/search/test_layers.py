@@ -9,8 +9,7 @@ import pytest
 from lightning_llm.config.compose import compose_config
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.plan.search.galvatron import mix_by_block
-from lightning_llm.plan.search.layers import cheapest_modes
+from lightning_llm.plan.search.galvatron import cheapest_modes, mix_by_block
 from lightning_llm.plan.search.pricing import Pricer
 from lightning_llm.plan.search.search import search
 from lightning_llm.plan.search.space import Space, typed_values

@@ -11,7 +11,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.plan.search.placement import PlacementProblem, anneal, critical_path_seconds
 from lightning_llm.plan.stages import passes_of
-from lightning_llm.plan.time.waiting import finish_times
+from lightning_llm.plan.time.step import finish_times
 
 GPUS = 8
 
