@@ -1,4 +1,4 @@
-"""The layouts that a search considers: what is varied, within which bounds, and what was typed and so stays."""
+"""The layouts that a search considers: varied keys and their bounds, typed keys, and typed keys that leave none."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

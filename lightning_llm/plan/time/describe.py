@@ -1,4 +1,9 @@
-"""The time of a step as plain data and as text, for `plan`. Imports no torch."""
+"""The time of a step as plain data and as text, beside the speeds that published runs reached. Imports no torch.
+
+The ratios of published over predicted speed are those of `make bench ARGS=plan_time`, over the runs of
+`benchmarks/published_steps.py`; a test computes them again. They differ between families of layouts, so a search that
+compares families flatters those with low ratios.
+"""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

@@ -1,4 +1,13 @@
-"""How long a device takes for a GEMM, and for bytes: a roofline. Imports no torch."""
+"""How fast a device is: a roofline of GEMMs and bytes, the formats of a recipe's GEMMs, and the FLOPs that MFU counts.
+
+MFU is the time of the needed FLOPs at the peaks of their formats over the time of the step. For one format that is the
+usual quotient of rates (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B). For a mixture it is the quotient to
+the mixture's peak, sum F_i / sum (F_i / P_i): rates of parts of one work are averaged by the harmonic mean, weighted by
+work (J. E. Smith, "Characterizing computer performance with a single number", CACM 31 (1988) 1202-1206).
+
+PaLM counts all T x T scores of attention, of which causal kernels compute half: with long sequences its MFU passes
+100 %. Here a token attends to itself and the tokens before it within its window, as the kernels' time counts.
+"""
 
 import math
 from collections import defaultdict
@@ -30,6 +39,12 @@ class Device:
             return measured[number_format] * 1e12 if number_format in measured else None
         return planned_peak_flops(self.cluster.hardware, number_format)
 
+    def required_peak(self, number_format: str) -> float:
+        """Return `peak`. Raises ValueError where the device has no such unit."""
+        if (peak := self.peak(number_format)) is None:
+            raise ValueError(f"{self.cluster.hardware} multiplies no {number_format}")
+        return peak
+
     def mixer_format(self, compute_dtype: str, *, recurrent: bool) -> str:
         """Return the format of a mixer's own products: on a CPU attention multiplies in fp32."""
         on_cpu = self.cluster.hardware == "cpu" and not recurrent
@@ -47,9 +62,7 @@ class Device:
         dl-performance-matrix-multiplication, "wave quantization"). Memory: operands and product move once.
         Raises ValueError where the device has no such unit.
         """
-        peak = self.peak(number_format)
-        if peak is None:
-            raise ValueError(f"{self.cluster.hardware} multiplies no {number_format}")
+        peak = self.required_peak(number_format)
         width = FORMAT_BYTES[number_format]
         moved = width * summed * (rows + columns) + max(2.0, width) * rows * columns
         units = COMPUTE_UNITS.get(self.cluster.hardware)
@@ -187,11 +200,4 @@ def needed_flops(config: Config, formats: Formats, device: Device) -> NeededFlop
             share = 1 - seen / (2 * length)
         number_format = device.mixer_format(config.precision.compute_dtype, recurrent=mixer.recurrent)
         flops[number_format] += share * mixer.flops_per_token(model, length)
-    return NeededFlops(dict(flops), {each: _peak(device, each) for each in flops})
-
-
-def _peak(device: Device, number_format: str) -> float:
-    peak = device.peak(number_format)
-    if peak is None:
-        raise ValueError(f"{device.cluster.hardware} multiplies no {number_format}")
-    return peak
+    return NeededFlops(dict(flops), {each: device.required_peak(each) for each in flops})
