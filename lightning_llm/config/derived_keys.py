@@ -37,10 +37,10 @@ EPOCHS, STEPS = "data.epochs", "trainer.max_steps"
 LENGTH = ("data.max_tokens", "data.sequence_length", "data.global_batch_size")
 
 
-def fill_from_weights(tree: DictConfig, typed: Sequence[str] = ()) -> None:
-    """Set in `tree`, a config whose model is `from_weights`, what the weights say and nothing else does, in place.
+def fill_from_weights(tree: DictConfig, typed: Collection[str] = ()) -> None:
+    """Set the keys that the weights give and nothing else does, in place, in a `tree` whose model is `from_weights`.
 
-    What is set beside it stays: another `rope_theta`, say. A tokenizer that would be trained on the data gives way to
+    Keys that are set stay (another `rope_theta`). A tokenizer that would be trained on the data gives way to
     the weights' own, unless one of the keys `typed` is about tokenizers.
 
     Raises:

@@ -30,17 +30,17 @@ from lightning_llm.config.yaml_file import literal
 
 RATE, BATCH, STEPS = ("optim", "learning_rate"), ("data", "global_batch_size"), ("trainer", "max_steps")
 LAW = "lightning_llm.plan.step_law"
-"""Counts parameters and ranks. Named and not imported, as the registries' packages are: it stands above this one."""
+"""Counts parameters and ranks. Imported by name when a law is asked for: `plan` is above this package."""
 STAND_INS = {RATE: 1e-3, STEPS: 1}
 LARGEST_FACTOR = 1e6
-"""Of the law's rate or batch; the smallest is one over it. What is beyond is a slip, and may have no exponential."""
-FACTOR = re.compile(r"step_law(?:\s*\*\s*(?P<factor>.*))?", re.IGNORECASE)
-TOKENS = re.compile(r"(?P<tokens>[\d.]+(?:e[+-]?\d+)?)\s*tokens", re.IGNORECASE)
+"""Of the law's rate or batch; the smallest is one over it. Anything beyond is a typo, and may overflow."""
+FACTOR = re.compile(r"step_law(?:\s*\*\s*(?P<number>.*))?", re.IGNORECASE)
+TOKENS = re.compile(r"(?P<number>[\d.]+(?:e[+-]?\d+)?)\s*tokens", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class LawWords:
-    """What was asked for: factors of the law's learning rate and batch, and the run's `tokens`; None: numbers stand."""
+    """Factors of the law's learning rate and batch, and the run's `tokens`; None: the key has a number."""
 
     rate: float | None = None
     batch: float | None = None
@@ -192,10 +192,10 @@ def _read_with_laws(
     broken: Mapping[tuple[str, ...], Problem | None],
     read: Callable[[Mapping[str, Any], Mapping[tuple[str, ...], Problem | None]], Reading],
 ) -> Reading:
-    """Return `read(values, broken)`, laws' words in `values` made numbers.
+    """Return `read(values, broken)` with numbers in place of `step_law` and `tokens`, in place.
 
-    Words that are wrong are further entries of `broken`. Where another problem keeps the law from being worked out, its
-    keys stand at a stand-in, of which nothing is said.
+    Malformed ones are further entries of `broken`. Where another problem prevents the law from being computed, its keys
+    have a stand-in, which is not reported.
     """
     asked: dict[tuple[str, str], float] = {}
     found = dict(broken)
@@ -227,28 +227,20 @@ def _read_with_laws(
 
 def _number(word: str, path: tuple[str, str]) -> tuple[float | None, Problem | None]:
     """Return the factor, or the tokens, that `word` asks for; (None, None) where it is no such word."""
-    key = ".".join(path)
-    if path == STEPS:
-        match = TOKENS.fullmatch(word.strip())
-        if match is None:
-            return None, None
-        text, which = match["tokens"], f"above 0 of tokens, {MOST_TOKENS:g} at most: 20e9tokens"
-    else:
-        match = FACTOR.fullmatch(word.strip())
-        if match is None:
-            return None, None
-        text, which = (
-            match["factor"] or "1",
-            f"from {1 / LARGEST_FACTOR:g} to {LARGEST_FACTOR:g} of step_law: step_law*0.5",
-        )
+    match = (TOKENS if path == STEPS else FACTOR).fullmatch(word.strip())
+    if match is None:
+        return None, None
+    least, most = (0, MOST_TOKENS) if path == STEPS else (1 / LARGEST_FACTOR, LARGEST_FACTOR)
     try:
-        number = float(text)
+        number = float(match["number"] or "1")
     except ValueError:
         number = math.nan
-    least, most = (0, MOST_TOKENS) if path == STEPS else (1 / LARGEST_FACTOR, LARGEST_FACTOR)
-    if not (number > 0 and least <= number <= most):
-        return None, Problem(key, f"is '{word}', must be a number {which}.")
-    return number, None
+    if number > 0 and least <= number <= most:
+        return number, None
+    which = f"from {least:g} to {most:g} of step_law: step_law*0.5"
+    if path == STEPS:
+        which = f"above 0 of tokens, {most:g} at most: 20e9tokens"
+    return None, Problem(".".join(path), f"is '{word}', must be a number {which}.")
 
 
 def _at(values: Mapping[str, Any], path: tuple[str, str]) -> Any:

@@ -1,4 +1,8 @@
-"""Folders of runs, whatever folder a command is started in."""
+"""Folders of a command: where runs are kept, whatever folder it is started in, and the user's `--config-dir`.
+
+`DIR/callbacks/mine.py` is the module `config_dir.callbacks.mine`; `sources` reads the YAML files. Naming the folder on
+the command line is the choice to run its code. A recipe alone imports installed code only.
+"""
 
 import importlib
 import os
@@ -12,6 +16,7 @@ from lightning_llm.base.errors import ConfigError, Problem
 PACKAGE = Path(__file__).resolve().parents[1]
 """The folder of the package `lightning_llm`."""
 OUTPUTS_VARIABLE = "LIGHTNING_LLM_OUTPUTS"
+CONFIG_DIR_PACKAGE = "config_dir"
 
 
 def checkout() -> Path | None:
@@ -49,9 +54,6 @@ def same_folder(one: Path, other: Path) -> bool:
         return os.path.realpath(one) == os.path.realpath(other)
 
 
-CONFIG_DIR_PACKAGE = "config_dir"
-
-
 def open_config_dir(folder: Path | None) -> None:
     """Let `_target_: config_dir.callbacks.FILE.Class` name classes of `folder`; None: of nowhere.
 
@@ -72,6 +74,6 @@ def open_config_dir(folder: Path | None) -> None:
 
 
 def config_dir_arguments() -> list[str]:
-    """Return the words that open the same folder in a process started from here: a rank, a job of a sweep."""
+    """Return the arguments that open the same folder in a process started from here: a rank, a job of a sweep."""
     module = sys.modules.get(CONFIG_DIR_PACKAGE)
     return ["--config-dir", *module.__path__] if module else []

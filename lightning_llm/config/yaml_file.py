@@ -1,4 +1,4 @@
-"""A YAML file of the user's -> a mapping, or what is wrong with the file and on which line. Imports no torch."""
+"""YAML files: reading a user's as a mapping, or every fault with its line, and writing a run's `config.yaml`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.config.schema import Config
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig  # and with it some start-up time, where files are only listed
+    from omegaconf import DictConfig  # imported late: verbs that only list files do without
+
+    from lightning_llm.config.schema import Config
 
 MOST_VALUES = 1_000_000
 """Values of a file with its aliases expanded: ten levels of ten aliases would fill the memory."""
@@ -26,6 +27,11 @@ LARGEST_BYTES = 16 << 20
 """No config comes near; what does is another file."""
 DEEPEST = 100
 """Levels of nesting. libyaml's composer ends the process, by a full stack, where Python's raises an error."""
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""libyaml's where PyYAML was built with it: four times as fast, the same text but where it folds a long quoted one."""
+
+INTERPOLATION = re.compile(r"(\\*)\$\{")
+"""The start of an interpolation of OmegaConf, and the backslashes before it."""
 
 
 def read_mapping(file: Path, key: str, wanted: str = "Write lines of `key: value`.") -> DictConfig:
@@ -175,13 +181,6 @@ def _faults_within(node: yaml.Node, above: set[int], seen: set[int]) -> Iterator
             children.append(value)
     for child in children:
         yield from _faults_within(child, above | {id(node)}, seen)
-
-
-_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-"""libyaml's where PyYAML was built with it: four times as fast, the same text but where it folds a long quoted one."""
-
-INTERPOLATION = re.compile(r"(\\*)\$\{")
-"""The start of an interpolation of OmegaConf, and the backslashes before it."""
 
 
 def config_text(config: Config) -> str:

@@ -1,4 +1,4 @@
-"""Keys of other trainers -> keys here: Hugging Face, Megatron-LM, nanoGPT, DeepSpeed."""
+"""Keys, values and callbacks of Lightning, Hugging Face, Megatron-LM, nanoGPT and DeepSpeed -> keys here."""
 
 import re
 

@@ -9,31 +9,6 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.schema.base import Fraction, Group, PositiveInt
 
-MOST_PERCENT = 50.0
-"""Of a margin in tokens."""
-
-
-def read_margin(word: str | float) -> tuple[float, float | None]:
-    """Return (nats, None) of 0.01 or "0.01", and (NaN, 0.02) of "2%".
-
-    Raises:
-        ValueError: it is neither.
-    """
-    text = str(word).strip()
-    in_tokens = text.endswith("%")
-    try:
-        value = math.nan if isinstance(word, bool) else float(text.removesuffix("%"))
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        said = f"is {text}, must be above 0: nats per token (0.01), or tokens more that the recipe may need (2%)"
-        raise ValueError(said)
-    if in_tokens and value > MOST_PERCENT:
-        said = f"is {text}; a margin in tokens is at most {MOST_PERCENT:g}%, which half the tokens show"
-        raise ValueError(said)
-    return (math.nan, value / 100) if in_tokens else (value, None)
-
-
 FEWEST_AT_A_LOOK = 2
 FEWEST_SIZES, FEWEST_TOKENS = 3, 3
 """Model sizes, and numbers of tokens, that a law over both takes: of so many a sweep is a ladder."""
@@ -47,6 +22,8 @@ READ_BY = {
     "rungs": (HALVING,),
 }
 """The kinds of sweep that read a key, of those that not every kind does."""
+MOST_PERCENT = 50.0
+"""Of a margin in tokens."""
 
 
 def _margin(word: Any) -> float | str:
@@ -189,3 +166,24 @@ def _problem(details: Any) -> Problem:
         shape = "a list of lines like 'precision=bf16 seed=0,1'" if "also" in location else f"a list: {example}"
         return Problem(key, f"must be {shape if location else 'a mapping of keys'}.")
     return Problem(key, f"is {details['input']!r}, must be {details['msg'].removeprefix('Input should be ')}.")
+
+
+def read_margin(word: str | float) -> tuple[float, float | None]:
+    """Return (nats, None) of 0.01 or "0.01", and (NaN, 0.02) of "2%".
+
+    Raises:
+        ValueError: it is neither.
+    """
+    text = str(word).strip()
+    in_tokens = text.endswith("%")
+    try:
+        value = math.nan if isinstance(word, bool) else float(text.removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        said = f"is {text}, must be above 0: nats per token (0.01), or tokens more that the recipe may need (2%)"
+        raise ValueError(said)
+    if in_tokens and value > MOST_PERCENT:
+        said = f"is {text}; a margin in tokens is at most {MOST_PERCENT:g}%, which half the tokens show"
+        raise ValueError(said)
+    return (math.nan, value / 100) if in_tokens else (value, None)
