@@ -1,0 +1,134 @@
+"""Messages for pydantic's errors, in terms of the config: each has the key, the value, what is allowed and a remedy."""
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from lightning_llm.base.errors import Problem, did_you_mean
+from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.aliases import TRAINER_KEYS, known_elsewhere
+from lightning_llm.config.schema.declared_types import (
+    all_keys,
+    annotation_at,
+    choices_at,
+    fields_at,
+    group_at,
+    groups_of,
+    item_of,
+    keys_of,
+    registry_in,
+)
+
+NAMES_OF_KINDS = ("kind", "type", "name", "class", "_target_")
+"""Keys by which people name one of several kinds; each registry takes one of them."""
+A_MAPPING = "a mapping"
+_SHAPES = {
+    **dict.fromkeys(("model_type", "dict_type"), A_MAPPING),
+    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
+}
+"""pydantic's types of error whose text names classes of Python: what must be there, in the words of YAML."""
+
+
+HOW_MADE = {
+    "data.mixture.scores": (
+        " Scores are made by lightning-llm prepare data=python --score quality=length_entropy diversity=tfidf_kmeans, "
+        "say, which writes scores.parquet; give that file (docs/data_recipes.md)."
+    ),
+    "distil.teachers": (
+        " Teachers are runs that have finished, distil.teachers=[RUN,RUN]: train some first, say lightning-llm train "
+        "-m recipe=quickstart seed=0,1,2 (docs/data_recipes.md)."
+    ),
+}
+"""{key of a file or runs that must exist before: how to make them}."""
+
+
+def problem_of(details: Any) -> Problem:
+    """Return the problem of one of pydantic's `ErrorDetails`: its key as it is written, the value, and the remedy."""
+    location = [str(part) for part in keys_of(details["loc"])]
+    key, kind = ".".join(location), details["type"]
+    if kind == "extra_forbidden":
+        return Problem(key, _unknown_key(location, group_at(details["loc"][:-1])))
+    if kind == "missing":
+        choices = choices_at(key)
+        which = f": {', '.join(choices)}" if choices else ""
+        return Problem(key, f"a value must be given{which}.{HOW_MADE.get(key, '')}")
+    if kind in ("union_tag_invalid", "union_tag_not_found", "model_attributes_type"):
+        return _no_kind(location, details)
+    if kind == "value_error":  # of a validator of the schema, with the whole message
+        text = details["msg"].removeprefix("Value error, ")
+        return Problem(key, text if text.endswith((".", "?")) else f"{text}.")
+    if kind in ("too_short", "too_long"):
+        word, limit = ("least", "min_length") if kind == "too_short" else ("most", "max_length")
+        count = details["ctx"][limit]
+        return Problem(key, f"must hold at {word} {count} item{'s' if count > 1 else ''}.")
+    return Problem(key, _wrong_value(location, details))
+
+
+def _unknown_key(location: list[str], group: type[BaseModel] | None) -> str:
+    """Return the message for an unknown key of `group`: whose key it is elsewhere, else the nearest known one."""
+    name = location[-1]
+    if location[0] == "trainer" and (ours := TRAINER_KEYS.get(name)):
+        return f"is an argument of Lightning's Trainer; here {ours} does it."
+    if alias := known_elsewhere(name):
+        return f"unknown key.{alias}"
+    if of_kinds := _key_of_kinds(location, group):
+        return of_kinds
+    hint = did_you_mean(name, group.model_fields if group else ())
+    # Once each: every kind of optimizer has the learning rate.
+    elsewhere = [each for each in dict.fromkeys(all_keys(Config)) if each.rpartition(".")[2] == name]
+    if elsewhere and name not in NAMES_OF_KINDS and "Did you mean" not in hint:
+        hint = f" Did you mean {' or '.join(repr(each) for each in elsewhere[:3])}?"
+    return f"unknown key.{hint}"
+
+
+def _wrong_value(location: list[str], details: Any) -> str:
+    """Return the message for a value of the wrong type, or out of range."""
+    key, kind, given = ".".join(location), details["type"], details["input"]
+    what = _SHAPES.get(kind) or details["msg"].removeprefix("Input should be ")
+    if what == A_MAPPING and (keys := fields_at(location)):
+        what += f" with keys of these: {', '.join(keys)}"
+    if isinstance(given, dict | list):
+        return f"must be {what}, and is a {'mapping' if isinstance(given, dict) else 'list'}."
+    if kind.startswith("int") and isinstance(given, float) and given.is_integer():
+        return f"is {given!r}, must be {what}. Write {int(given)}."
+    if kind == "tuple_type":
+        holds = " of mappings" if groups_of(item_of(annotation_at(location))) else f": {key}=[{given}]"
+        return f"is {given!r}, must be a list{holds}."
+    if kind == "literal_error" and "null" in choices_at(key):
+        what += " or null"
+    quotes = " Write it in quotes." if kind == "string_type" and isinstance(given, int | float) else ""
+    return f"is {'null' if given is None else repr(given)}, must be {what}.{quotes}"
+
+
+def _key_of_kinds(location: list[str], kind: type[BaseModel] | None) -> str:
+    """Return the problem of an unknown key in a group of a registry, if its other kinds or its own key explain it.
+
+    `kind`: the class that does not take the key.
+    """
+    registry = registry_in(annotation_at(location[:-1]))
+    if registry is None:
+        return ""
+    group, key = ".".join(location[:-1]), location[-1]
+    if key in NAMES_OF_KINDS and key != registry.key:
+        return f"unknown key. The {registry.noun} is {group}.{registry.key}: {', '.join(registry)}."
+    others = [name for name in registry if key in registry[name].model_fields]
+    if not others:
+        return ""
+    own = next((f"'{name}'" for name in registry if registry[name] is kind), "this one")
+    owners = " or ".join(f"'{name}'" for name in others)
+    where = f"{group}.{registry.key}={owners}"
+    return f"unknown key of the {registry.noun} {own}. It is a key of {where}. Set that, or drop it."
+
+
+def _no_kind(location: list[str], details: Any) -> Problem:
+    """Return the problem of a value at `location` that should be one of a registry's kinds, and names none of them."""
+    registry = registry_in(annotation_at(location))
+    if registry is None:  # pydantic said that there is one
+        raise TypeError(f"{'.'.join(location)} has no registry")
+    if details["type"] == "model_attributes_type":
+        known = ", ".join(registry)
+        return Problem(".".join(location), f"is {details['input']!r}, must be a mapping with {registry.key}: {known}.")
+    key = ".".join([*location, registry.key])
+    if details["type"] == "union_tag_not_found":
+        return Problem(key, f"a value must be given. Known here: {', '.join(registry)}.")
+    return Problem(key, registry.unknown(details["ctx"]["tag"]))
