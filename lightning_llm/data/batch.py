@@ -1,4 +1,4 @@
-"""What a rank is handed for a step, and for a micro-batch of validation.
+"""Batches: one rank's tensors of an optimizer step, and of a validation micro-batch.
 
 Letters: A micro-batches per rank and step (gradient accumulation), B micro-batch size, T sequence length.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class _Tensors:
-    """Tensors by name, of which some may be None."""
+    """Named tensors; some may be None."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """Return it on `device`; `non_blocking`: see `Tensor.to`."""
@@ -30,7 +30,7 @@ class _Tensors:
 
 @dataclass(frozen=True)
 class Batch(_Tensors):
-    """What one rank computes in one step: int64 [A, B, T] each; `labels[..., t]` is the token after `tokens[..., t]`.
+    """One rank's share of a step: int64 [A, B, T] each; `labels[..., t]` is the token after `tokens[..., t]`.
 
     `document_ids` counts documents from 0 within each row, None unless `data.document_mask`.
     """

@@ -1,11 +1,11 @@
-"""Products that are built once and then only mapped: each is a folder named by the hash of all that shaped it.
+"""Cached products, built once and then mapped: each is a folder named by the hash of its inputs.
 
-A folder is written under another name and renamed when whole, so that it exists complete or not at all; a lock file
-beside it lets one of several processes build while the others wait. The manifest, written last, holds every file's
-size and digest, and its own: what was torn by a power cut or has changed since is built again.
+A folder is written under a temporary name and renamed when complete. A lock file lets one of several processes build
+while the others wait. The manifest, written last, contains the size and digest of every file and its own digest: a
+product that was torn by a power cut or changed since is built again.
 
-Content is verified before a product is used, by one process for all: `NAME.verified` beside it says which files (by
-size, times and inode) were found whole and when. It is believed for a day, or until one of them has changed.
+One process verifies the content of a product before use: the file `NAME.verified` records which files (by size, times
+and inode) were found intact and when. The record is valid for a day, or until one of the files changes.
 """
 
 import errno
@@ -46,7 +46,7 @@ def digest_of(content: Any) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a product whose files have their sizes, None where there is none or one is damaged."""
+    """Return the manifest of a product if all its files have their sizes, None if it is missing or damaged."""
     try:
         return _open(folder)
     except (OSError, ValueError):
@@ -58,7 +58,7 @@ def _open(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it or a file is not what was written, and how.
+        ValueError: it or a file differs from what was written; the text says how.
     """
     content = (folder / MANIFEST).read_bytes()
     try:
@@ -76,7 +76,7 @@ def _files(manifest: dict[str, Any]) -> dict[str, FileContent]:
 
 
 def product_folder(cache_dir: Path, kind: str, identity: Any) -> Path:
-    """Return where the product named by `kind` and `identity` (JSON data) lies or would lie."""
+    """Return the folder of the product named by `kind` and `identity` (JSON data); it need not exist."""
     return cache_dir / f"{kind}-{digest_of([CODE_VERSION, kind, identity])}"
 
 
@@ -84,7 +84,7 @@ def build_once(cache_dir: Path, kind: str, identity: Any, build: Build) -> tuple
     """Return the folder and manifest of the product named by `kind` and `identity`, built now if it is not there.
 
     `build` fills the folder it is given and returns the manifest's own entries (JSON data). Raises ConfigError for a
-    `data.cache_dir` that cannot be written or is full; what was half written is removed.
+    `data.cache_dir` that cannot be written or is full; a partly written folder is removed.
     """
     folder = product_folder(cache_dir, kind, identity)
     if (manifest := read_manifest(folder)) is not None and _is_known_whole(folder, manifest):
@@ -101,7 +101,7 @@ def build_once(cache_dir: Path, kind: str, identity: Any, build: Build) -> tuple
 
 @contextmanager
 def _locked(cache_dir: Path, folder: Path, to_build: bool) -> Iterator[None]:
-    """Hold the lock of a product; where nobody can write, what is there can still be verified without."""
+    """Hold the lock of a product. In a read-only cache, an existing product is verified without a lock."""
     from filelock import FileLock
 
     lock = FileLock(f"{folder}.lock")
@@ -118,7 +118,7 @@ def _locked(cache_dir: Path, folder: Path, to_build: bool) -> Iterator[None]:
 
 
 def _whole(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest if all files have their sizes, None where something is to be built; says why where it is."""
+    """Return the manifest if all files have their sizes; None, after printing why, if the product must be built."""
     try:
         return _open(folder)
     except FileNotFoundError:
@@ -138,7 +138,7 @@ def _is_known_whole(folder: Path, manifest: dict[str, Any]) -> bool:
 
 
 def _verify(folder: Path, manifest: dict[str, Any]) -> bool:
-    """Return whether every file holds what was written, and note it if so; otherwise say which does not."""
+    """Return whether every file contains what was written, and record it; otherwise print which file does not."""
     for name, written in _files(manifest).items():
         if problem := content_problem(folder / name, written):
             _say_damaged(folder, f"{name} {problem}")
@@ -168,7 +168,7 @@ def _say_damaged(folder: Path, what: str) -> None:
 
 
 def _build(folder: Path, identity: Any, build: Build) -> dict[str, Any]:
-    """Build `folder`, whose lock is held. Leftovers of a killed builder can only be nobody's."""
+    """Build `folder` while its lock is held. Leftovers of a killed builder are removed."""
     partial = folder.with_name(f"{folder.name}.partial")
     for leftover in (partial, folder):
         if leftover.exists():

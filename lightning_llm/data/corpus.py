@@ -44,7 +44,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a training window lies: tokens `start` .. `start` + T inclusive of the training tokens of `source`.
+    """Origin of a training window: tokens `start` .. `start` + T inclusive of the training tokens of `source`.
 
     They belong to its training documents `first_document` .. `last_document`, counted from 0 in the order they are
     read, those held out left out.
@@ -70,7 +70,7 @@ class Corpus:
         max_steps: int | None = None,
         chosen: Mapping[str, Mapping[str, Any]] | None = None,
     ):
-        """`streams` holds each source's "train" and "validation" stream; what is trained on has at least one window.
+        """`streams`: each source's "train" and "validation" stream; every trained source has at least one window.
 
         `accounts` of all sources. `data.opening` makes and checks all of it. `chosen`: what `choose_documents`
         returned.
@@ -99,9 +99,9 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hex digits of what there is to learn: tokenizer, and each source's name, share, and tokens of both splits.
+        """32 hex digits of the training data: tokenizer, and each source's name, share, and tokens of both splits.
 
-        And how a mixture changes the shares, and `data.max_tokens` what there is. Free of paths, seed and batch sizes,
+        Also of how a mixture changes the shares, and of `data.max_tokens`. Independent of paths, seed and batch sizes,
         and of sources that no sample comes from: those only watched, and those of weight 0.
         """
         held_out = dict(zip(self.names, self.held_out, strict=True))
@@ -118,7 +118,7 @@ class Corpus:
 
     @cached_property
     def validation_fingerprint(self) -> str:
-        """32 hex digits of what the mean over sources scores, `val_loss`: the same tokens, each after the same context.
+        """32 hex digits of the tokens that `val_loss` scores, each with its context.
 
         Free of sources that are only watched, but where these alone are scored: `train.validation` averages so.
         """
@@ -128,12 +128,12 @@ class Corpus:
 
     @cached_property
     def source_fingerprints(self) -> dict[str, str]:
-        """32 hex digits of what a validation scores of each source, `val_loss/SOURCE`, by its name."""
+        """By source, 32 hex digits of the tokens that `val_loss/SOURCE` scores."""
         scored = {source for source, _ in self._validation_windows}
         return {self.names[source]: self._scored_fingerprint([self.names[source]]) for source in sorted(scored)}
 
     def _scored_fingerprint(self, names: Sequence[str]) -> str:
-        """Return 32 hex digits of what is scored of the sources `names`, which are in the corpus' order."""
+        """Return 32 hex digits of the scored tokens of the sources `names`, given in the corpus' order."""
         held_out = dict(zip(self.names, self.held_out, strict=True))
         streams = [[name, held_out[name].digest] for name in names]
         place = {self.names.index(name): number for number, name in enumerate(names)}
@@ -205,7 +205,7 @@ class Corpus:
 
     @property
     def validation_sequences(self) -> int:
-        """How many sequences a validation scores; 0 where nothing is held out (`data.validation.fraction=0`)."""
+        """Number of sequences that a validation scores; 0 if nothing is held out (`data.validation.fraction=0`)."""
         return len(self._validation_windows)
 
     @cached_property

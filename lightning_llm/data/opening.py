@@ -68,7 +68,7 @@ def open_corpus(
 def _scan_all(
     sources: Mapping[str, Source], config: DataConfig, cache_dir: Path, progress: bool
 ) -> tuple[dict[str, Scan], dict[str, Path]]:
-    """Return what each source holds, and of those that are tokens already where their index lies.
+    """Return the scan of each source, and the index folder of those that are tokens already.
 
     Raises ConfigError with the problems of all.
     """

@@ -1,4 +1,4 @@
-"""Documents -> held-out rule -> tokenizer -> token streams, each step cached by what shaped it.
+"""Documents -> held-out rule -> tokenizer -> token streams, each step cached under its inputs.
 
 Held out is decided by a document's 64-bit content key alone: those below `fraction` of the key range are validation,
 in every source alike and under every seed, so a text that occurs twice, or in two sources, is never on both sides.
@@ -51,7 +51,7 @@ def progress_task(description: str, total_bytes: int | None, shown: bool) -> Ite
 
 @dataclass(frozen=True)
 class Scan:
-    """What one reading of a source finds: its size, the range of its documents' keys, and how many had no text."""
+    """Result of reading a source once: its size, the range of its documents' keys, and how many had no text."""
 
     documents: int
     text_bytes: int
@@ -67,7 +67,7 @@ class Scan:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Which documents are validation: keys below `threshold`, and those in `also`."""
+    """The validation documents: keys below `threshold`, and those in `also`."""
 
     threshold: int
     also: frozenset[int]
@@ -235,7 +235,7 @@ def prepare_streams(
 
 
 def _losses(tokens: np.ndarray, dropped: int, unknown: int | None) -> Counter[str]:
-    """Return what `SourceAccount` counts of one document, of whose characters `dropped` have no token."""
+    """Return the counts of `SourceAccount` for one document with `dropped` characters without a token."""
     found: Counter[str] = Counter()
     if dropped:
         found["dropped_characters"] = dropped

@@ -72,7 +72,7 @@ def _count(number: int, noun: str) -> str:
 
 @dataclass(frozen=True)
 class SourceReport:
-    """What a run takes from one source: `share` by its weight, `achieved_share` as drawn; epochs are fractional."""
+    """A run's use of one source: `share` by its weight, `achieved_share` as drawn; epochs are fractional."""
 
     name: str
     share: float
@@ -86,7 +86,7 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """What a run takes from each source, by name, after `first_step` steps and up to `last_step`."""
+    """Tokens and epochs that a run draws from each source after `first_step` steps and up to `last_step`."""
 
     name: str
     first_step: int
@@ -96,7 +96,7 @@ class PhaseReport:
 
 
 def source_reports(corpus: "Corpus", total_samples: int) -> list[SourceReport]:
-    """Return for each source what a run of `total_samples` sequences (steps x global_batch_size) takes of it."""
+    """Return each source's share, tokens and epochs in a run of `total_samples` sequences (steps x batch size)."""
     length, drawn = corpus.config.sequence_length, corpus.order.drawn(total_samples)
     of_source = {name: s for s, name in enumerate(corpus.trained)}
     reports = []
@@ -119,7 +119,7 @@ def source_reports(corpus: "Corpus", total_samples: int) -> list[SourceReport]:
 
 
 def phase_reports(corpus: "Corpus", total_samples: int) -> list[PhaseReport]:
-    """Return for each phase of the mixture what a run of `total_samples` sequences takes in it of each source."""
+    """Return the tokens and epochs drawn from each source, by phase, in a run of `total_samples` sequences."""
     length, width = corpus.config.sequence_length, corpus.config.global_batch_size
     return [
         PhaseReport(

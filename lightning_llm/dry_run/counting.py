@@ -1,4 +1,4 @@
-"""What one rank does in a step, counted as its operations run: bytes held, bytes sent, collectives, waits of the host.
+"""Counters of one rank's step, updated as its operations run: bytes held and sent, collectives, host waits.
 
 For fake tensors (`torch._subclasses.FakeTensorMode`). They have no numbers: where the host asks for one that does not
 follow from constants, it gets 1.0, 0 or False, and a lone integer that another rank sends is 1: a vote in favour.
@@ -76,7 +76,7 @@ class SentBytes:
 
 
 class HeldBytes:
-    """Bytes of all storages that operations have made and nobody has given back yet, and their peak.
+    """Bytes of all living storages that operations created, and their peak.
 
     The meta device holds nothing.
     """
@@ -87,7 +87,7 @@ class HeldBytes:
         self._living: dict[int, ref[torch.UntypedStorage]] = {}
 
     def see(self, tensors: Any) -> None:
-        """Count the storages of what an operation has returned."""
+        """Count the storages that an operation returned."""
         for tensor in (tensors,) if isinstance(tensors, Tensor) else tree_leaves(tensors):
             if isinstance(tensor, Tensor) and _device(tensor).type != "meta":
                 storage = tensor.untyped_storage()

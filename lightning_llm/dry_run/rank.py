@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RankCounts:
-    """What one rank held, sent and did in one step. Bytes, but for `calls`, `operations` and `host_waits`."""
+    """Memory, traffic and operations of one rank's step. In bytes, except `calls`, `operations` and `host_waits`."""
 
     rank: int
     pp_rank: int
@@ -68,7 +68,7 @@ class RankCounts:
 
 
 def dry_rank(plan: Plan, rank: int, progress: Callable[[], None] | None = None) -> RankCounts:
-    """Return what global `rank` of `plan` does in its first step. Joins a fake process group: once in a process.
+    """Return the counts of global `rank` of `plan` in its first step. Joins a fake process group, once per process.
 
     Casts are kernels that allocate what they return and nothing else, and blocks are not compiled. `progress` is called
     as each of the rank's stages begins a micro-batch.
@@ -87,7 +87,7 @@ def dry_rank(plan: Plan, rank: int, progress: Callable[[], None] | None = None) 
 def count_step(
     plan: Plan, layout: Layout, fake: FakeTensorMode | None, progress: Callable[[], None] | None = None
 ) -> RankCounts:
-    """Return what this rank of `layout` does in the first step of `plan`, in `fake` or, where it is None, for real."""
+    """Return the counts of this rank of `layout` in the first step of `plan`, in `fake`, or for real if it is None."""
     started = time.process_time()
     config, within = plan.config, fake or nullcontext()
     counting = Counting(small_bytes(config))
@@ -138,7 +138,7 @@ def count_step(
 
 
 def _tell_micro_batches(quantisation: Quantisation, progress: Callable[[], None]) -> None:
-    """Have `progress` called where a stage first begins a micro-batch; recomputation begins it again."""
+    """Call `progress` when a stage first begins a micro-batch; recomputation begins it again."""
     begin, begun = quantisation.begin_micro_batch, set[tuple[int, int]]()
 
     def begin_micro_batch(model: nn.Module, step: int, micro_batch: int) -> None:
@@ -179,7 +179,7 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 class _Sending:
-    """A send on its way, with what is sent: as long as somebody has it, waited for or not. gloo's works are so."""
+    """A send in flight that keeps its tensor alive as long as it is referenced, as gloo's works do."""
 
     def __init__(self, work: Any, tensor: Tensor):
         self._work, self._tensor = work, tensor
@@ -193,7 +193,7 @@ class _Sending:
 
 @contextmanager
 def sends_held() -> Iterator[None]:
-    """Have `dist.isend` return works that hold what they send; it stays one function, by which schedules know it."""
+    """Make `dist.isend` return works that keep their tensors alive. It stays one function: schedules compare it."""
     whole = private(dist, "isend")
 
     @wraps(whole)

@@ -38,7 +38,7 @@ POLL_SECONDS = 0.5
 
 
 def dry_run(plan: Plan) -> dict[str, Any]:
-    """Return what the ranks of `plan` do in one step, counted by running it on fake tensors.
+    """Return the counts of `plan`'s ranks in one step, run on fake tensors.
 
     One rank for each pipeline rank: the first of its stage, which has the largest shards. Keys: `ranks`, a list of
     `RankCounts` as data; of the rank that `plan` is of, `memory_bytes` by kind and `bytes_sent` by kind, with the keys
@@ -70,7 +70,7 @@ def _memory(counts: RankCounts) -> dict[str, int]:
 
 
 def _traffic(plan: Plan, counts: RankCounts) -> dict[str, int]:
-    """Return the bytes by where they go: round a ring, or in an all-to-all from this rank to each of the others."""
+    """Return the bytes within and between nodes: round a ring, or from this rank to each other in an all-to-all."""
     per_node, between = ranks_per_node(plan.config), 0.0
     for kind, ranks, size in counts.between:
         nodes = [rank // per_node for rank in ranks]
@@ -93,9 +93,9 @@ def _differences(plan: Plan, counts: RankCounts) -> list[dict[str, Any]]:
 
 
 def count_ranks(plan: Plan, ranks: Sequence[int]) -> list[RankCounts]:
-    """Return what each of `ranks` does in a step, in their order, at most `AT_ONCE` of them at a time.
+    """Return the counts of each of `ranks` in a step, in their order, running at most `AT_ONCE` at a time.
 
-    Whatever ends this early (a signal, a rank that fails) ends all processes at once.
+    If this ends early (by a signal or a failing rank), all processes end at once.
 
     Raises:
         ConfigError: where a rank cannot be run dry, with the reason.
@@ -168,7 +168,7 @@ def _kill(running: dict[Connection, ForkServerProcess]) -> None:
 
 
 def render_counts(facts: dict[str, Any]) -> str:
-    """Return the `dry_run` of `plan_facts` as lines, with where formulas and counts differ."""
+    """Return the `dry_run` of `plan_facts` as lines, with the differences between formulas and counts."""
     counts = facts["dry_run"]
     memory, traffic = counts["memory_bytes"], counts["traffic_bytes"]
     within, between = traffic_text(traffic["within_nodes"]), traffic_text(traffic["between_nodes"])

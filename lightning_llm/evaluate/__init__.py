@@ -1,1 +1,1 @@
-"""Weights that are there, judged: validation losses and tasks of lm-eval, of one model, an average or an ensemble."""
+"""Evaluation of trained weights: validation losses and tasks of lm-eval, of one model, an average or an ensemble."""

@@ -1,4 +1,4 @@
-"""Measuring weights that are there: losses and tasks of one model, of an average or of an ensemble, and the record."""
+"""Evaluation of trained weights: losses and tasks of one model, an average or an ensemble, and their record."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +35,7 @@ from lightning_llm.tracking.run_state import state_of
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured of weights, and the `file` that it was written to.
+    """Results of an evaluation, and the `file` that contains them.
 
     `how`: by what several `members` were made one ("average", "ensemble"), "" for one model. `step`: optimizer steps
     of the first one's training, None where nothing says so. `by_combination`: of an ensemble by "probabilities" and by
@@ -61,11 +61,11 @@ class Evaluation:
         return {name: each["value"] for name, each in self.metrics.items()}
 
     def about(self) -> dict[str, Any]:
-        """Return what the metrics are of."""
+        """Return the subject of the metrics as JSON data."""
         return {"of": self.how or "model", "members": self.members, "step": self.step}
 
     def as_data(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the data that --json prints."""
         several = {combine: _with_nulls(its) for combine, its in self.by_combination.items()}
         gain = {"gain": self.gain.as_data()} if self.gain else {}
         metrics = several if self.how == "ensemble" else _with_nulls(self.metrics)
@@ -77,7 +77,7 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Evaluation":
-        """Return what `as_json` described."""
+        """Return the evaluation described by `as_json`."""
         gain = data.get("gain")
         return cls(**{**data, "file": Path(data["file"]), "gain": EnsembleGain.from_data(gain) if gain else None})
 
@@ -90,7 +90,7 @@ def _with_nulls(metrics: Metrics) -> dict[str, float | None]:
 
 
 def _note_unknown_bytes(corpus: Corpus) -> None:
-    """Print the sources whose text was not measured, so that there is no loss per byte."""
+    """Print the sources without a known size of text, which have no loss per byte."""
     unknown = [name for name, (tokens, size) in corpus.validation_text().items() if tokens and size is None]
     if unknown:
         text = (
@@ -101,9 +101,9 @@ def _note_unknown_bytes(corpus: Corpus) -> None:
 
 
 def evaluate_models(request: Request, output: Path | None) -> Evaluation:
-    """Measure what is asked for and write it into the run's folder, or to the file `output`; return it.
+    """Run the evaluation and write it into the run's folder, or to the file `output`; return it.
 
-    Of the ranks of `request.degrees` each measures its part, and the first has the whole and writes it.
+    Each rank of `request.degrees` measures its part; the first collects and writes the results.
 
     Raises:
         ConfigError: weights or data cannot be read, or are others on another rank.
@@ -125,7 +125,7 @@ def evaluate_models(request: Request, output: Path | None) -> Evaluation:
             }
             gain = _gain(weights, corpus, layout, device) if request.how == "ensemble" else None
     finally:
-        torch.set_num_threads(threads)  # whoever calls this goes on
+        torch.set_num_threads(threads)  # the caller continues
     done = Evaluation(request.how, request.members, first.step, found, gain=gain)
     return replace(done, file=_write(request, done, output)) if is_first_rank() else done
 
@@ -134,12 +134,12 @@ def evaluate_models(request: Request, output: Path | None) -> Evaluation:
 def _ranks_joined(request: Request) -> Iterator[tuple[Layout, torch.device]]:
     """Yield this rank's layout and device; a group that was joined for it is left when all has gone well.
 
-    Of a failure the others see a lost peer, and the launcher which failed first.
+    After a failure the other ranks see a lost peer, and the launcher reports the first failure.
     """
     config, degrees = request.subjects[0].config, request.degrees
     device = request.device if degrees.world == 1 else choose_device(config)
     was_joined = dist.is_initialized()
-    alone = degrees.world == 1 and config.parallel.zero_stage == 0  # whatever group this process is in besides
+    alone = degrees.world == 1 and config.parallel.zero_stage == 0  # even if this process is in a group
     layout = Layout(config.parallel, degrees) if alone else Layout.joined(config.parallel, degrees, device)
     failed = True
     try:
@@ -151,7 +151,7 @@ def _ranks_joined(request: Request) -> Iterator[tuple[Layout, torch.device]]:
 
 
 Parts = list[tuple[Subject, InitialSlice]]
-"""The models to run: whose they are, and what gives their weights by slices."""
+"""The models to run: subject, and weights by slices."""
 
 
 def _agreed_inputs(request: Request, layout: Layout) -> tuple[Corpus | None, Parts]:

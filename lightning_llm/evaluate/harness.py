@@ -51,7 +51,7 @@ class OwnModel(TemplateLM):
 
         `ends`: tokens that end a text beside the tokenizer's end of a document. `defaults`: see `model_defaults`.
 
-        Of a model that ranks share each rank has this, is asked the same, and answers the same.
+        If ranks share the model, each rank has this object and gets the same requests.
         """
         super().__init__()
         self.parallel = model if isinstance(model, ParallelModel) else ParallelModel.in_this_process(model)
@@ -72,7 +72,7 @@ class OwnModel(TemplateLM):
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         """Return of each continuation the sum of its tokens' log-probabilities, and whether each was the likeliest.
 
-        What is too long for the context loses its first tokens, as in lm-eval's own models.
+        A text that is too long for the context loses its first tokens, as in lm-eval's own models.
         """
         asked = [
             Continuation((list(context) + list(rest))[-(self.max_length + 1) :], len(rest))
@@ -98,7 +98,7 @@ class OwnModel(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return what the model writes after each context, up to the first of its `until` strings.
+        """Return the model's text after each context, up to the first of its `until` strings.
 
         As lm-eval's `hf` backend does: the text is that of the new tokens alone, without special tokens.
         """
@@ -152,7 +152,7 @@ class OwnModel(TemplateLM):
 
 @dataclass(frozen=True)
 class Continuation:
-    """`tokens` that a model may see at once, one more than it takes, of which the last `scored` are scored."""
+    """`tokens`: one more than a model takes at once; the last `scored` of them are scored."""
 
     tokens: list[int]
     scored: int
@@ -219,7 +219,7 @@ class Tasks:
     """The tasks of `words`, loaded: names of lm-eval's, but for those that `files` has, the user's own (.yaml)."""
 
     def __init__(self, words: Sequence[str], files: Mapping[str, Path]):
-        """Raises ConfigError with every word that names no task or whose task cannot be loaded, data included."""
+        """Raises ConfigError with every word that names no task, or a task that cannot be loaded, data included."""
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         problems: list[Problem] = []
         # The index of its thousands of tasks takes lm-eval half a minute.
@@ -273,7 +273,7 @@ class Tasks:
 
 
 def _settings_problems(tasks: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what tasks want of text that is written, and cannot have."""
+    """Yield settings of generated text that tasks want and that are not supported."""
     for name, task in tasks.items():
         given = getattr(getattr(task, "config", None), "generation_kwargs", None)
         for problem in settings_problems(given) if given and task.OUTPUT_TYPE == "generate_until" else ():

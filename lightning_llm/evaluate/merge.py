@@ -1,4 +1,4 @@
-"""Data ablation by merging: what a model of several parts of the data would score, by the mean of models of one each.
+"""Data ablation by merging: the mean of models of one part each predicts the loss of a model of several parts.
 
 Na et al. 2024 (arXiv 2410.15661): models that were continued from one start, each on its part (a base unit, all of one
 size), are averaged over a candidate set of parts; the loss of that average ranks candidates, and is not their loss. One
@@ -34,7 +34,7 @@ Losses = dict[str, float]
 Parts = tuple[str, ...]
 CONFIDENCE = 0.95
 FEWEST = 4
-"""Points below which an interval says nothing."""
+"""Fewest points for an interval."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Merge:
         return sum(found) / len(found) if found else math.nan
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `merge.json` holds."""
+        """Return the content of `merge.json`."""
         known = sum(each.true is not None for each in self.candidates)
         units = [{"part": part, "seed": seed, "loss": losses} for (seed, part), losses in self.units.items()]
         correlations = {metric: vars(self.correlation(metric)) for metric in self.metrics} if known > 1 else {}
@@ -124,7 +124,7 @@ class Merge:
 
 
 def merge(folder: Path, device: torch.device, progress: Callable[[str], None] = lambda text: None) -> Merge:
-    """Return the proxies of all sets of the parts that runs below `folder` were each trained on; write `merge.json`.
+    """Return the proxies of all sets of parts that the runs below `folder` were trained on; write `merge.json`.
 
     Runs on one source are the units; runs on several of them, by equal weights, are what proxies are held against. All
     are scored here, on the data of the first.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_llm.evaluate.harness import Tasks
 
 LAYOUT_WORD = re.compile(r"(parallel(\.\w+)?|trainer\.devices|world)=.*", re.DOTALL)
-"""An override that says how an evaluation is spread, and no path."""
+"""An override of the layout; never matches a path."""
 INSTALL = "pip install 'lightning-llm[eval]'"
 WHOLE_FILE_SHARE = 0.9
 """Of the documents of --data KIND=FILE: all but a tenth, which a corpus keeps to train on."""
@@ -37,7 +37,7 @@ WHOLE_FILE_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Request:
-    """`subjects` of the models; `how` they are one: "" (there is one), "average" or "ensemble".
+    """`subjects` of the models; `how` they are combined: "" (there is one), "average" or "ensemble".
 
     `validates`: whether losses are wanted, of the first subject's data; `tasks`: those of lm-eval, or None, of which
     the first `limit` samples are taken (below 1: that share of them), `batch_size` at once, in `compute_dtype`.
@@ -74,7 +74,7 @@ def checked_request(
     device: str = "auto",
     layout: Sequence[str] = (),
 ) -> Request:
-    """Return what is asked for, in the words of the command line (`lightning-llm evaluate --help`).
+    """Return the request made by the arguments of the command line (`lightning-llm evaluate --help`).
 
     Raises:
         ConfigError: with all that is wrong.
@@ -160,7 +160,7 @@ def _subjects(
 
 
 def _missing_text(words: Sequence[str], has_tasks: bool) -> Iterator[Problem]:
-    """Yield what is wrong where a Hugging Face folder is to be evaluated, and no file is named; tasks need none."""
+    """Yield problems of evaluating a Hugging Face folder without a file of text; tasks need none."""
     of_text = [word for word in words if not word.startswith("data.tokenizer.")]
     if of_text:
         text = f"sets {', '.join(of_text)} of no text: a Hugging Face folder brings none. Give a file, too: jsonl=FILE."
@@ -227,7 +227,7 @@ def _tasks(names: Sequence[str], read: bool) -> "Tasks | None":
 
 
 def _length_problems(subjects: Sequence[Subject], length: int) -> list[Problem]:
-    """Return which models do not take sequences of `length` tokens."""
+    """Return problems of models that do not take sequences of `length` tokens."""
     longest = {subject.folder: subject.config.model.max_sequence_length for subject in subjects}
     text = "takes {:,} tokens, and data.sequence_length is {:,}. Lower it: --data sequence_length={}."
     return [Problem(str(f), text.format(size, length, size)) for f, size in longest.items() if size < length]
@@ -292,7 +292,7 @@ def spread(config: Config, made: Config) -> tuple[Config, Degrees]:
 
 
 def task_problems(config: Config, degrees: Degrees) -> list[Problem]:
-    """Return why ranks cannot share the tokens of a task's longest texts."""
+    """Return problems of sharing the tokens of a task's longest texts among ranks."""
     length = config.model.max_sequence_length
     shares = (2 * degrees.cp if degrees.cp > 1 else 1) * (degrees.tp if config.parallel.sequence_parallel else 1)
     if length % shares == 0:

@@ -1,4 +1,4 @@
-"""How a task of lm-eval wants text written (its `generation_kwargs`), as lm-eval and its `hf` backend read it."""
+"""Settings of generated text (a task's `generation_kwargs`), read as lm-eval and its `hf` backend read them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class WritingSettings:
 
     @classmethod
     def read(cls, given: Mapping[str, Any], end_of_document: str, defaults: Mapping[str, Any]) -> "WritingSettings":
-        """Return what `given`, a task's `generation_kwargs`, asks for.
+        """Return the settings in `given`, a task's `generation_kwargs`.
 
         `defaults`: top_k and top_p of the model's own generation_config.json. Raises ValueError for senseless values.
         """
@@ -98,7 +98,7 @@ def _refuse_senseless(asked: Mapping[str, Any]) -> None:
 
 
 def settings_problems(given: Mapping[str, Any]) -> list[str]:
-    """Return what of a task's `generation_kwargs` cannot be done here: settings that would change its text."""
+    """Return the unsupported settings of a task's `generation_kwargs` that would change its text."""
     try:
         asked = dict(normalize_gen_kwargs(dict(given), DEFAULT_NEW_TOKENS))
         WritingSettings.read(given, "", {})

@@ -68,7 +68,7 @@ class TrainedModel:
 
 
 class Recipes:
-    """What `Validation` asks of a recipe, for several models with each its own."""
+    """The interface of a recipe to `Validation`, for several models with a recipe each."""
 
     def __init__(self, models: Sequence[TrainedModel]):
         self.models = models
@@ -144,7 +144,7 @@ def _per_byte(
 class Gap:
     """`gap` of `val_loss`, nats per token, and its interval at 95 %: below 0 where the ensemble has less.
 
-    The interval is about these models on other text like that scored: each sequence is one draw. It says nothing of
+    The interval is about these models on other text of this kind: each sequence is one draw. It does not extend to
     other members.
     """
 
@@ -180,12 +180,12 @@ class EnsembleGain:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> "EnsembleGain":
-        """Return what `as_data` described."""
+        """Return the gain described by `as_data`."""
         gaps = {key: {name: Gap(**each) for name, each in data[key].items()} for key in ("to_best", "to_mean")}
         return cls(data["members"], gaps["to_best"], gaps["to_mean"])
 
     def lines(self) -> list[str]:
-        """Return what there is to say of it."""
+        """Return it as lines for a terminal."""
         best = min(self.members)
         found = ["val_loss of each alone: " + ", ".join(f"{loss:.4f}" for loss in self.members)]
         for combine, gap in self.to_best.items():
@@ -206,7 +206,7 @@ def ensemble_gain(
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> EnsembleGain:
-    """Return what the ensemble of `models` gains on the sequences that `val_loss` is of."""
+    """Return the gain of the ensemble of `models` on the sequences scored by `val_loss`."""
     recipes, losses, tokens = Recipes(models), [], []
     trained = torch.tensor([name not in watched for name in corpus.names])
     batches = list(corpus.validation_batches(batch_size))

@@ -25,10 +25,10 @@ from lightning_llm.train.quantisation import Quantisation
 def load_model(
     path: Path, compute_dtype: str | None, device: str, end_of_document: str | None = None
 ) -> tuple[Decoder, Tokenizer]:
-    """Return the model and the tokenizer of what lies at `path`, see `decoder_of` and `end_words`.
+    """Return the model and the tokenizer at `path`, see `decoder_of` and `end_words`.
 
     Raises:
-        ConfigError: with all that is wrong with the words, or else with what lies there.
+        ConfigError: with all problems of the arguments, or else of the weights.
     """
     problems: list[Problem] = []
     subject = where = None
@@ -82,7 +82,7 @@ def decoder_of(
 def sharded_decoder_of(
     subject: Subject, initial: InitialSlice, layout: Layout, device: torch.device, compute_dtype: str = ""
 ) -> ParallelModel:
-    """Return this rank's part of what `decoder_of` returns, its weights in fp32 and cast on use. Collective."""
+    """Return this rank's part of the model of `decoder_of`, its weights in fp32 and cast on use. Collective."""
     config = subject.config
     dtype = compute_dtype or config.precision.compute_dtype
     precision = compose_config(["precision=fp32"]).precision.model_copy(update={"compute_dtype": dtype})
@@ -134,7 +134,7 @@ def check_members(subjects: Sequence[Subject], *, same_shape: bool) -> None:
 
 
 def end_words(end_of_document: str | None) -> list[str]:
-    """Return the overrides that name the token that ends a document; None: what the weights say, or a usual name."""
+    """Return the overrides that name the token that ends a document; None: the weights' own, or a usual name."""
     return [] if end_of_document is None else [override("data.tokenizer.end_of_document", end_of_document)]
 
 

@@ -1,4 +1,4 @@
-"""Golden curves: the first steps of a recipe, recorded, and held against the same steps made anew. Imports nothing."""
+"""Golden curves: the first steps of a recipe, recorded, and compared with the same steps run again. Imports nothing."""
 
 STEPS = 10
 """Default of `golden record`: seconds of a small recipe, and more steps than a wrong gradient takes to reach the loss

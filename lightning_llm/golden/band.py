@@ -1,4 +1,4 @@
-"""How far two runs of one program may lie apart: measured over repeats, not chosen.
+"""Bands of golden curves: the allowed distance between runs of one program, measured over repeats, not chosen.
 
 The model. Runs of one program on one machine, or on machines that round otherwise, give numbers that scatter around
 their mean, each number by a variance of its own. Of n runs with mean m and standard deviation s, one more run lies
@@ -67,7 +67,7 @@ class Noise:
 
     @classmethod
     def from_data(cls, data: Any) -> "Noise":
-        """Return what `as_data` gave. Raises ValueError, TypeError or KeyError where it is no such thing."""
+        """Return the noise described by `as_data`. Raises ValueError, TypeError or KeyError for any other data."""
         spread = [Curve.from_data(data[key]) for key in ("mean", "sd")] if "mean" in data else []
         return cls(int(data["runs"]), bool(data["nudged"]), *spread)
 
@@ -81,12 +81,12 @@ class Band:
 
     @cached_property
     def compared(self) -> int:
-        """How many numbers a check compares: all but learning rates, which no rounding of a device changes."""
+        """Number of values that a check compares: all but learning rates, which no rounding of a device changes."""
         return 0 if self.noise.mean is None else (len(self.noise.mean.series) - 1) * self.noise.mean.steps
 
     @cached_property
     def deviations(self) -> float:
-        """How many standard deviations a number may lie off the mean."""
+        """Allowed distance of a number from the mean, in standard deviations."""
         runs = self.noise.runs
         quantile = -special.stdtrit(runs - 1, self.false_alarms / (2 * max(1, self.compared)))
         return float(quantile * math.sqrt(1 + 1 / runs))
@@ -100,7 +100,7 @@ class Band:
         return {name: (its, others[name]) for name, its in mean.series.items()}
 
     def interval(self, name: str, step: int) -> tuple[float, float] | None:
-        """Return (mean, how far from it a number may lie) of one number; None where a run's was not finite.
+        """Return (mean, allowed distance from it) of one number; None if a run's number was not finite.
 
         A learning rate is a function of the step that the host computes: it may be off by a unit of fp32, in which it
         is applied.
@@ -113,7 +113,7 @@ class Band:
         return mean, self.deviations * math.sqrt(sd**2 + (FP32_UNIT * mean) ** 2 / 12)
 
     def widths(self, of: str) -> list[float]:
-        """Return how far, relative to the mean, numbers may lie off whose names begin with `of`; in ascending order."""
+        """Return the allowed distances from the mean, relative to it, of numbers named `of` or `of.*`, ascending."""
         names = [name for name in self._spread if name == of or name.startswith(f"{of}.")]
         steps = 0 if self.noise.mean is None else self.noise.mean.steps
         found = [self.interval(name, step) for name in names for step in range(steps)]
@@ -126,6 +126,6 @@ class Band:
 
 
 def _finite(compute: Any) -> float:
-    """Return what `compute` gives, without a warning where values are not finite."""
+    """Return the result of `compute`, without warnings about values that are not finite."""
     with np.errstate(invalid="ignore", over="ignore"):
         return float(compute())

@@ -1,4 +1,4 @@
-"""A golden curve against the same steps made anew: equal, within the band, or different, and where first."""
+"""Comparison of a golden curve with the same steps run again: equal, within the band, or different, and where first."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -54,7 +54,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Check:
-    """What a check found. `first` is None unless `outcome` is "different"; `band` is the one used, None for bits.
+    """Result of a check. `first` is None unless `outcome` is "different"; `band` is the one used, None for bits.
 
     `machine`: versions, device and fingerprint, `may_round_otherwise` whether any of it, or the layout, may change
     bits; `code`, `layout`, `recipe`: what else is not as recorded.
@@ -87,7 +87,7 @@ class Check:
 
 
 def band_facts(band: Band) -> dict[str, Any]:
-    """Return a band as data: what it is made of, and how wide it is, relative to the numbers."""
+    """Return a band as data: its runs and settings, and its width relative to the numbers."""
     norms, losses = band.gradient_norm_widths, band.widths(LOSS)
     return {
         "runs": band.noise.runs,
@@ -102,12 +102,12 @@ def band_facts(band: Band) -> dict[str, Any]:
 
 
 def recipe_changes(recorded: Golden, config: Mapping[str, Any]) -> Changes:
-    """Return the keys of what is learned in which `config` (`file.recipe_keys`) is not the recorded one."""
+    """Return the recipe keys (`file.recipe_keys`) of `config` that differ from the recorded ones."""
     return _unequal(recorded.config, config)
 
 
 def recipe_problems(changes: Changes, file: str) -> list[Problem]:
-    """Return why a check refuses to compare what is not the same recipe."""
+    """Return problems that make a check refuse another recipe."""
     text = (
         "is {}, and {} in {}: another recipe. Set it back, record a golden file of this one, or compare all the "
         "same: --allow-differences."
@@ -150,7 +150,7 @@ def compare(recorded: Golden, now: Golden, band: Band | None, *, prefer_band: bo
 
 
 def first_difference(recorded: Curve, now: Curve, band: Band | None) -> Difference | None:
-    """Return the first number of `now` that is not the recorded one, or lies outside `band`; None if there is none.
+    """Return the first number of `now` that differs from the recorded one, or is outside `band`; None if none does.
 
     First in the order in which a step computes them: of gradients the nearest to the loss, from which they come.
     """
@@ -182,7 +182,7 @@ def _agreement(band: Band | None) -> Callable[[str, int, float, float], bool]:
 
 
 def _named(name: str) -> tuple[str, str | None]:
-    """Return what a series is of: (quantity, parameter)."""
+    """Return (quantity, parameter) of a series' name."""
     if name in (LOSS, GRAD_NORM, LEARNING_RATE):
         return name, None
     return "gradient_norm", name.removeprefix(f"{GRADIENT_NORMS}.")

@@ -17,7 +17,7 @@ GRADIENT_NORMS = "gradient_norms"
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What one step gave, the same on every rank. Norms are those before clipping.
+    """Figures of one step, the same on every rank. Norms are those before clipping.
 
     `loss`, `grad_norm`: fp32 numbers. `gradient_norms`: fp64, by parameter names that no layout changes, in the order
     of the forward pass, the loss scale divided out.
@@ -44,7 +44,7 @@ class Measured:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "Measured":
-        """Return what `as_data` gave."""
+        """Return the figures described by `as_data`."""
         return cls([StepFigures(**each) for each in data["figures"]], dict(data["origin"]))
 
 
@@ -74,7 +74,7 @@ class Curve:
 
     @property
     def steps(self) -> int:
-        """How many steps it has."""
+        """Number of steps."""
         return len(self.loss)
 
     def first(self, steps: int) -> "Curve":
@@ -109,7 +109,7 @@ class Curve:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "Curve":
-        """Return what `as_data` gave. Raises ValueError, TypeError or KeyError where it is no curve."""
+        """Return the curve described by `as_data`. Raises ValueError, TypeError or KeyError where it is no curve."""
         norms = {str(name): _read(its) for name, its in data[GRADIENT_NORMS].items()}
         curve = cls(_read(data[LOSS]), _read(data[GRAD_NORM]), _read(data[LEARNING_RATE]), norms)
         if {len(its) for its in curve.series.values()} != {curve.steps} or not curve.steps:
@@ -118,7 +118,7 @@ class Curve:
 
 
 def combined(curves: Sequence[Curve], combine: Callable[[Any], float]) -> Curve:
-    """Return the curve of what `combine` makes of each number's values [len(curves)], fp64, in `curves`."""
+    """Return the curve that `combine` gives from each number's values [len(curves)], fp64, in `curves`."""
 
     def of(series: Sequence[Sequence[float]]) -> list[float]:
         return [combine(np.array(values, dtype=np.float64)) for values in zip(*series, strict=True)]

@@ -1,6 +1,6 @@
-"""The golden file: a recipe's first steps, what the recipe is, and where the numbers come from. JSON, to be committed.
+"""Golden files: a recipe's first steps, its keys and hashes, and the origin of the numbers. JSON, to be committed.
 
-A list of numbers is one line, so that a diff says which parameter moved.
+A list of numbers is one line, so that a diff shows which parameter moved.
 """
 
 import json
@@ -23,20 +23,20 @@ from lightning_llm.plan.text.describe import layout_facts
 FORMAT = 1
 """Of the file. Another is of another release."""
 FOLDER = "golden"
-"""Where golden files lie unless told otherwise, below the working directory: with the user's recipes, in their git."""
+"""Default folder of golden files below the working directory: with the user's recipes, in their git."""
 BY_CONTENT = ("model.init_from", "distil.teachers")
-"""Keys that say where an input lies; what it is, a digest in `origin` says."""
+"""Keys with paths of inputs; their content is identified by digests in `origin`."""
 LAYOUT_KEYS = ("parallel.", *ROUNDING)
 """Keys that change in which order sums are made, and on how many ranks."""
 
 
 @dataclass(frozen=True)
 class Golden:
-    """What a golden file holds.
+    """Content of a golden file.
 
-    `hashes`: of the config, of what of it is learned by, of the precision recipe. `config`: the keys that say what is
-    learned, dotted, without places, names and nulls; `layout`: those of ranks and the order of sums. `bitwise`: whether
-    the layout trains to the bits of one rank. `origin`: versions, device, fingerprint, code and data
+    `hashes`: of the config, of its training keys, of the precision recipe. `config`: the dotted keys of the recipe,
+    without paths, names and nulls; `layout`: those of ranks and the order of sums. `bitwise`: whether the layout trains
+    to the bits of one rank. `origin`: versions, device, fingerprint, code and data
     (`tracking.provenance.origin_of`). `noise`: the scatter of repeats; None where there were none.
     """
 
@@ -51,7 +51,7 @@ class Golden:
 
     @classmethod
     def of(cls, plan: Plan, origin: Mapping[str, Any], curve: Curve, noise: Noise | None = None) -> "Golden":
-        """Return the golden file's content of a plan whose first steps are `curve`."""
+        """Return the golden file's content of `plan` with the first steps `curve`."""
         config, layout = recipe_keys(plan.config), layout_keys(plan)
         hashes = {
             "config": plan.identity,
@@ -62,7 +62,7 @@ class Golden:
         return cls(plan.config.recipe, hashes, config, layout, bitwise, _plain(origin), curve, noise)
 
     def first(self, steps: int) -> "Golden":
-        """Return what the file would contain if it had been recorded over its first `steps` steps alone."""
+        """Return the content of a file recorded over the first `steps` steps alone."""
         return replace(self, curve=self.curve.first(steps), noise=self.noise.first(steps) if self.noise else None)
 
     def as_data(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def default_file(config: Config) -> Path:
 
 
 def recipe_keys(config: Config) -> dict[str, Any]:
-    """Return the flat keys of the config that say what is learned: neither places, names nor the layout."""
+    """Return the flat keys of the config that define the recipe: no paths, names or layout."""
     acting = tuple(f"callbacks.{name}." for name, node in config.callbacks.items() if node and not is_observer(node))
     free = (*FREE, *LAYOUT_KEYS, *BY_CONTENT)
     flat = flatten(config.model_dump())
@@ -101,7 +101,7 @@ def is_bitwise_key(key: str) -> bool:
 
 
 def place_problems(file: Path, *, replace: bool) -> list[Problem]:
-    """Return why no golden file can be written to `file`, before there is one to write."""
+    """Return problems of writing a golden file to `file`, before the steps are run."""
     if file.exists() and not replace:
         return [Problem("--file", f"{file} is there already. Check against it, name another, or --force.")]
     folder = next(each for each in file.absolute().parents if each.exists())
@@ -126,7 +126,7 @@ def write_golden(golden: Golden, file: Path) -> None:
 
 
 def read_golden(file: Path) -> Golden:
-    """Return what a golden file holds.
+    """Return the content of a golden file.
 
     Raises:
         ConfigError: there is none, it is damaged, or of another format.

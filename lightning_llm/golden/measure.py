@@ -62,7 +62,7 @@ def measure(plan: Plan, steps: int, nudge: int | None = None) -> Measured:
             quiet_lightning()
             return _first_steps(prepare_rank(_without_observers(plan, Path(folder, "run"))), steps, nudge)
     finally:
-        torch.set_num_threads(threads)  # whoever calls this goes on
+        torch.set_num_threads(threads)  # the caller continues
         give_back()
 
 
@@ -130,7 +130,7 @@ class Trajectory(pl.Callback):
 
 
 def _depth(name: str) -> float:
-    """Return where the parameter stands in the forward pass: stages of an interleaved pipeline hold layers by turns."""
+    """Return the parameter's place in the forward pass: stages of an interleaved pipeline have alternate layers."""
     if name.startswith("layers."):
         return int(name.split(".")[1])
     return -1 if "embedding" in name else float("inf")

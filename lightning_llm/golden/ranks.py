@@ -1,4 +1,4 @@
-"""The processes in which golden curves are measured: this one, ranks that are started for it, or ranks that others are.
+"""Processes that measure golden curves: this one, ranks started for it, or ranks started by a launcher.
 
 Imports no torch until it measures.
 """
@@ -26,7 +26,7 @@ def measured_runs(plan: Plan, steps: int, nudges: Sequence[int | None]) -> list[
 
     Raises:
         ConfigError: what `train` refuses.
-        RanksFailedError: a rank that was started here failed, which is said.
+        RanksFailedError: a rank that was started here failed (already reported).
         StepNotMadeError: in this process, see `measure`.
     """
     if rank_environment() is not None:
@@ -42,7 +42,7 @@ def measured_runs(plan: Plan, steps: int, nudges: Sequence[int | None]) -> list[
 
 
 def leave_for_launcher(plan: Plan, steps: int, nudge: int | None, result: Path) -> None:
-    """Measure as one of the ranks of `measured_runs`; the first leaves what came of it in `result`."""
+    """Measure as one of the ranks of `measured_runs`; the first writes the figures to `result`."""
     measured = as_rank(lambda: _here(plan, steps, nudge))
     if is_first_rank():
         result.write_text(json.dumps(measured.as_data()), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What recording and checking found, in plain words."""
+"""Text of `golden record` and `golden check`."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from lightning_llm.golden.curve import Curve
 from lightning_llm.golden.file import Golden
 
 SHOWN = 12
-"""How many differing keys are listed; `--json` has all."""
+"""Number of differing keys listed; `--json` has all."""
 QUANTITIES = {
     "loss": "the loss",
     "grad_norm": "the gradient norm of all parameters together",
@@ -17,7 +17,7 @@ QUANTITIES = {
 
 
 def recorded_lines(golden: Golden, file: Path, band: Band | None) -> list[str]:
-    """Return what was recorded, and what a check will be able to say."""
+    """Return lines about the recording, and about the comparisons it allows."""
     curve = golden.curve
     losses = f"loss {curve.loss[0]:.4f}" + (f" to {curve.loss[-1]:.4f}" if curve.steps > 1 else "")
     lines = [f"golden  {file}: {_size(curve)}, {losses}"]
@@ -33,7 +33,7 @@ def recorded_lines(golden: Golden, file: Path, band: Band | None) -> list[str]:
 
 
 def band_lines(band: Band) -> list[str]:
-    """Return of what a band is made, and how wide it is."""
+    """Return lines about the runs and the width of a band."""
     facts = band_facts(band)
     nudged = ", all but the first with weights moved as far as sums round" if band.noise.nudged else ""
     median, largest = _share(facts["gradient_norm_median"]), _share(facts["gradient_norm_largest"])
@@ -46,7 +46,7 @@ def band_lines(band: Band) -> list[str]:
 
 
 def check_lines(check: Check, file: Path) -> list[str]:
-    """Return the outcome, what it was judged by, and what else is not as recorded."""
+    """Return lines about the outcome, the band, and everything else that differs from the recording."""
     lines = _outcome(check, file)
     if check.band is not None:
         lines += band_lines(check.band)
@@ -72,7 +72,7 @@ def _outcome(check: Check, file: Path) -> list[str]:
 
 
 def _context(check: Check) -> list[str]:
-    """Return what else differs at the first step that does, and what that tells."""
+    """Return lines about the other numbers of the first step that differs, and the likely place of the cause."""
     first = check.first
     if first is None or first.quantity in ("steps", "parameters"):
         return []

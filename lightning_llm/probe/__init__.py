@@ -1,1 +1,1 @@
-"""The verb `probe`: what recipes do to the gradients of weights that are already there."""
+"""Probing: the effect of precision recipes on the gradients of trained weights."""

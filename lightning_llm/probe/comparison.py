@@ -25,7 +25,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sums:
-    """What of a comparison adds up over tensors and batches; tuples have an entry per key, `pairs` one fewer."""
+    """Sums of a comparison, which add up over tensors and batches; tuples have an entry per key, `pairs` one fewer."""
 
     elements: int
     reference: float  # |g|^2
@@ -68,7 +68,7 @@ class Collector:
         self._before = error
 
     def sums(self) -> Sums:
-        """Return what was taken so far; at least one sample must have been."""
+        """Return the sums of the samples so far, at least one."""
         if self._total is None:
             raise ValueError("nothing was compared yet")
         return Sums(

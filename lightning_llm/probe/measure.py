@@ -210,7 +210,7 @@ def layers_to_keep(
     keys: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Kept:
-    """Return the fewest layers, taken by falling contribution, whose staying high wins back `TARGET` of the gap.
+    """Return the fewest layers, by falling contribution, that win back `TARGET` of the gap if unquantized.
 
     A layer's contribution is the gap with that layer alone quantised. The number is found by bisection over errors
     measured with those layers high, and the result is measured once more with keys that chose nothing.

@@ -34,7 +34,7 @@ class TokenBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """What forward and backward over all batches gave: the mean loss, and every parameter's gradient, fp32."""
+    """Result of forward and backward over all batches: the mean loss, and every parameter's gradient, fp32."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -42,7 +42,7 @@ class Pass:
 
 @dataclass
 class LayerTensors:
-    """What a layer's GEMMs take in high precision, of the first batch: X [M, K], dY [M, N]; amaxes over all batches."""
+    """Unquantized GEMM operands of a layer in the first batch: X [M, K], dY [M, N]; amaxes over all batches."""
 
     x: Tensor | None = None
     dy: Tensor | None = None
@@ -51,9 +51,9 @@ class LayerTensors:
 
 
 class ProbedModel:
-    """`weights` in a `Decoder` whose linears are swapped by `recipe`; nothing is ever updated.
+    """`weights` in a `Decoder` with linears swapped by `recipe`; nothing is ever updated.
 
-    Every pass says which casts are on and which layers stay high, so one model serves all ablations.
+    Each pass sets the active casts and the unquantized layers, so one model serves all ablations.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The probe's report: a table for a terminal, a picture, and recipes to go on with."""
+"""The probe's report: a table for a terminal, a picture, and recipes to train with."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -120,7 +120,7 @@ def _db(its: Mapping[str, float]) -> str:
 
 
 def _bias(its: Mapping[str, float]) -> str:
-    """Return the bias, or that it is below what could be told from none."""
+    """Return the bias, or its upper bound if it cannot be distinguished from none."""
     if "bias" not in its:
         return "bias -"
     return f"bias <{its['bias_floor']:.2g}" if its["bias"] < its["bias_floor"] else f"bias {its['bias']:.2g}"

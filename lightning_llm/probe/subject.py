@@ -50,7 +50,7 @@ class Subject:
 
     @property
     def step(self) -> int | None:
-        """The optimizer steps that made the weights, None where nothing says so."""
+        """Optimizer steps of the weights' training, None if unknown."""
         return None if self.checkpoint is None else self.checkpoint.step
 
     @property
@@ -60,7 +60,7 @@ class Subject:
 
 
 def find_subject(path: Path, arguments: Sequence[str], text: Path | None, needs_data: bool = True) -> Subject:
-    """Return what lies at `path`; `arguments` are overrides of its config, `text` a file of documents.
+    """Return the subject at `path`; `arguments` are overrides of its config, `text` a file of documents.
 
     Raises ConfigError where it holds no weights, or the arguments or the file do not go with it; where `needs_data`, a
     Hugging Face folder needs one of them.
@@ -130,9 +130,9 @@ def read_weights(subject: Subject) -> dict[str, Tensor]:
 
 
 def verified_weights(subject: Subject) -> Weights:
-    """Return the weights, to be read by rows; of several ranks each has looked at its share of the files.
+    """Return the weights, to be read by rows; each of several ranks has verified its share of the files.
 
-    Raises ConfigError where a file cannot be read, or does not hold what was written.
+    Raises ConfigError if a file cannot be read or is damaged.
     """
     subject.weights.verify(*_share())
     return subject.weights
@@ -145,7 +145,7 @@ def _share() -> tuple[int, int]:
 
 
 def _damage(checkpoint: Checkpoint) -> list[Damage]:
-    """Return what does not hold what was written, of this rank's share of the checkpoint's files."""
+    """Return the damaged files in this rank's share of the checkpoint's files."""
     return content_damage(checkpoint, *_share())
 
 
@@ -180,7 +180,7 @@ def read_batches(subject: Subject, count: int) -> tuple[list[TokenBatch], str]:
 def with_recipe(subject: Subject, recipe: PrecisionConfig | None) -> Config:
     """Return the subject's config under `recipe`, emulated; None: the run's own.
 
-    Raises ConfigError with all that keeps the recipe from being probed here.
+    Raises ConfigError with all problems of probing the recipe here.
     """
     own = subject.config.precision
     if not (recipe or own).quantises:

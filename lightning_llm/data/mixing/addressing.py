@@ -76,7 +76,7 @@ def interleave(counts: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 class Mixture(Protocol):
-    """Which source each sample of a run comes from: pure functions of the sample's number."""
+    """The source of each sample of a run: pure functions of the sample's number."""
 
     names: Sequence[str]
     """The sources, by their positions."""
@@ -93,7 +93,7 @@ class Mixture(Protocol):
 
 @dataclass(frozen=True)
 class MixturePhase:
-    """The samples [first, last) of a run, of which each source gives `drawn`."""
+    """The samples [first, last) of a run; `drawn`: the number from each source."""
 
     name: str
     first: int
@@ -205,7 +205,7 @@ class SampleOrder:
             self.pacing = Pacing(pace, self.windows, self._drawn_in_order(total), self._shuffled)
 
     def locate(self, position: int) -> Address:
-        """Return where the sample at `position` (from 0) lies."""
+        """Return the address of the sample at `position` (from 0)."""
         source, ordinal = self.mixture.ordinal(index_of(position, self.skipped))
         epoch, i = divmod(ordinal, self.windows[source])
         if self.pacing is not None:

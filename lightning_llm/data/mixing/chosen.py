@@ -1,7 +1,6 @@
-"""Training streams whose documents are chosen: how often each stands in them, and where, by a mixture that knows it.
+"""Training streams of chosen documents: a mixture decides how often each document occurs, and in which order.
 
-Tokens are not written again: a chosen stream is an order of the documents of the source's own, and puts their tokens
-together as they are asked for.
+Tokens are not written again: a chosen stream is an order of the source's documents, and joins their tokens on access.
 """
 
 from collections.abc import Mapping
@@ -22,17 +21,17 @@ KEYS = "documents.keys"  # uint64 [documents]
 
 
 class Chooser(Protocol):
-    """What `MixtureConfig.chooser` builds."""
+    """Chooser of training documents, built by `MixtureConfig.chooser`."""
 
     def orders(self, keys: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return int64 [chosen] by source: the training documents, by their number, as they are to lie.
+        """Return int64 [chosen] by source: the numbers of training documents in their new order.
 
         `keys` are those of the training documents, uint64 [documents] by source, in the order in which they are read.
         Raises ConfigError.
         """
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Return what there is to know of what was chosen, by source, as JSON data."""
+        """Return facts about the choice by source, as JSON data."""
 
 
 def choose_documents(
@@ -42,7 +41,7 @@ def choose_documents(
     held_out: HeldOut,
     cache_dir: Path,
 ) -> dict[str, dict[str, Any]]:
-    """Put chosen streams in the place of the training streams in `streams`, where the mixture chooses; return `facts`.
+    """Replace the training streams in `streams` by chosen ones if the mixture chooses documents; return `facts`.
 
     Raises:
         ConfigError: the mixture knows nothing of some document.
@@ -78,7 +77,7 @@ class ChosenStream(TokenStream):
 
     @classmethod
     def of(cls, base: TokenStream, order: np.ndarray) -> "ChosenStream":
-        """Return the stream; its digest tells what was chosen of what."""
+        """Return the stream; its digest is of the base stream's digest and the order."""
         digest = blake2b(base.digest.encode() + order.astype("<i8").tobytes(), digest_size=16).hexdigest()
         return cls(base.folder, base.split, base.dtype, digest, base, order)
 

@@ -1,6 +1,6 @@
-"""Training samples that a run leaves out, as ranges [first, last] of the order that it would take without leaving any.
+"""Training samples that a run leaves out, as ranges [first, last] of the whole order.
 
-What is left out closes up: position p of a run is the p-th sample of the order that is not left out. So the address of
+Position p of a run is the p-th sample of the order that is not left out. So the address of
 a batch stays a function of its step and of this list alone.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 Range = tuple[int, int]
 SKIPPED_SAMPLES = "skipped_samples"
-"""The key of progress.json and summary.json that says which samples were left out."""
+"""The key of progress.json and summary.json for the samples left out."""
 
 
 def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
@@ -23,7 +23,7 @@ def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
 
 
 def index_of(position: int, skipped: Sequence[Range]) -> int:
-    """Return which sample of the whole order is at `position` (both from 0) where the merged `skipped` are left out."""
+    """Return the index in the whole order of the sample at `position` (both from 0) without the merged `skipped`."""
     index = position
     for first, last in skipped:
         if index < first:
@@ -33,5 +33,5 @@ def index_of(position: int, skipped: Sequence[Range]) -> int:
 
 
 def before(index: int, skipped: Sequence[Range]) -> tuple[Range, ...]:
-    """Return the part of the merged `skipped` that lies before sample `index` of the whole order."""
+    """Return the part of the merged `skipped` before sample `index` of the whole order."""
     return tuple((first, min(last, index - 1)) for first, last in skipped if first < index)

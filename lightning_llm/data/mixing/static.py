@@ -30,9 +30,9 @@ class StaticMixture(MixtureConfig):
 
 
 def weight_problems(weights: Mapping[str, float], keys: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem for each of `weights` that is too small a share to be drawn, but 0; `keys` says where it stands.
+    """Yield a problem for each of `weights` that is above 0 and too small a share to be drawn.
 
-    Both are keyed by source.
+    `keys`: the config key of each weight. Both are keyed by source.
     """
     total = sum(weights.values())
     for name, weight in weights.items():

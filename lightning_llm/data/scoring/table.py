@@ -49,7 +49,7 @@ class Scores:
 
 
 def write_scores(file: Path, columns: Mapping[str, Any], scorers: Mapping[str, Any]) -> None:
-    """Write `columns` of `COLUMNS` to `file` in one move; `scorers` says who scored, as JSON data."""
+    """Write `columns` of `COLUMNS` to `file` in one move; `scorers`: the scorers' settings, as JSON data."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -66,7 +66,7 @@ def read_scores(file: Path, key: str) -> dict[str, Scores]:
     """Return the scores in `file` by source.
 
     Raises:
-        ConfigError: with `key`, the file is no such table: what is wrong in which column, in how many rows, the first.
+        ConfigError: with `key`, the file is no such table: each problem, its number of rows, and the first row.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -193,7 +193,7 @@ def _is_number(kind: Any) -> bool:
 
 
 def wrong_values(columns: dict[str, np.ndarray]) -> Iterator[str]:
-    """Yield what is wrong with sound columns' values: scores outside [0, 1], two scores of one document."""
+    """Yield problems of values in well-typed columns: scores outside [0, 1], two scores of one document."""
     for name in SCORES:
         values = columns[name]
         for how, wrong in (
@@ -211,7 +211,7 @@ def wrong_values(columns: dict[str, np.ndarray]) -> Iterator[str]:
 
 
 def _scored_twice(columns: dict[str, np.ndarray]) -> tuple[int, int, int] | None:
-    """Return the first two rows of one source and key whose values differ, and of how many documents there are such.
+    """Return the first two rows of one document that differ, and the number of documents with such rows.
 
     Equal texts have one key, and a source may hold one twice: rows that agree are no mistake.
     """

@@ -21,7 +21,7 @@ from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.data import TextSourceConfig, TokenSourceConfig, loader_of
 
 WORKING_FOLDERS = frozenset(("__MACOSX", "__pycache__", "_delta_log", "_spark_metadata", "_temporary"))
-"""Folders that programs keep beside data for themselves, with files of the same endings."""
+"""Working folders of other programs, which contain files of the same endings."""
 HIDDEN, WORKING, OTHER_ENDING = "hidden", "a program's working folder", "another ending"
 """Reasons for which a file of a folder is not read."""
 ENCODING = "utf-8-sig"
@@ -46,7 +46,7 @@ class LocalFiles:
         return matching_files(self.path or "", self.suffixes)
 
     def skipped_files(self: Any) -> dict[str, str]:
-        """Return what `path` names and is not read: path -> reason."""
+        """Return the files that `path` names and that are not read: path -> reason."""
         return find_files(self.path or "", self.suffixes).skipped
 
 
@@ -87,7 +87,7 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> FoundFiles:
 
 
 def _pattern(path: Path) -> str:
-    """Return `path` as a pattern whose leading folders, as far as they exist, are literal."""
+    """Return `path` as a pattern with its existing leading folders escaped."""
     folder = next(each for each in path.parents if os.path.isdir(each))
     return os.path.join(glob.escape(str(folder)), path.relative_to(folder))
 
@@ -134,7 +134,7 @@ def file_problems(
 ) -> Iterator[Problem]:
     """Yield a problem where `path` is missing, names no file, or files that are another loader's by their names.
 
-    `is_own` tells of the first file whether it is the loader's nevertheless.
+    `is_own`: whether the first file belongs to the loader despite its name.
     """
     if isinstance(source, TextSourceConfig) and source.part is not None:
         yield Problem(f"{key}.part", f"{source.part!r} belongs to loader=python, not to {source.loader}.")
@@ -202,11 +202,11 @@ def opened_as_text(file: Path, encoding: str = ENCODING) -> IO[str]:
 
 
 def beginning(file: Path) -> bytes:
-    """Return what a file starts with, behind a byte order mark and blanks."""
+    """Return the first bytes of a file after a byte order mark and blanks."""
     try:
         with file.open("rb") as opened:
             return opened.read(4096).removeprefix(BOM_UTF8).lstrip()
-    except OSError:  # whoever reads all of it says why
+    except OSError:  # reported when the file is read
         return b""
 
 

@@ -76,7 +76,7 @@ class Header:
 
 
 def read_header(prefix: Path) -> Header:
-    """Return the header of PREFIX.idx. Raises OSError, and ValueError for one that says something else."""
+    """Return the header of PREFIX.idx. Raises OSError, and ValueError for any other content."""
     index = Path(f"{prefix}.idx")
     with index.open("rb") as opened:
         content = opened.read(HEADER.size)
@@ -96,7 +96,7 @@ def read_header(prefix: Path) -> Header:
 
 
 def index_problem(prefix: Path) -> str | None:
-    """Return what is wrong with a pair, by the sizes and the header alone; None where nothing is."""
+    """Return the problem of a pair by sizes and header alone, or None."""
     for file in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
         if not file.is_file():
             return f"there is no {file}, and a dataset of Megatron-LM is a pair of .idx and .bin"

@@ -21,7 +21,7 @@ from lightning_llm.data.sources.files import DAMAGED, first_that_is_no_text
 
 @dataclass(frozen=True)
 class Document:
-    """A text, the 64-bit key that says whether it is held out for validation, and its size as UTF-8."""
+    """A text, its size as UTF-8, and the 64-bit key that decides whether it is held out for validation."""
 
     text: str
     key: int
@@ -46,7 +46,7 @@ def content_key(text: str) -> int:
 class DocumentReader(Protocol):
     """Reader that a loader of text builds.
 
-    A reader that finds out only by reading which files it does not read has them in `skipped`: path -> reason.
+    `skipped`, if the reader has it: files found not to be data while reading, path -> reason.
     """
 
     def documents(self) -> Iterator["Document | str | None"]:
@@ -86,16 +86,16 @@ class Source:
 
     @cached_property
     def reader(self) -> Any:
-        """What the loader builds."""
+        """The loader's `DocumentReader` or `TokenReader`."""
         return self.config.build(self.key, self.files)
 
     @property
     def where(self) -> str:
-        """What messages call the source's files."""
+        """Name of the source's files for messages."""
         return these_files(getattr(self.config, "path", None), self.files)
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides the documents, as JSON data, cheaply: the loader's keys and the files' size and time."""
+        """Return the identity of the documents as JSON data, cheaply: the loader's keys, and files' sizes and times."""
         return self._identity
 
     @cached_property
@@ -155,7 +155,7 @@ class Source:
 
 
 def these_files(path: str | None, files: Sequence[Path]) -> str:
-    """Return what messages call the `files` of a source at `path`."""
+    """Return the name of the `files` of a source at `path` for messages."""
     return str(files[0]) if len(files) == 1 else f"{path!r} ({len(files)} files)"
 
 
@@ -180,7 +180,7 @@ def text_of(record: Mapping[str, Any], column: str, key: str, where: str) -> str
 
 @contextmanager
 def raised_in_a_line() -> Iterator[None]:
-    """Turn what `datasets` and pyarrow raise in the block, of whatever library, into a ValueError of one line.
+    """Turn errors that `datasets` and pyarrow raise in the block into a ValueError of one line.
 
     The readers of `datasets` also log tracebacks; those are suppressed.
     """

@@ -1,9 +1,8 @@
-"""Documents to tokens in several processes, in order: what comes out does not depend on how many there are.
+"""Documents to tokens in several processes, in order: the result does not depend on their number.
 
-Threads alone would do the search for merges at once, but not what Python does with each token. A process runs this
-module (`python -m ...data.tokens.encode`) and is spoken to through its pipes: unlike one of `multiprocessing` it
-neither copies a process that has threads nor runs the user's own script once more. It ends with its input, and so with
-the process that started it, however that ends.
+Threads would parallelize the search for merges, but not Python's work on each token. A process runs this module
+(`python -m ...data.tokens.encode`) and is driven through its pipes: unlike `multiprocessing` it neither forks a process
+with threads nor runs the user's script again. It ends when its input ends, and so with the process that started it.
 
 Protocol, pickles: in, a `Tokenizer`, then lists of texts; out, for each list its tokens end to end, their counts and
 the characters of each text without a token, or the error that the list met.
@@ -143,7 +142,7 @@ class _Worker:
             try:
                 self._pipe(pipe).close()
             except BrokenPipeError:
-                continue  # what was still to be written is for nobody
+                continue  # the rest has no reader
 
     def _send(self, what: Any) -> None:
         pipe = self._pipe(self.process.stdin)
@@ -168,7 +167,7 @@ class _Worker:
 
 
 def serve() -> None:
-    """Encode what comes in on stdin until it ends; results go to what was stdout, prints to stderr."""
+    """Encode the texts from stdin until it ends; results go to the original stdout, prints to stderr."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     tokenizer: Tokenizer = pickle.load(sys.stdin.buffer)

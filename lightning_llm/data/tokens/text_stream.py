@@ -1,4 +1,4 @@
-"""Tokens to text as they come: no half characters, and nothing of what may yet turn out to be a stop string."""
+"""Streaming text of tokens: whole characters only, and no part of a possible stop string."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ CONTEXT_TOKENS = 8
 
 
 class TextStream:
-    """Gives the text of tokens piece by piece; the pieces together are what `Tokenizer.decode` says of all of them.
+    """Text of tokens, piece by piece; joined, the pieces equal `Tokenizer.decode` of all tokens.
 
-    A character may take several tokens: it comes with the last of them. Each piece is decoded behind the one before,
-    since a decoder may treat what begins a text otherwise. (`tokenizers.DecodeStream` does so, too, and has no way to
-    say what is left in the end.)
+    A character of several tokens comes with the last of them. Each piece is decoded after the piece before it, since a
+    decoder may treat the beginning of a text differently. (`tokenizers.DecodeStream` does the same, but cannot return
+    the rest at the end.)
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
@@ -23,12 +23,12 @@ class TextStream:
         self._shown = len(self._tokens)
 
     def add(self, token: int) -> str:
-        """Return what text can be shown with `token`, "" where a character is not whole yet."""
+        """Return the text that `token` completes, "" if a character is incomplete."""
         self._tokens.append(token)
         return self._next(whole=False)
 
     def finish(self) -> str:
-        """Return what was held back: bytes that are no character, as U+FFFD."""
+        """Return the text held back: bytes that are no character, as U+FFFD."""
         return self._next(whole=True)
 
     def _next(self, *, whole: bool) -> str:
@@ -42,16 +42,16 @@ class TextStream:
 
 
 class StopStrings:
-    """Passes text on up to that of `stops`, none of them empty, which is complete first; of several, the longest."""
+    """Passes text on up to the first complete string of `stops`, none empty; of several ending there, the longest."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
         self._held = ""
         self.found: str | None = None
-        """The stop string that came, if one has."""
+        """The stop string that was found, if any."""
 
     def add(self, text: str) -> str:
-        """Return what of the text so far is before a stop string, whatever comes next, and was not returned yet."""
+        """Return the text that is certainly before a stop string and was not returned yet."""
         if self.found is not None:
             return ""
         self._held += text
@@ -65,11 +65,11 @@ class StopStrings:
         return shown
 
     def finish(self) -> str:
-        """Return what was held back, where nothing more comes."""
+        """Return the text held back, after the last `add`."""
         shown, self._held = self._held, ""
         return shown
 
     def _begun(self, stop: str) -> int:
-        """Return how many characters at the end of what is held begin `stop`."""
+        """Return the number of characters at the end of the held text that begin `stop`."""
         longest = min(len(stop) - 1, len(self._held))
         return next((size for size in range(longest, 0, -1) if self._held.endswith(stop[:size])), 0)

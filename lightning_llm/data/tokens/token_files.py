@@ -1,4 +1,4 @@
-"""A split's tokens: files written document by document and mapped, or documents of other files put together."""
+"""Tokens of a split: files written document by document and mapped, or joined from documents elsewhere."""
 
 import os
 from collections.abc import Callable
@@ -17,7 +17,7 @@ SIZES = ".sizes"
 class TokenWriter:
     """Writes one split of one source: its documents' tokens end to end, and where each begins.
 
-    What waits in memory is `FLUSH_BYTES` of tokens at most and one document, however long the split is.
+    At most `FLUSH_BYTES` of tokens and one document are in memory, however long the split is.
     """
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], end_of_document: int):

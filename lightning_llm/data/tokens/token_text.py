@@ -1,4 +1,4 @@
-"""The text behind tokens, by the offsets, decoder and model of the `tokenizers` library, not by how they are spelled.
+"""The text of tokens, by the offsets, decoder and model of the `tokenizers` library, not by their spelling.
 
 A spelling alone says nothing: "Ã" is a byte to one tokenizer and a letter to another, and "▁", "##", "</w>" and
 "<0x0A>" are marks in some and text in others.
@@ -63,7 +63,7 @@ def byte_counts(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def added_texts(backend: "tokenizers.Tokenizer") -> dict[int, str]:
-    """Return the added tokens that the decoder takes for another text ("Straße" for bytes, say): id -> text."""
+    """Return the added tokens that the decoder misreads ("Straße" as bytes, say): id -> text."""
     decoder = backend.decoder
     added = {} if decoder is None else backend.get_added_tokens_decoder()
     return {index: token.content for index, token in added.items() if decoder.decode([token.content]) != token.content}
@@ -87,7 +87,7 @@ def decoded(
 
 
 def pieces_of_token(ours: "tokenizers.Tokenizer", theirs: "tokenizers.Tokenizer", token: int) -> list[int]:
-    """Return the ids that `theirs` has for what `token`, an id of `ours`, stands for; empty where it has none.
+    """Return the ids of `theirs` for the text of `token`, an id of `ours`; empty if it has none.
 
     `theirs` is the same tokenizer with fewer tokens. An added token is text as it stands. Another is a piece of the
     model's: its own model takes it apart, which is exact for part of a character, too. A model that marks where words
@@ -178,7 +178,7 @@ def dropped_characters(text: str, encoding: Any, unknown: int | None = None) -> 
 
 
 def _keeps_all(split: Mapping[str, Any]) -> bool:
-    """Return whether a pre-tokenizer of a tokenizer.json removes no character."""
+    """Return whether a pre-tokenizer of a tokenizer.json keeps every character."""
     parts = split["pretokenizers"] if split["type"] == "Sequence" else [split]
     return all(each["type"] in CUTTING and each.get("behavior") != "Removed" for each in parts)
 

@@ -1,4 +1,4 @@
-"""Sources whose documents are tokens already: each file is read once to find them, then mapped where it lies.
+"""Sources of documents that are tokens already: each file is read once to find them, then mapped in place.
 
 The cache keeps the documents' places and keys, 56 bytes each, and no token. A document is held out by a hash of its
 token ids (as uint32), so what is held out depends neither on the loader nor on the ids' width in the file.
@@ -33,7 +33,7 @@ READ_TOKENS = 1 << 20
 
 
 class TokenReader(Protocol):
-    """What a loader of tokens builds. Can be pickled: a loader process maps the files itself."""
+    """Reader that a loader of tokens builds. Can be pickled: a loader process maps the files itself."""
 
     def token_files(self) -> list[Path]:
         """Return the files that hold tokens, in order."""
@@ -44,8 +44,7 @@ class TokenReader(Protocol):
     def documents(self, number: int, end_of_document: int) -> tuple[np.ndarray, np.ndarray]:
         """Return int64 [documents] each: where the documents of file `number` begin, and how many tokens they have.
 
-        The token that ends a document, where it has one, is not counted. Raises ValueError for a file that is not
-        what it should be.
+        The token that ends a document is not counted. Raises ValueError for a damaged or foreign file.
         """
 
 
@@ -61,7 +60,7 @@ def end_of_document_of(config: TokenizerConfig) -> int:
 
 
 def scan_identity(source: Source, config: TokenizerConfig) -> dict[str, Any]:
-    """Return what decides the documents of a tokenised source: its files, and what ends a document."""
+    """Return the identity of a tokenised source's documents: its files, and the token that ends a document."""
     mark = file_mark(tokenizer_file(config.path))[:3] if config.kind == "file" and config.path else []
     found = [config.kind, config.end_of_document, *mark]
     return source.identity() | {"tokenizer": found}
@@ -69,7 +68,7 @@ def scan_identity(source: Source, config: TokenizerConfig) -> dict[str, Any]:
 
 @dataclass
 class _Ids:
-    """The range of the token ids read so far, and where the ends of it are."""
+    """The range of the token ids read so far, and the places of its ends."""
 
     smallest: int = 0
     smallest_at: str = ""
@@ -85,9 +84,9 @@ class _Ids:
 
 
 def scan_tokens(source: Source, config: TokenizerConfig, cache_dir: Path, shown: bool) -> tuple[Path, Scan]:
-    """Read `source` once; return the folder of its documents' places, and what was found.
+    """Read `source` once; return the folder of its documents' places, and the scan.
 
-    Raises ConfigError for files that are not what they should be, and for a source without a document.
+    Raises ConfigError for damaged or foreign files, and for a source without a document.
     """
 
     def build(folder: Path) -> dict[str, Any]:
@@ -148,7 +147,7 @@ def _files(source: Source, end_of_document: int) -> Iterator[tuple[int, Path, np
 
 
 def id_problem(source: Source, found: Scan, tokenizer: Tokenizer, model_vocab_size: int) -> Problem | None:
-    """Say so where the source holds an id that the tokenizer does not have."""
+    """Return a problem if the source contains an id that the tokenizer does not have."""
     if found.largest_id < tokenizer.vocab_size:
         return None
     text = (
@@ -213,7 +212,7 @@ def token_streams(
 
 @dataclass
 class MappedStream(TokenStream):
-    """A `TokenStream` whose tokens are put together, as they are asked for, from the files that hold them."""
+    """A `TokenStream` that joins tokens on access from the files that contain them."""
 
     reader: TokenReader
     end_of_document: int

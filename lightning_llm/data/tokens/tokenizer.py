@@ -112,7 +112,7 @@ class Tokenizer:
 
     @property
     def token_dtype(self) -> np.dtype[Any]:
-        """What a cache keeps its tokens as: uint16 where all ids fit, else uint32."""
+        """Dtype of cached tokens: uint16 if all ids fit, else uint32."""
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     @cached_property
@@ -178,7 +178,7 @@ class Tokenizer:
         return pieces_of_token(self._backend, smaller._backend, token)
 
     def declare_end(self, folder: Path) -> None:
-        """Write beside the copy in `folder` which token ends a document, where tokenizer.json alone does not say."""
+        """Write the token that ends a document beside the copy in `folder`, unless tokenizer.json determines it."""
         vocabulary = read_vocabulary(self.path)
         name = declared_beside(self.path, vocabulary)
         is_usual = find_end_of_document(vocabulary, None) is not None or declared_within(self.path) is not None

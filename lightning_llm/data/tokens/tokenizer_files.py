@@ -1,4 +1,4 @@
-"""Files beside or instead of a tokenizer.json: what they declare, and how another format is converted."""
+"""Files beside or instead of a tokenizer.json: their declarations, and how to convert other formats."""
 
 import json
 import unicodedata
@@ -8,7 +8,7 @@ from typing import Any
 
 DECLARING = ("tokenizer_config.json", "special_tokens_map.json")
 SAMPLING = "dropout", "alpha", "nbest_size"
-"""What the library's models sample by: BPE's dropped merges, Unigram's temperature and number of paths."""
+"""Sampling parameters of the library's models: BPE's dropped merges, Unigram's temperature and number of paths."""
 END_MEANINGS = ("endoftext", "endofdocument", "endofsentence", "eos", "eod")
 """Names of special tokens that end a document, letters alone: DeepSeek's has bars and underscores of other scripts."""
 
@@ -32,7 +32,7 @@ def declared_within(file: Path) -> str | None:
 
 
 def write_declaration(folder: Path, end_of_document: str) -> None:
-    """Write beside the tokenizer.json of `folder` which token ends a document, unless a file says so already."""
+    """Write the token that ends a document beside the tokenizer.json of `folder`, unless a file declares it."""
     file = folder / DECLARING[0]
     if not file.exists():
         file.write_text(json.dumps({"eos_token": end_of_document}, ensure_ascii=False), encoding="utf-8")
@@ -69,7 +69,7 @@ def unknown_token(file: Path) -> int | None:
 
 
 def format_problem(file: Path) -> str:
-    """Return what `file`, which is no tokenizer.json, is instead, and how to convert it."""
+    """Return the format of `file`, which is no tokenizer.json, and how to convert it."""
     with file.open("rb") as opened:
         head = opened.read(4096)
     return next(_formats(file, head), "it is no JSON with the keys of such a file")
