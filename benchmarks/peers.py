@@ -20,8 +20,8 @@ from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.blocks import compile_blocks
 from lightning_llm.plan.check import check_config
-from lightning_llm.run.opening import prepare_rank, quiet_lightning
-from lightning_llm.run.rank import fit
+from lightning_llm.run.opening import open_rank, quiet_lightning
+from lightning_llm.run.rank import train_from
 from lightning_llm.run.resume.start import Start
 
 Step = Callable[[], float]
@@ -97,8 +97,8 @@ def train(turns: Turns, shape: Shape, name: str, compiled: bool = False) -> None
     """Take steps of `lightning-llm train` with default callbacks and MLflow."""
     quiet_lightning()
     words = [f"precision={name}", f"trainer.compile={str(compiled).lower()}"]
-    rank = prepare_rank(check_config(config(*words, shape=shape)))
-    fit(replace(rank, callbacks={**rank.callbacks, "turns": _OneByOne(turns)}), Start())
+    rank = open_rank(check_config(config(*words, shape=shape)))
+    train_from(replace(rank, callbacks={**rank.callbacks, "turns": _OneByOne(turns)}), Start())
 
 
 def train_by_transformers(turns: Turns, shape: Shape, name: str, compiled: bool = False) -> None:

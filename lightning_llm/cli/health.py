@@ -31,7 +31,6 @@ from lightning_llm.parallel.process_group import join_process_group, leave_proce
 from lightning_llm.run.checked_plan import read_arguments
 from lightning_llm.run.launch.environment import adopt_world, die_with_launcher, rank_environment, world_problems
 from lightning_llm.run.launch.torch_agent import STOP_SECONDS, failure_said, launch_ranks
-from lightning_llm.run.opening import joined_ranks
 
 
 def health(arguments: argparse.Namespace) -> int:
@@ -108,6 +107,7 @@ def _measure(config: Config, thresholds: list[Threshold], arguments: argparse.Na
     """Measure with all ranks; the first prints and writes. Returns the exit code, the same on every rank."""
     with slow_imports():
         from lightning_llm.run.build import choose_device
+        from lightning_llm.run.opening import joined_ranks
 
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)

@@ -18,19 +18,17 @@ from torch import Tensor, nn
 from lightning_llm.base.hardware import describe_device
 from lightning_llm.base.keyed_hash import MASK_32, hash_words
 from lightning_llm.config.config_hash import is_observer
-from lightning_llm.data.opening import open_corpus
 from lightning_llm.golden.curve import Measured, StepFigures
 from lightning_llm.linalg.local_part import local
 from lightning_llm.parallel.grad_norm import parameter_gradient_norms
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.text.report import plan_line
 from lightning_llm.precision.cast.random_bits import mix
-from lightning_llm.run.agreement import agree_on_data
 from lightning_llm.run.build import build_module, build_trainer
 from lightning_llm.run.facts import fingerprint, origin_here, run_facts
-from lightning_llm.run.inputs import open_initial, open_teachers
-from lightning_llm.run.launch.environment import is_first_rank, say
-from lightning_llm.run.opening import Rank, attention_of, give_back, prepare_rank, quiet_lightning
+from lightning_llm.run.inputs import open_inputs
+from lightning_llm.run.launch.environment import say
+from lightning_llm.run.opening import Rank, attention_of, give_back, open_rank, quiet_lightning
 from lightning_llm.run.resume.start import Start
 from lightning_llm.tracking.provenance import FINGERPRINT, origin_of
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
@@ -60,7 +58,7 @@ def measure(plan: Plan, steps: int, nudge: int | None = None) -> Measured:
     try:
         with tempfile.TemporaryDirectory(prefix="lightning-llm-golden-") as folder, redirect_stdout(sys.stderr):
             quiet_lightning()
-            return _first_steps(prepare_rank(_without_observers(plan, Path(folder, "run"))), steps, nudge)
+            return _first_steps(open_rank(_without_observers(plan, Path(folder, "run"))), steps, nudge)
     finally:
         torch.set_num_threads(threads)  # the caller continues
         give_back()
@@ -76,21 +74,16 @@ def _without_observers(plan: Plan, folder: Path) -> Plan:
 def _first_steps(rank: Rank, steps: int, nudge: int | None) -> Measured:
     config, start = rank.plan.config, Start()
     say(plan_line(rank.plan, describe_device(rank.device)))
-    corpus = open_corpus(
-        config.data, config.seed, config.model.vocab_size, config.trainer.max_steps, progress=is_first_rank()
-    )
-    agree_on_data(corpus.fingerprint, start)
-    initial, init_facts = open_initial(config, start, corpus.tokenizer.path)
-    distillation, teacher_facts = open_teachers(config, start, corpus.tokenizer, rank.device)
-    facts = run_facts(config, corpus, rank.plan.decision) | init_facts | teacher_facts
+    inputs = open_inputs(config, start, rank.device)
+    facts = run_facts(config, inputs.corpus, rank.plan.decision) | inputs.facts
     facts |= {FINGERPRINT: fingerprint(rank.device)}
-    module = build_module(rank.plan, corpus, initial, distillation)
+    module = build_module(rank.plan, inputs.corpus, inputs.initial, inputs.distillation)
     trainer = build_trainer(rank.plan, rank.device, rank.layout, start, [], chosen=rank.callbacks)
     trajectory = Trajectory(min(steps, config.trainer.max_steps), nudge)
     trainer.callbacks[:] = [*(each for each in trainer.callbacks if not isinstance(each, WRITERS)), trajectory]
     trainer.limit_val_batches = 0  # validations have no part in the steps
     with attention_of(rank.plan, rank.attention):
-        trainer.fit(module, CorpusDataModule(corpus, config))
+        trainer.fit(module, CorpusDataModule(inputs.corpus, config))
     if not trajectory.figures:
         raise StepNotMadeError("a callback ended the run before its first step, and there is nothing to record", {})
     return Measured(trajectory.figures, origin_of(origin_here(rank.plan, rank.device) | facts))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from torch._C import _distributed_c10d
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.parallel.cuda_environment import GLOO, NCCL, set_missing
 from lightning_llm.parallel.torch_private import private
+
+Value = TypeVar("Value")
 
 NOTED_AFTER_SECONDS = 10.0
 """Ranks on busy machines come seconds after each other."""
@@ -240,3 +242,20 @@ def _described(entry: Mapping[str, Any], now: float) -> dict[str, Any]:
         "ended": entry["retired"],
         "age_seconds": round(now - entry["time_created_ns"] / 1e9, 3),
     }
+
+
+def gather_objects(value: Value) -> list[Value]:
+    """Return every rank's `value`, in the order of ranks; `[value]` where there is no other rank. Collective."""
+    found = [value]
+    if dist.is_initialized():
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, value)
+    return found
+
+
+def object_of_first(value: Value) -> Value:
+    """Return rank 0's `value`. Collective."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -15,13 +15,13 @@ from lightning_llm.config.weight_folders import TOKENIZER
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.config.yaml_file import write_config
 from lightning_llm.data.corpus import Corpus
+from lightning_llm.parallel.process_group import gather_objects, object_of_first
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.launch.environment import is_first_rank
-from lightning_llm.run.launch.lock import RunLock, lock_made_folder, lock_run
+from lightning_llm.run.launch.lock import lock_made_folder
 from lightning_llm.run.resume.rollback import Rollback, write_rollbacks
-from lightning_llm.run.resume.start import Start, decide_start
+from lightning_llm.run.resume.start import Start
 from lightning_llm.tracking.rank_liveness import clear_beats
-from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, content_damage
 
 
 class RankReport(NamedTuple):
@@ -50,8 +50,7 @@ def agree_on_plan(plan: Plan, refusal: ConfigError | None = None) -> Plan:
         return plan
     problems = () if refusal is None else tuple(refusal.problems)
     here = RankReport(plan.config.trainer.devices, plan.identity, plan.decision.runs, plan.compiled, problems)
-    found = [here] * dist.get_world_size()
-    dist.all_gather_object(found, here)
+    found = gather_objects(here)
     if refused := _of_ranks([each.problems for each in found]):
         raise AgreedError(refused)
     if len({each.devices for each in found}) > 1:
@@ -71,7 +70,7 @@ def agree_on_plan(plan: Plan, refusal: ConfigError | None = None) -> Plan:
         compiled, not_compiled = ("rank 0", f"rank(s) {_listed(others)}")[:: 1 if found[0].compiled else -1]
         text = f"blocks would be compiled on {compiled} and not on {not_compiled}. Set true or false."
         raise AgreedError(Problem("parallel.compile", text))
-    return replace(plan, config=_from_first(plan.config))
+    return replace(plan, config=object_of_first(plan.config))
 
 
 def agree_on_data(fingerprint: str, start: Start) -> None:
@@ -80,10 +79,7 @@ def agree_on_data(fingerprint: str, start: Start) -> None:
     Raises:
         AgreedError: on every rank.
     """
-    found = [fingerprint]
-    if dist.is_initialized():
-        found *= dist.get_world_size()
-        dist.all_gather_object(found, fingerprint)
+    found = gather_objects(fingerprint)
     if others := [rank for rank, each in enumerate(found) if each != found[0]]:
         text = f"are others on rank(s) {_listed(others)} than on rank 0. Give every node the same files."
         raise AgreedError(Problem("data", text))
@@ -105,8 +101,7 @@ def agree_on_inputs(names: Mapping[str, str], refusal: ConfigError | None) -> No
         AgreedError: on every rank.
     """
     here = tuple(refusal.problems) if refusal is not None else (), dict(names)
-    found = [here] * dist.get_world_size()
-    dist.all_gather_object(found, here)
+    found = gather_objects(here)
     if refused := _of_ranks([problems for problems, _ in found]):
         raise AgreedError(refused)
     first = found[0][1]
@@ -132,71 +127,6 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def decide_together(config: Config, locks: list[RunLock]) -> Start:
-    """Return how the run starts, see `decide_with_ranks`, in a folder that is locked before it is looked at.
-
-    Rank 0 adds its lock to `locks`, to be released when the run has ended.
-    """
-    return decide_with_ranks(config, lambda: locks.append(lock_run(Path(config.run.dir))))
-
-
-def decide_with_ranks(config: Config, before: Callable[[], None] = lambda: None) -> Start:
-    """Return how the run starts, as rank 0 finds its folder. Each rank verifies its share of a checkpoint's files.
-
-    `before`: called first, on rank 0.
-
-    Raises:
-        ConfigError: on every rank, what rank 0 found wrong.
-    """
-    if not dist.is_initialized():
-        before()
-        return decide_start(config, content_damage)
-    decision: Start | ConfigError
-    if is_first_rank():
-        try:
-            before()
-            decision = decide_start(config, _verify_on_all_ranks)
-        except ConfigError as error:
-            decision = error
-        _from_first(decision)
-    else:
-        while isinstance(asked := _from_first(None), Checkpoint):
-            _verify_share(asked)
-        decision = asked
-    if isinstance(decision, ConfigError):
-        raise AgreedError(decision.problems)
-    return decision
-
-
-def _verify_on_all_ranks(checkpoint: Checkpoint) -> list[Damage]:
-    """Return what all ranks together find wrong; called by rank 0, while the others wait to be asked for their share.
-
-    Raises:
-        ConfigError: a rank does not see the checkpoint's folder.
-    """
-    _from_first(checkpoint)
-    found = _verify_share(checkpoint)
-    if blind := [str(rank) for rank, damage in enumerate(found) if damage is None]:
-        text = f"{checkpoint.folder} is not seen by rank(s) {', '.join(blind)}. It must lie where all nodes see it."
-        raise ConfigError(Problem("resume", text))
-    return [each for damage in found for each in damage or ()]
-
-
-def _verify_share(checkpoint: Checkpoint) -> list[list[Damage] | None]:
-    """Return what each rank finds wrong with its share of the files, None from one that sees none. Collective."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    found: list[list[Damage] | None] = [None] * world
-    dist.all_gather_object(found, content_damage(checkpoint, rank, world) if checkpoint.folder.is_dir() else None)
-    return found
-
-
-def _from_first(value: Any) -> Any:
-    """Return rank 0's value. Collective."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
 def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[], None] | None:
     """Make the run's folder with config.yaml and tokenizer.json. Collective.
 
@@ -219,9 +149,8 @@ def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[],
     if is_first_rank():
         clear_beats(folder)
     if dist.is_initialized():
-        seen: list[tuple[bool, Problem | None]] = [(False, None)] * dist.get_world_size()
         dist.barrier()
-        dist.all_gather_object(seen, ((folder / "config.yaml").is_file(), problem))
+        seen = gather_objects(((folder / "config.yaml").is_file(), problem))
         problem = seen[0][1]
         if problem is None and not all(sees for sees, _ in seen):
             blind = ", ".join(str(rank) for rank, (sees, _) in enumerate(seen) if not sees)

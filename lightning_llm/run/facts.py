@@ -24,6 +24,7 @@ from lightning_llm.data.mixing.skipped import SKIPPED_SAMPLES
 from lightning_llm.linalg.gemm import operand
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.optim.schedule import learning_rate_factor
+from lightning_llm.parallel.process_group import gather_objects
 from lightning_llm.plan.coverage import coverage_of
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.precision.native.decide import Decision
@@ -147,10 +148,7 @@ def agree_on_fingerprint(config: Config, start: Start, here: Mapping[str, Any]) 
         AgreedError: on every rank, where a run goes on with `resume_strict` set and something differs.
     """
     own = _numbers(here)
-    ranks = [own]
-    if dist.is_initialized():
-        ranks *= dist.get_world_size()
-        dist.all_gather_object(ranks, own)
+    ranks = gather_objects(own)
     changed = _since(start, ranks[0])
     others = {rank: origin_changes(ranks[0], each) for rank, each in enumerate(ranks) if each != ranks[0]}
     strict = config.resume_strict and start.checkpoint is not None and start.trunk is None

@@ -124,7 +124,7 @@ def kernel_line(kernels: dict[str, str], name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank trains with, past all that can be refused before a folder is touched."""
+    """One rank of a run, after all checks that precede any change to its folder. `attention`: kernel by block."""
 
     plan: Plan
     device: torch.device
@@ -133,8 +133,8 @@ class Rank:
     attention: dict[str, str]
 
 
-def prepare_rank(plan: Plan) -> Rank:
-    """Look at what this machine makes of `plan`, and settle it with the other ranks. Collective.
+def open_rank(plan: Plan) -> Rank:
+    """Open this rank of `plan`: its device, callbacks and kernels, joined with the other ranks. Collective.
 
     Raises:
         ConfigError: on every rank, what any of them refuses; at once where this one has no device to join them with.

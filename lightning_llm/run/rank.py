@@ -1,11 +1,22 @@
-"""One rank of one run, from a checked config to an exit code."""
+"""One rank of one run, from a checked config to an exit code: open, prepare, agree, fit.
+
+- open (`opening.open_rank`): this rank's device, layout and callbacks, joined with the other ranks.
+- prepare (`inputs.open_inputs`): the data, and weights from elsewhere.
+- agree: facts, machines and the run's folder, the same for all ranks.
+- fit: module and Trainer, until the last step, a signal or a failure.
+
+The last three are repeated from an earlier checkpoint where spikes.policy=rollback asks for it.
+"""
 
 import gc
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -15,17 +26,15 @@ from lightning_llm.base.signals import GOES_ON, STOPPING, alarm_after, exit_code
 from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.schema import Config
-from lightning_llm.data.opening import open_corpus
-from lightning_llm.data.report import account_lines, chosen_lines, data_line, phase_lines
 from lightning_llm.parallel.cuda_environment import environment_line
 from lightning_llm.parallel.process_group import leave_process_group
 from lightning_llm.plan.origin import origin_lines
 from lightning_llm.plan.resolve import Plan, compile_note
 from lightning_llm.plan.text.report import notes, plan_line
-from lightning_llm.run.agreement import agree_on_data, decide_together, prepare_folder
+from lightning_llm.run.agreement import prepare_folder
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer
 from lightning_llm.run.facts import agree_on_fingerprint, fingerprint, origin_here, resume_history, run_facts
-from lightning_llm.run.inputs import open_initial, open_teachers
+from lightning_llm.run.inputs import Inputs, open_inputs
 from lightning_llm.run.launch.environment import die_with_launcher, is_first_rank, rank_environment, say
 from lightning_llm.run.launch.lock import RunLock
 from lightning_llm.run.launch.slurm import requeue
@@ -35,15 +44,15 @@ from lightning_llm.run.opening import (
     give_back,
     joined_ranks,
     kernel_line,
-    prepare_rank,
+    open_rank,
     quiet_lightning,
     refuse_unhealthy,
 )
-from lightning_llm.run.resume.branch import branch_facts, check_branch_tokenizer
+from lightning_llm.run.resume.branch import branch_facts
 from lightning_llm.run.resume.resume_plan import branch_lines, resume_lines
 from lightning_llm.run.resume.rollback import rollback_facts, skipped_samples
 from lightning_llm.run.resume.start import Start
-from lightning_llm.run.resume.with_ranks import go_back, rollback_line
+from lightning_llm.run.resume.with_ranks import decide_with_ranks, go_back, rollback_line
 from lightning_llm.run.watch import failures_marked, watched_ranks
 from lightning_llm.tracking.liveness import FolderGoneError
 from lightning_llm.tracking.loggers import LightningRunLogger
@@ -72,48 +81,126 @@ def run(plan: Plan, start: Start | None = None) -> int:
     """
     folder = plan.config.run.dir
     locks: list[RunLock] = []
-    handlers = {number: signal.getsignal(number) for number in STOPPING}
-    ignored = set(STOPPING) - set(not_ignored(STOPPING))
-    threads = torch.get_num_threads()
-    try:
-        for number in handlers:
-            if number not in ignored or number == signal.SIGINT:  # a script's `&` must not make a wait for ranks deaf
-                signal.signal(number, _stop_before_training)
-        die_with_launcher()
-        quiet_lightning()
-        rank = prepare_rank(plan)
-        for number in ignored:
-            signal.signal(number, signal.SIG_IGN)
-        folder = rank.plan.config.run.dir
-        if rank.plan.config.trainer.health:
-            say(refuse_unhealthy(joined_ranks(rank.plan.config), rank.device))
-        start = start or decide_together(rank.plan.config, locks)
-        if start.finished:
-            say(start.nothing_left(rank.plan.config))
-        else:
-            with alarm_after(plan.config.trainer.max_time):
-                fit_and_go_back(rank, start)
-    except UnhealthyError as error:
-        if error.speaks:
-            print(f"error: {error}. No step was made.", file=sys.stderr, flush=True)
-        if rank_environment() is not None:
-            raise  # for the launcher to know that it is said
-        return 1
-    except (StoppedBySignal, StepNotMadeError, StorageError, CallbackFailedError, RankSilentError) as error:
-        if isinstance(error, CallbackFailedError) and not is_first_rank():
-            raise
-        return report_end(error, folder)
-    finally:
-        for each in locks:
-            each.release()
-        for number, handler in handlers.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # a notebook, or whoever calls this, goes on
-        torch.set_num_threads(threads)
-        give_back()
+    with _process_restored(locks), _signals_stop_training() as ignored:
+        try:
+            die_with_launcher()
+            quiet_lightning()
+            rank = open_rank(plan)
+            for number in ignored:
+                signal.signal(number, signal.SIG_IGN)
+            config = rank.plan.config
+            folder = config.run.dir
+            if config.trainer.health:
+                say(refuse_unhealthy(joined_ranks(config), rank.device))
+            start = start or decide_with_ranks(config, locks)
+            if start.finished:
+                say(start.nothing_left(config))
+            else:
+                with alarm_after(plan.config.trainer.max_time):
+                    train_with_rollbacks(rank, start)
+        except UnhealthyError as error:
+            if error.speaks:
+                print(f"error: {error}. No step was made.", file=sys.stderr, flush=True)
+            if rank_environment() is not None:
+                raise  # for the launcher to know that it is said
+            return 1
+        except (StoppedBySignal, StepNotMadeError, StorageError, CallbackFailedError, RankSilentError) as error:
+            if isinstance(error, CallbackFailedError) and not is_first_rank():
+                raise
+            return report_end(error, folder)
     leave_process_group()
     if not start.finished:
-        say_where(rank.plan.config)
+        say_where(config)
     return 0
+
+
+def train_with_rollbacks(rank: Rank, start: Start) -> None:
+    """Train from `start`, and again from a checkpoint before it where spikes.policy=rollback has the run go back."""
+    while (spike := _rollback_asked(rank, start)) is not None:
+        gc.collect()  # the model that was is in cycles, and there is no room for two
+        if rank.device.type == "cuda":
+            torch.cuda.empty_cache()
+        plan, start, made = go_back(rank.plan, start, spike)
+        say(rollback_line(plan, start, spike, made.skipped), sys.stderr)
+        rank = replace(rank, plan=plan, callbacks=build_callbacks(plan.config))
+
+
+def _rollback_asked(rank: Rank, start: Start) -> SpikeRollback | None:
+    """Train from `start`; return what has the run go back, without the frames that hold all of its memory."""
+    try:
+        train_from(rank, start)
+    except SpikeRollback as spike:
+        return spike.with_traceback(None)
+    return None
+
+
+def train_from(rank: Rank, start: Start) -> None:
+    """Prepare, agree and fit: open the data and weights, make the run's folder, and train in it from `start`.
+
+    Raises:
+        SpikeRollback: it has to go back to a checkpoint, and nobody has asked it to stop.
+        StoppedBySignal: somebody has.
+    """
+    for line in filter(None, opening_lines(rank, start)):
+        say(line)
+    inputs = open_inputs(rank.plan.config, start, rank.device)
+    facts, write_first_files = agree(rank, start, inputs)
+    fit(rank, start, inputs, facts, write_first_files)
+
+
+def opening_lines(rank: Rank, start: Start) -> Iterator[str]:
+    """Yield the opening lines of a run: its plan, its kernels, and where it resumes or branches."""
+    plan, config = rank.plan, rank.plan.config
+    yield plan_line(plan, describe_device(rank.device))
+    yield kernel_line(rank.attention, config.trainer.attention_kernel) or ""
+    yield compile_note(config.parallel, plan.degrees, plan.capability) or ""
+    yield environment_line(rank.device.type) or ""
+    if not is_among_jobs():
+        yield from notes(plan, to_train=True)
+        yield from origin_lines(config) if start.checkpoint is None else ()
+    yield from resume_lines(config, start) if start.trunk is None else branch_lines(config, start)
+
+
+def agree(rank: Rank, start: Start, inputs: Inputs) -> tuple[dict[str, Any], Callable[[], None] | None]:
+    """Return the facts for summary.json, and `prepare_folder`'s writer, once all ranks agree. Collective.
+
+    Raises:
+        ConfigError: on every rank, where machines differ and resume_strict is set, or the folder cannot be written.
+    """
+    config = rank.plan.config
+    facts = run_facts(config, inputs.corpus, rank.plan.decision) | start.run.facts() | inputs.facts
+    facts |= branch_facts(config, start) | {FINGERPRINT: fingerprint(rank.device)}
+    facts |= rollback_facts(start.rollbacks, skipped_samples(config, start.rollbacks))
+    here = origin_here(rank.plan, rank.device) | facts
+    for line in agree_on_fingerprint(config, start, here):
+        say(line)
+    if is_first_rank() and (earlier := resume_history(config, start, here)):
+        facts["earlier"] = earlier
+    return facts, prepare_folder(config, inputs.corpus, start)
+
+
+def fit(
+    rank: Rank, start: Start, inputs: Inputs, facts: dict[str, Any], write_first_files: Callable[[], None] | None
+) -> None:
+    """Build module and Trainer, and train. Raises as `train_from`."""
+    plan, config = rank.plan, rank.plan.config
+    module = build_module(plan, inputs.corpus, inputs.initial, inputs.distillation)
+    module.spikes.rollbacks_made = len(start.rollbacks)
+    loggers = run_loggers(config)
+    trainer = build_trainer(plan, rank.device, rank.layout, start, loggers, facts, rank.callbacks, write_first_files)
+    (checkpointing,) = (each for each in trainer.callbacks if isinstance(each, Checkpointing))
+    for number in not_ignored(STOPPING):
+        signal.signal(number, checkpointing.stop_outside_steps)
+    watched, marked = watched_ranks(config, module), failures_marked(config, rank.callbacks)
+    try:
+        with attention_of(plan, rank.attention), watched, marked, checkpointing.awaited():
+            trainer.fit(module, CorpusDataModule(inputs.corpus, config))
+    except SpikeRollback as spike:
+        if number := trainer.strategy.stop_signal:  # it came in the step that spiked: all ranks know of it
+            raise StoppedBySignal(number, checkpointing.saved_step) from spike
+        raise
+    if ended := module.ended_early:
+        say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")
 
 
 def report_end(error: BaseException, folder: str) -> int:
@@ -140,84 +227,6 @@ def report_end(error: BaseException, folder: str) -> int:
     return 1
 
 
-def fit_and_go_back(rank: Rank, start: Start) -> None:
-    """Train from `start`, and again from a checkpoint before it where spikes.policy=rollback has the run go back."""
-    while (spike := _rollback_asked(rank, start)) is not None:
-        gc.collect()  # the model that was is in cycles, and there is no room for two
-        if rank.device.type == "cuda":
-            torch.cuda.empty_cache()
-        plan, start, made = go_back(rank.plan, start, spike)
-        say(rollback_line(plan, start, spike, made.skipped), sys.stderr)
-        rank = replace(rank, plan=plan, callbacks=build_callbacks(plan.config))
-
-
-def _rollback_asked(rank: Rank, start: Start) -> SpikeRollback | None:
-    """Train from `start`; return what has the run go back, without the frames that hold all of its memory."""
-    try:
-        fit(rank, start)
-    except SpikeRollback as spike:
-        return spike.with_traceback(None)
-    return None
-
-
-def fit(rank: Rank, start: Start) -> None:
-    """Open the data, make the run's folder, and train in it from `start`.
-
-    Raises:
-        SpikeRollback: it has to go back to a checkpoint, and nobody has asked it to stop.
-        StoppedBySignal: somebody has.
-    """
-    config, device = rank.plan.config, rank.device
-    say(plan_line(rank.plan, describe_device(device)))
-    kernel = config.trainer.attention_kernel
-    uncompiled = compile_note(config.parallel, rank.plan.degrees, rank.plan.capability)
-    for line in filter(None, (kernel_line(rank.attention, kernel), uncompiled, environment_line(device.type))):
-        say(line)
-    started = resume_lines(config, start) if start.trunk is None else branch_lines(config, start)
-    alone = [] if is_among_jobs() else [*notes(rank.plan, to_train=True), *_origin(config, start)]
-    for line in [*alone, *started]:
-        say(line)
-    skipped = skipped_samples(config, start.rollbacks)
-    data = config.data.model_copy(update={"skip_samples": skipped or None})
-    corpus = open_corpus(data, config.seed, config.model.vocab_size, config.trainer.max_steps, progress=is_first_rank())
-    more = (*phase_lines(config, corpus), *chosen_lines(corpus), *account_lines(corpus))
-    for line in [data_line(config, corpus), *more]:
-        say(line)
-    agree_on_data(corpus.fingerprint, start)
-    check_branch_tokenizer(start, corpus.tokenizer.path)
-    initial, init_facts = open_initial(config, start, corpus.tokenizer.path)
-    distillation, teacher_facts = open_teachers(config, start, corpus.tokenizer, device)
-    facts = run_facts(config, corpus, rank.plan.decision) | start.run.facts() | init_facts | teacher_facts
-    facts |= branch_facts(config, start) | {FINGERPRINT: fingerprint(device)} | rollback_facts(start.rollbacks, skipped)
-    here = origin_here(rank.plan, device) | facts
-    for line in agree_on_fingerprint(config, start, here):
-        say(line)
-    if is_first_rank() and (earlier := resume_history(config, start, here)):
-        facts["earlier"] = earlier
-    adopt = prepare_folder(config, corpus, start)
-    module = build_module(rank.plan, corpus, initial, distillation)
-    module.spikes.rollbacks_made = len(start.rollbacks)
-    loggers = run_loggers(config)
-    trainer = build_trainer(rank.plan, device, rank.layout, start, loggers, facts, rank.callbacks, adopt)
-    (checkpointing,) = (each for each in trainer.callbacks if isinstance(each, Checkpointing))
-    for number in not_ignored(STOPPING):
-        signal.signal(number, checkpointing.stop_outside_steps)
-    watched, marked = watched_ranks(config, module), failures_marked(config, rank.callbacks)
-    try:
-        with attention_of(rank.plan, rank.attention), watched, marked, checkpointing.awaited():
-            trainer.fit(module, CorpusDataModule(corpus, config))
-    except SpikeRollback as spike:
-        if number := trainer.strategy.stop_signal:  # it came in the step that spiked: all ranks know of it
-            raise StoppedBySignal(number, checkpointing.saved_step) from spike
-        raise
-    if ended := module.ended_early:
-        say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")
-
-
-def _origin(config: Config, start: Start) -> list[str]:
-    return origin_lines(config) if start.checkpoint is None else []
-
-
 def say_where(config: Config) -> None:
     """Print where the run lies, and how to look at it."""
     say(f"run    {config.run.dir}")
@@ -233,6 +242,37 @@ def run_loggers(config: Config) -> list[RunLogger]:
         return []
     logger = MLflowTracker if config.logger.name == "mlflow" else LightningRunLogger
     return [logger(config, Path(config.run.dir))]
+
+
+@contextmanager
+def _process_restored(locks: list[RunLock]) -> Iterator[None]:
+    """Release `locks`, and put back threads and memory, at the end: whoever called a run in this process goes on."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        for each in locks:
+            each.release()
+        torch.set_num_threads(threads)
+        give_back()
+
+
+@contextmanager
+def _signals_stop_training() -> Iterator[set[int]]:
+    """Have signals raise StoppedBySignal until training handles them; yield those that this process ignores.
+
+    An ignored SIGINT ends the wait for ranks, too: a script's `&` must not make that wait deaf.
+    """
+    handlers = {number: signal.getsignal(number) for number in STOPPING}
+    ignored = set(STOPPING) - set(not_ignored(STOPPING))
+    try:
+        for number in handlers:
+            if number not in ignored or number == signal.SIGINT:
+                signal.signal(number, _stop_before_training)
+        yield ignored
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _stop_before_training(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""A run watched from within: signs of life of its ranks, ranks that are silent, callbacks that fail."""
+"""A run watched from within: signs of life of its ranks, silent ranks by name, callbacks that fail, in one line."""
 
 import sys
 import traceback
@@ -33,59 +33,6 @@ OTHER_ENDINGS = (ConfigError, StorageError, StepNotMadeError)
 
 
 @contextmanager
-def callback_failures(chosen: Mapping[str, pl.Callback], folder: Path, rank: int = 0) -> Iterator[None]:
-    """Turn what one of `chosen`, by its name in the config, raises meanwhile into one line for people.
-
-    The whole traceback goes to `traceback.txt` in `folder`, or `traceback-RANK.txt` of any rank but the first.
-
-    Raises:
-        CallbackFailedError: it raised something, or left the process (SystemExit), whatever the exit code.
-        RuntimeError: something else left the process, which is no end of a run either.
-    """
-    try:
-        yield
-    except OTHER_ENDINGS:
-        raise
-    except (Exception, SystemExit) as error:
-        interrupted = isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
-        cause = error.__context__ if interrupted and error.__context__ else error  # Lightning exits upon that
-        if (where := _place(cause, chosen)) is not None:
-            reason = f"{where}: {type(cause).__name__}: {one_line(redacted(str(cause)))}"
-            raise CallbackFailedError(f"{reason} | whole traceback: {_keep(cause, folder, rank)}") from error
-        if isinstance(error, SystemExit):
-            raise RuntimeError(f"something ended the process within training: SystemExit({error.code})") from error
-        raise
-
-
-def _place(error: BaseException, chosen: Mapping[str, pl.Callback]) -> str | None:
-    """Return which of `chosen` was running when `error` was raised, its hook and its line; None where none was."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    for index, (frame, line) in enumerate(frames):
-        owner = frame.f_locals.get("self")
-        name = next((name for name, each in chosen.items() if each is owner), None)
-        if name is None:
-            continue
-        file = frame.f_code.co_filename
-        for inner, number in frames[index:]:  # the last line of the same file: what it called elsewhere is no news
-            if inner.f_code.co_filename == file:
-                line = number
-        kind = f"{type(owner).__module__}.{type(owner).__qualname__}"
-        return f"callbacks.{name} ({kind}) failed in {frame.f_code.co_name} ({file}:{line})"
-    return None
-
-
-def _keep(error: BaseException, folder: Path, rank: int) -> Path | str:
-    file = folder / (f"traceback-{rank}.txt" if rank else "traceback.txt")
-    text = redacted("".join(traceback.format_exception(error)))
-    try:
-        file.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as problem:
-        print(text, file=sys.stderr)
-        return f"above ({file} could not be written: {problem.strerror})"
-    return file
-
-
-@contextmanager
 def watched_ranks(config: Config, module: LanguageModule) -> Iterator[None]:
     """Give a sign of life of this rank meanwhile; what one rank alone does nobody waits for.
 
@@ -113,21 +60,6 @@ def watched_ranks(config: Config, module: LanguageModule) -> Iterator[None]:
         heartbeat.stop()
         raise
     heartbeat.stop()
-
-
-@contextmanager
-def failures_marked(config: Config, chosen: Mapping[str, pl.Callback]) -> Iterator[None]:
-    """Have the summary say which of the callbacks `chosen` failed, where one ended the run."""
-    folder, rank = Path(config.run.dir), dist.get_rank() if dist.is_initialized() else 0
-    try:
-        with callback_failures(chosen, folder, rank):
-            yield
-    except CallbackFailedError as error:
-        # Its own on_exception may have failed, before the run folder's; what fails after the last step ends no run.
-        # One that fails in setup does so before there is a summary.
-        if rank == 0 and summary_of(folder).get("status", "running") in ("running", "failed"):
-            mark_failed(folder, f"{type(error).__name__}: {error}")
-        raise
 
 
 def name_silent_ranks(config: Config, error: Exception) -> None:
@@ -160,3 +92,64 @@ def _missed(folder: Path, timeout: float) -> tuple[list[Beat], str]:
         return [], ""
     absent = [each for each in absent_ranks(folder, timeout) if each.rank != dist.get_rank()]
     return absent, say_absent(absent, timeout, waited_in) if absent else ""
+
+
+@contextmanager
+def failures_marked(config: Config, chosen: Mapping[str, pl.Callback]) -> Iterator[None]:
+    """Turn what one of the callbacks `chosen`, by its name in the config, raises meanwhile into one line for people.
+
+    The line goes into the summary. The whole traceback goes to `traceback.txt` in the run's folder, or
+    `traceback-RANK.txt` of any rank but the first.
+
+    Raises:
+        CallbackFailedError: it raised something, or left the process (SystemExit), whatever the exit code.
+        RuntimeError: something else left the process, which is no end of a run either.
+    """
+    folder, rank = Path(config.run.dir), dist.get_rank() if dist.is_initialized() else 0
+    try:
+        yield
+    except OTHER_ENDINGS:
+        raise
+    except (Exception, SystemExit) as error:
+        interrupted = isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
+        cause = error.__context__ if interrupted and error.__context__ else error  # Lightning exits upon that
+        if (where := _place(cause, chosen)) is None:
+            if isinstance(error, SystemExit):
+                text = f"something ended the process within training: SystemExit({error.code})"
+                raise RuntimeError(text) from error
+            raise
+        reason = f"{where}: {type(cause).__name__}: {one_line(redacted(str(cause)))}"
+        failure = CallbackFailedError(f"{reason} | whole traceback: {_keep(cause, folder, rank)}")
+        # Its own on_exception may have failed, before the run folder's; what fails after the last step ends no run.
+        # One that fails in setup does so before there is a summary.
+        if rank == 0 and summary_of(folder).get("status", "running") in ("running", "failed"):
+            mark_failed(folder, f"{type(failure).__name__}: {failure}")
+        raise failure from error
+
+
+def _place(error: BaseException, chosen: Mapping[str, pl.Callback]) -> str | None:
+    """Return which of `chosen` was running when `error` was raised, its hook and its line; None where none was."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    for index, (frame, line) in enumerate(frames):
+        owner = frame.f_locals.get("self")
+        name = next((name for name, each in chosen.items() if each is owner), None)
+        if name is None:
+            continue
+        file = frame.f_code.co_filename
+        for inner, number in frames[index:]:  # the last line of the same file: what it called elsewhere is no news
+            if inner.f_code.co_filename == file:
+                line = number
+        kind = f"{type(owner).__module__}.{type(owner).__qualname__}"
+        return f"callbacks.{name} ({kind}) failed in {frame.f_code.co_name} ({file}:{line})"
+    return None
+
+
+def _keep(error: BaseException, folder: Path, rank: int) -> Path | str:
+    file = folder / (f"traceback-{rank}.txt" if rank else "traceback.txt")
+    text = redacted("".join(traceback.format_exception(error)))
+    try:
+        file.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as problem:
+        print(text, file=sys.stderr)
+        return f"above ({file} could not be written: {problem.strerror})"
+    return file

@@ -9,9 +9,9 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.run.agreement import decide_together
-from lightning_llm.run.opening import prepare_rank
-from lightning_llm.run.rank import fit_and_go_back
+from lightning_llm.run.opening import open_rank
+from lightning_llm.run.rank import train_with_rollbacks
+from lightning_llm.run.resume.with_ranks import decide_with_ranks
 from tests.planted import corrupted_samples
 from tests.run_metrics import curve
 
@@ -26,8 +26,8 @@ WORDS = [
 def trained(config: Config) -> list[int]:
     locks: list = []
     with patch.object(Corpus, "micro_batches", corrupted_samples(156, 159)):
-        rank = prepare_rank(plan_of(config))
-        fit_and_go_back(rank, decide_together(rank.plan.config, locks))
+        rank = open_rank(plan_of(config))
+        train_with_rollbacks(rank, decide_with_ranks(rank.plan.config, locks))
     for each in locks:
         each.release()
     assert "rank heartbeat" not in [each.name for each in threading.enumerate()]

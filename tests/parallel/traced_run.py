@@ -15,10 +15,11 @@ from lightning_llm.data.opening import open_corpus
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.degrees import resolve_degrees
-from lightning_llm.run.agreement import decide_together, prepare_folder
+from lightning_llm.run.agreement import prepare_folder
 from lightning_llm.run.build import build_module, build_trainer
 from lightning_llm.run.inputs import open_initial, open_teachers
 from lightning_llm.run.opening import open_layout, quiet_lightning
+from lightning_llm.run.resume.with_ranks import decide_with_ranks
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing
 from lightning_llm.train.datamodule import CorpusDataModule
 from tests.run_metrics import curve
@@ -67,7 +68,7 @@ def run_with(config: Config, *callbacks: pl.Callback, saves: bool = True) -> pl.
     device = torch.device("cpu")
     layout = open_layout(plan, device)
     locks: list[FileLock] = []
-    start = decide_together(config, locks)
+    start = decide_with_ranks(config, locks)
     corpus = open_corpus(config.data, config.seed, config.model.vocab_size)
     adopt = prepare_folder(config, corpus, start)
     initial, _ = open_initial(config, start, corpus.tokenizer.path)

@@ -142,7 +142,7 @@ def test_a_signal_after_the_last_step_lets_the_run_end(small_run, tmp_path, monk
     def stopped(*_, **__):
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr("lightning_llm.run.rank.open_corpus", stopped)
+    monkeypatch.setattr("lightning_llm.run.inputs.open_corpus", stopped)
     assert main(["train", *small_run(tmp_path, "resume=auto", "trainer.max_steps=8")]) == 128 + number
     assert f"stopped by {number.name}, state saved at step 6; go on: " in capfd.readouterr().err
 

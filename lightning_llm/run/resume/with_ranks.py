@@ -1,4 +1,4 @@
-"""Going back: a run whose step was out of the ordinary goes on from a checkpoint before it, in the same processes."""
+"""The start of a run as all its ranks decide it, and its rollbacks to an earlier checkpoint in the same processes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,14 +6,69 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_llm.base.errors import AgreedError, ConfigError, Problem
+from lightning_llm.config.schema import Config
 from lightning_llm.data.mixing.skipped import Range
+from lightning_llm.parallel.process_group import gather_objects, object_of_first
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.run.agreement import decide_with_ranks
 from lightning_llm.run.launch.environment import is_first_rank
 from lightning_llm.run.launch.local_ranks import goes_on
+from lightning_llm.run.launch.lock import RunLock, lock_run
 from lightning_llm.run.resume.rollback import Rollback, skipped_samples, write_rollbacks
-from lightning_llm.run.resume.start import Start
+from lightning_llm.run.resume.start import Start, decide_start
+from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, Verify, content_damage
 from lightning_llm.train.spikes.policy import SpikeRollback
+
+
+def decide_with_ranks(config: Config, locks: list[RunLock] | None = None) -> Start:
+    """Return how the run starts, as rank 0 finds its folder. Each rank verifies its share of a checkpoint's files.
+
+    `locks`: rank 0 first locks the run's folder, and adds the lock here; None: it is locked already.
+
+    Raises:
+        ConfigError: on every rank, what rank 0 found wrong.
+    """
+    if not dist.is_initialized():
+        return _decide_locked(config, content_damage, locks)
+    decision: Start | ConfigError
+    if is_first_rank():
+        try:
+            decision = _decide_locked(config, _verify_on_all_ranks, locks)
+        except ConfigError as error:
+            decision = error
+        object_of_first(decision)
+    else:
+        while isinstance(asked := object_of_first(None), Checkpoint):
+            _verify_share(asked)
+        decision = asked
+    if isinstance(decision, ConfigError):
+        raise AgreedError(decision.problems)
+    return decision
+
+
+def _decide_locked(config: Config, verify: Verify, locks: list[RunLock] | None) -> Start:
+    if locks is not None:
+        locks.append(lock_run(Path(config.run.dir)))
+    return decide_start(config, verify)
+
+
+def _verify_on_all_ranks(checkpoint: Checkpoint) -> list[Damage]:
+    """Return what all ranks together find wrong; called by rank 0, while the others wait to be asked for their share.
+
+    Raises:
+        ConfigError: a rank does not see the checkpoint's folder.
+    """
+    object_of_first(checkpoint)
+    found = _verify_share(checkpoint)
+    if blind := [str(rank) for rank, damage in enumerate(found) if damage is None]:
+        text = f"{checkpoint.folder} is not seen by rank(s) {', '.join(blind)}. It must lie where all nodes see it."
+        raise ConfigError(Problem("resume", text))
+    return [each for damage in found for each in damage or ()]
+
+
+def _verify_share(checkpoint: Checkpoint) -> list[list[Damage] | None]:
+    """Return what each rank finds wrong with its share of the files, None from one that sees none. Collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return gather_objects(content_damage(checkpoint, rank, world) if checkpoint.folder.is_dir() else None)
 
 
 def go_back(plan: Plan, start: Start, spike: SpikeRollback) -> tuple[Plan, Start, Rollback]:
@@ -32,10 +87,7 @@ def go_back(plan: Plan, start: Start, spike: SpikeRollback) -> tuple[Plan, Start
             write_rollbacks(Path(config.run.dir), [*start.rollbacks, made])
         except OSError as error:
             problem = Problem("run.dir", f"{config.run.dir} cannot be written ({error.strerror}). Make room there.")
-    if dist.is_initialized():
-        found = [problem]
-        dist.broadcast_object_list(found, src=0)
-        (problem,) = found
+    problem = object_of_first(problem)
     if problem is not None:
         raise AgreedError(problem) if dist.is_initialized() else ConfigError(problem)
     return replace(plan, config=config), decide_with_ranks(config), made
