@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,19 +10,58 @@ import torch.distributed as dist
 from lightning_llm.base.errors import AgreedError, ConfigError, Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_folders import INIT_FROM, weights_path
+from lightning_llm.data.corpus import Corpus
+from lightning_llm.data.opening import open_corpus
+from lightning_llm.data.report import account_lines, chosen_lines, data_line, phase_lines
 from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.folder import Weights, digest_of
 from lightning_llm.model.weights.load import InitialWeights, frozen_decoder
+from lightning_llm.parallel.process_group import gather_objects
 from lightning_llm.plan.teachers import KEY as TEACHERS
 from lightning_llm.plan.teachers import teacher_differences
-from lightning_llm.run.launch.environment import is_first_rank
+from lightning_llm.run.agreement import agree_on_data
+from lightning_llm.run.launch.environment import is_first_rank, say
+from lightning_llm.run.resume.branch import check_branch_tokenizer
+from lightning_llm.run.resume.rollback import skipped_samples
 from lightning_llm.run.resume.start import DISTIL, INIT, Start
 from lightning_llm.run.resume.weights import init_problems, length_note, open_weights, pieces_of_new_tokens
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.train.distillation import Distillation
+
+
+class Inputs(NamedTuple):
+    """Data and weights that a run reads before its first step, the same on all ranks.
+
+    `initial`: None: weights come from the seed or a checkpoint. `facts`: what summary.json records of the weights.
+    """
+
+    corpus: Corpus
+    initial: InitialWeights | None
+    distillation: Distillation | None
+    facts: dict[str, Any]
+
+
+def open_inputs(config: Config, start: Start, device: torch.device) -> Inputs:
+    """Open the data, the weights that a run begins with, and its teachers; print what they are. Collective.
+
+    Raises:
+        ConfigError: on every rank, where any cannot read them, ranks see different ones, or those of the steps before
+            `start` were others.
+    """
+    skipped = skipped_samples(config, start.rollbacks)
+    data = config.data.model_copy(update={"skip_samples": skipped or None})
+    corpus = open_corpus(data, config.seed, config.model.vocab_size, config.trainer.max_steps, progress=is_first_rank())
+    more = (*phase_lines(config, corpus), *chosen_lines(corpus), *account_lines(corpus))
+    for line in (data_line(config, corpus), *more):
+        say(line)
+    agree_on_data(corpus.fingerprint, start)
+    check_branch_tokenizer(start, corpus.tokenizer.path)
+    initial, init_facts = open_initial(config, start, corpus.tokenizer.path)
+    distillation, teacher_facts = open_teachers(config, start, corpus.tokenizer, device)
+    return Inputs(corpus, initial, distillation, init_facts | teacher_facts)
 
 
 def agreed_weights(named: str, key: str, problems_of: Callable[[Weights], Iterable[Problem]]) -> tuple[Weights, str]:
@@ -45,11 +84,7 @@ def agreed_weights(named: str, key: str, problems_of: Callable[[Weights], Iterab
     except OSError as error:
         problems = [Problem(key, f"cannot be read: {error}.")]
     sizes = {} if weights is None else {file.name: file.stat().st_size for file in weights.files()}
-    here = (problems, sizes, digests)
-    found = [here]
-    if dist.is_initialized():
-        found *= dist.get_world_size()
-        dist.all_gather_object(found, here)
+    found = gather_objects((problems, sizes, digests))
     if refused := dict.fromkeys(problem for problems, _, _ in found for problem in problems):
         raise AgreedError(list(refused))
     if others := [str(rank) for rank, (_, sizes, _) in enumerate(found) if sizes != found[0][1]]:
@@ -84,8 +119,7 @@ def open_teachers(
         except ConfigError as error:  # of the same files on every rank
             raise AgreedError(error.problems) from error
         decoders.append(frozen_decoder(weights.config, state, DTYPES[config.precision.compute_dtype], device))
-        if is_first_rank():
-            print(f"teacher {weights.path} ({weights.kind}, digest {digest[:8]})", flush=True)
+        say(f"teacher {weights.path} ({weights.kind}, digest {digest[:8]})")
     _check_known(start, [str(each["digest"]) for each in facts])
     teachers = Ensemble.of(decoders, distil.combine)
     return Distillation(distil, teachers, config.model.vocab_size), {DISTIL: facts}
@@ -155,11 +189,11 @@ def open_initial(config: Config, start: Start, tokenizer: Path) -> tuple[Initial
         "digest": digest,
         "new_tokens": len(initial.pieces),
     }
-    _say(config, weights, facts)
+    _announce(config, weights, facts)
     without = sum(not pieces for pieces in initial.pieces.values())
-    if without and is_first_rank():
+    if without:
         text = "have no pieces in the weights' vocabulary: their rows are the mean of all rows"
-        print(f"note   {without:,} of the new tokens {text}", flush=True)
+        say(f"note   {without:,} of the new tokens {text}")
     return initial, {INIT: facts}
 
 
@@ -174,13 +208,11 @@ def _check_same(config: Config, known: dict[str, Any]) -> None:
         raise AgreedError(Problem(INIT_FROM, text))
 
 
-def _say(config: Config, weights: Weights, facts: dict[str, Any]) -> None:
-    if not is_first_rank():
-        return
+def _announce(config: Config, weights: Weights, facts: dict[str, Any]) -> None:
     named = f", {facts['architecture']}" if facts["architecture"] else ""
     added = f", {facts['new_tokens']:,} new tokens" if facts["new_tokens"] else ""
-    print(f"init   {weights.path} ({weights.kind}{named}, digest {facts['digest'][:8]}{added})", flush=True)
+    say(f"init   {weights.path} ({weights.kind}{named}, digest {facts['digest'][:8]}{added})")
     for note in filter(None, (length_note(config, weights), *weights.notes)):
-        print(note, flush=True)
+        say(note)
     if weights.tokenizer is None:
-        print("note   the weights bring no tokenizer.json: nothing says that data.tokenizer is theirs", flush=True)
+        say("note   the weights bring no tokenizer.json: nothing says that data.tokenizer is theirs")
