@@ -15,9 +15,8 @@ from torch import Tensor
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.flops import count_parameters
-from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.folder import Weights
-from lightning_llm.model.weights.load import whole_decoder
+from lightning_llm.model.weights.load import state_dict_of, whole_decoder
 
 TOKENS = 64
 LARGEST_DIFFERENCE = 1e-3

@@ -19,8 +19,7 @@ from lightning_llm.evaluate.request import Request
 from lightning_llm.evaluate.validation import EnsembleGain, TrainedModel, ensemble_gain, validation_losses
 from lightning_llm.evaluate.weights import AverageWeights, decoder_of, sharded_decoder_of, tokenizer_of
 from lightning_llm.model.ensemble import COMBINATIONS, Combine, Ensemble
-from lightning_llm.model.weights.convert import whole_state
-from lightning_llm.model.weights.load import InitialWeights
+from lightning_llm.model.weights.load import InitialWeights, whole_state
 from lightning_llm.parallel.apply import InitialSlice
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import leave_process_group

@@ -1,59 +1,44 @@
-"""Position-wise feed-forward networks: SwiGLU (Shazeer 2020, arXiv:2002.05202) and GELU (arXiv:1606.08415)."""
+"""Dense feed-forward networks, which map each token by itself."""
+
+from collections.abc import Callable, Mapping
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.model.kinds import DenseSpec
 from lightning_llm.model.linear import Linear
 
 
-class SwiGLU(nn.Module):
-    """`down(silu(gate(x)) * up(x))`. Letters: D hidden_size, F ffn_hidden_size."""
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return GELU by its tanh approximation (arXiv:1606.08415)."""
+    return F.gelu(x, approximate="tanh")
 
-    def __init__(self, config: ModelConfig):
+
+def squared_relu(x: Tensor) -> Tensor:
+    """Return `relu(x)^2` (So et al. 2021, arXiv:2109.08668)."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "squared_relu": squared_relu}
+"""By `DenseSpec.activation`; "gelu" is exact, and `gelu_tanh` where `model.gelu` is tanh."""
+
+
+class DenseFeedForward(nn.Module):
+    """`down(activation(up(x)))`, or gated, `down(activation(gate(x)) * up(x))`. D: hidden_size, F: ffn_hidden_size."""
+
+    def __init__(self, kind: DenseSpec, model: ModelConfig):
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
-        self.up_proj = Linear(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
-        self.down_proj = Linear(config.ffn_hidden_size, config.hidden_size, bias=config.bias)
+        tanh = kind.activation == "gelu" and model.gelu == "tanh"
+        self.activation = gelu_tanh if tanh else ACTIVATIONS[kind.activation]
+        self.gate_proj = Linear(model.hidden_size, model.ffn_hidden_size, bias=model.bias) if kind.gated else None
+        self.up_proj = Linear(model.hidden_size, model.ffn_hidden_size, bias=model.bias)
+        self.down_proj = Linear(model.ffn_hidden_size, model.hidden_size, bias=model.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[B, T, D]` for `x` `[B, T, D]`."""
-        gated = F.silu(self.gate_proj(x)) * self.up_proj(x)  # [B, T, F]
-        return self.down_proj(gated)  # [B, T, D]
-
-
-class GELU(nn.Module):
-    """`down(gelu(up(x)))`, by the tanh approximation or exactly. Letters as in `SwiGLU`."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.approximate = "tanh" if config.gelu == "tanh" else "none"
-        self.up_proj = Linear(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
-        self.down_proj = Linear(config.ffn_hidden_size, config.hidden_size, bias=config.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `[B, T, D]` for `x` `[B, T, D]`."""
-        hidden = F.gelu(self.up_proj(x), approximate=self.approximate)  # [B, T, F]
-        return self.down_proj(hidden)  # [B, T, D]
-
-
-class GeGLU(SwiGLU):
-    """`down(gelu(gate(x)) * up(x))`. Letters as in `SwiGLU`."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__(config)
-        self.approximate = "tanh" if config.gelu == "tanh" else "none"
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `[B, T, D]` for `x` `[B, T, D]`."""
-        gated = F.gelu(self.gate_proj(x), approximate=self.approximate) * self.up_proj(x)  # [B, T, F]
-        return self.down_proj(gated)  # [B, T, D]
-
-
-class SquaredReLU(GELU):
-    """`down(relu(up(x))^2)`. Letters as in `SwiGLU`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `[B, T, D]` for `x` `[B, T, D]`."""
-        hidden = F.relu(self.up_proj(x)).square()  # [B, T, F]
-        return self.down_proj(hidden)  # [B, T, D]
+        if self.gate_proj is None:
+            inner = self.activation(self.up_proj(x))  # [B, T, F]
+        else:
+            inner = self.activation(self.gate_proj(x)) * self.up_proj(x)  # [B, T, F]
+        return self.down_proj(inner)  # [B, T, D]

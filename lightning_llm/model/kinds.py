@@ -1,5 +1,6 @@
-"""The description of `rmsnorm`, without torch."""
+"""The norms and feed-forward networks that a config chooses: parameters, memory and costs. Imports no torch."""
 
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lightning_llm.config.schema.block import FEED_FORWARDS, NORMS
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 class RMSNorm(Norm):
     """RMSNorm (arXiv:1910.07467): a weight, which begins as 1, and no bias."""
 
+    module: ClassVar[str] = "lightning_llm.model.norm:RMSNorm"
     kind: Literal["rmsnorm"] = "rmsnorm"
 
     def vectors(self, model: ModelConfig) -> dict[str, float]:
@@ -22,22 +24,12 @@ class RMSNorm(Norm):
     def saved_for(self, size: int, forward: ForwardPass) -> list[SavedTensor]:
         return saved_by_rms_norm(size, forward, forward.width)
 
-    def build_for(self, model: ModelConfig, size: int) -> "nn.Module":
-        from lightning_llm.model.norm import RMSNorm as Module
-
-        return Module(size, model.norm_eps)
-
-
-def saved_by_rms_norm(size: int, forward: ForwardPass, width: int) -> list[SavedTensor]:
-    """Return what is kept of a vector of `size` elements of `width` bytes: it, and its inverse root mean square."""
-    root = SavedTensor("inverse root mean square", 1, max(width, 4), "outside")
-    return [SavedTensor("input", size, width, "outside"), root]
-
 
 @NORMS.register
 class LayerNorm(Norm):
     """LayerNorm (arXiv:1607.06450): a weight, which begins as 1, and with model.bias a bias."""
 
+    module: ClassVar[str] = "lightning_llm.model.norm:LayerNorm"
     kind: Literal["layernorm"] = "layernorm"
 
     def vectors(self, model: ModelConfig) -> dict[str, float]:
@@ -52,15 +44,14 @@ class LayerNorm(Norm):
         ]
 
     def build_for(self, model: ModelConfig, size: int) -> "nn.Module":
-        from lightning_llm.model.norm import LayerNorm as Module
-
-        return Module(size, model.norm_eps, model.bias)
+        return resolve_name(self.module)(size, model.norm_eps, model.bias)
 
 
 @NORMS.register
 class RMSNormZeroCentered(Norm):
     """RMSNorm by 1 + weight, as in Gemma: the weight begins as 0, and weight decay pulls towards the plain norm."""
 
+    module: ClassVar[str] = "lightning_llm.model.norm:RMSNormZeroCentered"
     kind: Literal["rmsnorm_zero_centered"] = "rmsnorm_zero_centered"
 
     def vectors(self, model: ModelConfig) -> dict[str, float]:
@@ -70,16 +61,20 @@ class RMSNormZeroCentered(Norm):
         """Return RMSNorm's of an input that is made fp32."""
         return saved_by_rms_norm(size, forward, max(forward.width, 4))
 
-    def build_for(self, model: ModelConfig, size: int) -> "nn.Module":
-        from lightning_llm.model.norm import RMSNormZeroCentered as Module
 
-        return Module(size, model.norm_eps)
+def saved_by_rms_norm(size: int, forward: ForwardPass, width: int) -> list[SavedTensor]:
+    """Return what is kept of a vector of `size` elements of `width` bytes: it, and its inverse root mean square."""
+    root = SavedTensor("inverse root mean square", 1, max(width, 4), "outside")
+    return [SavedTensor("input", size, width, "outside"), root]
 
 
 class DenseSpec(FeedForward):
-    """`down(activation(up(x)))`, or gated, `down(activation(gate(x)) * up(x))`."""
+    """`down(activation(up(x)))`, or gated, `down(activation(gate(x)) * up(x))`. F: ffn_hidden_size."""
 
+    module: ClassVar[str] = "lightning_llm.model.feed_forward:DenseFeedForward"
     gated: ClassVar[bool]
+    activation: ClassVar[str]
+    """A key of `model.feed_forward.ACTIVATIONS`."""
 
     def linears(self, model: ModelConfig) -> list[LinearSpec]:
         inner = Size(model.ffn_hidden_size, "model.ffn_hidden_size", 1, "model.ffn_hidden_size")
@@ -117,11 +112,7 @@ class SwiGLU(DenseSpec):
 
     kind: Literal["swiglu"] = "swiglu"
     gated: ClassVar[bool] = True
-
-    def build(self, model: ModelConfig) -> "nn.Module":
-        from lightning_llm.model.feed_forward import SwiGLU as Module
-
-        return Module(model)
+    activation: ClassVar[str] = "silu"
 
 
 @FEED_FORWARDS.register
@@ -130,11 +121,7 @@ class GELU(DenseSpec):
 
     kind: Literal["gelu"] = "gelu"
     gated: ClassVar[bool] = False
-
-    def build(self, model: ModelConfig) -> "nn.Module":
-        from lightning_llm.model.feed_forward import GELU as Module
-
-        return Module(model)
+    activation: ClassVar[str] = "gelu"
 
 
 @FEED_FORWARDS.register
@@ -143,11 +130,7 @@ class GeGLU(DenseSpec):
 
     kind: Literal["geglu"] = "geglu"
     gated: ClassVar[bool] = True
-
-    def build(self, model: ModelConfig) -> "nn.Module":
-        from lightning_llm.model.feed_forward import GeGLU as Module
-
-        return Module(model)
+    activation: ClassVar[str] = "gelu"
 
 
 @FEED_FORWARDS.register
@@ -156,8 +139,4 @@ class SquaredReLU(DenseSpec):
 
     kind: Literal["squared_relu"] = "squared_relu"
     gated: ClassVar[bool] = False
-
-    def build(self, model: ModelConfig) -> "nn.Module":
-        from lightning_llm.model.feed_forward import SquaredReLU as Module
-
-        return Module(model)
+    activation: ClassVar[str] = "squared_relu"

@@ -1,4 +1,14 @@
-"""Cross entropy over the vocabulary, summed in fp32, without an fp32 copy of the logits."""
+"""Losses over the vocabulary, summed in fp32, without an fp32 copy of the logits: cross entropy, and the divergence of
+a student from its teachers.
+
+`LossOf` is the loss of hidden states without all of their logits: rows are projected, and the gradient taken, by
+chunks. Logits of a micro-batch over a large vocabulary are its largest tensor: 8,192 tokens x 128,256 ids take 2.1 GB
+in bf16, and their gradient as much again. The gradients of the hidden states and of the projection's weight are taken
+as each chunk's logits are there, in the forward pass, so that nothing is computed twice (Hsu et al. 2024,
+arXiv 2410.10989, section 3.2). Where that saves nothing, nothing is cut (`logit_chunks.rows_at_once`): the bits of a
+whole projection. torch 2.13 has `F.linear_cross_entropy` for a plain head over all ids. Here logits may be capped,
+without ids of padding, and cut over the ranks of a vocabulary, and torch 2.11 is enough.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +23,6 @@ from torch.autograd.function import once_differentiable
 from lightning_llm.model.logit_chunks import CHUNK_ELEMENTS, rows_at_once
 
 IGNORED_LABEL = -100
-
-
 _planned_for: str | None = None
 """The kind of device whose chunks are taken, whichever the logits are on; None: theirs."""
 
@@ -80,6 +88,48 @@ def next_token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     at t is the token at t + 1. The caller divides by the global count of labels.
     """
     return _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten())
+
+
+class _DivergenceSum(torch.autograd.Function):
+    """Rows in chunks, as in `_CrossEntropySum`. The gradient of a row by its logits z is
+    `t (softmax(z / t) - softmax(e / t))` for teachers' logits e, temperature t and the loss `t^2 KL` (Hinton et al.
+    2015, arXiv 1503.02531, section 2)."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, teachers: Tensor, labels: Tensor, temperature: float) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(logits, teachers, labels)
+        ctx.temperature = temperature
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=logits.device)
+        rows, real = chunk_rows(logits), teachers.shape[-1]
+        for row, teacher, label in zip(logits.split(rows), teachers.split(rows), labels.split(rows), strict=True):
+            log_q = F.log_softmax(row.to(wide) / temperature, dim=-1)[:, :real]  # [R, V]
+            log_p = F.log_softmax(teacher.to(wide) / temperature, dim=-1)  # [R, V]
+            divergence = (log_p.exp() * (log_p - log_q)).sum(-1)  # [R]
+            total += divergence.masked_fill(label == IGNORED_LABEL, 0.0).sum() * temperature**2
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]
+        logits, teachers, labels = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)  # [N, V]
+        rows, real, wide = chunk_rows(logits), teachers.shape[-1], grad_output.dtype
+        chunks = (each.split(rows) for each in (logits, teachers, labels, grad_logits))
+        for row, teacher, label, out in zip(*chunks, strict=True):
+            grad = torch.softmax(row.to(wide) / ctx.temperature, dim=-1)  # [R, V]
+            grad[:, :real] -= torch.softmax(teacher.to(wide) / ctx.temperature, dim=-1)
+            out.copy_(grad.mul_((label != IGNORED_LABEL)[:, None] * (grad_output * ctx.temperature)))
+        return grad_logits, None, None, None
+
+
+def divergence_sum(logits: Tensor, teachers: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return the sum of `temperature^2 KL(teachers || student)` over all labels that are not -100, an fp32 scalar.
+
+    `logits` of the student are `[B, T, V]` of any float dtype (fp64 sums in fp64), padding included; `teachers`, whose
+    softmax is what they predict, `[B, T, vocab_size]`; `labels` int64 `[B, T]`. Teachers get no gradient.
+    """
+    real = teachers.shape[-1]
+    return _DivergenceSum.apply(logits.flatten(0, -2), teachers.reshape(-1, real), labels.flatten(), temperature)
 
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -154,44 +204,3 @@ class _ChunkedLoss(torch.autograd.Function):
         made, ctx.gradients = ctx.gradients, None
         factor = grad_output / ctx.scale  # 1 where the gradient is what was said
         return *(None if each is None else each.mul_(factor.to(each.dtype)) for each in made), None, None, None
-
-
-class _DivergenceSum(torch.autograd.Function):
-    """Rows in chunks, as in `loss.py`. The gradient of a row by its logits z is `t (softmax(z / t) - softmax(e / t))`
-    for teachers' logits e, temperature t and the loss `t^2 KL` (Hinton et al. 2015, arXiv 1503.02531, section 2)."""
-
-    @staticmethod
-    def forward(ctx, logits: Tensor, teachers: Tensor, labels: Tensor, temperature: float) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(logits, teachers, labels)
-        ctx.temperature = temperature
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=logits.device)
-        rows, real = chunk_rows(logits), teachers.shape[-1]
-        for row, teacher, label in zip(logits.split(rows), teachers.split(rows), labels.split(rows), strict=True):
-            log_q = F.log_softmax(row.to(wide) / temperature, dim=-1)[:, :real]  # [R, V]
-            log_p = F.log_softmax(teacher.to(wide) / temperature, dim=-1)  # [R, V]
-            divergence = (log_p.exp() * (log_p - log_q)).sum(-1)  # [R]
-            total += divergence.masked_fill(label == IGNORED_LABEL, 0.0).sum() * temperature**2
-        return total
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]
-        logits, teachers, labels = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)  # [N, V]
-        rows, real, wide = chunk_rows(logits), teachers.shape[-1], grad_output.dtype
-        chunks = (each.split(rows) for each in (logits, teachers, labels, grad_logits))
-        for row, teacher, label, out in zip(*chunks, strict=True):
-            grad = torch.softmax(row.to(wide) / ctx.temperature, dim=-1)  # [R, V]
-            grad[:, :real] -= torch.softmax(teacher.to(wide) / ctx.temperature, dim=-1)
-            out.copy_(grad.mul_((label != IGNORED_LABEL)[:, None] * (grad_output * ctx.temperature)))
-        return grad_logits, None, None, None
-
-
-def divergence_sum(logits: Tensor, teachers: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the sum of `temperature^2 KL(teachers || student)` over all labels that are not -100, an fp32 scalar.
-
-    `logits` of the student are `[B, T, V]` of any float dtype (fp64 sums in fp64), padding included; `teachers`, whose
-    softmax is what they predict, `[B, T, vocab_size]`; `labels` int64 `[B, T]`. Teachers get no gradient.
-    """
-    real = teachers.shape[-1]
-    return _DivergenceSum.apply(logits.flatten(0, -2), teachers.reshape(-1, real), labels.flatten(), temperature)

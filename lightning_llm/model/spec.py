@@ -2,13 +2,15 @@
 
 A part (mixer, feed-forward, norm) is a registered config class: its fields are the part's own keys in YAML, its methods
 say what it holds and does in a given model. Linears, parameters, initial distributions, FLOPs, bytes, what
-tensor-parallel ranks share and where a pipeline is cut follow by layer index. `build` alone imports torch.
+tensor-parallel ranks share and where a pipeline is cut follow by layer index. `build` alone imports torch: the module
+that a kind names by `module`.
 
 Letters: D hidden_size, T tokens of a sequence.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from lightning_llm.base.errors import Problem
@@ -115,6 +117,9 @@ class MemoryPass(NamedTuple):
 class Part(Group):
     """One part of a block. Sizes are those of the whole part, not of a rank's shard."""
 
+    module: ClassVar[str]
+    """`package.module:Class` of the nn.Module, called with (this kind, model), see `Norm.build_for` for norms."""
+
     def linears(self, model: ModelConfig) -> list[LinearSpec]:
         """Return its linears, in the order in which the module makes them; names are those of the module's children."""
         return []
@@ -125,7 +130,7 @@ class Part(Group):
 
     def build(self, model: ModelConfig) -> "nn.Module":
         """Return the module."""
-        raise NotImplementedError(f"{type(self).__name__} builds no module")
+        return resolve_name(self.module)(self, model)
 
     def flops_per_token(self, model: ModelConfig, sequence_length: int) -> int:
         """Return the model FLOPs of forward and backward per token beside those of its linears."""
@@ -195,8 +200,8 @@ class Norm(Part):
         raise NotImplementedError
 
     def build_for(self, model: ModelConfig, size: int) -> "nn.Module":
-        """Return the module over a last dimension of `size`."""
-        raise NotImplementedError
+        """Return the module over a last dimension of `size`, made by calling `module` with (size, model.norm_eps)."""
+        return resolve_name(self.module)(size, model.norm_eps)
 
     def build(self, model: ModelConfig) -> "nn.Module":
         return self.build_for(model, model.hidden_size)

@@ -1,4 +1,4 @@
-"""The parts of a model's blocks, by their names in them, and the parameters that they have."""
+"""Parts, linears and parameters of a decoder by name, without building it. Imports no torch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -11,6 +11,9 @@ from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig
 from lightning_llm.model.spec import Distribution, FeedForward, LinearSpec, Mixer, Norm, ParameterSpec, Part
 
 Value = TypeVar("Value")
+
+VOCABULARY = ("embedding.weight", "head.weight")
+"""Parameters whose rows are token ids, those of padding included."""
 
 
 def norm_of(model: ModelConfig) -> Norm:
@@ -101,18 +104,6 @@ def for_layers(model: ModelConfig, layers: Iterable[int], value: Callable[[int],
     return [made[model.layer_name(index)] for index in layers]
 
 
-def shape_problems(model: ModelConfig) -> list[Problem]:
-    """Return what does not fit together in a model's shape."""
-    found: dict[Problem, None] = {}
-    for index in range(len(model.layers or DEFAULT_LAYERS)):  # says it even where num_layers is wrong
-        for part in block_parts(model, index).values():
-            found |= dict.fromkeys(part.problems(model))
-    if model.rope_scaling is not None and model.position != "rope":
-        text = f"is set, and model.position={model.position}. Set it to null, or position to rope."
-        found[Problem("model.rope_scaling", text)] = None
-    return list(found)
-
-
 def block_linears(config: ModelConfig, index: int) -> list[LinearSpec]:
     """Return the linears of block `index` of `Decoder(config)`, in module order; names are those within the block."""
     return [
@@ -148,3 +139,27 @@ def linear_widths(config: ModelConfig) -> dict[str, int]:
 def _widths(same: Same) -> dict[str, int]:
     sides = (side for linear in linears_of(same.model).values() for side in (linear.inputs, linear.outputs))
     return {side.text: side.length for side in sides}
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of `Decoder(config)` by name, without rows that pad the vocabulary."""
+    table = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": table}
+    if config.position == "learned":
+        shapes["position_embedding.weight"] = (config.max_sequence_length, config.hidden_size)
+    for index in range(config.num_layers):
+        shapes |= {f"layers.{index}.{each.name}": each.shape for each in block_parameters(config, index)}
+    shapes |= {f"norm.{name}": (config.hidden_size,) for name in norm_of(config).vectors(config)}
+    return shapes if config.tie_embeddings else {**shapes, "head.weight": table}
+
+
+def shape_problems(model: ModelConfig) -> list[Problem]:
+    """Return what does not fit together in a model's shape."""
+    found: dict[Problem, None] = {}
+    for index in range(len(model.layers or DEFAULT_LAYERS)):  # says it even where num_layers is wrong
+        for part in block_parts(model, index).values():
+            found |= dict.fromkeys(part.problems(model))
+    if model.rope_scaling is not None and model.position != "rope":
+        text = f"is set, and model.position={model.position}. Set it to null, or position to rope."
+        found[Problem("model.rope_scaling", text)] = None
+    return list(found)

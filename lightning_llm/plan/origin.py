@@ -7,7 +7,8 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_folders import TOKENIZER, UNNAMED
-from lightning_llm.model.interop.families import architecture, parameter_shapes, without_counterpart
+from lightning_llm.model.interop.families import architecture, without_counterpart
+from lightning_llm.model.structure import parameter_shapes
 
 
 def origin_facts(config: Config) -> dict[str, str | None]:

@@ -18,8 +18,8 @@ from lightning_llm.config.schema import Config, PrecisionConfig
 from lightning_llm.config.weight_folders import TOKENIZER, end_of_document_of, is_folder_of_files
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.folder import Weights
+from lightning_llm.model.weights.load import state_dict_of
 from lightning_llm.plan.check import check_config
 from lightning_llm.probe.model import TokenBatch
 from lightning_llm.run.launch.environment import is_first_rank, rank_environment

@@ -16,9 +16,8 @@ from lightning_llm.data.report import account_lines, chosen_lines, data_line, ph
 from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.ensemble import Ensemble
-from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.folder import Weights, digest_of
-from lightning_llm.model.weights.load import InitialWeights, frozen_decoder
+from lightning_llm.model.weights.load import InitialWeights, frozen_decoder, state_dict_of
 from lightning_llm.parallel.process_group import gather_objects
 from lightning_llm.plan.teachers import KEY as TEACHERS
 from lightning_llm.plan.teachers import teacher_differences

@@ -14,7 +14,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.cli import export as export_verb
 from lightning_llm.config.compose import compose_config
-from lightning_llm.model.weights.convert import state_dict_of
+from lightning_llm.model.weights.load import state_dict_of
 from lightning_llm.run.resume.weights import open_weights
 from lightning_llm.train.checkpoint.manifest import Damage
 from tests.weight_folders import write_huggingface

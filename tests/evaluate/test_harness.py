@@ -26,9 +26,10 @@ from lightning_llm.evaluate.task_settings import (
 from lightning_llm.evaluate.weights import decoder_of
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.generate import Sampler
-from lightning_llm.model.weights.convert import huggingface_config, to_huggingface
+from lightning_llm.model.interop.families import huggingface_config
 from lightning_llm.probe.subject import find_subject, read_weights
 from lightning_llm.tracking.files import summary_of
+from tests.model.huggingface_states import to_huggingface
 
 CPU = torch.device("cpu")
 PAIRS = [

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, logging
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.model.weights.convert import state_dict_of
-from lightning_llm.model.weights.load import whole_decoder
+from lightning_llm.model.weights.load import state_dict_of, whole_decoder
 from lightning_llm.run.resume.weights import open_weights
 from tests.model.model_shapes import gemma2, gpt2, llama, qwen3
 from tests.weight_folders import write_huggingface

@@ -23,8 +23,7 @@ from lightning_llm.compare.runs.differences import meaningful
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
 from lightning_llm.model.weights import write
-from lightning_llm.model.weights.convert import state_dict_of
-from lightning_llm.model.weights.load import InitialWeights
+from lightning_llm.model.weights.load import InitialWeights, state_dict_of
 from lightning_llm.run.resume.weights import init_problems, open_weights, pieces_of_new_tokens
 from lightning_llm.tracking.files import read_records, summary_of
 from lightning_llm.tracking.reading import Run

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.model.attention import kinds
 from lightning_llm.model.attention.cache import KeyValueCache
 from lightning_llm.model.attention.cpu_kernel import ROWS, is_faster_here, row_attention, short_attention
 from lightning_llm.model.attention.kernel_choice import Mask, any_kernel, takes_short_kernel
-from lightning_llm.model.attention.kinds import AttentionSpec
-from lightning_llm.model.attention.kinds import SoftCappedAttention as Spec
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.rope import apply_rope
 from lightning_llm.model.stepping import blocks_of, in_block, rows_of
@@ -96,7 +95,7 @@ class Attention(nn.Module):
     """What selective checkpointing keeps the outputs of, see `parallel.activation`."""
     steps_in_blocks = True
 
-    def __init__(self, spec: AttentionSpec, config: ModelConfig):
+    def __init__(self, spec: kinds.AttentionSpec, config: ModelConfig):
         super().__init__()
         self.head_dim, self.window = config.attention_head_dim, spec.window
         self.attend: Kernel = dot_product_attention  # replaced where other ranks hold a part of the keys,
@@ -159,9 +158,9 @@ class Attention(nn.Module):
 
 
 class QKNormAttention(Attention):
-    """`Attention` with `q_norm` and `k_norm` over K elements, shared by all heads. Letters as there."""
+    """`Attention` with `q_norm` and `k_norm` over K elements, shared by all heads: Qwen3's."""
 
-    def __init__(self, spec: AttentionSpec, config: ModelConfig):
+    def __init__(self, spec: kinds.AttentionSpec, config: ModelConfig):
         super().__init__(spec, config)
         self.q_norm = norm_of(config).build_for(config, self.head_dim)
         self.k_norm = norm_of(config).build_for(config, self.head_dim)
@@ -171,9 +170,9 @@ class QKNormAttention(Attention):
 
 
 class SoftCappedAttention(Attention):
-    """`Attention` with `cap x tanh(scores / cap)`, and a scale of the scores of its own."""
+    """`Attention` with `cap x tanh(scores / cap)`, and a scale of the scores of its own: Gemma 2's."""
 
-    def __init__(self, spec: Spec, config: ModelConfig):
+    def __init__(self, spec: kinds.SoftCappedAttention, config: ModelConfig):
         super().__init__(spec, config)
         self.kernel = self.attend = self.block_kernel = capped_attention(spec.cap)
         scalar = spec.query_pre_attention_scalar or self.head_dim

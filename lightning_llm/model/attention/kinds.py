@@ -1,10 +1,10 @@
-"""The description of `attention`, without torch: causal softmax attention with grouped key/value heads.
+"""The kinds of causal softmax attention that a config chooses: shapes, memory and costs. Imports no torch.
 
 Letters: D hidden_size, H query heads, G key/value heads, K elements per head, T tokens of a sequence.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,15 +24,12 @@ from lightning_llm.model.spec import (
 )
 from lightning_llm.model.structure import norm_of
 
-if TYPE_CHECKING:
-    from torch import nn
-
 SHORT_KERNEL_TOKENS = 512
 """Longest sequences that `model.attention.cpu_kernel` takes, where its kernel is the faster one."""
 
 
 class AttentionSpec(Mixer):
-    """What every kind of softmax attention here holds and costs; their sizes are the model's own keys."""
+    """Base class of softmax attention with grouped key/value heads; its sizes are keys of the model."""
 
     context_parallel: ClassVar[bool] = True
     takes_kernels: ClassVar[bool] = True
@@ -142,18 +139,6 @@ class AttentionSpec(Mixer):
             yield Problem("model.num_kv_heads", text)
 
 
-@MIXERS.register
-class Attention(AttentionSpec):
-    """Softmax attention as in Llama and GPT."""
-
-    kind: Literal["attention"] = "attention"
-
-    def build(self, model: ModelConfig) -> "nn.Module":
-        from lightning_llm.model.attention.attention import Attention as Module
-
-        return Module(self, model)
-
-
 def head_elements(model: ModelConfig, heads: Literal["num_heads", "num_kv_heads"]) -> Size:
     """Return the size that so many heads have together."""
     count, width = getattr(model, heads), model.attention_head_dim
@@ -166,9 +151,18 @@ def mask_of(forward: ForwardPass, width: int) -> SavedTensor:
 
 
 @MIXERS.register
+class Attention(AttentionSpec):
+    """Softmax attention as in Llama and GPT."""
+
+    module: ClassVar[str] = "lightning_llm.model.attention.attention:Attention"
+    kind: Literal["attention"] = "attention"
+
+
+@MIXERS.register
 class QKNormAttention(AttentionSpec):
     """Attention whose queries and keys are normed within each head, as in Qwen3 (arXiv 2505.09388, section 2)."""
 
+    module: ClassVar[str] = "lightning_llm.model.attention.attention:QKNormAttention"
     kind: Literal["qk_norm_attention"] = "qk_norm_attention"
 
     def own_parameters(self, model: ModelConfig) -> list[ParameterSpec]:
@@ -189,11 +183,6 @@ class QKNormAttention(AttentionSpec):
         normed = width * (model.num_heads + model.num_kv_heads) * model.attention_head_dim
         return [MemoryPass(2 * normed, 3 * normed, 2), *super().memory_passes(model, width, compiled)]
 
-    def build(self, model: ModelConfig) -> "nn.Module":
-        from lightning_llm.model.attention.attention import QKNormAttention as Module
-
-        return Module(self, model)
-
 
 @MIXERS.register
 class SoftCappedAttention(AttentionSpec):
@@ -203,6 +192,7 @@ class SoftCappedAttention(AttentionSpec):
     """
 
     takes_kernels: ClassVar[bool] = False
+    module: ClassVar[str] = "lightning_llm.model.attention.attention:SoftCappedAttention"
     kind: Literal["soft_capped_attention"] = "soft_capped_attention"
     cap: PositiveFloat = Field(50.0, description="scores are cap x tanh(scores / cap)")
     query_pre_attention_scalar: PositiveInt | None = Field(
@@ -233,8 +223,3 @@ class SoftCappedAttention(AttentionSpec):
     def kernel_outputs(self, model: ModelConfig, width: int, sequence_length: int) -> int:
         """Return those of two matrix products: the scores and the mixed values."""
         return width * model.num_heads * (sequence_length + model.attention_head_dim)
-
-    def build(self, model: ModelConfig) -> "nn.Module":
-        from lightning_llm.model.attention.attention import SoftCappedAttention as Module
-
-        return Module(self, model)

@@ -1,1 +1,1 @@
-"""Hugging Face's architectures, one file each: whose blocks they are, under which names and with which config.json."""
+"""Hugging Face's architectures: which blocks each has, under which names, and with which config.json."""

@@ -1,4 +1,4 @@
-"""Which Hugging Face architecture a config is, and which config a config.json is. Imports no torch."""
+"""Hugging Face's architecture of a config and of a config.json, and each parameter's place in its tensors. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from lightning_llm.model.interop.architecture import Architecture
 from lightning_llm.model.interop.gemma2 import Gemma2
 from lightning_llm.model.interop.gpt2 import GPT2
 from lightning_llm.model.interop.llama import Llama, Mistral, Qwen3
-from lightning_llm.model.structure import block_parameters, linears_of, norm_of
+from lightning_llm.model.structure import linears_of, parameter_shapes
 
 BUILT_IN: tuple[Architecture, ...] = (Gemma2(), GPT2(), Llama(), Mistral(), Qwen3())
 _FOUND: dict[str, Architecture] = {each.class_name: each for each in BUILT_IN}
@@ -119,10 +119,6 @@ def model_config_of(values: Mapping[str, Any], name: str) -> ModelConfig:
     return ModelConfig.model_validate({"name": name, **model_keys(values)})
 
 
-VOCABULARY = ("embedding.weight", "head.weight")
-"""Parameters whose rows are token ids, those of padding included."""
-
-
 @dataclass(frozen=True)
 class Stored:
     """Where one of our parameters lies: in tensor `name`, from row `first` on, there [inputs, outputs] if `transposed`.
@@ -135,18 +131,6 @@ class Stored:
     whole: tuple[int, ...]
     first: int = 0
     transposed: bool = False
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of `Decoder(config)` by name, without rows that pad the vocabulary."""
-    table = (config.vocab_size, config.hidden_size)
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": table}
-    if config.position == "learned":
-        shapes["position_embedding.weight"] = (config.max_sequence_length, config.hidden_size)
-    for index in range(config.num_layers):
-        shapes |= {f"layers.{index}.{each.name}": each.shape for each in block_parameters(config, index)}
-    shapes |= {f"norm.{name}": (config.hidden_size,) for name in norm_of(config).vectors(config)}
-    return shapes if config.tie_embeddings else {**shapes, "head.weight": table}
 
 
 def stored_as(config: ModelConfig, family: Architecture) -> dict[str, Stored]:

@@ -1,8 +1,25 @@
 """Gated linear attention: a matrix-valued state instead of keys, which each token lets decay by gates of its own.
 
 The layer is that of fla-org/flash-linear-attention (`fla/layers/gla.py`, without its short convolutions), as in the
-paper (Yang et al. 2024, arXiv:2312.06635, section 4.4) but for the norm. Letters: B sequences, T tokens, D hidden_size,
-H heads, K and V elements of a head's keys and values.
+paper (Yang et al. 2024, arXiv:2312.06635, section 4.4) but for the norm. Whole sequences are computed chunk by chunk
+(their section 4). Of a head, with log decays g_t <= 0 of each key element, from S_0 = 0 `[K, V]`:
+
+    S_t = diag(exp g_t) S_(t-1) + k_t^T v_t,    o_t = q_t S_t / sqrt(K)
+
+Within a chunk of `CHUNK` tokens let b_t be the sum of g up to t. Then q_t exp(b_t) meets the state at the start of the
+chunk, and k_j exp(b_C - b_j) enters that at its end. Within the chunk a query meets keys through exp(b_t - b_j), which
+is taken apart into a product of two matrices only at a point between t and j (the end of a secondary chunk of
+`SUBCHUNK` tokens), so that neither factor exceeds 1: exp(-b_j) alone overflows. Within a secondary chunk the difference
+is taken first. Sums, decays, states and the backward pass are in fp32, or in fp64 for fp64 inputs. Of the gradients,
+that of b_t is q_t dq_t - k_t dk_t (their appendix C), so g_t's is its sum from t to the chunk's end, and the rows' sums
+of the state there times its gradient, which stand for all chunks after it.
+
+A document's first token meets a state of zeros: decays across bounds of documents are zeros, not small.
+
+A compiler sees one operator each way, not the loops. Kept for the backward pass are the inputs alone.
+
+Letters: B sequences, T tokens, D hidden_size, H heads, K and V elements of a head's keys and values, N chunks of C
+tokens.
 """
 
 import math
@@ -15,7 +32,7 @@ from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.linear import Linear
-from lightning_llm.model.recurrent.kinds import GLA as Spec
+from lightning_llm.model.recurrent import kinds
 from lightning_llm.model.structure import norm_of
 
 CHUNK, SUBCHUNK = 64, 16
@@ -235,7 +252,7 @@ class GLA(nn.Module):
 
     kernel_ops = (KERNEL,)
 
-    def __init__(self, spec: Spec, config: ModelConfig):
+    def __init__(self, spec: kinds.GLA, config: ModelConfig):
         super().__init__()
         hidden, keys, values = config.hidden_size, spec.key_dim(config), spec.value_dim(config)
         self.head_key_dim, self.head_value_dim = keys // spec.num_heads, values // spec.num_heads

@@ -1,10 +1,10 @@
-"""The description of `gla`, gated linear attention, without torch.
+"""The recurrent mixers that a config chooses: shapes, memory and costs. Imports no torch.
 
 Letters: D hidden_size, H heads, K and V elements of a head's keys and values.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,14 +24,12 @@ from lightning_llm.model.spec import (
 )
 from lightning_llm.model.structure import norm_of
 
-if TYPE_CHECKING:
-    from torch import nn
-
 
 @MIXERS.register
 class GLA(Mixer):
     """Gated linear attention (Yang et al. 2024, arXiv:2312.06635); keys and defaults are flash-linear-attention's."""
 
+    module: ClassVar[str] = "lightning_llm.model.recurrent.gla:GLA"
     kind: Literal["gla"] = "gla"
     recurrent: ClassVar[bool] = True
 
@@ -112,11 +110,6 @@ class GLA(Mixer):
                     f"{side.text} is {length:g}, no multiple of gla's num_heads={self.num_heads}. Change one of them."
                 )
                 yield Problem("model.blocks", text)
-
-    def build(self, model: ModelConfig) -> "nn.Module":
-        from lightning_llm.model.recurrent.gla import GLA as Module
-
-        return Module(self, model)
 
     def _side(self, model: ModelConfig, key: Literal["expand_k", "expand_v"]) -> Size:
         length = self.key_dim(model) if key == "expand_k" else self.value_dim(model)

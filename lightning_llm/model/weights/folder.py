@@ -26,14 +26,8 @@ from lightning_llm.base.integrity import (
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.weight_folders import HUGGINGFACE, IMPORTED, TOKENIZER, end_tokens_of
 from lightning_llm.model.interop.architecture import Architecture
-from lightning_llm.model.interop.families import (
-    Stored,
-    architecture_named,
-    model_config_of,
-    parameter_shapes,
-    stored_as,
-)
-from lightning_llm.model.structure import shape_problems
+from lightning_llm.model.interop.families import Stored, architecture_named, model_config_of, stored_as
+from lightning_llm.model.structure import parameter_shapes, shape_problems
 from lightning_llm.model.weights.files import DTYPES, TensorFiles, open_files, some_of
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What a decoder starts from where it does not start from random numbers: weights that are there, by slices."""
+"""Weights of a folder for a decoder: slices for the ranks of a run, or a whole decoder on one device."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.linear import Linear
+from lightning_llm.model.structure import VOCABULARY, parameter_shapes
 from lightning_llm.model.weights.folder import Weights
 
 MEAN_ROWS = 1024
@@ -58,6 +59,21 @@ class InitialWeights:
             total = torch.stack([part.to(torch.float64).sum(dim=0) for part in parts]).sum(dim=0)
             self._mean_rows[name] = (total / count).to(torch.float32)
         return self._mean_rows[name]
+
+
+def state_dict_of(weights: Weights, config: ModelConfig | None = None) -> Mapping[str, Tensor]:
+    """Return all parameters as a `Decoder` of `config` loads them: fp32, with zeros as rows of padding, on the CPU."""
+    config = config or weights.config
+    return whole_state(InitialWeights(weights, config), config)
+
+
+def whole_state(initial: Callable[[str, int, int], Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Return all parameters of a `Decoder` of `config` from slices of them, see `InitialWeights`: fp32, on the CPU."""
+    state = {}
+    for name, shape in parameter_shapes(config).items():
+        rows = config.padded_vocab_size if name in VOCABULARY else shape[0]
+        state[name] = initial(name, 0, rows * prod(shape[1:])).view(rows, *shape[1:])
+    return state
 
 
 def whole_decoder(
