@@ -17,10 +17,10 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.data.check import check_data
 from lightning_llm.evaluate.weights import check_dtype, check_members, tokenizer_of
-from lightning_llm.plan.degrees import Degrees, layout_problems, resolve_degrees
+from lightning_llm.plan.axes.axis import AXES
+from lightning_llm.plan.degrees import Degrees, resolve_degrees
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.nodes import with_reduction
-from lightning_llm.plan.stages import pipeline_problems
 from lightning_llm.probe.subject import Subject, device_of, find_subject
 from lightning_llm.run.launch.environment import adopt_world
 from lightning_llm.tracking.evaluations import read_evaluations
@@ -282,9 +282,8 @@ def spread(config: Config, made: Config) -> tuple[Config, Degrees]:
     }
     whole = config.model_copy(update=changed)
     problems = [
-        *layout_problems(whole.parallel, degrees),
+        *(problem for axis in AXES.values() for problem in axis.layout_problems(whole, degrees, fits=True)),
         *sharding_problems(whole, degrees),
-        *pipeline_problems(whole, degrees),
     ]
     if problems:
         raise ConfigError(problems)
@@ -294,7 +293,9 @@ def spread(config: Config, made: Config) -> tuple[Config, Degrees]:
 def task_problems(config: Config, degrees: Degrees) -> list[Problem]:
     """Return problems of sharing the tokens of a task's longest texts among ranks."""
     length = config.model.max_sequence_length
-    shares = (2 * degrees.cp if degrees.cp > 1 else 1) * (degrees.tp if config.parallel.sequence_parallel else 1)
+    shares = (2 * degrees.sequence if degrees.sequence > 1 else 1) * (
+        degrees.width if config.parallel.sequence_parallel else 1
+    )
     if length % shares == 0:
         return []
     text = f"is {length}, no multiple of the {shares} parts that ranks share a text in. Take other parallel.cp or tp."

@@ -6,7 +6,7 @@ A list of numbers is one line, so that a diff shows which parameter moved.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def layout_keys(plan: Plan) -> dict[str, Any]:
     """Return the flat keys of the layout, degrees as they are on its ranks."""
     flat = flatten(plan.config.model_dump())
     kept = {key: value for key, value in flat.items() if below(key, LAYOUT_KEYS) and not below(key, FREE)}
-    kept |= {f"parallel.{axis}": degree for axis, degree in asdict(plan.degrees).items()}
+    kept |= {f"parallel.{axis}": degree for axis, degree in plan.degrees.by_axis.items()}
     places = ("trainer.devices", "world")
     return _plain({key: value for key, value in kept.items() if value is not None and key not in places})
 

@@ -13,15 +13,14 @@ from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.init import CHUNK_ELEMENTS, parameter_slice
+from lightning_llm.parallel.axis import axes_on_ranks
 from lightning_llm.parallel.blocks import checkpoint_blocks, compile_blocks
-from lightning_llm.parallel.cp import share_sequences
 from lightning_llm.parallel.dp_shard import gather_codes, shard_decoder
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.operand_shards import place_shards
 from lightning_llm.parallel.pp import split_stages
 from lightning_llm.parallel.torch_private import shard_offset
-from lightning_llm.parallel.tp import shard_over_tensor_group
 
 InitialSlice = Callable[[str, int, int], torch.Tensor]
 """Of a parameter's name, `start` and `stop`: its elements between them, row-major over the whole tensor, fp32, CPU."""
@@ -72,8 +71,8 @@ def apply_parallel(
     model.to(DTYPES[precision.master_dtype])
     syncs = []
     for stage in split_stages(model, layout):
-        shard_over_tensor_group(stage, layout)
-        share_sequences(stage, layout)
+        for axis in axes_on_ranks(layout):
+            axis.cut(stage)
         place_shards(stage, layout, sequence_length, device)
         checkpoint_blocks(stage.blocks, layout.config)  # within the graph, so that the recomputation is compiled too
         if layout.config.compile:

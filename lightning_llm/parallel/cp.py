@@ -6,17 +6,19 @@ their gradients scattered after it (Llama 3, arXiv 2407.21783, section 3.3.2: si
 does not ask in which order keys come, so they stay in the order of ranks, and the mask says where each stands.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_llm.model.attention.attention import Kernel
 from lightning_llm.model.attention.kernel_choice import Mask
 from lightning_llm.model.attention.seen_keys import SeenKeys
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.parallel.axis import AxisOnRanks, Reduction, all_reduce
 from lightning_llm.parallel.collectives import GroupRef, gather_tokens
 from lightning_llm.parallel.layout import Layout
 
@@ -50,17 +52,21 @@ class SequenceSharder:
         return tokens[:, positions], labels[:, positions], positions, document_ids
 
 
-def share_sequences(model: Decoder, layout: Layout) -> None:
-    """Let the attention of `model` see the keys of all ranks of layout.degrees.cp; over one rank it stays as it is."""
-    group = layout.group("cp")
-    if group is None:
-        return
-    replaced: Any = model
-    replaced.seen_keys = partial(keys_of_all_ranks, ranks=group.size())
-    made: dict[Kernel, ContextAttention] = {}
-    for block in model.layers.values():
-        attention: Any = block.attention
-        attention.attend = made.setdefault(attention.kernel, ContextAttention(group, attention.kernel))
+class ContextParallel(AxisOnRanks):
+    """Lets attention see the keys of all ranks, and sums gradients, of which each rank of a sequence has a part."""
+
+    def cut(self, stage: Decoder) -> None:
+        replaced: Any = stage
+        replaced.seen_keys = partial(keys_of_all_ranks, ranks=self.group.size())
+        made: dict[Kernel, ContextAttention] = {}
+        for block in stage.layers.values():
+            attention: Any = block.attention
+            attention.attend = made.setdefault(attention.kernel, ContextAttention(self.group, attention.kernel))
+
+    def reductions(self, stage: Decoder) -> Callable[[nn.Parameter], Sequence[Reduction]]:
+        """Sum gradients, unless FSDP2 has, which shards over these ranks."""
+        summed = () if self.layout.shards else (partial(all_reduce, group=self.group),)
+        return lambda parameter: summed
 
 
 def keys_of_all_ranks(positions: Tensor, document_ids: Tensor | None, window: int | None, ranks: int) -> SeenKeys:

@@ -25,9 +25,9 @@ from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.torch_private import fsdp_parameters, keeping_version, side_by_side
+from lightning_llm.parallel.torch_private import flattened, fsdp_parameters, keeping_version, side_by_side
 from lightning_llm.parallel.tree import TreeReduceScatter
-from lightning_llm.plan.nodes import SHARD_AXES
+from lightning_llm.plan.degrees import replica_axes, shard_axes
 from lightning_llm.precision.cast.scales import Scaled
 from lightning_llm.precision.linear.gathered import GatheredWeight
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
@@ -43,12 +43,15 @@ def shard_decoder(
     """
     if layout.mesh is None:
         raise ValueError("sharding needs a process group, and this rank has joined none")
-    replicas = layout.degrees.dp_replicate > 1 and not layout.tree  # the tree sums over replicas by itself
-    if layout.shared_mesh is None:
-        mesh = layout.mesh[("dp_replicate", "dp_shard") if replicas else ("dp_shard",)]
-    else:  # an axis made of two cannot be sliced together with another
-        shared = layout.shared_mesh
-        mesh = side_by_side(layout.mesh["dp_replicate"], shared) if replicas else shared
+    mesh = layout.mesh["dp_shard"] if layout.shared_mesh is None else layout.shared_mesh
+    replicas = [] if layout.tree else [axis for axis in replica_axes() if axis not in layout.left_out]
+    replicas = [axis for axis in replicas if layout.degrees.ranks(axis) > 1]
+    if layout.shared_mesh is None and replicas == ["dp_replicate"]:
+        mesh = layout.mesh[("dp_replicate", "dp_shard")]
+    elif replicas:  # an axis made of two cannot be sliced together with another
+        several = len(replicas) > 1
+        outer = flattened(layout.mesh, tuple(replicas), "replicas") if several else layout.mesh[replicas[0]]
+        mesh = side_by_side(outer, mesh)
     kept = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     after_forward = layout.config.zero_stage == 3
@@ -67,7 +70,7 @@ def shard_decoder(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if layout.tree:
-            scatters.append(TreeReduceScatter(layout.subtrees(*SHARD_AXES)))
+            scatters.append(TreeReduceScatter(layout.subtrees(*shard_axes())))
             own: Any = scatters[-1]
             module.set_custom_reduce_scatter(own)  # FSDP2 declares an abstract class, and calls these two methods
     return scatters

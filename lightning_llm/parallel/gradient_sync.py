@@ -6,6 +6,7 @@ move on by one: so ranks issue their collectives in one order, whatever they wai
 time. Buckets in the order of the backward pass are those of Li et al. 2020 (arXiv 2006.15704, section 3.2.3).
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,17 +21,13 @@ from torch.profiler import record_function
 
 from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.parallel.axis import AxisOnRanks, Reduction, Works, axes_on_ranks
 from lightning_llm.parallel.dp_shard import sharded_modules
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.tp import is_tp_shard
-from lightning_llm.parallel.tree import TreeReduceScatter, TreeSum, tree_all_reduce
+from lightning_llm.parallel.tree import TreeReduceScatter, TreeSum
 from lightning_llm.plan.memory.buffers import REPLICA_BUCKET_BYTES
 from lightning_llm.plan.memory.units import reduces_once
 
-Works = Iterator[dist.Work]
-"""Collectives one behind the other: each is begun when it is asked for, which is once the one before has ended."""
-Reduction = Callable[[Tensor], Works]
-"""Takes a flat tensor to what ranks agree on (mostly a sum), in place."""
 BEGIN, END = "BucketReductions.begin", "BucketReductions.end"
 """What a profiler's trace calls the two."""
 
@@ -167,8 +164,9 @@ class GradientSync:
         self.root: FSDPModule | None = model if isinstance(model, FSDPModule) else None
         # ZeRO-1 reduces once per step; everywhere else .grad holds a (shard of a) sum after every backward.
         self.once = reduces_once(layout.config, layout.degrees)
-        parts = layout.degrees.dp_replicate if layout.tree else 1
-        self._buckets = buckets_of(_backward_order(model), reductions_over_ranks(model, layout), parts)
+        axes = axes_on_ranks(layout)
+        multiple = math.prod(axis.multiple for axis in axes)
+        self._buckets = buckets_of(_backward_order(model), reductions_over_ranks(model, axes), multiple)
         self._reducing, self._waiting = BucketReductions(), deque[Bucket]()
         """Of the buckets that are reduced, those which the step's last backward pass has yet to begin with."""
         for bucket in self._buckets:
@@ -241,38 +239,10 @@ def _backward_order(model: Decoder) -> list[nn.Parameter]:
     return sorted(ended, key=lambda parameter: id(parameter) not in inner)
 
 
-def reductions_over_ranks(model: Decoder, layout: Layout) -> Callable[[nn.Parameter], Sequence[Reduction]]:
+def reductions_over_ranks(model: Decoder, axes: Sequence[AxisOnRanks]) -> Callable[[nn.Parameter], Sequence[Reduction]]:
     """Return what each parameter's gradient goes through, in turn, beside what FSDP2 sums within a backward pass.
 
-    That is nothing where all of `layout` is FSDP2's. Ranks that share a sequence have each a part of every gradient,
-    which FSDP2 has summed where it shards; those of a tensor-parallel group have a part of what they all hold whole,
-    where each saw its own tokens or heads. Where each saw all, they take the first's: kernels that sum in no fixed
-    order would let the copies drift apart. Replicas come last, in the tree's order; in the library's FSDP2 sums them.
+    `axes`: innermost first, so that replicas come last.
     """
-    roles = model.roles()
-    role_of = {id(p): roles[name.rpartition(".")[0]] for name, p in model.named_parameters()}
-    summed, alike = tuple[Reduction, ...](), tuple[Reduction, ...]()
-    if (group := layout.group("tp")) is not None:
-        summed = (partial(_all_reduce, group=group),)
-        alike = (partial(_from_first, group=group),)
-    each: tuple[Reduction, ...] = ()
-    if not layout.shards and (group := layout.group("cp")) is not None:
-        each += (partial(_all_reduce, group=group),)
-    if layout.tree and (group := layout.group("dp_replicate")) is not None:
-        each += (partial(tree_all_reduce, group=group, subtrees=layout.subtrees("dp_replicate")),)
-    partial_roles = {"per_head", "replicate", "row"} if layout.config.sequence_parallel else {"per_head"}
-
-    def reductions(parameter: nn.Parameter) -> Sequence[Reduction]:
-        if is_tp_shard(parameter):
-            return each
-        return (summed if role_of[id(parameter)] in partial_roles else alike) + each
-
-    return reductions
-
-
-def _all_reduce(flat: Tensor, group: dist.ProcessGroup) -> Works:
-    yield dist.all_reduce(flat, group=group, async_op=True)
-
-
-def _from_first(flat: Tensor, group: dist.ProcessGroup) -> Works:
-    yield dist.broadcast(flat, group=group, group_src=0, async_op=True)
+    each = [axis.reductions(model) for axis in axes]
+    return lambda parameter: tuple(reduction for of_axis in each for reduction in of_axis(parameter))

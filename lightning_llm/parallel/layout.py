@@ -1,8 +1,7 @@
 """One rank's coordinates in the mesh: the groups it shares, the micro-batches it computes, and sums over them."""
 
 import functools
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -11,15 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_llm.config.schema import ParallelConfig
+from lightning_llm.config.schema import AlgorithmConfig, ParallelConfig
 from lightning_llm.parallel.process_group import join_process_group
 from lightning_llm.parallel.torch_private import all_gather, flattened, set_timeout
 from lightning_llm.parallel.tree import Subtrees
-from lightning_llm.plan.degrees import AXES, Degrees, micro_batches_of
+from lightning_llm.plan.axes.axis import AXES, Dimension
+from lightning_llm.plan.degrees import Coordinates, Degrees, micro_batches_of, replica_axes, shard_axes
 from lightning_llm.plan.memory.units import sums_in_tree, uses_fsdp
-from lightning_llm.plan.nodes import SHARD_AXES, ranks_together
+from lightning_llm.plan.nodes import ranks_together
 
 WITHIN, BETWEEN = "within_nodes", "between_nodes"
+COMBINED: dict[str, Dimension] = {"dp": "data", "fsdp": "parameters"}
+"""Groups over all axes that cut one dimension."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,9 @@ class Layout:
     rank: int = 0
     mesh: DeviceMesh | None = None
     shared_mesh: DeviceMesh | None = None
-    """Where ranks share sequences: one axis of all that hold the same parameters, dp_shard x cp."""
+    """Where ranks share sequences: one axis of all over which FSDP2 shards."""
+    left_out: tuple[str, ...] = ()
+    """Axes of data over which the training algorithm does not sum gradients (`AlgorithmConfig.summed_axes`)."""
     machines: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
     """By axes that the tree sums over within machines first, and then between them."""
     made_later: dict[str, dist.ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
@@ -47,15 +51,16 @@ class Layout:
         """
         if not dist.is_initialized():
             return cls(config, degrees)
-        # Every axis costs a group and its threads; FSDP2 wants dp_shard even where it is one rank.
-        axes = tuple(axis for axis in AXES if getattr(degrees, axis) > 1 or axis == "dp_shard")
-        shape = tuple(getattr(degrees, axis) for axis in axes)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
-        if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
-            flattened(mesh, ("dp_replicate", "dp_shard"), "dp")
-        shared = flattened(mesh, ("dp_shard", "cp"), "fsdp") if degrees.cp > 1 else None
+        # Every axis costs a group and its threads.
+        axes = tuple(name for name, axis in AXES.items() if degrees.ranks(name) > 1 or axis.in_every_mesh)
+        mesh = init_device_mesh(device.type, tuple(map(degrees.ranks, axes)), mesh_dim_names=axes)
+        data = tuple(axis for axis in AXES.cutting("data") if degrees.ranks(axis) > 1)
+        if len(data) > 1:
+            flattened(mesh, data, "dp")
+        sharing = tuple(axis for axis in shard_axes() if axis in axes)
+        shared = flattened(mesh, sharing, "fsdp") if len(sharing) > 1 else None
         machines = _machines(config, degrees, device, ranks_per_node or degrees.world)
-        layout = cls(config, degrees, dist.get_rank(), mesh, shared, machines)
+        layout = cls(config, degrees, dist.get_rank(), mesh, shared, machines=machines)
         for group in layout.own_groups():  # a mesh leaves them the backend's own timeout, whatever the world's is
             set_timeout(group, config.timeout_seconds)
         return layout
@@ -74,14 +79,30 @@ class Layout:
         return cls.of(config, degrees, device, ranks_per_node)
 
     @property
-    def coordinates(self) -> Degrees:
+    def coordinates(self) -> Coordinates:
         """This rank's coordinates on the mesh."""
         return self.degrees.coordinates(self.rank)
 
     @property
     def dp_rank(self) -> int:
         """This rank's number among those that train on different data."""
-        return self.coordinates.dp_replicate * self.degrees.dp_shard + self.coordinates.dp_shard
+        return self.degrees.number(self.rank, *AXES.cutting("data"))
+
+    def summing(self, algorithm: AlgorithmConfig) -> "Layout":
+        """Return the layout with gradients summed over those axes that `algorithm` states."""
+        data = AXES.cutting("data")
+        summed = algorithm.summed_axes(data)
+        return replace(self, left_out=tuple(axis for axis in data if axis not in summed))
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """The axes of data over which gradients are summed, as names of groups."""
+        return tuple(axis for axis in AXES.cutting("data") if axis not in self.left_out) if self.left_out else ("dp",)
+
+    @property
+    def sums(self) -> int:
+        """How many sums of gradients there are in a step, each of a part of its micro-batches; mostly 1."""
+        return self.degrees.ranks(*self.left_out)
 
     @property
     def shards(self) -> bool:
@@ -101,15 +122,13 @@ class Layout:
         """
         if axis == "world":
             return None if self.mesh is None or self.degrees.world == 1 else dist.group.WORLD
-        if axis == "fsdp" and self.degrees.cp == 1:
-            axis = "dp_shard"
-        if axis == "fsdp":
-            return None if self.shared_mesh is None else self.shared_mesh.get_group()
-        if axis == "dp" and self.degrees.dp_replicate == 1:
-            axis = "dp_shard"
-        elif axis == "dp" and self.degrees.dp_shard == 1:
-            axis = "dp_replicate"
-        return None if self.mesh is None or getattr(self.degrees, axis) == 1 else self.mesh.get_group(axis)
+        if axis == "fsdp" and self.shared_mesh is not None:
+            return self.shared_mesh.get_group()
+        axes = AXES.cutting(COMBINED[axis]) if axis in COMBINED else (axis,)
+        several = [each for each in axes if self.degrees.ranks(each) > 1]
+        if self.mesh is None or not several:
+            return None
+        return self.mesh.get_group(several[0] if len(several) == 1 else axis)
 
     def sharing_group(self) -> dist.ProcessGroup | None:
         """Return the group of the ranks that hold together one copy of this stage's parameters, None if it is one rank.
@@ -120,7 +139,8 @@ class Layout:
         if self.mesh is None or len(axes) < 2:
             return self.group(axes[0]) if axes else None
         if "sharing" not in self.made_later:
-            names = tuple(axis for axis in self.mesh.mesh_dim_names or () if axis in ("dp_shard", "cp", "tp"))
+            sharing = AXES.cutting("parameters", "width")
+            names = tuple(axis for axis in self.mesh.mesh_dim_names or () if axis in sharing)
             group = flattened(self.mesh, names, "sharing").get_group()
             set_timeout(group, self.config.timeout_seconds)
             self.made_later["sharing"] = group
@@ -194,22 +214,21 @@ def _machines(
 ) -> dict[tuple[str, ...], DeviceMesh]:
     """Return the meshes of `Layout.machines`, of all ranks in their order: neighbours on a machine side by side."""
     meshes: dict[tuple[str, ...], DeviceMesh] = {}
-    summed: list[tuple[str, ...]] = [SHARD_AXES] if uses_fsdp(config, degrees) else []
-    for axes in [*summed, ("dp_replicate",)]:
+    summed: list[tuple[str, ...]] = [shard_axes()] if uses_fsdp(config, degrees) else []
+    for axes in [*summed, *((axis,) for axis in replica_axes())]:
         together = ranks_together(degrees, axes, ranks_per_node)
         if not sums_in_tree(config) or together == 1:
             continue
-        ranks = math.prod(getattr(degrees, axis) for axis in axes)
-        inner = math.prod(getattr(degrees, axis) for axis in AXES[AXES.index(axes[-1]) + 1 :])
+        ranks, names = degrees.ranks(*axes), list(AXES)
+        inner = degrees.ranks(*names[names.index(axes[-1]) + 1 :])
         sizes = {
             "outer": degrees.world // (ranks * inner),
             BETWEEN: ranks // together,
             WITHIN: together,
             "inner": inner,
         }
-        names = tuple(name for name, size in sizes.items() if size > 1)
-        shape = tuple(sizes[name] for name in names)
-        meshes[axes] = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        sizes = {name: size for name, size in sizes.items() if size > 1}
+        meshes[axes] = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return meshes
 
 
@@ -217,9 +236,9 @@ def _machines(
 def _gathered_order(degrees: Degrees, zero_stage: int, count: int, device: torch.device) -> Tensor:
     """Return int64 [dp * count]: the global index of each micro-batch, of one rank after the other.
 
-    `degrees.dp` ranks that differ in nothing but their data lie in the order of their numbers, and compute the same
-    micro-batches wherever else they are.
+    Ranks that differ in nothing but their data lie in the order of their numbers, and compute the same micro-batches
+    wherever else they are.
     """
-    ranks = [number * degrees.cp * degrees.tp for number in range(degrees.dp)]
+    ranks = degrees.first_group(*AXES.cutting("data"))
     order = [index for rank in ranks for index in micro_batches_of(degrees, zero_stage, rank, count)]
     return torch.tensor(order, device=device)

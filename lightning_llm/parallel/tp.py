@@ -10,7 +10,7 @@ only those: their gradients are partial sums, which `gradient_sync` adds over th
 `finalize_model_grads`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning_llm.linalg.cast_linear import Reduce
 from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.loss import IGNORED_LABEL, chunk_rows, next_token_loss_sum
+from lightning_llm.parallel.axis import AxisOnRanks, Reduction, Works, all_reduce
 from lightning_llm.parallel.collectives import (
     GroupRef,
     copy_to_group,
@@ -36,29 +37,50 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.shard_axes import SHARD_AXES
 
 
-def shard_over_tensor_group(model: Decoder, layout: Layout) -> None:
-    """Cut `model` in place, on the meta device, over the ranks of layout.degrees.tp; over one rank it stays as it is.
+class TensorParallel(AxisOnRanks):
+    """Cuts a stage by the roles of its modules, and has ranks agree on gradients of what they hold alike."""
 
-    What does not divide is refused earlier, in `divisibility`.
-    """
-    group = layout.group("tp")
-    if group is None or layout.mesh is None:
-        return
-    region = Region(group, layout.config.sequence_parallel)
-    model.token_shards = group.size() if region.sequence else 1
-    model.first_id = group.rank() * model.config.padded_vocab_size // group.size()
-    for name, role in model.roles().items():
-        module = model.get_submodule(name)
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            # A bias lies with the outputs: cut where the weight's rows are, whole where its columns are.
-            axis = None if (key, role) == ("bias", "row") else SHARD_AXES[role]["w"]
-            sharded = shard_parameter(parameter, layout.mesh["tp"], axis)
-            module.register_parameter(key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-        _become(module, _kind_of(model, module, role), region)
-    for block in model.blocks.values():
-        for part in block.children():
-            if getattr(part, "roles", None):
-                _become(part, _Part, region)
+    def cut(self, stage: Decoder) -> None:
+        mesh = self.layout.mesh
+        if mesh is None:
+            raise ValueError("a group has a mesh")
+        region = Region(self.group, self.layout.config.sequence_parallel)
+        stage.token_shards = self.group.size() if region.sequence else 1
+        stage.first_id = self.group.rank() * stage.config.padded_vocab_size // self.group.size()
+        for name, role in stage.roles().items():
+            module = stage.get_submodule(name)
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                # A bias lies with the outputs: cut where the weight's rows are, whole where its columns are.
+                axis = None if (key, role) == ("bias", "row") else SHARD_AXES[role]["w"]
+                sharded = shard_parameter(parameter, mesh["tp"], axis)
+                module.register_parameter(key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+            _become(module, _kind_of(stage, module, role), region)
+        for block in stage.blocks.values():
+            for part in block.children():
+                if getattr(part, "roles", None):
+                    _become(part, _Part, region)
+
+    def reductions(self, stage: Decoder) -> Callable[[nn.Parameter], Sequence[Reduction]]:
+        """Sum gradients where each rank saw its own tokens or heads of what all hold whole: each has a part.
+
+        Where each saw all, they take the first's: kernels that sum in no fixed order would let the copies drift apart.
+        """
+        roles = stage.roles()
+        role_of = {id(p): roles[name.rpartition(".")[0]] for name, p in stage.named_parameters()}
+        summed, alike = (partial(all_reduce, group=self.group),), (partial(_from_first, group=self.group),)
+        sequence = self.layout.config.sequence_parallel
+        partial_roles = {"per_head", "replicate", "row"} if sequence else {"per_head"}
+
+        def reductions(parameter: nn.Parameter) -> Sequence[Reduction]:
+            if is_tp_shard(parameter):
+                return ()
+            return summed if role_of[id(parameter)] in partial_roles else alike
+
+        return reductions
+
+
+def _from_first(flat: Tensor, group: dist.ProcessGroup) -> Works:
+    yield dist.broadcast(flat, group=group, group_src=0, async_op=True)
 
 
 def shard_parameter(parameter: Tensor, mesh: DeviceMesh, axis: int | None) -> DTensor:

@@ -32,7 +32,7 @@ def attention_kernel_problems(found: Resolution) -> Iterator[Problem]:
     config, name = found.config, found.config.trainer.attention_kernel
     if name == "auto":
         return
-    mixers, context_ranks = mixers_of(config), found.likely_degrees.cp
+    mixers, context_ranks = mixers_of(config), found.likely_degrees.sequence
     on_gpu = found.capability.compute_capability is not None
     own = [each for each, mixer in mixers.items() if not (isinstance(mixer, AttentionSpec) and mixer.takes_kernels)]
     if own:

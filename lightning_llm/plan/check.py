@@ -1,6 +1,7 @@
 """Rules across groups: all that can be known before anything heavy is imported."""
 
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 
 from lightning_llm.base.errors import ConfigError, Problem
@@ -12,14 +13,13 @@ from lightning_llm.config.schema.strict import Rule, gather
 from lightning_llm.data.check import batch_problems, data_rules
 from lightning_llm.model.structure import linear_names, linears_of, shape_problems
 from lightning_llm.plan.attention_kernel import attention_kernel_problems
+from lightning_llm.plan.axes.axis import AXES, MeshAxis
 from lightning_llm.plan.checkpoints import retention_problems
 from lightning_llm.plan.cluster import cluster_rules
-from lightning_llm.plan.degrees import Degrees, checkpointing_problems, layout_problems
+from lightning_llm.plan.degrees import Degrees, checkpointing_problems, fit_problems
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.memory.weight_casts import parameter_gather_problems, weight_cast_problems
-from lightning_llm.plan.nodes import tensor_parallel_problems
 from lightning_llm.plan.resolve import Plan, Resolution, compiler_failure
-from lightning_llm.plan.stages import pipeline_problems
 from lightning_llm.plan.teachers import teacher_problems
 from lightning_llm.precision.recipe.lint import lint
 from lightning_llm.precision.recipe.module_rules import (
@@ -87,17 +87,21 @@ def layout_rule_problems(found: Resolution) -> list[Problem]:
 def _layout_rules(found: Resolution) -> list[Rule]:
     config = found.config
     return [
-        lambda: layout_problems(config.parallel, found.fitted),
+        lambda: fit_problems(found.fitted),
+        *[partial(_axis_problems, axis, found) for axis in AXES.values()],
         lambda: checkpointing_problems(config.parallel, config.model.num_layers),
         lambda: _shard_problems(config, found.likely_degrees),
-        lambda: pipeline_problems(config, found.degrees),
-        lambda: tensor_parallel_problems(config, found.degrees),
         lambda: _update_problems(config, found.likely_degrees),
         lambda: _native_problems(found),
         lambda: parameter_gather_problems(found),
         lambda: weight_cast_problems(found),
         lambda: _compiler_problems(config, found.likely_degrees),
     ]
+
+
+def _axis_problems(axis: MeshAxis, found: Resolution) -> list[Problem]:
+    problems = list(axis.layout_problems(found.config, found.likely_degrees, found.degrees is not None))
+    return problems if found.degrees is None else [*problems, *axis.machine_problems(found.config, found.degrees)]
 
 
 def _shard_problems(config: Config, degrees: Degrees) -> list[Problem]:

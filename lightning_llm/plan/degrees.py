@@ -2,60 +2,132 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, fields
 from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import ParallelConfig
+from lightning_llm.plan.axes.axis import AXES, Dimension
 
 
-@dataclass(frozen=True)
-class Degrees:
-    """Ranks per axis, outermost first: neighbours in rank share a tensor-parallel group, stages lie farthest apart.
+class PerAxis:
+    """A number per axis of the mesh, outermost first, each an attribute by the axis' name. Immutable and hashable."""
 
-    A node then holds whole TP groups, which talk most, and pipeline stages, which talk least, lie across nodes
-    (Narayanan et al. 2021, arXiv 2104.04473, section 3; Megatron-LM's order "tp-cp-dp-pp").
-    """
+    default: int
+    """Of an axis without a number."""
 
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
+    def __init__(self, **numbers: int):
+        if unknown := numbers.keys() - AXES.keys():
+            raise TypeError(f"no mesh axis is called {', '.join(sorted(unknown))}; there are {', '.join(AXES)}")
+        self.__dict__["by_axis"] = by_axis = {axis: numbers.get(axis, self.default) for axis in AXES}
+        self.__dict__.update(by_axis)
+
+    by_axis: dict[str, int]
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, axis: str) -> int: ...
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{type(self).__name__} are immutable")
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self.by_axis == other.by_axis
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.by_axis.values()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{axis}={number}' for axis, number in self.by_axis.items())})"
+
+
+class Coordinates(PerAxis):
+    """A rank's place on each axis, from 0."""
+
+    default = 0
+
+
+class Degrees(PerAxis):
+    """Ranks per axis."""
+
+    default = 1
 
     @property
     def world(self) -> int:
         """Ranks in all."""
-        return math.prod(astuple(self))
+        return math.prod(self.by_axis.values())
+
+    def over(self, *dimensions: Dimension) -> int:
+        """Return how many ranks divide any of `dimensions` among them."""
+        return self.ranks(*AXES.cutting(*dimensions))
+
+    def ranks(self, *axes: str) -> int:
+        """Return how many ranks a group over `axes` has."""
+        return math.prod(self.by_axis[axis] for axis in axes)
 
     @property
     def dp(self) -> int:
         """Ranks that train on different micro-batches."""
-        return self.dp_replicate * self.dp_shard
+        return self.over("data")
 
     @property
     def fsdp(self) -> int:
         """Ranks that share the shards of one copy of the parameters: those that share a sequence hold the same."""
-        return self.dp_shard * self.cp
+        return self.over("parameters")
 
-    def coordinates(self, rank: int) -> "Degrees":
+    @property
+    def sequence(self) -> int:
+        """Ranks that each have a part of a sequence's tokens."""
+        return self.over("sequence")
+
+    @property
+    def width(self) -> int:
+        """Ranks that each have a part of every layer's width."""
+        return self.over("width")
+
+    def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinate of `rank` (0 .. world - 1) on each axis, from 0."""
-        coordinates = []
-        for degree in reversed(astuple(self)):
-            rank, coordinate = divmod(rank, degree)
-            coordinates.append(coordinate)
-        return Degrees(*reversed(coordinates))
+        coordinates = {}
+        for axis, degree in reversed(self.by_axis.items()):
+            rank, coordinates[axis] = divmod(rank, degree)
+        return Coordinates(**coordinates)
+
+    def number(self, rank: int, *axes: str) -> int:
+        """Return the place of `rank` in its group over `axes`, from 0, in the order of ranks."""
+        own, number = self.coordinates(rank).by_axis, 0
+        for axis in self.by_axis:
+            if axis in axes:
+                number = number * self.by_axis[axis] + own[axis]
+        return number
+
+    def first_group(self, *axes: str) -> list[int]:
+        """Return the ranks of the group over `axes` that rank 0 belongs to, in order."""
+        ranks, stride = [0], 1
+        for axis, degree in reversed(self.by_axis.items()):
+            if axis in axes:
+                ranks = [place * stride + rank for place in range(degree) for rank in ranks]
+            stride *= degree
+        return ranks
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the ranks that differ in their coordinates on `axes` alone, one list per group."""
         shared: dict[tuple[int, ...], list[int]] = {}
-        for rank, coordinates in enumerate(product(*(range(degree) for degree in astuple(self)))):
-            others = tuple(coordinate for name, coordinate in zip(AXES, coordinates, strict=True) if name not in axes)
+        for rank, coordinates in enumerate(product(*(range(degree) for degree in self.by_axis.values()))):
+            others = tuple(
+                coordinate for axis, coordinate in zip(self.by_axis, coordinates, strict=True) if axis not in axes
+            )
             shared.setdefault(others, []).append(rank)
         return list(shared.values())
 
 
-AXES = tuple(field.name for field in fields(Degrees))
+def replica_axes() -> tuple[str, ...]:
+    """Return the axes that divide micro-batches alone: their ranks hold the same (shards of) parameters."""
+    return tuple(axis for axis in AXES.cutting("data") if "parameters" not in AXES[axis].cuts)
+
+
+def shard_axes() -> tuple[str, ...]:
+    """Return the axes over which FSDP2 shards parameters."""
+    return AXES.cutting("parameters")
 
 
 def resolve_degrees(config: ParallelConfig, world: int) -> Degrees:
@@ -96,12 +168,13 @@ def micro_batches_of(degrees: Degrees, zero_stage: int, rank: int, count: int) -
     micro-batch (ZeRO-2, 3) the ranks of a shard group take neighbours: the tree's low levels lie across ranks, the next
     are sums of shards. Where ranks are reduced once per step (DDP, ZeRO-1, and the replicas of HSDP) each takes a run.
     """
-    own = degrees.coordinates(rank)
-    if zero_stage >= 2:
-        shards, first = degrees.dp_shard, own.dp_replicate * degrees.dp_shard * count
-        return [first + micro_batch * shards + own.dp_shard for micro_batch in range(count)]
-    first = (own.dp_replicate * degrees.dp_shard + own.dp_shard) * count
-    return list(range(first, first + count))
+    if zero_stage < 2:
+        first = degrees.number(rank, *AXES.cutting("data")) * count
+        return list(range(first, first + count))
+    sharing = [axis for axis in AXES.cutting("data") if axis not in replica_axes()]
+    shards = degrees.ranks(*sharing)
+    first = degrees.number(rank, *replica_axes()) * shards * count + degrees.number(rank, *sharing)
+    return list(range(first, first + shards * count, shards))
 
 
 def bitwise_problem(degrees: Degrees, zero_stage: int, count: int) -> str | None:
@@ -109,12 +182,14 @@ def bitwise_problem(degrees: Degrees, zero_stage: int, count: int) -> str | None
 
     A group's sum is a node of the tree where the micro-batches below it are a power of two, or the tree's whole.
     """
-    once = degrees.dp_replicate if zero_stage >= 2 else degrees.dp  # groups that meet once per step
+    replicas = degrees.ranks(*replica_axes())
+    shards = degrees.dp // replicas
+    once = replicas if zero_stage >= 2 else degrees.dp  # groups that meet once per step
     below = count * degrees.dp // once
-    if zero_stage >= 2 and not _is_power_of_two(degrees.dp_shard) and count * degrees.dp_replicate > 1:
-        return f"dp_shard={degrees.dp_shard} is no power of two"
-    if zero_stage == 1 and degrees.dp_replicate > 1 and not _is_power_of_two(count * degrees.dp_shard):
-        return f"{count * degrees.dp_shard} micro-batches below each replica are no power of two"
+    if zero_stage >= 2 and not _is_power_of_two(shards) and count * replicas > 1:
+        return f"dp_shard={shards} is no power of two"
+    if zero_stage == 1 and replicas > 1 and not _is_power_of_two(count * shards):
+        return f"{count * shards} micro-batches below each replica are no power of two"
     if once > 1 and not _is_power_of_two(below):
         return f"{below} micro-batches below each of {once} ranks are no power of two"
     return None
@@ -140,11 +215,7 @@ def checkpointing_problems(config: ParallelConfig, num_layers: int) -> Iterator[
         yield Problem(key, text)
 
 
-def layout_problems(config: ParallelConfig, fitted: Degrees | ConfigError) -> Iterator[Problem]:
-    """Yield what is wrong with a layout; `fitted` is its degrees, or why there are none."""
+def fit_problems(fitted: Degrees | ConfigError) -> Iterator[Problem]:
+    """Yield why there are no degrees; `fitted` is a layout's degrees, or the error."""
     if isinstance(fitted, ConfigError):
         yield from fitted.problems
-    degrees = fitted if isinstance(fitted, Degrees) else given_degrees(config)
-    if config.zero_stage == 0 and degrees.dp_shard > 1:
-        text = f"is 0, and dp_shard={degrees.dp_shard} shards. Set it to 1, 2 or 3, or use dp_replicate."
-        yield Problem("parallel.zero_stage", text)

@@ -1,17 +1,15 @@
 """Ranks per machine: the order of gradient sums, and the share of traffic between machines. Imports no torch."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config
-from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.axes.axis import AXES
+from lightning_llm.plan.degrees import Degrees, replica_axes, shard_axes
 from lightning_llm.plan.memory.units import micro_batches_per_rank, tree_buffers
 
-SHARD_AXES = ("dp_shard", "cp")
-"""The axes over which FSDP2 shards."""
 TREE_SCATTER = "tree_scatter"
 """The kind of the tree's reduce-scatters: two all-to-alls where machines hold subtrees (`ranks_together`), else one."""
 ASSUMED_RANKS_PER_NODE = 8
@@ -28,21 +26,6 @@ def ranks_per_node(config: Config) -> int:
 def nodes_are_assumed(config: Config) -> bool:
     """Return whether nothing but the world's size was given."""
     return config.cluster is None and config.trainer.devices == 1 and (config.world or 1) > ASSUMED_RANKS_PER_NODE
-
-
-def tensor_parallel_problems(config: Config, degrees: Degrees | None) -> Iterator[Problem]:
-    """Yield why a tensor-parallel group does not fit a machine whose ranks are known.
-
-    Its collectives, four per block and micro-batch, hide behind nothing; across machines they set the pace (Narayanan
-    et al. 2021, arXiv 2104.04473, section 3.2; Dash et al. 2023, arXiv 2312.12705, of Frontier's 8 devices a node).
-    """
-    per_node = ranks_per_node(config)
-    if degrees is not None and degrees.tp > per_node and config.trainer.devices > 1:
-        text = (
-            f"is {degrees.tp}, and a machine has {per_node} ranks (trainer.devices): every block would wait for sums "
-            f"between machines. Set it to {per_node} or less, and parallel.pp higher."
-        )
-        yield Problem("parallel.tp", text)
 
 
 def ranks_together(degrees: Degrees, axes: Sequence[str], per_node: int) -> int:
@@ -92,7 +75,7 @@ def _share_between_nodes(degrees: Degrees, axes: tuple[str, ...], kind: str, per
 
 def data_parallel_nodes(config: Config, degrees: Degrees) -> int:
     """Return on how many machines the ranks lie, at most, that sum gradients with each other."""
-    return nodes_of_groups(degrees, ("dp_replicate", "dp_shard", "cp"), ranks_per_node(config))
+    return nodes_of_groups(degrees, AXES.cutting("data", "parameters"), ranks_per_node(config))
 
 
 @lru_cache(maxsize=4096)
@@ -126,17 +109,19 @@ def tree_factor(config: Config, degrees: Degrees, scatter: str = TREE_SCATTER) -
     one rank of each group. In units of a rank's shard: scattered per micro-batch (ZeRO-2 and 3) or once, then summed
     over replicas and sent back.
     """
-    per_node, parallel = ranks_per_node(config), config.parallel
-    ranks, replicas = degrees.fsdp if parallel.zero_stage else 1, degrees.dp_replicate
+    per_node, parallel, shards = ranks_per_node(config), config.parallel, shard_axes()
+    ranks = degrees.fsdp if parallel.zero_stage else 1
     scattered = (ranks - 1) * (micro_batches_per_rank(config, degrees) if parallel.zero_stage >= 2 else 1)
-    summed = (replicas - 1) / replicas
 
     def between(axes: Sequence[str], kind: str) -> float:
         return share_between_nodes(degrees, axes, kind, per_node)
 
-    rings = between(("dp_replicate",), "all_gather")
-    tree = scattered * between(SHARD_AXES, scatter) + summed * (between(("dp_replicate",), scatter) + rings)
-    native = scattered * between(SHARD_AXES, "reduce_scatter") + 2 * summed * rings
+    tree, native = scattered * between(shards, scatter), scattered * between(shards, "reduce_scatter")
+    for axis in replica_axes():
+        replicas = degrees.ranks(axis)
+        summed, rings = (replicas - 1) / replicas, between((axis,), "all_gather")
+        tree += summed * (between((axis,), scatter) + rings)
+        native += 2 * summed * rings
     return tree / native if native else 1.0
 
 
@@ -165,7 +150,7 @@ def reduction_note(config: Config, degrees: Degrees) -> str | None:
 def _stages_note(config: Config, degrees: Degrees) -> str:
     """Return how the tree goes about a machine's ranks, where a group has several on each of several machines."""
     per_node, together = ranks_per_node(config), []
-    for axes in (SHARD_AXES if config.parallel.zero_stage else (), ("dp_replicate",)):
+    for axes in (shard_axes() if config.parallel.zero_stage else (), *((axis,) for axis in replica_axes())):
         groups = degrees.groups(*axes) if axes else []
         several = any(1 < len({rank // per_node for rank in ranks}) < len(ranks) for ranks in groups)
         together += [ranks_together(degrees, axes, per_node)] if several else []

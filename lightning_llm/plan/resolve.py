@@ -7,6 +7,7 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.schema import Config, ParallelConfig
 from lightning_llm.model.structure import linear_widths
+from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.degrees import Degrees, given_degrees, resolve_degrees
 from lightning_llm.plan.divisibility import part_widths
 from lightning_llm.plan.memory.units import micro_batches_per_rank
@@ -46,10 +47,11 @@ def compiler_failure(parallel: ParallelConfig, degrees: Degrees) -> str | None:
     be Tensors").
     """
     modes = parallel.activation_checkpoint_layers or (parallel.activation_checkpoint,)
-    if "full" not in modes or degrees.cp == 1 or degrees.tp == 1:
+    if "full" not in modes or degrees.sequence == 1 or degrees.width == 1:
         return None
     return (
-        f"torch's compiler fails at blocks that are recomputed whole under cp={degrees.cp} and tp={degrees.tp} together"
+        f"torch's compiler fails at blocks that are recomputed whole under "
+        f"cp={degrees.sequence} and tp={degrees.width} together"
     )
 
 
@@ -141,7 +143,7 @@ class Resolution:
     def decision(self) -> Decision:
         """Whether the recipe's quantised GEMMs run natively on `capability`."""
         model = self.config.model
-        widths = linear_widths(model) | part_widths(model, self.likely_degrees.tp)
+        widths = linear_widths(model) | part_widths(model, self.likely_degrees.width)
         return decide(self.config.precision, self.capability, widths, self._shared_axes())
 
     def plan(self) -> Plan:
@@ -159,7 +161,8 @@ class Resolution:
     def _shared_axes(self) -> dict[str, str]:
         """Return the axes whose ranks have a part of a linear's tensors or of the layers: degrees in words, by key."""
         given, degrees = self.config.parallel, self.likely_degrees
-        shared = {axis: size for axis in ("tp", "cp", "pp") if (size := getattr(degrees, axis)) > 1}
+        axes = reversed(AXES.cutting("layers", "sequence", "width"))
+        shared = {axis: size for axis in axes if (size := degrees.ranks(axis)) > 1}
         return {
             f"parallel.{axis}": f"{size}" if getattr(given, axis) else f"null, which is {size} of {self.world} ranks"
             for axis, size in shared.items()

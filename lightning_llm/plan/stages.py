@@ -11,11 +11,10 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
 from lightning_llm.model.structure import Same, for_layers
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.memory.units import Units, micro_batches_per_rank, units_of
+from lightning_llm.plan.memory.units import Units, units_of
 
 INTERLEAVED = "interleaved_1f1b"
 
@@ -119,9 +118,6 @@ def chunks_in_flight(parallel: ParallelConfig, pp: int, pp_rank: int, micro_batc
         held += 1 if each.forward else -1
         most = max(most, held)
     return most
-
-
-ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv_zero_bubble")
 
 
 @dataclass(frozen=True)
@@ -245,57 +241,3 @@ def bubble_fraction(pp: int, micro_batches: int, virtual_stages: int = 1) -> flo
     (p - 1) / (v m).
     """
     return (pp - 1) / (virtual_stages * micro_batches + pp - 1)
-
-
-def pipeline_problems(config: Config, degrees: Degrees | None) -> Iterator[Problem]:
-    """Yield why the model, the batch or the schedule does not fit the pipeline, with the arithmetic.
-
-    `degrees`: None where they do not fit the ranks; nothing that depends on them is reported then.
-    """
-    parallel = config.parallel
-    if parallel.schedule in ZERO_BUBBLE:
-        text = (
-            f"is {parallel.schedule}. Zero-bubble schedules run a backward pass in two parts, and with them a custom "
-            "autograd function's (loss, attention, quantised linears) twice, which doubles its gradients; compiled "
-            "blocks fail. Set 1f1b or interleaved_1f1b."
-        )
-        yield Problem("parallel.schedule", text)
-        return
-    if degrees is None:
-        return
-    pp = degrees.pp
-    if parallel.virtual_stages > 1 and (pp == 1 or parallel.schedule != INTERLEAVED):
-        why = f"and parallel.schedule={parallel.schedule} has one stage per rank" if pp > 1 else "and parallel.pp is 1"
-        text = f"is {parallel.virtual_stages}, {why}. Set it to 1, or pp above 1 with schedule={INTERLEAVED}."
-        yield Problem("parallel.virtual_stages", text)
-    if pp == 1:
-        return
-    if parallel.schedule == INTERLEAVED and parallel.virtual_stages == 1:
-        text = f"is 1, and schedule={INTERLEAVED} interleaves several stages per rank. Set it to 2 or more, or 1f1b."
-        yield Problem("parallel.virtual_stages", text)
-    stages = pp * parallel.virtual_stages
-    if config.model.num_layers < stages:
-        text = (
-            f"is {config.model.num_layers}, and pp={pp} x virtual_stages={parallel.virtual_stages} makes {stages} "
-            "stages of at least one layer. Lower one of them, or take a deeper model."
-        )
-        yield Problem("model.num_layers", text)
-    yield from _micro_batch_problems(config, degrees)
-
-
-def _micro_batch_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
-    data, pp, schedule = config.data, degrees.pp, config.parallel.schedule
-    count = micro_batches_per_rank(config, degrees)
-    arithmetic = (
-        f"{count} micro-batches per rank and step (global_batch_size={data.global_batch_size} / (micro_batch_size="
-        f"{data.micro_batch_size} x dp={degrees.dp}))"
-    )
-    if schedule == "1f1b" and count < pp:
-        text = f"gives {arithmetic}, and 1f1b needs at least pp={pp}. Raise it, lower micro_batch_size, or set gpipe."
-        yield Problem("data.global_batch_size", text)
-    if schedule == INTERLEAVED and count % pp:
-        text = (
-            f"gives {arithmetic}, and {INTERLEAVED} takes them in rounds of pp={pp}: set it to a multiple of "
-            f"{data.micro_batch_size * degrees.dp * pp}, or take 1f1b."
-        )
-        yield Problem("data.global_batch_size", text)

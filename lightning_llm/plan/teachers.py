@@ -9,6 +9,7 @@ from lightning_llm.config.schema import Config, ModelConfig
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.structure import has_bias
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.degrees import Degrees
 
 KEY = "distil.teachers"
@@ -41,10 +42,10 @@ def teacher_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     """Yield why the run cannot learn from its teachers: layouts, vocabularies, lengths."""
     if config.distil is None:
         return
-    for axis in ("tp", "cp", "pp"):
-        if getattr(degrees, axis) > 1:
+    for axis in reversed(AXES.cutting("layers", "sequence", "width")):
+        if degrees.ranks(axis) > 1:
             text = (
-                f"is {getattr(degrees, axis)}, and teachers (distil) are held and asked whole on each rank, while such "
+                f"is {degrees.ranks(axis)}, and teachers (distil) are held and asked whole on each rank, while such "
                 "ranks have parts of the vocabulary, of the sequences or of the layers. Set 1: data parallelism, with "
                 "parallel.zero_stage up to 3."
             )

@@ -1,27 +1,32 @@
 """Bytes that a rank sends in an optimizer step, by formula. Imports no torch."""
 
-import math
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from lightning_llm.config.schema import Config, ModelConfig
-from lightning_llm.model.structure import block_linears, block_parameters, for_layers, mixer_of, norm_of
+from lightning_llm.config.schema import Config
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
-from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.axes.axis import AXES
+from lightning_llm.plan.degrees import Degrees, shard_axes
 from lightning_llm.plan.memory.activations import boundary_bytes, recomputed_layers, tokens_of
 from lightning_llm.plan.memory.rank_bytes import peak_memory_pp_rank
-from lightning_llm.plan.memory.units import Unit, micro_batches_per_rank, shard_ranks, sums_in_tree, uses_fsdp
+from lightning_llm.plan.memory.units import Units, micro_batches_per_rank, shard_ranks
 from lightning_llm.plan.memory.weight_casts import gathered_units
-from lightning_llm.plan.nodes import SHARD_AXES, TREE_SCATTER, ranks_per_node, share_between_nodes
+from lightning_llm.plan.nodes import TREE_SCATTER, ranks_per_node, share_between_nodes
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, layers_of, parts_of
-
-SHARDS = " ".join(SHARD_AXES)
 
 Sent = Counter[tuple[str, str]]
 """Bytes that a rank sends in a step, by kind of collective and the axes whose ranks take part ("dp_shard cp"); the
 all-to-alls of the tree are a kind of their own."""
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send")
+
+
+def shards() -> str:
+    """Return the axes over which FSDP2 shards, as `Sent` has them: "dp_shard cp"."""
+    return " ".join(shard_axes())
 
 
 def bytes_sent(plan: Plan) -> dict[str, int]:
@@ -65,119 +70,73 @@ def _sent_on_fullest(plan: Plan) -> Sent:
     return sent_at(plan.config, plan.degrees, peak_memory_pp_rank(plan))
 
 
+@dataclass(frozen=True)
+class RankStep:
+    """A step of the ranks with stages `parts`, as the axes see it that add what they send."""
+
+    config: Config
+    degrees: Degrees
+    parts: list[StagePart]
+
+    @cached_property
+    def units(self) -> Units:
+        """What the ranks shard."""
+        return gathered_units(self.config, self.parts, self.degrees)
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """Blocks, by global index."""
+        return layers_of(self.parts)
+
+    @cached_property
+    def recomputed(self) -> list[int]:
+        """Those of them that recompute their forward pass."""
+        return recomputed_layers(self.config, self.parts)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of each rank."""
+        return micro_batches_per_rank(self.config, self.degrees)
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch that a rank computes, its tensor-parallel group together."""
+        return tokens_of(self.config, self.degrees)
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Bytes of a micro-batch between two blocks."""
+        return boundary_bytes(self.config, self.degrees)
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks over which FSDP2 cuts parameters."""
+        return shard_ranks(self.config.parallel, self.degrees)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Bytes of a rank's (shards of) gradients."""
+        return DTYPE_BYTES[self.config.precision.main_grad_dtype] * self.units.shard(self.shard_ranks)
+
+    @property
+    def small_bytes(self) -> int:
+        """Bytes up to which a collective is left out."""
+        return small_bytes(self.config)
+
+    @property
+    def summed_axes(self) -> Sequence[str]:
+        """Axes of data over which the training algorithm has gradients summed in every step."""
+        return self.config.chosen_algorithm.summed_axes(AXES.cutting("data"))
+
+
 def sent_at(config: Config, degrees: Degrees, pp_rank: int) -> Sent:
     """Return what the ranks at `pp_rank` (0 .. pp - 1) of the pipeline send in a step."""
-    parallel, recipe = config.parallel, config.precision
-    ranks, replicas = shard_ranks(parallel, degrees), degrees.dp_replicate
-    parts = parts_of(config.model, parallel, degrees, pp_rank)
-    units, micro_batches = gathered_units(config, parts, degrees), micro_batches_per_rank(config, degrees)
+    step = RankStep(config, degrees, parts_of(config.model, config.parallel, degrees, pp_rank))
     sent: Sent = Counter()
-
-    def gather(unit: Unit) -> int:
-        width = DTYPE_BYTES[recipe.gather_dtype if unit.cast else recipe.master_dtype]
-        return unit.gathered_bytes(ranks, width) * (ranks - 1)
-
-    if uses_fsdp(parallel, degrees):
-        forward, blocks = sum(map(gather, units.each())), sum(map(gather, units.blocks))
-        sent["all_gather", SHARDS] = micro_batches * (forward + blocks) if parallel.zero_stage == 3 else forward
-        amaxes = 4 * sum(len(unit.coded) for unit in units.blocks)
-        if amaxes > small_bytes(config):
-            sent["all_reduce", SHARDS] += 2 * (amaxes * (ranks - 1) // ranks)
-            sent["all_reduce", "tp"] += 2 * (amaxes * (degrees.tp - 1) // degrees.tp)
-    shard = DTYPE_BYTES[recipe.main_grad_dtype] * units.shard(ranks)
-    tree = sums_in_tree(parallel)
-    sent[TREE_SCATTER if tree else "reduce_scatter", SHARDS] += (
-        (micro_batches if parallel.zero_stage >= 2 else 1) * shard * (ranks - 1)
-    )
-    sent["send", "pp"] = (
-        micro_batches * boundary_bytes(config, degrees) * sum(2 - part.first - part.last for part in parts)
-    )
-    if degrees.pp > 1 and config.model.tie_embeddings and (parts[0].first or parts[-1].last):
-        table = config.model.padded_vocab_size // degrees.tp * config.model.hidden_size
-        sent["send", "pp"] += DTYPE_BYTES[recipe.main_grad_dtype] * table // ranks
-    once = shard * (replicas - 1) // replicas
-    if tree:
-        sent[TREE_SCATTER, "dp_replicate"] += once
-        sent["all_gather", "dp_replicate"] += once
-    else:
-        sent["all_reduce", "dp_replicate"] += 2 * once
-    sharing, exchanged = ranks * degrees.tp, sum(map(config.optim.exchanged_bytes, units.shards(ranks)))
-    sent["all_to_all", f"{SHARDS} tp" if ranks > 1 else "tp"] += 2 * exchanged * (sharing - 1) // sharing
-    if degrees.tp > 1:
-        _add_tensor_parallel(sent, config, degrees, parts, micro_batches)
-    if degrees.cp > 1:
-        _add_context_parallel(sent, config, degrees, parts, micro_batches)
-        if not uses_fsdp(parallel, degrees):
-            sent["all_reduce", "cp"] += 2 * shard * (degrees.cp - 1) // degrees.cp
+    for axis in AXES.values():
+        axis.add_sent(sent, step)
+    ranks, width = step.shard_ranks, degrees.width
+    sharing, exchanged = ranks * width, sum(map(config.optim.exchanged_bytes, step.units.shards(ranks)))
+    axes = (*(shard_axes() if ranks > 1 else ()), *AXES.cutting("width"))
+    sent["all_to_all", " ".join(axes)] += 2 * exchanged * (sharing - 1) // sharing
     return sent
-
-
-def _add_tensor_parallel(
-    sent: Sent, config: Config, degrees: Degrees, parts: list[StagePart], micro_batches: int
-) -> None:
-    """Add what crosses a tensor-parallel group.
-
-    Each cut part is entered and left once, forward and backward: four times per layer a gather or a scatter of the
-    hidden states of all tokens with sequence parallelism, else twice an all-reduce of as many bytes as both together
-    (arXiv 2205.05198, section 4.2.2). The embedding is left in the master dtype and the head entered; the loss takes
-    three fp32 numbers per token. A recomputed layer repeats its forward pass, up to what is left last. Gradients of
-    norms, positions and row-parallel biases are all-reduced once per step, or else the first rank's go to the others;
-    those of norms within heads are always all-reduced, and of duplicated linears the first rank's always go. What a
-    duplicated linear gives is all-reduced in the backward pass.
-    """
-    recipe, model, sequence = config.precision, config.model, config.parallel.sequence_parallel
-    tokens, hidden = tokens_of(config, degrees), config.model.hidden_size
-    once = (degrees.tp - 1) * DTYPE_BYTES[recipe.compute_dtype] * tokens * hidden // degrees.tp
-    looked_up = (degrees.tp - 1) * DTYPE_BYTES[recipe.master_dtype] * tokens * hidden // degrees.tp
-    layers, again = len(layers_of(parts)), len(recomputed_layers(config, parts))
-    first, last = parts[0].first, parts[-1].last
-    roles = ("replicate", "per_head", "duplicate")
-    alike, per_head, duplicated = (_elements(model, layers_of(parts), role) for role in roles)
-    alike += last * hidden * len(norm_of(model).vectors(model))
-    alike += model.max_sequence_length * hidden if first and model.position == "learned" else 0
-    summed, sent_on = (alike + per_head, duplicated) if sequence else (per_head, alike + duplicated)
-    width, ranks = DTYPE_BYTES[recipe.main_grad_dtype], shard_ranks(config.parallel, degrees)
-    sent["all_reduce", "tp"] += 2 * (width * summed // ranks) * (degrees.tp - 1) // degrees.tp
-    sent["broadcast", "tp"] += (width * sent_on // ranks) * (degrees.tp - 1) // degrees.tp
-    given = DTYPE_BYTES[recipe.compute_dtype] * tokens * _duplicated_outputs(model, layers_of(parts))
-    sent["all_reduce", "tp"] += micro_batches * 2 * given * (degrees.tp - 1) // degrees.tp
-    if sequence:
-        sent["all_gather", "tp"] += micro_batches * ((4 * layers + 2 * again + last) * once + first * looked_up)
-        sent["reduce_scatter", "tp"] += micro_batches * ((4 * layers + again + last) * once + first * looked_up)
-    else:
-        sent["all_reduce", "tp"] += micro_batches * 2 * ((4 * layers + again + last) * once + first * looked_up)
-    if last:
-        sent["all_reduce", "tp"] += micro_batches * 2 * (3 * 4 * tokens) * (degrees.tp - 1) // degrees.tp
-
-
-def _elements(model: ModelConfig, layers: list[int], role: str) -> int:
-    """Return the elements of the parameters of this role in the blocks `layers`, as norms and row-parallel biases."""
-
-    def within(index: int) -> int:
-        return sum(math.prod(each.shape) for each in block_parameters(model, index) if each.role == role)
-
-    return sum(for_layers(model, layers, within))
-
-
-def _duplicated_outputs(model: ModelConfig, layers: list[int]) -> int:
-    """Return the elements per token that duplicated linears of the blocks `layers` give."""
-
-    def within(index: int) -> int:
-        return sum(linear.outputs.length for linear in block_linears(model, index) if linear.role == "duplicate")
-
-    return sum(for_layers(model, layers, within))
-
-
-def _add_context_parallel(
-    sent: Sent, config: Config, degrees: Degrees, parts: list[StagePart], micro_batches: int
-) -> None:
-    """Add what every mixer gathers (keys and values), forward, twice where recomputed, and its gradients back."""
-    model, layers = config.model, layers_of(parts)
-    per_element = DTYPE_BYTES[config.precision.compute_dtype] * tokens_of(config, degrees) * (degrees.cp - 1)
-
-    def gathered(index: int) -> int:
-        return per_element * (mixer_of(model, index).context_elements(model) // degrees.tp)
-
-    forward = for_layers(model, [*layers, *recomputed_layers(config, parts)], gathered)
-    sent["all_gather", "cp"] += micro_batches * sum(forward)
-    sent["reduce_scatter", "cp"] += micro_batches * sum(for_layers(model, layers, gathered))

@@ -96,9 +96,9 @@ def attention_kernels(plan: Plan, device: torch.device) -> dict[str, str]:
             found[layer] = "operations of its own"
             continue
         shape = AttentionShape(
-            model.num_heads // degrees.tp, model.num_kv_heads // degrees.tp, model.attention_head_dim,
-            config.data.sequence_length, is_masked(mixer, config, degrees.cp, device.type == "cuda"),
-            DTYPES[config.precision.compute_dtype], shared=degrees.cp > 1, compiled=plan.compiled,
+            model.num_heads // degrees.width, model.num_kv_heads // degrees.width, model.attention_head_dim,
+            config.data.sequence_length, is_masked(mixer, config, degrees.sequence, device.type == "cuda"),
+            DTYPES[config.precision.compute_dtype], shared=degrees.sequence > 1, compiled=plan.compiled,
         )  # fmt: skip
         try:
             found[layer] = kernel_of(name, shape, device)

@@ -3,7 +3,7 @@
 Imports no torch: it registers `synchronous`, which keeps no tensors.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lightning_llm.config.schema.algorithm import ALGORITHMS, AlgorithmConfig
@@ -62,6 +62,9 @@ class SynchronousConfig(AlgorithmConfig):
     """All ranks move one set of weights by the sum of their gradients: the optimizer's update is all there is."""
 
     name: Literal["synchronous"] = "synchronous"
+
+    def summed_axes(self, data_axes: Sequence[str]) -> Sequence[str]:
+        return data_axes
 
     def state_bytes(self, shard: ParameterShard, dtype_bytes: int) -> int:
         return 0

@@ -53,6 +53,7 @@ class ParallelModel:
         `initial`: what gives the weights; None: the seed. Collective.
         """
         precision, length = config.precision, config.data.sequence_length
+        layout = layout.summing(config.chosen_algorithm)
         with torch.device("meta"):
             model = Decoder(config.model, compute_dtype=DTYPES[precision.compute_dtype])
         quantisation.swap(model, config.model.num_layers, device.type, layout.shards)

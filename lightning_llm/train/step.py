@@ -113,9 +113,10 @@ class TrainStep:
         parameters = list(model.parameters())
         found = self.scaler.unscale(parameters, layout, quantisation.take_overflow())
         norm = gradient_norm(parameters, layout, self.parallel.copied_parameters)
-        overflow = self._read({"loss": loss, **auxiliary, "grad_norm": norm}, found)
+        judged = layout.reduce(norm.clone(), dist.ReduceOp.MAX, *layout.left_out) if layout.left_out else norm
+        overflow = self._read({"loss": loss, **auxiliary, "grad_norm": judged}, found)
         if not overflow and self.clip_norm is not None:
-            clip_gradients(parameters, record["grad_norm"], self.clip_norm)
+            clip_gradients(parameters, record["grad_norm"] if judged is norm else norm.item(), self.clip_norm)
 
         skipped = self._is_skipped(record, overflow)
         if skipped:
@@ -141,7 +142,8 @@ class TrainStep:
         if self.distillation is not None:
             self.distillation.begin_step()
         targets = (batch.labels != IGNORED_LABEL).sum()
-        targets = self.parallel.layout.reduce(targets, dist.ReduceOp.SUM).clamp(min=1)
+        layout = self.parallel.layout
+        targets = layout.reduce(targets, dist.ReduceOp.SUM, *layout.summed).clamp(min=1)
         if (pipeline := self.parallel.pipeline) is None:
             return self._run_micro_batches(batch, targets)
         return self._run_pipeline(pipeline, batch, targets)
@@ -198,7 +200,7 @@ class TrainStep:
     def _auxiliary_shares(self, terms: Mapping[str, Tensor], count: int) -> list[Tensor]:
         """Return what the model's `terms` of one of `count` micro-batches add to the step's loss: a mean over all."""
         degrees = self.parallel.layout.degrees
-        shares = {name: term / (count * degrees.dp * degrees.cp) for name, term in terms.items()}
+        shares = {name: term / (count * degrees.dp * degrees.sequence) for name, term in terms.items()}
         for name, share in shares.items():
             self._auxiliary_losses[name] = share.detach() + self._auxiliary_losses.get(name, 0.0)
         return list(shares.values())
@@ -212,8 +214,9 @@ class TrainStep:
 
     def _reduce_losses(self, losses: Tensor) -> Tensor:
         """Return the step's loss, the same on every rank: micro-batches are gathered before they are summed."""
-        losses = self.parallel.layout.reduce(losses, dist.ReduceOp.SUM, "cp")
-        self.state.micro_batch_losses = self.parallel.layout.gather_micro_batches(losses)
+        layout = self.parallel.layout
+        losses = layout.gather_micro_batches(layout.reduce(losses, dist.ReduceOp.SUM, "cp"))
+        self.state.micro_batch_losses = losses / layout.sums if layout.sums > 1 else losses
         return self.state.micro_batch_losses.sum()
 
     def _read(self, figures: dict[str, Tensor], overflow: Tensor | None) -> bool:
@@ -251,7 +254,8 @@ class TrainStep:
         """Return the divergence from the teachers for the step's record, summed as losses are."""
         if self.distillation is None:
             return {}
-        return {RECORD: self.parallel.layout.gather_micro_batches(self.distillation.divergences()).sum()}
+        layout = self.parallel.layout
+        return {RECORD: layout.gather_micro_batches(self.distillation.divergences()).sum() / layout.sums}
 
     def _largest_amax(self, amax: Tensor) -> Tensor:
         """Return the elementwise maximum over the ranks that hold the same layers."""

@@ -28,7 +28,7 @@ def test_groups_of_two_nodes_equal_the_published_ones():
 
 @given(POWERS, POWERS, POWERS, POWERS, POWERS)
 def test_every_rank_has_one_place_and_one_group_per_axis(pp, replicate, shard, cp, tp):
-    degrees = Degrees(pp, replicate, shard, cp, tp)
+    degrees = Degrees(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
     coordinates = [degrees.coordinates(rank) for rank in range(degrees.world)]
     assert len(set(coordinates)) == degrees.world
     for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):

@@ -29,7 +29,7 @@ from lightning_llm.plan.time.device import Device
 from lightning_llm.plan.time.links import Links
 from lightning_llm.plan.time.stage import exposed_backward, exposed_forward
 from lightning_llm.plan.time.step import ONCE_BESIDE, NoTimeError, StepTime, StepTimer, no_time
-from lightning_llm.plan.traffic import SHARDS, sent_at
+from lightning_llm.plan.traffic import sent_at, shards
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "plan.md"
 BATCH = ["data.micro_batch_size=1", "data.global_batch_size=64", "data.sequence_length=4096"]
@@ -166,7 +166,7 @@ def test_passes_send_the_bytes_that_traffic_counts(words):
         if plan.degrees.tp > 1:
             assert own["all_gather", "tp"] + own["all_reduce", "tp"] > 0
         if "parallel=zero3" in words:
-            assert own["all_gather", SHARDS] > 0
+            assert own["all_gather", shards()] > 0
 
 
 @pytest.mark.parametrize("words", LAYOUTS, ids=" ".join)

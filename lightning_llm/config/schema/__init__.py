@@ -3,12 +3,14 @@
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic.fields import FieldInfo
 
 from lightning_llm.config.schema.algorithm import ALGORITHMS, AlgorithmConfig
 from lightning_llm.config.schema.base import Group, RankCount
 from lightning_llm.config.schema.cluster import ClusterConfig
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.config.schema.distil import DistilConfig
+from lightning_llm.config.schema.migrations import ADDED
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES, OptimConfig, ScheduleConfig
 from lightning_llm.config.schema.precision import PrecisionConfig
@@ -89,6 +91,18 @@ class Config(Group):
         return self.algorithm or ALGORITHMS.default("synchronous")
 
 
+def add_degree(name: str, description: str) -> None:
+    """Add the degree of a mesh axis to `parallel`: 1 unless set, and 1 is left out of the config hash."""
+    if name in ParallelConfig.model_fields:
+        return
+    key: Any = Field(1, description=description)
+    ParallelConfig.__pydantic_fields__[name] = FieldInfo.from_annotated_attribute(RankCount | None, key)
+    ADDED[f"parallel.{name}"] = 1
+    for group in (ParallelConfig, Config):  # built already where a config was read before
+        if group.__pydantic_complete__:
+            group.model_rebuild(force=True)
+
+
 __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
@@ -106,4 +120,5 @@ __all__ = [
     "ScheduleConfig",
     "SpikesConfig",
     "TrainerConfig",
+    "add_degree",
 ]

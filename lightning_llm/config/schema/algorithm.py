@@ -4,7 +4,7 @@ A kind is a subclass of `AlgorithmConfig`: in `lightning_llm/train/algorithm.py`
 (docs/extend.md).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
@@ -22,6 +22,14 @@ class AlgorithmConfig(Group):
     """`package.module:Class` of the torch code, called with (parameters, config)."""
 
     name: str = Field(description="a registered training algorithm")
+
+    def summed_axes(self, data_axes: Sequence[str]) -> Sequence[str]:
+        """Return those of the mesh's `data_axes`, whose ranks have different data, over which gradients are summed.
+
+        All of them, unless an algorithm lets ranks go apart and brings them together by itself. Of an axis that is left
+        out each rank's step is that of its own group: gradients, the targets that its loss is a mean over, the norm.
+        """
+        return data_axes
 
     def state_bytes(self, shard: ParameterShard, dtype_bytes: int) -> int:
         """Return the bytes that a rank keeps of `shard`, whose weights have `dtype_bytes` each."""

@@ -39,18 +39,18 @@ def on_gpu(plan: Plan) -> bool:
 def forward_of(plan: Plan, accounting: Accounting = OURS) -> ForwardPass:
     """Return what the plan's forward passes run under. In a ring each rank keeps the keys of its own tokens alone."""
     data, width = plan.config.data, DTYPE_BYTES[plan.config.precision.compute_dtype]
-    ranks = plan.degrees.cp if accounting.gathers_context else 1
+    ranks = plan.degrees.sequence if accounting.gathers_context else 1
     return ForwardPass(width, data.sequence_length, data.document_mask, ranks, on_gpu(plan), takes_blocks(plan))
 
 
 def tokens_of(config: Config, degrees: Degrees) -> int:
     """Return how many tokens of a micro-batch a rank computes, its tensor-parallel group together."""
-    return config.data.micro_batch_size * config.data.sequence_length // degrees.cp
+    return config.data.micro_batch_size * config.data.sequence_length // degrees.sequence
 
 
 def boundary_bytes(config: Config, degrees: Degrees) -> int:
     """Return the bytes of one micro-batch between two blocks, on one rank."""
-    tokens = tokens_of(config, degrees) // (degrees.tp if config.parallel.sequence_parallel else 1)
+    tokens = tokens_of(config, degrees) // (degrees.width if config.parallel.sequence_parallel else 1)
     return DTYPE_BYTES[config.precision.compute_dtype] * tokens * config.model.hidden_size
 
 
@@ -90,7 +90,7 @@ def stage_bytes(plan: Plan, part: StagePart, accounting: Accounting = OURS) -> i
     """
     config, degrees, forward = plan.config, plan.degrees, forward_of(plan, accounting)
     model, tokens = config.model, tokens_of(config, degrees)
-    positions = config.data.sequence_length // degrees.cp
+    positions = config.data.sequence_length // degrees.sequence
     found = part.first * 8 * (tokens + (positions if model.position == "learned" else 0))
     mixers = [mixer_of(model, index) for index in part.layers]
     if model.position == "rope" and not all(mixer.recurrent for mixer in mixers):
@@ -120,7 +120,7 @@ def _shared_mask_bytes(plan: Plan, part: StagePart, forward: ForwardPass) -> int
         if index in again or mixer.keeps_shared_mask(forward):
             windows.add(mixer.window_tokens(config.model))
     sequences = config.data.micro_batch_size if config.data.document_mask else 1
-    return len(windows) * sequences * config.data.sequence_length**2 // plan.degrees.cp
+    return len(windows) * sequences * config.data.sequence_length**2 // plan.degrees.sequence
 
 
 def _bytes_of(plan: Plan, saved: SavedTensor, prefix: str = "") -> int:
@@ -128,9 +128,9 @@ def _bytes_of(plan: Plan, saved: SavedTensor, prefix: str = "") -> int:
     config, degrees = plan.config, plan.degrees
     rows = tokens_of(config, degrees)
     if saved.per_position:
-        rows = config.data.sequence_length // degrees.cp
+        rows = config.data.sequence_length // degrees.sequence
     if saved.split == "within" or (saved.split == "outside" and config.parallel.sequence_parallel):
-        elements = rows * saved.elements // degrees.tp
+        elements = rows * saved.elements // degrees.width
     else:
         elements = rows * saved.elements
     codes = [code_bits(plan, f"{prefix}.{linear}") for linear in saved.linears]
@@ -172,8 +172,8 @@ def _kernel_bytes(config: Config, index: int, tp: int) -> int:
 
 def _selective_bytes(plan: Plan, index: int, accounting: Accounting) -> int:
     config, degrees = plan.config, plan.degrees
-    products = _kept_products(config, index, degrees.tp)[:: accounting.every_product]
-    return tokens_of(config, degrees) * (sum(products) + _kernel_bytes(config, index, degrees.tp))
+    products = _kept_products(config, index, degrees.width)[:: accounting.every_product]
+    return tokens_of(config, degrees) * (sum(products) + _kernel_bytes(config, index, degrees.width))
 
 
 def _gradient_bytes(plan: Plan, index: int, accounting: Accounting) -> int:
@@ -207,7 +207,7 @@ class LossChunks(NamedTuple):
 
 def loss_chunks(config: Config, degrees: Degrees, on_gpu: bool) -> LossChunks:
     """Return them: whole where others want logits, a pipeline's schedule or a distillation."""
-    rows, width = tokens_of(config, degrees), config.model.padded_vocab_size // degrees.tp
+    rows, width = tokens_of(config, degrees), config.model.padded_vocab_size // degrees.width
     whole = degrees.pp > 1 or config.distil is not None
     kind = "cuda" if on_gpu else "cpu"
     return LossChunks(rows, width, rows if whole else rows_at_once(rows, config.model.hidden_size, width, kind))

@@ -5,7 +5,7 @@ from itertools import pairwise
 from lightning_llm.config.schema import Config
 from lightning_llm.model.structure import block_linears
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
-from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.degrees import Degrees, replica_axes
 from lightning_llm.plan.memory.accounting import OURS, Accounting
 from lightning_llm.plan.memory.activations import code_bits, on_gpu, recomputed_layers
 from lightning_llm.plan.memory.units import Unit, Units, shard_ranks, sums_in_tree, units_of, uses_fsdp
@@ -68,7 +68,7 @@ def compute_copy_bytes(plan: Plan, part: StagePart, units: Units) -> tuple[int, 
         return 0, 0
     width = DTYPE_BYTES[recipe.compute_dtype]
     # The last norm, and a tied embedding, which is cast to project.
-    outside = units_of(model, (), first=False, last=True, tp=degrees.tp).root.shard(1) if part.last else 0
+    outside = units_of(model, (), first=False, last=True, tp=degrees.width).root.shard(1) if part.last else 0
     if uses_fsdp(config.parallel, degrees) and recipe.gather_dtype == recipe.compute_dtype:
         return width * outside, 0
     again = set(recomputed_layers(config, [part]))
@@ -81,7 +81,7 @@ def compute_copy_bytes(plan: Plan, part: StagePart, units: Units) -> tuple[int, 
 def _copied_in_block(plan: Plan, index: int, unit: Unit) -> int:
     """Return the bytes of casts of the weights of block `index` that its forward pass keeps."""
     config = plan.config
-    width, tp = DTYPE_BYTES[config.precision.compute_dtype], plan.degrees.tp
+    width, tp = DTYPE_BYTES[config.precision.compute_dtype], plan.degrees.width
     copied = width * unit.shard(1)
     names = [f"layers.{index}.{linear.name}" for linear in block_linears(config.model, index)]
     reasons = reasons_to_stay_high(names, config.precision, config.model.num_layers)
@@ -108,11 +108,13 @@ def communication_bytes(config: Config, units: Units, degrees: Degrees) -> int:
     gradient, ranks = DTYPE_BYTES[config.precision.main_grad_dtype], shard_ranks(config.parallel, degrees)
     fsdp = uses_fsdp(config.parallel, degrees)
     largest = 2 * gradient * max(unit.whole(ranks) for unit in units.each()) if fsdp else 0
-    shared = degrees.cp > 1 and not fsdp
-    replicas = degrees.dp_replicate if sums_in_tree(config.parallel) else 1
-    together = ranks_together(degrees, ("dp_replicate",), ranks_per_node(config))
+    shared = degrees.sequence > 1 and not fsdp
     tensors = [gradient * shard.elements for shard in units.shards(ranks)]
-    return max(largest, bucket_bytes(sum(tensors), max(tensors), shared, replicas, together))
+    held = [largest, bucket_bytes(sum(tensors), max(tensors), shared, 1)]
+    for axis in replica_axes() if sums_in_tree(config.parallel) else ():
+        together = ranks_together(degrees, (axis,), ranks_per_node(config))
+        held.append(bucket_bytes(sum(tensors), max(tensors), shared, degrees.ranks(axis), together))
+    return max(held)
 
 
 def bucket_bytes(total: int, largest: int, shared: bool, replicas: int, together: int = 1) -> int:

@@ -53,7 +53,7 @@ class Stage(NamedTuple):
     def of(cls, plan: Plan, part: StagePart, accounting: Accounting) -> "Stage":
         """Return those of the stage `part`."""
         config, degrees = plan.config, plan.degrees
-        units = units_at(config.model, [part], degrees.tp)
+        units = units_at(config.model, [part], degrees.width)
         made: dict[Hashable, BlockBytes] = {}
         kinds = list(block_kinds(config, part.layers))
         for index, kind in zip(part.layers, kinds, strict=True):
@@ -183,10 +183,10 @@ def _logits_bytes(plan: Plan, accounting: Accounting) -> tuple[int, int]:
     exponentials (`torch.distributed.tensor.parallel.loss`).
     """
     config, degrees = plan.config, plan.degrees
-    logits = tokens_of(config, degrees) * config.model.padded_vocab_size // degrees.tp
+    logits = tokens_of(config, degrees) * config.model.padded_vocab_size // degrees.width
     width = DTYPE_BYTES[config.precision.compute_dtype]
     if accounting.fp32_logits:
-        wide = 4 * logits * (4 if degrees.tp > 1 else 3)
+        wide = 4 * logits * (4 if degrees.width > 1 else 3)
         if degrees.pp == 1:
             return 0, wide
         return width * logits, wide

@@ -125,7 +125,7 @@ def _linears(plan: Plan, index: int) -> Iterator[LinearSpec]:
 def _bytes_of(plan: Plan, index: int, linear: LinearSpec) -> int:
     name, axis = f"layers.{index}.{linear.name}", SHARD_AXES[linear.role]["w"]
     sides = (linear.outputs.length, linear.inputs.length)
-    rows, columns = (length // plan.degrees.tp if axis == side else length for side, length in enumerate(sides))
+    rows, columns = (length // plan.degrees.width if axis == side else length for side, length in enumerate(sides))
     if plan.decision.runs != "native":
         return kept_bytes(_casts(plan, name), rows, columns, keeps(plan)[index])
     bits = code_bits(plan, name) if keeps_codes(plan, name, index) else None
@@ -161,10 +161,10 @@ def parameter_gather_problems(found: Resolution) -> list[Problem]:
 
 def gathered_units(config: Config, parts: list[StagePart], degrees: Degrees) -> Units:
     """Return what a rank with stages `parts` shards, as `units_at`, with what of it is gathered as codes."""
-    units = units_at(config.model, parts, degrees.tp)
+    units = units_at(config.model, parts, degrees.width)
     if config.precision.parameter_gather == "high" or shard_ranks(config.parallel, degrees) == 1:
         return units
-    coded = (_coded(config, index, degrees.tp) for index in layers_of(parts))
+    coded = (_coded(config, index, degrees.width) for index in layers_of(parts))
     blocks = tuple(replace(unit, coded=each) for unit, each in zip(units.blocks, coded, strict=True))
     return replace(units, blocks=blocks)
 

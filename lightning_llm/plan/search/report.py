@@ -10,8 +10,9 @@ from rich.table import Table
 
 from lightning_llm.base.hardware import GIB
 from lightning_llm.base.terminal import new_console
+from lightning_llm.plan.degrees import replica_axes, shard_axes
 from lightning_llm.plan.memory.fit import RESERVE, hardware_facts
-from lightning_llm.plan.nodes import SHARD_AXES, nodes_of_groups, ranks_per_node
+from lightning_llm.plan.nodes import nodes_of_groups, ranks_per_node
 from lightning_llm.plan.search.pricing import Priced, Pricer
 from lightning_llm.plan.search.search import LISTED, Found, pareto_front
 from lightning_llm.plan.search.space import CHECKPOINTING
@@ -233,9 +234,9 @@ def _part_words(part: str, priced: Priced, best: Priced) -> str:
     if part in PARALLEL_PARTS:
         return f"{part.replace('_', ' ')} collectives {_where(priced, PARALLEL_PARTS[part])}"
     if part == "gathers":
-        return f"gathering weights {_where(priced, SHARD_AXES)}, unhidden"
+        return f"gathering weights {_where(priced, shard_axes())}, unhidden"
     if part == "reductions":
-        return f"summing gradients {_where(priced, ('dp_replicate', *SHARD_AXES))}, unhidden"
+        return f"summing gradients {_where(priced, (*replica_axes(), *shard_axes()))}, unhidden"
     return part.replace("_", " ") + " operators"
 
 

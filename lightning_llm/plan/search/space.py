@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.overrides import parse_overrides
 from lightning_llm.config.schema import Config
-from lightning_llm.plan.degrees import AXES, Degrees
+from lightning_llm.plan.axes.axis import AXES, BUILT_IN
+from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.stages import INTERLEAVED
@@ -40,7 +41,7 @@ class Choice(NamedTuple):
     @property
     def degrees(self) -> Degrees:
         """The ranks per axis."""
-        return Degrees(self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
+        return Degrees(**{axis: getattr(self, axis) for axis in BUILT_IN})
 
     def overrides(self) -> dict[str, Any]:
         """Return the choice as keys and values."""

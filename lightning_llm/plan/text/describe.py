@@ -1,11 +1,11 @@
 """A layout as plain data and as text, for `plan`. Imports no torch."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from lightning_llm.base.hardware import GIB
-from lightning_llm.plan.degrees import AXES, Degrees, bitwise_problem
+from lightning_llm.plan.axes.axis import AXES
+from lightning_llm.plan.degrees import Degrees, bitwise_problem
 from lightning_llm.plan.memory.accounting import OURS, Accounting
 from lightning_llm.plan.memory.rank_bytes import peak_memory, peak_memory_pp_rank
 from lightning_llm.plan.memory.units import uses_fsdp
@@ -32,7 +32,7 @@ def layout_facts(plan: Plan) -> dict[str, Any]:
     return {
         "name": parallel.name,
         "world": degrees.world,
-        **asdict(degrees),
+        **degrees.by_axis,
         "zero_stage": parallel.zero_stage,
         "sequence_parallel": parallel.sequence_parallel and degrees.tp > 1,
         "ranks_per_node": ranks_per_node(config),
@@ -93,9 +93,9 @@ def pipeline_facts(plan: Plan) -> dict[str, Any]:
 def difference_to_one_rank(plan: Plan) -> str | None:
     """Return why the layout does not train to the bits of a single rank whose gradients the tree sums; None if so."""
     config, degrees, parallel = plan.config, plan.degrees, plan.config.parallel
-    for axis in ("tp", "cp"):
-        if getattr(degrees, axis) > 1:
-            return f"{axis}={getattr(degrees, axis)} changes the order of sums within a micro-batch"
+    for name, axis in reversed(list(AXES.items())):
+        if degrees.ranks(name) > 1 and (reason := axis.order_problem(degrees)):
+            return reason
     # Norms' weights, which a graph keeps in fp32 and FSDP2 gathers in compute_dtype; gathered as they are, bits agree.
     rounds = config.precision.gather_dtype != config.precision.master_dtype
     if plan.compiled and rounds and uses_fsdp(parallel, degrees):

@@ -14,7 +14,7 @@ from lightning_llm.plan.nodes import TREE_SCATTER
 from lightning_llm.plan.stages import StagePart
 from lightning_llm.plan.time.block import Operations
 from lightning_llm.plan.time.cost import Cost, Passes
-from lightning_llm.plan.traffic import SHARDS
+from lightning_llm.plan.traffic import shards
 
 LOSS_BYTES = (14, 20)
 """Bytes of `model.loss` per logit beside the logits' own dtype's, forward and backward: cast to fp32, log-softmax of it
@@ -162,7 +162,7 @@ def _item(operations: Operations, passes: Passes, unit: Unit) -> Item:
     config, degrees = operations.config, operations.degrees
     if not uses_fsdp(config.parallel, degrees) or not unit.parameters:
         return Item(passes)
-    ranks, recipe, axes = shard_ranks(config.parallel, degrees), config.precision, SHARDS
+    ranks, recipe, axes = shard_ranks(config.parallel, degrees), config.precision, shards()
     shard = unit.shard(ranks)
     width = DTYPE_BYTES[recipe.gather_dtype if unit.cast else recipe.master_dtype]
     gradient, master = DTYPE_BYTES[recipe.main_grad_dtype], DTYPE_BYTES[recipe.master_dtype]
@@ -235,7 +235,7 @@ def _entered(operations: Operations, sent: int, *, backwards: bool) -> Passes:
 def _sent_gathers(operations: Operations, part: StagePart) -> Cost:
     units = gathered_units(operations.config, [part], operations.degrees)
     gathered = sum(_gathered(operations, unit) for unit in units.each())
-    return Cost(sent=Counter({("all_gather", SHARDS): gathered}))
+    return Cost(sent=Counter({("all_gather", shards()): gathered}))
 
 
 def _sent_backward(operations: Operations, part: StagePart, gathers: bool, reduces: bool) -> Cost:
@@ -243,8 +243,8 @@ def _sent_backward(operations: Operations, part: StagePart, gathers: bool, reduc
     units, ranks = gathered_units(config, [part], degrees), shard_ranks(config.parallel, degrees)
     kind = TREE_SCATTER if sums_in_tree(config.parallel) else "reduce_scatter"
     gradient = DTYPE_BYTES[config.precision.main_grad_dtype]
-    sent = Counter({("all_gather", SHARDS): sum(_gathered(operations, unit) for unit in units.blocks if gathers)})
-    sent[kind, SHARDS] += gradient * units.shard(ranks) * (ranks - 1) if reduces else 0
+    sent = Counter({("all_gather", shards()): sum(_gathered(operations, unit) for unit in units.blocks if gathers)})
+    sent[kind, shards()] += gradient * units.shard(ranks) * (ranks - 1) if reduces else 0
     return Cost(sent=sent)
 
 

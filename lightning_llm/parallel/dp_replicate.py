@@ -1,0 +1,26 @@
+"""Replicas on torch's side: they sum gradients once per step, in the order of the tree."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.parallel.axis import AxisOnRanks, Reduction
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.tree import tree_all_reduce
+
+
+class Replicas(AxisOnRanks):
+    """Sums gradients over the axis, unless the library's FSDP2 does, or the training algorithm leaves them apart."""
+
+    def __init__(self, name: str, layout: Layout, group: dist.ProcessGroup):
+        super().__init__(name, layout, group)
+        self._sums = layout.tree and name not in layout.left_out
+        self.multiple = group.size() if self._sums else 1
+
+    def reductions(self, stage: Decoder) -> Callable[[nn.Parameter], Sequence[Reduction]]:
+        subtrees = self.layout.subtrees(self.name)
+        summed = (partial(tree_all_reduce, group=self.group, subtrees=subtrees),) if self._sums else ()
+        return lambda parameter: summed

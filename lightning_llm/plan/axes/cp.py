@@ -1,0 +1,73 @@
+"""Context parallelism: ranks that share a sequence, each some of its tokens. Imports no torch."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from lightning_llm.base.errors import Problem
+from lightning_llm.config.schema import Config
+from lightning_llm.model.spec import LinearSpec
+from lightning_llm.model.structure import for_layers, mixer_of
+from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.plan.axes.axis import Dimension, MeshAxis
+from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.divisibility import ShardedAxis
+from lightning_llm.plan.memory.units import uses_fsdp
+
+if TYPE_CHECKING:
+    from lightning_llm.plan.traffic import RankStep, Sent
+
+
+class ContextAxis(MeshAxis):
+    """Axis of ranks that share sequences, hold the same parameters, and shard them where FSDP2 shards."""
+
+    name: ClassVar[str] = "cp"
+    cuts: ClassVar[tuple[Dimension, ...]] = ("parameters", "sequence")
+    on_ranks: ClassVar[str] = "lightning_llm.parallel.cp:ContextParallel"
+
+    def sharding_problems(self, config: Config, degrees: Degrees) -> Iterator[Problem]:
+        """Yield that stages take whole sequences, which mixers do, and that sequences have no two chunks per rank."""
+        cp, model, length = degrees.cp, config.model, config.data.sequence_length
+        if cp == 1:
+            return
+        if degrees.pp > 1:
+            yield Problem("parallel.cp", f"is {cp} with pp={degrees.pp}; stages take whole sequences. Set one to 1.")
+        mixers = for_layers(model, range(model.num_layers), lambda index: mixer_of(model, index))
+        names = [model.layer_name(index) for index, mixer in enumerate(mixers) if not mixer.context_parallel]
+        for name in dict.fromkeys(names):
+            text = (
+                f"is {cp}, and the mixer of '{name}' in model.layers takes whole sequences. Set 1, and share out "
+                "weights, heads or layers instead (parallel.dp_shard, tp, pp)."
+            )
+            yield Problem("parallel.cp", text)
+        if length % (2 * cp):
+            text = f"is {length}, and cp={cp} cuts sequences into 2 x {cp} chunks; take a multiple of {2 * cp}."
+            yield Problem("data.sequence_length", text)
+
+    def cut_operands(
+        self, operand: str, linears: list[LinearSpec], config: Config, degrees: Degrees
+    ) -> Iterator[tuple[int, ShardedAxis]]:
+        if degrees.cp > 1 and operand != "w":
+            length = config.data.sequence_length
+            yield 0, ShardedAxis("a sequence (two per rank)", length, 2 * degrees.cp, "cp", "data.sequence_length")
+
+    def add_sent(self, sent: "Sent", step: "RankStep") -> None:
+        """Add what every mixer gathers (keys and values), forward, twice where recomputed, and its gradients back."""
+        config, cp, model = step.config, step.degrees.cp, step.config.model
+        if cp == 1:
+            return
+        per_element = DTYPE_BYTES[config.precision.compute_dtype] * step.tokens * (cp - 1)
+
+        def gathered(index: int) -> int:
+            return per_element * (mixer_of(model, index).context_elements(model) // step.degrees.width)
+
+        forward = for_layers(model, [*step.layers, *step.recomputed], gathered)
+        sent["all_gather", "cp"] += step.micro_batches * sum(forward)
+        sent["reduce_scatter", "cp"] += step.micro_batches * sum(for_layers(model, step.layers, gathered))
+        if not uses_fsdp(config.parallel, step.degrees):
+            sent["all_reduce", "cp"] += 2 * step.gradient_bytes * (cp - 1) // cp
+
+    def order_problem(self, degrees: Degrees) -> str | None:
+        return f"cp={degrees.cp} changes the order of sums within a micro-batch"
+
+
+AXIS = ContextAxis()

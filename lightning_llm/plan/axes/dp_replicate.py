@@ -1,0 +1,33 @@
+"""Replicas: ranks that hold the same (shards of) parameters and train on different micro-batches. Imports no torch."""
+
+from typing import TYPE_CHECKING, ClassVar
+
+from lightning_llm.plan.axes.axis import Dimension, MeshAxis
+from lightning_llm.plan.memory.units import sums_in_tree
+from lightning_llm.plan.nodes import TREE_SCATTER
+
+if TYPE_CHECKING:
+    from lightning_llm.plan.traffic import RankStep, Sent
+
+
+class ReplicaAxis(MeshAxis):
+    """Axis of replicas, which sum their gradients once per step: in the tree's order, or FSDP2 does."""
+
+    name: ClassVar[str] = "dp_replicate"
+    cuts: ClassVar[tuple[Dimension, ...]] = ("data",)
+    on_ranks: ClassVar[str] = "lightning_llm.parallel.dp_replicate:Replicas"
+
+    def add_sent(self, sent: "Sent", step: "RankStep") -> None:
+        """Add an all-reduce of gradients; the tree has its two halves, a scatter and a gather."""
+        if self.name not in step.summed_axes:
+            return
+        replicas = step.degrees.ranks(self.name)
+        once = step.gradient_bytes * (replicas - 1) // replicas
+        if sums_in_tree(step.config.parallel):
+            sent[TREE_SCATTER, self.name] += once
+            sent["all_gather", self.name] += once
+        else:
+            sent["all_reduce", self.name] += 2 * once
+
+
+AXIS = ReplicaAxis()

@@ -1,0 +1,54 @@
+"""ZeRO: ranks that share one copy of the parameters and train on different micro-batches. Imports no torch."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from lightning_llm.base.errors import Problem
+from lightning_llm.config.schema import Config
+from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.plan.axes.axis import Dimension, MeshAxis
+from lightning_llm.plan.degrees import Degrees, shard_axes
+from lightning_llm.plan.memory.units import Unit, sums_in_tree, uses_fsdp
+from lightning_llm.plan.nodes import TREE_SCATTER
+
+if TYPE_CHECKING:
+    from lightning_llm.plan.traffic import RankStep, Sent
+
+
+class ShardAxis(MeshAxis):
+    """Axis of FSDP2's shards. It speaks for all ranks that FSDP2 shards over, those that share sequences too."""
+
+    name: ClassVar[str] = "dp_shard"
+    cuts: ClassVar[tuple[Dimension, ...]] = ("data", "parameters")
+    in_every_mesh: ClassVar[bool] = True
+    """FSDP2 shards over it."""
+
+    def layout_problems(self, config: Config, degrees: Degrees, fits: bool) -> Iterator[Problem]:
+        if config.parallel.zero_stage == 0 and degrees.dp_shard > 1:
+            text = f"is 0, and dp_shard={degrees.dp_shard} shards. Set it to 1, 2 or 3, or use dp_replicate."
+            yield Problem("parallel.zero_stage", text)
+
+    def add_sent(self, sent: "Sent", step: "RankStep") -> None:
+        """Add what gathers weights and scatters gradients, and the amaxes of weights that travel as codes."""
+        parallel, recipe, degrees, units = step.config.parallel, step.config.precision, step.degrees, step.units
+        shards, ranks = " ".join(shard_axes()), step.shard_ranks
+
+        def gather(unit: Unit) -> int:
+            width = DTYPE_BYTES[recipe.gather_dtype if unit.cast else recipe.master_dtype]
+            return unit.gathered_bytes(ranks, width) * (ranks - 1)
+
+        if uses_fsdp(parallel, degrees):
+            forward, blocks = sum(map(gather, units.each())), sum(map(gather, units.blocks))
+            each = parallel.zero_stage == 3
+            sent["all_gather", shards] += step.micro_batches * (forward + blocks) if each else forward
+            amaxes = 4 * sum(len(unit.coded) for unit in units.blocks)
+            if amaxes > step.small_bytes:
+                width = degrees.width
+                sent["all_reduce", shards] += 2 * (amaxes * (ranks - 1) // ranks)
+                sent["all_reduce", "tp"] += 2 * (amaxes * (width - 1) // width)
+        times = step.micro_batches if parallel.zero_stage >= 2 else 1
+        scatter = TREE_SCATTER if sums_in_tree(parallel) else "reduce_scatter"
+        sent[scatter, shards] += times * step.gradient_bytes * (ranks - 1)
+
+
+AXIS = ShardAxis()

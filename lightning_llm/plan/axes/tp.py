@@ -1,0 +1,150 @@
+"""Tensor parallelism: ranks that share each layer's heads and weights, and with it the tokens between. No torch."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from lightning_llm.base.errors import Problem
+from lightning_llm.config.schema import Config, ModelConfig
+from lightning_llm.model.spec import LinearSpec
+from lightning_llm.model.structure import block_linears, block_parameters, block_parts, for_layers, linears_of, norm_of
+from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.plan.axes.axis import Dimension, MeshAxis
+from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.divisibility import ShardedAxis, shared_side
+from lightning_llm.plan.nodes import ranks_per_node
+from lightning_llm.plan.shard_axes import SHARD_AXES
+
+if TYPE_CHECKING:
+    from lightning_llm.plan.traffic import RankStep, Sent
+
+
+class TensorAxis(MeshAxis):
+    """Axis of ranks that have each a part of every layer's width, by the roles of its linears."""
+
+    name: ClassVar[str] = "tp"
+    cuts: ClassVar[tuple[Dimension, ...]] = ("width",)
+    on_ranks: ClassVar[str] = "lightning_llm.parallel.tp:TensorParallel"
+
+    def machine_problems(self, config: Config, degrees: Degrees) -> Iterator[Problem]:
+        """Yield that a group does not fit a machine.
+
+        Its collectives, four per block and micro-batch, hide behind nothing; across machines they set the pace
+        (Narayanan et al. 2021, arXiv 2104.04473, section 3.2; Dash et al. 2023, arXiv 2312.12705, of Frontier's 8
+        devices a node).
+        """
+        per_node = ranks_per_node(config)
+        if degrees.tp > per_node and config.trainer.devices > 1:
+            text = (
+                f"is {degrees.tp}, and a machine has {per_node} ranks (trainer.devices): every block would wait for "
+                f"sums between machines. Set it to {per_node} or less, and parallel.pp higher."
+            )
+            yield Problem("parallel.tp", text)
+
+    def sharding_problems(self, config: Config, degrees: Degrees) -> Iterator[Problem]:
+        """Yield what ranks do not divide: heads and widths, tokens between layers, rows in the optimizer's state."""
+        yield from _weight_problems(config.model, degrees.tp)
+        length, cp, tp = config.data.sequence_length, degrees.sequence, degrees.tp
+        if tp > 1 and config.parallel.sequence_parallel and length % (cp * tp):
+            text = (
+                f"is {length}, of which {cp} context-parallel rank(s) have {length / cp:g} tokens each, and tp={tp} "
+                f"does not divide those. Take a multiple of {cp * tp}, or set parallel.sequence_parallel=false."
+            )
+            yield Problem("data.sequence_length", text)
+        names = {each.inputs.length: each.name for each in linears_of(config.model).values() if each.role == "row"}
+        for columns, name in names.items():
+            if problem := config.optim.shard_problem(columns, tp):
+                yield Problem("parallel.tp", f"is {tp}, and cuts the rows of {name} into parts {problem}, or tp=1.")
+
+    def cut_operands(
+        self, operand: str, linears: list[LinearSpec], config: Config, degrees: Degrees
+    ) -> Iterator[tuple[int, ShardedAxis]]:
+        if degrees.tp == 1:
+            return
+        alike: dict[tuple[int, str, str, int], list[LinearSpec]] = {}
+        for linear in linears:
+            axis = SHARD_AXES[linear.role][operand]
+            if axis is not None:
+                part, side = linear.name.partition(".")[0], "outputs" if linear.role == "column" else "inputs"
+                alike.setdefault((axis, part, side, shared_side(linear).length), []).append(linear)
+        for (axis, _, side, width), several in alike.items():
+            short = ", ".join(dict.fromkeys(linear.name.rpartition(".")[2] for linear in several))
+            made_of = shared_side(several[0])
+            text = f"the {side} of {short}"
+            yield axis, ShardedAxis(text, width, degrees.tp, "tp", made_of.key, made_of.times)
+
+    def add_sent(self, sent: "Sent", step: "RankStep") -> None:
+        """Add what crosses a group.
+
+        Each cut part is entered and left once, forward and backward: four times per layer a gather or a scatter of the
+        hidden states of all tokens with sequence parallelism, else twice an all-reduce of as many bytes as both
+        together (arXiv 2205.05198, section 4.2.2). The embedding is left in the master dtype and the head entered; the
+        loss takes three fp32 numbers per token. A recomputed layer repeats its forward pass, up to what is left last.
+        Gradients of norms, positions and row-parallel biases are all-reduced once per step, or else the first rank's go
+        to the others; those of norms within heads are always all-reduced, and of duplicated linears the first rank's
+        always go. What a duplicated linear gives is all-reduced in the backward pass.
+        """
+        recipe, model, tp = step.config.precision, step.config.model, step.degrees.tp
+        if tp == 1:
+            return
+        sequence, micro_batches = step.config.parallel.sequence_parallel, step.micro_batches
+        tokens, hidden, compute = step.tokens, model.hidden_size, DTYPE_BYTES[recipe.compute_dtype]
+        once = (tp - 1) * compute * tokens * hidden // tp
+        looked_up = (tp - 1) * DTYPE_BYTES[recipe.master_dtype] * tokens * hidden // tp
+        layers, again = len(step.layers), len(step.recomputed)
+        first, last = step.parts[0].first, step.parts[-1].last
+        roles = ("replicate", "per_head", "duplicate")
+        alike, per_head, duplicated = (_elements(model, step.layers, role) for role in roles)
+        alike += last * hidden * len(norm_of(model).vectors(model))
+        alike += model.max_sequence_length * hidden if first and model.position == "learned" else 0
+        summed, sent_on = (alike + per_head, duplicated) if sequence else (per_head, alike + duplicated)
+        width, ranks = DTYPE_BYTES[recipe.main_grad_dtype], step.shard_ranks
+        sent["all_reduce", "tp"] += 2 * (width * summed // ranks) * (tp - 1) // tp
+        sent["broadcast", "tp"] += (width * sent_on // ranks) * (tp - 1) // tp
+        given = compute * tokens * _duplicated_outputs(model, step.layers)
+        sent["all_reduce", "tp"] += micro_batches * 2 * given * (tp - 1) // tp
+        if sequence:
+            sent["all_gather", "tp"] += micro_batches * ((4 * layers + 2 * again + last) * once + first * looked_up)
+            sent["reduce_scatter", "tp"] += micro_batches * ((4 * layers + again + last) * once + first * looked_up)
+        else:
+            sent["all_reduce", "tp"] += micro_batches * 2 * ((4 * layers + again + last) * once + first * looked_up)
+        if last:
+            sent["all_reduce", "tp"] += micro_batches * 2 * (3 * 4 * tokens) * (tp - 1) // tp
+
+    def order_problem(self, degrees: Degrees) -> str | None:
+        return f"tp={degrees.tp} changes the order of sums within a micro-batch"
+
+
+def _weight_problems(model: ModelConfig, tp: int) -> Iterator[Problem]:
+    sizes: dict[str, tuple[int, str]] = {}
+    for parts in for_layers(model, range(model.num_layers), lambda index: list(block_parts(model, index).values())):
+        for part in parts:
+            sizes |= part.divisions(model)
+    sizes["the padded vocabulary"] = model.padded_vocab_size, "its rows are shared out; see model.vocab_multiple"
+    for name, (size, why) in sizes.items():
+        if size % tp:
+            text = (
+                f"is {tp}, which does not divide {name} = {size} ({size} = {size // tp} x {tp} + {size % tp}): {why}."
+            )
+            yield Problem("parallel.tp", f"{text} Take a divisor of {size}.")
+
+
+def _elements(model: ModelConfig, layers: list[int], role: str) -> int:
+    """Return the elements of the parameters of this role in the blocks `layers`, as norms and row-parallel biases."""
+
+    def within(index: int) -> int:
+        return sum(math.prod(each.shape) for each in block_parameters(model, index) if each.role == role)
+
+    return sum(for_layers(model, layers, within))
+
+
+def _duplicated_outputs(model: ModelConfig, layers: list[int]) -> int:
+    """Return the elements per token that duplicated linears of the blocks `layers` give."""
+
+    def within(index: int) -> int:
+        return sum(linear.outputs.length for linear in block_linears(model, index) if linear.role == "duplicate")
+
+    return sum(for_layers(model, layers, within))
+
+
+AXIS = TensorAxis()

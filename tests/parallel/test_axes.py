@@ -1,0 +1,139 @@
+"""Mesh axes as an extension point: one that a package adds, and an algorithm that leaves gradients apart."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.config_hash import config_hash
+from lightning_llm.config.schema import Config
+from lightning_llm.plan.axes.axis import AXES
+from lightning_llm.plan.check import check_config
+from lightning_llm.plan.text.describe import cost_facts, layout_facts, layout_rows
+from lightning_llm.plan.traffic import sent_at
+from lightning_llm.train.algorithm import SynchronousConfig
+from lightning_llm.train.checkpoint.state import read_tensors
+from tests.parallel.rank_group import RankGroup
+from tests.parallel.traced_run import run_with, whole
+
+
+@pytest.fixture
+def group() -> Iterator[Callable[[int], RankGroup]]:
+    """Return a group of ranks that no other test has, which may register what it likes."""
+    made: list[RankGroup] = []
+
+    def start(world: int) -> RankGroup:
+        made.append(RankGroup(world))
+        return made[0]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+def test_a_registered_axis_is_counted_by_degrees_groups_plans_and_checkpoints(group, ranks, small_run, tmp_path):
+    words = [*small_run(tmp_path, "parallel=ddp", "data.micro_batch_size=1", "trainer.max_steps=2")]
+    plain = compose_config([*words, "trainer.devices=2"])
+    facts = layout_facts(check_config(plain))
+    run = f"run.dir={tmp_path / 'spare'}"
+    found = group(4).call(run_with_spare_axis, [*words, "trainer.devices=4", run])
+    assert found["axes"] == ["pp", "dp_replicate", "spare", "dp_shard", "cp", "tp"]
+    assert found["layout"]["groups"] == {
+        "dp_replicate": {"count": 2, "size": 2, "stride": 2, "ranks": [[0, 2], [1, 3]]},
+        "spare": {"count": 2, "size": 2, "stride": 1, "ranks": [[0, 1], [2, 3]]},
+    }
+    assert "dp_replicate=2 x spare=2" in found["text"]
+    assert found["layout"]["micro_batches_per_rank"] == facts["micro_batches_per_rank"]
+    assert found["sent"] == cost_facts(check_config(plain))["bytes_sent"]  # nothing over the axis
+    assert found["hash"] == config_hash(compose_config([*words, "trainer.devices=4", run]))
+    assert list(AXES) == ["pp", "dp_replicate", "dp_shard", "cp", "tp"]  # it is registered in these ranks alone
+    ranks(2).call(run_with, plain)
+    expected = read_tensors(newest(plain))
+    assert expected.keys() == found["checkpoint"].keys()
+    assert all(torch.equal(found["checkpoint"][name], tensor) for name, tensor in expected.items())
+
+
+def run_with_spare_axis(words: list[str]) -> dict[str, Any]:
+    """Return what config, plan, groups and checkpoint of a run have of the axis, which is registered here."""
+    from tests.parallel import example_axis  # noqa: F401
+
+    config = compose_config([*words, "parallel.spare=2"])
+    plan = check_config(config)
+    run_with(config)
+    return {
+        "axes": list(AXES),
+        "hash": config_hash(compose_config(words)),
+        "layout": layout_facts(plan),
+        "text": dict(layout_rows(layout_facts(plan)))["layout"],
+        "sent": cost_facts(plan)["bytes_sent"],
+        "checkpoint": read_tensors(newest(config)),
+    }
+
+
+def newest(config: Config) -> Path:
+    return max(Path(config.run.dir or "").glob("checkpoints/step=*"))
+
+
+class Apart(SynchronousConfig):
+    """An algorithm that lets replicas go apart."""
+
+    def summed_axes(self, data_axes: Sequence[str]) -> Sequence[str]:
+        return [axis for axis in data_axes if axis != "dp_replicate"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "reduction"), [("ddp", "tree"), ("ddp", "native"), ("hsdp", "tree"), ("hsdp", "native")]
+)
+def test_gradients_are_summed_over_those_axes_alone_that_the_algorithm_states(
+    ranks, small_run, tmp_path, layout, reduction
+):
+    more = (
+        ["parallel=hsdp", "parallel.dp_replicate=2", "trainer.devices=4"]
+        if layout == "hsdp"
+        else ["parallel=ddp", "trainer.devices=2"]
+    )
+    words = small_run(
+        tmp_path, *more[layout], f"parallel.reduction={reduction}", "data.micro_batch_size=1",
+        "data.global_batch_size=4", "trainer.max_steps=1", "checkpoint.every_steps=null",
+        "optim.gradient_clip_norm=null",
+    )  # fmt: skip
+    together = compose_config(words)
+    apart = together.model_copy(update={"algorithm": Apart()})
+    world = together.trainer.devices
+    summed, own = (ranks(world).call(first_gradients, each) for each in (together, apart))
+    for name, gradient in summed["gradients"][0].items():
+        first, last = own["gradients"][0][name], own["gradients"][-1][name]
+        assert not torch.equal(first, last), name
+        torch.testing.assert_close((first + last) / 2, gradient, rtol=1e-4, atol=1e-7)
+        assert torch.equal(summed["gradients"][-1][name], gradient)
+    assert own["loss"] == pytest.approx(summed["loss"], rel=1e-6)
+    assert not any(sent_over(apart, "dp_replicate").values())
+    assert any(sent_over(together, "dp_replicate").values())
+
+
+class FirstGradients(pl.Callback):
+    """Keeps the first step's gradients of every rank, and its loss."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        own = {name: whole(parameter.grad) for name, parameter in pl_module.model.named_parameters()}
+        self.gradients: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(self.gradients, own)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self.loss = pl_module.step_record["loss"]
+
+
+def first_gradients(config: Config) -> dict[str, Any]:
+    found = FirstGradients()
+    run_with(config, found, saves=False)
+    return {"gradients": found.gradients, "loss": found.loss}
+
+
+def sent_over(config: Config, axis: str) -> dict[str, int]:
+    plan = check_config(config)
+    return {kind: size for (kind, axes), size in sent_at(plan.config, plan.degrees, 0).items() if axes == axis}
