@@ -16,11 +16,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.report.draw import curve_limits, draw_curve, draw_forest
 from lightning_llm.compare.report.panels import CurvePanel, ForestRow, Frame, Interval
-from lightning_llm.compare.report.style import drawing_style
+from lightning_llm.compare.report.picture import drawing_style
 from lightning_llm.compare.statistics.paired_curves import Curve
+from lightning_llm.compare.terms import Terms
 
 DOCS = Path(__file__).resolve().parent
 SHOWN = ("factor", "baseline", "margin", "confidence", "metric")

@@ -20,10 +20,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lightning_llm.base.registry import NameIn, Registry
-from lightning_llm.compare.report.methods import plain
-from lightning_llm.compare.report.passages import PASSAGES
-from lightning_llm.compare.report.references import LADDER, STATISTICS
-from lightning_llm.compare.statistics.power import power, seeds_needed
+from lightning_llm.compare.report.methods import PASSAGES, plain
+from lightning_llm.compare.report.references import KNOWN, keys_in
+from lightning_llm.compare.statistics.seeds import power, seeds_needed
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import Group
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
@@ -284,10 +283,11 @@ def methods() -> str:
     """Return the passages of a report's methods, each with when it is there, and the entries that they cite."""
     passages = [
         f"**{passage.heading}**{'' if passage.words == 'always' else f', where {passage.words}'}: "
-        f"{plain(passage.text, (*STATISTICS, *LADDER))}"
+        f"{plain(passage.text, KNOWN.values())}"
         for passage in PASSAGES
     ]
-    entries = " ".join(f"{reference.text.removesuffix('.')}." for reference in (*STATISTICS, *LADDER))
+    cited = [entry for key, entry in KNOWN.items() if any(key in keys_in(each.text) for each in PASSAGES)]
+    entries = " ".join(f"{reference.text.removesuffix('.')}." for reference in cited)
     return "".join(_item("-", text) for text in [*passages, f"**References**: {entries}"])
 
 

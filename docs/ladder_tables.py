@@ -5,13 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_llm.compare.wording import short
-from lightning_llm.ladder.effect import effect_at
-from lightning_llm.ladder.fit import fit_ladder
+from lightning_llm.compare.format import short
+from lightning_llm.ladder.fit import effect_at, fit_ladder
 from lightning_llm.ladder.ledger import read_ledger
 from lightning_llm.ladder.measured import Ladder, ladder_of_rows
 from lightning_llm.ladder.refusal import too_few_pairs
-from lightning_llm.ladder.wording import law_line, share, tally
+from lightning_llm.ladder.report import law_line, share, tally
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 RUNS = RESULTS / "2026-11-24-cpu-ladder.json"

@@ -16,8 +16,7 @@ from scipy import special
 from simulated import fill_in
 
 from lightning_llm.compare.tokens.effective_data import Curve, effective_data
-from lightning_llm.ladder.effect import effect_at
-from lightning_llm.ladder.fit import fit_ladder
+from lightning_llm.ladder.fit import effect_at, fit_ladder
 from lightning_llm.ladder.measured import Ladder, Rung
 from lightning_llm.ladder.refusal import refusals
 

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from simulated import fill_in
 
-from lightning_llm.compare.estimate import Judged, Measured, Terms
+from lightning_llm.compare.estimate import Judged, Measured
 from lightning_llm.compare.sequential.boundary import SPENDINGS, Spending
 from lightning_llm.compare.sequential.design import Design, declare
 from lightning_llm.compare.sequential.verdicts import Stage, replay
+from lightning_llm.compare.terms import Terms
 from lightning_llm.config.schema.sweep import SweepConfig
 
 TERMS = Terms()

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 from simulated import fill_in
 
-from lightning_llm.compare.estimate import Judged, Measured, Terms, judge_all
+from lightning_llm.compare.estimate import Judged, Measured, judge_all
 from lightning_llm.compare.statistics.all_pairs import pairwise_intervals
 from lightning_llm.compare.statistics.intervals import simultaneous_intervals
-from lightning_llm.compare.statistics.power import seeds_needed
+from lightning_llm.compare.statistics.seeds import seeds_needed
+from lightning_llm.compare.terms import Terms
 
 TERMS = Terms()
 RECIPES, TAIL = 4, 5

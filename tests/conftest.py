@@ -101,11 +101,10 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the drawing of compare's report out, seconds each time: tests/compare/test_report.py draws."""
-    from lightning_llm.compare.report import pictures, write
+    from lightning_llm.compare.report import pictures
 
     monkeypatch.setattr(pictures.Picture, "svg", "<svg/>")
     monkeypatch.setattr(pictures.Picture, "pdf", b"%PDF")
-    monkeypatch.setattr(write, "pdf", lambda *_: b"%PDF")
 
 
 @pytest.fixture(autouse=True)

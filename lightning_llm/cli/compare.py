@@ -1,56 +1,58 @@
-"""The verb `compare`: verdicts over runs; with --ladder, --predict or --grade the ladder over them."""
+"""The verb `compare`: verdicts over runs. Its flags of earlier releases run the verbs `ladder` and `algoperf`."""
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
-from lightning_llm.base.errors import ConfigError, gathered
-from lightning_llm.compare.command import as_json, compare_named, print_data, print_escaped, print_table
-from lightning_llm.compare.flags import best_of_words, of_scores, of_verdicts, terms_of
-from lightning_llm.compare.runs.losses import LOSS
-from lightning_llm.compare.sequential.declared_looks import AskedTerms
-from lightning_llm.compare.target import NO_TARGETS, Targets, read_targets
+from lightning_llm.base.errors import ConfigError, Problem, gathered
+from lightning_llm.compare.best_value.selection import best_of_words
+from lightning_llm.compare.command import compare_named, print_data, print_escaped, print_table
+from lightning_llm.compare.terms import AskedTerms, terms_of
+from lightning_llm.compare.time_to_target import NO_TARGETS, read_targets
+
+NOT_SCORED: Mapping[str, str] = {
+    "best_of": "--best-of", "choose_by": "--choose-by", "all_pairs": "--all-pairs", "margin": "--margin",
+    "confidence": "--confidence", "tail": "--tail", "ladder": "--ladder", "predict": "--predict", "grade": "--grade",
+    "beyond": "--beyond", "ledger": "--ledger",
+}  # fmt: skip
+"""Flags without an effect beside --time-to-target."""
+NOT_OF_LADDERS: Mapping[str, str] = {"all_pairs": "--all-pairs", "target": "--target", "trials": "--trials"}
+"""Flags without an effect beside --ladder, --predict and --grade."""
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Print verdicts, or what the ladder over the runs says; return 0. Raises ConfigError."""
-    chosen: Callable[[argparse.Namespace], int]
-    if (arguments.ladder or arguments.predict or arguments.grade) and not arguments.time_to_target:
-        from lightning_llm.ladder.command import ladder as chosen
-
-        # A run may follow --predict, which takes all words there are; no run is called KEY=VALUE.
-        words = arguments.predict or []
-        arguments.runs = [*arguments.runs, *(word for word in words if "=" not in word)]
-        arguments.predict = [word for word in words if "=" in word] if words else None
-    else:
-        chosen = _verdicts
-    return chosen(arguments)
-
-
-def _verdicts(arguments: argparse.Namespace) -> int:
     """Print the verdicts over runs and write them to files; return 0.
 
     Raises:
-        ConfigError: as `compare_named`.
+        ConfigError: all that is wrong with the arguments; else as `compare_named`.
     """
-    scored = arguments.time_to_target
-    problems = of_scores(arguments) if scored else of_verdicts(arguments)
+    if arguments.time_to_target:
+        return _time_to_target(arguments)
+    if arguments.ladder or arguments.predict or arguments.grade:
+        return _ladder(arguments)
+    problems = [
+        Problem(f"--{name}", f"{what}: an option of `lightning-llm {verb}`.")
+        for name, what, verb in (
+            ("trials", "says which runs are trials of one study", "algoperf"),
+            ("beyond", "is of predictions from a ladder", "ladder"),
+            ("ledger", "is of predictions from a ladder", "ladder"),
+        )
+        if getattr(arguments, name) is not None
+    ]
     targets, best_of = NO_TARGETS, None
     with gathered(problems):
         targets = read_targets(arguments.target)
     asked = AskedTerms(
         arguments.margin, arguments.confidence, arguments.metric, arguments.tail, targets, arguments.all_pairs
     )
-    if not scored:
-        with gathered(problems):
-            best_of = best_of_words(arguments.best_of, arguments.choose_by)
-        with gathered(problems):
-            terms_of(asked, None)
+    with gathered(problems):
+        best_of = best_of_words(arguments.best_of, arguments.choose_by)
+    with gathered(problems):
+        terms_of(asked)
     if problems:
         raise ConfigError(problems)
-    if scored:
-        return _time_to_target(arguments, targets)
     compare_named(
         arguments.runs,
         asked,
@@ -63,19 +65,36 @@ def _verdicts(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _time_to_target(arguments: argparse.Namespace, targets: Targets) -> int:
-    """Print the scores of --time-to-target; return 0. Raises ConfigError."""
-    from lightning_llm.algoperf.command import benchmark_named, print_benchmark
+def _ladder(arguments: argparse.Namespace) -> int:
+    """Run `ladder` for the flags of earlier releases."""
+    from lightning_llm.cli.ladder import run_ladder
 
-    benchmark_named(
-        arguments.runs,
-        arguments.metric or LOSS,
-        targets,
-        arguments.baseline,
-        (arguments.trials or "").split(",") if arguments.trials else (),
-        arguments.output,
-        show=(lambda found: print(as_json(found.as_data()))) if arguments.json else print_benchmark,
-        write=as_json,
-        say=partial(print_escaped, file=sys.stderr if arguments.json else sys.stdout),
+    _note("--ladder, --predict and --grade", "ladder")
+    text = (
+        "has no use beside --ladder, --predict and --grade, which say what a recipe costs over sizes and tokens. "
+        "Leave it out."
     )
-    return 0
+    problems = [Problem(flag, text) for flag in _given(arguments, NOT_OF_LADDERS)]
+    return run_ladder(arguments, fit=arguments.ladder, problems=problems)
+
+
+def _time_to_target(arguments: argparse.Namespace) -> int:
+    """Run `algoperf` for the flag of earlier releases."""
+    from lightning_llm.cli.algoperf import run_algoperf
+
+    _note("--time-to-target", "algoperf")
+    given = ", ".join(_given(arguments, NOT_SCORED))
+    text = f"scores runs by when they reached a target, and judges none: leave out {given}. See --trials, --target and"
+    problems = [Problem("--time-to-target", f"{text} --metric.")] if given else []
+    return run_algoperf(arguments, problems)
+
+
+def _note(flags: str, verb: str) -> None:
+    print(f"note   compare {flags}: use `lightning-llm {verb}`; the flags will be removed", file=sys.stderr)
+
+
+def _given(arguments: argparse.Namespace, flags: Mapping[str, str]) -> list[str]:
+    def is_given(value: Any) -> bool:
+        return value is not None and value is not False and value != []
+
+    return [flag for name, flag in flags.items() if is_given(getattr(arguments, name))]

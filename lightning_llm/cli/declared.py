@@ -115,6 +115,18 @@ VERBS = {
         prints_data=True,
         prints_result=True,
     ),
+    "ladder": Verb(
+        "what recipes cost in tokens over model sizes and token counts: fitted, predicted, graded",
+        options.ladder,
+        prints_data=True,
+        prints_result=True,
+    ),
+    "algoperf": Verb(
+        "score runs by AlgoPerf's rules: who reaches a target first",
+        options.algoperf,
+        prints_data=True,
+        prints_result=True,
+    ),
     "diff": Verb(
         "what two runs' configs, versions and data differ in",
         options.diff,

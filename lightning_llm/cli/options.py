@@ -186,48 +186,84 @@ def health(parser: ArgumentParser) -> None:
 
 
 def compare(parser: ArgumentParser) -> None:
-    """Add the runs, the baseline and the terms of a verdict."""
+    """Add the runs, the terms of a verdict, and the flags of earlier releases."""
     add = parser.add_argument
-    runs = "folders of runs or above runs, experiments, SWEEP or SWEEP/N, MLflow ids; none: the last sweep"
-    add("runs", nargs="*", metavar="RUN", help=runs)
-    add("--baseline", metavar="GROUP=LEVEL", help="what to hold the others against; also KEY=VALUE (precision=bf16)")
+    _add_runs(parser, "the last sweep")
+    _add_terms(parser)
+    text = "every recipe against every other, too, with intervals that hold together"
+    add("--all-pairs", action="store_true", help=text)
+    text = "what time to target is measured to: 4.4, or that of one setting, model=llama_tiny:4.4; may be repeated"
+    add("--target", action="append", default=[], metavar="VALUE", help=text)
+    _add_output(parser, "for compare.json and report.html (compare/ beside the runs); leaves MLflow alone")
+    # Modes of earlier releases, which are verbs now.
+    add("--ladder", action="store_true", help=SUPPRESS)
+    _add_predictions(parser, hidden=True)
+    add("--time-to-target", action="store_true", help=SUPPRESS)
+    add("--trials", metavar="KEY[,KEY]", help=SUPPRESS)
+
+
+def ladder(parser: ArgumentParser) -> None:
+    """Add the runs, predictions and the terms of a verdict."""
+    _add_runs(parser, "the newest ladder")
+    _add_predictions(parser)
+    _add_terms(parser)
+    _add_output(parser, "for compare.json and report.html (compare/ladder/ beside the runs); leaves MLflow alone")
+
+
+def algoperf(parser: ArgumentParser) -> None:
+    """Add the runs, the target and the trials."""
+    add = parser.add_argument
+    _add_runs(parser, "the last sweep")
+    text = "the value to reach: 4.4, or that of one setting, model=llama_tiny:4.4; may be repeated"
+    add("--target", action="append", default=[], metavar="VALUE", help=text)
+    _add_baseline(parser)
+    text = "keys whose values are the trials of a study (optim.learning_rate where it varies)"
+    add("--trials", metavar="KEY[,KEY]", help=text)
+    add("--metric", metavar="KEY", help="of validation lines (val_loss)")
+    _add_output(parser, "for time_to_target.json (compare/ beside the runs)")
+
+
+def _add_runs(parser: ArgumentParser, default: str) -> None:
+    text = f"folders of runs or above runs, experiments, SWEEP or SWEEP/N, MLflow ids; none: {default}"
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=text)
+
+
+def _add_baseline(parser: ArgumentParser) -> None:
+    text = "what to hold the others against; also KEY=VALUE (precision=bf16)"
+    parser.add_argument("--baseline", metavar="GROUP=LEVEL", help=text)
+
+
+def _add_terms(parser: ArgumentParser) -> None:
+    """Add what a verdict is asked for."""
+    add = parser.add_argument
+    _add_baseline(parser)
     add("--best-of", metavar="KEY", help="each recipe at its best value of a key (optim.learning_rate), by other seeds")
-    add(
-        "--choose-by",
-        metavar="SEEDS",
-        help="seeds that choose with --best-of, and are not judged (the lowest); all: all choose, and judge",
-    )
-    margin = "the gap that is still lossless, nats (as declared, or 0.01), or tokens more that may be needed (2%%)"
-    add("--margin", metavar="NATS|N%", help=margin)
+    text = "seeds that choose with --best-of, and are not judged (the lowest); all: all choose, and judge"
+    add("--choose-by", metavar="SEEDS", help=text)
+    text = "the gap that is still lossless, nats (as declared, or 0.01), or tokens more that may be needed (2%%)"
+    add("--margin", metavar="NATS|N%", help=text)
     add("--confidence", type=float, metavar="P", help="of all intervals together (as declared, or 0.95)")
     add("--metric", metavar="KEY", help="of validation lines (as declared, or val_loss; also val_loss/SOURCE)")
     add("--tail", type=float, metavar="SHARE", help="last share of the steps, averaged over (as declared, or 0.1)")
-    add(
-        "--all-pairs",
-        action="store_true",
-        help="every recipe against every other, too, with intervals that hold together",
-    )
-    target = "what time to target is measured to: 4.4, or that of one setting, model=llama_tiny:4.4; may be repeated"
-    add("--target", action="append", default=[], metavar="VALUE", help=target)
-    scored = "score by AlgoPerf's rules instead: who reaches --target first, over settings, seeds and trials"
-    add("--time-to-target", action="store_true", help=scored)
-    trials = "with --time-to-target: keys whose values are the trials of a study (optim.learning_rate where it varies)"
-    add("--trials", metavar="KEY[,KEY]", help=trials)
-    output = "for compare.json and report.html (compare/ beside the runs); leaves MLflow alone"
-    add("--output", type=Path, metavar="DIR", help=output)
-    _ladder(parser)
 
 
-def _ladder(parser: ArgumentParser) -> None:
-    """Declare --ladder, --predict, --beyond, --grade and --ledger."""
-    group = parser.add_argument_group("the ladder: runs of several model sizes and numbers of tokens")
-    add = group.add_argument
-    add("--ladder", action="store_true", help="fit the gap over sizes and tokens: what each recipe costs in tokens")
-    place = "write down what the ladder says of a size to come: model=NAME data.tokens=NUMBER"
-    add("--predict", nargs="+", metavar="KEY=VALUE", help=place)
-    add("--beyond", type=float, metavar="DECADES", help="how far beyond it, in powers of ten at most (1)")
-    add("--grade", action="store_true", help="hold earlier predictions against the runs that are there now")
-    add("--ledger", type=Path, metavar="FILE", help="of the predictions (compare/predictions.jsonl beside the runs)")
+def _add_predictions(parser: ArgumentParser, *, hidden: bool = False) -> None:
+    """Add what to do with a ladder beside fitting it; `hidden`: without help."""
+
+    def add(flag: str, text: str, **settings: object) -> None:
+        parser.add_argument(flag, help=SUPPRESS if hidden else text, **settings)  # type: ignore[arg-type]
+
+    text = "write down what the ladder says of a size to come: model=NAME data.tokens=NUMBER"
+    add("--predict", text, nargs="+", metavar="KEY=VALUE")
+    text = "how far beyond the ladder a prediction may be, in powers of ten (1)"
+    add("--beyond", text, type=float, metavar="DECADES")
+    add("--grade", "hold earlier predictions against the runs that are there now", action="store_true")
+    text = "of the predictions (compare/predictions.jsonl beside the runs)"
+    add("--ledger", text, type=Path, metavar="FILE")
+
+
+def _add_output(parser: ArgumentParser, text: str) -> None:
+    parser.add_argument("--output", type=Path, metavar="DIR", help=text)
 
 
 def diff(parser: ArgumentParser) -> None:

@@ -1,31 +1,31 @@
 """The verdicts over runs that a command names: printed, written to files and to MLflow. Imports no torch."""
 
-import json
+import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.terminal import escaped
-from lightning_llm.compare.best_value.best_of import BestOf
-from lightning_llm.compare.best_value.selection import has_grid
-from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError, compare_runs
-from lightning_llm.compare.data import json_ready
-from lightning_llm.compare.flags import against_all_pairs, flags_of, terms_of
-from lightning_llm.compare.judge import open_verdicts
-from lightning_llm.compare.runs.ended_jobs import read_found
-from lightning_llm.compare.runs.find import find_runs
-from lightning_llm.compare.sequential.declared_looks import AskedTerms, declared_looks
-from lightning_llm.compare.sequential.looks import look_at, record_look
+from lightning_llm.compare.best_value.selection import BestOf, has_grid
+from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError
+from lightning_llm.compare.judge import compare_runs, open_verdicts
+from lightning_llm.compare.runs.find import Found, find_runs
+from lightning_llm.compare.runs.read_runs import read_found
+from lightning_llm.compare.sequential.design import Design, declared_looks
+from lightning_llm.compare.sequential.looks import look_at, looks_statement, record_look
 from lightning_llm.compare.statistics.seeds import advise
-from lightning_llm.compare.wording import looks_statement
+from lightning_llm.compare.terms import AskedTerms, Terms, terms_of
+from lightning_llm.compare.to_json import as_json
 from lightning_llm.config.commands import command
 
 if TYPE_CHECKING:
-    from lightning_llm.compare.report.supplement import Supplement
+    from rich.console import Console
 
+    from lightning_llm.compare.report.tables import Supplement
 
 RATE = "optim.learning_rate"
 """The key of which a sweep may have a grid for each recipe, at whose best it is to be judged."""
@@ -54,10 +54,10 @@ def compare_named(
         IncompleteComparisonError: not all could be judged; the rest is shown and written.
         ConfigError: nothing could be judged.
     """
-    terms_of(asked, None)  # what is wrong with them, before anything is read
+    terms_of(asked)  # what is wrong with them, before anything is read
     found = find_runs(words)
     declared = declared_looks(found, asked, baseline, best_of)
-    terms, baseline = terms_of(asked, declared.design), declared.baseline or baseline
+    terms, baseline = terms_of(asked, declared.terms), declared.baseline or baseline
     if asked.all_pairs and (why := against_all_pairs(terms, best_of, declared.design, found)):
         raise ConfigError(Problem("--all-pairs", why))
     runs, problems, ended, damaged = read_found(found)
@@ -85,6 +85,39 @@ def compare_named(
     return comparison
 
 
+def against_all_pairs(terms: Terms, best_of: BestOf | None, design: Design | None, found: Found) -> str:
+    """Return why recipes are not held against each other here, and what to do; empty where they are."""
+    if best_of is not None:
+        return f"goes without --best-of {best_of.key}, whose whole grid it does not look at. Leave out one of the two."
+    if design is not None:
+        runs = f"{shlex.quote(str(found.sweeps[0]))}/[0-9]*/"
+        return (
+            "is a table of one look, and the verdicts here are by looks that were declared, whose error it does not "
+            "have. Leave it out; or name the runs in place of their sweep, and all of it is of one look at what is "
+            f"there: {command('compare')} {runs} --all-pairs"
+        )
+    if terms.token_margin is not None:
+        return (
+            "takes a margin in nats: tokens are read off the baseline's own curve, and these gaps are to others. Give "
+            "one, --margin 0.01, or leave --all-pairs out."
+        )
+    return ""
+
+
+def flags_of(asked: AskedTerms, baseline: str | None, key: str) -> list[str]:
+    """Return the flags that ask for the same terms and baseline beside --best-of `key`, which takes no --all-pairs.
+
+    A recipe's best value of `key` is no part of the baseline's name there: "optim=adamw (learning_rate=0.002)".
+    """
+    value = rf" \((\w+\.)*{re.escape(key.rpartition('.')[2])}=[^,()]*\)$"
+    given = {
+        "--baseline": baseline and re.sub(value, "", baseline), "--metric": asked.metric, "--margin": asked.margin,
+        "--confidence": asked.confidence, "--tail": asked.tail,
+    }  # fmt: skip
+    words = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+    return [*words, *(word for target in asked.targets.words for word in ("--target", target))]
+
+
 def note_look(comparison: Comparison, folder: Path) -> None:
     """Write this look down beside the runs, whatever folder the report goes to, and say what many looks do."""
     try:
@@ -94,26 +127,6 @@ def note_look(comparison: Comparison, folder: Path) -> None:
         return
     if len(comparison.looks) > 1:
         comparison.notes.append(f"This is look {len(comparison.looks)} at these runs. {looks_statement()}")
-
-
-def print_escaped(line: str, file: TextIO | None = None) -> None:
-    """Print a line on where something went: a path may hold any character."""
-    print(escaped(line), file=file)
-
-
-def print_data(comparison: Comparison) -> None:
-    """Print the verdicts as JSON."""
-    print(as_json(comparison.as_data()))
-
-
-def print_table(comparison: Comparison) -> None:
-    """Print the verdicts and what is to be read along."""
-    from lightning_llm.base.terminal import new_console
-    from lightning_llm.compare.table import print_comparison
-
-    # What is printed comes from configs, where [brackets] are lists.
-    console = new_console(markup=False) if sys.stdout.isatty() else new_console(markup=False, width=180, no_color=True)
-    print_comparison(comparison, console)
 
 
 def write_comparison(
@@ -130,7 +143,7 @@ def write_comparison(
     Where it cannot be written, that is one more of the comparison's problems. `supplement`: what stands in it beside
     the verdicts; `place`, `lines`: as `log_verdicts`.
     """
-    from lightning_llm.compare.report.supplement import NOTHING
+    from lightning_llm.compare.report.tables import NOTHING
     from lightning_llm.compare.report.write import write_report
     from lightning_llm.compare.tracking import log_verdicts
 
@@ -150,6 +163,28 @@ def write_comparison(
     return [*said, *([note] if note else [])]
 
 
-def as_json(value: Any) -> str:
-    """Return `value` as JSON; what is no finite number is null, for which JSON has no other word."""
-    return json.dumps(json_ready(value), indent=1, default=str, allow_nan=False)
+def print_table(comparison: Comparison) -> None:
+    """Print the verdicts and what is to be read along."""
+    from lightning_llm.compare.table import print_comparison
+
+    print_comparison(comparison, table_console())
+
+
+def table_console() -> "Console":
+    """Return a console for tables: elsewhere than on a terminal 180 columns wide, without color.
+
+    Markup is off: text comes from configs, where [brackets] are lists.
+    """
+    from lightning_llm.base.terminal import new_console
+
+    return new_console(markup=False) if sys.stdout.isatty() else new_console(markup=False, width=180, no_color=True)
+
+
+def print_data(comparison: Comparison) -> None:
+    """Print the verdicts as JSON."""
+    print(as_json(comparison.as_data()))
+
+
+def print_escaped(line: str, file: TextIO | None = None) -> None:
+    """Print a line on where something went: a path may hold any character."""
+    print(escaped(line), file=file)

@@ -1,39 +1,81 @@
-"""A whole comparison: runs in, verdicts out, with everything that could not be used and why."""
+"""A whole comparison: the verdicts, the baselines' figures, and everything that could not be used and why."""
 
-from collections.abc import Sequence
+import math
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from functools import cached_property
+from statistics import fmean, median
 from typing import Any
 
-from lightning_llm.base.errors import ConfigError, Problem, gathered
-from lightning_llm.base.terminal import Waiting
-from lightning_llm.compare.baseline import Baseline
-from lightning_llm.compare.best_value.best_of import BestOf
-from lightning_llm.compare.best_value.grid import borne_out
-from lightning_llm.compare.best_value.selection import Selection, select_best
-from lightning_llm.compare.data import finite, verdict_data
-from lightning_llm.compare.estimate import Terms
-from lightning_llm.compare.judge import judge, withheld_beside
-from lightning_llm.compare.notes import notes_on
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.compare.best_value.selection import Selection
+from lightning_llm.compare.estimate import Floor
 from lightning_llm.compare.report.methods import Methods, methods_of
 from lightning_llm.compare.report.study import Study
-from lightning_llm.compare.runs.copies import without_copies
-from lightning_llm.compare.runs.factor import Factor, choose_factor
-from lightning_llm.compare.runs.pairing import Family, pair_runs
-from lightning_llm.compare.runs.searched import survived_at
-from lightning_llm.compare.runs.unfinished import levels_without_a_run, unfinished_problems
-from lightning_llm.compare.runs.usable import newest_of_same, split_usable, why_incomparable
+from lightning_llm.compare.runs.factor import Factor
+from lightning_llm.compare.runs.losses import tail_of
+from lightning_llm.compare.runs.pairing import Family
 from lightning_llm.compare.sequential.design import Design
 from lightning_llm.compare.sequential.looks import Look
-from lightning_llm.compare.statistics.all_pairs import PairGap, all_pairs
-from lightning_llm.compare.statistics.noise import Floor
+from lightning_llm.compare.statistics.all_pairs import PairGap
 from lightning_llm.compare.statistics.paired_curves import paired_curves
 from lightning_llm.compare.statistics.seeds import Advice
-from lightning_llm.compare.target import NO_TARGETS
-from lightning_llm.compare.tokens.token_curve import curve_of
-from lightning_llm.compare.tokens.token_margin import in_nats
+from lightning_llm.compare.terms import Terms
+from lightning_llm.compare.to_json import finite, verdict_data
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.tracking.reading import Run, read_run
+from lightning_llm.tracking.reading import Run
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The baseline of one family."""
+
+    label: str
+    family: Family
+    terms: Terms
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """Every run that a recipe's is paired with, once."""
+        pairs = [pair for pairs in self.family.recipes.values() for pair in pairs]
+        return list({id(pair.baseline): pair.baseline for pair in pairs}.values())
+
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        """{seed: mean loss over the tail, nats per token} of the runs that kept theirs."""
+        kept = [run for run in self.runs if not run.lost_its_loss]
+        tail = tail_of(kept, self.terms.metric, self.terms.tail_share)
+        found = {run.seed: tail.level_of(run) for run in kept} if tail else {}
+        return {seed: loss for seed, loss in found.items() if math.isfinite(loss)}
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over the seeds."""
+        return fmean(self.losses.values()) if self.losses else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Median over the runs."""
+        found = [value for run in self.runs if (value := run.figure("tokens_per_second_median"))]
+        return median(found) if found else None
+
+    @property
+    def peak_memory_bytes(self) -> float | None:
+        """The most of any run."""
+        return max((run.peak_memory_bytes for run in self.runs if run.peak_memory_bytes), default=None)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return what `compare.json` has under "baselines"."""
+        return {
+            "name": self.label,
+            "setting": self.family.setting,
+            "seeds": sorted(run.seed for run in self.runs),
+            "loss": self.loss,
+            "losses": [{"seed": seed, "loss": loss} for seed, loss in sorted(self.losses.items())],
+            "tokens_per_second": self.tokens_per_second,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "spikes": sum(run.spikes for run in self.runs),
+            "skipped_steps": sum(run.skipped_steps for run in self.runs),
+        }
 
 
 @dataclass
@@ -127,103 +169,3 @@ class IncompleteComparisonError(ConfigError):
 
     def __reduce__(self) -> tuple[type["IncompleteComparisonError"], tuple[Any]]:
         return type(self), (self.comparison,)
-
-
-def read_all(folders: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
-    """Return the runs that can be read, and what is wrong with the others."""
-    runs: list[Run] = []
-    problems: list[Problem] = []
-    with Waiting(f"reading {len(folders)} runs") as waiting:
-        for number, folder in enumerate(folders):
-            waiting.tell(number)
-            with gathered(problems):
-                runs.append(read_run(folder))
-    return runs, problems
-
-
-def compare_runs(
-    runs: Sequence[Run],
-    terms: Terms,
-    baseline: str | None = None,
-    best_of: BestOf | None = None,
-    design: Design | None = None,
-    damaged: Sequence[Path] = (),
-) -> Comparison:
-    """Return the verdicts over `runs`; `baseline` is "group=level" or "key=value", None for the usual one.
-
-    `best_of`: each recipe at its best value of a key, by seeds that are not judged. `design`: declared looks, by which
-    verdicts are taken; `terms` and `baseline` are then its own. `damaged`: folders of runs that were to be compared and
-    cannot be used; beside them, and beside copies under another seed, no recipe is called lossless.
-
-    Raises:
-        ConfigError: where no verdict at all can be given, with every reason.
-    """
-    runs, copies = without_copies(runs)
-    damaged = [*damaged, *(Path(each.key) for each in copies)]
-    usable, waiting = split_usable(runs)
-    problems = [*copies, *unfinished_problems(waiting)]
-    unfinished = [run for run in waiting if not run.words]
-    if incomparable := why_incomparable(usable, terms.metric):
-        raise ConfigError([*problems, incomparable])
-    usable, notes = newest_of_same(usable)
-    selection = None
-    try:
-        if best_of is not None:
-            selection = select_best(usable, unfinished, best_of, terms)
-            usable, unfinished = selection.runs, selection.unfinished
-            notes += selection.lines()
-            problems += selection.problems
-            if selection.problems and baseline is None:
-                text = "a recipe is not judged, which may be what the others are held against. Say which: optim=adamw."
-                raise ConfigError(Problem("--baseline", text))
-        factor = choose_factor(usable, baseline, best_of.key if best_of else None)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from error
-    comparison = Comparison(factor, terms, usable, problems=problems, notes=notes, selection=selection)
-    comparison.design = design
-    comparison.families, unpaired = pair_runs(usable, factor, unfinished, terms.metric)
-    survived = survived_at(usable)
-    for family in comparison.families:
-        family.survived_at = survived
-    comparison.problems += [*unpaired, *levels_without_a_run(waiting, usable, factor)]
-    _judge_families(comparison, unfinished)
-    comparison.verdicts = [withheld_beside(verdict, damaged) for verdict in comparison.verdicts]
-    if not comparison.verdicts:
-        raise ConfigError(comparison.problems)
-    comparison.families = [each for each in comparison.families if comparison.verdicts_of(each)]
-    if terms.targets != NO_TARGETS:
-        comparison.problems += terms.targets.check([family.words for family in comparison.families])
-    if terms.all_pairs:
-        _add_all_pairs(comparison, bool(damaged))
-    comparison.notes += notes_on(factor, comparison.families, comparison.verdicts, damaged)
-    return comparison
-
-
-def _judge_families(comparison: Comparison, unfinished: Sequence[Run]) -> None:
-    """Add the verdicts, and the noise, of each setting; or why there are none. `unfinished`: that may yet go on."""
-    factor, terms, usable, selection = comparison.factor, comparison.terms, comparison.runs, comparison.selection
-    of_baseline = [run for run in (*usable, *unfinished) if factor.level(run) == factor.baseline]
-    for family in comparison.families:
-        curve = curve_of(family, usable, factor, terms)
-        try:
-            here = in_nats(terms, family, curve, of_baseline)
-        except ConfigError as error:
-            comparison.problems += error.problems
-            continue
-        verdicts, floor, found = judge(family, factor, here, curve, comparison.design)
-        if selection is not None:
-            verdicts = borne_out(verdicts, selection)
-        comparison.verdicts += verdicts
-        comparison.problems += found
-        if family.aa_groups:
-            comparison.floors.append((family, floor))
-
-
-def _add_all_pairs(comparison: Comparison, damaged: bool) -> None:
-    """Hold every recipe against every other, or note why none is."""
-    for family in comparison.families:
-        comparison.all_pairs += all_pairs(comparison.verdicts_of(family), damaged)
-    if not comparison.all_pairs:
-        comparison.notes.append(
-            "No table of all pairs: the baseline has not learned, or runs have no validation in common."
-        )

@@ -1,62 +1,21 @@
-"""From a recipe's pairs to its verdict on loss, its verdict on stability, and the two together."""
+"""From a recipe's pairs to its verdict on loss, its verdict on stability, and the two together; the A/A floor."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import variance
+from typing import Any
 
 import numpy as np
 
-from lightning_llm.compare.runs.losses import LOSS, TAIL_SHARE, Tail, diverged, has_learned, learned_below, tail_of
-from lightning_llm.compare.runs.pairing import Pair
+from lightning_llm.compare.runs.differences import ROUNDING, all_differences
+from lightning_llm.compare.runs.losses import Tail, diverged, has_learned, learned_below, tail_of
+from lightning_llm.compare.runs.pairing import Family, Pair
 from lightning_llm.compare.statistics.intervals import Decision, Intervals, decision_of, simultaneous_intervals
 from lightning_llm.compare.statistics.stability import Stability, judge_stability, outlier_seeds
-from lightning_llm.compare.target import NO_TARGETS, Targets
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a verdict is asked for: `margin` in nats per token, `confidence` of all intervals of a family together.
-
-    `token_margin`: the margin as a share of tokens, 0.02 for 2 %, where it was given so; `margin` is then NaN until it
-    is known for a family (`token_margin.in_nats`), and of a verdict the one over its own pairs (`Judged.margin`).
-    """
-
-    margin: float = 0.01
-    confidence: float = 0.95
-    metric: str = "val_loss"
-    tail_share: float = TAIL_SHARE
-    targets: Targets = NO_TARGETS
-    """What time to target is measured to (--target); none by default."""
-    all_pairs: bool = False
-    """Whether recipes are held against each other, too."""
-    token_margin: float | None = None
-
-    @property
-    def margin_words(self) -> str:
-        """The margin: "0.01", "2 % of tokens (0.0041)"."""
-        if self.token_margin is None:
-            return f"{self.margin:g}"
-        nats = f" ({self.margin:.2g})" if math.isfinite(self.margin) else ""
-        return f"{100 * self.token_margin:g} % of tokens{nats}"
-
-    @property
-    def margin_and_unit(self) -> str:
-        """The margin as it was asked for: "0.01 nats per token", "2 % of tokens"."""
-        return self.margin_words if self.token_margin is not None else f"{self.margin:g} {self.unit}"
-
-    @property
-    def unit(self) -> str:
-        """What `margin` and gaps are in."""
-        return "nats per token" if self.metric.removeprefix("eval/").startswith(LOSS) else f"of {self.metric}"
-
-
-@dataclass(frozen=True)
-class LookLevels:
-    """What one of several declared looks may use up: `intervals` the confidence of its intervals, `failures` its share
-    of the error of the verdict on stability."""
-
-    intervals: float
-    failures: float
+from lightning_llm.compare.terms import LookLevels, Terms
+from lightning_llm.config.config_hash import below
+from lightning_llm.tracking.reading import Run
 
 
 @dataclass(frozen=True)
@@ -268,3 +227,70 @@ def _estimate(index: int, intervals: Intervals, outliers: tuple[int, ...]) -> Es
         pairs=int(intervals.pairs[index]),
         outlier_seeds=outliers,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The run-to-run noise over groups of runs of one recipe and seed that differ in the order of sums alone.
+
+    `losses`: the tail losses of each group's runs that differ at all; `identical`: runs equal to another to the last
+    bit, which show no noise and are only counted; `unlearned`: runs left out because their group has learned nothing;
+    `keys`: what the runs differ in.
+    """
+
+    losses: list[list[float]]
+    identical: int
+    keys: list[str]
+    unlearned: int = 0
+
+    @property
+    def pairs(self) -> int:
+        """Independent pairs, the degrees of freedom of `sd`: one less than runs, per group."""
+        return sum(len(group) - 1 for group in self.losses)
+
+    @property
+    def sd(self) -> float | None:
+        """SD of a pair's difference, whose mean is zero: for groups of two the root mean square difference."""
+        if not self.pairs:
+            return None
+        squares = math.fsum((len(group) - 1) * variance(group) for group in self.losses)
+        return math.sqrt(2 * squares / self.pairs)
+
+    def as_data(self, family: Family) -> dict[str, Any]:
+        """Return what `compare.json` has under "aa"."""
+        return {
+            "setting": family.setting,
+            "floor": self.sd,
+            "pairs": self.pairs,
+            "losses": self.losses,
+            "identical": self.identical,
+            "unlearned": self.unlearned,
+            "keys": self.keys,
+            "runs": [[str(run.folder) for run in group] for group in family.aa_groups],
+        }
+
+
+def measure_floor(family: Family, metric: str, tail_share: float) -> Floor:
+    """Return the family's noise floor over the tails of `metric`; runs that diverged or learned nothing are left out.
+
+    How far apart runs land that learn nothing says nothing of how far apart those land that do.
+    """
+    losses, identical, unlearned, keys = [], 0, 0, set()
+    for group in family.aa_groups:
+        whole = [run for run in group if not run.lost_its_loss]  # one that ended early has few steps in common
+        tail = tail_of(whole, metric, tail_share)
+        learned = any(has_learned(run, tail) for run in whole)
+        kept = [run for run in whole if tail is not None and not diverged(run, tail, learnable=learned)]
+        if not learned:
+            unlearned += len(kept)
+            continue
+        distinct: list[Run] = []
+        for run in kept:
+            if any(run.validations[metric] == other.validations[metric] for other in distinct):
+                identical += 1
+            else:
+                distinct.append(run)
+        if tail is not None and len(distinct) > 1:
+            losses.append([tail.of(run) for run in distinct])
+            keys |= {key for run in distinct[1:] for key in all_differences(distinct[0], run) if below(key, ROUNDING)}
+    return Floor(losses, identical, sorted(keys), unlearned)

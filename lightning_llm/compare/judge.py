@@ -1,20 +1,125 @@
-"""Verdicts on a family of recipes, at one look or at the looks that were declared."""
+"""From runs to verdicts: select runs, pair them, and judge each family of recipes at one look or at declared looks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_llm.base.errors import Problem
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.compare.best_value.grid import borne_out
+from lightning_llm.compare.best_value.selection import BestOf, select_best
+from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.cost import cost_of
-from lightning_llm.compare.estimate import Judged, Measured, Terms, judge_all, measure
-from lightning_llm.compare.runs.factor import Factor
-from lightning_llm.compare.runs.pairing import Family
+from lightning_llm.compare.estimate import Floor, Judged, Measured, judge_all, measure, measure_floor
+from lightning_llm.compare.runs.factor import Factor, choose_factor
+from lightning_llm.compare.runs.pairing import Family, pair_runs
+from lightning_llm.compare.runs.usable import (
+    levels_without_a_run,
+    newest_of_same,
+    split_usable,
+    survived_at,
+    unfinished_problems,
+    why_incomparable,
+    without_copies,
+)
 from lightning_llm.compare.sequential.design import Design
 from lightning_llm.compare.sequential.verdicts import Stage, judge_by_looks
-from lightning_llm.compare.statistics.noise import Floor, measure_floor
+from lightning_llm.compare.statistics.all_pairs import all_pairs
 from lightning_llm.compare.statistics.seeds import SeedPlan, plan_seeds
+from lightning_llm.compare.terms import Terms
+from lightning_llm.compare.time_to_target import NO_TARGETS
 from lightning_llm.compare.tokens.effective_data import Curve
+from lightning_llm.compare.tokens.token_margin import curve_of, in_nats
 from lightning_llm.compare.verdict import Verdict
+from lightning_llm.compare.verdict_text import notes_on
+from lightning_llm.tracking.reading import Run
+
+
+def compare_runs(
+    runs: Sequence[Run],
+    terms: Terms,
+    baseline: str | None = None,
+    best_of: BestOf | None = None,
+    design: Design | None = None,
+    damaged: Sequence[Path] = (),
+) -> Comparison:
+    """Return the verdicts over `runs`; `baseline` is "group=level" or "key=value", None for the usual one.
+
+    `best_of`: each recipe at its best value of a key, by seeds that are not judged. `design`: declared looks, by which
+    verdicts are taken; `terms` and `baseline` are then its own. `damaged`: folders of runs that were to be compared and
+    cannot be used; beside them, and beside copies under another seed, no recipe is called lossless.
+
+    Raises:
+        ConfigError: where no verdict at all can be given, with every reason.
+    """
+    runs, copies = without_copies(runs)
+    damaged = [*damaged, *(Path(each.key) for each in copies)]
+    usable, waiting = split_usable(runs)
+    problems = [*copies, *unfinished_problems(waiting)]
+    unfinished = [run for run in waiting if not run.words]
+    if incomparable := why_incomparable(usable, terms.metric):
+        raise ConfigError([*problems, incomparable])
+    usable, notes = newest_of_same(usable)
+    selection = None
+    try:
+        if best_of is not None:
+            selection = select_best(usable, unfinished, best_of, terms)
+            usable, unfinished = selection.runs, selection.unfinished
+            notes += selection.lines()
+            problems += selection.problems
+            if selection.problems and baseline is None:
+                text = "a recipe is not judged, which may be what the others are held against. Say which: optim=adamw."
+                raise ConfigError(Problem("--baseline", text))
+        factor = choose_factor(usable, baseline, best_of.key if best_of else None)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from error
+    comparison = Comparison(factor, terms, usable, problems=problems, notes=notes, selection=selection)
+    comparison.design = design
+    comparison.families, unpaired = pair_runs(usable, factor, unfinished, terms.metric)
+    survived = survived_at(usable)
+    for family in comparison.families:
+        family.survived_at = survived
+    comparison.problems += [*unpaired, *levels_without_a_run(waiting, usable, factor)]
+    _judge_families(comparison, unfinished)
+    comparison.verdicts = [withheld_beside(verdict, damaged) for verdict in comparison.verdicts]
+    if not comparison.verdicts:
+        raise ConfigError(comparison.problems)
+    comparison.families = [each for each in comparison.families if comparison.verdicts_of(each)]
+    if terms.targets != NO_TARGETS:
+        comparison.problems += terms.targets.check([family.words for family in comparison.families])
+    if terms.all_pairs:
+        _add_all_pairs(comparison, bool(damaged))
+    comparison.notes += notes_on(factor, comparison.families, comparison.verdicts, damaged)
+    return comparison
+
+
+def _judge_families(comparison: Comparison, unfinished: Sequence[Run]) -> None:
+    """Add the verdicts, and the noise, of each setting; or why there are none. `unfinished`: that may yet go on."""
+    factor, terms, usable, selection = comparison.factor, comparison.terms, comparison.runs, comparison.selection
+    of_baseline = [run for run in (*usable, *unfinished) if factor.level(run) == factor.baseline]
+    for family in comparison.families:
+        curve = curve_of(family, usable, factor, terms)
+        try:
+            here = in_nats(terms, family, curve, of_baseline)
+        except ConfigError as error:
+            comparison.problems += error.problems
+            continue
+        verdicts, floor, found = judge(family, factor, here, curve, comparison.design)
+        if selection is not None:
+            verdicts = borne_out(verdicts, selection)
+        comparison.verdicts += verdicts
+        comparison.problems += found
+        if family.aa_groups:
+            comparison.floors.append((family, floor))
+
+
+def _add_all_pairs(comparison: Comparison, damaged: bool) -> None:
+    """Hold every recipe against every other, or note why none is."""
+    for family in comparison.families:
+        comparison.all_pairs += all_pairs(comparison.verdicts_of(family), damaged)
+    if not comparison.all_pairs:
+        comparison.notes.append(
+            "No table of all pairs: the baseline has not learned, or runs have no validation in common."
+        )
 
 
 def judge(

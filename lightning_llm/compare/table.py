@@ -1,4 +1,7 @@
-"""The verdicts on a terminal."""
+"""The table of verdicts: cells as text, for the terminal and for the report."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.padding import Padding
@@ -6,11 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_llm.base.terminal import escaped
-from lightning_llm.compare.baseline import Baseline
-from lightning_llm.compare.comparison import Comparison
+from lightning_llm.compare.comparison import Baseline, Comparison
+from lightning_llm.compare.format import interval_text, minus, nats
 from lightning_llm.compare.statistics.all_pairs import PairGap
+from lightning_llm.compare.statistics.intervals import Decision
+from lightning_llm.compare.statistics.stability import Stability, rate_interval, upper_bound
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.compare.wording import interval_of, line_of, nats
+from lightning_llm.compare.verdict_text import line_of
 
 STYLES = {"lossless": "green", "lossy": "red", "inconclusive": "yellow"}
 COLUMNS = ("gap", "CI", "pairs", "failed", "A/A", "loss", "tokens to loss", "tokens/s", "memory", "spikes", "skipped")
@@ -83,7 +88,7 @@ def pair_cells(each: PairGap, *, settings: bool) -> tuple[str, ...]:
     words = [each.setting] if settings else []
     known = each.low == each.low
     decision = f"{each.decision}{'' if each.controlled else ' (not controlled)'}"
-    interval = f"[{nats(each.low, signed=True)}, {nats(each.high, signed=True)}]" if known else "-"
+    interval = interval_text(each.low, each.high) if known else "-"
     gap = nats(each.gap, signed=True) if each.pairs else "-"
     return (each.recipe, each.other, *words, decision, gap, interval, str(each.pairs))
 
@@ -107,7 +112,7 @@ def cells(verdict: Verdict) -> list[str]:
     speed, times = cost.tokens_per_second_ratio, cost.tokens_to_loss_ratio
     return [
         "-" if not estimate.pairs else nats(estimate.gap, signed=True),
-        "-" if estimate.low != estimate.low else interval_of(estimate),
+        "-" if estimate.low != estimate.low else interval_text(estimate.low, estimate.high),
         str(estimate.pairs),
         f"{len(stability.failed)}/{stability.seeds}",
         "-" if verdict.floor.sd is None else nats(verdict.floor.sd),
@@ -126,3 +131,58 @@ def _loss(loss: float | None) -> str:
 
 def _memory(size: float | None) -> str:
     return "-" if size is None else f"{size / 2**30:.2f} GiB"
+
+
+JUDGED = ("gap", "CI", "pairs", "failed", "stability", "tokens/s", "loss")
+"""Columns of the table of verdicts."""
+COST = ("SD of a pair, as judged", "A/A", "tokens to loss", "memory", "spikes", "skipped")
+"""Columns of the table of noise and cost."""
+LONG = ("gap", "CI", "stability", "tokens/s", "loss")
+"""Of these, those whose words take a phone's whole width."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe, or the baseline, whose `decision` is None; `figures`: {column: words}, empty where there is none."""
+
+    name: str
+    decision: Decision | None
+    colour: Decision | None
+    against: str
+    figures: dict[str, str]
+
+
+def verdict_row(verdict: Verdict) -> Row:
+    """Return the verdict's row."""
+    sd = verdict.judged.estimate.sd
+    figures = dict(zip(COLUMNS, cells(verdict), strict=True)) | {
+        "stability": stability_words(verdict.judged.stability),
+        COST[0]: nats(sd) if sd == sd else "",
+    }
+    against = verdict.qualified.partition(" (")[2].removesuffix(")")
+    return Row(verdict.name, verdict.decision, verdict.colour, against, _printed(figures))
+
+
+def baseline_row(baseline: Baseline) -> Row:
+    """Return the baseline's row."""
+    figures = dict(zip(COLUMNS, baseline_cells(baseline), strict=True)) | {
+        "stability": "",
+        COST[0]: "",
+    }
+    return Row(baseline.label, None, None, "", _printed(figures))
+
+
+def _printed(figures: Mapping[str, str]) -> dict[str, str]:
+    """Return the figures as they are printed: what is not there leaves its cell empty."""
+    return {column: "" if words == "-" else minus(words) for column, words in figures.items()}
+
+
+def stability_words(stability: Stability) -> str:
+    """Return the verdict on stability and the failure rate that it allows, short."""
+    failed, runs = len(stability.failed), stability.seeds
+    if not runs:
+        return ""
+    if not failed:
+        return f"{stability.verdict}, ≤ {100 * upper_bound(0, runs, stability.confidence):.0f} %"
+    low, high = rate_interval(failed, runs, stability.confidence)
+    return f"{stability.verdict}, {100 * low:.0f} to {100 * high:.0f} %"

@@ -9,10 +9,11 @@ from typing import Any
 
 from lightning_llm.base.sqlite_address import sqlite_address
 from lightning_llm.compare.comparison import Comparison
+from lightning_llm.compare.format import interval_text, nats
 from lightning_llm.compare.report.write import FILES
 from lightning_llm.compare.runs.pairing import Pair
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.compare.wording import interval_of, line_of, nats
+from lightning_llm.compare.verdict_text import line_of
 from lightning_llm.config.commands import sync_command
 from lightning_llm.config.redact import redact_uri, redacted, with_credentials
 from lightning_llm.tracking.mlflow.store import LARGEST_VALUE, existing_store
@@ -25,8 +26,8 @@ from lightning_llm.tracking.sweep_file import FILE, parent_of_sweep
 BEGIN, END = "<!-- verdicts -->", "<!-- end of verdicts -->"
 """Around the verdicts in a sweep's description: what stands outside is somebody's own."""
 WHERE = (
-    "The report, with curves, intervals and methods, is under **Artifacts**: `{place}/report.html` opens there, "
-    "`{place}/report.pdf` is for print. In the table of runs the columns `verdict` and `final/val_loss_gap` have each "
+    "The report, with curves, intervals and methods, is under **Artifacts**: `{place}/report.html` opens there "
+    "and prints on paper. In the table of runs the columns `verdict` and `final/val_loss_gap` have each "
     "run's own."
 )
 """Where the rest is found in MLflow's pages, for who reads the description."""
@@ -178,7 +179,7 @@ def verdict_table(verdicts: Sequence[Verdict]) -> str:
             " ".join(filter(None, (verdict.name, verdict.family.words))),
             f"**{verdict.qualified}**",
             nats(estimate.gap, signed=True) if math.isfinite(estimate.gap) else "",
-            interval_of(estimate) if math.isfinite(estimate.low) else "",
+            interval_text(estimate.low, estimate.high) if math.isfinite(estimate.low) else "",
             str(len(verdict.judged.measured.seeds)),
         ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

@@ -1,6 +1,7 @@
 """A verdict: one per recipe and setting, and what it rests on."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,23 +9,25 @@ from typing import Any
 
 from lightning_llm.compare.best_value.tuned import Tuned
 from lightning_llm.compare.cost import Cost
-from lightning_llm.compare.estimate import Judged, Terms
-from lightning_llm.compare.further_gaps import gaps_by_source, high_precision_gap
+from lightning_llm.compare.estimate import Floor, Judged
 from lightning_llm.compare.runs.branches import Switch, switch_of
-from lightning_llm.compare.runs.differences import LAYOUT, ROUNDING
+from lightning_llm.compare.runs.differences import LAYOUT, ROUNDING, validation_differences
 from lightning_llm.compare.runs.factor import ITSELF, Factor
+from lightning_llm.compare.runs.losses import LOSS, Tail
 from lightning_llm.compare.runs.pairing import Family, Pair
 from lightning_llm.compare.sequential.verdicts import Stage
-from lightning_llm.compare.statistics.censored import TimeToTarget, time_to_target
 from lightning_llm.compare.statistics.intervals import Decision
-from lightning_llm.compare.statistics.noise import Floor
 from lightning_llm.compare.statistics.seeds import SeedPlan
-from lightning_llm.compare.statistics.spikes import Spikes, judge_spikes
+from lightning_llm.compare.statistics.stability import Spikes, judge_spikes
+from lightning_llm.compare.terms import Terms
+from lightning_llm.compare.time_to_target import TimeToTarget, time_to_target
 from lightning_llm.compare.tokens.effective_data import Curve, EffectiveData, effective_data
 from lightning_llm.config.config_hash import below
 from lightning_llm.plan.coverage import coverage_of
 from lightning_llm.precision.recipe.module_rules import Coverage
 from lightning_llm.tracking.reading import Run
+
+HIGH_PRECISION = "val_loss_high_precision"
 
 
 @dataclass(frozen=True)
@@ -257,3 +260,35 @@ class Verdict:
 
 def _coverage(run: Run) -> Coverage | None:
     return coverage_of(run.typed) if run.typed is not None else None
+
+
+def high_precision_gap(pairs: Sequence[Pair], tail: Tail) -> float | None:
+    """Return the mean gap, nats per token, of the weights of `pairs` without casts in the forward pass, over `tail`.
+
+    None where the recipe quantises nothing, and for another metric than the loss. A baseline that casts nothing has no
+    second loss, and is taken by its own.
+    """
+    if not (tail.metric == LOSS or tail.metric.startswith(f"{LOSS}/")):
+        return None
+    high = Tail(tail.metric.replace(LOSS, HIGH_PRECISION, 1), tail.steps)
+    if any(set(high.steps) - set(pair.run.validations.get(high.metric, {})) for pair in pairs):
+        return None
+    base = [high if high.metric in pair.baseline.validations else tail for pair in pairs]
+    gaps = [high.of(pair.run) - own.of(pair.baseline) for pair, own in zip(pairs, base, strict=True)]
+    return math.fsum(gaps) / len(gaps) if gaps else None
+
+
+def gaps_by_source(pairs: Sequence[Pair], tail: Tail) -> dict[str, float]:
+    """Return {source: mean gap over `tail`, nats per token} of those that all runs scored, and each pair alike."""
+    if not pairs:
+        return {}
+    keys = set.intersection(*(set(run.validations) for pair in pairs for run in (pair.run, pair.baseline)))
+    found = {}
+    for key in sorted(key for key in keys if key.startswith(f"{LOSS}/")):
+        if any(validation_differences(pair.baseline, pair.run, key) for pair in pairs):
+            continue
+        own = Tail(key, tail.steps)
+        value = math.fsum(own.of(pair.run) - own.of(pair.baseline) for pair in pairs) / len(pairs)
+        if math.isfinite(value):
+            found[key.removeprefix(f"{LOSS}/")] = value
+    return found

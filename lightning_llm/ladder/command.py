@@ -1,31 +1,33 @@
-"""`compare --ladder`, `--predict` and `--grade`: a ladder from runs, what it says of sizes to come, and what came."""
+"""A ladder over the runs that a command names: fitted, predicted from, graded, printed and written."""
 
-import argparse
 import json
-import sys
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
-from lightning_llm.base.errors import ConfigError, Problem, gathered
-from lightning_llm.compare.best_value.best_of import BestOf
-from lightning_llm.compare.command import note_look, print_escaped, write_comparison
-from lightning_llm.compare.comparison import Comparison, compare_runs
-from lightning_llm.compare.data import json_ready
-from lightning_llm.compare.flags import best_of_words, of_ladder, terms_of
-from lightning_llm.compare.runs.ended_jobs import read_found
+import yaml
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.compare.best_value.selection import BestOf
+from lightning_llm.compare.command import note_look, table_console, write_comparison
+from lightning_llm.compare.comparison import Comparison
+from lightning_llm.compare.format import short
+from lightning_llm.compare.judge import compare_runs
 from lightning_llm.compare.runs.find import find_runs
-from lightning_llm.compare.sequential.declared_looks import AskedTerms, declared_looks
-from lightning_llm.compare.wording import short
+from lightning_llm.compare.runs.read_runs import read_found
+from lightning_llm.compare.sequential.design import declared_looks
+from lightning_llm.compare.terms import AskedTerms, terms_of
+from lightning_llm.compare.to_json import as_json
+from lightning_llm.config.schema.sweep import FEWEST_SIZES, FEWEST_TOKENS
+from lightning_llm.config.workspace import default_outputs
 from lightning_llm.ladder.fit import Fit, fit_ladder
 from lightning_llm.ladder.ledger import FILE, grade, is_of, read_ledger, write_ledger
 from lightning_llm.ladder.measured import UNLEARNED, Ladder, ladder_of
-from lightning_llm.ladder.newest import newest_ladder
 from lightning_llm.ladder.predicting import is_run, predict
 from lightning_llm.ladder.refusal import DECADES, Target, refusals, too_few_pairs, too_small
 from lightning_llm.ladder.report import Report
-from lightning_llm.ladder.target import target_of
 
 FOLDER = "compare/ladder"
 """Of the report, beside the runs and in MLflow: that of `compare` alone stays what it is."""
@@ -43,36 +45,6 @@ class Asked:
     grade: bool = False
     ledger: Path | None = None
     output: Path | None = None
-
-
-def ladder(arguments: argparse.Namespace) -> int:
-    """Print the ladder over runs, predict from it, or grade what was predicted; return 0.
-
-    Raises:
-        ConfigError: with all that is wrong with the arguments; else as `ladder_named`.
-    """
-    problems = of_ladder(arguments)
-    asked = AskedTerms(arguments.margin, arguments.confidence, arguments.metric, arguments.tail)
-    target, best_of = None, None
-    with gathered(problems):
-        terms_of(asked, None)
-    with gathered(problems):
-        best_of = best_of_words(arguments.best_of, arguments.choose_by)
-    with gathered(problems):
-        target = target_of(arguments.predict) if arguments.predict is not None else None
-    if problems:
-        raise ConfigError(problems)
-    decades = DECADES if arguments.beyond is None else arguments.beyond
-    ladder_named(
-        arguments.runs,
-        asked,
-        arguments.baseline,
-        best_of,
-        Asked(arguments.ladder, target, decades, arguments.grade, arguments.ledger, arguments.output),
-        show=_print_data if arguments.json else _print_text,
-        say=partial(print_escaped, file=sys.stderr if arguments.json else sys.stdout),
-    )
-    return 0
 
 
 def ladder_named(
@@ -95,7 +67,7 @@ def ladder_named(
     if asked.grade and not asked.fit and asked.predict is None and not read_ledger(file):
         raise ConfigError(_nothing_to_grade(file))
     declared = declared_looks(found, terms, baseline, best_of)
-    here = terms_of(terms, declared.design)
+    here = terms_of(terms, declared.terms)
     runs, problems, notes, damaged = read_found(found)
     try:
         comparison = compare_runs(runs, here, declared.baseline or baseline, best_of, damaged=damaged)
@@ -153,8 +125,8 @@ def _grade(report: Report, file: Path) -> None:
 
 
 def _nothing_to_grade(file: Path) -> Problem:
-    text = f"there is no prediction yet in {file}. Make one before its runs: compare --predict model=NAME "
-    return Problem("--grade", f"{text}data.tokens=NUMBER.")
+    text = f"there is no prediction yet in {file}. Make one before its runs: "
+    return Problem("--grade", f"{text}lightning-llm ladder --predict model=NAME data.tokens=NUMBER.")
 
 
 def _fit(report: Report) -> Fit | None:
@@ -163,7 +135,7 @@ def _fit(report: Report) -> Fit | None:
     if reason := too_small(measured):
         lengths = f"lengths (trainer.max_steps=...){_longer(measured)}"
         more = f"Add sizes (model=A,B,C) and {lengths} to the sweep, or begin with sweep/ladder"
-        report.problems.append(Problem("--ladder", f"there is no ladder to fit: {reason}. {more} (docs/ladder.md)."))
+        report.problems.append(Problem("RUN", f"there is no ladder to fit: {reason}. {more} (docs/ladder.md)."))
         return None
     few = {name: reasons for name in measured.recipes if (reasons := too_few_pairs(measured, name))}
     for name, reasons in few.items():
@@ -199,7 +171,7 @@ def _on_looks(declared: bool) -> list[str]:
     if not declared:
         return []
     return [
-        "These runs are of a sweep that declared looks, whose error is that of its verdicts (compare without --ladder)."
+        "These runs are of a sweep that declared looks, whose error is that of its verdicts (`compare`)."
         " The fit takes all pairs that are there; where a sweep stops once it is decided, these are not all alike many."
     ]
 
@@ -215,13 +187,61 @@ def _notes(comparison: Comparison) -> list[str]:
     return notes
 
 
-def _print_data(report: Report) -> None:
-    print(json.dumps(json_ready(report.as_data()), indent=1, allow_nan=False))
+def print_data(report: Report) -> None:
+    """Print the ladder as JSON."""
+    print(as_json(report.as_data()))
 
 
-def _print_text(report: Report) -> None:
-    from lightning_llm.base.terminal import new_console
+def print_text(report: Report) -> None:
+    """Print the ladder as text."""
     from lightning_llm.ladder.report import print_report
 
-    console = new_console(markup=False) if sys.stdout.isatty() else new_console(markup=False, width=180, no_color=True)
-    print_report(report, console)
+    print_report(report, table_console())
+
+
+def newest_ladder(*, graded: bool = False) -> Path:
+    """Return the folder of the newest sweep whose runs are of several sizes and numbers of tokens.
+
+    Args:
+        graded: one with predictions to grade, where there is any.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    root = Path(default_outputs())
+    begun: dict[Path, float] = {}
+    for file in root.glob("*/*/*/config.yaml"):
+        folder = file.parent.parent
+        begun[folder] = max(begun.get(folder, 0.0), file.stat().st_mtime)
+    newest_first = sorted(begun, key=lambda folder: begun[folder], reverse=True)
+    if graded:
+        with_ledger = [folder for folder in newest_first if (folder / "compare" / FILE).is_file()]
+        if with_ledger:
+            return with_ledger[0]
+    for folder in newest_first:
+        if _is_ladder(folder):
+            return folder
+    text = (
+        f"no run was named, and no sweep in {root} is a ladder, of {FEWEST_SIZES} model sizes and {FEWEST_TOKENS} "
+        "token counts. Name its folder, or run one: lightning-llm train -m recipe=sweep/ladder"
+    )
+    raise ConfigError(Problem("RUN", text))
+
+
+def _is_ladder(folder: Path) -> bool:
+    sizes, tokens = set(), set()
+    for file in folder.glob("*/config.yaml"):
+        try:
+            config: Any = yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader)
+            shape = {key: value for key, value in config["model"].items() if key not in ("name", "init_from")}
+            counts = (
+                config["trainer"]["max_steps"],
+                *(config["data"][key] for key in ("global_batch_size", "sequence_length")),
+            )
+            sizes.add(json.dumps(shape, sort_keys=True, default=str))
+            tokens.add(math.prod(map(int, counts)))
+        except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError):
+            continue  # no run of a ladder that can be read; another says whether this is one
+        if len(sizes) >= FEWEST_SIZES and len(tokens) >= FEWEST_TOKENS:
+            return True
+    return False

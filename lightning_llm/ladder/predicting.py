@@ -1,19 +1,59 @@
-"""What a fitted ladder says of a size to come, written down in the ledger."""
+"""Predictions from a ladder: the place that `--predict` names, and the claims written down in the ledger."""
 
 import json
+import math
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.version import __version__
-from lightning_llm.compare.data import json_ready
-from lightning_llm.compare.estimate import Terms
-from lightning_llm.ladder.effect import effect_at
-from lightning_llm.ladder.fit import Fit
+from lightning_llm.compare.terms import Terms
+from lightning_llm.compare.to_json import json_ready
+from lightning_llm.config.compose import compose_config
+from lightning_llm.ladder.fit import Fit, effect_at
 from lightning_llm.ladder.ledger import Prediction, add_predictions, now
 from lightning_llm.ladder.measured import Ladder
 from lightning_llm.ladder.refusal import Target
-from lightning_llm.ladder.report import Report
-from lightning_llm.ladder.wording import line_of
+from lightning_llm.ladder.report import Report, line_of
+from lightning_llm.model.flops import count_parameters
+
+TOKENS = "data.tokens"
+FLAG = "--predict"
+
+
+def target_of(words: Sequence[str]) -> Target:
+    """Return the place that `words` name: model=NAME, further keys of the model, and data.tokens=NUMBER.
+
+    Raises:
+        ConfigError: with all that is missing or is no such word, and whatever the model's config says.
+    """
+    problems = [
+        Problem(FLAG, f"'{word}' says neither a model (model=NAME, model.KEY=VALUE) nor {TOKENS}=NUMBER.")
+        for word in words
+        if not word.startswith((f"{TOKENS}=", "model=", "model."))
+    ]
+    model = [word for word in words if word.startswith(("model=", "model."))]
+    counts = [word.partition("=")[2] for word in words if word.startswith(f"{TOKENS}=")]
+    if not any(word.startswith("model=") for word in model):
+        problems.append(Problem(FLAG, "names no model. Give one, say model=llama_1b: its parameters are what counts."))
+    if len(counts) != 1:
+        problems.append(Problem(FLAG, f"gives {len(counts)} numbers of tokens. Give one, say {TOKENS}=20e9."))
+    tokens = _number(counts[0]) if counts else math.nan
+    if len(counts) == 1 and not tokens >= 1:
+        problems.append(Problem(FLAG, f"{TOKENS}={counts[0]} is no number of tokens. Write 20e9, say."))
+    if problems:
+        raise ConfigError(problems)
+    config = compose_config([*model, "data=python", "logger=none"]).model
+    return Target(count_parameters(config).total, round(tokens), config.name)
+
+
+def _number(word: str) -> float:
+    try:
+        found = float(word.replace("_", ""))
+    except ValueError:
+        return math.nan
+    return found if math.isfinite(found) else math.nan
 
 
 def is_run(measured: Ladder, recipe: str, target: Target) -> bool:

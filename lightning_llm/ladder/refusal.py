@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
-from lightning_llm.compare.wording import nats, short
+from lightning_llm.compare.format import count, nats, short
 from lightning_llm.config.schema.sweep import FEWEST_SIZES, FEWEST_TOKENS
-from lightning_llm.ladder.effect import effect_at
-from lightning_llm.ladder.fit import TERMS, Fit, Runs, fit_ladder
+from lightning_llm.ladder.fit import TERMS, Fit, Runs, effect_at, fit_ladder
 from lightning_llm.ladder.law import PARAMETERS
 from lightning_llm.ladder.measured import Ladder, Place
 from lightning_llm.ladder.scatter import own_variance
@@ -46,7 +45,7 @@ def too_small(ladder: Ladder) -> str:
     """Return why the ladder cannot be fitted at all: what there is, and what is lacking; "" where it can."""
     wanted = {"model size": FEWEST_SIZES, "token count": FEWEST_TOKENS, "rung": FEWEST_RUNGS}
     here = _counted([rung.place for rung in ladder.rungs])
-    lacking = [_count(fewest - len(here[noun]), noun) for noun, fewest in wanted.items() if len(here[noun]) < fewest]
+    lacking = [count(fewest - len(here[noun]), noun) for noun, fewest in wanted.items() if len(here[noun]) < fewest]
     if not lacking:
         return ""
     text = (
@@ -75,12 +74,8 @@ def _described(counted: dict[str, list[str]]) -> str:
     parts = []
     for noun, names in counted.items():
         listed = f" ({', '.join(names)})" if any(names) else ""
-        parts.append(f"{_count(len(names), noun)}{listed}")
+        parts.append(f"{count(len(names), noun)}{listed}")
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def too_few_pairs(ladder: Ladder, recipe: str) -> list[str]:

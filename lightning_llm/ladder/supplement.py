@@ -1,26 +1,80 @@
-"""The ladder in a report: a table of what each recipe costs on each rung, and pictures of that over size and tokens."""
+"""The ladder in a report: a table of each recipe's cost on each rung, and pictures of that over size and tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from scipy import special
 
-from lightning_llm.compare.report.picture import Picture
-from lightning_llm.compare.report.small_multiples import MOST_APART, Panel, small_multiples
-from lightning_llm.compare.report.supplement import Supplement, Table
-from lightning_llm.compare.wording import more_or_fewer, nats, per_parameter, short
-from lightning_llm.ladder.draw import draw_costs
-from lightning_llm.ladder.effect import Effect
-from lightning_llm.ladder.fit import Fit
+from lightning_llm.compare.format import more_or_fewer, nats, per_parameter, short
+from lightning_llm.compare.report.picture import INK, MOST_APART, Panel, Picture, line_style, small_multiples
+from lightning_llm.compare.report.tables import Supplement, Table
+from lightning_llm.ladder.fit import Effect, Fit, effect_at, more_tokens
+from lightning_llm.ladder.law import Array
 from lightning_llm.ladder.ledger import Prediction
-from lightning_llm.ladder.panels import AXES, panels_of
-from lightning_llm.ladder.panels import Panel as Costs
-from lightning_llm.ladder.report import Report, measured_gap
-from lightning_llm.ladder.wording import gap_line, law_line
+from lightning_llm.ladder.measured import Rung
+from lightning_llm.ladder.report import Report, gap_line, law_line, measured_gap
 
 HEADING = "The ladder: what a recipe costs in tokens"
 IN_FIGURES = "The ladder, rung by rung"
+POINTS = 24
+"""Of a fitted line, evenly in ln."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """`name`: of the quantity along it, "tokens" or "parameters"; a line is drawn for each value of the other."""
+
+    name: str
+    label: str
+    other: str
+
+
+AXES = (
+    Axis("tokens", "training tokens", "parameters"),
+    Axis("parameters", "parameters of the model", "tokens"),
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One size's, or token count's. `xs`: rungs with pairs, `costs` there, a share of tokens more, with [`lows`,
+    `highs`] by their pairs alone (NaN of one pair); the fit at `fitted_xs`: `fitted` within [`fitted_low`,
+    `fitted_high`]."""
+
+    name: str
+    xs: Array
+    costs: Array
+    lows: Array
+    highs: Array
+    fitted_xs: Array
+    fitted: Array
+    fitted_low: Array
+    fitted_high: Array
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A prediction at `x`, of the other quantity `of` in words."""
+
+    x: float
+    cost: float
+    low: float
+    high: float
+    of: str
+
+
+@dataclass(frozen=True)
+class CostPanel:
+    """One recipe's costs along one axis."""
+
+    name: str
+    axis: Axis
+    lines: tuple[Line, ...]
+    predicted: tuple[Predicted, ...]
 
 
 def supplement_of(report: Report, predictions: Sequence[Prediction]) -> Supplement:
@@ -108,7 +162,7 @@ def _pictures(report: Report, fit: Fit, predictions: Sequence[Prediction]) -> It
         yield small_multiples(about, [Panel(name, made[name, axis.name]) for name in fit.gaps])
 
 
-def _picture(report: Report, costs: Costs, name: str) -> Picture:
+def _picture(report: Report, costs: CostPanel, name: str) -> Picture:
     lead = f"{costs.name}: tokens more that it needs"
     caption = _caption(report, lead, costs.axis.label, predicted=bool(costs.predicted))
     paint = partial(draw_costs, panel=costs)
@@ -123,7 +177,7 @@ def _caption(report: Report, lead: str, over: str, *, predicted: bool) -> str:
     return f"{text}; stars: what was predicted, with its interval." if predicted else f"{text}."
 
 
-def _said(panel: Costs) -> str:
+def _said(panel: CostPanel) -> str:
     lines = [
         f"{line.name}: " + ", ".join(f"{100 * y:.1f} % at {short(x)}" for x, y in zip(line.xs, line.costs, strict=True))
         for line in panel.lines
@@ -134,3 +188,110 @@ def _said(panel: Costs) -> str:
         for each in panel.predicted
     ]
     return f"{'; '.join([*lines, *stars])}."
+
+
+def panels_of(report: Report, fit: Fit, recipe: str, axis: Axis, predictions: Sequence[Prediction]) -> CostPanel:
+    """Return the panel of one recipe along `axis`; the fit's lines go on to what was predicted."""
+    claims = [each.claim for each in predictions if each.claim["recipe"] == recipe]
+    rungs = [rung for rung in fit.ladder.rungs if rung.differences.get(recipe)]
+    xs = [*(getattr(rung, axis.name) for rung in rungs), *(claim[axis.name] for claim in claims)]
+    fitted_xs = np.geomspace(min(xs), max(xs), POINTS)
+    others = sorted({getattr(rung, axis.other) for rung in rungs} | {claim[axis.other] for claim in claims})
+    lines = tuple(
+        _line(
+            report, fit, recipe, axis, other, [rung for rung in rungs if getattr(rung, axis.other) == other], fitted_xs
+        )
+        for other in others
+    )
+    predicted = tuple(_predicted_point(claim, axis) for claim in claims)
+    return CostPanel(recipe, axis, lines, predicted)
+
+
+def _predicted_point(claim: Mapping[str, Any], axis: Axis) -> Predicted:
+    low, high = claim["more_tokens_interval"]
+    return Predicted(claim[axis.name], claim["more_tokens"], low, high, _words(claim[axis.other], axis))
+
+
+def _words(other: int, axis: Axis) -> str:
+    return f"{short(other)} {axis.other}"
+
+
+def _line(
+    report: Report, fit: Fit, recipe: str, axis: Axis, other: int, rungs: Sequence[Rung], fitted_xs: Array
+) -> Line:
+    places = [(round(x), other) if axis.name == "parameters" else (other, round(x)) for x in fitted_xs]
+    effects = [effect_at(fit, recipe, parameters, tokens, report.confidence) for parameters, tokens in places]
+    measured = np.array([_measured(fit, rung, recipe, report.confidence) for rung in rungs]).reshape(-1, 3)
+    costs, lows, highs = measured.T
+    return Line(
+        _words(other, axis),
+        np.array([float(getattr(rung, axis.name)) for rung in rungs]),
+        costs,
+        lows,
+        highs,
+        fitted_xs,
+        np.array([each.more_tokens for each in effects]),
+        np.array([each.low for each in effects]),
+        np.array([each.high for each in effects]),
+    )
+
+
+def _measured(fit: Fit, rung: Rung, recipe: str, confidence: float) -> tuple[float, float, float]:
+    """Return a rung's mean gap as a share of tokens more, by the law, with Student's interval of its pairs alone."""
+    pairs = np.array(list(rung.differences[recipe].values()))
+    mean, half = float(pairs.mean()), np.nan
+    if len(pairs) > 1:
+        quantile = special.stdtrit(len(pairs) - 1, 0.5 + confidence / 2)
+        half = float(quantile * pairs.std(ddof=1) / np.sqrt(len(pairs)))
+    costs = more_tokens(np.array([mean, mean - half, mean + half]), fit.law, rung.tokens)
+    return float(costs[0]), float(costs[1]), float(costs[2])
+
+
+def draw_costs(axes: Any, panel: CostPanel) -> None:
+    """Draw a line and a band per value of the other quantity, rungs as points, predictions as stars."""
+    axes.set_xscale("log")
+    axes.axhline(0, color=INK, linewidth=0.8)
+    for place, line in enumerate(panel.lines):
+        style = line_style(place)
+        axes.fill_between(
+            line.fitted_xs, 100 * line.fitted_low, 100 * line.fitted_high, color=style.colour, alpha=0.1, linewidth=0
+        )
+        axes.plot(
+            line.fitted_xs,
+            100 * line.fitted,
+            color=style.colour,
+            linestyle=style.dashes,
+            linewidth=1.3,
+            label=line.name,
+        )
+        axes.plot(line.xs, 100 * line.costs, color=style.colour, marker=style.marker, markersize=5, linestyle="")
+    _limit(axes, panel)
+    for place, line in enumerate(panel.lines):
+        known = np.isfinite(line.lows)
+        for x, low, high in zip(line.xs[known], line.lows[known], line.highs[known], strict=True):
+            axes.plot([x, x], [100 * low, 100 * high], color=line_style(place).colour, linewidth=1, scaley=False)
+    for number, each in enumerate(panel.predicted):
+        axes.plot([each.x, each.x], [100 * each.low, 100 * each.high], color=INK, linewidth=1.6)
+        axes.plot(
+            each.x, 100 * each.cost, marker="*", markersize=11, color=INK, linestyle="",
+            label="" if number else "predicted",
+        )  # fmt: skip
+    axes.set(xlabel=panel.axis.label, ylabel="tokens more that it needs (%)")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(x)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_title(panel.name, loc="left")
+    axes.legend(loc="best", fontsize=7.5)
+
+
+def _limit(axes: Any, panel: CostPanel) -> None:
+    """Keep the range to what is fitted, measured and predicted: the interval of two loud pairs squeezes nobody."""
+    edges = [0.0]
+    for line in panel.lines:
+        edges += [*(100 * line.fitted_low), *(100 * line.fitted_high), *(100 * line.costs)]
+    for each in panel.predicted:
+        edges += [100 * each.low, 100 * each.high]
+    low, high = min(edges), max(edges)
+    room = 0.08 * (high - low)
+    axes.set_ylim(low - room, high + room)

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from lightning_llm.compare.comparison import Comparison, compare_runs
+from lightning_llm.compare.comparison import Comparison
+from lightning_llm.compare.judge import compare_runs
 from lightning_llm.compare.sequential.design import Design
-from lightning_llm.compare.wording import line_of
+from lightning_llm.compare.verdict_text import line_of
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.run.launch.relay import signals_passed_on
 from lightning_llm.sweep.declared import Composed, Definition, declared_sweep

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.runs.factor import choose_factor
 from lightning_llm.compare.runs.losses import LOSS
 from lightning_llm.compare.runs.pairing import Family, pair_runs
 from lightning_llm.compare.sequential.design import Design, declare, read_design
+from lightning_llm.compare.terms import Terms
 from lightning_llm.compare.tokens.token_margin import NEEDS, Unplanned, unplanned
 from lightning_llm.config.config_hash import flatten
 from lightning_llm.config.schema import Config

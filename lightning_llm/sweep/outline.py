@@ -98,7 +98,7 @@ def nothing_to_compare(whole: Sweep, jobs: Sequence[Mapping[str, Any]]) -> str |
     both = f"{recipe},mxfp8" if recipe in USUAL_BASELINES["precision"] else f"bf16,{recipe}"
     return (
         f"a baseline, or a recipe to hold against it: each of {len(sizes)} sizes has one run per number of tokens and "
-        f"seed, so that `compare --ladder` has no gap to fit. Give two, as precision={both}"
+        f"seed, so that `ladder` has no gap to fit. Give two, as precision={both}"
     )
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_llm.algoperf.profiles import median_times, profiles, ratios, scores
+from lightning_llm.algoperf.benchmark import median_times, profiles, ratios, scores
 from lightning_llm.compare.runs.pairing import Pair
-from lightning_llm.compare.statistics.censored import of_times, time_to_target
-from lightning_llm.compare.target import Reached, read_targets
-from lightning_llm.compare.target import reached as first_at
+from lightning_llm.compare.time_to_target import Reached, of_times, read_targets, time_to_target
+from lightning_llm.compare.time_to_target import reached as first_at
 from lightning_llm.tracking.reading import Run
 from tests.compare.run_folders import STEP_TOKENS, main, make_run, refusal, verdicts
 
@@ -91,10 +90,14 @@ def race(tmp_path_factory):
 
 
 def test_runs_are_scored_over_settings_trials_and_seeds(race, capsys):
-    assert (
-        main(["compare", str(race), "--time-to-target", "--target", "4.0", "--baseline", "optim=adamw", "--json"]) == 0
-    )
-    found = json.loads(capsys.readouterr().out)
+    words = ["--target", "4.0", "--baseline", "optim=adamw", "--json"]
+    assert main(["algoperf", str(race), *words]) == 0
+    printed = capsys.readouterr().out
+    assert main(["compare", str(race), "--time-to-target", *words]) == 0  # as in earlier releases
+    out, err = capsys.readouterr()
+    assert out == printed
+    assert err.startswith("note   compare --time-to-target: use `lightning-llm algoperf`; the flags will be removed\n")
+    found = json.loads(printed)
     assert (found["submissions"], found["trial_keys"]) == (["adamw", "muon"], ["optim.learning_rate"])
     assert found["targets"] == {"model=llama_tiny": 4.0, "model=gla_tiny": 4.0}
     assert found["medians"]["steps"] == {
@@ -107,7 +110,7 @@ def test_runs_are_scored_over_settings_trials_and_seeds(race, capsys):
     assert "Seconds are of runs that shared a machine" in " ".join(found["notes"])
     assert json.loads((race / "compare" / "time_to_target.json").read_text())["scores"] == found["scores"]
     words = ["--target", "model=llama_tiny:4.0", "--target", "model=gla_tiny:4.95", "--baseline", "optim=adamw"]
-    assert main(["compare", str(race), "--time-to-target", *words]) == 0
+    assert main(["algoperf", str(race), *words]) == 0
     printed = capsys.readouterr().out
     assert "steps to 4.95: model=gla_tiny" in printed
     assert "never" in printed
@@ -118,7 +121,7 @@ def test_unequal_chances_are_no_fair_score(race, capsys, tmp_path):
     for run in race.iterdir():
         if run.name not in ("3", "compare"):
             (tmp_path / "s" / run.name).symlink_to(run)
-    said = refusal(capsys, tmp_path / "s", "--time-to-target", "--target", "4", "--baseline", "optim=muon")
+    said = refusal(capsys, tmp_path / "s", "--target", "4", "--baseline", "optim=muon", verb="algoperf")
     assert "adamw: has fewer trials than others, model=llama_tiny at seed 1: 1 of 2: no fair score." in said
 
 
@@ -135,7 +138,7 @@ def test_unequal_chances_are_no_fair_score(race, capsys, tmp_path):
         ),
         ("--time-to-target --target 4 --trials optim.beta1", "'optim.beta1' does not vary over these runs"),
         ("--time-to-target --target 4 --best-of seed", "judges none: leave out --best-of"),
-        ("--trials optim.learning_rate", "Give --time-to-target, too"),
+        ("--trials optim.learning_rate", "an option of `lightning-llm algoperf`"),
     ],
 )
 def test_what_cannot_be_scored_is_said(race, capsys, words, text):
@@ -149,7 +152,7 @@ def test_models_that_differ_in_their_blocks_alone_go_by_their_names(tmp_path, ca
         words = [f"model={model}", f"optim={optim}", *(f"model.{each}" for each in shape)]
         make_run(tmp_path / "race" / str(number), *words)
     targets = ["--target", "model=llama_tiny:4.4", "--target", "model=gla_tiny:4"]
-    asked = ["compare", str(tmp_path / "race"), "--time-to-target", "--baseline", "optim=adamw", "--json"]
+    asked = ["algoperf", str(tmp_path / "race"), "--baseline", "optim=adamw", "--json"]
     assert main([*asked, *targets]) == 0
     assert json.loads(capsys.readouterr().out)["targets"] == {"model=llama_tiny": 4.4, "model=gla_tiny": 4.0}
 

@@ -138,7 +138,7 @@ def verdicts(capsys, *words, expect=0) -> dict:
     return {**found, "by_name": {row["name"]: row for row in found["verdicts"]}, "stderr": err}
 
 
-def refusal(capsys, *words) -> str:
-    """Return what `compare WORDS` says that it cannot do."""
-    assert main(["compare", *map(str, words)]) == 2
+def refusal(capsys, *words, verb: str = "compare") -> str:
+    """Return the problems that `compare WORDS`, or another verb, reports."""
+    assert main([verb, *map(str, words)]) == 2
     return capsys.readouterr().err

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.compare.comparison import compare_runs
-from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.judge import compare_runs
 from lightning_llm.compare.runs.factor import varying_keys
+from lightning_llm.compare.terms import Terms
 from lightning_llm.tracking.reading import read_run
 from tests.compare.run_folders import NO_MEANING, curve, make_run
 

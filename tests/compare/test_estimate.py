@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_llm.compare.estimate import LookLevels, Measured, Terms, judge_all, measure
+from lightning_llm.compare.estimate import Measured, judge_all, measure
 from lightning_llm.compare.runs.pairing import Pair
+from lightning_llm.compare.terms import LookLevels, Terms
 from lightning_llm.tracking.reading import Run
 
 NEAR = {0: 0.001, 1: -0.002, 2: 0.0005, 3: 0.0015}

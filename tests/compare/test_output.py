@@ -12,10 +12,11 @@ from matplotlib.figure import Figure
 
 from lightning_llm.__main__ import main
 from lightning_llm.base import terminal
-from lightning_llm.compare.comparison import compare_runs, read_all
-from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.format import more_or_fewer, nats, per_parameter
+from lightning_llm.compare.judge import compare_runs
 from lightning_llm.compare.report.pictures import pictures_of
-from lightning_llm.compare.wording import more_or_fewer, nats, per_parameter
+from lightning_llm.compare.runs.read_runs import read_all
+from lightning_llm.compare.terms import Terms
 from lightning_llm.config import workspace
 from lightning_llm.tracking.reading import read_run
 from lightning_llm.tracking.sweep_file import write_results

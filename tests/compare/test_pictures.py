@@ -8,13 +8,12 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from scipy import stats
 
-from lightning_llm.compare.comparison import compare_runs
-from lightning_llm.compare.estimate import Terms
-from lightning_llm.compare.report.panels import curve_panels, forest_rows
+from lightning_llm.compare.judge import compare_runs
+from lightning_llm.compare.report.panels import curve_panels, forest_rows, trends
+from lightning_llm.compare.report.picture import COLOURS, FAILED, FLOOR
 from lightning_llm.compare.report.pictures import pictures_of
-from lightning_llm.compare.report.style import COLOURS, FAILED, FLOOR
-from lightning_llm.compare.report.trends import trends
 from lightning_llm.compare.statistics.paired_curves import paired_curves, source_gaps
+from lightning_llm.compare.terms import Terms
 from lightning_llm.tracking.reading import read_run
 from tests.compare.run_folders import EVERY, STEP_TOKENS, STEPS, curve, make_run, make_sweep
 

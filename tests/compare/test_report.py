@@ -14,7 +14,7 @@ import pytest
 
 from lightning_llm.__main__ import main
 from lightning_llm.compare.report import pictures, write
-from lightning_llm.compare.report.style import COLOURS, DARK_COLOURS, LINES, MARKERS, SYMBOLS
+from lightning_llm.compare.report.picture import COLOURS, DARK_COLOURS, LINES, MARKERS, SYMBOLS
 from tests.compare.run_folders import verdicts
 
 LOADS = {"img": ("src", "srcset"), "source": ("src", "srcset"), "script": ("src",), "link": ("href",),
@@ -171,7 +171,7 @@ def test_the_report_has_the_numbers_of_the_verdicts(report):
     assert f'data-label="loss">{found["baselines"][0]["loss"]:.4f}</td>' in html
     assert all(heading in words for heading in ("Runs.", "Intervals.", "Failures."))
     assert all(text in "".join(page.words) for text in found["references"].values())
-    assert (folder / "report.pdf").read_bytes().startswith(b"%PDF-1.4")
+    assert (folder / "figure-gaps.pdf").read_bytes().startswith(b"%PDF-1.4")
 
 
 def test_what_cannot_be_made_is_said_and_nothing_else_is_lost(sweep, capsys, monkeypatch, tmp_path):
@@ -180,10 +180,11 @@ def test_what_cannot_be_made_is_said_and_nothing_else_is_lost(sweep, capsys, mon
 
     monkeypatch.setattr(pictures.Picture, "svg", "<svg/>")
     monkeypatch.setattr(pictures.Picture, "pdf", property(broken))
-    monkeypatch.setattr(write, "pdf", broken)
+    monkeypatch.setattr(write, "document", broken)
+    (tmp_path / "report.pdf").touch()  # of an earlier release
     assert main(["compare", str(sweep), "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "note   report.pdf could not be made (RuntimeError: no ink); the rest of the report is there." in out
+    assert "note   report.tex could not be made (RuntimeError: no ink); the rest of the report is there." in out
     assert f"report {tmp_path / 'report.html'}" in out
     assert {file.suffix for file in tmp_path.iterdir()} == {".html", ".svg", ".csv", ".tex", ".bib", ".json"}
     monkeypatch.setattr(write, "page", broken)

@@ -8,14 +8,15 @@ import simulate_looks as simulation
 from scipy import special
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.compare.comparison import compare_runs
-from lightning_llm.compare.estimate import Measured, Terms
+from lightning_llm.compare.estimate import Measured
+from lightning_llm.compare.judge import compare_runs
 from lightning_llm.compare.report.panels import curve_panels
 from lightning_llm.compare.sequential.boundary import SPENDINGS, boundary, increments, spent
 from lightning_llm.compare.sequential.design import declare, read_design
 from lightning_llm.compare.sequential.verdicts import replay
 from lightning_llm.compare.statistics.intervals import simultaneous_intervals
 from lightning_llm.compare.statistics.paired_curves import paired_curves, source_gaps
+from lightning_llm.compare.terms import Terms
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.tracking.reading import read_run
 from tests.compare.run_folders import make_sweep

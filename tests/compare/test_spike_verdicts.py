@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import special
 
-from lightning_llm.compare.statistics.spikes import judge_spikes, sign_flip
+from lightning_llm.compare.statistics.stability import judge_spikes, sign_flip
 from tests.compare.run_folders import make_run, verdicts
 
 

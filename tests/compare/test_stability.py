@@ -13,6 +13,7 @@ from scipy import stats
 
 from lightning_llm.compare.cost import time_ratio
 from lightning_llm.compare.runs.pairing import Pair
+from lightning_llm.compare.sequential.looks import FALSE_LOSSLESS_BY_LOOKS
 from lightning_llm.compare.statistics.stability import (
     judge_stability,
     mcnemar,
@@ -20,7 +21,6 @@ from lightning_llm.compare.statistics.stability import (
     rate_interval,
     upper_bound,
 )
-from lightning_llm.compare.wording import FALSE_LOSSLESS_BY_LOOKS
 from lightning_llm.tracking.reading import Run
 
 SCENARIOS = {scenario.name: scenario for scenario in simulation.SCENARIOS}

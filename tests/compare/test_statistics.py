@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lightning_llm.compare.estimate import Measured, Terms, judge_all
-from lightning_llm.compare.statistics.intervals import critical_value, decision_of, simultaneous_intervals
-from lightning_llm.compare.statistics.pool import like_spread
-from lightning_llm.compare.statistics.power import PLANNED_GAP, power, seeds_needed
+from lightning_llm.compare.estimate import Measured, judge_all
+from lightning_llm.compare.statistics.intervals import critical_value, decision_of, like_spread, simultaneous_intervals
+from lightning_llm.compare.statistics.seeds import PLANNED_GAP, power, seeds_needed
+from lightning_llm.compare.terms import Terms
 
 MARGIN = 0.01
 TRIALS = 4000

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.compare.comparison import compare_runs
-from lightning_llm.compare.estimate import Measured, Terms, judge_all
+from lightning_llm.compare.estimate import Measured, judge_all
+from lightning_llm.compare.judge import compare_runs
 from lightning_llm.compare.sequential.design import declare
 from lightning_llm.compare.sequential.verdicts import replay
+from lightning_llm.compare.terms import Terms
 from lightning_llm.compare.tokens.effective_data import Curve, effective_data
 from lightning_llm.compare.tokens.token_margin import _shows_with
-from lightning_llm.compare.wording import line_of
+from lightning_llm.compare.verdict_text import line_of
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.tracking.provenance import process_mark
 from lightning_llm.tracking.reading import read_run

@@ -11,8 +11,8 @@ from mlflow.entities import RunTag
 
 from lightning_llm.__main__ import main
 from lightning_llm.compare import tracking
-from lightning_llm.compare.comparison import compare_runs
-from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.judge import compare_runs
+from lightning_llm.compare.terms import Terms
 from lightning_llm.compare.tracking import BEGIN, END, described, log_verdicts
 from lightning_llm.config.commands import sync_command
 from lightning_llm.tracking.mlflow.store import LARGEST_VALUE
@@ -70,7 +70,7 @@ def test_each_run_and_the_parent_get_the_verdict(tracked, capsys):
     assert note.count("| mxfp8 | **lossy**") == 1
     assert note.count(tags["verdict/mxfp8"]) == 1
     assert {each.path for each in client.list_artifacts(parent, "compare")} == {
-        "compare/compare.json", "compare/report.html", "compare/report.pdf", "compare/report.tex",
+        "compare/compare.json", "compare/report.html", "compare/report.tex",
         "compare/verdicts.csv", "compare/curves.csv", "compare/verdicts.tex", "compare/methods.tex",
         "compare/sources.tex", "compare/references.bib", "compare/figure-gaps.svg", "compare/figure-curve-mxfp8.svg",
         "compare/figure-loss.svg", "compare/figure-speed.svg",

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.compare.comparison import Comparison, compare_runs, read_all
-from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.comparison import Comparison
+from lightning_llm.compare.judge import compare_runs
+from lightning_llm.compare.runs.read_runs import read_all
+from lightning_llm.compare.terms import Terms
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_digest, flatten
 from lightning_llm.config.yaml_file import write_config

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_llm.cli.command_line import _parser
 from lightning_llm.ladder.ledger import grade, read_ledger
-from lightning_llm.ladder.target import target_of
+from lightning_llm.ladder.predicting import target_of
 from lightning_llm.model.flops import count_parameters
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""`compare --ladder`, `--predict`, `--grade` and `--margin 2%` over folders as runs leave them."""
+"""`ladder`, its --predict and --grade, and `compare --margin 2%` over folders as runs leave them."""
 
 import json
 from pathlib import Path
@@ -55,14 +55,14 @@ def ladder(tmp_path_factory):
 
 
 def ask(capsys, *words, expect=0) -> dict:
-    assert main(["compare", *map(str, words), "--json"]) == expect
+    assert main(["ladder", *map(str, words), "--json"]) == expect
     out, err = capsys.readouterr()
     return {**json.loads(out), "stderr": err}
 
 
 def test_predicted_before_it_was_run_and_graded_after(ladder, capsys):
     target = ("--predict", f"model={TOP[0]}", f"data.tokens={16 * STEP_TOKENS}")
-    found = ask(capsys, ladder, "--ladder", *target)
+    found = ask(capsys, ladder, *target)
     (said,) = found["predictions"]
     assert (said["claim"]["recipe"], said["claim"]["parameters"], said["outcome"]) == ("mxfp4_sr", TOP[1], None)
     assert said["claim"]["line"].startswith("mxfp4_sr: ")
@@ -74,7 +74,7 @@ def test_predicted_before_it_was_run_and_graded_after(ladder, capsys):
     assert [row["name"] for row in found["recipes"]] == ["mxfp4_sr"]
     assert len(found["runs"]) == 3 * (2 + 4 + 2)
 
-    again = ask(capsys, ladder, "--ladder", *target)
+    again = ask(capsys, ladder, *target)
     assert again["predictions"] == [said]  # the earlier date holds
 
     add_rung(ladder, *TOP, 16, "2999-01-01T00:00:00+00:00", np.random.default_rng(1))
@@ -84,13 +84,13 @@ def test_predicted_before_it_was_run_and_graded_after(ladder, capsys):
     assert (line["outcome"]["inside"], line["outcome"]["made_before_the_runs"]) == (True, True)
     assert graded["tally"] == "1 of 1 graded predictions held at 95 %; 0 not run yet"
     assert ask(capsys, ladder, "--grade")["ledger"] == [line]
-    late = refusal(capsys, ladder, *target)
+    late = refusal(capsys, ladder, *target, verb="ladder")
     assert "its runs at that size and number of tokens are there already" in late
 
 
 def test_a_place_too_far_is_refused_and_nothing_written(ladder, capsys):
     ledger = ladder.parent / "other.jsonl"
-    said = refusal(capsys, ladder, "--predict", "model=llama_1b", "data.tokens=20e9", "--ledger", ledger)
+    said = refusal(capsys, ladder, "--predict", "model=llama_1b", "data.tokens=20e9", "--ledger", ledger, verb="ladder")
     assert "no prediction at 1.24B / 20B" in said
     assert "decades beyond the ladder" in said
     assert "--beyond DECADES allows more" in said
@@ -112,9 +112,20 @@ def test_words_that_say_nothing_are_refused(words, said, ladder, capsys):
     assert said in refusal(capsys, ladder, *words)
 
 
+def test_flags_of_earlier_releases_run_the_verb(ladder, capsys):
+    found = ask(capsys, ladder)
+    assert found["stderr"] == ""
+    assert main(["compare", str(ladder), "--ladder", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {key: value for key, value in found.items() if key != "stderr"}
+    assert err.splitlines() == [
+        "note   compare --ladder, --predict and --grade: use `lightning-llm ladder`; the flags will be removed"
+    ]
+
+
 def test_a_ladder_needs_rungs(ladder, capsys):
     some = [folder for folder in sorted(ladder.iterdir()) if folder.name.startswith("ladder_240k")]
-    said = refusal(capsys, *some, "--ladder")
+    said = refusal(capsys, *some, verb="ladder")
     assert "These runs have 1 model size (238K), 3 token counts (8.19K, 16.4K, 32.8K) and 3 rungs. Lacking: " in said
     assert "Lacking: 2 model sizes, 5 rungs. Add sizes (model=A,B,C)" in said
     assert said.count("there is no ladder to fit") == 1

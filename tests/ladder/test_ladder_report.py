@@ -12,14 +12,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from lightning_llm.__main__ import main
-from lightning_llm.compare.comparison import compare_runs
-from lightning_llm.compare.estimate import Terms
-from lightning_llm.compare.report.pdf import pages
+from lightning_llm.compare.judge import compare_runs
 from lightning_llm.compare.report.pictures import pictures_of
-from lightning_llm.compare.report.style import drawing_style
-from lightning_llm.ladder import command
-from lightning_llm.ladder.effect import effect_at
-from lightning_llm.ladder.fit import fit_ladder
+from lightning_llm.compare.terms import Terms
+from lightning_llm.ladder.fit import effect_at, fit_ladder
 from lightning_llm.ladder.ledger import is_of, read_ledger
 from lightning_llm.ladder.measured import ladder_of
 from lightning_llm.ladder.report import Report
@@ -53,12 +49,12 @@ def at_home(ladder, monkeypatch):
 
 
 def said(capsys, *words, expect=0):
-    assert main(["compare", *map(str, words)]) == expect
+    assert main(["ladder", *map(str, words)]) == expect
     return "".join(capsys.readouterr())
 
 
 def test_the_issues_own_command_writes_a_report_that_has_the_ladder_in_every_form(ladder, at_home, capsys):
-    told = said(capsys, "--ladder", "--predict", *PLACE)
+    told = said(capsys, "--predict", *PLACE)
     assert "% more tokens [" in told
     assert "at 2.16M / 32.8K (llama_tiny), not shown to grow with tokens per parameter (p = " in told
     assert f"predictions {ladder}/compare/predictions.jsonl" in told
@@ -91,14 +87,16 @@ def test_the_issues_own_command_writes_a_report_that_has_the_ladder_in_every_for
 @pytest.mark.parametrize(
     ("order", "runs"),
     [
-        (["--predict", *PLACE, "--ladder"], []),
+        (["--predict", *PLACE, "--json"], []),
         (["--predict", *PLACE, "mine"], ["mine"]),
-        (["mine", "--ladder", "--predict", *PLACE[::-1]], ["mine"]),
+        (["mine", "--beyond", "2", "--predict", *PLACE[::-1]], ["mine"]),
     ],
 )
 def test_words_may_come_in_any_order(order, runs, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(command, "ladder_named", lambda words, *rest, **_: asked.append((words, rest[-1])))
+    monkeypatch.setattr(
+        "lightning_llm.cli.ladder.ladder_named", lambda words, *rest, **_: asked.append((words, rest[-1]))
+    )
     said(capsys, *order)
     ((words, what),) = asked
     assert (words, what.predict.parameters, what.predict.tokens) == (runs, 2_164_416, 16 * STEP_TOKENS)
@@ -107,10 +105,10 @@ def test_words_may_come_in_any_order(order, runs, monkeypatch, capsys):
 def test_without_a_ladder_or_a_prediction_one_line_says_what_to_do(at_home, monkeypatch, tmp_path, capsys):
     told = said(capsys, "sweep", "--grade", expect=2)
     assert "--grade: there is no prediction yet in" in told
-    assert "Make one before its runs: compare --predict model=NAME data.tokens=NUMBER." in told
+    assert "Make one before its runs: lightning-llm ladder --predict model=NAME data.tokens=NUMBER." in told
     assert "0 of 0" not in told
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
-    assert "is a ladder, of 3 model sizes and 3 token counts. Name its folder, or" in said(capsys, "--ladder", expect=2)
+    assert "is a ladder, of 3 model sizes and 3 token counts. Name its folder, or" in said(capsys, expect=2)
 
 
 @pytest.fixture(scope="module")
@@ -192,10 +190,10 @@ def test_many_settings_are_panels_of_a_few_pictures(compared):
     assert curve.narrow.height > curve.height  # two columns
 
 
-def test_a_ladder_begins_with_a_page_of_what_came_of_it(compared, monkeypatch):
+def test_gaps_of_many_settings_are_panels_on_one_scale(compared, monkeypatch):
     monkeypatch.setattr("lightning_llm.compare.report.pictures.MOST_ROWS", 8)  # as if it were of several recipes
     comparison = compare_runs(compared, Terms())
-    gaps, *others = pictures_of(comparison)
+    gaps, *_ = pictures_of(comparison)
     axes = Figure().subplots()
     gaps.paint(axes)
     assert gaps.height < 7
@@ -204,13 +202,6 @@ def test_a_ladder_begins_with_a_page_of_what_came_of_it(compared, monkeypatch):
         gap = verdict.judged.estimate.gap
         assert gap in [line.get_xdata()[0] for line in panel.get_lines() if line.get_marker() in ("o", "D", "s")]
         assert panel.get_title("left") in gaps.alt.replace("model=", "").replace("trainer.max_steps=", "")
-    with drawing_style():
-        first, *rest = pages(comparison, [gaps, *others])
-    words = [text.get_text() for text in first.texts]
-    assert words.count("gap and verdict") == words.count("Gaps") == 1
-    assert any(word.startswith("Gap to bf16") for word in words)  # the caption: all of the picture is on this page
-    assert "Methods" not in words
-    assert len(rest) <= 4
 
 
 def test_a_recipe_with_few_pairs_stays_in_the_data(ladder, capsys, tmp_path):
@@ -218,7 +209,7 @@ def test_a_recipe_with_few_pairs_stays_in_the_data(ladder, capsys, tmp_path):
     shutil.copytree(ladder, folder, ignore=shutil.ignore_patterns("compare"))
     for run in [*folder.glob("*-mxfp4_sr-16-*"), *folder.glob("*-mxfp4_sr-4-*")]:
         shutil.rmtree(run)
-    assert main(["compare", str(folder), "--ladder", "--json"]) == 2
+    assert main(["ladder", str(folder), "--json"]) == 2
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert "mxfp4_sr: its gap cannot be fitted: it was run on 3 rungs of 3 sizes" in err

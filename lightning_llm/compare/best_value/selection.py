@@ -8,16 +8,70 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.compare.best_value.best_of import BestOf, Choice
-from lightning_llm.compare.best_value.grid_edge import Beyond, beyond_of, edge_problem
 from lightning_llm.compare.best_value.tuned import plateau
-from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.runs.factor import varying_keys
 from lightning_llm.compare.runs.losses import Tail, tail_of
+from lightning_llm.compare.terms import Terms
 from lightning_llm.tracking.reading import Run
+from lightning_llm.tracking.sweep_definition import command_with_values
+
+
+@dataclass(frozen=True)
+class BestOf:
+    """What is asked for: the `key` whose best value is chosen, and the seeds that choose; none: the lowest.
+
+    `by_all`: every seed chooses, and judges as well, which the whole grid then makes up for (`tuned`).
+    """
+
+    key: str
+    seeds: tuple[int, ...] = ()
+    sweeps: tuple[Path, ...] = ()
+    """Folders of the sweeps that are judged, one of which a longer grid would be added to."""
+    by_all: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for one recipe; `losses`: their mean over the choosing seeds by value, infinite where one failed.
+
+    `words` name the recipe. `value` is None where all failed, `lost_seeds` the judging seeds that failed at it;
+    `plateau`: the range of values within the margin of the best by the mean over all seeds that have all values, which
+    `best_over_all` seeds may be another value than those that chose took, at the grid's end, too.
+    """
+
+    words: str
+    value: Any
+    losses: dict[Any, float]
+    lost_seeds: tuple[int, ...] = ()
+    plateau: tuple[float, float] | None = None
+    best_over_all: Any = None
+
+    @property
+    def at_the_edge(self) -> bool:
+        """Whether the chosen value is the least or the greatest of several numbers: a better one may lie beyond."""
+        return len(self.losses) > 1 and self.value in (min(self.losses), max(self.losses))
+
+    def line(self, name: str) -> str:
+        """Return the choice among values of `name` in words."""
+        losses = ", ".join(
+            f"{f'{loss:.4f}' if math.isfinite(loss) else 'diverged'} at {value:g}"
+            for value, loss in sorted(self.losses.items())
+        )
+        if self.value is None:
+            return f"{self.words}: no {name} can be chosen, all diverged ({losses}); it is not judged."
+        edge = " It is the last of the grid." if self.at_the_edge else ""
+        if self.plateau is not None:
+            low, high = self.plateau
+            flat = f"from {low:.3g} to {high:.3g}, a factor of {high / low:.3g}" if low else ""
+            least = "" if self.best_over_all in (None, self.value) else f", {self.best_over_all:g},"
+            edge += f" Over all seeds the loss is within the margin of its best{least} {flat}." if flat else ""
+        seeds = f"seed{'s' if len(self.lost_seeds) > 1 else ''} {', '.join(map(str, self.lost_seeds))}"
+        lost = f" At {seeds}, which chose nothing, it diverged." if self.lost_seeds else ""
+        return f"{self.words}: best at {name}={self.value:g} (loss {losses}).{edge}{lost}"
 
 
 @dataclass(frozen=True)
@@ -72,6 +126,20 @@ class Selection:
         return [what, *(each.line(name) for each in self.choices)]
 
 
+def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:
+    """Return what --best-of and --choose-by ask for. Raises ConfigError."""
+    if best_of is None:
+        if choose_by is not None:
+            raise ConfigError(Problem("--choose-by", "says by which seeds --best-of KEY chooses. Give that, too."))
+        return None
+    if choose_by == "all":
+        return BestOf(best_of, by_all=True)
+    words = [] if choose_by is None else choose_by.split(",")
+    if not all(word.isdecimal() for word in words):
+        raise ConfigError(Problem("--choose-by", f"is '{choose_by}', must be seeds, such as 0 or 0,1, or all."))
+    return BestOf(best_of, tuple(sorted({int(word) for word in words})))
+
+
 def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, terms: Terms) -> Selection:
     """Return the best value of `asked.key` for each combination of all else that varies, and the runs to judge.
 
@@ -121,6 +189,54 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
     return selection
 
 
+def has_grid(runs: Sequence[Run], key: str) -> bool:
+    """Return whether two recipes or more ran at several values of `key`, so that each may be taken at its best.
+
+    That is three at least: the best of two is always the last at one end.
+    """
+    others = [each for each in varying_keys(runs) if each != key]
+    values: dict[str, dict[int, set[Any]]] = {}
+    for run in runs:
+        values.setdefault(_identity(run, others), {}).setdefault(run.seed, set()).add(run.config.get(key))
+    return sum(sum(len(found) > 2 for found in by_seed.values()) > 1 for by_seed in values.values()) > 1
+
+
+class Beyond(NamedTuple):
+    """Where a grid ends with its best: which `end`, the next value `further` on, as its neighbours go, and `seeds`."""
+
+    end: str
+    further: float
+    seeds: tuple[int, ...]
+
+
+def beyond_of(choice: Choice, runs: Sequence[Run]) -> Beyond:
+    """Return where the grid of `choice`, whose best is its last value, is to go on, at the seeds of `runs`."""
+    values = sorted(choice.losses)
+    end = "below" if choice.value == values[0] else "above"
+    neighbour = values[1] if end == "below" else values[-2]
+    further = choice.value * choice.value / neighbour if neighbour else choice.value
+    return Beyond(end, float(f"{further:.3g}"), tuple(sorted({run.seed for run in runs})))
+
+
+def edge_problem(choices: Sequence[Choice], where: Beyond, asked: BestOf) -> Problem:
+    """Return that the best value of recipes is the grid's last, which end to extend, and the command that does.
+
+    A better value may lie beyond, and how much better nobody knows: such a recipe is not judged.
+    """
+    *others, name = (f"{each.words} (at {each.value:g})" for each in choices)
+    names = f"{', '.join(others)} and {name}" if others else name
+    last = "least" if where.end == "below" else "greatest"
+    verb, they = ("is", "it is") if len(choices) == 1 else ("are", "they are")
+    text = (
+        f"{names} {verb} best at the {last} value of the grid, so that a better one may lie beyond, and {they} not "
+        f"judged. Extend the grid {where.end}"
+    )
+    command = ""
+    if len(asked.sweeps) == 1 and where.further > 0:
+        command = command_with_values(asked.sweeps[0], asked.key, [where.further], where.seeds)
+    return Problem(f"--best-of {asked.key}", f"{text}: {command}" if command else f"{text}, to {where.further:g}, say.")
+
+
 def _by_seed(finished: Sequence[Run], key: str, choosing: Sequence[int]) -> dict[Any, dict[int, Run]]:
     """Return {value: {judging seed: run}}."""
     found: dict[Any, dict[int, Run]] = {}
@@ -144,18 +260,6 @@ def _losses_over_all(finished: Sequence[Run], key: str, terms: Terms) -> dict[An
         else math.fsum(tail.of(runs[value, seed]) for seed in seeds) / len(seeds)
         for value in values
     }
-
-
-def has_grid(runs: Sequence[Run], key: str) -> bool:
-    """Return whether two recipes or more ran at several values of `key`, so that each may be taken at its best.
-
-    That is three at least: the best of two is always the last at one end.
-    """
-    others = [each for each in varying_keys(runs) if each != key]
-    values: dict[str, dict[int, set[Any]]] = {}
-    for run in runs:
-        values.setdefault(_identity(run, others), {}).setdefault(run.seed, set()).add(run.config.get(key))
-    return sum(sum(len(found) > 2 for found in by_seed.values()) > 1 for by_seed in values.values()) > 1
 
 
 def _other_keys(runs: Sequence[Run], unfinished: Sequence[Run], key: str) -> list[str]:

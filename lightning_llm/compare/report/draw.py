@@ -1,4 +1,4 @@
-"""The report's drawings: each draws plain data (`panels.py`, `trends.py`) on axes that somebody else made."""
+"""Drawings of a report: each draws plain data of `panels.py` on axes that somebody else made."""
 
 import math
 from collections.abc import Sequence
@@ -8,8 +8,18 @@ from typing import Any
 
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from lightning_llm.compare.report.panels import CurvePanel, ForestRow, Frame, LossLine, SpeedPoint
-from lightning_llm.compare.report.style import (
+from lightning_llm.compare.format import interval_text, minus, nats, short
+from lightning_llm.compare.report.panels import (
+    PARAMETERS,
+    TOKENS,
+    CurvePanel,
+    ForestRow,
+    Frame,
+    LossLine,
+    SpeedPoint,
+    Trend,
+)
+from lightning_llm.compare.report.picture import (
     COLOURS,
     FAILED,
     FAINT,
@@ -18,8 +28,6 @@ from lightning_llm.compare.report.style import (
     MARKERS,
     line_style,
 )
-from lightning_llm.compare.report.trends import PARAMETERS, TOKENS, Trend
-from lightning_llm.compare.wording import minus, nats, short
 
 FAR = 20.0
 """Margins from which on an axis of gaps is logarithmic beyond two: those near the margin could not be told apart."""
@@ -77,7 +85,7 @@ def _forest_row(axes: Any, row: ForestRow, place: float, *, numbers: bool) -> No
     if numbers:
         words = "" if not math.isfinite(interval.gap) else nats(interval.gap, signed=True)
         if interval.bounded:
-            words += f" [{nats(interval.low, signed=True)}, {nats(interval.high, signed=True)}]"
+            words += f" {interval_text(interval.low, interval.high)}"
         _beside(axes, minus(words), place, colour, 8.5)
         _beside(axes, ", ".join(failed), place - 0.42, FAILED, 7.5)
 

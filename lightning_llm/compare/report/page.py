@@ -2,23 +2,24 @@
 
 import base64
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
 
 from lightning_llm.compare.comparison import Comparison
-from lightning_llm.compare.report.headline import headlines, sentence
+from lightning_llm.compare.format import minus, nats, short
 from lightning_llm.compare.report.methods import Methods
-from lightning_llm.compare.report.picture import Picture
+from lightning_llm.compare.report.picture import COLOURS, DARK_COLOURS, SYMBOLS, Picture
 from lightning_llm.compare.report.references import CITATION, citations_in
-from lightning_llm.compare.report.rows import COST, JUDGED, LONG, baseline_row, verdict_row
-from lightning_llm.compare.report.style import COLOURS, DARK_COLOURS, SYMBOLS
-from lightning_llm.compare.report.supplement import Table
-from lightning_llm.compare.report.tables import gap_words, sources_of
-from lightning_llm.compare.wording import line_of, minus, nats
+from lightning_llm.compare.report.tables import Table, gap_text, sources_of
+from lightning_llm.compare.statistics.intervals import Decision
+from lightning_llm.compare.table import COST, JUDGED, LONG, baseline_row, verdict_row
+from lightning_llm.compare.verdict_text import line_of
 
 TEMPLATE = "report.html.jinja"
+ORDER: tuple[Decision, ...] = ("lossless", "lossy", "inconclusive")
 
 
 def page(
@@ -32,7 +33,7 @@ def page(
         "line": line_of,
         "nats": nats,
         "image": _image,
-        "source": lambda gap: minus(gap_words(gap)),
+        "source": lambda gap: minus(gap_text(gap)),
         "minus": minus,
     }
     methods = comparison.methods
@@ -67,6 +68,46 @@ def page(
 def title_of(comparison: Comparison) -> str:
     """Return the report's title."""
     return f"{comparison.factor.name} against {comparison.factor.baseline_label}"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One setting's verdicts: `setting` in words, `scale`: the model's size and the tokens.
+
+    `recipes`: (verdict, the verdict whose colour it is shown in, names).
+    """
+
+    setting: str
+    scale: str
+    recipes: tuple[tuple[Decision, Decision, tuple[str, ...]], ...]
+
+
+def headlines(comparison: Comparison) -> list[Headline]:
+    """Return one per setting; a recipe whose verdict has something against it says so behind its name."""
+    found = []
+    for family in comparison.families:
+        verdicts = comparison.verdicts_of(family)
+        if not verdicts:
+            continue
+        groups: dict[tuple[Decision, Decision], list[str]] = {}
+        for verdict in verdicts:
+            against = verdict.qualified.partition(" (")[2].rstrip(")")
+            said = f"{verdict.name} ({against})" if against and verdict.decision != "inconclusive" else verdict.name
+            groups.setdefault((verdict.decision, verdict.colour), []).append(said)
+        first = verdicts[0]
+        scale = f"{short(first.parameters)} parameters, {short(first.tokens)} tokens"
+        ordered = sorted(groups, key=lambda group: (ORDER.index(group[0]), group[0] != group[1]))
+        recipes = tuple((*group, tuple(groups[group])) for group in ordered)
+        found.append(Headline(family.words, scale, recipes))
+    return found
+
+
+def sentence(comparison: Comparison) -> str:
+    """Return how many of the verdicts are what, in a sentence."""
+    decisions = [verdict.decision for verdict in comparison.verdicts]
+    counts = [f"{decisions.count(each)} {each}" for each in ORDER if each in decisions]
+    number = len(decisions)
+    return f"{number} verdict{'s' * (number != 1)}: {', '.join(counts)}."
 
 
 def _image(picture: Picture) -> str:

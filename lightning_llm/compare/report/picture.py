@@ -1,12 +1,79 @@
-"""One picture of the report, drawn when it is asked for, as SVG and as PDF."""
+"""Pictures of a report: one drawn as SVG and PDF, many as small multiples, and the colors and marks they share.
+
+Colors and marks are told apart by readers who see no red or green, and in black and white.
+"""
 
 import io
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Literal
 
-from lightning_llm.compare.report.style import drawing_style
+from lightning_llm.compare.statistics.intervals import Decision
+
+COLOURS: dict[Decision, str] = {"lossless": "#0057b7", "inconclusive": "#6b6f75", "lossy": "#b84300"}
+"""On white each has a contrast of at least 4.5, which text needs (WCAG 2.2, 1.4.3)."""
+DARK_COLOURS: dict[Decision, str] = {"lossless": "#5aa9ff", "inconclusive": "#c4c8cd", "lossy": "#ff9a5c"}
+"""The same on a dark page."""
+SYMBOLS: dict[Decision, str] = {"lossless": "✓", "inconclusive": "?", "lossy": "✗"}
+MARKERS: dict[Decision, str] = {"lossless": "o", "inconclusive": "D", "lossy": "s"}
+INK, FAINT, FLOOR = "#222222", "#777777", "#f0e4b4"
+FAILED = "#8e24aa"
+Dashes = str | tuple[float, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class LineStyle:
+    """How one recipe's line is drawn where several share a panel."""
+
+    colour: str
+    marker: str
+    dashes: Dashes
+
+
+LINES = (
+    LineStyle("#0072b2", "o", "-"),
+    LineStyle("#d55e00", "s", "--"),
+    LineStyle("#009e73", "D", "-."),
+    LineStyle("#cc79a7", "^", ":"),
+    LineStyle("#8a6d00", "v", (0, (5, 1))),
+    LineStyle("#56b4e9", "P", (0, (3, 1, 1, 1))),
+)
+"""In turn; the colours are those of Okabe and Ito (Color Universal Design, 2008), the yellow one darker."""
+
+SETTINGS = {
+    "font.size": 9.0,
+    "axes.titlesize": 9.5,
+    "axes.labelsize": 9.0,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "legend.fontsize": 8.0,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": False,
+    "axes.edgecolor": FAINT,
+    "svg.hashsalt": "lightning-llm",
+    "svg.fonttype": "path",
+    "pdf.fonttype": 42,
+}
+
+
+@contextmanager
+def drawing_style() -> Iterator[None]:
+    """Draw and save in the report's style; the same data give the same file."""
+    from matplotlib import rc_context
+
+    with rc_context(SETTINGS):
+        yield
+
+
+def line_style(place: int) -> LineStyle:
+    """Return the style of the recipe at `place`."""
+    return LINES[place % len(LINES)]
+
 
 WIDTH, HEIGHT = 4.7, 3.1
 """Of a picture, in inches: two stand side by side on a screen, one fills a phone's."""
@@ -16,8 +83,7 @@ WIDTH, HEIGHT = 4.7, 3.1
 class Picture:
     """One picture: `name` is its file's, `alt` says in words what it shows, `paint` draws it on matplotlib axes.
 
-    `width`, `height`: in inches; `margins`: what axes leave free left, right, below and above, for a page that places
-    them itself.
+    `width`, `height`: in inches.
     """
 
     name: str
@@ -27,7 +93,6 @@ class Picture:
     paint: Callable[[Any], None]
     width: float = WIDTH
     height: float = HEIGHT
-    margins: tuple[float, float, float, float] = (0.75, 0.1, 0.5, 0.3)
     narrow: "Picture | None" = None
     """The same for a phone, where it is not narrow itself."""
     folded: bool = False
@@ -62,3 +127,111 @@ def _saved(figure: Any, form: str) -> bytes:
     with drawing_style():
         figure.savefig(buffer, format=form, metadata={date: None})
     return buffer.getvalue()
+
+
+MOST_APART = 3
+"""Pictures of one kind that stand by themselves; more of them become panels of one."""
+WIDE, COLUMNS, COLUMNS_ON_A_PHONE = 7.2, 3, 2
+HEAD, BETWEEN = 0.55, 0.38
+"""Inches: above the first row, for the legend; between two rows, for titles."""
+SMALL = 6.5
+"""Points, of a panel's title and its numbers."""
+MOST_LABELS = 6
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A picture as one of several, and what to call it there."""
+
+    title: str
+    picture: Picture
+
+
+def small_multiples(
+    about: Picture, panels: Sequence[Panel], shared: Literal["x", "y", ""] = "", threshold: float = math.inf
+) -> Picture:
+    """Return `panels` as one picture: a title each, labels at the left and the bottom, one legend for all.
+
+    Args:
+        about: what it is called, its group, the caption of what all panels show; its height, inches, is a panel's.
+        shared: the axis that has the same range in all of them, "" for none.
+        threshold: where that axis is logarithmic beyond it in one panel, it is in all.
+    """
+    said = [f"{each.title}: {each.picture.alt.removeprefix(each.picture.caption).strip()}" for each in panels]
+    alt = " ".join([about.caption, *said])
+
+    def made(columns: int, width: float, narrow: Picture | None = None) -> Picture:
+        rows = math.ceil(len(panels) / columns)
+        height = HEAD + rows * (about.height + BETWEEN) + 0.35
+        paint = partial(_paint, panels=panels, columns=columns, height=about.height, shared=shared, threshold=threshold)
+        return replace(about, alt=alt, paint=paint, width=width, height=height, narrow=narrow)
+
+    columns = COLUMNS if len(panels) > 4 or len(panels) % 2 else 2
+    return made(columns, WIDE, made(COLUMNS_ON_A_PHONE, WIDTH))
+
+
+def _paint(axes: Any, panels: Sequence[Panel], columns: int, height: float, shared: str, threshold: float) -> None:
+    axes.set_axis_off()
+    rows = math.ceil(len(panels) / columns)
+    whole = HEAD + rows * (height + BETWEEN)
+    gap = 0.04 if shared else 0.12
+    width = (1 - gap * (columns - 1)) / columns
+    made = []
+    for place, panel in enumerate(panels):
+        row, column = divmod(place, columns)
+        below = 1 - (HEAD + (row + 1) * height + row * BETWEEN) / whole
+        inset = axes.inset_axes([column * (width + gap), below, width, height / whole])
+        panel.picture.paint(inset)
+        inset.set_title(panel.title, fontsize=SMALL, loc="left", pad=3)
+        inset.tick_params(labelsize=SMALL)
+        for words in inset.texts:
+            words.set_fontsize(SMALL - 1)
+        made.append(inset)
+    _legend(axes, made)
+    if shared:
+        _share(made, shared, threshold)
+    _labels(axes, made, columns, shared)
+
+
+def _labels(axes: Any, insets: Sequence[Any], columns: int, shared: str) -> None:
+    """Say once what the axes are: beside all panels, and below the lowest of each column."""
+    if label := insets[0].get_ylabel():
+        axes.annotate(
+            label, (0, 0.5), xycoords="axes fraction", xytext=(-38, 0), textcoords="offset points", rotation=90,
+            ha="center", va="center", fontsize=SMALL + 0.5,
+        )  # fmt: skip
+    for place, inset in enumerate(insets):
+        inset.set_ylabel("")
+        inset.xaxis.label.set_size(SMALL + 0.5)
+        if place % columns and shared:  # of "x" the rows are the same
+            inset.tick_params(axis="y", labelleft=False)
+        if place + columns < len(insets):
+            inset.set_xlabel("")
+            inset.tick_params(axis="x", labelbottom=shared != "x")
+
+
+def _legend(axes: Any, insets: Sequence[Any]) -> None:
+    """Draw what the panels' legends have, each label once, above all of them."""
+    known: dict[str, Any] = {}
+    for inset in insets:
+        handles, labels = inset.get_legend_handles_labels()
+        for handle, label in zip(handles, labels, strict=True):
+            known.setdefault(label, handle)
+        if inset.get_legend() is not None:
+            inset.get_legend().remove()
+    labels = list(known)[:MOST_LABELS]
+    if labels:
+        axes.legend(
+            [known[label] for label in labels], labels, loc="upper left", bbox_to_anchor=(0, 1), ncols=4,
+            borderaxespad=0, fontsize=SMALL + 0.5,
+        )  # fmt: skip
+
+
+def _share(insets: Sequence[Any], axis: str, threshold: float) -> None:
+    """Give one axis of all panels the range that holds theirs, and the scale of the one that needs the widest."""
+    scales = {getattr(inset, f"get_{axis}scale")() for inset in insets}
+    limits = [getattr(inset, f"get_{axis}lim")() for inset in insets]
+    for inset in insets:
+        if "symlog" in scales:
+            getattr(inset, f"set_{axis}scale")("symlog", linthresh=threshold)
+        getattr(inset, f"set_{axis}lim")(min(low for low, _ in limits), max(high for _, high in limits))

@@ -8,23 +8,23 @@ from functools import partial
 from typing import Literal
 
 from lightning_llm.compare.comparison import Comparison
+from lightning_llm.compare.format import interval_text, nats
 from lightning_llm.compare.report import draw
 from lightning_llm.compare.report.panels import (
     CurvePanel,
     ForestRow,
     Frame,
     Interval,
+    Trend,
     curve_panels,
     forest_rows,
     frame_of,
     loss_lines,
     speed_points,
+    trends,
 )
-from lightning_llm.compare.report.picture import Picture
-from lightning_llm.compare.report.small_multiples import MOST_APART, Panel, small_multiples
-from lightning_llm.compare.report.trends import Trend, trends
+from lightning_llm.compare.report.picture import MOST_APART, Panel, Picture, small_multiples
 from lightning_llm.compare.runs.pairing import Family
-from lightning_llm.compare.wording import nats
 
 SHADED = " Shaded around zero: the A/A floor."
 LOOKED_UP = 0.82
@@ -97,7 +97,7 @@ def _forest(rows: Sequence[ForestRow], frame: Frame) -> Picture:
     height = 1.1 + 0.33 * (len(rows) + 1.4 * len({row.setting for row in rows if row.setting}))
     paint = partial(draw.draw_forest, rows=rows, frame=frame)
     narrow = Picture("gaps", "Gaps", caption, alt, partial(paint, numbers=False), height=height)
-    return Picture("gaps", "Gaps", caption, alt, paint, 7.2, height, (1.6, 1.9, 0.5, 0.4), narrow)
+    return Picture("gaps", "Gaps", caption, alt, paint, 7.2, height, narrow)
 
 
 def _forests(rows: Sequence[ForestRow], frame: Frame) -> Picture:
@@ -187,7 +187,7 @@ def _number(interval: Interval) -> str:
     gap = nats(interval.gap, signed=True)
     if not interval.bounded:
         return gap
-    return f"{gap} [{nats(interval.low, signed=True)}, {nats(interval.high, signed=True)}]"
+    return f"{gap} {interval_text(interval.low, interval.high)}"
 
 
 def _file_name(words: str) -> str:

@@ -1,11 +1,17 @@
-"""The literature that verdicts rest on, each entry once: in words, and as BibTeX."""
+"""References of reports: the entries of `references.bib`, citations in a text, and the sources that recipes name.
+
+A citation is a mark as in Pandoc: "[@dunnett1955]", "[@clopper1934; @suissa1991]", "[@ich1998, section 3.3.2]".
+"""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from hashlib import sha256
+from importlib.resources import files
 
 CITATION = re.compile(r" ?\[(@[\w.-]+(?:, [^\]]+|; ?@[\w.-]+)*)\]")
-"""In a text: "[@dunnett1955]", "[@clopper1934; @suissa1991]", "[@ich1998, section 3.3.2]" (as Pandoc has it)."""
+CONTAINERS = {"article": "journal", "book": "publisher", "misc": "howpublished"}
+"""BibTeX's field for the journal, the publisher or the series, by kind of entry."""
 
 
 @dataclass(frozen=True)
@@ -13,7 +19,8 @@ class Reference:
     """One entry. `container`: journal, series or publisher; `place`: volume and pages, as "50(272):1096-1121"."""
 
     key: str
-    kind: Literal["article", "book", "misc"]
+    kind: str
+    """A key of `CONTAINERS`."""
     authors: str
     """As BibTeX has them: "Dunnett, Charles W. and Other, Name"; in braces where they are no persons."""
     title: str
@@ -22,6 +29,7 @@ class Reference:
     place: str = ""
     doi: str = ""
     eprint: str = ""
+    """Number at arXiv."""
 
     @property
     def label(self) -> str:
@@ -36,12 +44,12 @@ class Reference:
 
     @property
     def text(self) -> str:
-        """The entry in words, as it stands in a list of references, with its number at arXiv if it has one."""
+        """The entry as it stands in a list of references, with its number at arXiv if it has one."""
         return f"{self.entry} arXiv:{self.eprint}." if self.eprint else self.entry
 
     @property
     def entry(self) -> str:
-        """The entry in words without any number, which a link behind it has (`number`)."""
+        """The entry without `number`, which a link behind it shows."""
         authors = self.authors.strip("{}")
         if not self.authors.startswith("{"):
             persons = [" ".join(reversed(name.strip("{}").split(", "))) for name in self.authors.split(" and ")]
@@ -51,192 +59,42 @@ class Reference:
 
     @property
     def number(self) -> str:
-        """What the entry is found by: its DOI, or its number at arXiv; empty where neither is known."""
+        """The DOI, or the number at arXiv; empty where neither is known."""
         return self.doi or (f"arXiv:{self.eprint}" if self.eprint else "")
 
     @property
     def url(self) -> str:
-        """Where it is found; empty where that is not known."""
+        """The address of the DOI or at arXiv; empty where neither is known."""
         if self.doi:
             return f"https://doi.org/{self.doi}"
         return f"https://arxiv.org/abs/{self.eprint}" if self.eprint else ""
 
-    def as_bibtex(self, escaped: dict[str, str]) -> str:
-        """Return the entry of a .bib file; `escaped`: letters that TeX would take for its own, and what stands for
-        them.
 
-        A number at arXiv stands where every style prints it, and nowhere else: plain styles know no `eprint`, and
-        others would print it beside.
-        """
-        volume, _, pages = self.place.partition(":")
-        volume, _, number = volume.partition("(")
-        where = ", ".join(filter(None, (self.container, f"arXiv:{self.eprint}" if self.eprint else "")))
-        article = {"volume": volume, "number": number.rstrip(")"), "pages": pages.replace("-", "--")}
-        fields = {
-            "author": self.authors,
-            "title": "{" + _escape(self.title, escaped) + "}",
-            "year": self.year,
-            {"article": "journal", "book": "publisher", "misc": "howpublished"}[self.kind]: _escape(where, escaped),
-            **(article if self.kind == "article" else {"note": _escape(self.place, escaped)}),
-            "doi": self.doi,
-            "key": "" if self.authors else _escape(self.title, escaped),  # what it is sorted by
-        }
-        lines = [f"  {key} = {{{value}}}," for key, value in fields.items() if value]
-        return "\n".join([f"@{self.kind}{{{self.key},", *lines, "}"])
+def read_bib(text: str) -> dict[str, Reference]:
+    """Return the entries of a .bib file by key. Each field stands on a line of its own: `  name = {value},`."""
+    found = {}
+    for kind, key, body in re.findall(r"^@(\w+)\{([\w.-]+),\n(.*?)^\}", text, re.MULTILINE | re.DOTALL):
+        field = dict(re.findall(r"^  (\w+) = \{(.*)\},$", body, re.MULTILINE))
+        number = f"({field['number']})" if "number" in field else ""
+        pages = field.get("pages", "").replace("--", "-")
+        place = f"{field['volume']}{number}:{pages}" if "volume" in field else field.get("note", "")
+        found[key] = Reference(
+            key, kind, field.get("author", ""), field["title"], field.get("year", ""),
+            field.get(CONTAINERS[kind], ""), place, field.get("doi", ""), field.get("eprint", ""),
+        )  # fmt: skip
+    return found
 
 
-def _escape(text: str, escaped: dict[str, str]) -> str:
-    return "".join(escaped.get(letter, letter) for letter in text)
-
-
-STATISTICS = (
-    Reference(
-        "dunnett1955", "article", "Dunnett, Charles W.",
-        "A multiple comparison procedure for comparing several treatments with a control", "1955",
-        "Journal of the American Statistical Association", "50(272):1096-1121", "10.1080/01621459.1955.10501294",
-    ),
-    Reference(
-        "genz2009", "book", "Genz, Alan and Bretz, Frank", "Computation of multivariate normal and t probabilities",
-        "2009", "Springer", "Lecture Notes in Statistics 195", "10.1007/978-3-642-01689-9",
-    ),
-    Reference(
-        "sidak1968", "article", "Sidak, Zbynek",
-        "On multivariate normal probabilities of rectangles: their dependence on correlations", "1968",
-        "The Annals of Mathematical Statistics", "39(5):1425-1434",
-    ),
-    Reference(
-        "satterthwaite1946", "article", "Satterthwaite, Franklin E.",
-        "An approximate distribution of estimates of variance components", "1946", "Biometrics Bulletin",
-        "2(6):110-114", "10.2307/3002019",
-    ),
-    Reference(
-        "hasler2008", "article", "Hasler, Mario and Hothorn, Ludwig A.",
-        "Multiple contrast tests in the presence of heteroscedasticity", "2008", "Biometrical Journal",
-        "50(5):793-800", "10.1002/bimj.200710466",
-    ),
-    Reference(
-        "bancroft1944", "article", "Bancroft, T. A.",
-        "On biases in estimation due to the use of preliminary tests of significance", "1944",
-        "The Annals of Mathematical Statistics", "15(2):190-204", "10.1214/aoms/1177731284",
-    ),
-    Reference(
-        "bancroft1983", "article", "Bancroft, T. A. and Han, Chien-Pai",
-        "A note on pooling variances", "1983", "Journal of the American Statistical Association", "78(384):981-983",
-    ),
-    Reference(
-        "ich1998", "misc", "{ICH}",
-        "Harmonised tripartite guideline E9: Statistical principles for clinical trials", "1998",
-    ),
-    Reference(
-        "clopper1934", "article", "Clopper, C. J. and Pearson, E. S.",
-        "The use of confidence or fiducial limits illustrated in the case of the binomial", "1934", "Biometrika",
-        "26(4):404-413", "10.1093/biomet/26.4.404",
-    ),
-    Reference(
-        "mcnemar1947", "article", "McNemar, Quinn",
-        "Note on the sampling error of the difference between correlated proportions or percentages", "1947",
-        "Psychometrika", "12(2):153-157", "10.1007/BF02295996",
-    ),
-    Reference(
-        "suissa1991", "article", "Suissa, Samy and Shuster, Jonathan J.",
-        "The 2 x 2 matched-pairs trial: exact unconditional design and analysis", "1991", "Biometrics",
-        "47(2):361-372", "10.2307/2532128",
-    ),
-    Reference(
-        "ohagan2005", "article", "O'Hagan, Anthony and Stevens, John W. and Campbell, Michael J.",
-        "Assurance in clinical trial design", "2005", "Pharmaceutical Statistics", "4(3):187-201", "10.1002/pst.175",
-    ),
-    Reference(
-        "hoenig2001", "article", "Hoenig, John M. and Heisey, Dennis M.",
-        "The abuse of power: the pervasive fallacy of power calculations for data analysis", "2001",
-        "The American Statistician", "55(1):19-24", "10.1198/000313001300339897",
-    ),
-    Reference(
-        "lan1983", "article", "Lan, K. K. Gordon and DeMets, David L.",
-        "Discrete sequential boundaries for clinical trials", "1983", "Biometrika", "70(3):659-663",
-        "10.1093/biomet/70.3.659",
-    ),
-    Reference(
-        "jennison1989", "article", "Jennison, Christopher and Turnbull, Bruce W.",
-        "Interim analyses: the repeated confidence interval approach", "1989",
-        "Journal of the Royal Statistical Society B", "51(3):305-361", "10.1111/j.2517-6161.1989.tb01433.x",
-    ),
-    Reference(
-        "hurlbert1984", "article", "Hurlbert, Stuart H.",
-        "Pseudoreplication and the design of ecological field experiments", "1984", "Ecological Monographs",
-        "54(2):187-211", "10.2307/1942661",
-    ),
-    Reference("tukey1953", "misc", "Tukey, John W.", "The problem of multiple comparisons", "1953",
-              "Princeton University, mimeographed notes"),
-    Reference(
-        "dunnett1980", "article", "Dunnett, Charles W.", "Pairwise multiple comparisons in the unequal variance case",
-        "1980", "Journal of the American Statistical Association", "75(372):796-800",
-    ),
-    Reference(
-        "fieller1954", "article", "Fieller, E. C.", "Some problems in interval estimation", "1954",
-        "Journal of the Royal Statistical Society B", "16(2):175-185", "10.1111/j.2517-6161.1954.tb00159.x",
-    ),
-    Reference(
-        "kaplan1958", "article", "Kaplan, E. L. and Meier, Paul",
-        "Nonparametric estimation from incomplete observations", "1958",
-        "Journal of the American Statistical Association", "53(282):457-481", "10.1080/01621459.1958.10501452",
-    ),
-    Reference(
-        "thompson1936", "article", "Thompson, William R.",
-        "On confidence ranges for the median and other expectation distributions for populations of unknown "
-        "distribution form", "1936", "The Annals of Mathematical Statistics", "7(3):122-128",
-    ),
-    Reference("fisher1935", "book", "Fisher, Ronald A.", "The design of experiments", "1935", "Oliver and Boyd"),
-)  # fmt: skip
-"""What the statistical method is taken from."""
-LADDER = (
-    Reference("hoffmann2022", "misc", "Hoffmann, Jordan and others",
-              "Training compute-optimal large language models", "2022", eprint="2203.15556"),
-    Reference("besiroglu2024", "misc", "Besiroglu, Tamay and others", "Chinchilla scaling: A replication attempt",
-              "2024", eprint="2404.10102"),
-    Reference("kumar2024", "misc", "Kumar, Tanishq and others", "Scaling laws for precision", "2024",
-              eprint="2411.04330"),
-    Reference(
-        "wu1986", "article", "Wu, C. F. J.",
-        "Jackknife, bootstrap and other resampling methods in regression analysis", "1986", "The Annals of Statistics",
-        "14(4):1261-1295", "10.1214/aos/1176350142",
-    ),
-    Reference(
-        "mackinnon1985", "article", "MacKinnon, James G. and White, Halbert",
-        "Some heteroskedasticity-consistent covariance matrix estimators with improved finite sample properties",
-        "1985", "Journal of Econometrics", "29(3):305-325", "10.1016/0304-4076(85)90158-7",
-    ),
-    Reference(
-        "fisher1922", "article", "Fisher, Ronald A.",
-        "The goodness of fit of regression formulae, and the distribution of regression coefficients", "1922",
-        "Journal of the Royal Statistical Society", "85(4):597-612", "10.2307/2341124",
-    ),
-    Reference(
-        "brown1974", "article", "Brown, Morton B. and Forsythe, Alan B.",
-        "The small sample behavior of some statistics which test the equality of several means", "1974",
-        "Technometrics", "16(1):129-132", "10.1080/00401706.1974.10489158",
-    ),
-    Reference(
-        "smyth2004", "article", "Smyth, Gordon K.",
-        "Linear models and empirical Bayes methods for assessing differential expression in microarray experiments",
-        "2004", "Statistical Applications in Genetics and Molecular Biology", "3(1):3", "10.2202/1544-6115.1027",
-    ),
-)  # fmt: skip
-"""What the fit over sizes and tokens is taken from."""
-SOFTWARE = (
-    Reference(
-        "pytorch2024", "misc", "Ansel, Jason and others",
-        "PyTorch 2: Faster machine learning through dynamic Python bytecode transformation and graph compilation",
-        "2024", "ASPLOS", doi="10.1145/3620665.3640366",
-    ),
-    Reference("lightning2019", "misc", "Falcon, William and {The PyTorch Lightning team}", "PyTorch Lightning", "2019",
-              doi="10.5281/zenodo.3828935"),
-)  # fmt: skip
-KNOWN = {reference.key: reference for reference in (*STATISTICS, *LADDER, *SOFTWARE)}
+KNOWN = read_bib((files(__package__) / "references.bib").read_text(encoding="utf-8"))
+"""The literature of the methods, and the papers and programs that shipped recipes name."""
+PAPERS = {entry.eprint: entry for entry in KNOWN.values() if entry.eprint}
+"""By number at arXiv."""
+PROGRAMS = [entry for entry in KNOWN.values() if not entry.authors]
+"""Of which recipes name a class or an option."""
 
 
 def citations_in(mark: str) -> list[tuple[str, str]]:
-    """Return [(key, where in it)] of a mark "[@a, section 3; @b]"."""
+    """Return [(key, place in the source)] of a mark "[@a, section 3; @b]"."""
     items = re.split(r"; ?@", mark.strip(" []").removeprefix("@"))
     return [(key, place) for key, _, place in (item.partition(", ") for item in items)]
 
@@ -244,3 +102,76 @@ def citations_in(mark: str) -> list[tuple[str, str]]:
 def keys_in(text: str) -> list[str]:
     """Return the keys that `text` cites, in order."""
     return [key for found in CITATION.finditer(text) for key, _ in citations_in(found[0])]
+
+
+ARXIV = re.compile(
+    r"(?:arXiv[ :]*|(?:https?://)?(?:www\.)?arxiv\.org/(?:abs|pdf)/)(\d{4}\.\d{4,5})(?:v\d+)?(?:\.pdf)?", re.IGNORECASE
+)
+"""A number at arXiv, or its address there."""
+_PART = r"(?:sections?|sec\.|tables?|appendix|figures?|fig\.|equations?|eq\.|chapters?|pages?|p\.)"
+BETWEEN = re.compile(
+    rf"[ ,]*(?P<place>\([^)]*\)|{_PART} [\w.]*\w)?(?:[ ,&]|and\b)*(?P<names>.*)",
+    re.IGNORECASE,
+)
+"""Of two numbers: where in the first, and whose the second is."""
+PLACE = re.compile(rf"{_PART} .*|\S*[=/_.]\S*[^\s.]", re.IGNORECASE)
+"""What is a place in a source, and none of its title: a section, a file, an option."""
+YEAR = re.compile(r"(?:, ?| ?\()((?:19|20)\d\d)\)?$")
+
+
+def sources_of(words: str) -> dict[Reference, str]:
+    """Return {source: where in it} of `words` such as "Transformer Engine DelayedScaling; Smith et al., arXiv 1.2"."""
+    found: dict[str, tuple[Reference, list[str]]] = {}
+    for part in (" ".join(each.replace("[", "(").replace("]", ")").split()) for each in words.split(";")):
+        for source, place in _sources(part) if part else ():
+            _, places = found.setdefault(source.key, (source, []))
+            if place and place not in places:
+                places.append(place)
+    return {source: ", ".join(places) for source, places in found.values()}
+
+
+def _sources(part: str) -> list[tuple[Reference, str]]:
+    """Return the sources that a part names, with where in each: one, or one for each number at arXiv."""
+    numbers = list(ARXIV.finditer(part))
+    if not numbers:
+        return [_by_title(part)]
+    names = part[: numbers[0].start()]
+    found: list[tuple[Reference, str]] = []
+    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+        source = _by_number(number[1], names.rstrip(" ,(:"))
+        if following is None:
+            return [*found, (source, part[number.end() :].strip(" ,()."))]
+        between = BETWEEN.fullmatch(part[number.end() : following.start()].lstrip(")"))
+        place, names = (between["place"] or "", between["names"]) if between else ("", "")
+        found.append((source, place.strip("()")))
+    return found
+
+
+def _by_number(number: str, names: str) -> Reference:
+    title, year = _dated(names)
+    unknown = Reference(f"arxiv-{number}", "misc", "", title or "A preprint", year or f"20{number[:2]}", eprint=number)
+    return PAPERS.get(number, unknown)
+
+
+def _by_title(part: str) -> tuple[Reference, str]:
+    for program in PROGRAMS:
+        if part == program.title or part.startswith(f"{program.title} "):
+            return program, part.removeprefix(program.title).strip()
+    title, _, place = part.rpartition(", ")
+    if not title or not PLACE.fullmatch(place):
+        title, place = part, ""
+    key = f"{re.sub(r'[^A-Za-z0-9]+', '-', title)[:32]}-{sha256(title.encode()).hexdigest()[:6]}"
+    title, year = _dated(title)
+    return Reference(key, "misc", "", title, year), place
+
+
+def _dated(title: str) -> tuple[str, str]:
+    """Return a title, or names, without the year at its end, and that."""
+    year = YEAR.search(title)
+    return (title[: year.start()], year[1]) if year else (title, "")
+
+
+def citation_of(sources: Mapping[Reference, str]) -> str:
+    """Return the mark that cites `sources` in a text."""
+    cited = (f"@{source.key}{f', {place}' if place else ''}" for source, place in sources.items())
+    return f"[{'; '.join(cited)}]"

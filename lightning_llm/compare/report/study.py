@@ -1,19 +1,30 @@
-"""What was done, as facts of a comparison: what the methods paragraph of a report states and cites."""
+"""Facts of a comparison for its methods section: recipes, seeds, models, data, versions, hardware."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from lightning_llm.compare.best_value.selection import Selection
-from lightning_llm.compare.estimate import Terms
-from lightning_llm.compare.report.named_models import models_of
 from lightning_llm.compare.runs.factor import Factor
 from lightning_llm.compare.runs.pairing import Family
-from lightning_llm.compare.runs.searched import ended_some
+from lightning_llm.compare.runs.usable import ended_some
 from lightning_llm.compare.sequential.design import Design
 from lightning_llm.compare.sequential.looks import Look
+from lightning_llm.compare.terms import Terms
 from lightning_llm.compare.verdict import Verdict
+from lightning_llm.config.config_hash import flatten
+from lightning_llm.config.recipes import option_files
+from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.config.weight_folders import NOT_SHAPE
 from lightning_llm.tracking.reading import Run
+
+GROUP = "model"
+MOST_KEYS = 8
+"""Named of a model that has little in common with its file."""
 
 
 @dataclass(frozen=True)
@@ -190,3 +201,42 @@ def _at(summary: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
     return found
+
+
+def models_of(runs: Iterable[Run]) -> list[str]:
+    """Return what the runs' models are called, each once, in order of the runs."""
+    return list(dict.fromkeys(name for run in runs if (name := _called(run.config)) is not None))
+
+
+def _called(config: Mapping[str, Any]) -> str | None:
+    """Return "llama_tiny", or "llama_tiny with num_layers=2, hidden_size=64" where keys of the file were overridden.
+
+    A model without a shipped file (of a --config-dir, or of weights) has its name alone.
+    """
+    name = config.get(f"{GROUP}.name")
+    if name is None:
+        return None
+    file = _values_of_file(str(name))
+    changed = {
+        key: config[f"{GROUP}.{key}"]
+        for key, value in file.items()
+        if key not in NOT_SHAPE and f"{GROUP}.{key}" in config and config[f"{GROUP}.{key}"] != value
+    }
+    words = [f"{key}={_word(value)}" for key, value in list(changed.items())[:MOST_KEYS]]
+    if more := len(changed) - len(words):
+        words.append(f"{more} more")
+    return f"{name} with {', '.join(words)}" if words else str(name)
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value, default=str).replace('"', "")
+
+
+@cache
+def _values_of_file(name: str) -> dict[str, Any]:
+    """Return the flat values of the shipped model `name`, with the defaults of what it leaves out; {} without one."""
+    file = option_files(GROUP).get(name)
+    if file is None or name == "from_weights":
+        return {}
+    values: Any = OmegaConf.to_container(OmegaConf.create(file.read_text(encoding="utf-8")))
+    return flatten(ModelConfig.model_validate(values).model_dump(mode="json"))

@@ -1,16 +1,76 @@
-"""The verdicts and their curves as tables: `verdicts.csv`, `curves.csv`, and for a paper `verdicts.tex`."""
+"""Tables of a report as data: verdicts and curves as CSV, and further tables (all pairs, those of a supplement)."""
 
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_llm.compare.comparison import Comparison
-from lightning_llm.compare.data import finite
-from lightning_llm.compare.report.latex import latex_row
+from lightning_llm.compare.format import interval_text, nats
+from lightning_llm.compare.report.picture import Picture
 from lightning_llm.compare.statistics.paired_curves import SourceGap, paired_curves, source_gaps
+from lightning_llm.compare.table import pair_cells
+from lightning_llm.compare.to_json import finite
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.compare.wording import interval_of, nats, short
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: `rows` of text under `columns`, of which the first `names` are text and the others figures.
+
+    `name`: of its files, `name.csv` and `name.tex`; `figures`: a row each for the CSV, numbers in full.
+    """
+
+    name: str
+    heading: str
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    figures: tuple[Mapping[str, Any], ...]
+    names: int = 1
+
+    @property
+    def csv(self) -> str:
+        """One line per row; empty where there is no number."""
+        return _csv(self.figures, list(self.figures[0]))
+
+
+@dataclass(frozen=True)
+class Supplement:
+    """Parts of a report beside the verdicts, by a package above this one (a ladder); `data`: keys of `compare.json`."""
+
+    tables: tuple[Table, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+NOTHING = Supplement()
+
+
+def tables_of(comparison: Comparison) -> list[Table]:
+    """Return the tables beside that of the verdicts, by the comparison alone: all pairs, where they were asked for."""
+    found = comparison.all_pairs
+    if not found:
+        return []
+    settings = any(each.setting for each in found)
+    where = ("setting",) if settings else ()
+    level = f"{100 * comparison.terms.confidence:g} %"
+    caption = (
+        f"Every recipe against every other by loss alone: the gap of the first to the second, {comparison.terms.unit}, "
+        f"with {level} intervals that hold together over all pairs (Tukey), and so are wider than the verdicts' own."
+    )
+    figures = tuple(
+        {
+            "recipe": each.recipe, "against": each.other, "setting": each.setting, "verdict": each.decision,
+            "controlled": each.controlled, "margin": each.margin, "gap": each.gap, "ci_low": each.low,
+            "ci_high": each.high, "pairs": each.pairs,
+        }
+        for each in found
+    )  # fmt: skip
+    rows = tuple(pair_cells(each, settings=settings) for each in found)
+    columns = ("recipe", "against", *where, "verdict", "gap", "interval", "pairs")
+    return [Table("pairs", "Each against each", caption, columns, rows, figures, 3 + settings)]
 
 
 def sources_of(comparison: Comparison) -> dict[int, dict[str, SourceGap]]:
@@ -21,6 +81,12 @@ def sources_of(comparison: Comparison) -> dict[int, dict[str, SourceGap]]:
         gaps = source_gaps(verdicts)
         found |= {id(verdict): gap for verdict, gap in zip(verdicts, gaps, strict=True)}
     return found
+
+
+def gap_text(gap: SourceGap) -> str:
+    """Return the gap, with its interval where there is one."""
+    text = nats(gap.gap, signed=True)
+    return f"{text} {interval_text(gap.low, gap.high)}" if gap.low == gap.low else text
 
 
 def verdicts_csv(comparison: Comparison) -> str:
@@ -49,10 +115,10 @@ def _figures(verdict: Verdict, sources: Mapping[str, SourceGap]) -> dict[str, An
         "tokens": verdict.tokens,
         "margin": verdict.terms.margin,
         "confidence": verdict.terms.confidence,
-        "gap": finite(estimate.gap),
-        "ci_low": finite(estimate.low),
-        "ci_high": finite(estimate.high),
-        "sd": finite(estimate.sd),
+        "gap": estimate.gap,
+        "ci_low": estimate.low,
+        "ci_high": estimate.high,
+        "sd": estimate.sd,
         "pairs": estimate.pairs,
         "seeds": stability.seeds,
         "failed": len(stability.failed),
@@ -73,7 +139,7 @@ def _figures(verdict: Verdict, sources: Mapping[str, SourceGap]) -> dict[str, An
         "spikes": cost.spikes,
         "skipped_steps": cost.skipped_steps,
         **{
-            f"gap/{source}{suffix}": finite(value)
+            f"gap/{source}{suffix}": value
             for source, gap in sources.items()
             for suffix, value in (("", gap.gap), ("/low", gap.low), ("/high", gap.high))
         },
@@ -95,7 +161,7 @@ def curves_csv(comparison: Comparison) -> str:
             ):
                 rows.append(
                     {"recipe": verdict.name, "setting": family.words, "step": step, "tokens": tokens,
-                     "gap": finite(gap), "ci_low": finite(low), "ci_high": finite(high), "pairs": curve.pairs,
+                     "gap": gap, "ci_low": low, "ci_high": high, "pairs": curve.pairs,
                      "confidence": curve.confidence}
                 )  # fmt: skip
     names = ["recipe", "setting", "step", "tokens", "gap", "ci_low", "ci_high", "pairs", "confidence"]
@@ -103,80 +169,13 @@ def curves_csv(comparison: Comparison) -> str:
 
 
 def _csv(rows: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None) -> str:
+    """Return the rows under `names` of columns; a cell is empty where there is no finite number."""
     if names is None:
         by_source = sorted({key for row in rows for key in row if key.startswith("gap/")})
         names = [key for key in max(rows, key=len) if key not in by_source] + by_source
     text = io.StringIO()
     writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    for row in rows:
+        writer.writerow({key: finite(value) if isinstance(value, float) else value for key, value in row.items()})
     return text.getvalue()
-
-
-def verdicts_latex(comparison: Comparison) -> str:
-    r"""Return a `tabular` (booktabs) of recipe, loss, gap, interval, pairs, failures, speed and verdict.
-
-    Settings, where there are several, are rows of their own above their baselines.
-    """
-    lines: list[str] = []
-    for baseline in comparison.baselines:
-        verdicts = comparison.verdicts_of(baseline.family)
-        if not verdicts:
-            continue
-        if baseline.family.words:
-            lines += [r"\midrule"] if lines else []
-            words = latex_row([baseline.family.words]).removesuffix(r" \\")
-            lines.append(rf"\multicolumn{{8}}{{l}}{{\emph{{{words}}}}} \\")
-        loss = "" if baseline.loss is None else nats(baseline.loss)
-        lines.append(latex_row([baseline.label, loss, "", "", str(len(baseline.runs)), "", "", "baseline"]))
-        lines += [latex_row(_paper_cells(verdict)) for verdict in verdicts]
-    terms, first = comparison.terms, comparison.verdicts[0]
-    caption = (
-        f"% {first.name} and others at {short(first.parameters)} parameters, {short(first.tokens)} tokens: "
-        f"{terms.metric}, margin {terms.margin_words}, {100 * terms.confidence:g} % "
-        f"{'repeated' if comparison.design else 'simultaneous'} intervals"
-    )
-    head = ["recipe", "loss", "gap", "interval", "pairs", "failed", "speed", "verdict"]
-    table = [r"\begin{tabular}{lrrrrrrp{3.6cm}}", r"\toprule", latex_row(head), r"\midrule", *lines, r"\bottomrule"]
-    return "\n".join([caption, *table, r"\end{tabular}", ""])
-
-
-def _paper_cells(verdict: Verdict) -> list[str]:
-    estimate, stability, speed = verdict.judged.estimate, verdict.judged.stability, verdict.cost.tokens_per_second_ratio
-    return [
-        verdict.name,
-        "" if verdict.loss is None else nats(verdict.loss),
-        nats(estimate.gap, signed=True) if estimate.pairs else "",
-        "" if estimate.low != estimate.low else interval_of(estimate),
-        str(estimate.pairs),
-        f"{len(stability.failed)}/{stability.seeds}",
-        "" if speed is None else "emulated" if verdict.emulated else f"{speed:.2f}x",
-        verdict.qualified,
-    ]
-
-
-def sources_latex(comparison: Comparison) -> str:
-    r"""Return a `tabular` (booktabs) of each recipe's gap and interval on each source, if any."""
-    gaps = sources_of(comparison)
-    sources = sorted({source for found in gaps.values() for source in found})
-    if not sources:
-        return "% no source was scored by itself\n"
-    settings = any(family.words for family in comparison.families)
-    rows = [
-        [
-            verdict.name,
-            *([verdict.family.words] if settings else []),
-            *(gap_words(gaps[id(verdict)][name]) if name in gaps[id(verdict)] else "" for name in sources),
-        ]
-        for verdict in comparison.verdicts
-    ]
-    head = ["recipe", *(["setting"] if settings else []), *sources]
-    columns = "l" * (1 + settings) + "r" * len(sources)
-    body = [latex_row(head), r"\midrule", *map(latex_row, rows)]
-    return "\n".join([rf"\begin{{tabular}}{{{columns}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def gap_words(gap: SourceGap) -> str:
-    """Return the gap, with its interval where there is one."""
-    text = nats(gap.gap, signed=True)
-    return f"{text} [{nats(gap.low, signed=True)}, {nats(gap.high, signed=True)}]" if gap.low == gap.low else text

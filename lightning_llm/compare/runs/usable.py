@@ -1,11 +1,36 @@
-"""Which of the runs that were read a comparison can use: with an end, in one metric, and the newest of the same."""
+"""Which runs a comparison can use (finished, in one metric, no copies), and what to report of unfinished ones."""
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
-from lightning_llm.base.errors import Problem
-from lightning_llm.config.config_hash import NOT_IDENTITY, below
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.compare.runs.factor import Factor, Level, parsed, same_value
+from lightning_llm.compare.runs.losses import LOSS
+from lightning_llm.config.commands import resume_command
+from lightning_llm.config.config_hash import NOT_IDENTITY, below, frozen_values, may_move
 from lightning_llm.tracking.reading import Run, facts
+from lightning_llm.tracking.run_state import state_of
+from lightning_llm.tracking.sweep_definition import command_for_the_rest
+from lightning_llm.tracking.sweep_file import FILE, ended_by_search, read_sweep_file
+
+NEVER_BEGUN = "never begun"
+UNREADABLE = "unreadable"
+KILLED = "killed, its process is gone"
+RUNNING, ENDED_EARLY = "running", "ended early"
+AS_THEY_ARE = (RUNNING, ENDED_EARLY)
+"""States of runs that nothing is to be done about."""
+MOST_NUMBERS = 8
+"""Of jobs that are named one by one."""
+REMEDY = "None of them is used: which is the original cannot be known. Remove the copy, or name the sound runs alone."
+
+
+def split_usable(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
+    """Return the runs that reached their end, or lost their loss on the way, which is a result, too; and the others."""
+    usable = [run for run in runs if run.finished or run.lost_its_loss]
+    return usable, [run for run in runs if not (run.finished or run.lost_its_loss)]
 
 
 def why_incomparable(usable: Sequence[Run], metric: str) -> Problem | None:
@@ -24,12 +49,6 @@ def why_incomparable(usable: Sequence[Run], metric: str) -> Problem | None:
     return None
 
 
-def split_usable(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """Return the runs that reached their end, or lost their loss on the way, which is a result, too; and the others."""
-    usable = [run for run in runs if run.finished or run.lost_its_loss]
-    return usable, [run for run in runs if not (run.finished or run.lost_its_loss)]
-
-
 def newest_of_same(runs: list[Run]) -> tuple[list[Run], list[str]]:
     """Return the runs without those made again in the same way to the same end, of which the newest counts.
 
@@ -44,3 +63,200 @@ def newest_of_same(runs: list[Run]) -> tuple[list[Run], list[str]]:
     dropped = [run.name for run in runs if id(run) not in kept]
     notes = [f"Made again later to the same losses, so left out: {', '.join(dropped)}."] if dropped else []
     return [run for run in runs if id(run) in kept], notes
+
+
+def without_copies(runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
+    """Return the runs without those that share an id or all losses with another that it cannot be, and why.
+
+    A run id belongs to one run, so to one seed and one config as far as it may not change on resume. Runs of several
+    seeds have other weights and other data, and never the same losses throughout. A copy that is the same in all of
+    this is no problem: of equal runs the newest counts.
+    """
+    found: dict[int, Problem] = {}
+    for one, other in _contradicting(runs, _run_id, _frozen):
+        text = f"has the run id of {other.name} ({str(_run_id(one))[:8]}) and another seed or config. {REMEDY}"
+        found.setdefault(id(one), Problem(str(one.folder), text))
+    for one, other in _contradicting(runs, _curve, lambda run: str(run.seed)):
+        text = f"has all losses of {other.name}, which ran at seed {other.seed} and not {one.seed}. {REMEDY}"
+        found.setdefault(id(one), Problem(str(one.folder), text))
+    return [run for run in runs if id(run) not in found], list(found.values())
+
+
+def _contradicting(
+    runs: Iterable[Run], shared: Callable[[Run], Hashable], own: Callable[[Run], str]
+) -> Iterable[tuple[Run, Run]]:
+    """Yield each run with another that has the same of what is `shared`, not None, and another value of `own`."""
+    groups: dict[Hashable, list[Run]] = {}
+    for run in runs:
+        if (key := shared(run)) is not None:
+            groups.setdefault(key, []).append(run)
+    for group in groups.values():
+        if len(group) < 2:
+            continue
+        values = [own(run) for run in group]
+        for run, value in zip(group, values, strict=True):
+            others = (other for other, its in zip(group, values, strict=True) if its != value)
+            if (other := next(others, None)) is not None:
+                yield run, other
+
+
+def _run_id(run: Run) -> str | None:
+    found = run.summary.get("run_id")
+    return found if isinstance(found, str) else None
+
+
+def _frozen(run: Run) -> str:
+    return str(sorted((k, str(v)) for k, v in frozen_values(run.config).items() if not may_move(k)))
+
+
+def _curve(run: Run) -> Hashable:
+    losses = run.validations.get(LOSS, {})
+    known = [*losses.values(), run.last_loss]
+    return (tuple(sorted(losses.items())), run.last_loss) if losses and all(map(math.isfinite, known)) else None
+
+
+def survived_at(runs: Sequence[Run]) -> str:
+    """Return the values, as overrides, that all `runs` have of keys of which a search tried others; "" without one."""
+    keys: dict[str, None] = {}
+    for folder in dict.fromkeys(run.folder.parent for run in runs):
+        if ended_by_search(folder):
+            keys |= dict.fromkeys(read_sweep_file(folder).get("axes", {}))
+    shared = {key: {str(run.config.get(key)) for run in runs} for key in keys if key != "seed"}
+    return ", ".join(
+        f"{key}={words.pop()}"
+        for key, words in shared.items()
+        if len(words) == 1 and all(key in run.config for run in runs)
+    )
+
+
+def ended_some(runs: Sequence[Run]) -> bool:
+    """Return whether a search ended some recipes of the runs' sweeps early, and so chose those that are judged."""
+    return any(ended_by_search(folder) for folder in {run.folder.parent for run in runs})
+
+
+def unfinished_problems(runs: Iterable[Run], so: str = "Left out") -> list[Problem]:
+    """Return what to say of unfinished runs: of a sweep's jobs a line per cause, of other runs one for each.
+
+    Args:
+        so: what becomes of them.
+    """
+    alike: dict[tuple[Path, str, str], list[Run]] = {}
+    for run in runs:
+        sweep = run.folder.parent
+        place = sweep if (sweep / FILE).is_file() else run.folder
+        alike.setdefault((place, status_of(run), _detail(run).partition(":")[0]), []).append(run)
+    return [
+        _of_one(found[0], so) if len(found) == 1 else _of_several(sweep, found, so)
+        for (sweep, *_), found in alike.items()
+    ]
+
+
+def _detail(run: Run) -> str:
+    """Return the first line of what a run said of its end: "OSError: no space left"."""
+    return (str(run.summary.get("detail") or "").splitlines() or [""])[0][:200]
+
+
+def status_of(run: Run) -> str:
+    """Return what an unfinished run is: what it said of itself, and that it was killed where its process is gone."""
+    gone = run.status == "running" and state_of(run.folder) == "stopped"
+    return KILLED if gone else run.status
+
+
+def _of_one(run: Run, so: str) -> Problem:
+    status, detail = status_of(run), _detail(run)
+    after = f" after step {run.last_step}" if run.last_step else ""
+    text = f"is not finished: {status}{after}{f' ({detail})' if detail else ''}. {so}"
+    return Problem(str(run.folder), f"{text}{_further(how_they_go_on([run]), status, 'it')}.")
+
+
+def _of_several(sweep: Path, runs: Sequence[Run], so: str) -> Problem:
+    status, details = status_of(runs[0]), sorted({_detail(run) for run in runs} - {""})
+    steps = sorted({run.last_step for run in runs})
+    after = f" after step {steps[0] if len(steps) == 1 else f'{steps[0]} to {steps[-1]}'}" if steps[-1] else ""
+    why = f" ({details[0]}{'; and others' if len(details) > 1 else ''})" if details else ""
+    text = f"{len(runs)} of its {_number_of_jobs(sweep)} jobs are not finished: {status}{after}{why}"
+    text += f", jobs {_numbers(runs)} (numbered from 0). {so}"
+    return Problem(str(sweep), f"{text}{_further(how_they_go_on(runs), status, 'them')}.")
+
+
+def _numbers(runs: Sequence[Run]) -> str:
+    names = sorted((run.folder.name for run in runs), key=lambda name: (len(name), name))
+    more = f" and {len(names) - MOST_NUMBERS} more" if len(names) > MOST_NUMBERS else ""
+    return f"{', '.join(names[:MOST_NUMBERS])}{more}"
+
+
+def _number_of_jobs(sweep: Path) -> int:
+    try:
+        return len(read_sweep_file(sweep).get("jobs", []))
+    except ConfigError:  # which `lost_jobs` says
+        return len([each for each in sweep.iterdir() if each.name.isdecimal()])
+
+
+def _further(command: str, status: str, them: str) -> str:
+    if not command:
+        return ""
+    if status == UNREADABLE:
+        return f"; {command} makes {them} anew once the folder{'s are' if them == 'them' else ' is'} removed"
+    return f"; {command} {'begins' if status == NEVER_BEGUN else 'goes on with'} {them}"
+
+
+def how_they_go_on(runs: Sequence[Run]) -> str:
+    """Return the command that goes on with unfinished `runs`, or begins them; "" where none is known, or needed.
+
+    One run that began goes on by its config, others with their sweep; those that are running do so by themselves, and
+    those that a search ended are not to.
+    """
+    runs = [run for run in runs if status_of(run) not in AS_THEY_ARE]
+    if not runs:
+        return ""
+    alone = len(runs) == 1 and status_of(runs[0]) not in (NEVER_BEGUN, UNREADABLE)
+    sweeps = dict.fromkeys(run.folder.parent for run in runs)
+    of_sweeps = [] if alone else [command_for_the_rest(sweep) for sweep in sweeps]
+    if of_sweeps and all(of_sweeps):
+        return " && ".join(of_sweeps)
+    has_config = all((run.folder / "config.yaml").is_file() for run in runs)
+    return " && ".join(resume_command(run.folder) for run in runs) if has_config else ""
+
+
+def levels_without_a_run(unfinished: Sequence[Run], usable: Sequence[Run], factor: Factor) -> list[Problem]:
+    """Say of which recipes there is no verdict at all, since no run of theirs came to its end."""
+    seen = {factor.level(run) for run in usable}
+    values = [_value(run, factor) for run in usable]
+    seeds: dict[str, set[int]] = {}
+    for run in unfinished:
+        name = _new_in_words(run, factor, values) if run.words else _new(run, factor, seen, values)
+        if name:
+            seeds.setdefault(name, set()).add(run.seed)
+    text = "has no verdict: none of its runs is finished (seed{} {})."
+    return [
+        Problem(name, text.format("s" * (len(found) > 1), ", ".join(map(str, sorted(found)))))
+        for name, found in seeds.items()
+    ]
+
+
+def _value(run: Run, factor: Factor) -> Any:
+    """Return the name of the run's group, or its value of a factor that is one key."""
+    return run.config.get(factor.name, run.config.get(f"{factor.name}.name"))
+
+
+def _new(run: Run, factor: Factor, seen: Collection[Level], names: Collection[Any]) -> str:
+    """Return what to call the run's level, "" where it is one of `seen`: its group's name, where no other has it."""
+    if factor.level(run) in seen:
+        return ""
+    name = run.config.get(f"{factor.name}.name")
+    return str(name) if name and name not in names else factor.in_words(run)
+
+
+def _new_in_words(run: Run, factor: Factor, values: Sequence[Any]) -> str:
+    """Return the level that the words of a job name, as they do; "" where they name none, or one of `values`.
+
+    A word for a number (step_law) may stand for any.
+    """
+    words = [word.lstrip("+") for word in run.words if word.lstrip("+").startswith(f"{factor.name}=")]
+    value = parsed(words[-1].partition("=")[2]) if words else None
+    if not words or any(same_value(value, each) for each in values):
+        return ""
+    if "." not in factor.name:
+        return str(value)
+    is_law = isinstance(value, str) and not any(isinstance(each, str) for each in values)
+    return "" if is_law else words[-1]

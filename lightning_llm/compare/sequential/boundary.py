@@ -5,11 +5,11 @@ spending function says how much of the error alpha may be used up by a look afte
 critical value of each look follows from the joint law of the statistics over the looks: P(first beyond at look k) =
 what is spent there. Paired t statistics, gap less margin over its standard error, are pivotal where the gap is the
 margin: neither it nor the spread is in their joint law, so that can be drawn (seeded), for the very procedure that
-judges: recipes against one baseline, variances pooled and guarded (`statistics.spread_of`).
+judges: recipes against one baseline, variances pooled and guarded (`intervals.spread_of`).
 
 What is returned is the confidence that each look's intervals are taken at. Intervals at these confidences hold together
 over all looks and recipes, whenever one stops and for whatever reason: the repeated confidence intervals of C. Jennison
-and B. W. Turnbull, J. R. Stat. Soc. B 51 (1989) 305-361. At one look they are the intervals of `statistics`.
+and B. W. Turnbull, J. R. Stat. Soc. B 51 (1989) 305-361. At one look they are those of `intervals.py`.
 """
 
 import math
@@ -23,11 +23,19 @@ from scipy import special  # and not stats, which takes a second to import
 from lightning_llm.compare.statistics.intervals import spread_of
 
 Spending = Literal["linear", "pocock", "obrien_fleming"]
+
+
 SPENDINGS: tuple[Spending, ...] = get_args(Spending)
+
+
 DRAWS = 50_000
 """Sweeps that a boundary is made from: an error of 0.05 is met to 0.001 (its standard error)."""
+
+
 MOST_NUMBERS = 20_000_000
 """That are drawn at once: fewer sweeps for many recipes."""
+
+
 LEAST_SPENT = 1e-5
 """A look of less has intervals at this error: it never decides, and adds no more than that to the whole."""
 

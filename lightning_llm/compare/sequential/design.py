@@ -7,13 +7,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.compare.estimate import LookLevels, Terms
+from lightning_llm.compare.best_value.selection import BestOf
+from lightning_llm.compare.runs.find import Found
 from lightning_llm.compare.sequential.boundary import Spending, boundary, increments
+from lightning_llm.compare.terms import AskedTerms, LookLevels, Terms
 from lightning_llm.config.schema.sweep import read_margin
-from lightning_llm.tracking.sweep_file import DESIGN
+from lightning_llm.tracking.sweep_file import DESIGN, FILE, read_declared
 
 
 @dataclass(frozen=True)
@@ -113,3 +116,75 @@ def read_design(about: Any, where: str) -> Design | None:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         text = f"the declared looks ('{DESIGN}') cannot be used: {error}."
         raise ConfigError(Problem(where, text)) from error
+
+
+USUAL = "the usual one"
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The `design` that verdicts are taken by, None where they are not; `notes` on that; the declared `baseline`."""
+
+    design: Design | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def terms(self) -> Terms | None:
+        """The declared terms, if verdicts are taken by a design."""
+        return self.design.terms if self.design else None
+
+    @property
+    def baseline(self) -> str | None:
+        """The declared baseline, if any."""
+        return self.design.baseline if self.design else None
+
+
+def declared_looks(found: Found, asked: AskedTerms, baseline: str | None, best_of: BestOf | None) -> Declared:
+    """Return the design that the runs which were found are judged by: that of the one sweep that was named whole.
+
+    By other terms than it declares, or with other runs, a verdict has not its error, which is noted.
+
+    Raises:
+        ConfigError: the design is damaged, or was changed after it was declared.
+    """
+    folders = found.sweeps or sorted({run.parent for run in found.folders if (run.parent / FILE).is_file()})
+    designs: dict[Path, Design] = {}
+    for folder in folders:
+        try:
+            declared = read_declared(folder)
+        except ConfigError:  # which `lost_jobs` names
+            continue
+        if design := read_design(declared, str(folder / FILE)):
+            designs[folder] = design
+    if not designs:
+        return Declared()
+    design = next(iter(designs.values()))
+    others = _other_terms(design, asked, baseline, best_of)
+    if len(found.sweeps) != 1 or any(run.parent != found.sweeps[0] for run in found.folders):
+        others.append("runs of several folders, or not all of the sweep's")
+    if others:
+        text = (
+            f"The looks of {', '.join(folder.name for folder in designs)} were declared before its first run "
+            f"({design.words}), and this asks for something else: {'; '.join(others)}. These verdicts are of one look "
+            "at what is there, stopped for another reason, and do not have the declared error."
+        )
+        return Declared(None, (text,))
+    text = (
+        f"Looks were declared before the first run: {design.words}. The intervals hold together over all looks and "
+        f"recipes with {100 * design.terms.confidence:g} %, whenever a sweep stops (repeated confidence intervals). A "
+        "recipe has the verdict, and the interval, of the look that decided it, or else of its last."
+    )
+    return Declared(design, (text,))
+
+
+def _other_terms(design: Design, asked: AskedTerms, baseline: str | None, best_of: BestOf | None) -> list[str]:
+    now, were = asked.over(design.terms), design.terms
+    named = {
+        "margin": (were.margin_words, now.margin_words), "confidence": (were.confidence, now.confidence),
+        "metric": (were.metric, now.metric), "tail": (were.tail_share, now.tail_share),
+        "baseline": (design.baseline or USUAL, baseline or design.baseline or USUAL),
+    }  # fmt: skip
+    if baseline == "precision=bf16" and design.baseline is None:
+        named.pop("baseline")  # which is the usual one
+    others = [f"{name} {new} in place of {old}" for name, (old, new) in named.items() if new != old]
+    return [*others, *([f"--best-of {best_of.key}"] if best_of else [])]

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_llm.compare.estimate import Judged, LookLevels, Measured, judge_all, measure
+from lightning_llm.compare.estimate import Judged, Measured, judge_all, measure
 from lightning_llm.compare.runs.pairing import Family
-from lightning_llm.compare.runs.unfinished import status_of
+from lightning_llm.compare.runs.usable import status_of
 from lightning_llm.compare.sequential.design import Design, Look
+from lightning_llm.compare.terms import LookLevels
 from lightning_llm.compare.tokens.effective_data import Curve
 from lightning_llm.tracking.reading import Run
 

@@ -3,7 +3,7 @@
 The gap of two recipes is the mean of their differences seed by seed, as against the baseline. All pairs of M levels
 hold together by the studentized range (J. W. Tukey, "The problem of multiple comparisons", 1953; C. W. Dunnett, J. Am.
 Stat. Assoc. 75 (1980) 796-800 for unequal variances), with seeds as blocks. Variances of like spread are pooled as in
-`statistics`, none below a pair's own: with M levels of one spread over S seeds that is the residual of the two-way
+`intervals.py`, none below a pair's own: with M levels of one spread over S seeds that is the residual of the two-way
 layout, and has its (M - 1) (S - 1) degrees of freedom.
 """
 
@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from scipy import special  # and not stats, which takes a second to import
 
 from lightning_llm.compare.runs.losses import tail_of
-from lightning_llm.compare.statistics.intervals import Decision, decision_of
-from lightning_llm.compare.statistics.pool import BASELINE_CORRELATION, pool_variances
+from lightning_llm.compare.statistics.intervals import BASELINE_CORRELATION, Decision, decision_of, pool_variances
 from lightning_llm.compare.verdict import Verdict
 
 Array = NDArray[np.float64]
@@ -134,7 +133,7 @@ def pairwise_intervals(losses: Array, confidence: float = 0.95) -> tuple[Array, 
 
 
 def _pooled_df(df: NDArray[np.int64], pool: NDArray[np.bool_], first: Array, second: Array) -> Array:
-    """Return the degrees of freedom of the pooled variance, [...], by Satterthwaite as in `pool.pooled_df`.
+    """Return the degrees of freedom of the pooled variance, [...], by Satterthwaite as in `intervals.pooled_df`.
 
     Differences that share a level correlate with 1/2, others do not.
     """

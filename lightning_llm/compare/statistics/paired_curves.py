@@ -1,6 +1,6 @@
 """Intervals of paired differences beside the verdict's own: at each step of the curve, and on each source of the text.
 
-The model is that of the gap (`statistics.py`), asked at each step, or of each source, by itself: the intervals hold
+The model is that of the gap (`intervals.py`), asked at each step, or of each source, by itself: the intervals hold
 together over the recipes that share a baseline, not over steps or sources. Of a recipe that was judged at one of
 several declared looks they are at that look's confidence, over the seeds that it had: as its own interval.
 """

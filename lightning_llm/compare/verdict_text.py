@@ -1,26 +1,21 @@
-"""A verdict in words: what has to be reported beside the numbers, and everything in one line."""
+"""Verdicts as text: one line each, the reasons behind it, and notes on how far verdicts reach."""
 
 import math
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from lightning_llm.compare.estimate import Estimate
-from lightning_llm.compare.runs.losses import LEARNED_SHARE
-from lightning_llm.compare.statistics.censored import TimeToTarget
-from lightning_llm.compare.statistics.power import MOST_SEEDS, PLANNED_GAP, POWER
-from lightning_llm.compare.statistics.seeds import FEWEST_SEEDS
+from lightning_llm.base.terminal import shown
+from lightning_llm.compare.format import count, interval_text, more_or_fewer, nats, seeds_text, short
+from lightning_llm.compare.runs.branches import notes_on_branches
+from lightning_llm.compare.runs.factor import Factor
+from lightning_llm.compare.runs.losses import LEARNED_SHARE, LOSS
+from lightning_llm.compare.runs.pairing import Family
+from lightning_llm.compare.statistics.seeds import FEWEST_SEEDS, MOST_SEEDS, PLANNED_GAP, POWER
 from lightning_llm.compare.statistics.stability import STABILITY_MARGIN, Stability, rate_interval, upper_bound
+from lightning_llm.compare.time_to_target import TimeToTarget
 from lightning_llm.compare.verdict import Verdict
+from lightning_llm.tracking.reading import Run
 from lightning_llm.tracking.sweep_file import FILE as SWEEP_FILE
-
-LOOKS = (
-    "Every look at a growing sweep is another chance to err: with a true gap at the margin, lossless is reported "
-    "falsely at some look of {few} where the looks are after 2, 3, 4 and 5 seeds, of {many} over 2 to 20, and not "
-    "2.5 %. Choose the number of seeds first, and take the verdict at that number."
-)
-FALSE_LOSSLESS_BY_LOOKS = {(2, 5): 0.068, (2, 20): 0.129}
-"""{(first, last number of seeds looked at): how often lossless is reported at some look at a gap of the margin}: one
-recipe, 95 % intervals; tests/compare/test_stability.py."""
 
 
 def line_of(verdict: Verdict) -> str:
@@ -37,7 +32,7 @@ def line_of(verdict: Verdict) -> str:
         text += f"; not controlled: the runs differ in {', '.join(keys[:4])}{more} too"
     if verdict.unverified:
         runs = {id(run) for pair in verdict.pairs for run in (pair.baseline, pair.run)}
-        text += f"; records not verified ({len(verdict.unverified)} of {_count(len(runs), 'run')})"
+        text += f"; records not verified ({len(verdict.unverified)} of {count(len(runs), 'run')})"
     return f"{text}; {verdict.switch.words}" if verdict.switch else text
 
 
@@ -95,9 +90,9 @@ def _numbers(verdict: Verdict) -> list[str]:
     elif estimate.low == estimate.low:  # no NaN
         repeated = " repeated" if verdict.stage else ""
         level = f"{100 * verdict.terms.confidence:g} %{repeated} CI"
-        numbers.append(f"{level} {interval_of(estimate)}")
+        numbers.append(f"{level} {interval_text(estimate.low, estimate.high)}")
     in_all = len(measured.seeds)
-    numbers.append(_count(in_all, "pair") if estimate.pairs == in_all else f"{estimate.pairs} of {in_all} pairs")
+    numbers.append(count(in_all, "pair") if estimate.pairs == in_all else f"{estimate.pairs} of {in_all} pairs")
     if verdict.stage is not None:
         numbers.append(verdict.stage.words)
     if verdict.floor.sd is not None:
@@ -115,7 +110,7 @@ def _numbers(verdict: Verdict) -> list[str]:
 def _to_target(time: TimeToTarget) -> str:
     """Return how long it took to the target, and who got there where not all did."""
     if time.arrived == time.baseline_arrived == 0:
-        return f"no run of its {_count(time.pairs, 'pair')} reached {time.target:g}, nor any of the baseline's"
+        return f"no run of its {count(time.pairs, 'pair')} reached {time.target:g}, nor any of the baseline's"
     text = f"tokens to {time.target:g}: {time.words} the baseline's"
     if time.arrived == time.baseline_arrived == time.pairs:
         return text
@@ -136,22 +131,6 @@ def tokens_needed(verdict: Verdict) -> str:
     return text if net is None else f"{text}, {net:.2f}x net of speed"
 
 
-def more_or_fewer(share: float, interval: tuple[float, float]) -> str:
-    """Return a share of tokens more in words: "4.1 % more tokens [2.0, 6.5]", and -0.002 as "0.2 % fewer tokens".
-
-    Bounds are of the word before them: [-0.003, -0.001] more is [0.1, 0.3] fewer. "beyond": not known from the runs
-    there are, a bound that is infinite or -1; without an interval, NaN, there are no brackets.
-    """
-    fewer = round(100 * share, 1) < 0
-    bounds = tuple(-each for each in reversed(interval)) if fewer else interval
-    text = f"{100 * abs(share):.1f} % {'fewer' if fewer else 'more'} tokens"
-    if any(math.isnan(each) for each in bounds):
-        return text
-    known = (math.isfinite(b) and (-b if fewer else b) > -1 for b in bounds)
-    words = (f"{round(100 * b, 1) + 0.0:.1f}" if k else "beyond" for b, k in zip(bounds, known, strict=True))
-    return f"{text} [{', '.join(words)}]"
-
-
 def _surer_in_tokens(verdict: Verdict) -> str:
     """Return why the interval in tokens leaves out 0 where that of the gap holds it; empty where it is not so."""
     estimate, worth = verdict.judged.estimate, verdict.effective_data
@@ -161,11 +140,6 @@ def _surer_in_tokens(verdict: Verdict) -> str:
     if not (low > 0 or high < 0):
         return ""
     return "the interval in tokens, by its own pairs alone, excludes 0; that of the gap, for all recipes together, not"
-
-
-def interval_of(estimate: Estimate) -> str:
-    """Return the interval in brackets."""
-    return f"[{nats(estimate.low, signed=True)}, {nats(estimate.high, signed=True)}]"
 
 
 def _damaged(verdict: Verdict) -> str:
@@ -197,19 +171,19 @@ def _failed(verdict: Verdict) -> str:
     stability, outliers = judged.stability, judged.estimate.outlier_seeds
     parts = []
     if judged.measured.diverged_seeds:
-        parts.append(f"diverged at {_seeds(judged.measured.diverged_seeds)}")
+        parts.append(f"diverged at {seeds_text(judged.measured.diverged_seeds)}")
     for seed in outliers:
         gap = judged.measured.differences[seed]
         whose = "" if gap > 0 else " in the recipe's favour"
         parts.append(f"seed {seed} is an outlier, {gap:+.3g} ({abs(gap) / verdict.terms.margin:.0f} margins{whose})")
     if judged.measured.baseline_diverged_seeds:
-        parts.append(f"the baseline diverged at {_seeds(judged.measured.baseline_diverged_seeds)}")
+        parts.append(f"the baseline diverged at {seeds_text(judged.measured.baseline_diverged_seeds)}")
     if not parts:
         return ""
     if stability.verdict == "unstable":
         parts.append(f"unstable: it fails more often than the baseline (p = {stability.p:.2g})")
     elif judged.loss == "lossless" and not stability.allows_lossless:
-        parts.append(f"so it is not called lossless by the other {_count(judged.estimate.pairs, 'pair')}")
+        parts.append(f"so it is not called lossless by the other {count(judged.estimate.pairs, 'pair')}")
     return ", ".join(parts)
 
 
@@ -217,7 +191,7 @@ def _missing(verdict: Verdict) -> str:
     missing = verdict.judged.measured.missing_seeds
     if not missing or (verdict.stage is not None and verdict.stage.waits_for):  # which names them
         return ""
-    lead = f"{_seeds(missing)} missing: crashed or unfinished where the baseline was not"
+    lead = f"{seeds_text(missing)} missing: crashed or unfinished where the baseline was not"
     spared = verdict.judged.loss == "lossless" and verdict.judged.stability.allows_lossless
     return f"{lead}, so it is not called lossless by the others" if spared else lead
 
@@ -225,7 +199,7 @@ def _missing(verdict: Verdict) -> str:
 def _unpriced(verdict: Verdict) -> str:
     seeds = verdict.judged.measured.unpriced_seeds
     why = "the baseline has no sound runs of other numbers of tokens there, which say what the margin is"
-    return f"{_seeds(seeds)} left out: {why}" if seeds else ""
+    return f"{seeds_text(seeds)} left out: {why}" if seeds else ""
 
 
 def _identical(verdict: Verdict) -> str:
@@ -247,12 +221,12 @@ def _open(verdict: Verdict) -> str:
     if judged.loss == "lossless":
         if plan.if_stable is None:
             return ""
-        more = _count(plan.more or 1, "more seed")
+        more = count(plan.more or 1, "more seed")
         return f"{more} without another failure would show a failure rate below {100 * STABILITY_MARGIN:g} %"
     if not judged.estimate.pairs:
         return "no pair is left whose loss can be compared"
     if judged.estimate.pairs == 1:
-        return f"one pair shows no spread: at least {_count(plan.more or 1, 'more seed')} ({FEWEST_SEEDS} pairs in all)"
+        return f"one pair shows no spread: at least {count(plan.more or 1, 'more seed')} ({FEWEST_SEEDS} pairs in all)"
     worse = "worse; by more than the margin: open; " if verdict.worse else ""
     return worse + _seed_plan(verdict)
 
@@ -263,10 +237,10 @@ def _seed_plan(verdict: Verdict) -> str:
         text = f"more than {MOST_SEEDS} seeds would be needed to decide if the true gap is 0"
         return text if plan.if_lossy is None else f"{text}, about {plan.if_lossy} if it is {PLANNED_GAP} margins"
     if plan.more is None:
-        power = f"{_count(pairs, 'seed')} would mostly have told a gap of 0 or of {PLANNED_GAP} margins"
+        power = f"{count(pairs, 'seed')} would mostly have told a gap of 0 or of {PLANNED_GAP} margins"
         return f"the gap is likely near the margin, and more seeds would hardly decide: {power}"
     return (
-        f"about {_count(plan.more, 'more seed')} ({pairs + plan.more} in all) would decide if the true gap is 0, "
+        f"about {count(plan.more, 'more seed')} ({pairs + plan.more} in all) would decide if the true gap is 0, "
         f"{plan.if_lossy} in all if it is {PLANNED_GAP} margins"
     )
 
@@ -280,41 +254,104 @@ def power_statement() -> str:
     )
 
 
-def looks_statement() -> str:
-    """Return what repeated looks do to the error rate."""
-    few, many = (f"{100 * rate:.1f} %" for rate in FALSE_LOSSLESS_BY_LOOKS.values())
-    return LOOKS.format(few=few, many=many)
+def notes_on(
+    factor: Factor, families: Sequence[Family], verdicts: Sequence[Verdict], damaged: Sequence[Path] = ()
+) -> list[str]:
+    """Return what to read beside the verdicts, one sentence or two each."""
+    notes = [factor.note] if factor.note else []
+    notes.append(
+        "A verdict holds at its model size and number of tokens. It can rule a recipe out; lossless here does not "
+        "imply lossless for larger models or longer runs, where damage may grow: see how the gap moves over both."
+    )
+    if any(each.plan.if_no_gap and each.plan.more for each in verdicts):
+        notes.append(power_statement())
+    if any(each.judged.estimate.comparisons > 1 for each in verdicts):
+        notes.append("The intervals of recipes that share a baseline hold together, not one by one (Dunnett).")
+    runs = list({id(run): run for family in families for run in family.runs}.values())
+    notes += [*_on_records(runs, damaged), *_on_middles(runs)]
+    if any((run.summary.get("git") or {}).get("dirty") and "code_hash" not in run.summary for run in runs):
+        notes.append("Some runs are of a changed checkout (git dirty): that they ran the same code is not recorded.")
+    if unnamed := [run for run in runs if run.summary.get("data_hash") is None]:
+        notes.append(
+            f"Some runs do not name their data by a hash ({_named(unnamed)}): that it was the same is known from the "
+            "configs alone."
+        )
+    notes += [
+        f"{run.name} went on from another folder at step {run.first_step}: its tokens to loss, spikes and skipped "
+        "steps before that are not known."
+        for run in runs
+        if run.first_step > 1 and not run.branch
+    ]
+    notes += notes_on_branches(runs)
+    notes += _short_tails(verdicts)
+    if keys := sorted({key for each in verdicts for key in each.cost.speed_confounders}):
+        notes.append(f"Speed and memory are not of like runs: they differ in {', '.join(keys)}.")
+    at_once = sorted({run.at_once for run in runs} - {1})
+    if at_once:
+        notes.append(
+            f"Speed, seconds to loss and memory are of runs that shared the machine, {' or '.join(map(str, at_once))} "
+            "at once (launcher.at_once): not of a run alone, and the less like it the more its neighbours differed."
+        )
+    notes += quantized_sentences(verdicts)
+    emulated = [each.name for each in verdicts if each.emulated]
+    if emulated:
+        notes.append(f"Emulated, so that their speed is none of the format's: {', '.join(dict.fromkeys(emulated))}.")
+    return notes
 
 
-def nats(value: float, *, signed: bool = False) -> str:
-    """Return a loss or a gap to four digits behind the point; what a table has no room for, as a power of ten."""
-    sign = "+" if signed else ""
-    return format(value, f"{sign}.4f" if not 1e5 <= abs(value) < math.inf else f"{sign}.2e")
+MOST_NAMED = 6
+"""Runs that a note names one by one."""
 
 
-def minus(words: str) -> str:
-    """Return `words` with the sign that is as wide as a plus before negative numbers, for print."""
-    return re.sub(r"(?<!\w)-(?=[\d.]|inf)", "−", words)
+def _named(runs: Iterable[Run]) -> str:
+    names = [run.name for run in runs]
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(names[:MOST_NAMED])}{more}"
 
 
-def short(number: int | float | None) -> str:
-    """Return a count to two or three digits: 6.9M, 1.6M, 768K."""
-    if number is None:
-        return "unknown"
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"
+def _on_records(runs: Sequence[Run], damaged: Sequence[Path]) -> list[str]:
+    """Return what to say of damaged runs, and of those whose records nothing verifies, by why."""
+    notes = []
+    if damaged:
+        names = ", ".join(str(shown("/".join(folder.parts[-2:]))) for folder in damaged)
+        notes.append(
+            f"Damaged, and left out: {names}. Beside them no recipe is called lossless. Bring their files back from a "
+            "copy, make them again, or compare the sound runs by naming these alone."
+        )
+    reasons: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.unverified:
+            reasons.setdefault(run.unverified, []).append(run)
+    notes += [f"Records not verified, since {why}: {_named(found)}." for why, found in reasons.items()]
+    return notes
 
 
-def per_parameter(tokens: int, parameters: int) -> str:
-    """Return tokens per parameter to two digits, all of those before the point: 0.023, 5.5, 160."""
-    return short(float(f"{tokens / parameters:.2g}"))
+def _on_middles(runs: Sequence[Run]) -> list[str]:
+    """Return a note for each run that went on after a validation whose loss was not finite."""
+    notes = []
+    for run in runs:
+        losses = run.validations.get(LOSS, {})
+        lost = [step for step in sorted(losses)[:-1] if not math.isfinite(losses[step])]
+        if lost and math.isfinite(losses[max(losses)]):
+            notes.append(f"{run.name} had a validation loss that was not finite at step {', '.join(map(str, lost))}.")
+    return notes
 
 
-def _seeds(seeds: Sequence[int]) -> str:
-    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _short_tails(verdicts: Sequence[Verdict]) -> list[str]:
+    """Return what to say where the tail is a single validation: what its noise adds to the spread need not be there."""
+    tails = [each.judged.measured.tail for each in verdicts]
+    steps = sorted({tail.steps[0] for tail in tails if tail and len(tail.steps) == 1})
+    if not steps:
+        return []
+    every = max(1, steps[0] // 40)  # four in the last tenth
+    earlier = any(
+        0.7 * steps[-1] < step < steps[-1]
+        for each in verdicts
+        for pair in each.pairs
+        for step in pair.run.validations.get(each.terms.metric, {})
+    )
+    more = ", or take in more of what there is (--tail 0.3)" if earlier else ""
+    return [
+        f"The tail is one validation (step {', '.join(map(str, steps))}), so nothing is averaged. The mean of several "
+        f"has less of the noise from step to step: validate more often (trainer.validate_every_steps={every}){more}."
+    ]

@@ -1,16 +1,92 @@
-"""Jobs of a sweep without a readable run."""
+"""Read the runs that were found, without jobs that a search ended, and add the jobs of a sweep that have no run."""
 
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lightning_llm.base.errors import Problem
-from lightning_llm.compare.runs.find import has_begun
-from lightning_llm.compare.runs.unfinished import UNREADABLE
-from lightning_llm.tracking.reading import Run
-from lightning_llm.tracking.sweep_file import FILE, checked_sweep
+from lightning_llm.base.errors import ConfigError, Problem, gathered
+from lightning_llm.base.terminal import Waiting
+from lightning_llm.compare.runs.find import Found, has_begun
+from lightning_llm.compare.runs.usable import UNREADABLE
+from lightning_llm.tracking.reading import Run, read_run
+from lightning_llm.tracking.sweep_file import FILE, SEARCH_FILE, checked_sweep, ended_by_search
+
+
+class FoundRuns(NamedTuple):
+    """The `runs` that were found, and those of lost jobs; `problems` with others, and `notes`.
+
+    `damaged`: folders of runs that cannot be read, or whose files are not what the run wrote, and files of sweeps that
+    cannot be read: they would say whether a run is missing.
+    """
+
+    runs: list[Run]
+    problems: list[Problem]
+    notes: list[str]
+    damaged: list[Path]
+
+
+def read_found(found: Found) -> FoundRuns:
+    """Return the runs that were found.
+
+    Raises:
+        ConfigError: a search's record cannot be read.
+    """
+    kept = without_ended(found)
+    runs, unreadable = read_all(kept.folders)
+    unreadable += (misplaced := misplaced_runs(found.sweeps, runs))
+    runs = [run for run in runs if str(run.folder) not in {each.key for each in misplaced}]
+    damage = {Path(each.key): each.text.replace(f"{each.key}/", "") for each in unreadable}
+    lost, of_sweeps = lost_jobs(found.sweeps, runs, kept.ended, damage)
+    told = {str(run.folder) for run in lost}  # as unfinished, with why
+    problems = [each for each in unreadable if each.key not in told]
+    damaged = [*damage, *(Path(each.key) for each in of_sweeps)]
+    return FoundRuns([*runs, *lost], [*problems, *of_sweeps], kept.notes, damaged)
+
+
+def read_all(folders: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
+    """Return the runs that can be read, and what is wrong with the others."""
+    runs: list[Run] = []
+    problems: list[Problem] = []
+    with Waiting(f"reading {len(folders)} runs") as waiting:
+        for number, folder in enumerate(folders):
+            waiting.tell(number)
+            with gathered(problems):
+                runs.append(read_run(folder))
+    return runs, problems
+
+
+class Kept(NamedTuple):
+    """The `folders` of runs to compare, those of jobs that a search `ended` or never began, and `notes` on these."""
+
+    folders: list[Path]
+    ended: set[Path]
+    notes: list[str]
+
+
+def without_ended(found: Found) -> Kept:
+    """Return the folders that were found less those of jobs that a search ended.
+
+    Raises:
+        ConfigError: a search's record cannot be read.
+    """
+    ended: dict[Path, str] = {}
+    for sweep in dict.fromkeys([*found.sweeps, *(folder.parent for folder in found.folders)]):
+        try:
+            ended |= ended_by_search(sweep)
+        except ValueError as error:
+            raise ConfigError(
+                Problem(str(sweep / SEARCH_FILE), f"cannot be read: {error}. Start the search again.")
+            ) from error
+    left_out = [folder for folder in found.folders if folder in ended]
+    if not left_out:
+        return Kept(found.folders, set(ended), [])
+    why = "; ".join(dict.fromkeys(ended[folder] for folder in left_out))
+    numbers = ", ".join(folder.name for folder in left_out)
+    note = f"Ended by the search, and left out here: job {numbers} ({why})."
+    return Kept([folder for folder in found.folders if folder not in ended], set(ended), [note])
+
 
 Described = Mapping[str, Any]
 """A job as `sweep.json` lists it."""

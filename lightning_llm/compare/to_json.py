@@ -1,11 +1,12 @@
-"""Verdicts as plain data: what `compare.json` holds, and `--json` prints."""
+"""Verdicts as JSON: one verdict's entry in `compare.json`, and null for every number that is not finite."""
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.compare.wording import line_of, reason_of
+from lightning_llm.compare.verdict_text import line_of, reason_of
 
 
 def verdict_data(verdict: Verdict) -> dict[str, Any]:
@@ -92,3 +93,8 @@ def json_ready(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: json_ready(each) for key, each in value.items()}
     return [json_ready(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def as_json(value: Any) -> str:
+    """Return `value` as JSON; what is no finite number is null, for which JSON has no other word."""
+    return json.dumps(json_ready(value), indent=1, default=str, allow_nan=False)

@@ -1,0 +1,62 @@
+"""Losses, gaps, counts and shares of tokens as text: one format in tables, sentences and pictures."""
+
+import math
+import re
+from collections.abc import Sequence
+
+
+def more_or_fewer(share: float, interval: tuple[float, float]) -> str:
+    """Return a share of tokens more in words: "4.1 % more tokens [2.0, 6.5]", and -0.002 as "0.2 % fewer tokens".
+
+    Bounds are of the word before them: [-0.003, -0.001] more is [0.1, 0.3] fewer. "beyond": not known from the runs
+    there are, a bound that is infinite or -1; without an interval, NaN, there are no brackets.
+    """
+    fewer = round(100 * share, 1) < 0
+    bounds = tuple(-each for each in reversed(interval)) if fewer else interval
+    text = f"{100 * abs(share):.1f} % {'fewer' if fewer else 'more'} tokens"
+    if any(math.isnan(each) for each in bounds):
+        return text
+    known = (math.isfinite(b) and (-b if fewer else b) > -1 for b in bounds)
+    words = (f"{round(100 * b, 1) + 0.0:.1f}" if k else "beyond" for b, k in zip(bounds, known, strict=True))
+    return f"{text} [{', '.join(words)}]"
+
+
+def nats(value: float, *, signed: bool = False) -> str:
+    """Return a loss or a gap to four digits behind the point; what a table has no room for, as a power of ten."""
+    sign = "+" if signed else ""
+    return format(value, f"{sign}.4f" if not 1e5 <= abs(value) < math.inf else f"{sign}.2e")
+
+
+def interval_text(low: float, high: float) -> str:
+    """Return an interval in brackets: "[-0.0002, +0.0044]"."""
+    return f"[{nats(low, signed=True)}, {nats(high, signed=True)}]"
+
+
+def minus(words: str) -> str:
+    """Return `words` with the sign that is as wide as a plus before negative numbers, for print."""
+    return re.sub(r"(?<!\w)-(?=[\d.]|inf)", "−", words)
+
+
+def short(number: int | float | None) -> str:
+    """Return a count to two or three digits: 6.9M, 1.6M, 768K."""
+    if number is None:
+        return "unknown"
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def per_parameter(tokens: int, parameters: int) -> str:
+    """Return tokens per parameter to two digits, all of those before the point: 0.023, 5.5, 160."""
+    return short(float(f"{tokens / parameters:.2g}"))
+
+
+def count(number: int, noun: str) -> str:
+    """Return "1 pair", "3 pairs"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def seeds_text(seeds: Sequence[int]) -> str:
+    """Return "seed 0", "seeds 0, 1"."""
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
