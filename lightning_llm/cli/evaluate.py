@@ -17,9 +17,9 @@ from lightning_llm.cli.output_path import file_problems
 from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
 from lightning_llm.evaluate.merge import Merge, merge
 from lightning_llm.evaluate.request import LAYOUT_WORD, Request, checked_request
-from lightning_llm.probe.subject import device_of
 from lightning_llm.run.launch.environment import is_first_rank, rank_environment
 from lightning_llm.run.launch.torch_agent import STOP_SECONDS, as_rank, launch_reported
+from lightning_llm.run.subject import device_of
 
 GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 """Of ranks, above this many bytes at once: glibc else keeps twice a shard's memory for weights gathered and let go."""

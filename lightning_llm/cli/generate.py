@@ -17,7 +17,7 @@ from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.evaluate.weights import decoder_of, end_words, tokenizer_of
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.generate import CachedLogits, Sampler, sampled
-from lightning_llm.probe.subject import Subject, device_of, find_subject, read_weights
+from lightning_llm.run.subject import Subject, device_of, find_subject, read_weights
 
 DEFAULT_NEW_TOKENS = 200
 """Where --max-new-tokens is not given: as many, or what the context has room for."""

@@ -22,7 +22,7 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.probe.measure import measure
 from lightning_llm.probe.model import Pass, ProbedModel, TokenBatch
 from lightning_llm.probe.report import as_json, draw, ranking, render, write_recipes
-from lightning_llm.probe.subject import (
+from lightning_llm.run.subject import (
     Subject,
     delayed_state,
     device_of,

@@ -16,8 +16,8 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.precision.cast import kernel_cache
-from lightning_llm.probe.subject import device_of
 from lightning_llm.run.checked_plan import checked_plan, checked_resolution
+from lightning_llm.run.subject import device_of
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import Quantisation
 

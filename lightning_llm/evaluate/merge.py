@@ -24,7 +24,7 @@ from lightning_llm.evaluate.weights import AverageWeights, check_members
 from lightning_llm.model.weights.load import InitialWeights
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.probe.subject import Subject, find_subject, verified_weights
+from lightning_llm.run.subject import Subject, find_subject, verified_weights
 from lightning_llm.tracking.files import write_json
 from lightning_llm.tracking.run_state import state_of
 

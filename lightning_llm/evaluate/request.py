@@ -21,8 +21,8 @@ from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.degrees import Degrees, resolve_degrees
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.nodes import with_reduction
-from lightning_llm.probe.subject import Subject, device_of, find_subject
 from lightning_llm.run.launch.environment import adopt_world
+from lightning_llm.run.subject import Subject, device_of, find_subject
 from lightning_llm.tracking.evaluations import read_evaluations
 
 if TYPE_CHECKING:

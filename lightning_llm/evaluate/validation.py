@@ -22,7 +22,7 @@ from lightning_llm.model.ensemble import COMBINATIONS, Combine, Ensemble
 from lightning_llm.model.loss import IGNORED_LABEL
 from lightning_llm.parallel.apply import InitialSlice
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.probe.subject import Subject, delayed_state
+from lightning_llm.run.subject import Subject, delayed_state
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import Quantisation
 from lightning_llm.train.validation import Validation

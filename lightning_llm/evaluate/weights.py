@@ -17,7 +17,7 @@ from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.weights.load import frozen_decoder
 from lightning_llm.parallel.apply import InitialSlice
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.probe.subject import Subject, device_of, find_subject, read_weights
+from lightning_llm.run.subject import Subject, device_of, find_subject, read_weights
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import Quantisation
 

@@ -16,7 +16,7 @@ from lightning_llm.data.tokens.token_files import TokenStream
 from lightning_llm.evaluate.weights import AverageWeights, decoder_of
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.weights.load import InitialWeights, whole_state
-from lightning_llm.probe.subject import find_subject, read_weights, verified_weights
+from lightning_llm.run.subject import find_subject, read_weights, verified_weights
 from lightning_llm.tracking.files import read_records, summary_of
 from lightning_llm.tracking.reading import read_run
 

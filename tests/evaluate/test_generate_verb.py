@@ -15,7 +15,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.evaluate.weights import decoder_of
 from lightning_llm.model.generate import generate
-from lightning_llm.probe.subject import find_subject, read_weights
+from lightning_llm.run.subject import find_subject, read_weights
 
 
 def facts_of(capsys, *words):

@@ -27,7 +27,7 @@ from lightning_llm.evaluate.weights import decoder_of
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.generate import Sampler
 from lightning_llm.model.interop.families import huggingface_config
-from lightning_llm.probe.subject import find_subject, read_weights
+from lightning_llm.run.subject import find_subject, read_weights
 from lightning_llm.tracking.files import summary_of
 from tests.model.huggingface_states import to_huggingface
 

@@ -68,7 +68,7 @@ def test_proxies_are_the_losses_of_torchs_average(swept, capsys, tmp_path):
     config = models[0].config
     again = whole_decoder(config, {name: tensor.detach() for name, tensor in weights.items()})
     from lightning_llm.data.opening import open_corpus
-    from lightning_llm.probe.subject import find_subject
+    from lightning_llm.run.subject import find_subject
 
     data = find_subject(swept / "0", [], None).config
     corpus = open_corpus(data.data, data.seed, config.vocab_size, 3)
@@ -94,7 +94,7 @@ def test_proxies_are_the_losses_of_torchs_average(swept, capsys, tmp_path):
 def test_a_units_average_with_itself_is_itself_to_the_bit(swept):
     from lightning_llm.evaluate.weights import AverageWeights
     from lightning_llm.model.weights.load import InitialWeights
-    from lightning_llm.probe.subject import find_subject, read_weights, verified_weights
+    from lightning_llm.run.subject import find_subject, read_weights, verified_weights
 
     subject = find_subject(swept / "0", [], None)
     own = InitialWeights(verified_weights(subject), subject.config.model)

@@ -18,7 +18,7 @@ from lightning_llm.evaluate.request import checked_request
 from lightning_llm.evaluate.weights import decoder_of, sharded_decoder_of
 from lightning_llm.model.weights.load import InitialWeights
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.probe.subject import read_weights, verified_weights
+from lightning_llm.run.subject import read_weights, verified_weights
 
 PAIRS = [
     ("the of and", " to in"),
