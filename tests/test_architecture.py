@@ -42,12 +42,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "algoperf",
+        "evaluate",
         "golden",
         "ladder",
         "probe",
         "sweep",
     ),
-    ("evaluate",),
     ("cli",),
     ("api",),
     ("__main__",),

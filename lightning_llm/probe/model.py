@@ -1,22 +1,27 @@
-"""A checkpoint's weights under one recipe: passes over the same batches with other slots or layers quantised."""
+"""A subject's weights under one recipe: passes over the same batches with other slots or layers quantised."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.keyed_hash import StepKey
-from lightning_llm.config.schema import ModelConfig, PrecisionConfig
+from lightning_llm.config.schema import Config, ModelConfig, PrecisionConfig
+from lightning_llm.data.corpus import Corpus
+from lightning_llm.data.opening import open_corpus
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.model.weights.load import whole_decoder
+from lightning_llm.plan.check import check_config
 from lightning_llm.precision.linear.delayed import load_delayed_state, update_delayed
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers, set_recipe, set_step_key
 from lightning_llm.precision.linear.plan import ROLES, SLOT_NAMES
 from lightning_llm.precision.linear.swap import sum_in_fp32, swap_linears
+from lightning_llm.run.subject import Subject
 
 
 class TokenBatch(NamedTuple):
@@ -30,6 +35,39 @@ class TokenBatch(NamedTuple):
         """Return the batch on `device`."""
         ids = self.document_ids
         return TokenBatch(self.tokens.to(device), self.labels.to(device), None if ids is None else ids.to(device))
+
+
+def read_batches(subject: Subject, count: int) -> tuple[list[TokenBatch], str]:
+    """Return up to `count` micro-batches, evenly spread over the held-out sequences, and where they are from.
+
+    Training text is taken where nothing is held out.
+    """
+    config = subject.config
+    corpus: Corpus = open_corpus(config.data, config.seed, config.model.vocab_size, config.trainer.max_steps)
+    if corpus.validation_sequences:
+        held: list[Any] = list(corpus.validation_batches(config.data.micro_batch_size))
+        chosen = [held[i * len(held) // count] for i in range(count)] if len(held) > count else held
+        return [TokenBatch(b.tokens, b.labels, b.document_ids) for b in chosen], "held out"
+    made = corpus.micro_batches(0, range(count))
+    ids = made.document_ids
+    batches = [TokenBatch(made.tokens[i], made.labels[i], None if ids is None else ids[i]) for i in range(count)]
+    return batches, "the text itself"
+
+
+def with_recipe(subject: Subject, recipe: PrecisionConfig | None) -> Config:
+    """Return the subject's config under `recipe`, emulated; None: the run's own.
+
+    Raises ConfigError with all problems of probing the recipe here.
+    """
+    own = subject.config.precision
+    if not (recipe or own).quantises:
+        which = f"'{recipe.name}' quantises" if recipe else f"the run's own, '{own.name}', quantises"
+        text = f"{which} nothing, so there is nothing to probe. Say precision=NAME[,NAME...] or precision=all."
+        raise ConfigError(Problem("precision", text))
+    emulated = (recipe or own).model_copy(update={"backend": "emulated"})
+    config = subject.config.model_copy(update={"precision": emulated})
+    check_config(config)
+    return config
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
-"""The subject of a probe: the weights at PATH, the model they belong to, and a few batches of text."""
+"""Subject of an evaluation, a probe or a generation: the trained weights at PATH, with their model's config."""
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -14,14 +13,10 @@ from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.overrides import override
-from lightning_llm.config.schema import Config, PrecisionConfig
+from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_folders import TOKENIZER, end_of_document_of, is_folder_of_files
-from lightning_llm.data.corpus import Corpus
-from lightning_llm.data.opening import open_corpus
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.model.weights.load import state_dict_of
-from lightning_llm.plan.check import check_config
-from lightning_llm.probe.model import TokenBatch
 from lightning_llm.run.launch.environment import is_first_rank, rank_environment
 from lightning_llm.run.resume.weights import open_weights
 from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint, Damage, content_damage
@@ -32,7 +27,7 @@ HUGGINGFACE_TOKENS = 256  # per sequence, unless data.sequence_length says other
 
 @dataclass(frozen=True)
 class Subject:
-    """Opened `weights` and the `config` they are looked at with: their run's, or one with the text that was given.
+    """Opened `weights` and their `config`: their run's, or one with the text that was given.
 
     `kind` is "run" or "huggingface". A folder that `import` made is a Hugging Face folder here: weights and a
     tokenizer, without text. `folder` is the run's, or that of the weights.
@@ -158,39 +153,6 @@ def delayed_state(subject: Subject) -> dict[str, dict[str, Tensor]]:
         layer, _, key = name.rpartition(".")
         nested.setdefault(layer, {})[key] = tensor
     return nested
-
-
-def read_batches(subject: Subject, count: int) -> tuple[list[TokenBatch], str]:
-    """Return up to `count` micro-batches, evenly spread over the held-out sequences, and where they are from.
-
-    Training text is taken where nothing is held out.
-    """
-    config = subject.config
-    corpus: Corpus = open_corpus(config.data, config.seed, config.model.vocab_size, config.trainer.max_steps)
-    if corpus.validation_sequences:
-        held: list[Any] = list(corpus.validation_batches(config.data.micro_batch_size))
-        chosen = [held[i * len(held) // count] for i in range(count)] if len(held) > count else held
-        return [TokenBatch(b.tokens, b.labels, b.document_ids) for b in chosen], "held out"
-    made = corpus.micro_batches(0, range(count))
-    ids = made.document_ids
-    batches = [TokenBatch(made.tokens[i], made.labels[i], None if ids is None else ids[i]) for i in range(count)]
-    return batches, "the text itself"
-
-
-def with_recipe(subject: Subject, recipe: PrecisionConfig | None) -> Config:
-    """Return the subject's config under `recipe`, emulated; None: the run's own.
-
-    Raises ConfigError with all problems of probing the recipe here.
-    """
-    own = subject.config.precision
-    if not (recipe or own).quantises:
-        which = f"'{recipe.name}' quantises" if recipe else f"the run's own, '{own.name}', quantises"
-        text = f"{which} nothing, so there is nothing to probe. Say precision=NAME[,NAME...] or precision=all."
-        raise ConfigError(Problem("precision", text))
-    emulated = (recipe or own).model_copy(update={"backend": "emulated"})
-    config = subject.config.model_copy(update={"precision": emulated})
-    check_config(config)
-    return config
 
 
 def device_of(wanted: str) -> torch.device:
