@@ -6,7 +6,6 @@ The model knows no ranks and no number formats: it offers blocks, and a role per
 """
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from lightning_llm.linalg.cast_linear import CastOnUse, Reduce
 from lightning_llm.model.attention.kernel_choice import Mask, mask_of
 from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.attention.seen_keys import SeenKeys
+from lightning_llm.model.auxiliary import AuxiliaryLosses
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.loss import LossOf
 from lightning_llm.model.rope import rope_tables
@@ -29,7 +29,7 @@ from lightning_llm.model.stepping import (
     in_block,
     rows_of,
 )
-from lightning_llm.model.structure import block_parts, mixer_of, norm_of
+from lightning_llm.model.structure import block_parts, for_layers, mixer_of, norm_of
 
 
 class AttentionKind(NamedTuple):
@@ -44,10 +44,6 @@ class Block(nn.Module):
 
     The mixer is called `attention`, whatever its kind.
     """
-
-    auxiliary_losses: Mapping[str, Tensor] = MappingProxyType({})
-    """What the last forward pass adds to the loss, by name: scalars, means over its tokens, weighted. A dense block has
-    none; one that routes sets them in `forward`."""
 
     attention_norm: nn.Module
     attention: nn.Module
@@ -123,6 +119,8 @@ class Decoder(nn.Module):
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_sequence_length, config.hidden_size)
         self.layers = nn.ModuleDict({str(index): Block(config, index) for index in range(config.num_layers)})
+        parts = for_layers(config, range(config.num_layers), lambda index: list(block_parts(config, index).values()))
+        self.auxiliary = AuxiliaryLosses(name for block in parts for part in block for name in part.auxiliary_losses)
         self.norm: nn.Module | None = norm_of(config).build(config)
         self.head: nn.Module | None = None
         if not config.tie_embeddings:
@@ -135,7 +133,7 @@ class Decoder(nn.Module):
         """
         with torch.device("meta"):
             part = Decoder(self.config.model_copy(update={"num_layers": 0}), self.compute_dtype)
-        part.config = self.config
+        part.config, part.auxiliary = self.config, AuxiliaryLosses(self.auxiliary.names)
         part.embedding = self.embedding if first or (last and self.config.tie_embeddings) else None
         part.position_embedding = self.position_embedding if first else None
         part.layers = nn.ModuleDict({str(index): self.layers[str(index)] for index in layers})
@@ -171,7 +169,7 @@ class Decoder(nn.Module):
         x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)  # [B, T, D]
         for block in blocks:
             seen = (None, document_ids) if block.recurrent else (rope, masks[block.attention_kind])
-            x = block(x, *seen)  # [B, T, D]
+            x = self.auxiliary.attach(x, block(x, *seen), block)  # [B, T, D]
         return x if self.norm is None else self.project(self.norm(x), loss)  # [B, T, V] or []
 
     def new_cache(self, batch_size: int, length: int) -> DecoderCache:
@@ -255,14 +253,6 @@ class Decoder(nn.Module):
         if (cap := self.config.logit_cap) is not None:
             logits = torch.tanh(logits / cap) * cap  # [B, T, V]
         return mask_padding(logits, self.config.vocab_size, self.first_id)
-
-    def sum_auxiliary_losses(self) -> dict[str, Tensor]:
-        """Return what the blocks' last forward pass adds to the loss: scalars by name, summed over blocks."""
-        total: dict[str, Tensor] = {}
-        for block in self.layers.values():
-            terms: Any = block.auxiliary_losses  # torch declares it a tensor or a module
-            total |= {name: total[name] + term if name in total else term for name, term in terms.items()}
-        return total
 
     @property
     def blocks(self) -> Mapping[str, nn.Module]:

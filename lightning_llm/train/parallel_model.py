@@ -79,12 +79,17 @@ class ParallelModel:
         return logits
 
     @property
+    def decoders(self) -> list[Decoder]:
+        """This rank's stages, or the whole model."""
+        return [stage.decoder for stage in self.pipeline.stages] if self.pipeline else [self.model]
+
+    @property
     def token_multiple(self) -> int:
         """What the length of a sequence must be a multiple of, for ranks to share its tokens."""
         if self.layout.mesh is None:
             return 1
-        decoder = self.pipeline.stages[0].decoder if self.pipeline else self.model
-        return (2 * self.layout.degrees.cp if self.layout.degrees.cp > 1 else 1) * decoder.token_shards
+        sequence = self.layout.degrees.sequence
+        return (2 * sequence if sequence > 1 else 1) * self.decoders[0].token_shards
 
     @property
     def whole(self) -> GatheredLogits | PipelinedDecoder:

@@ -5,8 +5,8 @@ makes it and calls it once per batch. What another training algorithm does with 
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,8 +52,6 @@ class TrainStep:
     """Called with these numbers, before the update."""
     distillation: Distillation | None = None
     """What is learned in place of the next tokens, or beside them."""
-    _auxiliary_losses: dict[str, Tensor] = field(default_factory=dict, init=False)
-    """What `Decoder.sum_auxiliary_losses` has added to the step in progress, by name."""
 
     @classmethod
     def of(
@@ -138,12 +136,14 @@ class TrainStep:
 
     def _forward_backward(self, batch: Batch) -> Tensor:
         """Run all micro-batches forward and backward; return the share of each in the step's loss, [A], fp32."""
-        self._auxiliary_losses.clear()
         if self.distillation is not None:
             self.distillation.begin_step()
         targets = (batch.labels != IGNORED_LABEL).sum()
-        layout = self.parallel.layout
+        layout, degrees = self.parallel.layout, self.parallel.layout.degrees
         targets = layout.reduce(targets, dist.ReduceOp.SUM, *layout.summed).clamp(min=1)
+        means = len(batch.tokens) * degrees.over("data", "sequence", "width") // layout.sums
+        for decoder in self.parallel.decoders:
+            decoder.auxiliary.begin_step(1 / means, self.scaler.scale)
         if (pipeline := self.parallel.pipeline) is None:
             return self._run_micro_batches(batch, targets)
         return self._run_pipeline(pipeline, batch, targets)
@@ -161,9 +161,8 @@ class TrainStep:
             whole = batch.tokens[micro_batch], batch.labels[micro_batch], documents
             tokens, labels, positions, documents = parallel.sequence_sharder(*whole)
             learned, loss = self._losses(tokens, labels, positions, documents, targets)
-            shares = self._auxiliary_shares(model.sum_auxiliary_losses(), len(indices))
             losses.append(loss)
-            (sum(shares, start=learned) * self.scaler.scale).backward()
+            (learned * self.scaler.scale).backward()
             sync.after_backward(micro_batch, last)
             quantisation.end_micro_batch(model, self._largest_amax)
         return torch.stack(losses)
@@ -192,18 +191,7 @@ class TrainStep:
         def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
             return self.parallel.loss_sum(logits, labels) / targets
 
-        losses = pipeline.step(batch.tokens, batch.labels, batch.document_ids, begin, loss_of, self.scaler.scale)
-        if any(stage.decoder.sum_auxiliary_losses() for stage in pipeline.stages):
-            raise NotImplementedError("a pipeline's schedule takes the gradient of the last stage's loss alone")
-        return losses
-
-    def _auxiliary_shares(self, terms: Mapping[str, Tensor], count: int) -> list[Tensor]:
-        """Return what the model's `terms` of one of `count` micro-batches add to the step's loss: a mean over all."""
-        degrees = self.parallel.layout.degrees
-        shares = {name: term / (count * degrees.dp * degrees.sequence) for name, term in terms.items()}
-        for name, share in shares.items():
-            self._auxiliary_losses[name] = share.detach() + self._auxiliary_losses.get(name, 0.0)
-        return list(shares.values())
+        return pipeline.step(batch.tokens, batch.labels, batch.document_ids, begin, loss_of, self.scaler.scale)
 
     def _reduce_gradients(self) -> None:
         """Make each rank's gradients those of the whole step, where backward passes have not done so already."""
@@ -244,11 +232,14 @@ class TrainStep:
         return self.spikes.judge(record) or overflow
 
     def _reduce_auxiliary_losses(self) -> dict[str, Tensor]:
-        """Return what auxiliary losses added to the step's, for its record, the same on every rank."""
-        return {
-            f"auxiliary/{name}": self.parallel.layout.reduce(value, dist.ReduceOp.SUM, "dp", "cp")
-            for name, value in self._auxiliary_losses.items()
-        }
+        """Return the step's auxiliary losses for its record, the same on every rank."""
+        layout, decoders = self.parallel.layout, self.parallel.decoders
+        if not (names := decoders[0].auxiliary.names):
+            return {}
+        zero = torch.zeros((), device=next(self.parallel.model.parameters()).device)
+        own = [sum((each.auxiliary.sums.get(name, zero) for each in decoders), start=zero) for name in names]
+        total = layout.reduce(torch.stack(own), dist.ReduceOp.SUM, "dp", "cp", "tp", "pp") / layout.sums
+        return {f"auxiliary/{name}": value for name, value in zip(names, total, strict=True)}
 
     def _reduce_divergences(self) -> dict[str, Tensor]:
         """Return the divergence from the teachers for the step's record, summed as losses are."""

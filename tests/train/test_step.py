@@ -4,12 +4,10 @@ import math
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,6 +16,7 @@ from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES
 from lightning_llm.config.schema.precision import LossScalingConfig
 from lightning_llm.data.batch import Batch
+from lightning_llm.model.auxiliary import AuxiliaryLosses
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.optim.optimizer import LearningRate
@@ -159,11 +158,12 @@ def test_one_may_act_between_the_sum_of_gradients_and_the_update(model):
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_auxiliary_losses_of_blocks_are_trained_on_and_recorded(model, recomputed):
+def test_auxiliary_losses_of_parts_are_trained_on_and_recorded(model, recomputed):
     """Their mean over micro-batches, though these have different numbers of target tokens; `loss` is without them."""
     plain = deepcopy(model)
+    model.auxiliary = AuxiliaryLosses(["size"])
     for block in model.layers.values():
-        block.forward = partial(_with_terms, block, block.forward)
+        block.feed_forward.forward = partial(_with_terms, block.feed_forward, block.feed_forward.forward)
     config = ParallelConfig(name="single", activation_checkpoint="full" if recomputed else "none")
     checkpoint_blocks(model.blocks, config)
     step = made(model, clip_norm=None)
@@ -171,7 +171,7 @@ def test_auxiliary_losses_of_blocks_are_trained_on_and_recorded(model, recompute
     step(batch)
     terms = []
     for block in plain.layers.values():
-        block.register_forward_hook(lambda block, inputs, x: terms.append(x.square().mean()))
+        block.feed_forward.register_forward_pre_hook(lambda part, inputs: terms.append(inputs[0].square().mean()))
     loss = mean_loss(plain, batch)
     (loss + 0.01 * sum(terms)).backward()  # micro-batches are of one size, so the mean over all is the mean of means
     record = step.state.record
@@ -179,37 +179,13 @@ def test_auxiliary_losses_of_blocks_are_trained_on_and_recorded(model, recompute
     assert record["auxiliary/size"] == pytest.approx(0.01 * sum(terms).item(), rel=1e-6)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     torch.testing.assert_close(gradients, {name: parameter.grad for name, parameter in plain.named_parameters()})
+    # A graph that outlives the step would keep its activations.
+    assert not any("auxiliary_losses" in block.feed_forward.__dict__ for block in model.layers.values())
 
 
-@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 3)])
-def test_auxiliary_losses_are_means_over_all_ranks_and_micro_batches(dp, cp):
-    """Each rank of dp and cp has micro-batches, or parts of them, of its own; those of tp and pp have the same."""
-    values, record, sizes = torch.arange(1.0, 1 + 4 * dp * cp).view(dp * cp, 4), [], {"dp": dp, "cp": cp, "tp": 2}
-
-    class Ranks:
-        """The layout of this rank of `dp * cp`, summing what all of them have."""
-
-        degrees = SimpleNamespace(dp=dp, cp=cp)
-
-        def reduce(self, value, op, *axes):
-            assert op is dist.ReduceOp.SUM
-            assert math.prod(sizes[axis] for axis in axes) == dp * cp  # all of these ranks, and none of tp
-            return torch.stack([each._auxiliary_losses["size"] for each in steps]).sum()
-
-    steps = []
-    for of_rank in values:
-        step = TrainStep.__new__(TrainStep)
-        step.parallel, step._auxiliary_losses = SimpleNamespace(layout=Ranks()), {}
-        steps.append(step)
-        record += [share for value in of_rank for share in step._auxiliary_shares({"size": value}, 4)]
-    torch.testing.assert_close(torch.stack(record).sum(), values.mean())  # what gradients are taken of, in all
-    torch.testing.assert_close(steps[0]._reduce_auxiliary_losses(), {"auxiliary/size": values.mean()})
-
-
-def _with_terms(block: nn.Module, forward: Any, *arguments: Any) -> Tensor:
-    x = forward(*arguments)
-    block.auxiliary_losses = {"size": 0.01 * x.square().mean()}
-    return x
+def _with_terms(part: nn.Module, forward: Any, x: Tensor) -> Tensor:
+    part.auxiliary_losses = {"size": 0.01 * x.square().mean()}
+    return forward(x)
 
 
 @pytest.mark.parametrize("floor", [1.0, 1024.0])
