@@ -10,7 +10,7 @@ from lightning_llm.config.schema.data import SourceConfig
 from lightning_llm.data.report import planned_phases
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.weights.folder import Weights
-from lightning_llm.plan.coverage import coverage_of
+from lightning_llm.plan.resolve import coverage_of
 from lightning_llm.tracking.files import read_records, summary_of
 from lightning_llm.tracking.final_figures import draw_losses
 from lightning_llm.tracking.sweep_file import title_of

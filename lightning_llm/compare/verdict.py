@@ -23,7 +23,7 @@ from lightning_llm.compare.terms import Terms
 from lightning_llm.compare.time_to_target import TimeToTarget, time_to_target
 from lightning_llm.compare.tokens.effective_data import Curve, EffectiveData, effective_data
 from lightning_llm.config.config_hash import below
-from lightning_llm.plan.coverage import coverage_of
+from lightning_llm.plan.resolve import coverage_of
 from lightning_llm.precision.recipe.module_rules import Coverage
 from lightning_llm.tracking.reading import Run
 

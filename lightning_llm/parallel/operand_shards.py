@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.cp import positions_of
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.plan.shard_axes import SHARD_AXES
+from lightning_llm.plan.divisibility import SHARD_AXES
 from lightning_llm.precision.cast.random_bits import Origin
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
 from lightning_llm.precision.linear.plan import Shard

@@ -34,7 +34,7 @@ from lightning_llm.parallel.collectives import (
     reduce_scatter_tokens,
 )
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.plan.shard_axes import SHARD_AXES
+from lightning_llm.plan.divisibility import SHARD_AXES
 
 
 class TensorParallel(AxisOnRanks):

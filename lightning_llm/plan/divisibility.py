@@ -13,8 +13,19 @@ from lightning_llm.model.spec import LinearSpec, Size
 from lightning_llm.model.structure import Same, linear_names, linears_of
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.shard_axes import SHARD_AXES
 from lightning_llm.precision.recipe.module_rules import layers_of_casts
+
+SHARD_AXES: dict[str, dict[str, int | None]] = {
+    "column": {"x": None, "w": 0, "dy": 1},
+    "vocabulary": {"x": None, "w": 0, "dy": 1},
+    "row": {"x": 1, "w": 1, "dy": None},
+    "replicate": {"x": None, "w": None, "dy": None},
+    "per_head": {"x": None, "w": None, "dy": None},
+    "duplicate": {"x": None, "w": None, "dy": None},
+}
+"""Of x [M, K], w [N, K] and dy [M, N], by the roles of `Decoder.roles`: Shoeybi et al. 2019, arXiv 1909.08053, section
+3. None: every rank has all of it."""
+
 
 CONTRACTION = {"fprop.x": 1, "fprop.w": 1, "dgrad.dy": 1, "dgrad.w": 0, "wgrad.dy": 0, "wgrad.x": 0}
 """The axis of each slot's operand (x [M, K], w [N, K], dy [M, N]) that its GEMM sums over."""

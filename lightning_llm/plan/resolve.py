@@ -6,7 +6,7 @@ from functools import cached_property
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.schema import Config, ParallelConfig
-from lightning_llm.model.structure import linear_widths
+from lightning_llm.model.structure import linear_names, linear_widths
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.degrees import Degrees, given_degrees, resolve_degrees
 from lightning_llm.plan.divisibility import part_widths
@@ -14,6 +14,7 @@ from lightning_llm.plan.memory.units import micro_batches_per_rank
 from lightning_llm.plan.nodes import with_reduction
 from lightning_llm.precision.native.capability import HARDWARE, Capability, capability_here, device_here
 from lightning_llm.precision.native.decide import Decision, decide
+from lightning_llm.precision.recipe.module_rules import Coverage, coverage
 
 
 def compiles(parallel: ParallelConfig, degrees: Degrees, capability: Capability) -> bool:
@@ -176,3 +177,8 @@ def plan_of(config: Config, device: Capability | None = None) -> Plan:
         ConfigError: the degrees do not multiply to the world.
     """
     return Resolution(config, device).plan()
+
+
+def coverage_of(config: Config) -> Coverage | None:
+    """Return the linear layers and blocks that `config.precision` quantizes in `config.model`; None without casts."""
+    return coverage(config.precision, linear_names(config.model), config.model.num_layers)

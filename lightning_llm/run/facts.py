@@ -25,8 +25,7 @@ from lightning_llm.linalg.gemm import operand
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.process_group import gather_objects
-from lightning_llm.plan.coverage import coverage_of
-from lightning_llm.plan.resolve import Plan
+from lightning_llm.plan.resolve import Plan, coverage_of
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.run.resume.start import Start
 from lightning_llm.tracking.files import SOURCE_HASHES, summary_of

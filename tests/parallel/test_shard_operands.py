@@ -17,8 +17,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.precision import slots_of
 from lightning_llm.parallel.cp import positions_of
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.plan.divisibility import CONTRACTION, sharding_problems
-from lightning_llm.plan.shard_axes import SHARD_AXES
+from lightning_llm.plan.divisibility import CONTRACTION, SHARD_AXES, sharding_problems
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.inductor import Backend
 from lightning_llm.precision.linear.module import QuantisedLinear

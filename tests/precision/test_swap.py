@@ -10,7 +10,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.linalg.gemm import product
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.plan.coverage import coverage_of
+from lightning_llm.plan.resolve import coverage_of
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.linear.delayed import update_delayed
 from lightning_llm.precision.linear.module import (

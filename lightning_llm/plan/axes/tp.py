@@ -11,9 +11,8 @@ from lightning_llm.model.structure import block_linears, block_parameters, block
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.axes.axis import Dimension, MeshAxis
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.divisibility import ShardedAxis, shared_side
+from lightning_llm.plan.divisibility import SHARD_AXES, ShardedAxis, shared_side
 from lightning_llm.plan.nodes import ranks_per_node
-from lightning_llm.plan.shard_axes import SHARD_AXES
 
 if TYPE_CHECKING:
     from lightning_llm.plan.traffic import RankStep, Sent

@@ -9,7 +9,7 @@ from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
 from lightning_llm.config.schema.optim import ParameterShard, role_in_block
 from lightning_llm.model.structure import Same, block_parameters, first_alike, norm_of
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.shard_axes import SHARD_AXES
+from lightning_llm.plan.divisibility import SHARD_AXES
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.model.spec import LinearSpec
 from lightning_llm.model.structure import block_linears, linear_names
 from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.divisibility import SHARD_AXES
 from lightning_llm.plan.memory.activations import code_bits
 from lightning_llm.plan.memory.units import Units, shard_ranks, uses_fsdp
 from lightning_llm.plan.resolve import Plan, Resolution
-from lightning_llm.plan.shard_axes import SHARD_AXES
 from lightning_llm.plan.stages import StagePart, layers_of, units_at
 from lightning_llm.precision.linear.weight_rules import (
     WEIGHT_SLOTS,
