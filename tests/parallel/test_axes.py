@@ -19,7 +19,7 @@ from lightning_llm.plan.traffic import sent_at
 from lightning_llm.train.algorithm import SynchronousConfig
 from lightning_llm.train.checkpoint.state import read_tensors
 from tests.parallel.rank_group import RankGroup
-from tests.parallel.traced_run import run_with, whole
+from tests.parallel.traced_run import run_with, traced_run, whole
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_registered_axis_is_counted_by_degrees_groups_plans_and_checkpoints(gr
     assert found["sent"] == cost_facts(check_config(plain))["bytes_sent"]  # nothing over the axis
     assert found["hash"] == config_hash(compose_config([*words, "trainer.devices=4", run]))
     assert list(AXES) == ["pp", "dp_replicate", "dp_shard", "cp", "tp"]  # it is registered in these ranks alone
-    ranks(2).call(run_with, plain)
+    ranks(2).call(traced_run, plain)
     expected = read_tensors(newest(plain))
     assert expected.keys() == found["checkpoint"].keys()
     assert all(torch.equal(found["checkpoint"][name], tensor) for name, tensor in expected.items())
@@ -92,18 +92,17 @@ class Apart(SynchronousConfig):
 def test_gradients_are_summed_over_those_axes_alone_that_the_algorithm_states(
     ranks, small_run, tmp_path, layout, reduction
 ):
-    more = (
-        ["parallel=hsdp", "parallel.dp_replicate=2", "trainer.devices=4"]
-        if layout == "hsdp"
-        else ["parallel=ddp", "trainer.devices=2"]
-    )
+    more = {
+        "ddp": ["parallel=ddp", "trainer.devices=2"],
+        "hsdp": ["parallel=hsdp", "parallel.dp_replicate=2", "trainer.devices=4"],
+    }
     words = small_run(
         tmp_path, *more[layout], f"parallel.reduction={reduction}", "data.micro_batch_size=1",
         "data.global_batch_size=4", "trainer.max_steps=1", "checkpoint.every_steps=null",
         "optim.gradient_clip_norm=null",
     )  # fmt: skip
     together = compose_config(words)
-    apart = together.model_copy(update={"algorithm": Apart()})
+    apart = compose_config([*words, f"run.dir={tmp_path / 'apart'}"]).model_copy(update={"algorithm": Apart()})
     world = together.trainer.devices
     summed, own = (ranks(world).call(first_gradients, each) for each in (together, apart))
     for name, gradient in summed["gradients"][0].items():

@@ -28,7 +28,7 @@ from lightning_llm.plan.time.describe import RATIOS, published_ratio
 from lightning_llm.plan.time.device import Device
 from lightning_llm.plan.time.links import Links
 from lightning_llm.plan.time.stage import exposed_backward, exposed_forward
-from lightning_llm.plan.time.step import ONCE_BESIDE, NoTimeError, StepTime, StepTimer, no_time
+from lightning_llm.plan.time.step import NoTimeError, StepTime, StepTimer, no_time, once_beside
 from lightning_llm.plan.traffic import sent_at, shards
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "plan.md"
@@ -214,7 +214,7 @@ def test_the_stages_of_a_rank_share_its_sums_over_replicas():
         assert sent[TREE_SCATTER, "dp_replicate"] > 0
         whole = sum(
             timer.links.seconds(kind, axes, sent[kind, axes], -(-sent[kind, axes] // (25 * 2**20)))
-            for kind, axes in ONCE_BESIDE
+            for kind, axes in once_beside()
         )
         assert timer.passes[pp_rank].seconds["reductions"] == pytest.approx(whole)
 

@@ -14,6 +14,7 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.hardware import GIB
 from lightning_llm.config.recipes import option_files
 from lightning_llm.config.schema.run import ParallelConfig
+from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.search.pricing import Priced
 from lightning_llm.plan.search.report import layout_words
 
@@ -79,7 +80,7 @@ def layout_text(name: str, priced: Priced, planner: str, words: list[str]) -> st
 def _values(name: str, priced: Priced) -> dict[str, Any]:
     """Return the keys that are not the defaults, degrees and the order of sums in any case."""
     parallel = priced.plan.config.parallel
-    always = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "zero_stage", "reduction")
+    always = (*AXES, "zero_stage", "reduction")
     default = ParallelConfig(name=name).model_dump()
     values = parallel.model_dump(mode="json", exclude={"name", "compile"})
     return {"name": name} | {key: each for key, each in values.items() if key in always or each != default[key]}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, groupby, pairwise
 from statistics import pstdev
 
+from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.memory.activations import boundary_bytes
 from lightning_llm.plan.nodes import ranks_per_node, share_between_nodes
 from lightning_llm.plan.search.link_matrix import LinkMatrix, PlacedLinks
@@ -139,7 +140,7 @@ def _rings(timer: StepTimer, unit_ranks: int) -> Iterator[tuple[int, float, tupl
     """Yield each group of units that sums gradients or gathers weights: its stage, bytes over a link, and places."""
     degrees, per_node = timer.degrees, ranks_per_node(timer.config)
     for kind, axes in timer.sent[0]:
-        if not {"dp_replicate", "dp_shard"} & set(axes.split()):
+        if not set(AXES.cutting("data")) & set(axes.split()):
             continue
         share = 1.0 if unit_ranks == 1 else share_between_nodes(degrees, axes.split(), kind, per_node)
         seen = set()

@@ -12,6 +12,8 @@ from lightning_llm.model.flops import flops_per_token
 from lightning_llm.model.structure import linear_names
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.attention_kernel import takes_blocks
+from lightning_llm.plan.axes.axis import AXES
+from lightning_llm.plan.degrees import replica_axes
 from lightning_llm.plan.memory.activations import boundary_bytes
 from lightning_llm.plan.memory.buffers import REPLICA_BUCKET_BYTES
 from lightning_llm.plan.memory.units import shard_ranks
@@ -27,11 +29,6 @@ from lightning_llm.plan.traffic import Sent, sent_at
 
 ROUNDING = 1e-9
 """Of a step: less is no part of it, but what sums of floats leave."""
-ONCE_BESIDE = (
-    *((kind, "dp_replicate") for kind in (TREE_SCATTER, "all_gather", "all_reduce")),
-    ("all_reduce", "cp"),
-)
-"""What is sent once per step, beside its last backward pass."""
 CLIPPING_READS = 3
 """How often gradients are read or written beside the update: their norm, and times the clipping factor."""
 
@@ -210,9 +207,10 @@ class StepTimer:
         """
         parts, sent, seconds = self.parts[pp_rank], self.sent[pp_rank], 0.0
         groups = sum(len(part.layers) for part in parts) + 2
-        for kind, axes in ONCE_BESIDE:
+        for kind, axes in once_beside():
             size = sent[kind, axes]
-            times = groups if (kind, axes) == ("all_reduce", "dp_replicate") else -(-size // REPLICA_BUCKET_BYTES)
+            library = kind == "all_reduce" and axes in replica_axes()
+            times = groups if library else -(-size // REPLICA_BUCKET_BYTES)
             seconds += self.links.seconds(kind, axes, size, times)
         return seconds / len(parts)
 
@@ -228,7 +226,7 @@ class StepTimer:
             if axes == "pp":  # hidden states, sent while ranks compute: `finish_times`
                 stages = sum(2 - part.first - part.last for part in self.parts[pp_rank])
                 rest -= self.plan.micro_batches * stages * boundary_bytes(self.config, self.degrees)
-            if (kind, axes) in ONCE_BESIDE:
+            if (kind, axes) in once_beside():
                 continue
             times = -(-rest // REPLICA_BUCKET_BYTES)
             cost.spend("reductions", self.links.seconds(kind, axes, max(rest, 0), times))
@@ -240,6 +238,12 @@ class StepTimer:
         state = state_bytes(self.shards(pp_rank), config.optim, config.chosen_algorithm, config.precision)
         moved = 2 * (state.parameters + state.optimizer) + (1 + CLIPPING_READS) * state.gradients
         return self.device.bytes_seconds(moved, 3)
+
+
+def once_beside() -> list[tuple[str, str]]:
+    """Return what is sent once per step, beside its last backward pass, by kind and axis."""
+    over_replicas = product((TREE_SCATTER, "all_gather", "all_reduce"), replica_axes())
+    return [*over_replicas, *product(("all_reduce",), AXES.cutting("sequence"))]
 
 
 def _cost(times: StageTimes, each: Pass, micro_batches: int) -> Cost:
