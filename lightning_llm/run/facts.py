@@ -28,8 +28,7 @@ from lightning_llm.parallel.process_group import gather_objects
 from lightning_llm.plan.resolve import Plan, coverage_of
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.run.resume.start import Start
-from lightning_llm.tracking.files import SOURCE_HASHES, summary_of
-from lightning_llm.tracking.files import TOKENIZER_DIGEST as TOKENIZER_DIGEST
+from lightning_llm.tracking.files import SOURCE_HASHES, TOKENIZER_DIGEST, summary_of
 from lightning_llm.tracking.provenance import (
     FINGERPRINT,
     code_hash,

@@ -23,8 +23,7 @@ from lightning_llm.run.launch.environment import rank_environment
 from lightning_llm.run.resume.own_checkpoints import config_of_run
 from lightning_llm.run.resume.start import Start, checkpoint_at, sizes_alone
 from lightning_llm.run.resume.weights import begins_anew, shape_differences
-from lightning_llm.tracking.files import TOKENIZER_DIGEST as TOKENIZER_DIGEST
-from lightning_llm.tracking.files import summary_of
+from lightning_llm.tracking.files import TOKENIZER_DIGEST, summary_of
 from lightning_llm.train.checkpoint.manifest import (
     MANIFEST,
     Checkpoint,
