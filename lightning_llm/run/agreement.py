@@ -1,4 +1,4 @@
-"""Agreement of ranks before they train: one config, one way to run its casts, one start."""
+"""Agreement of ranks before they train: one config, one way to run its casts, the same data, one shared folder."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

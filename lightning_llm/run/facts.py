@@ -1,4 +1,8 @@
-"""Facts of a run beside its config: what a comparison has to know of its data, its casts and its machine."""
+"""Facts of a run beside its config, for summary.json: data, casts, machine, and what differs from earlier sessions.
+
+The fingerprint is what influences a run's numbers beside config, code and data: libraries, processor, torch's flags,
+environment variables.
+"""
 
 import json
 import os
@@ -73,7 +77,60 @@ def origin_here(plan: Plan, device: torch.device) -> dict[str, Any]:
     }
 
 
+def resume_history(config: Config, start: Start, summary: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return {key: values that earlier parts of the run had and this one has not}; {} for a run that begins here.
+
+    So does a branch: what its trunk had otherwise stands in the summary as what the branch changed.
+
+    Keys are those of the config that may change on resume, and of where the numbers come from (versions, device, code,
+    threads, backend), as `summary` says it for this part. `trainer.max_steps` is among them only where the learning
+    rate or the casts of a step that is kept followed from it. To be asked before the folder's config.yaml is replaced.
+    """
+    if start.checkpoint is None or start.trunk is not None or start.step == 0:
+        return {}
+    origin = start.checkpoint.run_folder
+    before = summary_of(origin)
+    old = load_config(origin / "config.yaml", [])
+    was, now = flatten(old.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
+    keys = {key for key in was.keys() | now.keys() if not below(key, NOT_IDENTITY)}
+    changed = {key for key in keys if was.get(key) != now.get(key)}
+    if _same_course(old, config, start.step):
+        changed.discard("trainer.max_steps")
+    found: dict[str, list[Any]] = {key: list(values) for key, values in before.get("earlier", {}).items()}
+    for key in sorted(changed):
+        found.setdefault(key, []).append(was.get(key))
+    for key, (earlier, _) in origin_changes(origin_of(before), origin_of(summary)).items():
+        if key != SKIPPED_SAMPLES:  # what differs there lies ahead: `rollbacks.other_samples`
+            found.setdefault(key, []).append(earlier)
+    return {key: _distinct(values) for key, values in found.items()}
+
+
+def _same_course(old: Config, new: Config, steps: int) -> bool:
+    """Whether the first `steps` steps had the learning rates, casts and data that they have in the run as it is now."""
+
+    def course(config: Config, step: int) -> tuple[float, list[bool]]:
+        last = config.trainer.max_steps
+        phases = [phase.start * last <= step < phase.end * last for phase in config.precision.phases]
+        schedule = config.schedule.relative_to(config.optim.learning_rate)
+        return learning_rate_factor(schedule, step, last), phases
+
+    def phases_of_data(config: Config) -> list[MixturePhase]:
+        width, last = config.data.global_batch_size, config.trainer.max_steps
+        mixture: Mixture = config.data.chosen_mixture.build(config.data.trained_weights, width, last)
+        return list(mixture.phases(steps * width))
+
+    if phases_of_data(old) != phases_of_data(new):
+        return False
+    return all(course(old, step) == course(new, step) for step in range(steps))
+
+
+def _distinct(values: list[Any]) -> list[Any]:
+    return list({json.dumps(value, sort_keys=True): value for value in values}.values())
+
+
 DRIVER = Path("/proc/driver/nvidia/version")
+
+
 VARIABLES = re.compile(
     r"(?!\w*(VERBOSE|LOG|DEBUG|_DBG|THREADS|AFFINITY|BLOCKTIME|SETTINGS|CACHE|DUPLICATE_LIB|INIT_AT_FORK))("
     r"ATEN_CPU_CAPABILITY|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|TORCH_BLAS_PREFER_CUBLASLT|"
@@ -82,8 +139,14 @@ VARIABLES = re.compile(
 )
 """Environment variables that change which kernels run, or how they round and sum; those of logs, threads and places
 do not."""
+
+
 CHANGES_NUMBERS = ("versions.", f"{FINGERPRINT}.", "device", "threads", "compiled", "backend", "code_hash")
+
+
 SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 SHOWN = 8
 """How many differences a line names."""
 
@@ -204,54 +267,3 @@ def _rank_refusals(others: Mapping[int, Mapping[str, tuple[Any, Any]]]) -> list[
         for rank, differing in others.items()
         for key, (first, its) in differing.items()
     ]
-
-
-def resume_history(config: Config, start: Start, summary: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return {key: values that earlier parts of the run had and this one has not}; {} for a run that begins here.
-
-    So does a branch: what its trunk had otherwise stands in the summary as what the branch changed.
-
-    Keys are those of the config that may change on resume, and of where the numbers come from (versions, device, code,
-    threads, backend), as `summary` says it for this part. `trainer.max_steps` is among them only where the learning
-    rate or the casts of a step that is kept followed from it. To be asked before the folder's config.yaml is replaced.
-    """
-    if start.checkpoint is None or start.trunk is not None or start.step == 0:
-        return {}
-    origin = start.checkpoint.run_folder
-    before = summary_of(origin)
-    old = load_config(origin / "config.yaml", [])
-    was, now = flatten(old.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
-    keys = {key for key in was.keys() | now.keys() if not below(key, NOT_IDENTITY)}
-    changed = {key for key in keys if was.get(key) != now.get(key)}
-    if _same_course(old, config, start.step):
-        changed.discard("trainer.max_steps")
-    found: dict[str, list[Any]] = {key: list(values) for key, values in before.get("earlier", {}).items()}
-    for key in sorted(changed):
-        found.setdefault(key, []).append(was.get(key))
-    for key, (earlier, _) in origin_changes(origin_of(before), origin_of(summary)).items():
-        if key != SKIPPED_SAMPLES:  # what differs there lies ahead: `rollbacks.other_samples`
-            found.setdefault(key, []).append(earlier)
-    return {key: _distinct(values) for key, values in found.items()}
-
-
-def _same_course(old: Config, new: Config, steps: int) -> bool:
-    """Whether the first `steps` steps had the learning rates, casts and data that they have in the run as it is now."""
-
-    def course(config: Config, step: int) -> tuple[float, list[bool]]:
-        last = config.trainer.max_steps
-        phases = [phase.start * last <= step < phase.end * last for phase in config.precision.phases]
-        schedule = config.schedule.relative_to(config.optim.learning_rate)
-        return learning_rate_factor(schedule, step, last), phases
-
-    def phases_of_data(config: Config) -> list[MixturePhase]:
-        width, last = config.data.global_batch_size, config.trainer.max_steps
-        mixture: Mixture = config.data.chosen_mixture.build(config.data.trained_weights, width, last)
-        return list(mixture.phases(steps * width))
-
-    if phases_of_data(old) != phases_of_data(new):
-        return False
-    return all(course(old, step) == course(new, step) for step in range(steps))
-
-
-def _distinct(values: list[Any]) -> list[Any]:
-    return list({json.dumps(value, sort_keys=True): value for value in values}.values())

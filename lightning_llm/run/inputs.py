@@ -1,4 +1,4 @@
-"""Teachers of a run: opened, the same on all ranks, known in its summary by the digests of their content."""
+"""Inputs of a run, the same on all ranks: data, weights at `model.init_from`, teachers; each known by a digest."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -63,35 +63,63 @@ def open_inputs(config: Config, start: Start, device: torch.device) -> Inputs:
     return Inputs(corpus, initial, distillation, init_facts | teacher_facts)
 
 
-def agreed_weights(named: str, key: str, problems_of: Callable[[Weights], Iterable[Problem]]) -> tuple[Weights, str]:
-    """Return the weights at `named` and the digest of their whole content, of which each rank reads its share.
+def open_initial(config: Config, start: Start, tokenizer: Path) -> tuple[InitialWeights | None, dict[str, Any]]:
+    """Return what the run starts from and what its summary is to say of it. Every file is read once, for its digest.
 
-    `key` is the config's that names them; `problems_of` says why the run cannot use them. Collective.
+    `summary.json` says under "init": `named` and the `path` it led to, `kind`, `architecture`, `digest` of the content,
+    `new_tokens`. A run that goes on from a checkpoint starts from that; weights named at another path must be those
+    that its first part began with. Collective.
 
     Raises:
-        AgreedError: any rank finds something wrong with them, or sees other files.
+        ConfigError: on every rank, with what any finds wrong, or where they do not see the same weights.
     """
-    weights, problems = None, []
-    digests: dict[str, str] = {}
+    if config.model.init_from is None:
+        return None, {}
+    if start.checkpoint is not None:
+        known = summary_of(start.checkpoint.run_folder).get(INIT) or {}
+        if known and known.get("named") != config.model.init_from:
+            _check_same(config, known)
+        return None, {INIT: known} if known else {}
+    weights, digest = agreed_weights(str(config.model.init_from), INIT_FROM, lambda _: init_problems(config))
     try:
-        weights = open_weights(weights_path(named))
-        problems = list(problems_of(weights))  # they may have changed since the first look, or be others here
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        digests = weights.digests(rank, world)
-    except ConfigError as error:
-        problems = list(error.problems)
-    except OSError as error:
-        problems = [Problem(key, f"cannot be read: {error}.")]
-    sizes = {} if weights is None else {file.name: file.stat().st_size for file in weights.files()}
-    found = gather_objects((problems, sizes, digests))
-    if refused := dict.fromkeys(problem for problems, _, _ in found for problem in problems):
-        raise AgreedError(list(refused))
-    if others := [str(rank) for rank, (_, sizes, _) in enumerate(found) if sizes != found[0][1]]:
-        text = f"leads to other files on rank(s) {', '.join(others)} than on rank 0. Give every node the same folder."
-        raise AgreedError(Problem(key, text))
-    if weights is None:
-        raise RuntimeError("no rank refuses the weights, and this one has none")
-    return weights, digest_of({name: digest for _, _, its in found for name, digest in its.items()})
+        initial = InitialWeights(weights, config.model, pieces_of_new_tokens(config, weights, tokenizer))
+    except ConfigError as error:  # of the same files on every rank
+        raise AgreedError(error.problems) from error
+    facts = {
+        "named": config.model.init_from,
+        "path": str(weights.path),
+        "kind": weights.kind,
+        "architecture": weights.architecture,
+        "digest": digest,
+        "new_tokens": len(initial.pieces),
+    }
+    _announce(config, weights, facts)
+    without = sum(not pieces for pieces in initial.pieces.values())
+    if without:
+        text = "have no pieces in the weights' vocabulary: their rows are the mean of all rows"
+        say(f"note   {without:,} of the new tokens {text}")
+    return initial, {INIT: facts}
+
+
+def _check_same(config: Config, known: dict[str, Any]) -> None:
+    """Raise AgreedError where the weights at another path are not those that the run began with."""
+    weights, digest = agreed_weights(str(config.model.init_from), INIT_FROM, lambda _: init_problems(config))
+    if digest != known.get("digest"):
+        text = (
+            f"is {weights.path}, whose content (digest {digest[:8]}) is not that of {known.get('path')}, which the run "
+            f"started from ({str(known.get('digest'))[:8]}). Set it back, or start a new run."
+        )
+        raise AgreedError(Problem(INIT_FROM, text))
+
+
+def _announce(config: Config, weights: Weights, facts: dict[str, Any]) -> None:
+    named = f", {facts['architecture']}" if facts["architecture"] else ""
+    added = f", {facts['new_tokens']:,} new tokens" if facts["new_tokens"] else ""
+    say(f"init   {weights.path} ({weights.kind}{named}, digest {facts['digest'][:8]}{added})")
+    for note in filter(None, (length_note(config, weights), *weights.notes)):
+        say(note)
+    if weights.tokenizer is None:
+        say("note   the weights bring no tokenizer.json: nothing says that data.tokenizer is theirs")
 
 
 def open_teachers(
@@ -158,60 +186,32 @@ def _check_known(start: Start, digests: list[str]) -> None:
         raise AgreedError(Problem(TEACHERS, text))
 
 
-def open_initial(config: Config, start: Start, tokenizer: Path) -> tuple[InitialWeights | None, dict[str, Any]]:
-    """Return what the run starts from and what its summary is to say of it. Every file is read once, for its digest.
+def agreed_weights(named: str, key: str, problems_of: Callable[[Weights], Iterable[Problem]]) -> tuple[Weights, str]:
+    """Return the weights at `named` and the digest of their whole content, of which each rank reads its share.
 
-    `summary.json` says under "init": `named` and the `path` it led to, `kind`, `architecture`, `digest` of the content,
-    `new_tokens`. A run that goes on from a checkpoint starts from that; weights named at another path must be those
-    that its first part began with. Collective.
+    `key` is the config's that names them; `problems_of` says why the run cannot use them. Collective.
 
     Raises:
-        ConfigError: on every rank, with what any finds wrong, or where they do not see the same weights.
+        AgreedError: any rank finds something wrong with them, or sees other files.
     """
-    if config.model.init_from is None:
-        return None, {}
-    if start.checkpoint is not None:
-        known = summary_of(start.checkpoint.run_folder).get(INIT) or {}
-        if known and known.get("named") != config.model.init_from:
-            _check_same(config, known)
-        return None, {INIT: known} if known else {}
-    weights, digest = agreed_weights(str(config.model.init_from), INIT_FROM, lambda _: init_problems(config))
+    weights, problems = None, []
+    digests: dict[str, str] = {}
     try:
-        initial = InitialWeights(weights, config.model, pieces_of_new_tokens(config, weights, tokenizer))
-    except ConfigError as error:  # of the same files on every rank
-        raise AgreedError(error.problems) from error
-    facts = {
-        "named": config.model.init_from,
-        "path": str(weights.path),
-        "kind": weights.kind,
-        "architecture": weights.architecture,
-        "digest": digest,
-        "new_tokens": len(initial.pieces),
-    }
-    _announce(config, weights, facts)
-    without = sum(not pieces for pieces in initial.pieces.values())
-    if without:
-        text = "have no pieces in the weights' vocabulary: their rows are the mean of all rows"
-        say(f"note   {without:,} of the new tokens {text}")
-    return initial, {INIT: facts}
-
-
-def _check_same(config: Config, known: dict[str, Any]) -> None:
-    """Raise AgreedError where the weights at another path are not those that the run began with."""
-    weights, digest = agreed_weights(str(config.model.init_from), INIT_FROM, lambda _: init_problems(config))
-    if digest != known.get("digest"):
-        text = (
-            f"is {weights.path}, whose content (digest {digest[:8]}) is not that of {known.get('path')}, which the run "
-            f"started from ({str(known.get('digest'))[:8]}). Set it back, or start a new run."
-        )
-        raise AgreedError(Problem(INIT_FROM, text))
-
-
-def _announce(config: Config, weights: Weights, facts: dict[str, Any]) -> None:
-    named = f", {facts['architecture']}" if facts["architecture"] else ""
-    added = f", {facts['new_tokens']:,} new tokens" if facts["new_tokens"] else ""
-    say(f"init   {weights.path} ({weights.kind}{named}, digest {facts['digest'][:8]}{added})")
-    for note in filter(None, (length_note(config, weights), *weights.notes)):
-        say(note)
-    if weights.tokenizer is None:
-        say("note   the weights bring no tokenizer.json: nothing says that data.tokenizer is theirs")
+        weights = open_weights(weights_path(named))
+        problems = list(problems_of(weights))  # they may have changed since the first look, or be others here
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        digests = weights.digests(rank, world)
+    except ConfigError as error:
+        problems = list(error.problems)
+    except OSError as error:
+        problems = [Problem(key, f"cannot be read: {error}.")]
+    sizes = {} if weights is None else {file.name: file.stat().st_size for file in weights.files()}
+    found = gather_objects((problems, sizes, digests))
+    if refused := dict.fromkeys(problem for problems, _, _ in found for problem in problems):
+        raise AgreedError(list(refused))
+    if others := [str(rank) for rank, (_, sizes, _) in enumerate(found) if sizes != found[0][1]]:
+        text = f"leads to other files on rank(s) {', '.join(others)} than on rank 0. Give every node the same folder."
+        raise AgreedError(Problem(key, text))
+    if weights is None:
+        raise RuntimeError("no rank refuses the weights, and this one has none")
+    return weights, digest_of({name: digest for _, _, its in found for name, digest in its.items()})

@@ -1,4 +1,10 @@
-"""What one rank trains with, settled with the others before a folder is touched."""
+"""One rank of a run, opened: device, callbacks, layout, attention kernels, health, and the memory that glibc keeps.
+
+By default malloc maps each block above 32 MB anew, and trims what lies free at the end of its heap, so that logits,
+large gradients and what is made of them cost a page fault for every 4 KB in every step (2,048 tokens of a vocabulary of
+4,096 in fp32: 33.6 MB, three times a step). A training step asks for the same blocks again and again; kept, they are
+there. Nothing is computed otherwise: blocks are aligned as before (mallopt(3)).
+"""
 
 import ctypes
 import gc
@@ -36,90 +42,6 @@ from lightning_llm.precision.native.decide import Decision
 from lightning_llm.run.agreement import agree_on_plan
 from lightning_llm.run.build import build_callbacks, choose_device
 from lightning_llm.run.launch.environment import rank_environment, say
-
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
-"""As malloc.h numbers them; a trim threshold of -1 is none."""
-GROWS_BY_BYTES = 1 << 26
-SETTINGS = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: GROWS_BY_BYTES}
-DEFAULTS = {M_MMAP_MAX: 65536, M_TRIM_THRESHOLD: 128 << 10, M_TOP_PAD: 128 << 10}
-"""As mallopt(3) has them."""
-_kept = False
-
-
-def is_given() -> bool:
-    """Return whether the user has told malloc by the environment what to do, or another allocator takes its place."""
-    names = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "LD_PRELOAD")
-    return any(os.environ.get(name) for name in names) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-
-
-def keep_memory() -> bool:
-    """Let malloc keep what is freed, until `give_back`; return whether it will. Linux with glibc alone."""
-    global _kept
-    mallopt = _function("mallopt")
-    if mallopt is None or is_given():
-        return False
-    _kept = True
-    told = [mallopt(name, value) for name, value in SETTINGS.items()]
-    return told == [1] * len(SETTINGS)
-
-
-def give_back() -> None:
-    """Give the kernel what lies free, and keep no more: whoever called a run in this process goes on without it."""
-    global _kept
-    gc.collect()
-    if _kept and (mallopt := _function("mallopt")) is not None:
-        for name, value in DEFAULTS.items():
-            mallopt(name, value)
-    _kept = False
-    if (trim := _function("malloc_trim")) is not None:
-        trim(0)
-
-
-def _function(name: str) -> Any:
-    """Return glibc's function of that name, None where the process runs on another C library."""
-    process = ctypes.CDLL(None)
-    return getattr(process, name, None) if hasattr(process, "gnu_get_libc_version") else None
-
-
-def attention_kernels(plan: Plan, device: torch.device) -> dict[str, str]:
-    """Return the kernel of each kind of block with softmax attention, as `trainer.attention_kernel` has it here.
-
-    Raises:
-        ConfigError: the kernel that is asked for does not run on `device` with these heads, for torch's reasons.
-    """
-    config, degrees, found = plan.config, plan.degrees, dict[str, str]()
-    model, name = config.model, config.trainer.attention_kernel
-    for layer, mixer in mixers_of(config).items():
-        if not isinstance(mixer, AttentionSpec):
-            continue
-        if not mixer.takes_kernels:
-            found[layer] = "operations of its own"
-            continue
-        shape = AttentionShape(
-            model.num_heads // degrees.width, model.num_kv_heads // degrees.width, model.attention_head_dim,
-            config.data.sequence_length, is_masked(mixer, config, degrees.sequence, device.type == "cuda"),
-            DTYPES[config.precision.compute_dtype], shared=degrees.sequence > 1, compiled=plan.compiled,
-        )  # fmt: skip
-        try:
-            found[layer] = kernel_of(name, shape, device)
-        except NoKernelError as error:
-            text = f"is {name}, and blocks of {layer} cannot have it on {device}: {error} Set auto, or another kernel."
-            raise ConfigError(Problem(KEY, text)) from error
-    return found
-
-
-def attention_of(plan: Plan, kernels: Mapping[str, str]) -> AbstractContextManager[None]:
-    """Return the context of the run's steps, in which blocks have the attention that `attention_kernels` found."""
-    return attention_by(plan.config.trainer.attention_kernel, by_blocks=FLEX in kernels.values())
-
-
-def kernel_line(kernels: dict[str, str], name: str) -> str | None:
-    """Return the opening line on `kernels`; None where no block has softmax attention."""
-    if not kernels:
-        return None
-    taken = set(kernels.values())
-    each = taken.pop() if len(taken) == 1 else ", ".join(f"{layer}: {kernel}" for layer, kernel in kernels.items())
-    return f"kernel attention by {each} ({KEY}={name})"
 
 
 @dataclass(frozen=True)
@@ -196,6 +118,47 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
+def attention_kernels(plan: Plan, device: torch.device) -> dict[str, str]:
+    """Return the kernel of each kind of block with softmax attention, as `trainer.attention_kernel` has it here.
+
+    Raises:
+        ConfigError: the kernel that is asked for does not run on `device` with these heads, for torch's reasons.
+    """
+    config, degrees, found = plan.config, plan.degrees, dict[str, str]()
+    model, name = config.model, config.trainer.attention_kernel
+    for layer, mixer in mixers_of(config).items():
+        if not isinstance(mixer, AttentionSpec):
+            continue
+        if not mixer.takes_kernels:
+            found[layer] = "operations of its own"
+            continue
+        shape = AttentionShape(
+            model.num_heads // degrees.width, model.num_kv_heads // degrees.width, model.attention_head_dim,
+            config.data.sequence_length, is_masked(mixer, config, degrees.sequence, device.type == "cuda"),
+            DTYPES[config.precision.compute_dtype], shared=degrees.sequence > 1, compiled=plan.compiled,
+        )  # fmt: skip
+        try:
+            found[layer] = kernel_of(name, shape, device)
+        except NoKernelError as error:
+            text = f"is {name}, and blocks of {layer} cannot have it on {device}: {error} Set auto, or another kernel."
+            raise ConfigError(Problem(KEY, text)) from error
+    return found
+
+
+def attention_of(plan: Plan, kernels: Mapping[str, str]) -> AbstractContextManager[None]:
+    """Return the context of the run's steps, in which blocks have the attention that `attention_kernels` found."""
+    return attention_by(plan.config.trainer.attention_kernel, by_blocks=FLEX in kernels.values())
+
+
+def kernel_line(kernels: dict[str, str], name: str) -> str | None:
+    """Return the opening line on `kernels`; None where no block has softmax attention."""
+    if not kernels:
+        return None
+    taken = set(kernels.values())
+    each = taken.pop() if len(taken) == 1 else ", ".join(f"{layer}: {kernel}" for layer, kernel in kernels.items())
+    return f"kernel attention by {each} ({KEY}={name})"
+
+
 def joined_ranks(config: Config) -> Ranks:
     """Return the ranks that have joined, as a check of them meets them. Collective."""
     here = rank_environment()
@@ -218,3 +181,55 @@ def refuse_unhealthy(ranks: Ranks, device: torch.device) -> str:
         raise UnhealthyError(f"trainer.health: {'; '.join(faults)}", speaks=ranks.rank == 0)
     seconds = time.perf_counter() - start
     return f"health {ranks.world} rank{'s' if ranks.world > 1 else ''}: values right, none slow ({seconds:.1f} s)"
+
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+"""As malloc.h numbers them; a trim threshold of -1 is none."""
+
+
+GROWS_BY_BYTES = 1 << 26
+
+
+SETTINGS = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: GROWS_BY_BYTES}
+
+
+DEFAULTS = {M_MMAP_MAX: 65536, M_TRIM_THRESHOLD: 128 << 10, M_TOP_PAD: 128 << 10}
+"""As mallopt(3) has them."""
+
+
+_kept = False
+
+
+def is_given() -> bool:
+    """Return whether the user has told malloc by the environment what to do, or another allocator takes its place."""
+    names = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "LD_PRELOAD")
+    return any(os.environ.get(name) for name in names) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+
+
+def keep_memory() -> bool:
+    """Let malloc keep what is freed, until `give_back`; return whether it will. Linux with glibc alone."""
+    global _kept
+    mallopt = _function("mallopt")
+    if mallopt is None or is_given():
+        return False
+    _kept = True
+    told = [mallopt(name, value) for name, value in SETTINGS.items()]
+    return told == [1] * len(SETTINGS)
+
+
+def give_back() -> None:
+    """Give the kernel what lies free, and keep no more: whoever called a run in this process goes on without it."""
+    global _kept
+    gc.collect()
+    if _kept and (mallopt := _function("mallopt")) is not None:
+        for name, value in DEFAULTS.items():
+            mallopt(name, value)
+    _kept = False
+    if (trim := _function("malloc_trim")) is not None:
+        trim(0)
+
+
+def _function(name: str) -> Any:
+    """Return glibc's function of that name, None where the process runs on another C library."""
+    process = ctypes.CDLL(None)
+    return getattr(process, name, None) if hasattr(process, "gnu_get_libc_version") else None

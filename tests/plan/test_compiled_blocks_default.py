@@ -14,7 +14,7 @@ from lightning_llm.config.config_hash import differences_on_resume
 from lightning_llm.plan.resolve import Plan, Resolution, compile_note
 from lightning_llm.plan.text.describe import layout_facts
 from lightning_llm.precision.native.capability import DEVICES
-from lightning_llm.run import opening as prepared_rank
+from lightning_llm.run import opening
 from lightning_llm.tracking.reading import Run
 
 CPU, H100 = DEVICES["cpu"], DEVICES["sm_90"]
@@ -94,7 +94,7 @@ def test_compiled_blocks_under_fsdp_are_not_said_to_have_one_ranks_bits(words, d
 
 
 def test_a_run_whose_blocks_cannot_be_compiled_is_refused(monkeypatch):
-    monkeypatch.setattr(prepared_rank, "no_compiler", lambda device_type: f"nothing compiles for {device_type}")
+    monkeypatch.setattr(opening, "no_compiler", lambda device_type: f"nothing compiles for {device_type}")
     with pytest.raises(ConfigError, match=r"parallel\.compile: is true, and nothing compiles for cpu\. Mend that"):
-        prepared_rank.check_compiler(plan_of("trainer.compile=true").config, torch.device("cpu"))
-    prepared_rank.check_compiler(plan_of().config, torch.device("cpu"))
+        opening.check_compiler(plan_of("trainer.compile=true").config, torch.device("cpu"))
+    opening.check_compiler(plan_of().config, torch.device("cpu"))

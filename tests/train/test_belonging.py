@@ -15,7 +15,7 @@ from lightning_llm.base.integrity import seal, unseal
 from lightning_llm.config.commands import resume_command
 from lightning_llm.config.from_file import load_config, place_where_it_lies
 from lightning_llm.config.schema import CheckpointConfig
-from lightning_llm.run import agreement as first_files
+from lightning_llm.run import agreement
 from lightning_llm.tracking.files import damaged_record, summary_of, write_json
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing
 from lightning_llm.train.checkpoint.manifest import RunIdentity, newest_verified, open_checkpoint
@@ -329,7 +329,7 @@ def test_a_full_disk_before_the_first_step_is_one_problem_and_leaves_nothing(
         file.write_text("recipe: ")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(first_files, "write_config", write_some_of_it)
+    monkeypatch.setattr(agreement, "write_config", write_some_of_it)
     if there:
         (tmp_path / "run").mkdir()
     assert main(["train", *small_run(tmp_path)]) == 2

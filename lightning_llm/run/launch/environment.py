@@ -1,4 +1,4 @@
-"""This process's rank, where torchrun or Slurm started it. Imports no torch."""
+"""This process's rank, where torchrun or Slurm started it, and which rank prints for all. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The batch script of a planned run for Slurm: nodes, ranks, GPUs, time, caches, and a job that queues itself again.
-
-Written by `plan --script FILE`, beside the frozen config FILE.yaml that its ranks read. srun starts the ranks, whose
-variables `run.launch.environment` reads; Slurm's options are those of sbatch(1) and srun(1). Imports no torch.
-"""
+"""Slurm: the batch script of a planned run (nodes, ranks, GPUs, time, caches), and `scontrol requeue` of its job."""
 
 import math
 import os

@@ -1,6 +1,7 @@
-"""A branch: a run that goes on from a trunk's checkpoint with keys changed on purpose. Imports no torch.
+"""A branch: a run that continues from a trunk's checkpoint with keys changed on purpose. Imports no torch.
 
-What it may not change is refused here; from which checkpoint it goes on `decide_start` decides, as for any other run.
+`settled` completes the config: the checkpoint is pinned, and the data continue where the trunk stopped. Keys that must
+be the trunk's are checked here; `decide_start` decides from which checkpoint it starts, as for any other run.
 """
 
 import sys
@@ -34,6 +35,23 @@ from lightning_llm.train.checkpoint.manifest import (
     step_folders,
     step_of,
 )
+
+BRANCH = "branch"
+"""The key of summary.json that says which trunk the run branched off, where, and what was changed."""
+
+
+FIXED = {
+    "data.sequence_length": "tokens and the position in the data are counted in it",
+    "data.global_batch_size": "the position in the data is the number of steps times it",
+    "optim.name": "each optimizer keeps a state of its own",
+}
+"""Keys that a branch has as its trunk, and why."""
+
+
+WEIGHTS_ALONE = "Set it back; model.init_from takes the trunk's weights alone, into a run of any such key."
+
+
+_looked: dict[tuple[Path, int], list[Damage]] = {}
 
 
 def settled(reading: Reading) -> Reading:
@@ -87,9 +105,6 @@ def _trunk_of(pinned: Path) -> Config:
     if run is None:
         raise ConfigError(Problem(KEY, f"{pinned} belongs to no run. Give {EXPECTED}."))
     return load_config(run / "config.yaml", [])
-
-
-_looked: dict[tuple[Path, int], list[Damage]] = {}
 
 
 def look_once(checkpoint: Checkpoint) -> list[Damage]:
@@ -206,17 +221,6 @@ def _tokenizer(config: Config, trunk: Config, pinned: Path) -> Any:
         return tokenizer
     path = str(Path(str(run_of(pinned))) / TOKENIZER)
     return tokenizer.model_copy(update={"kind": "file", "path": path, "vocab_size": None})
-
-
-BRANCH = "branch"
-"""The key of summary.json that says which trunk the run branched off, where, and what was changed."""
-FIXED = {
-    "data.sequence_length": "tokens and the position in the data are counted in it",
-    "data.global_batch_size": "the position in the data is the number of steps times it",
-    "optim.name": "each optimizer keeps a state of its own",
-}
-"""Keys that a branch has as its trunk, and why."""
-WEIGHTS_ALONE = "Set it back; model.init_from takes the trunk's weights alone, into a run of any such key."
 
 
 def branch_problems(config: Config) -> list[Problem]:

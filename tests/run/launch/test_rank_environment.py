@@ -17,7 +17,6 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.yaml_file import write_config
 from lightning_llm.run.launch import environment
-from lightning_llm.run.launch import environment as refused_rank
 from lightning_llm.run.launch.environment import (
     RankEnvironment,
     adopt_world,
@@ -170,12 +169,12 @@ def test_a_wrong_config_is_said_by_rank_0_before_another_rank_has_torchrun_end_a
     for name, value in {**variables, **more}.items():
         monkeypatch.setenv(name, str(value))
     waited = []
-    monkeypatch.setattr(refused_rank.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
+    monkeypatch.setattr(environment.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
     assert main(["train", "recipe=quickstart", "model.num_layers=abc"]) == 2
     told = capsys.readouterr().err
     assert told.startswith(says) if says else not told
     assert ("model.num_layers: is 'abc'" in told) == bool(says)
-    assert waited == ([(refused_rank.SECONDS + local_rank, "")] if waits else [])
+    assert waited == ([(environment.SECONDS + local_rank, "")] if waits else [])
 
 
 @pytest.mark.parametrize(("status", "code"), [("failed", 1), ("stopped", 143)])
