@@ -1,7 +1,7 @@
 """Documents -> held-out rule -> tokenizer -> token streams, each step cached under its inputs.
 
 Held out is decided by a document's 64-bit content key alone: those below `fraction` of the key range are validation,
-in every source alike and under every seed, so a text that occurs twice, or in two sources, is never on both sides.
+in every source and under every seed, so a text that occurs twice, or in two sources, is never on both sides.
 A source too small to have a key in that range gives its smallest key, which is then held out of all sources.
 """
 
@@ -90,7 +90,7 @@ ALL_HELD_OUT = HeldOut(KEY_RANGE, frozenset())
 
 
 def scan(source: Source, cache_dir: Path, shown: bool) -> Scan:
-    """Read `source` once. Raises ConfigError for what cannot be read and for a source without a document."""
+    """Read `source` once. Raises ConfigError for unreadable files and for a source without a document."""
 
     def build(folder: Path) -> dict[str, Any]:
         documents, text_bytes, smallest, largest = 0, 0, KEY_RANGE, -1

@@ -108,7 +108,7 @@ class HeldBytes:
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
-        """Follow storages that are emptied and filled again, as FSDP2 does with what it gathers."""
+        """Follow storages that are emptied and filled again, as FSDP2 does with gathered parameters."""
         whole = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -160,7 +160,7 @@ class Counting(TorchDispatchMode):
             setattr(finder, name, whole)
 
     def begin(self) -> None:
-        """Count anew from here on, but for what is held."""
+        """Restart the counters, except for held bytes."""
         self.sent, self.operations, self.host_waits = SentBytes(self.sent.small_bytes), 0, 0
         self.held.peak_bytes = self.held.now_bytes
 
@@ -187,7 +187,7 @@ class Counting(TorchDispatchMode):
 
 
 def _device(tensor: Tensor) -> torch.device:
-    """Return where `tensor` lies: of a fake one without asking it, which is an operation of its own."""
+    """Return the device of `tensor`; that of a fake one without a dispatched operation."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 

@@ -63,7 +63,7 @@ class RankCounts:
     """(kind, ranks, bytes sent) of every kind of collective among every set of ranks."""
     operations: int
     host_waits: int
-    """How often the host waited for a number."""
+    """Times the host waited for a number."""
     cpu_seconds: float
 
 

@@ -34,7 +34,7 @@ KILLED = (
     "about half a gigabyte, and two run at once: free some, or plan without --dry-run."
 )
 POLL_SECONDS = 0.5
-"""How often the line of progress is looked at while no rank reports anything."""
+"""Interval at which the progress line is updated while no rank reports."""
 
 
 def dry_run(plan: Plan) -> dict[str, Any]:

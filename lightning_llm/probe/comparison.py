@@ -1,4 +1,4 @@
-"""Distance of a gradient that was made with rounding from the exact one.
+"""Distance of a rounded gradient from the exact one.
 
 With g the reference, g_k what key k of K gave (K = 1 where nothing is random), e_k = g_k - g, and sums over elements:
 

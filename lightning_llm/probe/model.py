@@ -128,7 +128,7 @@ class ProbedModel:
 
     @property
     def random(self) -> bool:
-        """Whether other keys give other numbers."""
+        """Whether the result depends on the key."""
         return any(layer.plan.random for layer in self.layers.values())
 
     def reference(self) -> Pass:

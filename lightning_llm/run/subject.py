@@ -22,7 +22,7 @@ from lightning_llm.run.resume.weights import open_weights
 from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint, Damage, content_damage
 from lightning_llm.train.checkpoint.weights import CheckpointWeights
 
-HUGGINGFACE_TOKENS = 256  # per sequence, unless data.sequence_length says otherwise
+HUGGINGFACE_TOKENS = 256  # per sequence, the default of data.sequence_length
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def find_subject(path: Path, arguments: Sequence[str], text: Path | None, needs_
     config = load_config(run / "config.yaml", ["trainer.devices=1", "world=null", *own, *arguments])
     alone = compose_config([]).parallel  # how the run was spread is no matter here
     if config.model != weights.config:
-        weights = CheckpointWeights(weights.checkpoint, config.model)  # refuses what is no model of these weights
+        weights = CheckpointWeights(weights.checkpoint, config.model)  # raises if the model does not fit these weights
     return Subject(run, "run", config.model_copy(update={"parallel": alone}), weights)
 
 

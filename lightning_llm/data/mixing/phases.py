@@ -1,7 +1,7 @@
 """mixture=phases: weights as a piecewise constant function of the sample's number.
 
 The tokens that a source gave in earlier phases are a sum of `Shares.drawn` over their lengths, known from the config
-alone. So a source goes on in each phase where it stopped, and no window comes twice in an epoch.
+alone. So a source continues in each phase where it stopped, and no window comes twice in an epoch.
 """
 
 from bisect import bisect_right
@@ -28,7 +28,7 @@ class WeightPhase(Group):
 
     @property
     def begins_the_run(self) -> bool:
-        """Whether it is there from the first step on."""
+        """Whether it begins at the first step."""
         return not self.start and not self.start_step
 
     def over(self, weights: Mapping[str, float]) -> dict[str, float]:
@@ -95,7 +95,7 @@ class PhasedMixture(MixtureConfig):
 
 
 class Phases:
-    """A `Mixture` of phases, each `Shares` of its own from its first sample on."""
+    """A `Mixture` of phases: separate `Shares` from the first sample of each phase on."""
 
     def __init__(self, phases: Mapping[str, tuple[int, Mapping[str, float]]]):
         """`phases`: by name the first sample, and the weights, all of the same sources; one begins at 0."""

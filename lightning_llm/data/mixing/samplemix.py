@@ -19,7 +19,7 @@ MOST_COPIES = 2**28
 """Documents in a training stream: its order and their places are some 32 bytes each, 8 GiB, on every rank."""
 LEAST_TEMPERATURE = 1e-3
 LARGEST_RATIO = 1000.0
-"""At which copies are whole numbers to a tenth of a percent: what more would tell documents apart by is lost in it."""
+"""At this ratio, rounding copies to whole numbers changes them by a tenth of a percent: a larger one gains nothing."""
 
 
 @MIXTURES.register
@@ -143,7 +143,7 @@ def sampling_weights(quality: np.ndarray, diversity: np.ndarray, alpha: float, t
 
 
 def realised_copies(expected: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Return whole numbers whose expectation is `expected`, int64 [documents], from `draws` uniform in [0, 1)."""
+    """Return whole numbers with the expectation `expected`, int64 [documents], from `draws` uniform in [0, 1)."""
     whole = np.floor(expected)
     return (whole + (draws < expected - whole)).astype(np.int64)
 
@@ -151,7 +151,7 @@ def realised_copies(expected: np.ndarray, draws: np.ndarray) -> np.ndarray:
 def document_draws(source: str, keys: np.ndarray) -> np.ndarray:
     """Return uniform draws in [0, 1) by `source` and uint64 `keys` [documents]: the same in every run.
 
-    Documents of one key are told apart by how many of it came before.
+    Documents with equal keys are distinguished by their number among these.
     """
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
@@ -177,13 +177,13 @@ def hashed_words(*words: np.ndarray, seed: int) -> np.ndarray:
 
 
 def in_rounds(copies: np.ndarray) -> np.ndarray:
-    """Return the numbers of the documents as they lie, int64: each once, then once more those of two copies, and so on.
+    """Return the numbers of the documents in rounds, int64: each once, then those of two copies once more, and so on.
 
-    So copies of a document lie as far apart as they can, and no window has two but of a tiny corpus.
+    So copies of a document are as far apart as possible, and only windows of a tiny corpus contain two.
     """
     left = np.flatnonzero(copies)
     rounds, made = [np.empty(0, np.int64)], 0
-    for level in np.unique(copies[left]):  # the same documents stand in each round up to it: as long as what is made
+    for level in np.unique(copies[left]):  # rounds up to it contain the same documents
         left = left[copies[left] > made]
         rounds.append(np.tile(left, int(level) - made))
         made = int(level)

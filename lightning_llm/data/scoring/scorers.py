@@ -16,13 +16,13 @@ from lightning_llm.data.scoring.table import write_scores
 from lightning_llm.data.sources.source import Source
 
 CHARACTERS = 20_000
-"""Of each document, from its beginning: enough to tell what it is about."""
+"""Characters read from the beginning of each document: enough to determine its subject."""
 
 
 def score_documents(
     config: DataConfig, scorers: Mapping[str, ScorerConfig], file: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Score the documents of all sources that are trained on together, and write the table `file`; return its columns.
+    """Score the documents of all trained sources together, and write the table `file`; return its columns.
 
     All texts are in memory at once. `scorers` by measure; one that nobody scores is 0 throughout. `config` has passed
     `check_data`. Raises ConfigError for what cannot be read or scored.

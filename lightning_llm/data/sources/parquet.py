@@ -1,4 +1,4 @@
-"""loader=parquet: one column of each file, whatever other columns a file has and however each stores its text."""
+"""loader=parquet: one column of each file; other columns and the encoding of text may differ between files."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

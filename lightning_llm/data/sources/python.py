@@ -3,7 +3,7 @@
 `code` is the standard library's own sources. `prose` is the docstrings of those modules and the language reference in
 `pydoc_data`. Left out is what would make the corpus depend on more than the Python version: installed packages,
 modules a distribution may ship apart (idlelib, tkinter, lib2to3, ...), files written at build time for one platform;
-and what teaches a model nothing: test folders and generated character tables.
+and text that teaches a model nothing: test folders and generated character tables.
 """
 
 import ast
@@ -71,7 +71,7 @@ class PythonSource(TextSourceConfig):
 def library_files(include: tuple[str, ...] | None = None) -> tuple[Path, ...]:
     """Return the standard library's modules that belong to the corpus, in the order of their relative paths.
 
-    `include`: those alone whose relative path matches one of these globs, in which * goes over folders, too.
+    `include`: only paths that match one of these globs; * also matches folders.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     if include is not None:

@@ -1,4 +1,4 @@
-"""One source of a mix: its documents in a fixed order, read as often as asked, whatever loads them.
+"""One source of a mix: its documents in a fixed order, readable any number of times, with any loader.
 
 Readers of records share `text_of` and `raised_in_a_line`.
 """
@@ -39,7 +39,7 @@ def document(text: str, family: str | None = None) -> Document:
 
 
 def content_key(text: str) -> int:
-    """Return 64 bits of the text's BLAKE2b: equal texts have equal keys, on every machine, whatever the seed."""
+    """Return 64 bits of the text's BLAKE2b: equal texts have equal keys, on every machine and for every seed."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
@@ -52,13 +52,13 @@ class DocumentReader(Protocol):
     def documents(self) -> Iterator["Document | str | None"]:
         """Yield each document, always in the same order: its text, or None for a record that has none.
 
-        A `Document` where the loader itself says which are held out together. Raises ConfigError for what the user can
-        fix, and ValueError, OSError, EOFError or KeyError for what cannot be read, with the place in its text.
+        A `Document` if the loader itself decides which are held out together. Raises ConfigError for problems that the
+        user can fix, and ValueError, OSError, EOFError or KeyError for unreadable files, with the place in its text.
         """
 
 
 class Source:
-    """A named entry of `data.sources`. Every method raises `ConfigError` for what the user can fix."""
+    """A named entry of `data.sources`. Every method raises `ConfigError` for problems that the user can fix."""
 
     def __init__(self, name: str, config: SourceConfig):
         self.name = name

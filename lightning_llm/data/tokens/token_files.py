@@ -11,7 +11,7 @@ import numpy as np
 
 FLUSH_BYTES = 8 << 20
 SIZES = ".sizes"
-"""Of the validation split: the UTF-8 bytes of text that each token stands for, uint32 [tokens]."""
+"""Ending of the validation split's file of UTF-8 bytes of text per token, uint32 [tokens]."""
 
 
 class TokenWriter:
@@ -56,7 +56,7 @@ class TokenWriter:
         self._pending, self._pending_tokens, self._starts = [], 0, []
 
     def close(self) -> dict[str, Any]:
-        """Write what is left to the disk and return the split's manifest entry."""
+        """Write the rest to the disk and return the split's manifest entry."""
         self._flush()
         for file in (self._file, self._starts_file, self._sizes_file):
             if file is None:

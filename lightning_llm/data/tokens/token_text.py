@@ -39,7 +39,7 @@ JAMO = range(0x1160, 0x1200)
 
 
 def byte_counts(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return how many UTF-8 bytes of `text` each token stands for, uint32 [tokens + 1]; the sum is that of `text`.
+    """Return the UTF-8 bytes of `text` that each token represents, uint32 [tokens + 1]; the sum is that of `text`.
 
     `offsets` are the tokens' spans in characters of `text`, as it was before any normalizer. Characters that no token
     has (spaces that were dropped, say) belong to the token after them, and the last of them to the end of the
@@ -48,7 +48,7 @@ def byte_counts(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
     points = np.frombuffer(text.encode("utf-32-le"), "<u4")
     sizes = 1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)
     position = np.concatenate(([0], sizes.cumsum()))  # [characters + 1] in bytes
-    cuts = np.zeros(len(offsets) + 2, np.int64)  # between which bytes each token lies
+    cuts = np.zeros(len(offsets) + 2, np.int64)  # the bytes at which each token begins and ends
     cuts[-1] = position[-1]
     if len(offsets):
         spans = np.minimum(np.array(offsets, np.int64), len(text))  # BPE that spells "</w>" in bytes counts those, too
@@ -109,7 +109,7 @@ def pieces_of_token(ours: "tokenizers.Tokenizer", theirs: "tokenizers.Tokenizer"
 
 
 def _byte_piece(model: "tokenizers.models.Model", piece: str) -> str:
-    """Return the text of a piece that stands for one byte ("<0x41>"), U+FFFD if it is no character; else the piece."""
+    """Return the text of a piece that represents one byte ("<0x41>"), U+FFFD if it is no character; else the piece."""
     from tokenizers import decoders
 
     return str(decoders.ByteFallback().decode([piece])) if getattr(model, "byte_fallback", False) else piece
@@ -189,7 +189,7 @@ def _blanks() -> np.ndarray:
 
 
 def _covered(length: int, offsets: np.ndarray) -> np.ndarray:
-    """Return which of `length` characters lie within one of `offsets` [tokens, 2], bool [length]."""
+    """Return which of `length` characters are within one of `offsets` [tokens, 2], bool [length]."""
     starts, ends = (np.bincount(offsets[:, side], minlength=length + 1) for side in (0, 1))
     return (starts - ends).cumsum()[:length] > 0
 

@@ -137,7 +137,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return each text's token ids, uint32 [tokens], with neither end-of-document nor any other token added."""
-        if self.is_bytes:  # what the backend would give, sixty times as fast
+        if self.is_bytes:  # the backend's result, sixty times as fast
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
@@ -193,7 +193,7 @@ class Tokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int, file: Path) -> None:
     """Train byte-level BPE (GPT-2's: Radford et al. 2019, section 2.2) on `texts` and write it to `file`.
 
-    The same texts give the same file, whatever the number of threads. The end-of-document token has id 0.
+    The same texts give the same file with any number of threads. The end-of-document token has id 0.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers

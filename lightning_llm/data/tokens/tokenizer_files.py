@@ -25,7 +25,7 @@ def declared_beside(file: Path, vocabulary: Mapping[str, int]) -> str | None:
 
 
 def declared_within(file: Path) -> str | None:
-    """Return the special token of a tokenizer.json whose name means the end. Raises OSError and ValueError."""
+    """Return the special token of a tokenizer.json with a name that means the end. Raises OSError and ValueError."""
     special = [each["content"] for each in _mapping(file).get("added_tokens") or () if each.get("special")]
     by_meaning = {_letters(token): token for token in reversed(special)}
     return next((by_meaning[meaning] for meaning in END_MEANINGS if meaning in by_meaning), None)
