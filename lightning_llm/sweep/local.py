@@ -4,21 +4,59 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.interpreter import python_environment, python_module
 from lightning_llm.config.workspace import config_dir_arguments
 from lightning_llm.config.yaml_file import write_config
+from lightning_llm.precision.native.capability import DRIVER_FILES
 from lightning_llm.run.launch.relay import Relay
-from lightning_llm.sweep.devices import VISIBLE, DevicePool, cuda_devices
-from lightning_llm.sweep.elsewhere import runs_elsewhere
-from lightning_llm.sweep.job_locks import Outcome, locked
+from lightning_llm.sweep.job_locks import Outcome, locked, runs_elsewhere
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.tracking.run_state import JOB_VARIABLE, SETTLED, state_of
 from lightning_llm.tracking.sweep_definition import Job
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def cuda_devices() -> list[str]:
+    """Return the CUDA devices of this machine by the names that `CUDA_VISIBLE_DEVICES` takes; [] without a driver."""
+    if VISIBLE in os.environ:
+        return [name.strip() for name in os.environ[VISIBLE].split(",") if name.strip() not in ("", "-1")]
+    if not any(Path(file).exists() for file in DRIVER_FILES):
+        return []
+    import torch  # seconds, which a machine without a GPU does not need to spend; it makes no CUDA context here
+
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+class DevicePool:
+    """Lends devices to jobs side by side: each gets those with the fewest jobs on them, in the order of `devices`."""
+
+    def __init__(self, devices: Sequence[str]):
+        self.devices = list(devices)
+        self._jobs: Counter[str] = Counter()
+        self._changing = threading.Lock()
+
+    @contextmanager
+    def lent(self, count: int) -> Iterator[list[str]]:
+        """Yield `count` different devices until the context ends; [] where the machine has fewer: the job says so."""
+        with self._changing:
+            enough = count <= len(self.devices)
+            chosen = sorted(self.devices, key=lambda name: self._jobs[name])[:count] if enough else []
+            chosen.sort(key=self.devices.index)
+            self._jobs.update(chosen)
+        try:
+            yield chosen
+        finally:
+            with self._changing:
+                self._jobs.subtract(chosen)
+
 
 REFUSED = 2
 """Exit code of a job whose config or folder is no good: another process trains there, say."""

@@ -17,9 +17,8 @@ from lightning_llm.run.checked_plan import problems_beyond
 from lightning_llm.run.launch.ray_cluster import in_sweep, ray_problems
 from lightning_llm.run.launch.relay import Relay, signals_passed_on
 from lightning_llm.run.resume.branch import settled
-from lightning_llm.sweep.elsewhere import runs_elsewhere
 from lightning_llm.sweep.ending import close, close_again
-from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
+from lightning_llm.sweep.job_locks import Outcome, one_at_a_time, runs_elsewhere
 from lightning_llm.sweep.local import run_here
 from lightning_llm.sweep.progress import Leg, Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems

@@ -12,7 +12,7 @@ from scipy import stats
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.sweep.search import watch
+from lightning_llm.sweep.search import curves as watch
 from lightning_llm.sweep.search.rungs import worse_than_best
 from tests.sweep.made_jobs import make_jobs
 from tests.sweep.searched_jobs import recipe_loss, trials_of, words

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.sweep.search import watch
+from lightning_llm.sweep.search import curves as watch
 from lightning_llm.sweep.search.curves import pruned_at
 from lightning_llm.sweep.search.space import corners_of, distributions_of, words_of
 from tests.sweep.made_jobs import Killed, killed_after, make_jobs

@@ -1,13 +1,17 @@
 """Curves of a search's runs, read from their folders while they run: paired with the baseline's of the same seed."""
 
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, median
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.runs.losses import tail_of
+from lightning_llm.run.launch.relay import Relay
 from lightning_llm.tracking.reading import Run, read_run
+from lightning_llm.tracking.sweep_definition import Job
 
 
 def run_in(folder: Path) -> Run | None:
@@ -62,3 +66,35 @@ def pruned_at(
         if step >= first_step and len(known) >= startup and gap > median(known):
             return step, gap
     return None
+
+
+SECONDS = 0.5
+"""Between two looks."""
+
+
+@contextmanager
+def watched(jobs: Sequence[Job], is_over: Callable[[Job], bool], relay: Relay) -> Iterator[None]:
+    """Stop each of `jobs` that is running once `is_over` says so, while the context lasts; raise what that raises."""
+    end = threading.Event()
+    errors: list[BaseException] = []
+
+    def look() -> None:
+        over: set[int] = set()
+        try:
+            while not end.wait(SECONDS):
+                for job in jobs:
+                    if job.number not in over and relay.runs(job.number) and is_over(job):
+                        over.add(job.number)
+                        relay.stop(job.number)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=look, name="search", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -1,12 +1,23 @@
 """Optuna's study in a sweep's folder, and its samplers: the same after any stop."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.sqlite_address import sqlite_address
 from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.sweep.search.curves import paired_curve, tail_gap
+from lightning_llm.sweep.search.run import Asked, ComposedJob, without_repeats
+from lightning_llm.sweep.search.space import words_of
+from lightning_llm.tracking.reading import read_run
+from lightning_llm.tracking.run_state import SETTLED, state_of
+from lightning_llm.tracking.sweep_definition import Job, Sweep, define, tracked
+from lightning_llm.tracking.sweep_file import ENDED_AT, write_results
+from lightning_llm.tracking.sweep_jobs import kind_of
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -61,3 +72,126 @@ def add_trial(study: "Study", keys: SweepConfig, distributions: Mapping[str, Any
     params = drawn.ask(dict(distributions)).params
     study.add_trial(create_trial(state=TrialState.RUNNING, params=params, distributions=dict(distributions)))
     return study.trials[-1]
+
+
+@dataclass
+class Search:
+    """A search. `baseline`: its jobs as composed, one per seed; `trials`: those of each trial so far, by its number.
+
+    `first`: the sweep as it was before any trial; `pruned`: {trial: (step, the gap there)}.
+    """
+
+    asked: Asked
+    first: Sweep
+    baseline: list[ComposedJob]
+    distributions: Mapping[str, Any]
+    trials: dict[int, list[ComposedJob]] = field(default_factory=dict)
+    pruned: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _made: dict[tuple[int, str | None], tuple[Sweep, dict[tuple[str, int], Job]]] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> SweepConfig:
+        """What was asked for below `sweep`."""
+        return self.asked.keys
+
+    def whole(self) -> Sweep:
+        """Return the sweep of all jobs so far; trials that came to the same place share theirs."""
+        return self._made_now()[0]
+
+    def _made_now(self) -> tuple[Sweep, dict[tuple[str, int], Job]]:
+        """Return the sweep, and its jobs by kind and seed; made once for as many trials."""
+        key = len(self.trials), self.first.parent_run_id
+        if key not in self._made:
+            jobs = without_repeats([*self.baseline, *(job for jobs in self.trials.values() for job in jobs)])
+            made = define(jobs, self.first.folder.name, self.first.typed, self.first.declared)
+            made = tracked(replace(made, hash=self.first.hash), self.first.parent_run_id)
+            self._made.clear()
+            self._made[key] = made, {(kind_of(job.config), job.config.seed): job for job in made.jobs}
+        return self._made[key]
+
+    def jobs_of(self, composed: Sequence[ComposedJob]) -> list[Job]:
+        """Return these composed jobs as jobs of the sweep."""
+        known = self._made_now()[1]
+        return [known[(kind_of(config), config.seed)] for _, config in composed]
+
+    def is_whole(self, number: int) -> bool:
+        """Return whether all jobs of a trial came to their end by themselves."""
+        return all(state_of(job.folder) in SETTLED for job in self.jobs_of(self.trials[number]))
+
+    @property
+    def not_judged(self) -> dict[int, str]:
+        """{Job number: why}, of pruned trials' jobs: of a seed that came to its end, too, as the others did not.
+
+        Unless another trial at the same place, which shares its jobs, went to its end.
+        """
+        whole = {job.number for n in self.trials if self.is_whole(n) for job in self.jobs_of(self.trials[n])}
+        return {
+            job.number: f"trial {number}, pruned at step {step}"
+            for number, (step, _) in self.pruned.items()
+            for job in self.jobs_of(self.trials.get(number, []))
+            if job.number not in whole
+        }
+
+    @property
+    def ended(self) -> dict[int, str]:
+        """{Job number: why it was ended}, of jobs that had not come to their end by themselves."""
+        numbers = {job.number for job in self.whole().jobs if state_of(job.folder) not in SETTLED}
+        return {number: why for number, why in self.not_judged.items() if number in numbers}
+
+    def curve(self, composed: Sequence[ComposedJob], seeds: int) -> dict[int, float]:
+        """Return the paired curve over the first `seeds` seeds."""
+        own, base = ([job.folder for job in self.jobs_of(each)[:seeds]] for each in (composed, self.baseline))
+        return paired_curve(own, base, self.keys.metric)
+
+
+def tell(study: "Study", search: Search, number: int, pruned: tuple[int, float] | None) -> None:
+    """Tell Optuna the mean gap of a trial, or that it was pruned, with the paired curve as intermediate values."""
+    from optuna.trial import Trial, TrialState
+
+    frozen = study.trials[number]
+    trial = Trial(study, frozen._trial_id)
+    for step, gap in search.curve(search.trials[number], len(search.baseline)).items():
+        if pruned is None:
+            trial.report(gap, step)
+    if pruned is not None:
+        trial.report(pruned[1], pruned[0])
+        study.tell(number, state=TrialState.PRUNED)
+        search.pruned[number] = pruned
+        print(
+            f"trial  {number} {' '.join(words_of(frozen.params))}: pruned at step {pruned[0]}, gap {pruned[1]:+.4f}",
+            flush=True,
+        )
+        return
+    pairs = zip(search.jobs_of(search.trials[number]), search.jobs_of(search.baseline), strict=True)
+    keys = search.keys
+    gaps = [tail_gap(read_run(own.folder), read_run(base.folder), keys.metric, keys.tail) for own, base in pairs]
+    study.tell(number, fmean(gaps))
+    print(f"trial  {number} {' '.join(words_of(frozen.params))}: gap {fmean(gaps):+.4f}", flush=True)
+
+
+def write_trials(study: "Study", search: Search) -> None:
+    """Write what became of the trials to the sweep's folder, for `compare`."""
+    rows = [
+        {"trial": each.number, "state": each.state.name.lower(), "values": each.params, "gap": each.value,
+         "jobs": [job.number for job in search.jobs_of(search.trials.get(each.number, []))],
+         ENDED_AT: _ended_at(search.pruned.get(each.number))}
+        for each in study.trials
+    ]  # fmt: skip
+    write_results(search.first.folder, rows, search.not_judged)
+
+
+def _ended_at(pruned: tuple[int, float] | None) -> dict[str, Any] | None:
+    """Return where a pruned trial's gap was taken; of any other, it was over the tail."""
+    if pruned is None:
+        return None
+    step, gap = pruned
+    return {"step": step, "gap": gap if math.isfinite(gap) else None}
+
+
+def print_best(study: "Study") -> None:
+    """Print the three trials of the least gap."""
+    whole_trials = sorted(
+        (each for each in study.trials if each.state.name == "COMPLETE"), key=lambda each: each.value or 0.0
+    )
+    for each in whole_trials[:3]:
+        print(f"best   trial {each.number}: gap {each.value:+.4f} to the baseline, {' '.join(words_of(each.params))}")
