@@ -1,4 +1,7 @@
-"""Locks on the jobs of a sweep, which one process at a time runs, and how a job ended."""
+"""Which process runs a job: locks, so that one process at a time runs it, and jobs that another start runs.
+
+A start that was killed may leave jobs behind that still train.
+"""
 
 import resource
 import sys

@@ -1,4 +1,4 @@
-"""Curves of a search's runs, read from their folders while they run: paired with the baseline's of the same seed."""
+"""Curves of a search's runs while they run, paired with the baseline's of the same seed; and ending runs by them."""
 
 import math
 import threading

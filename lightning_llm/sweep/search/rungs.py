@@ -7,6 +7,8 @@ The interval is Dunnett's, with the best of the rung in the baseline's place, at
 whose true loss at the rung is within the margin of every other's is ended at a rung with a probability of at most half
 of that error: only where it lies above one of the others by more, which is the event that Dunnett's critical value
 bounds with the recipe itself as the control, whichever of the others then is the best.
+
+Ended recipes are recorded in `search.json` (`Dropped`), so that no later start begins them again.
 """
 
 import math

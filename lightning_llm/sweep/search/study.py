@@ -1,4 +1,7 @@
-"""Optuna's study in a sweep's folder, and its samplers: the same after any stop."""
+"""State of a search by Optuna: its study in the sweep's folder, its trials, and reports of them.
+
+The study and its samplers are the same after any stop.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
