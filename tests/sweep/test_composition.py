@@ -39,7 +39,10 @@ def outcome(words: list[str], compose: Callable[..., Composed] = Composer.compos
 
 
 def composed_whole(self: Composer, parsed: list[Override]) -> Composed:
-    return self._composed([self.forced(each) for each in parsed])
+    """Return what Hydra composes of all overrides of one job; a group chosen beside a recipe replaces the recipe's."""
+    arguments = [self.forced(each) for each in parsed]
+    files = tuple(word for word in arguments if not word.startswith(("++", "~")))
+    return Composer(self.search, self.config_dir)._in_order(parsed, arguments, files)
 
 
 some_words = given(words=words, swept=st.sampled_from(["seed=1,2", "precision=bf16,fp32", "optim.eps=1e-8,1e-6"]))
