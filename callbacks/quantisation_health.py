@@ -129,7 +129,7 @@ class QuantisationHealth(pl.Callback):
 
     def _of_all_ranks(self, layout: Layout) -> tuple[list[str], Tensor, Tensor, Tensor]:
         """Return the layers' names, in the model's order, and their sums, lowest and highest [layers, slots, ..]."""
-        stage = ("dp", "cp", "tp")  # the ranks that hold the same layers
+        stage = ("dp", "sequence", "width")  # the ranks that hold the same layers
         sums = layout.reduce(self._sums, dist.ReduceOp.SUM, *stage).cpu()
         lowest = layout.reduce(self._ranges[..., 0].contiguous(), dist.ReduceOp.MIN, *stage).cpu()
         highest = layout.reduce(self._ranges[..., 1].contiguous(), dist.ReduceOp.MAX, *stage).cpu()

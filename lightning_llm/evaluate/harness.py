@@ -178,7 +178,7 @@ def continuation_scores(
         scores = _batch_scores(parallel, [asked[index] for index in batch], padding, device)
         if scores is not None and own < len(batches):
             found[torch.tensor(batch, device=device)] = scores
-    layout.reduce(found, ReduceOp.SUM, "dp", "cp", "pp")
+    layout.reduce(found, ReduceOp.SUM, "dp", "sequence", "layers")
     for sync in parallel.syncs:
         reshard(sync.model)  # forward passes without a backward leave parameters gathered
     return [(log_p, others == 0) for log_p, others in found.tolist()]

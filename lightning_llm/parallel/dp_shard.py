@@ -117,7 +117,7 @@ def gather_codes(model: Decoder, layout: Layout, compute_dtype: torch.dtype) -> 
         layer = layers.get(id(state._module_info.module))
         if layer is not None and state._module_info.param_name == "weight":
             shards.append(WeightShard(layer, state, compute_dtype))
-    amaxes = AgreedAmaxes(shards, group, layout.group("tp"))
+    amaxes = AgreedAmaxes(shards, group, layout.group("width"))
     model.register_forward_pre_hook(amaxes.before_forward, prepend=True)
 
 

@@ -48,7 +48,7 @@ def global_norm(
     total = shards[0].new_zeros((), dtype=torch.float64)
     if counted:
         total = torch.stack(_norms(counted)).square().sum()
-    layout.reduce(total, dist.ReduceOp.SUM, *_sharing_axes(layout), "pp")
+    layout.reduce(total, dist.ReduceOp.SUM, *_sharing_groups(layout), "layers")
     return total.sqrt().float()
 
 
@@ -63,7 +63,7 @@ def parameter_gradient_norms(named: Mapping[str, nn.Parameter], layout: Layout) 
     counted = [_is_counted(parameter, layout) for parameter in trained.values()]
     squares = norms.square() * torch.tensor(counted, dtype=torch.float64, device=norms.device)
     if len(squares):
-        layout.reduce(squares, dist.ReduceOp.SUM, *_sharing_axes(layout))
+        layout.reduce(squares, dist.ReduceOp.SUM, *_sharing_groups(layout))
     own = dict(zip(trained, squares.sqrt().tolist(), strict=True))
     return {name: norm for stage in layout.gather_over_stages(own) for name, norm in stage.items()}
 
@@ -82,6 +82,6 @@ def _is_counted(parameter: nn.Parameter, layout: Layout) -> bool:
     return layout.coordinates.tp == 0 or is_tp_shard(parameter)
 
 
-def _sharing_axes(layout: Layout) -> list[str]:
-    """Return the axes whose ranks hold parts of the same parameters."""
-    return ["tp", *(["fsdp"] if layout.shards else [])]
+def _sharing_groups(layout: Layout) -> list[str]:
+    """Return the groups whose ranks hold parts of the same parameters."""
+    return ["width", *(["fsdp"] if layout.shards else [])]

@@ -20,8 +20,14 @@ from lightning_llm.plan.memory.units import sums_in_tree, uses_fsdp
 from lightning_llm.plan.nodes import ranks_together
 
 WITHIN, BETWEEN = "within_nodes", "between_nodes"
-COMBINED: dict[str, Dimension] = {"dp": "data", "fsdp": "parameters"}
-"""Groups over all axes that cut one dimension."""
+COMBINED: dict[str, Dimension] = {
+    "dp": "data",
+    "fsdp": "parameters",
+    "sequence": "sequence",
+    "width": "width",
+    "layers": "layers",
+}
+"""Names of groups over all axes that divide a dimension."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +60,10 @@ class Layout:
         # Every axis costs a group and its threads.
         axes = tuple(name for name, axis in AXES.items() if degrees.ranks(name) > 1 or axis.in_every_mesh)
         mesh = init_device_mesh(device.type, tuple(map(degrees.ranks, axes)), mesh_dim_names=axes)
-        data = tuple(axis for axis in AXES.cutting("data") if degrees.ranks(axis) > 1)
-        if len(data) > 1:
-            flattened(mesh, data, "dp")
+        for group, dimension in COMBINED.items():
+            several = tuple(axis for axis in AXES.cutting(dimension) if degrees.ranks(axis) > 1)
+            if group != "fsdp" and len(several) > 1:
+                flattened(mesh, several, group)
         sharing = tuple(axis for axis in shard_axes() if axis in axes)
         shared = flattened(mesh, sharing, "fsdp") if len(sharing) > 1 else None
         machines = _machines(config, degrees, device, ranks_per_node or degrees.world)
@@ -118,7 +125,7 @@ class Layout:
         """Return the process group of `axis`, None where it is one rank.
 
         Beside the axes of the mesh: "dp", ranks that train on different data; "fsdp", ranks that shard parameters;
-        "world".
+        "sequence", "width" and "layers", ranks that divide those; "world".
         """
         if axis == "world":
             return None if self.mesh is None or self.degrees.world == 1 else dist.group.WORLD
@@ -135,7 +142,7 @@ class Layout:
 
         Collective where it is called first: ranks that shard over two axes have no such group yet.
         """
-        axes = [axis for axis in ("fsdp", "tp") if self.group(axis) is not None and (axis == "tp" or self.shards)]
+        axes = [name for name in (*(["fsdp"] if self.shards else []), "width") if self.group(name) is not None]
         if self.mesh is None or len(axes) < 2:
             return self.group(axes[0]) if axes else None
         if "sharing" not in self.made_later:
@@ -168,7 +175,7 @@ class Layout:
         """Return every group that this layout made, each once."""
         if self.mesh is None:
             return []
-        names = [*(self.mesh.mesh_dim_names or ()), "dp", "fsdp"]
+        names = [*(self.mesh.mesh_dim_names or ()), *COMBINED]
         groups = {id(group): group for name in names if (group := self.group(name)) is not None}
         groups |= {id(group): group for group in map(self.mesh.get_group, self.mesh.mesh_dim_names or ())}
         groups |= {id(group): group for group in self.made_later.values()}
@@ -193,10 +200,10 @@ class Layout:
 
     def gather_over_stages(self, value: Any) -> list[Any]:
         """Return every pipeline rank's `value`, first stage first; only [value] without a pipeline."""
-        group = self.group("pp")
+        group = self.group("layers")
         if group is None:
             return [value]
-        gathered: list[Any] = [None] * self.degrees.pp
+        gathered: list[Any] = [None] * group.size()
         dist.all_gather_object(gathered, value, group=group)
         return gathered
 

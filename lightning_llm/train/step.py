@@ -203,7 +203,7 @@ class TrainStep:
     def _reduce_losses(self, losses: Tensor) -> Tensor:
         """Return the step's loss, the same on every rank: micro-batches are gathered before they are summed."""
         layout = self.parallel.layout
-        losses = layout.gather_micro_batches(layout.reduce(losses, dist.ReduceOp.SUM, "cp"))
+        losses = layout.gather_micro_batches(layout.reduce(losses, dist.ReduceOp.SUM, "sequence"))
         self.state.micro_batch_losses = losses / layout.sums if layout.sums > 1 else losses
         return self.state.micro_batch_losses.sum()
 
@@ -238,7 +238,7 @@ class TrainStep:
             return {}
         zero = torch.zeros((), device=next(self.parallel.model.parameters()).device)
         own = [sum((each.auxiliary.sums.get(name, zero) for each in decoders), start=zero) for name in names]
-        total = layout.reduce(torch.stack(own), dist.ReduceOp.SUM, "dp", "cp", "tp", "pp") / layout.sums
+        total = layout.reduce(torch.stack(own), dist.ReduceOp.SUM, "dp", "sequence", "width", "layers") / layout.sums
         return {f"auxiliary/{name}": value for name, value in zip(names, total, strict=True)}
 
     def _reduce_divergences(self) -> dict[str, Tensor]:
@@ -250,4 +250,4 @@ class TrainStep:
 
     def _largest_amax(self, amax: Tensor) -> Tensor:
         """Return the elementwise maximum over the ranks that hold the same layers."""
-        return self.parallel.layout.reduce(amax, dist.ReduceOp.MAX, "dp", "cp", "tp")
+        return self.parallel.layout.reduce(amax, dist.ReduceOp.MAX, "dp", "sequence", "width")

@@ -63,7 +63,7 @@ class Validation:
         """
         # Sums of fp32 numbers of like size are exact in fp64, so the ranks' order does not show.
         # All but a pipeline's last stage have zeros; ranks that share a sequence have each some of its tokens.
-        sums = self.parallel.layout.reduce(self._sums, ReduceOp.SUM, "dp", "cp", "pp").cpu()
+        sums = self.parallel.layout.reduce(self._sums, ReduceOp.SUM, "dp", "sequence", "layers").cpu()
         for sync in self.parallel.syncs:
             reshard(sync.model)  # forward passes without a backward leave parameters gathered
         losses: dict[str, Any] = {}
