@@ -22,7 +22,7 @@ def window(tokens: Tensor, longest: int, multiple: int) -> tuple[Tensor, int]:
 
 def whole_vocabulary(logits: Tensor, layout: Layout) -> Tensor:
     """Return `[B, T, V]`, the logits of every rank's token ids, from this rank's `[B, T, V / R]`."""
-    group = layout.group("tp")
+    group = layout.group("width")
     if group is None:
         return logits
     by_rank = gathered(logits.flatten(0, 1)[None], GroupRef.of(group))[0]  # [R B T, V / R]
@@ -35,7 +35,7 @@ class GatheredLogits(nn.Module):
     def __init__(self, model: Decoder, layout: Layout):
         super().__init__()
         self.model, self.layout, self.config = model, layout, model.config
-        chunks = 2 * layout.degrees.cp if layout.degrees.cp > 1 else 1
+        chunks = 2 * layout.degrees.sequence if layout.degrees.sequence > 1 else 1
         self.multiple = chunks * model.token_shards
         self.train(model.training)
 
@@ -48,7 +48,7 @@ class GatheredLogits(nn.Module):
 
     def _at(self, position: int, logits: Tensor, length: int) -> Tensor:
         """Return `[B, 1, ..]`, the logits at `position` of `length`, from this rank's tokens' `[B, length / C, ..]`."""
-        group, ranks = self.layout.group("cp"), self.layout.degrees.cp
+        group, ranks = self.layout.group("sequence"), self.layout.degrees.sequence
         if group is None:
             return logits[:, position : position + 1]
         held = torch.stack([positions_of(rank, ranks, length) for rank in range(ranks)])  # [C, length / C]

@@ -148,7 +148,7 @@ class Pipeline:
         decoder = self.stages[0].decoder
         padded, length = window(tokens, decoder.config.max_sequence_length, decoder.token_shards)
         logits = self.forward(padded)
-        shape = len(tokens), 1, decoder.config.padded_vocab_size // self.layout.degrees.tp
+        shape = len(tokens), 1, decoder.config.padded_vocab_size // self.layout.degrees.width
         last = self._from_last(None if logits is None else logits[:, length - 1 : length], shape, decoder.compute_dtype)
         return whole_vocabulary(last, self.layout)
 

@@ -103,7 +103,7 @@ class TrainStage(PipelineStage):
         config, dtype = self.decoder.config, self.decoder.compute_dtype
         hidden = torch.empty(*hidden_shape(self.decoder, size), dtype=dtype, device=META, requires_grad=True)
         logits = torch.empty(
-            *size, config.padded_vocab_size // layout.degrees.tp, dtype=dtype, device=META, requires_grad=True
+            *size, config.padded_vocab_size // layout.degrees.width, dtype=dtype, device=META, requires_grad=True
         )
         tokens = torch.empty(*size, dtype=torch.int64, device=META)
         count = layout.degrees.pp * layout.config.virtual_stages

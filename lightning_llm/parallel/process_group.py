@@ -176,7 +176,7 @@ def join_process_group(device: torch.device, world: int, timeout_seconds: float)
     On CUDA, CPU tensors have a group too (gloo beside NCCL): checkpoints are written through it.
 
     Raises:
-        ConfigError: rank 0's port is taken, or a rank did not come in time, see `meeting`.
+        ConfigError: rank 0's port is taken, or a rank did not come in time, see `meet`.
     """
     if dist.is_initialized():
         return

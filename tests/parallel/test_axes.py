@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -13,13 +13,14 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.axes.axis import AXES
+from lightning_llm.plan.axes.dp_replicate import ReplicaAxis
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.text.describe import cost_facts, layout_facts, layout_rows
 from lightning_llm.plan.traffic import sent_at
 from lightning_llm.train.algorithm import SynchronousConfig
 from lightning_llm.train.checkpoint.restoring import read_tensors
 from tests.parallel.rank_group import RankGroup
-from tests.parallel.traced_run import run_with, traced_run, whole
+from tests.parallel.traced_run import Trace, difference, run_with, traced_run, unsaved_run, whole
 
 
 @pytest.fixture
@@ -56,6 +57,31 @@ def test_a_registered_axis_is_counted_by_degrees_groups_plans_and_checkpoints(gr
     expected = read_tensors(newest(plain))
     assert expected.keys() == found["checkpoint"].keys()
     assert all(torch.equal(found["checkpoint"][name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("reduction", ["tree", "native"])
+def test_a_further_axis_of_replicas_has_gradients_summed_over_it(group, ranks, small_run, tmp_path, reduction):
+    """Micro-batches are dealt over both axes of replicas, and the tree's sums are those of one rank."""
+    words = small_run(tmp_path, "data.micro_batch_size=1", "trainer.max_steps=2", "checkpoint.every_steps=null")
+    alone = ranks(1).call(unsaved_run, compose_config(words))
+    more = ["parallel=ddp", "trainer.devices=4", f"parallel.reduction={reduction}", f"run.dir={tmp_path / 'workers'}"]
+    found = group(4).call(run_with_workers, [*words, *more])
+    if reduction == "tree":
+        assert difference(found, alone) is None
+    for name, gradient in found["gradients"][0].items():
+        torch.testing.assert_close(gradient, alone["gradients"][0][name], rtol=1e-4, atol=1e-7, msg=name)
+
+
+def run_with_workers(words: list[str]) -> Trace:
+    """Return the trace of a run over two axes of replicas, the outer one registered here."""
+    AXES.register(WorkerAxis(), outside="dp_replicate")
+    return unsaved_run(compose_config([*words, "parallel.worker=2"]))
+
+
+class WorkerAxis(ReplicaAxis):
+    """Another axis of replicas, which a package adds."""
+
+    name: ClassVar[str] = "worker"
 
 
 def run_with_spare_axis(words: list[str]) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def code_bits(plan: Plan, linear: str) -> float | None:
 
 
 def selective_bytes_per_token(config: Config, index: int, tp: int = 1) -> int:
-    """Return the bytes of the outputs that `activation.checkpoint_blocks` keeps of one token in block `index`.
+    """Return the bytes of the outputs that `parallel.blocks.checkpoint_blocks` keeps of one token in block `index`.
 
     Those are every linear's in the compute dtype, and of the mixer what its kernel gives (`Part.kernel_outputs`).
     """
