@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_llm.config.schema import Config
-from lightning_llm.model import feed_forward, kinds
+from lightning_llm.model import kinds
+from lightning_llm.model.feed_forward import DenseFeedForward
 from tests.parallel.traced_run import traced_run
 
 SHAPE = ["model.num_layers=4", "model.num_heads=2", "model.num_kv_heads=2", "model.head_dim=64", "trainer.max_steps=2"]
@@ -83,14 +84,14 @@ def unnamed_run(config: Config) -> None:
 
 @contextmanager
 def losses_of_size(weight: float, names: tuple[str, ...]) -> Iterator[None]:
-    forward, before = feed_forward.SwiGLU.forward, kinds.SwiGLU.auxiliary_losses
+    forward, before = DenseFeedForward.forward, kinds.SwiGLU.auxiliary_losses
 
     def with_loss(self: Any, x: Tensor) -> Tensor:
         self.auxiliary_losses = {"size": weight * (x.float() - 0.5).square().mean()}
         return forward(self, x)
 
-    feed_forward.SwiGLU.forward, kinds.SwiGLU.auxiliary_losses = with_loss, names
+    DenseFeedForward.forward, kinds.SwiGLU.auxiliary_losses = with_loss, names
     try:
         yield
     finally:
-        feed_forward.SwiGLU.forward, kinds.SwiGLU.auxiliary_losses = forward, before
+        DenseFeedForward.forward, kinds.SwiGLU.auxiliary_losses = forward, before
