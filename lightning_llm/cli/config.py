@@ -65,7 +65,7 @@ def _print_sweep(arguments: argparse.Namespace) -> int:
     """Print the first job's config, and of each further job what it differs in from the first. Return 0."""
     if arguments.diff:
         raise ConfigError(Problem("--diff", "is of one run. Leave out -m, and give the overrides of one job."))
-    from lightning_llm.sweep.run import checked_jobs  # imports what one run's config does without
+    from lightning_llm.sweep.jobs import checked_jobs  # imports what one run's config does without
 
     jobs, _, _ = checked_jobs(arguments, to_train=False)
     configs = [found.model_dump(mode="json") for _, found in jobs]

@@ -17,8 +17,8 @@ from lightning_llm.plan.origin import tokenizer_text, weights_text
 from lightning_llm.plan.resolve import coverage_of
 from lightning_llm.precision.recipe.module_rules import Coverage
 from lightning_llm.run.resume.branch import first_step
-from lightning_llm.sweep.run import checked_jobs
-from lightning_llm.sweep.search.run import Asked
+from lightning_llm.sweep.jobs import checked_jobs
+from lightning_llm.sweep.search.asked import Asked
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.run_state import SETTLED, state_of
 from lightning_llm.tracking.sweep_definition import Job, Sweep, define

@@ -16,7 +16,7 @@ from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.data.scoring.table import COLUMNS, write_scores
 from lightning_llm.data.tokens.tokenizer import write_bytes_tokenizer
 from lightning_llm.plan.check import check_config
-from lightning_llm.sweep.run import NOT_CHECKED
+from lightning_llm.sweep.jobs import NOT_CHECKED
 from tests.weight_folders import write_huggingface
 
 ROOT = Path(__file__).parents[2]

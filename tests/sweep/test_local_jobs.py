@@ -14,6 +14,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.sweep import ending
+from lightning_llm.sweep import jobs as sweep_jobs
 from lightning_llm.sweep import run as sweep_run
 from lightning_llm.sweep.local import DevicePool, Relay, cuda_devices, run_here
 from lightning_llm.sweep.progress import Progress, duration
@@ -65,9 +66,9 @@ def test_two_starts_of_one_sweep_make_one_parent_and_see_each_others_failures(
     monkeypatch.setattr(sweep_run, "read_sweep_keys", lambda *_: SweepConfig())
     typed = SimpleNamespace(overrides=[], config_dir=None)
     monkeypatch.setattr(sweep_run, "signals_passed_on", lambda: nullcontext(Relay()))
-    monkeypatch.setattr(sweep_run, "run_here", lambda *_: None)
+    monkeypatch.setattr(sweep_jobs, "run_here", lambda *_: None)
     monkeypatch.setattr(ending, "catch_up", lambda folders: "")
-    for module in (sweep_run, ending):
+    for module in (sweep_jobs, ending):
         monkeypatch.setattr(module, "write_parent", slow_parent)
     with ThreadPoolExecutor(2) as pool:
         assert [start.result() for start in [pool.submit(sweep_run.sweep, typed) for _ in range(2)]] == [0, 0]
@@ -76,9 +77,9 @@ def test_two_starts_of_one_sweep_make_one_parent_and_see_each_others_failures(
     assert whole.parent_run_id == "parent0"
     whole.jobs[0].folder.mkdir()
     (whole.jobs[0].folder / "summary.json").write_text('{"status": "failed", "detail": "OSError: full"}')
-    monkeypatch.setattr(sweep_run, "settled_state", lambda folder: "running")  # as if another start ran them
+    monkeypatch.setattr(sweep_jobs, "settled_state", lambda folder: "running")  # as if another start ran them
     assert sweep_run.sweep(typed) == 0  # nothing to do here
-    monkeypatch.setattr(sweep_run, "settled_state", state_of)
+    monkeypatch.setattr(sweep_jobs, "settled_state", state_of)
     assert sweep_run.sweep(typed) == 1
     assert "failed in another start" in capsys.readouterr().err
 
@@ -97,7 +98,7 @@ sys.exit(detail is not None)
 def test_a_crashed_job_is_run_again_and_a_diverged_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start_short_jobs(monkeypatch, ENDINGS)
     handed_in: list[dict[str, Any]] = []
-    for module in (sweep_run, ending):
+    for module in (sweep_jobs, ending):
         monkeypatch.setattr(module, "write_parent", lambda job: handed_in.append(job) or ("parent", ""))
     words = ["train", "-m", f"run.root={tmp_path}", "logger=mlflow", "run.name=all"]
     assert [main([*words, "seed=0,1,2"]) for _ in range(2)] == [1, 1]
@@ -115,7 +116,7 @@ def test_a_sweep_hands_in_what_a_killed_start_left(tmp_path: Path, monkeypatch: 
     kind.summary = {"mlflow": {"synced": False}}
     handed_in: list[list[str]] = []
     told: list[dict[str, Any]] = []
-    for module in (sweep_run, ending):
+    for module in (sweep_jobs, ending):
         monkeypatch.setattr(module, "write_parent", lambda job: told.append(job) or ("parent", ""))
     monkeypatch.setattr(ending, "catch_up", lambda folders: handed_in.append([each.name for each in folders]) or "")
     small = ["model=llama_tiny", "data=python", "trainer.max_steps=20", "trainer.validate_every_steps=10"]

@@ -17,10 +17,10 @@ from lightning_llm.run.launch.relay import Relay, signals_passed_on
 from lightning_llm.sweep.decide import check_metric
 from lightning_llm.sweep.ending import close
 from lightning_llm.sweep.job_locks import Outcome, await_elsewhere, runs_elsewhere
+from lightning_llm.sweep.jobs import left_to_do, opened, start
 from lightning_llm.sweep.progress import Leg
-from lightning_llm.sweep.run import left_to_do, opened, start
+from lightning_llm.sweep.search.asked import Asked, check_launcher
 from lightning_llm.sweep.search.curves import run_in, watched
-from lightning_llm.sweep.search.run import Asked, check_launcher
 from lightning_llm.sweep.search.rungs import Dropped, dropped_before, losses_at, worse_than_best
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.liveness import whose

@@ -16,10 +16,10 @@ from lightning_llm.run.launch.relay import Relay, signals_passed_on
 from lightning_llm.sweep.decide import check_metric
 from lightning_llm.sweep.ending import close
 from lightning_llm.sweep.job_locks import Outcome, await_elsewhere, one_at_a_time
+from lightning_llm.sweep.jobs import left_to_do, opened, start
 from lightning_llm.sweep.progress import Leg
-from lightning_llm.sweep.run import left_to_do, opened, start
+from lightning_llm.sweep.search.asked import Asked, check_launcher
 from lightning_llm.sweep.search.curves import pruned_at, watched
-from lightning_llm.sweep.search.run import Asked, check_launcher
 from lightning_llm.sweep.search.space import corners_of, distributions_of, optuna_is_there, words_of
 from lightning_llm.sweep.search.study import Search, add_trial, open_study, print_best, tell, write_trials
 from lightning_llm.tracking.run_state import SETTLED, state_of

@@ -1,4 +1,4 @@
-"""`sweep.search`: a search in the place of a sweep's product, by Optuna or by successive halving."""
+"""The request of a search (`sweep.search`): its arguments and keys, and the jobs they compose."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.config.sweep_space import read_space
-from lightning_llm.sweep.run import checked_jobs
+from lightning_llm.sweep.jobs import checked_jobs
 from lightning_llm.tracking.sweep_definition import Typed
 from lightning_llm.tracking.sweep_jobs import kind_of
 
@@ -17,7 +16,7 @@ ComposedJob = tuple[list[str], Config]
 
 @dataclass(frozen=True)
 class Asked:
-    """What a search was asked for: the arguments as typed, its keys, and whether machines are checked for training."""
+    """A requested search: the arguments as typed, its keys, and whether machines are checked for training."""
 
     arguments: argparse.Namespace
     keys: SweepConfig
@@ -30,26 +29,6 @@ class Asked:
         jobs, name, _ = checked_jobs(whole, to_train=self.to_train)
         named = [([*words, *(each for each in own if each not in words)], config) for own, config in jobs]
         return named, name, Typed(tuple(self.arguments.overrides), self.arguments.config_dir)
-
-
-def search(arguments: argparse.Namespace, keys: SweepConfig) -> int:
-    """Search as `keys` say; return the exit code, as `sweep` does.
-
-    Raises:
-        ConfigError: with all that is wrong, before anything starts.
-    """
-    if arguments.config:
-        raise ConfigError(
-            Problem("--config", "is one resolved run; a search (-m) is composed. Give overrides instead.")
-        )
-    asked = Asked(arguments, keys)
-    if keys.search == "halving":
-        from lightning_llm.sweep.search.halving import halve
-
-        return halve(asked)
-    from lightning_llm.sweep.search.optuna_search import search_values
-
-    return search_values(asked, read_space(arguments.overrides, arguments.config_dir))
 
 
 def check_launcher(config: Config) -> None:

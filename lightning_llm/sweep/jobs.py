@@ -1,0 +1,140 @@
+"""Jobs of a sweep: composed and checked, opened in its folder, and started where their launcher has them run."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.terminal import Waiting
+from lightning_llm.config.commands import sync_command
+from lightning_llm.config.overrides import typed_value
+from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.strict import gather
+from lightning_llm.config.sweep_space import read_sweep
+from lightning_llm.plan.resolve import Resolution, plan_of
+from lightning_llm.plan.text.report import notes
+from lightning_llm.run.checked_plan import problems_beyond
+from lightning_llm.run.launch.ray_cluster import in_sweep, ray_problems
+from lightning_llm.run.launch.relay import Relay
+from lightning_llm.run.resume.branch import settled
+from lightning_llm.sweep.job_locks import Outcome, one_at_a_time, runs_elsewhere
+from lightning_llm.sweep.local import run_here
+from lightning_llm.sweep.progress import Leg, Progress
+from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
+from lightning_llm.tracking.mlflow.sweep import parent_job, write_parent
+from lightning_llm.tracking.mlflow.tracker import tracking_uri
+from lightning_llm.tracking.run_state import SETTLED, settled_state
+from lightning_llm.tracking.sweep_definition import Job, Sweep, Typed, tracked, write_sweep
+
+NOT_CHECKED = {"seed", "resume", "run"}
+"""Jobs that differ in these alone are checked once: each gets a folder of its own in the sweep's, and no rule reads the
+others."""
+
+PLACES = {"run.name", "run.root", "run.dir"}
+
+
+def left_to_do(jobs: Iterable[Job]) -> list[Job]:
+    """Return the jobs that are neither settled nor running elsewhere, and print what the others are."""
+    todo = []
+    for job in jobs:
+        state = settled_state(job.folder)
+        state = "running" if runs_elsewhere(job) else state
+        if state in (*SETTLED, "running"):
+            again = f", a result (to run it again, remove {job.folder})" if state == "diverged" else ""
+            print(f"job    {job.name}: {state}, left as it is{again}")
+        else:
+            todo.append(job)
+    return todo
+
+
+def opened(definition: Callable[[], Sweep]) -> Sweep:
+    """Return the sweep, its file and its parent run written before any of its jobs starts."""
+    with one_at_a_time(definition().folder):  # another start of it may have given numbers, or made the parent, by now
+        return _open(definition())
+
+
+def start(jobs: Sequence[Job], relay: Relay, leg: Leg | None = None) -> list[Outcome]:
+    """Run `jobs`, one at least, where their launcher has them run; return how they came out. `leg`: of a search."""
+    launcher = jobs[0].config.launcher
+    here = launcher.name == "local"  # what Slurm's and Ray's machines are is not known on this one
+    plans = [Resolution(job.config, to_train=here).plan() for job in jobs]
+    lines = [line for plan in plans for line in notes(plan, to_train=True)]
+    for line in dict.fromkeys(lines):
+        print(line, flush=True)
+    progress = Progress(len(jobs), queued=launcher.name == "slurm", leg=leg)
+    with in_sweep(launcher):
+        if launcher.name == "slurm":
+            run_on_slurm(jobs, relay, progress)
+        else:
+            run_here(jobs, launcher.at_once, relay, progress)
+    return progress.outcomes
+
+
+def checked_jobs(
+    arguments: argparse.Namespace, *, to_train: bool = True
+) -> tuple[list[tuple[list[str], Config]], str | None, Typed]:
+    """Return the composed jobs that the arguments name, the name given to their sweep, and the arguments, for `define`.
+
+    Every job is checked: against this machine, too, where it is `to_train`.
+
+    Raises:
+        ConfigError: with the problems of all jobs, each said once.
+    """
+    if arguments.config:
+        raise ConfigError(Problem("--config", "is one resolved run; a sweep (-m) is composed. Give overrides instead."))
+    composed = read_sweep(arguments.overrides, arguments.config_dir)
+    read = [(words, settled(reading)) for words, reading in composed]
+    problems = dict.fromkeys(problem for _, reading in read for problem in reading.problems)
+    configs = [reading.config for _, reading in read if reading.config]
+    for config in _one_of_each_kind(configs):
+        found = Resolution(config, to_train=to_train)
+        problems.update(dict.fromkeys(problems_beyond(found, jobs=len(read))))
+    problems.update(dict.fromkeys(gather([lambda: _launcher_problems(configs, to_train)])))
+    varied = {word.partition("=")[0] for words, _ in read for word in words}
+    for key in sorted(varied & PLACES):
+        problems[Problem(key, "is one for all jobs of a sweep: its folder, in which each job has its own.")] = None
+    if problems:
+        raise ConfigError(problems)
+    jobs = [(arguments, plan_of(reading.checked()).config) for arguments, reading in read]
+    typed = Typed(tuple(arguments.overrides), arguments.config_dir)
+    return jobs, typed_value(arguments.overrides, "run.name"), typed
+
+
+def _one_of_each_kind(configs: Sequence[Config]) -> Iterator[Config]:
+    """Yield the configs that the rules can tell apart, the first of each."""
+    known = set()
+    with Waiting("checking the sweep's jobs") as waiting:
+        for number, config in enumerate(configs):
+            waiting.tell(number)
+            kind = config.model_dump_json(exclude=NOT_CHECKED, warnings=False)  # a sound part lacks fields
+            if kind not in known:
+                known.add(kind)
+                yield config
+
+
+def _launcher_problems(configs: list[Config], to_train: bool) -> Iterator[Problem]:
+    if any(config.launcher != configs[0].launcher for config in configs):
+        yield Problem("launcher", "is one for all jobs of a sweep, and these differ in it.")
+    elif to_train and configs:
+        yield from slurm_problems(configs[0].launcher)
+        for config in configs:
+            yield from ray_problems(config)
+
+
+def _open(whole: Sweep) -> Sweep:
+    """Write the sweep's file, and the MLflow run that its jobs are children of, before any of them starts."""
+    whole.folder.mkdir(parents=True, exist_ok=True)
+    parent = whole.parent_run_id
+    about = write_sweep(whole)
+    if whole.jobs[0].config.logger.name == "mlflow":
+        found, problem = write_parent(parent_job(whole.folder, about, tracking_uri(whole.jobs[0].config)))
+        parent = found or parent
+        if problem:
+            print(
+                f"note   MLflow has no parent run of this sweep ({problem}). The jobs run all the same; later: "
+                f"{sync_command(whole.folder)}",
+                file=sys.stderr,
+            )
+    whole = tracked(whole, parent)
+    write_sweep(whole)
+    return whole
