@@ -17,7 +17,8 @@ class Algorithm(Protocol):
     """What is done to the weights once the optimizer has moved them, and the state that this takes.
 
     Local-update methods are this: DiLoCo's (Douillard et al. 2023, arXiv 2311.08105) outer step every H inner ones,
-    of a fragment at a time and with its sum under way meanwhile in Streaming DiLoCo (arXiv 2501.18512).
+    of a fragment at a time and with its sum under way meanwhile in Streaming DiLoCo (arXiv 2501.18512). Over which axes
+    gradients are summed in every step its kind states (`AlgorithmConfig.summed_axes`).
     """
 
     def after_update(self, step: int, record: dict[str, Any]) -> None:

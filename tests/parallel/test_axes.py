@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.schema import Config
@@ -139,6 +140,20 @@ def test_gradients_are_summed_over_those_axes_alone_that_the_algorithm_states(
     assert own["loss"] == pytest.approx(summed["loss"], rel=1e-6)
     assert not any(sent_over(apart, "dp_replicate").values())
     assert any(sent_over(together, "dp_replicate").values())
+
+
+def test_gradients_that_fsdp2_sums_cannot_be_left_apart(small_run, tmp_path):
+    config = compose_config(small_run(tmp_path, "parallel=zero3", "trainer.devices=2"))
+    check_config(config.model_copy(update={"algorithm": Apart()}))
+    with pytest.raises(ConfigError, match="dp_shard=2 ranks apart, and FSDP2 sums them"):
+        check_config(config.model_copy(update={"algorithm": AllApart()}))
+
+
+class AllApart(SynchronousConfig):
+    """An algorithm that sums no gradients."""
+
+    def summed_axes(self, data_axes: Sequence[str]) -> Sequence[str]:
+        return ()
 
 
 class FirstGradients(pl.Callback):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
-from lightning_llm.plan.axes.axis import Dimension, MeshAxis
+from lightning_llm.plan.axes.axis import AXES, Dimension, MeshAxis
 from lightning_llm.plan.degrees import Degrees, shard_axes
 from lightning_llm.plan.memory.units import Unit, sums_in_tree, uses_fsdp
 from lightning_llm.plan.nodes import TREE_SCATTER
@@ -27,6 +27,11 @@ class ShardAxis(MeshAxis):
         if config.parallel.zero_stage == 0 and degrees.dp_shard > 1:
             text = f"is 0, and dp_shard={degrees.dp_shard} shards. Set it to 1, 2 or 3, or use dp_replicate."
             yield Problem("parallel.zero_stage", text)
+        algorithm = config.chosen_algorithm
+        if degrees.dp_shard > 1 and self.name not in algorithm.summed_axes(AXES.cutting("data")):
+            ranks = f"dp_shard={degrees.dp_shard} ranks apart, and FSDP2 sums them"
+            text = f"is {algorithm.name}, which leaves gradients of {ranks}."
+            yield Problem("algorithm", f"{text} Set parallel.dp_shard=1 and parallel.dp_replicate instead.")
 
     def add_sent(self, sent: "Sent", step: "RankStep") -> None:
         """Add what gathers weights and scatters gradients, and the amaxes of weights that travel as codes."""
