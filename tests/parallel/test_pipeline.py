@@ -310,7 +310,7 @@ def test_the_last_logits_are_of_the_last_token_and_of_no_padding(length, monkeyp
     whole.stages = [
         SimpleNamespace(decoder=SimpleNamespace(config=config, token_shards=4, compute_dtype=torch.float32))
     ]
-    whole.layout = SimpleNamespace(degrees=SimpleNamespace(tp=2))
+    whole.layout = SimpleNamespace(degrees=SimpleNamespace(width=2))
     seen = []
 
     def forward(tokens):
