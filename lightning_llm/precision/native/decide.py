@@ -7,13 +7,9 @@ from typing import Literal
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.precision.native.capability import Capability
-from lightning_llm.precision.native.express import Kind, NativeRecipe, native_recipes
+from lightning_llm.precision.native.express import MULTIPLES, NativeRecipe, native_recipes
 
 Runs = Literal["native", "emulated", "refused"]
-
-MULTIPLES: dict[Kind, int] = {"delayed": 16, "current": 16, "subchannel": 128, "mxfp8": 32, "nvfp4": 32}
-"""What a linear's sizes must be multiples of (`assert_dim_for_fp8_exec`, each quantiser's `is_quantizable`); every axis
-is some GEMM's contraction axis, so the strictest of the rules holds for all. Tokens are padded with zero rows."""
 
 
 def device_problems(native: NativeRecipe, here: Capability) -> list[str]:

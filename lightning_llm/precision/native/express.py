@@ -23,6 +23,9 @@ NAMES: dict[Kind, str] = {
 }
 """What runs each kind, by Transformer Engine's names. DelayedScaling itself is not used: it updates its scales at the
 end of every autocast, over the whole job, and the recipe says when (`DelayedConfig.update`); so the scales are ours."""
+MULTIPLES: dict[Kind, int] = {"delayed": 16, "current": 16, "subchannel": 128, "mxfp8": 32, "nvfp4": 32}
+"""What a linear's sizes must be multiples of (`assert_dim_for_fp8_exec`, each quantiser's `is_quantizable`); every axis
+is some GEMM's contraction axis, so the strictest of the rules holds for all. Tokens are padded with zero rows."""
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 

@@ -31,8 +31,7 @@ from lightning_llm.precision.linear.operands import observe_casts
 from lightning_llm.precision.linear.plan import ROLES, LinearPlan
 from lightning_llm.precision.linear.weight_casts import OwnCasts
 from lightning_llm.precision.linear.weight_rules import kept_by_kernel
-from lightning_llm.precision.native.decide import MULTIPLES
-from lightning_llm.precision.native.express import NativeRecipe, express
+from lightning_llm.precision.native.express import MULTIPLES, NativeRecipe, express
 
 
 class MainGrad:

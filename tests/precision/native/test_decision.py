@@ -17,8 +17,8 @@ from lightning_llm.precision.native.capability import (
     installed_library,
     version_tuple,
 )
-from lightning_llm.precision.native.decide import MULTIPLES, decide
-from lightning_llm.precision.native.express import casts_of, express, native_recipe
+from lightning_llm.precision.native.decide import decide
+from lightning_llm.precision.native.express import MULTIPLES, casts_of, express, native_recipe
 from tests.precision.recipes import RECIPES, load
 
 NATIVE = {  # by recipe, the devices that Transformer Engine 2.20's own checks admit
