@@ -197,8 +197,11 @@ def test_hydras_sweep_syntax_is_the_space():
         (["optim.learning_rate=tag(log,interval(0,1))"], "a logarithmic interval begins above 0"),
         (["launcher.at_once=choice(1,2)"], "launcher.at_once: cannot be searched: it says how a run is kept"),
         (["trainer.max_steps=choice(20,40)"], "trainer.max_steps: cannot be searched: trials are held"),
-        (["sweep.search=halving", "sweep.rungs=[]", "seed=0,1"], "sweep.rungs: is empty"),
-        (["sweep.search=halving", "sweep.rungs=0.5", "seed=0,1"], "sweep.rungs: must be a list: [0.25, 0.5]"),
+        (["sweep.search=halving", "sweep.rungs=[]", "seed=0,1"], "sweep.rungs: must hold at least 1 item"),
+        (
+            ["sweep.search=halving", "sweep.rungs=0.5", "seed=0,1"],
+            "sweep.rungs: is 0.5, must be a list: sweep.rungs=[0.5]",
+        ),
         (
             ["sweep.search=halving", "trainer.validate_every_steps=10,20", "seed=0,1"],
             "trainer.validate_every_steps: is one for all recipes",

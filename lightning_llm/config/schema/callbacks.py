@@ -267,9 +267,8 @@ def _imports(module: str) -> dict[str, str]:
     for each in _statements(_tree(module)):
         if isinstance(each, ast.Import):
             for alias in each.names:
-                bound[alias.asname or alias.name.partition(".")[0]] = (
-                    alias.name if alias.asname else alias.name.partition(".")[0]
-                )
+                path = alias.name if alias.asname else alias.name.partition(".")[0]
+                bound[alias.asname or path] = path
         elif isinstance(each, ast.ImportFrom):
             origin = each.module or ""
             if each.level:

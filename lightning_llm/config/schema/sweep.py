@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.schema.base import Fraction, Group, PositiveInt
+from lightning_llm.config.schema.messages import problem_of
 
 FEWEST_AT_A_LOOK = 2
 FEWEST_SIZES, FEWEST_TOKENS = 3, 3
@@ -123,8 +124,8 @@ def read_sweep_keys(values: Any) -> SweepConfig:
     except ValidationError as error:
         details = error.errors()
         wrong = {each["loc"][0] for each in details if len(each["loc"]) > 1}  # pydantic counts the sound items alone
-        told = [each for each in details if each["type"] != "too_short" or each["loc"][0] not in wrong]
-        raise ConfigError([_problem(each) for each in told]) from error
+        reported = [each for each in details if each["type"] != "too_short" or each["loc"][0] not in wrong]
+        raise ConfigError([_problem(each) for each in reported]) from error
     if problems := [*_unread(keys), *_never_pruned(keys)]:
         raise ConfigError(problems)
     return keys
@@ -153,19 +154,13 @@ def _never_pruned(keys: SweepConfig) -> Iterator[Problem]:
 
 
 def _problem(details: Any) -> Problem:
-    location = [str(part) for part in details["loc"]]
-    key = ".".join(["sweep", *location])
+    location = ["sweep", *map(str, details["loc"])]
+    key = ".".join(location)
     if details["type"] == "extra_forbidden":
-        return Problem(key, f"unknown key.{did_you_mean(location[-1], list(SweepConfig.model_fields))}")
-    if details["type"] == "value_error":
-        return Problem(key, f"{details['msg'].removeprefix('Value error, ')}.")
-    if details["type"] == "too_short":
-        return Problem(key, "is empty. Give one value at least, or leave it out.")
-    if details["type"] in ("tuple_type", "model_type") or "also" in location:
-        example = "[0.25, 0.5]" if "rungs" in location else "[3, 4, 5]"
-        shape = "a list of lines like 'precision=bf16 seed=0,1'" if "also" in location else f"a list: {example}"
-        return Problem(key, f"must be {shape if location else 'a mapping of keys'}.")
-    return Problem(key, f"is {details['input']!r}, must be {details['msg'].removeprefix('Input should be ')}.")
+        return Problem(key, f"unknown key.{did_you_mean(location[-1], SweepConfig.model_fields)}")
+    if "also" in location:
+        return Problem(key, "must be a list of lines like 'precision=bf16 seed=0,1'.")
+    return problem_of({**details, "loc": location})
 
 
 def read_margin(word: str | float) -> tuple[float, float | None]:

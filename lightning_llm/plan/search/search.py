@@ -42,7 +42,7 @@ class Found:
 def search(pricer: Pricer, mix: Mix | None = None, *, every: bool = False) -> Found:
     """Return the fastest layouts of the pricer's space: `LISTED` of them surely, all that fit with `every`.
 
-    By branch and bound: layouts come by their least seconds (`bounds.Bounds`), and the search ends at the first that is
+    By branch and bound: layouts come by their least seconds (`Bounds`), and the search ends at the first that is
     slower at best than `LISTED` found ones. Of those that differ in recomputation alone, the one that recomputes least
     of what fits is the fastest, and alone is timed, unless `every`.
     """

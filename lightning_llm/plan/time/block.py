@@ -137,9 +137,7 @@ class Operations:
             else:
                 each *= (1 if masked else 0.5) * length / window
             ratio = BACKWARD_OF_ATTENTION
-        peak = self.device.peak(self.device.mixer_format(recipe.compute_dtype, recurrent=mixer.recurrent))
-        if peak is None:
-            raise ValueError(f"{self.device.cluster.hardware} multiplies no {recipe.compute_dtype}")
+        peak = self.device.required_peak(self.device.mixer_format(recipe.compute_dtype, recurrent=mixer.recurrent))
         scores = each / (4 * model.attention_head_dim) if on_cpu and not mixer.recurrent else 0
         costs = []
         for times, moved in zip((1.0, ratio), SCORE_BYTES_ON_CPU, strict=True):

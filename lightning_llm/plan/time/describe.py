@@ -95,7 +95,7 @@ def time_facts(plan: Plan) -> dict[str, Any]:
     step's. In `time`: `cluster`; `no_time`, why the step has no time, else None; `bubble_fraction`, the part of a step
     in which ranks wait for other stages, their mean; `tokens_per_second` of a device; `mfu`, and the `peak` that it is
     of in words; `run_hours`, of all steps of the run; `assumed`, the assumptions; `published`, the ratios of published
-    to predicted speeds of the layout's family (`published.Ratio`). All but the first two are None without a time, as
+    to predicted speeds of the layout's family (`Ratio`). All but the first two are None without a time, as
     `step_seconds` is.
     """
     cluster = plan.config.cluster
