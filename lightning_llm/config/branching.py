@@ -45,7 +45,7 @@ OVERRIDE = "override /"
 NOT_VALUES = ("defaults", "hydra", "sweep")
 
 GroupTree = Callable[[str, str], Any]
-"""(override "group=name", group) -> the group's node of what that composes to."""
+"""(group, name) -> the node of the group that `group=name` composes."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def branch_tree(
     if recipe:
         tree.recipe = recipe[-1]
     for group, name in branching.groups.items():
-        tree[group] = group_tree(f"{group}={name}", group)
+        tree[group] = group_tree(group, str(name))
     for key, value in branching.values.items():
         OmegaConf.update(tree, key, value, force_add=True)
     typed = [each for each in parsed if each.key_or_group not in ("recipe", KEY)]
@@ -202,7 +202,7 @@ def _apply(tree: DictConfig, each: Override, is_group: bool, group_tree: GroupTr
         yield Problem(key, "has several values, and this is one run's config. Give one.")
     elif is_group and not isinstance(each.value(), dict):
         try:
-            tree[key] = group_tree(f"{key}={each.value()}", key)
+            tree[key] = group_tree(key, str(each.value()))
         except ConfigError as error:
             yield from error.problems
     else:

@@ -244,9 +244,9 @@ class Composer:
         """Return `a=1,2` as ["a=1", "a=2"], see `choices_of`."""
         return choices_of(parsed, self.options(parsed.key_or_group))
 
-    def group(self, word: str, group: str) -> Any:
-        """Return the node of `group` that the override `word` composes, for a tree that is there already."""
-        return self.tree(parse_overrides([word]))[0][group]
+    def group(self, group: str, name: str) -> Any:
+        """Return the node of `group` that `group=name` composes, for a tree that is there already."""
+        return self.tree(parse_overrides([f"{group}={name}"]))[0][group]
 
     def tree(self, parsed: Sequence[Override]) -> tuple[DictConfig, dict[str, str]]:
         """Return the tree of one run that the overrides compose to, and the file chosen for each group.

@@ -74,7 +74,7 @@ def _read_resolved(
     problems += apply_overrides(
         tree,
         [each for each in parsed if each.key_or_group != "recipe"],
-        lambda word, group: compose_tree([word], config_dir)[0][group],
+        lambda group, name: compose_tree([f"{group}={name}"], config_dir)[0][group],
     )
     if problems:
         raise ConfigError(problems)
