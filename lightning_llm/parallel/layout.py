@@ -60,10 +60,10 @@ class Layout:
         # Every axis costs a group and its threads.
         axes = tuple(name for name, axis in AXES.items() if degrees.ranks(name) > 1 or axis.in_every_mesh)
         mesh = init_device_mesh(device.type, tuple(map(degrees.ranks, axes)), mesh_dim_names=axes)
-        for group, dimension in COMBINED.items():
+        for name, dimension in COMBINED.items():
             several = tuple(axis for axis in AXES.cutting(dimension) if degrees.ranks(axis) > 1)
-            if group != "fsdp" and len(several) > 1:
-                flattened(mesh, several, group)
+            if name != "fsdp" and len(several) > 1:
+                flattened(mesh, several, name)
         sharing = tuple(axis for axis in shard_axes() if axis in axes)
         shared = flattened(mesh, sharing, "fsdp") if len(sharing) > 1 else None
         machines = _machines(config, degrees, device, ranks_per_node or degrees.world)
