@@ -156,7 +156,14 @@ def test_every_sweep_composes_job_by_job_and_needs_m(recipe, tmp_path):
         assert config.seed == 7 or recipe == "sweep/decide"  # whose looks take further seeds
 
 
-@pytest.mark.parametrize("recipe", [name for name, _ in recipe_files() if name not in SWEEPS])
+ONE_RUN = [name for name, _ in recipe_files() if name not in SWEEPS]
+ALONE = [name for name in ONE_RUN if not name.startswith(("cpt/", "distil"))]
+"""Recipes that need no other run's files: tests/frozen composes and checks each."""
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(each, marks=pytest.mark.full) if each in ALONE else each for each in ONE_RUN]
+)
 def test_every_recipe_composes_and_passes_the_check(recipe, tmp_path):
     words = needed(recipe, tmp_path)
     config = compose_config([f"recipe={recipe}", *words, *(["model.max_sequence_length=2048"] if words else [])])

@@ -9,9 +9,11 @@ from difflib import unified_diff
 import pytest
 
 from lightning_llm.__main__ import main
+from lightning_llm.plan.check import check_config
 from tests.frozen.frozen_facts import (
     HERE,
     SWEEPS,
+    composed,
     config_lines,
     file_key_lines,
     plan_lines,
@@ -43,7 +45,10 @@ def test_hashes_of_sweep_jobs_are_the_recorded_ones(name):
 
 
 @pytest.mark.parametrize("override", recipes())
-def test_plans_are_the_recorded_ones(override):
+def test_recipes_pass_the_check_and_plans_are_the_recorded_ones(override):
+    config = composed(override)
+    check_config(config)
+    assert config.recipe == override.removeprefix("recipe=")
     assert difference(f"plans/{override.removeprefix('recipe=')}.txt", plan_lines(override)) == []
 
 

@@ -12,7 +12,11 @@ from tests.precision.native.test_transformer_engine import compute_capability, v
 from tests.precision.recipes import load
 
 CPU = torch.device("cpu")
-NATIVE = ["fp8_current", "fp8_delayed", "fp8_subchannel", "fp8_subchannel_fp32scales", "mxfp8", "fp16_mxfp8", "nvfp4"]
+ONE_OF_EACH_KIND = ["fp8_current", "fp8_delayed", "fp8_subchannel", "mxfp8", "nvfp4"]
+NATIVE = [
+    *ONE_OF_EACH_KIND,
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("fp8_subchannel_fp32scales", "fp16_mxfp8")),
+]
 
 
 def planted(monkeypatch, change):
