@@ -95,8 +95,9 @@ def add_degree(name: str, description: str) -> None:
     """Add the degree of a mesh axis to `parallel`: 1 unless set, and 1 is left out of the config hash."""
     if name in ParallelConfig.model_fields:
         return
+    degree: Any = RankCount | None
     key: Any = Field(1, description=description)
-    ParallelConfig.__pydantic_fields__[name] = FieldInfo.from_annotated_attribute(RankCount | None, key)
+    ParallelConfig.__pydantic_fields__[name] = FieldInfo.from_annotated_attribute(degree, key)
     ADDED[f"parallel.{name}"] = 1
     for group in (ParallelConfig, Config):  # built already where a config was read before
         if group.__pydantic_complete__:
