@@ -106,8 +106,7 @@ def _rank(config: Config, thresholds: list[Threshold], arguments: argparse.Names
 def _measure(config: Config, thresholds: list[Threshold], arguments: argparse.Namespace) -> int:
     """Measure with all ranks; the first prints and writes. Returns the exit code, the same on every rank."""
     with slow_imports():
-        from lightning_llm.run.build import choose_device
-        from lightning_llm.run.opening import joined_ranks
+        from lightning_llm.run.opening import choose_device, joined_ranks
 
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)

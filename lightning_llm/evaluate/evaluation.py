@@ -23,9 +23,9 @@ from lightning_llm.model.weights.load import InitialWeights, whole_state
 from lightning_llm.parallel.apply import InitialSlice
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import leave_process_group
-from lightning_llm.run.agreement import agree_on_inputs
-from lightning_llm.run.build import choose_device
+from lightning_llm.run.inputs import agree_on_inputs
 from lightning_llm.run.launch.environment import is_first_rank
+from lightning_llm.run.opening import choose_device
 from lightning_llm.run.subject import Subject, verified_weights
 from lightning_llm.tracking.evaluations import Metrics, record_evaluation
 from lightning_llm.tracking.files import write_json

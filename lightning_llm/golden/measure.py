@@ -24,11 +24,11 @@ from lightning_llm.parallel.grad_norm import parameter_gradient_norms
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.text.report import plan_line
 from lightning_llm.precision.cast.random_bits import mix
-from lightning_llm.run.build import build_module, build_trainer
+from lightning_llm.run.build import attention_of, build_module, build_trainer
 from lightning_llm.run.facts import fingerprint, origin_here, run_facts
 from lightning_llm.run.inputs import open_inputs
 from lightning_llm.run.launch.environment import say
-from lightning_llm.run.opening import Rank, attention_of, give_back, open_rank, quiet_lightning
+from lightning_llm.run.opening import Rank, give_back, open_rank, quiet_lightning
 from lightning_llm.run.resume.start import Start
 from lightning_llm.tracking.provenance import FINGERPRINT, origin_of
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding

@@ -1,130 +1,130 @@
-"""Agreement of ranks before they train: one config, one way to run its casts, the same data, one shared folder."""
+"""Agreement of ranks on what they train with and where: facts for summary.json, machines, and the run's folder."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
-from lightning_llm.base.errors import AgreedError, ConfigError, Problem
+from lightning_llm.base.errors import AgreedError, Problem
+from lightning_llm.config.config_hash import below
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_folders import TOKENIZER
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.config.yaml_file import write_config
 from lightning_llm.data.corpus import Corpus
-from lightning_llm.parallel.process_group import gather_objects, object_of_first
-from lightning_llm.plan.resolve import Plan
-from lightning_llm.run.launch.environment import is_first_rank
+from lightning_llm.parallel.process_group import gather_objects
+from lightning_llm.run.facts import fingerprint, origin_here, resume_history, run_facts
+from lightning_llm.run.inputs import Inputs
+from lightning_llm.run.launch.environment import is_first_rank, say
 from lightning_llm.run.launch.lock import lock_made_folder
-from lightning_llm.run.resume.rollback import Rollback, write_rollbacks
+from lightning_llm.run.opening import Rank
+from lightning_llm.run.resume.branch import branch_facts
+from lightning_llm.run.resume.rollback import Rollback, rollback_facts, skipped_samples, write_rollbacks
 from lightning_llm.run.resume.start import Start
+from lightning_llm.tracking.files import summary_of
+from lightning_llm.tracking.provenance import (
+    FINGERPRINT,
+    has_fingerprint,
+    origin_changes,
+    origin_of,
+)
 from lightning_llm.tracking.rank_liveness import clear_beats
 
-
-class RankReport(NamedTuple):
-    """What one rank says of itself. `runs`: how casts would run there; `compiled`: whether blocks would be;
-    `problems`: what it refuses."""
-
-    devices: int
-    config_hash: str
-    runs: str
-    compiled: bool
-    problems: tuple[Problem, ...]
+CHANGES_NUMBERS = ("versions.", f"{FINGERPRINT}.", "device", "threads", "compiled", "backend", "code_hash")
 
 
-def agree_on_plan(plan: Plan, refusal: ConfigError | None = None) -> Plan:
-    """Return the plan with rank 0's config: of those composed apart, names made of the time may differ. Collective.
+SHOWN = 8
+"""How many differences a line names."""
 
-    `refusal` is why this rank cannot train.
+
+def agree(rank: Rank, start: Start, inputs: Inputs) -> tuple[dict[str, Any], Callable[[], None] | None]:
+    """Return the facts for summary.json, and `prepare_folder`'s writer, once all ranks agree. Collective.
 
     Raises:
-        ConfigError: on every rank, with what any refuses; or where one was started with something else, or would run
-            casts otherwise than rank 0.
+        ConfigError: on every rank, where machines differ and resume_strict is set, or the folder cannot be written.
     """
-    if not dist.is_initialized():
-        if refusal is not None:
-            raise refusal
-        return plan
-    problems = () if refusal is None else tuple(refusal.problems)
-    here = RankReport(plan.config.trainer.devices, plan.identity, plan.decision.runs, plan.compiled, problems)
-    found = gather_objects(here)
-    if refused := _of_ranks([each.problems for each in found]):
-        raise AgreedError(refused)
-    if len({each.devices for each in found}) > 1:
-        devices = sorted({each.devices for each in found})
-        text = f"ranks per machine are {', '.join(map(str, devices))}. Start as many on each."
-        raise AgreedError(Problem("trainer.devices", text))
-    if others := [rank for rank, each in enumerate(found) if each.config_hash != found[0].config_hash]:
-        text = f"of rank(s) {_listed(others)} differs from rank 0's. Start all with the same words."
-        raise AgreedError(Problem("the config", text))
-    if others := [rank for rank, each in enumerate(found) if each.runs != found[0].runs]:
-        text = (
-            f"casts would be {found[0].runs} on rank 0 and {found[others[0]].runs} on rank(s) {_listed(others)}. Set "
-            "emulated, or start all ranks on machines that are alike."
-        )
-        raise AgreedError(Problem("precision.backend", text))
-    if others := [rank for rank, each in enumerate(found) if each.compiled != found[0].compiled]:
-        compiled, not_compiled = ("rank 0", f"rank(s) {_listed(others)}")[:: 1 if found[0].compiled else -1]
-        text = f"blocks would be compiled on {compiled} and not on {not_compiled}. Set true or false."
-        raise AgreedError(Problem("parallel.compile", text))
-    return replace(plan, config=object_of_first(plan.config))
+    config = rank.plan.config
+    facts = run_facts(config, inputs.corpus, rank.plan.decision) | start.run.facts() | inputs.facts
+    facts |= branch_facts(config, start) | {FINGERPRINT: fingerprint(rank.device)}
+    facts |= rollback_facts(start.rollbacks, skipped_samples(config, start.rollbacks))
+    here = origin_here(rank.plan, rank.device) | facts
+    for line in agree_on_fingerprint(config, start, here):
+        say(line)
+    if is_first_rank() and (earlier := resume_history(config, start, here)):
+        facts["earlier"] = earlier
+    return facts, prepare_folder(config, inputs.corpus, start)
 
 
-def agree_on_data(fingerprint: str, start: Start) -> None:
-    """Return quietly where all ranks have the same data, and those of the steps before `start`. Collective.
+def agree_on_fingerprint(config: Config, start: Start, here: Mapping[str, Any]) -> list[str]:
+    """Return lines on what differs from the steps before `start`, and between ranks. Collective.
+
+    `here` is what the summary will say of this rank: versions, code, device and fingerprint.
 
     Raises:
-        AgreedError: on every rank.
+        AgreedError: on every rank, where a run goes on with `resume_strict` set and something differs.
     """
-    found = gather_objects(fingerprint)
-    if others := [rank for rank, each in enumerate(found) if each != found[0]]:
-        text = f"are others on rank(s) {_listed(others)} than on rank 0. Give every node the same files."
-        raise AgreedError(Problem("data", text))
-    if start.checkpoint is not None and start.data_hash not in (None, fingerprint):
-        text = (
-            f"are not those that {start.checkpoint.folder} was trained on (data_hash {fingerprint[:8]}, and "
-            f"{str(start.data_hash)[:8]} then): text, tokenizer or held-out documents changed. Bring them back as they "
-            "were, or start a new run."
-        )
-        raise AgreedError(Problem("data", text))
-
-
-def agree_on_inputs(names: Mapping[str, str], refusal: ConfigError | None) -> None:
-    """Return quietly where all ranks see the same: `names` say of each input what lies there, digests say. Collective.
-
-    `refusal` is what this rank finds wrong.
-
-    Raises:
-        AgreedError: on every rank.
-    """
-    here = tuple(refusal.problems) if refusal is not None else (), dict(names)
-    found = gather_objects(here)
-    if refused := _of_ranks([problems for problems, _ in found]):
-        raise AgreedError(refused)
-    first = found[0][1]
-    text = "are others on rank(s) {} than on rank 0. Give every node the same files."
-    others = {key: [rank for rank, (_, its) in enumerate(found) if its[key] != name] for key, name in first.items()}
-    if problems := [Problem(key, text.format(_listed(ranks))) for key, ranks in others.items() if ranks]:
+    own = _numbers(here)
+    ranks = gather_objects(own)
+    changed = _since(start, ranks[0])
+    others = {rank: origin_changes(ranks[0], each) for rank, each in enumerate(ranks) if each != ranks[0]}
+    strict = config.resume_strict and start.checkpoint is not None and start.trunk is None
+    if strict and (problems := [*_unknown(start), *_refusals(start, changed), *_rank_refusals(others)]):
         raise AgreedError(problems)
+    lines = []
+    if changed:
+        lines.append(f"note   not as in the steps before: {_listed(changed)} (resume_strict=true refuses)")
+    for differing in {_listed(each): None for each in others.values()}:
+        alike = ", ".join(str(rank) for rank, each in others.items() if _listed(each) == differing)
+        lines.append(f"note   not the same on all ranks: {differing} on rank(s) {alike}")
+    return lines
 
 
-def _of_ranks(problems: list[tuple[Problem, ...]]) -> list[Problem]:
-    """Return each rank's problems once, with the ranks that have it where not all do."""
-    found: dict[Problem, list[int]] = {}
-    for rank, its in enumerate(problems):
-        for each in dict.fromkeys(its):
-            found.setdefault(each, []).append(rank)
+def _numbers(summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in origin_of(summary).items() if below(key, CHANGES_NUMBERS)}
+
+
+def _since(start: Start, now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return {key: (in the steps before, now)}, as far as these have recorded it; a branch is a run of its own."""
+    if start.checkpoint is None or start.step == 0 or start.trunk is not None:
+        return {}
+    return origin_changes(_numbers(summary_of(start.checkpoint.run_folder)), now)
+
+
+def _listed(differing: Mapping[str, tuple[Any, Any]]) -> str:
+    words = [f"{key} {_word(before)} -> {_word(now)}" for key, (before, now) in differing.items()]
+    return "; ".join([*words[:SHOWN], *([f"{len(words) - SHOWN} more"] if len(words) > SHOWN else [])])
+
+
+def _word(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _unknown(start: Start) -> list[Problem]:
+    folder = start.checkpoint.run_folder if start.checkpoint else Path()
+    if has_fingerprint(origin_of(summary_of(folder))):
+        return []
+    text = f"is true, and {folder} has no fingerprint: an earlier release trained it. Set it to false to go on."
+    return [Problem("resume_strict", text)]
+
+
+def _refusals(start: Start, changed: Mapping[str, tuple[Any, Any]]) -> list[Problem]:
+    where = start.checkpoint.run_folder if start.checkpoint else ""
+    text = (
+        "is {}, and {} in the steps of {}. Bring it back, or set resume_strict=false: the run then says what changed."
+    )
+    return [Problem(key, text.format(_word(now), _word(before), where)) for key, (before, now) in changed.items()]
+
+
+def _rank_refusals(others: Mapping[int, Mapping[str, tuple[Any, Any]]]) -> list[Problem]:
+    text = "is {} on rank {}, and {} on rank 0. Make the machines alike, or set resume_strict=false."
     return [
-        each if len(ranks) == len(problems) else Problem(each.key, f"on rank(s) {_listed(ranks)} {each.text}")
-        for each, ranks in found.items()
+        Problem(key, text.format(_word(its), rank, _word(first)))
+        for rank, differing in others.items()
+        for key, (first, its) in differing.items()
     ]
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[], None] | None:

@@ -1,27 +1,24 @@
-"""`Config` -> the objects that train. Every class named in YAML is made here."""
+"""Build what trains from a plan: the LightningModule, and the Trainer with its callbacks."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
-from lightning.pytorch.callbacks import WeightAveraging
 
-from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.terminal import one_line
-from lightning_llm.config.config_hash import flatten, frozen_values
+from lightning_llm.config.config_hash import config_digest, flatten, frozen_values
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.callbacks import refused
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.data.corpus import Corpus
+from lightning_llm.model.attention.kernel_choice import FLEX, attention_by
 from lightning_llm.parallel.apply import InitialSlice
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.run.facts import config_facts
 from lightning_llm.run.launch.environment import rank_environment
+from lightning_llm.run.opening import build_callbacks
 from lightning_llm.run.resume.start import Start
 from lightning_llm.tracking.chain import RECORDS
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
@@ -32,29 +29,6 @@ from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.record_logger import RecordLogger
 from lightning_llm.train.run_folder import RunFolder, RunLogger
 from lightning_llm.train.strategy import TrainStrategy
-
-
-def choose_device(config: Config) -> torch.device:
-    """Return the device of this rank: the CUDA device of its local number, or the CPU.
-
-    Raises:
-        ConfigError: trainer.accelerator=cuda where torch finds no CUDA device, or fewer than ranks.
-    """
-    wanted, found = config.trainer.accelerator, torch.cuda.is_available()
-    if wanted == "cuda" and not found:
-        text = f"is 'cuda', and torch {torch.__version__} finds no CUDA device. Set auto or cpu."
-        raise ConfigError(Problem("trainer.accelerator", text))
-    if not found or wanted == "cpu":
-        return torch.device("cpu")
-    environment = rank_environment()
-    if config.trainer.devices > torch.cuda.device_count():
-        text = (
-            f"is {config.trainer.devices}, and this machine has {torch.cuda.device_count()} CUDA device(s). Lower it."
-        )
-        raise ConfigError(Problem("trainer.devices", text))
-    device = torch.device("cuda", environment.local_rank if environment else 0)
-    torch.cuda.set_device(device)
-    return device
 
 
 def build_module(
@@ -121,42 +95,14 @@ def build_trainer(
     return trainer
 
 
-def build_callbacks(config: Config) -> dict[str, pl.Callback]:
-    """Return the callbacks of the config by name. Source text was checked before; this is the class itself.
+def config_facts(config: Config) -> dict[str, Any]:
+    """Return what summaries and manifests say of the config: its seed, a digest of what may not change on resume."""
+    return {"seed": config.seed, "config_digest": config_digest(flatten(config.model_dump()))}
 
-    Raises:
-        ConfigError: with each that cannot be imported or made, is none, or would fight the strategy, and where two have
-            state under one key.
-    """
-    made: dict[str, pl.Callback] = {}
-    problems = []
-    for name, node in config.callbacks.items():
-        if node is None:
-            continue
-        key = f"callbacks.{name}"
-        try:
-            callback = instantiate(node, _convert_="all")
-        except (Exception, SystemExit) as error:  # an import, or whatever a constructor has against its arguments
-            cause = error.__cause__ or error
-            if isinstance(cause, ConfigError):  # one of ours says which argument, and what to change
-                problems += [Problem(f"{key}.{each.key}", each.text) for each in cause.problems]
-                continue
-            text = f"{node['_target_']} cannot be made: {type(cause).__name__}: {one_line(str(cause))}"
-            problems.append(Problem(key, text))
-            continue
-        lineage = [f"{each.__module__}.{each.__qualname__}" for each in type(callback).__mro__]
-        if problem := refused(node["_target_"], lineage):
-            problems.append(Problem(f"{key}._target_", problem))
-        made[name] = callback
-    stateful = [each.state_key for each in made.values() if type(each).state_dict is not pl.Callback.state_dict]
-    for key in sorted({each for each in stateful if stateful.count(each) > 1}):
-        text = f"hold two with state under '{key}'. Give their class a state_key that tells them apart."
-        problems.append(Problem("callbacks", text))
-    if sum(isinstance(each, WeightAveraging) for each in made.values()) > 1:
-        problems.append(Problem("callbacks", "hold two that average weights, which validation can see but one of."))
-    if problems:
-        raise ConfigError(problems)
-    return made
+
+def attention_of(plan: Plan, kernels: Mapping[str, str]) -> AbstractContextManager[None]:
+    """Return the context of the run's steps, in which blocks have the attention that `attention_kernels` found."""
+    return attention_by(plan.config.trainer.attention_kernel, by_blocks=FLEX in kernels.values())
 
 
 def _callbacks(plan: Plan, chosen: Mapping[str, pl.Callback], folder: RunFolder, start: Start) -> list[pl.Callback]:

@@ -8,17 +8,15 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_llm.base.errors import AgreedError, Problem
 from lightning_llm.base.hardware import describe_device
 from lightning_llm.base.integrity import digest_of_file
-from lightning_llm.config.config_hash import NOT_IDENTITY, below, config_digest, flatten
+from lightning_llm.config.config_hash import NOT_IDENTITY, below, flatten
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
@@ -28,15 +26,12 @@ from lightning_llm.data.mixing.skipped import SKIPPED_SAMPLES
 from lightning_llm.linalg.gemm import operand
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.optim.schedule import learning_rate_factor
-from lightning_llm.parallel.process_group import gather_objects
 from lightning_llm.plan.resolve import Plan, coverage_of
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.run.resume.start import Start
 from lightning_llm.tracking.files import SOURCE_HASHES, TOKENIZER_DIGEST, summary_of
 from lightning_llm.tracking.provenance import (
-    FINGERPRINT,
     code_hash,
-    has_fingerprint,
     origin_changes,
     origin_of,
     versions,
@@ -60,11 +55,6 @@ def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, A
         "precision": decision.facts(),
         "quantized": covered.as_data() if covered else None,
     }
-
-
-def config_facts(config: Config) -> dict[str, Any]:
-    """Return what summaries and manifests say of the config: its seed, a digest of what may not change on resume."""
-    return {"seed": config.seed, "config_digest": config_digest(flatten(config.model_dump()))}
 
 
 def origin_here(plan: Plan, device: torch.device) -> dict[str, Any]:
@@ -141,14 +131,7 @@ VARIABLES = re.compile(
 do not."""
 
 
-CHANGES_NUMBERS = ("versions.", f"{FINGERPRINT}.", "device", "threads", "compiled", "backend", "code_hash")
-
-
 SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-SHOWN = 8
-"""How many differences a line names."""
 
 
 def fingerprint(device: torch.device) -> dict[str, str]:
@@ -198,72 +181,3 @@ def driver_version(text: str) -> str:
     """Return "570.124.06" of what an NVIDIA driver says in /proc/driver/nvidia/version, "" where it says nothing."""
     found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
     return found.group(1) if found else ""
-
-
-def agree_on_fingerprint(config: Config, start: Start, here: Mapping[str, Any]) -> list[str]:
-    """Return lines on what differs from the steps before `start`, and between ranks. Collective.
-
-    `here` is what the summary will say of this rank: versions, code, device and fingerprint.
-
-    Raises:
-        AgreedError: on every rank, where a run goes on with `resume_strict` set and something differs.
-    """
-    own = _numbers(here)
-    ranks = gather_objects(own)
-    changed = _since(start, ranks[0])
-    others = {rank: origin_changes(ranks[0], each) for rank, each in enumerate(ranks) if each != ranks[0]}
-    strict = config.resume_strict and start.checkpoint is not None and start.trunk is None
-    if strict and (problems := [*_unknown(start), *_refusals(start, changed), *_rank_refusals(others)]):
-        raise AgreedError(problems)
-    lines = []
-    if changed:
-        lines.append(f"note   not as in the steps before: {_listed(changed)} (resume_strict=true refuses)")
-    for differing in {_listed(each): None for each in others.values()}:
-        alike = ", ".join(str(rank) for rank, each in others.items() if _listed(each) == differing)
-        lines.append(f"note   not the same on all ranks: {differing} on rank(s) {alike}")
-    return lines
-
-
-def _numbers(summary: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in origin_of(summary).items() if below(key, CHANGES_NUMBERS)}
-
-
-def _since(start: Start, now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return {key: (in the steps before, now)}, as far as these have recorded it; a branch is a run of its own."""
-    if start.checkpoint is None or start.step == 0 or start.trunk is not None:
-        return {}
-    return origin_changes(_numbers(summary_of(start.checkpoint.run_folder)), now)
-
-
-def _listed(differing: Mapping[str, tuple[Any, Any]]) -> str:
-    words = [f"{key} {_word(before)} -> {_word(now)}" for key, (before, now) in differing.items()]
-    return "; ".join([*words[:SHOWN], *([f"{len(words) - SHOWN} more"] if len(words) > SHOWN else [])])
-
-
-def _word(value: Any) -> str:
-    return "none" if value is None else str(value)
-
-
-def _unknown(start: Start) -> list[Problem]:
-    folder = start.checkpoint.run_folder if start.checkpoint else Path()
-    if has_fingerprint(origin_of(summary_of(folder))):
-        return []
-    text = f"is true, and {folder} has no fingerprint: an earlier release trained it. Set it to false to go on."
-    return [Problem("resume_strict", text)]
-
-
-def _refusals(start: Start, changed: Mapping[str, tuple[Any, Any]]) -> list[Problem]:
-    where = start.checkpoint.run_folder if start.checkpoint else ""
-    text = (
-        "is {}, and {} in the steps of {}. Bring it back, or set resume_strict=false: the run then says what changed."
-    )
-    return [Problem(key, text.format(_word(now), _word(before), where)) for key, (before, now) in changed.items()]
-
-
-def _rank_refusals(others: Mapping[int, Mapping[str, tuple[Any, Any]]]) -> list[Problem]:
-    text = "is {} on rank {}, and {} on rank 0. Make the machines alike, or set resume_strict=false."
-    return [
-        Problem(key, text.format(_word(its), rank, _word(first)))
-        for rank, differing in others.items()
-        for key, (first, its) in differing.items()
-    ]

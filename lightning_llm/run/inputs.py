@@ -1,6 +1,6 @@
 """Inputs of a run, the same on all ranks: data, weights at `model.init_from`, teachers; each known by a digest."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +21,8 @@ from lightning_llm.model.weights.load import InitialWeights, frozen_decoder, sta
 from lightning_llm.parallel.process_group import gather_objects
 from lightning_llm.plan.teachers import KEY as TEACHERS
 from lightning_llm.plan.teachers import teacher_differences
-from lightning_llm.run.agreement import agree_on_data
 from lightning_llm.run.launch.environment import is_first_rank, say
+from lightning_llm.run.opening import listed, problems_of_ranks
 from lightning_llm.run.resume.branch import check_branch_tokenizer
 from lightning_llm.run.resume.rollback import skipped_samples
 from lightning_llm.run.resume.start import DISTIL, INIT, Start
@@ -61,6 +61,44 @@ def open_inputs(config: Config, start: Start, device: torch.device) -> Inputs:
     initial, init_facts = open_initial(config, start, corpus.tokenizer.path)
     distillation, teacher_facts = open_teachers(config, start, corpus.tokenizer, device)
     return Inputs(corpus, initial, distillation, init_facts | teacher_facts)
+
+
+def agree_on_data(fingerprint: str, start: Start) -> None:
+    """Return quietly where all ranks have the same data, and those of the steps before `start`. Collective.
+
+    Raises:
+        AgreedError: on every rank.
+    """
+    found = gather_objects(fingerprint)
+    if others := [rank for rank, each in enumerate(found) if each != found[0]]:
+        text = f"are others on rank(s) {listed(others)} than on rank 0. Give every node the same files."
+        raise AgreedError(Problem("data", text))
+    if start.checkpoint is not None and start.data_hash not in (None, fingerprint):
+        text = (
+            f"are not those that {start.checkpoint.folder} was trained on (data_hash {fingerprint[:8]}, and "
+            f"{str(start.data_hash)[:8]} then): text, tokenizer or held-out documents changed. Bring them back as they "
+            "were, or start a new run."
+        )
+        raise AgreedError(Problem("data", text))
+
+
+def agree_on_inputs(names: Mapping[str, str], refusal: ConfigError | None) -> None:
+    """Return quietly where all ranks see the same: `names` say of each input what lies there, digests say. Collective.
+
+    `refusal` is what this rank finds wrong.
+
+    Raises:
+        AgreedError: on every rank.
+    """
+    here = tuple(refusal.problems) if refusal is not None else (), dict(names)
+    found = gather_objects(here)
+    if refused := problems_of_ranks([problems for problems, _ in found]):
+        raise AgreedError(refused)
+    first = found[0][1]
+    text = "are others on rank(s) {} than on rank 0. Give every node the same files."
+    others = {key: [rank for rank, (_, its) in enumerate(found) if its[key] != name] for key, name in first.items()}
+    if problems := [Problem(key, text.format(listed(ranks))) for key, ranks in others.items() if ranks]:
+        raise AgreedError(problems)
 
 
 def open_initial(config: Config, start: Start, tokenizer: Path) -> tuple[InitialWeights | None, dict[str, Any]]:

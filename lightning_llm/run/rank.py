@@ -1,9 +1,9 @@
 """One rank of one run, from a checked config to an exit code: open, prepare, agree, fit.
 
-- open (`opening.open_rank`): this rank's device, layout and callbacks, joined with the other ranks.
+- open (`opening.open_rank`): this rank's device, callbacks and layout; all ranks have one plan.
 - prepare (`inputs.open_inputs`): the data, and weights from elsewhere.
-- agree: facts, machines and the run's folder, the same for all ranks.
-- fit: module and Trainer, until the last step, a signal or a failure.
+- agree (`agreement.agree`): facts, machines and the run's folder, the same for all ranks.
+- fit (`build`, `watch`): module and Trainer, until the last step, a signal or a failure.
 
 The last three are repeated from an earlier checkpoint where spikes.policy=rollback asks for it.
 """
@@ -31,16 +31,15 @@ from lightning_llm.parallel.process_group import leave_process_group
 from lightning_llm.plan.origin import origin_lines
 from lightning_llm.plan.resolve import Plan, compile_note
 from lightning_llm.plan.text.report import notes, plan_line
-from lightning_llm.run.agreement import prepare_folder
-from lightning_llm.run.build import build_callbacks, build_module, build_trainer
-from lightning_llm.run.facts import agree_on_fingerprint, fingerprint, origin_here, resume_history, run_facts
+from lightning_llm.run.agreement import agree
+from lightning_llm.run.build import attention_of, build_module, build_trainer
 from lightning_llm.run.inputs import Inputs, open_inputs
 from lightning_llm.run.launch.environment import die_with_launcher, is_first_rank, rank_environment, say
 from lightning_llm.run.launch.lock import RunLock
 from lightning_llm.run.launch.slurm import requeue
 from lightning_llm.run.opening import (
     Rank,
-    attention_of,
+    build_callbacks,
     give_back,
     joined_ranks,
     kernel_line,
@@ -48,9 +47,7 @@ from lightning_llm.run.opening import (
     quiet_lightning,
     refuse_unhealthy,
 )
-from lightning_llm.run.resume.branch import branch_facts
 from lightning_llm.run.resume.resume_plan import branch_lines, resume_lines
-from lightning_llm.run.resume.rollback import rollback_facts, skipped_samples
 from lightning_llm.run.resume.start import Start
 from lightning_llm.run.resume.with_ranks import decide_with_ranks, go_back, rollback_line
 from lightning_llm.run.watch import failures_marked, watched_ranks
@@ -58,7 +55,6 @@ from lightning_llm.tracking.liveness import FolderGoneError
 from lightning_llm.tracking.loggers import LightningRunLogger
 from lightning_llm.tracking.mlflow.tracker import MLflowTracker, tracking_uri
 from lightning_llm.tracking.mlflow.ui import ui_lines
-from lightning_llm.tracking.provenance import FINGERPRINT
 from lightning_llm.tracking.rank_liveness import RankSilentError
 from lightning_llm.tracking.run_state import is_among_jobs, mlflow_facts
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedBySignal
@@ -159,24 +155,6 @@ def opening_lines(rank: Rank, start: Start) -> Iterator[str]:
         yield from notes(plan, to_train=True)
         yield from origin_lines(config) if start.checkpoint is None else ()
     yield from resume_lines(config, start) if start.trunk is None else branch_lines(config, start)
-
-
-def agree(rank: Rank, start: Start, inputs: Inputs) -> tuple[dict[str, Any], Callable[[], None] | None]:
-    """Return the facts for summary.json, and `prepare_folder`'s writer, once all ranks agree. Collective.
-
-    Raises:
-        ConfigError: on every rank, where machines differ and resume_strict is set, or the folder cannot be written.
-    """
-    config = rank.plan.config
-    facts = run_facts(config, inputs.corpus, rank.plan.decision) | start.run.facts() | inputs.facts
-    facts |= branch_facts(config, start) | {FINGERPRINT: fingerprint(rank.device)}
-    facts |= rollback_facts(start.rollbacks, skipped_samples(config, start.rollbacks))
-    here = origin_here(rank.plan, rank.device) | facts
-    for line in agree_on_fingerprint(config, start, here):
-        say(line)
-    if is_first_rank() and (earlier := resume_history(config, start, here)):
-        facts["earlier"] = earlier
-    return facts, prepare_folder(config, inputs.corpus, start)
 
 
 def fit(

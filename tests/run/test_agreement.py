@@ -12,7 +12,8 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.plan.resolve import Plan, plan_of
 from lightning_llm.precision.linear.swap import EMULATED
 from lightning_llm.precision.native.decide import Decision
-from lightning_llm.run.agreement import agree_on_data, agree_on_plan
+from lightning_llm.run.inputs import agree_on_data
+from lightning_llm.run.opening import agree_on_plan
 from lightning_llm.run.resume.start import Start
 from lightning_llm.train.checkpoint.manifest import Checkpoint
 

@@ -17,8 +17,8 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.linalg import gemm
 from lightning_llm.plan.known_bad import RULES, known_bad
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.run import facts as module
-from lightning_llm.run.facts import agree_on_fingerprint, driver_version, fingerprint
+from lightning_llm.run.agreement import agree_on_fingerprint
+from lightning_llm.run.facts import driver_version, fingerprint
 from lightning_llm.run.resume.start import Start
 from lightning_llm.tracking.files import chain_of, sealed_records, summary_of, write_json
 from lightning_llm.tracking.provenance import process_mark, send_signal
@@ -45,7 +45,7 @@ def go_on(begun, tmp_path, *more):
 
 def changed(monkeypatch, **values):
     """Have this machine say otherwise of itself."""
-    monkeypatch.setattr("lightning_llm.run.rank.fingerprint", lambda device: {**fingerprint(device), **values})
+    monkeypatch.setattr("lightning_llm.run.agreement.fingerprint", lambda device: {**fingerprint(device), **values})
 
 
 def test_it_says_what_a_cpu_without_units_multiplies_16_bit_numbers_as(monkeypatch):
@@ -158,11 +158,8 @@ def test_a_run_of_an_earlier_release_has_none_to_differ_in(begun, tmp_path):
 def ranks_that_say(monkeypatch, *each):
     """Have `agree_on_fingerprint` meet ranks with these fingerprints."""
 
-    def gather(into, own):
-        into[:] = [{f"fingerprint.{key}": value for key, value in its.items()} for its in each]
-
-    found = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: len(each), all_gather_object=gather)
-    monkeypatch.setattr(module, "dist", found)
+    found = [{f"fingerprint.{key}": value for key, value in its.items()} for its in each]
+    monkeypatch.setattr("lightning_llm.run.agreement.gather_objects", lambda own: found)
 
 
 def test_ranks_whose_machines_differ_are_named(begun, monkeypatch, small_run, tmp_path):
