@@ -25,6 +25,7 @@ from lightning_llm.compare.report.references import KNOWN, keys_in
 from lightning_llm.compare.statistics.seeds import power, seeds_needed
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import Group
+from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.plan.text.matrix import matrix, numbered
@@ -117,6 +118,26 @@ def loss_scaling(config: LossScalingConfig | None) -> str:
     if config is None:
         return "none"
     return f"dynamic from {config.init_scale:g}, `detect: {config.detect}`"
+
+
+def number_formats() -> str:
+    """Return the table of number formats: the grid, the codes, their source, what runs them."""
+    rows = [
+        [
+            f"`{row.name}`",
+            f"{row.code_bits}",
+            "two's complement" if row.integer else f"1, {row.exponent_bits}, {row.mantissa_bits}",
+            "" if row.integer else f"{row.bias}",
+            f"{row.max:g}",
+            f"2^{row.min_exponent - row.mantissa_bits}",
+            {"none": "", "nan": "NaN", "ieee": "Inf, NaN"}[row.specials],
+            "native or emulated" if row.engine_dtype else "emulated",
+            row.source,
+        ]
+        for row in NUMBER_FORMATS.values()
+    ]
+    grid = ["bits", "sign, exponent, mantissa", "bias", "largest", "smallest", "special"]
+    return _table(["`format`", *grid, "runs", "source"], rows)
 
 
 def lint_rules() -> str:
@@ -314,6 +335,7 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "recipe-slots": recipe_slots,
     "recipe-facts": recipe_facts,
+    "number-formats": number_formats,
     "lint-rules": lint_rules,
     "methods": methods,
     "verdict-power": verdict_power,

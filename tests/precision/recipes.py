@@ -1,11 +1,12 @@
-"""The shipped recipes, as the tests load them."""
+"""The shipped recipes, as the tests load them, and casts to the number formats that none of them has."""
 
 from functools import cache
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
+from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
+from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig, slots_of
 
 FOLDER = Path(__file__).parents[2] / "conf" / "precision"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -17,5 +18,17 @@ def load(name):
 
 
 CASTS = {f"{name}:{slot}": cast for name in RECIPES for slot, cast in slots_of(load(name)).items() if cast.quantises}
-DISTINCT = {cast: label for label, cast in CASTS.items()}
+SHIPPED = {cast: label for label, cast in CASTS.items()}
 """Every cast that quantises by "recipe:slot", and each of them once, with the last of its names."""
+KINDS = {
+    "ceil": {"block": "1x32", "scale": "e8m0_ceil"},
+    "SR": {"block": "32x32", "scale": "e8m0_floor", "rounding": "stochastic"},
+    "fp32": {"block": "1x128"},
+}
+OTHER_FORMATS = {
+    CastConfig(format=name, **keys): f"{name} {kind}"
+    for name in NUMBER_FORMATS
+    if name not in {cast.format for cast in SHIPPED}
+    for kind, keys in KINDS.items()
+}
+DISTINCT = SHIPPED | OTHER_FORMATS

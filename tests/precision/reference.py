@@ -9,13 +9,26 @@ import numpy as np
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
 
 F32 = np.float32
-LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
-EMAX = {"e4m3": 8, "e5m2": 15, "e2m1": 2}
+FIELDS = {
+    "e4m3": (4, 3, 7, 448.0),
+    "e5m2": (5, 2, 15, 57344.0),
+    "e2m1": (2, 1, 1, 6.0),
+    "e2m3": (2, 3, 1, 7.5),
+    "e3m2": (3, 2, 3, 28.0),
+    "e1m2": (1, 2, 1, 1.75),
+    "e5m6": (5, 6, 15, 65024.0),
+}
+"""Exponent bits, mantissa bits, bias and largest number of each float, from its source."""
+INTEGERS = {"int8": 127, "int4": 7}
+LARGEST = {name: fields[3] for name, fields in FIELDS.items()} | INTEGERS
+EMAX = {name: int(np.log2(largest)) for name, largest in LARGEST.items()}
 
 
 def grid(name):
     """All magnitudes of a format in order; the index is the code, so an even index is an even mantissa."""
-    exponent_bits, mantissa_bits, bias = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15), "e2m1": (2, 1, 1)}[name]
+    if name in INTEGERS:
+        return np.arange(INTEGERS[name] + 1.0)
+    exponent_bits, mantissa_bits, bias, _ = FIELDS[name]
     numbers = []
     for exponent in range(2**exponent_bits):
         for mantissa in range(2**mantissa_bits):

@@ -8,13 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import inductor, quantize, scales
 from lightning_llm.precision.cast.hadamard import rotate, rotation
 from lightning_llm.precision.cast.quantize import quantise
 from lightning_llm.precision.cast.random_bits import Origin, keyed_noise
-from lightning_llm.precision.cast.rounding import FORMATS
-from tests.precision.recipes import CASTS, DISTINCT, load
+from tests.precision import reference
+from tests.precision.recipes import CASTS, DISTINCT, OTHER_FORMATS, load
 
 BLOCKED = [cast for cast in DISTINCT if cast.block != "tensor" and cast.scale != "quest" and not cast.stochastic]
 
@@ -103,11 +104,13 @@ EXACT = [cast for cast in DISTINCT if cast.scale.startswith("e8m0") and not cast
 def test_blocks_of_one_magnitude_have_the_scale_of_the_specification_down_to_the_least(cast):
     """2^-127 is a scale, and nothing below it: amaxes from there to the largest, at powers of two and beside them."""
     magnitudes = [
-        2.0**exponent * factor for exponent in range(-120, 127) for factor in (1.0, 1.0078125, 1.75, 1.9921875)
+        2.0**exponent * factor
+        for exponent in range(-120, 127)
+        for factor in (1.0, 1.0078125, 1.75, 1.875, 1.984375, 1.9921875)
     ]
     x = torch.tensor(magnitudes)[:, None].expand(-1, 32).bfloat16()
     found = quantise(x, cast.model_copy(update={"block": "1x32"}))
-    fmt = FORMATS[cast.format]
+    fmt = cast.number_format
     for magnitude, code in zip(magnitudes, found.stored_scale.flatten().tolist(), strict=True):
         mantissa, exponent = math.frexp(magnitude)
         if cast.scale == "e8m0_floor":
@@ -118,12 +121,12 @@ def test_blocks_of_one_magnitude_have_the_scale_of_the_specification_down_to_the
         assert code == max(power, -127) + 127, (magnitude, cast.scale)
 
 
-@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1"])
+@pytest.mark.parametrize("name", list(NUMBER_FORMATS))
 def test_shared_exponents_of_zero_of_subnormals_and_of_what_is_not_finite(name):
     amaxes = torch.tensor([0.0, 2.0**-149, 2.0**-127, 2.0**-126, 2.0**-100, 1.0, 2.0**127, math.inf, math.nan])
-    emax = {"e4m3": 8, "e5m2": 15, "e2m1": 2}[name]
-    floor = [0, 0, 0, 0, 27 - emax, 127 - emax, 254 - emax, 255, 255]
-    assert scales.e8m0_floor(amaxes, name).tolist() == floor
+    emax = reference.EMAX[name]
+    floor = [0, 0, 0, max(1 - emax, 0), 27 - emax, 127 - emax, 254 - emax, 255, 255]
+    assert scales.e8m0_floor(amaxes, NUMBER_FORMATS[name]).tolist() == floor
     biased = torch.arange(256, dtype=torch.int32)
     values = [2.0 ** (each - 127) for each in range(255)]
     assert scales.e8m0_value(biased)[:255].tolist() == values
@@ -194,7 +197,7 @@ def theory(x, cast):
 
     Averaged over the binades of the format (subnormals: one step) under the scales that the blocks of `x` have.
     """
-    fmt = FORMATS[cast.format]
+    fmt = cast.number_format
     amax = scales.tensor_amax(x)
     multipliers = scales.scale(x, cast, 1, amax).multiplier.flatten()[:2000].double()
     edges = [0.0] + [2.0**e for e in range(fmt.min_exponent, fmt.max_exponent + 2)]
@@ -214,6 +217,22 @@ def theory(x, cast):
 def test_sqnr_of_a_gaussian_is_what_theory_says(which):
     x, cast = sample(1024, 512).float(), CASTS[which]
     assert sqnr(x, cast) == pytest.approx(theory(x, cast), abs=0.6 if cast.format == "e2m1" else 0.25)
+
+
+@pytest.mark.parametrize("cast", OTHER_FORMATS, ids=label)
+def test_formats_without_a_recipe_are_cast_as_the_reference_has_them(cast):
+    x = sample(128, 256) * torch.exp2(torch.arange(128.0) % 24 - 12)[:, None]
+    noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(1))
+    wanted, _ = reference.cast(x.bfloat16().double().numpy(), cast, noise=noise.numpy())
+    np.testing.assert_allclose(quantise(x.bfloat16(), cast, noise=noise).dequantised.numpy(), wanted, rtol=1e-6)
+
+
+def test_block_scales_wait_for_the_product_where_it_may_not_fit_bf16():
+    """Bits of a grid value and of a scale: 2 + 4 and 7 + 0 of bf16's 8, and 24 of an fp32 scale beside any."""
+    waits = {label(cast): cast.scales_partial_sums for cast in DISTINCT}
+    assert {name for name, found in waits.items() if found} == {
+        name for cast, name in DISTINCT.items() if cast.block != "tensor" and cast.scale == "fp32"
+    }
 
 
 def test_blocks_contain_an_outlier():

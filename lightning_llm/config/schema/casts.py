@@ -1,17 +1,25 @@
 """One cast: how an operand of a GEMM is quantised (see `config.schema.precision` for the six of a linear layer)."""
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from lightning_llm.config.schema.base import Group, NonNegativeInt, PositiveFloat, PositiveInt
+from lightning_llm.config.schema.number_formats import NUMBER_FORMATS, NumberFormat
 
-Format = Literal["high", "e4m3", "e5m2", "e2m1"]
+if TYPE_CHECKING:
+    Format = str
+else:
+    Format = Literal["high", *NUMBER_FORMATS]
 Block = Literal["tensor", "1x128", "128x128", "1x32", "32x32", "1x16", "16x16"]
 Scale = Literal["fp32", "power_of_two", "e8m0_ceil", "e8m0_floor", "two_level_e4m3", "delayed", "quest"]
 Rounding = Literal["even", "half_away", "half_to_zero", "stochastic", "stochastic_compare"]
 Sign = Annotated[int, Field(ge=-1, le=1)]
 
+SCALE_BITS: dict[Scale, int] = {"fp32": 24, "two_level_e4m3": 4}
+"""Significant bits of a block's scale; none for powers of two."""
+BF16_BITS = 8
+"""Significant bits of bf16, the dtype of emulated operands."""
 STOCHASTIC = ("stochastic", "stochastic_compare")
 SLOTS = (("fprop", "x"), ("fprop", "w"), ("dgrad", "dy"), ("dgrad", "w"), ("wgrad", "dy"), ("wgrad", "x"))
 
@@ -71,6 +79,11 @@ class CastConfig(Group):
         return self.format != "high"
 
     @property
+    def number_format(self) -> NumberFormat:
+        """The row of `format`. Raises KeyError for high."""
+        return NUMBER_FORMATS[self.format]
+
+    @property
     def stochastic(self) -> bool:
         """Whether rounding draws random bits."""
         return self.rounding in STOCHASTIC
@@ -82,8 +95,10 @@ class CastConfig(Group):
 
     @property
     def scales_partial_sums(self) -> bool:
-        """Whether block scales wait for the GEMM: grid value times scale fits bf16, but for fp32 scales."""
-        return self.block != "tensor" and self.scale == "fp32"
+        """Whether block scales multiply partial sums of the GEMM, since grid value times scale may not fit bf16."""
+        if self.block == "tensor":
+            return False
+        return self.number_format.mantissa_bits + 1 + SCALE_BITS.get(self.scale, 0) > BF16_BITS
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

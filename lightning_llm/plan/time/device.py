@@ -81,8 +81,6 @@ class Device:
 
 
 GEMMS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
-UNITS = {"e4m3": "fp8", "e5m2": "fp8", "e2m1": "fp4"}
-"""The unit that multiplies each element format."""
 ONE_READ = ("delayed", "e8m0_ceil", "e8m0_floor")
 """Scales that a cast knows, or finds, as it reads: of the others a whole tensor's amax comes first, another read."""
 
@@ -125,7 +123,8 @@ class Formats:
         gemms: dict[str, str] = {}
         moved: dict[str, float] = {}
         for gemm, operands in GEMMS.items():
-            units = {UNITS.get(casts[f"{gemm}.{operand}"].format) for operand in operands}
+            of_gemm = [casts[f"{gemm}.{operand}"] for operand in operands]
+            units = {cast.number_format.unit if cast.quantises else None for cast in of_gemm}
             unit = "fp8" if units == {"fp8", "fp4"} else units.pop() if len(units) == 1 else None
             if unit is not None and self.device.peak(unit) is None:
                 self.without_unit.add(unit)

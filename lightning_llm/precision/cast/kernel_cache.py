@@ -28,6 +28,7 @@ from torch import Tensor
 from lightning_llm.base import keyed_hash
 from lightning_llm.base.folders import user_cache_dir
 from lightning_llm.base.integrity import digest_of_file
+from lightning_llm.config.schema import casts, number_formats
 
 
 @functools.cache
@@ -64,10 +65,13 @@ def software(device_type: str) -> dict[str, Any]:
 
 
 def _sources() -> str:
-    """Return a digest of all that Dynamo may trace into: `precision`, and the hash that it draws random bits by."""
+    """Return a digest of all that Dynamo may trace: `precision`, casts, number formats, and the hash of random bits."""
     digest = blake2b(digest_size=16)
     package = Path(__file__).parents[1]
-    for file in [*sorted(package.rglob("*.py")), Path(keyed_hash.__file__)]:
+    for file in [
+        *sorted(package.rglob("*.py")),
+        *(Path(each.__file__) for each in (casts, number_formats, keyed_hash)),
+    ]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
 

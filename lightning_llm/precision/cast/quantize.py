@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_llm.config.schema.number_formats import NumberFormat
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import scales
 from lightning_llm.precision.cast.random_bits import Origin, keyed_noise
-from lightning_llm.precision.cast.rounding import FORMATS, copy_sign, encode, round_to_format
+from lightning_llm.precision.cast.rounding import copy_sign, encode, round_to_format
 from lightning_llm.precision.cast.scales import (
     BlockShape,
     Scaled,
@@ -87,11 +88,11 @@ class Quantised:
     stored_scale: Tensor
     dequantised: Tensor
     inside: Tensor
-    format: str
+    format: NumberFormat
 
     @property
     def codes(self) -> Tensor:
-        """The uint8 codes, [R, C]; four-bit codes unpacked."""
+        """The codes, [R, C], one per element; see `encode`."""
         return encode(self.values, self.format)
 
 
@@ -112,7 +113,7 @@ def _stored(scaled: Scaled, cast: CastConfig) -> Tensor:
 def _elements(blocks: Tensor, cast: CastConfig, multiplier: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return (grid values, scaled elements before rounding): one fp32 product, one rounding each."""
     elements = blocks.float() * multiplier
-    return round_to_format(elements, cast.format, cast.rounding, noise), elements
+    return round_to_format(elements, cast.number_format, cast.rounding, noise), elements
 
 
 def round_blocks(
@@ -136,7 +137,7 @@ def round_blocks(
     operand = product.to(torch.bfloat16)
     if not cast.clip_gradient:
         return operand, None
-    return operand, torch.where(elements.abs() < FORMATS[cast.format].max, 1.0, 0.0).to(torch.bfloat16)
+    return operand, torch.where(elements.abs() < cast.number_format.max, 1.0, 0.0).to(torch.bfloat16)
 
 
 class CastBlocks(NamedTuple):
@@ -221,11 +222,11 @@ def quantise(
         dequantised = dequantised if scaled.tensor is None else dequantised * scaled.tensor
     stored = _stored(scaled, cast)
     # Transformer Engine's E2M1 codes are negative where x < 0: not for -0, nor for NaN, whose stand-in is +6.
-    sign = elements if FORMATS[cast.format].has_nan else torch.where(elements < 0, -1.0, 1.0)
+    sign = elements if cast.number_format.has_nan else torch.where(elements < 0, -1.0, 1.0)
     return Quantised(
         unblocked(copy_sign(values.abs(), sign), x, shape),
         stored if shape is None else per_block(stored, shape),
         unblocked(dequantised, x, shape),
-        unblocked(elements.abs() < FORMATS[cast.format].max, x, shape),
-        cast.format,
+        unblocked(elements.abs() < cast.number_format.max, x, shape),
+        cast.number_format,
     )

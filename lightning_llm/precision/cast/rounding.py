@@ -1,38 +1,21 @@
-"""Rounding fp32 values onto a format's grid, saturating: what the cast instructions and published emulators do.
+"""Round fp32 values to a number format, saturating, as cast instructions and published emulators do; its codes.
 
 A number v with 2^e <= |v| < 2^(e+1) has the grid step 2^(max(e, min_exponent) - mantissa_bits). Exponents never come
 from log2, which in fp32 already errs at 2^10 (1 - 2^-24). The sign of a zero is not kept (`quantise` restores it).
 """
 
-from dataclasses import dataclass
+import functools
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class ElementFormat:
-    """A small float. `min_exponent` is that of the smallest normal number; subnormals are always kept."""
-
-    name: str
-    mantissa_bits: int
-    min_exponent: int
-    max_exponent: int
-    max: float
-    has_nan: bool
-
-
-FORMATS = {
-    "e4m3": ElementFormat("e4m3", 3, -6, 8, 448.0, True),
-    "e5m2": ElementFormat("e5m2", 2, -14, 15, 57344.0, True),
-    "e2m1": ElementFormat("e2m1", 1, 0, 2, 6.0, False),
-}
-TORCH_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+from lightning_llm.config.schema.number_formats import NumberFormat
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 EXPONENT_MASK = 0x7F800000
 SIGN_MASK = -0x80000000
+EXACT_MANTISSA_BITS = 3
+"""Up to so many mantissa bits, whole steps (fewer than 16) plus 20 bits of noise are exact in fp32."""
 
 
 def power_of_two_floor(magnitude: Tensor) -> Tensor:
@@ -50,35 +33,18 @@ def copy_sign(magnitude: Tensor, sign: Tensor) -> Tensor:
     return (magnitude.view(torch.int32) | (sign.view(torch.int32) & SIGN_MASK)).view(torch.float32)
 
 
-def encode(values: Tensor, name: str) -> Tensor:
-    """Return the uint8 codes of fp32 `values` that lie on the grid of format `name` (E2M1: nibbles 0..15, unpacked)."""
-    if name in TORCH_DTYPES:
-        return values.to(TORCH_DTYPES[name]).view(torch.uint8)
-    # On the grid, twice the value is one of 0 1 2 3 4 6 8 12, whose codes are 0 .. 7.
-    doubled = (values.abs() * 2).to(torch.int32)
-    code = torch.where(doubled < 4, doubled, torch.where(doubled < 8, 2 + (doubled >> 1), 4 + (doubled >> 2)))
-    negative = (values.view(torch.int32) >> 28) & 8
-    return (code | negative).to(torch.uint8)
-
-
-def decode(codes: Tensor, name: str) -> Tensor:
-    """Return the fp32 values of uint8 `codes` of format `name`."""
-    if name in TORCH_DTYPES:
-        return codes.view(TORCH_DTYPES[name]).float()
-    magnitude = torch.tensor(E2M1_MAGNITUDES, device=codes.device)[(codes & 7).long()]
-    return torch.where((codes & 8) != 0, -magnitude, magnitude)
-
-
-def round_to_format(v: Tensor, name: str, rounding: str, noise: Tensor | None = None, saturate: bool = True) -> Tensor:
-    """Return fp32 `v` rounded to the grid of format `name`, same shape, saturating at its largest number.
+def round_to_format(
+    v: Tensor, fmt: NumberFormat, rounding: str, noise: Tensor | None = None, saturate: bool = True
+) -> Tensor:
+    """Return fp32 `v` rounded to the grid of `fmt`, same shape, saturating at its largest number.
 
     `rounding`: "even" (to nearest, ties to even); "half_away" (ties away from zero: microxcaling's "nearest");
-    "half_to_zero" (Quartet); "stochastic" (down after adding `noise` steps: Transformer Engine's
-    `cvt.rs`, arXiv 2502.20586's dither); "stochastic_compare" (up where `noise` is below the fraction: Quartet).
-    `noise`: uniform in [0, 1), fp32, same shape. Inf saturates; NaN stays, in E2M1 it becomes 6 (`cvt.satfinite`).
-    `saturate=False` ("even" only): what rounds beyond the largest number becomes Inf in E5M2, NaN in E4M3.
+    "half_to_zero" (Quartet); "stochastic" (down after adding `noise` steps: Transformer Engine's `cvt.rs`, arXiv
+    2502.20586's dither); "stochastic_compare" (up where `noise` is below the fraction: Quartet). `noise`: uniform in
+    [0, 1), fp32, same shape. Inf saturates; NaN stays, but becomes the largest number in formats without NaN
+    (`cvt.satfinite`). `saturate=False` ("even" only): numbers that round beyond the largest become Inf in E5M2, NaN in
+    E4M3.
     """
-    fmt = FORMATS[name]
     if not saturate:
         return _overflowing(v, fmt)
     if rounding != "even":
@@ -87,7 +53,7 @@ def round_to_format(v: Tensor, name: str, rounding: str, noise: Tensor | None = 
     return rounded if fmt.has_nan else torch.where(v == v, rounded, fmt.max)
 
 
-def _nearest_even(v: Tensor, fmt: ElementFormat) -> Tensor:
+def _nearest_even(v: Tensor, fmt: NumberFormat) -> Tensor:
     """Let fp32 addition do the rounding, without looking at exponents (bit casts are what Inductor's C++ is slow at).
 
     Normal range: Veltkamp's splitting (Boldo, "Pitfalls of a full floating-point proof", IJCAR 2006: the high part is
@@ -101,14 +67,14 @@ def _nearest_even(v: Tensor, fmt: ElementFormat) -> Tensor:
     return torch.where(v.abs() < 2.0**fmt.min_exponent, (v + shift) - shift, normal)
 
 
-def _overflowing(v: Tensor, fmt: ElementFormat) -> Tensor:
+def _overflowing(v: Tensor, fmt: NumberFormat) -> Tensor:
     """Round to nearest even without saturation, as IEEE 754 (E5M2) or the FN formats (E4M3) define it."""
-    beyond = torch.full_like(v, float("inf") if fmt.name == "e5m2" else float("nan"))
+    beyond = torch.full_like(v, float("inf") if fmt.specials == "ieee" else float("nan"))
     rounded = _nearest_even(v.clamp(-2 * fmt.max, 2 * fmt.max), fmt)
     return torch.where(rounded.abs() > fmt.max, torch.copysign(beyond, v), rounded)
 
 
-def _binade(magnitude: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
+def _binade(magnitude: Tensor, fmt: NumberFormat) -> tuple[Tensor, Tensor]:
     """Return a step of the grid at |v|, and its reciprocal; by comparisons where the format has few.
 
     The step is 2^(max(floor(log2 |v|), min_exponent) - mantissa_bits).
@@ -125,7 +91,7 @@ def _binade(magnitude: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
     return steps, reciprocals
 
 
-def _by_steps(v: Tensor, fmt: ElementFormat, rounding: str, noise: Tensor | None) -> Tensor:
+def _by_steps(v: Tensor, fmt: NumberFormat, rounding: str, noise: Tensor | None) -> Tensor:
     """Round |v| counted in steps of its binade, then scale back. Every scaling here is by a power of two: exact.
 
     |v| is held to the largest number, a whole count of steps, which nothing here rounds up from.
@@ -144,7 +110,11 @@ def _by_steps(v: Tensor, fmt: ElementFormat, rounding: str, noise: Tensor | None
     elif noise is None:
         raise ValueError(f"rounding '{rounding}' needs noise")
     elif rounding == "stochastic":
-        whole = torch.floor(steps + noise)
+        if fmt.mantissa_bits <= EXACT_MANTISSA_BITS:
+            whole = torch.floor(steps + noise)
+        else:
+            whole = torch.floor(steps)
+            whole = whole + torch.floor((steps - whole) + noise)
     elif rounding == "stochastic_compare":
         whole = torch.floor(steps)
         # Not noise < steps - whole: Inductor (torch 2.13) keeps that bool in memory, and goes element by element.
@@ -153,3 +123,39 @@ def _by_steps(v: Tensor, fmt: ElementFormat, rounding: str, noise: Tensor | None
         raise ValueError(f"unknown rounding '{rounding}'")
     rounded = whole * step
     return torch.where(v < 0, -rounded, rounded)
+
+
+def torch_dtype(fmt: NumberFormat) -> torch.dtype:
+    """Return torch's dtype with the codes of `fmt`. Raises ValueError where it has none."""
+    if fmt.torch_dtype is None:
+        raise ValueError(f"torch has no dtype with the codes of {fmt.name}")
+    dtype: torch.dtype = getattr(torch, fmt.torch_dtype)
+    return dtype
+
+
+def encode(values: Tensor, fmt: NumberFormat) -> Tensor:
+    """Return the codes of fp32 `values` on the grid of `fmt`, one per element: uint8, int16 beyond eight bits."""
+    if fmt.torch_dtype is not None:
+        return values.to(torch_dtype(fmt)).view(torch.uint8)
+    if fmt.integer:
+        code = values.to(torch.int32) & (2**fmt.code_bits - 1)
+    else:
+        bits, magnitude = values.view(torch.int32), values.abs()
+        exponent = (((bits >> 23) & 0xFF) - 127 + fmt.bias).clamp(max=2**fmt.exponent_bits - 1)  # Inf and NaN: the top
+        mantissa = (bits >> (23 - fmt.mantissa_bits)) & (2**fmt.mantissa_bits - 1)
+        steps = (magnitude * 2.0 ** (fmt.mantissa_bits - fmt.min_exponent)).to(torch.int32)
+        code = torch.where(magnitude < 2.0**fmt.min_exponent, steps, (exponent << fmt.mantissa_bits) | mantissa)
+        code = torch.where(bits < 0, code | 2 ** (fmt.code_bits - 1), code)
+    return code.to(torch.uint8 if fmt.code_bits <= 8 else torch.int16)
+
+
+def decode(codes: Tensor, fmt: NumberFormat) -> Tensor:
+    """Return the fp32 values of `codes` of `fmt`, as `encode` makes them."""
+    if fmt.torch_dtype is not None:
+        return codes.view(torch_dtype(fmt)).float()
+    return _values(fmt, codes.device)[codes.long() & (2**fmt.code_bits - 1)]
+
+
+@functools.cache
+def _values(fmt: NumberFormat, device: torch.device) -> Tensor:
+    return torch.tensor([fmt.value(code) for code in range(2**fmt.code_bits)], device=device)

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_llm.config.schema.number_formats import NUMBER_FORMATS, NumberFormat
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision.cast.rounding import EXPONENT_MASK, FLOAT_MAX, FORMATS, round_to_format
+from lightning_llm.precision.cast.rounding import EXPONENT_MASK, FLOAT_MAX, round_to_format
 
 BlockShape = tuple[int, int] | None
 """Rows and columns of a block; None: the whole tensor is one."""
@@ -83,6 +84,7 @@ def _missing(length: int, size: int) -> int:
     return -length % size
 
 
+E4M3 = NUMBER_FORMATS["e4m3"]
 E8M0_NAN = 255
 QUEST_GAUSSIAN_CLIP = 2.92247856  # MSE-optimal clip of a Gaussian on the E2M1 grid, in standard deviations
 NVFP4_RANGE = 2688.0  # 448 * 6: the largest block scale times the largest element
@@ -108,13 +110,13 @@ def divide(numerator: float, denominator: Tensor) -> Tensor:
     return torch.div(torch.full_like(wide, numerator), wide).float()
 
 
-def scale_from_amax(amax: Tensor, name: str, power_of_two: bool, value_for_inf: float, margin: int = 0) -> Tensor:
-    """Return the multiplier that takes `amax` (fp32) to the largest number of format `name`.
+def scale_from_amax(amax: Tensor, fmt: NumberFormat, power_of_two: bool, value_for_inf: float) -> Tensor:
+    """Return the multiplier that takes `amax` (fp32) to the largest number of `fmt`.
 
     `compute_scale_from_amax` of Transformer Engine: 1 where amax is 0, Inf or NaN; `value_for_inf` where the quotient
     overflows; `power_of_two` rounds it down to one (clears the mantissa bits).
     """
-    scale = divide(FORMATS[name].max * 2.0**-margin, amax)
+    scale = divide(fmt.max, amax)
     scale = torch.where(torch.isinf(scale), torch.full_like(scale, value_for_inf), scale)
     if power_of_two:
         scale = (scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
@@ -122,9 +124,9 @@ def scale_from_amax(amax: Tensor, name: str, power_of_two: bool, value_for_inf: 
     return torch.where(usable, scale, torch.ones_like(scale))
 
 
-def e8m0_ceil(amax: Tensor, name: str) -> Tensor:
+def e8m0_ceil(amax: Tensor, fmt: NumberFormat) -> Tensor:
     """Return biased exponents (int32, 0..255) of the smallest power of two >= amax / max (Transformer Engine)."""
-    return float_to_e8m0(amax * (1.0 / FORMATS[name].max))
+    return float_to_e8m0(amax * (1.0 / fmt.max))
 
 
 def float_to_e8m0(value: Tensor) -> Tensor:
@@ -137,10 +139,10 @@ def float_to_e8m0(value: Tensor) -> Tensor:
     return torch.where(exponent == 255, special, up)
 
 
-def e8m0_floor(amax: Tensor, name: str) -> Tensor:
+def e8m0_floor(amax: Tensor, fmt: NumberFormat) -> Tensor:
     """Return biased exponents (int32) floor(log2 amax) - emax + 127, at least 0; 255 (NaN) for Inf and NaN (OCP)."""
     exponent = amax.view(torch.int32) >> 23
-    shared = (exponent - FORMATS[name].max_exponent).clamp(min=0)
+    shared = (exponent - fmt.max_exponent).clamp(min=0)
     return torch.where(exponent == 255, torch.full_like(shared, E8M0_NAN), shared)
 
 
@@ -173,7 +175,7 @@ def nvfp4_block_scale(block_amax: Tensor, tensor_scale: Tensor) -> tuple[Tensor,
     Transformer Engine >= 2.15: sd = a * (S * fp32(1/6)); sf = E4M3(sd); multiplier = 1 / (sf * (1/S)), both held to
     the largest fp32. sf may be subnormal or 0.
     """
-    scale = round_to_format((block_amax * (tensor_scale * (1.0 / 6.0))).clamp(max=FLOAT_MAX), "e4m3", "even")
+    scale = round_to_format((block_amax * (tensor_scale * (1.0 / 6.0))).clamp(max=FLOAT_MAX), E4M3, "even")
     multiplier = divide(1.0, scale * divide(1.0, tensor_scale)).clamp(max=FLOAT_MAX)
     return scale, multiplier
 
@@ -239,7 +241,7 @@ def scale_blocks(
         return Scaled(multiplier, sf, amax * (1.0 / NVFP4_RANGE))
     if cast.scale in ("e8m0_ceil", "e8m0_floor"):
         exponent_of = e8m0_ceil if cast.scale == "e8m0_ceil" else e8m0_floor
-        exponent = exponent_of(block_amax, cast.format)
+        exponent = exponent_of(block_amax, cast.number_format)
         multiplier = e8m0_reciprocal(exponent) * cast.prescale
         factor = None if cast.prescale == 1 else torch.full((), 1.0 / cast.prescale, device=blocks.device)
         return Scaled(multiplier, e8m0_value(exponent), factor)
@@ -248,7 +250,7 @@ def scale_blocks(
 
 def _plain(amax: Tensor, cast: CastConfig, value_for_inf: float) -> Scaled:
     """Return fp32 or power-of-two scales. A power of two stays with the operand, where it is exact."""
-    multiplier = scale_from_amax(amax, cast.format, cast.scale == "power_of_two", value_for_inf)
+    multiplier = scale_from_amax(amax, cast.number_format, cast.scale == "power_of_two", value_for_inf)
     inverse = divide(1.0, multiplier)
     if cast.block == "tensor" and cast.scale == "fp32":
         return Scaled(multiplier, None, inverse)

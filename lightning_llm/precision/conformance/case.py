@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.quantize import Quantised, quantise
-from lightning_llm.precision.cast.rounding import TORCH_DTYPES, decode
+from lightning_llm.precision.cast.rounding import decode
 
 BF16_ARRAYS = ("x", "X", "W", "dY", "rht_xT")
 
@@ -60,7 +61,7 @@ class Runner:
     ) -> Quantised:
         """Return `quantize.quantise`'s result."""
         values, stored, dequantised, inside = self(_quantise, x, noise, amax, delayed, cast=cast, axis=axis)
-        return Quantised(values, stored, dequantised, inside, cast.format)
+        return Quantised(values, stored, dequantised, inside, cast.number_format)
 
 
 def _quantise(
@@ -100,13 +101,13 @@ class Case:
         wrong = ~((actual == expected) | (actual.isnan() & expected.isnan()))
         return self._verdict(array, wrong, actual, expected)
 
-    def codes(self, array: str, actual: Tensor, format_: str) -> Check:
+    def codes(self, array: str, actual: Tensor, name: str) -> Check:
         """Compare uint8 codes bit for bit, signs of zeros included; any NaN code equals any other."""
         expected = self.tensor(array)
         actual = actual.reshape(expected.shape)
         same = actual == expected
-        if format_ in TORCH_DTYPES:
-            same |= decode(actual.contiguous(), format_).isnan() & decode(expected, format_).isnan()
+        if (fmt := NUMBER_FORMATS[name]).has_nan:
+            same |= decode(actual.contiguous(), fmt).isnan() & decode(expected, fmt).isnan()
         return self._verdict(array, ~same, actual, expected)
 
     def close(self, array: str, actual: Tensor, tolerance: Tensor | float, excused: float = 0.0) -> Check:

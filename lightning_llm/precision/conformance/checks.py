@@ -6,10 +6,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig, DelayedConfig, LossScalingConfig, Rounding, Scale
 from lightning_llm.precision.cast import inductor, scales
 from lightning_llm.precision.cast.hadamard import rotate, rotation
-from lightning_llm.precision.cast.rounding import FLOAT_MAX, FORMATS, round_to_format
+from lightning_llm.precision.cast.rounding import FLOAT_MAX, round_to_format
 from lightning_llm.precision.conformance.case import Case, Check
 from lightning_llm.precision.linear import delayed
 from lightning_llm.precision.linear.gemm import multiply
@@ -26,10 +27,10 @@ def plain_scale(case: Case) -> Scale:
 
 def element_cast(case: Case) -> Iterator[Check]:
     """Check the saturating and the overflowing cast of single elements."""
-    x, name = case.tensor("x"), case.spec["format"]
+    x, fmt = case.tensor("x"), NUMBER_FORMATS[case.spec["format"]]
     for array, saturate in (("expected_sat", True), ("expected_nonsat", False)):
         if array in case:
-            yield case.exact(array, case.run(round_to_format, x, name=name, rounding="even", saturate=saturate))
+            yield case.exact(array, case.run(round_to_format, x, fmt=fmt, rounding="even", saturate=saturate))
 
 
 def scale_cast(case: Case) -> Iterator[Check]:
@@ -43,7 +44,7 @@ def scale_cast(case: Case) -> Iterator[Check]:
 def scale_from_amax(case: Case) -> Iterator[Check]:
     """Check fp32 and power-of-two scales of single amaxes."""
     limit = {"f32": FLOAT_MAX, "bf16": BFLOAT_MAX}[case.spec["value_for_inf"]]
-    constants = {"name": case.spec["format"], "power_of_two": case.spec["pow2"], "value_for_inf": limit}
+    constants = {"fmt": NUMBER_FORMATS[case.spec["format"]], "power_of_two": case.spec["pow2"], "value_for_inf": limit}
     yield case.exact("expected_scale", case.run(scales.scale_from_amax, case.tensor("amax"), **constants))
 
 
@@ -119,7 +120,7 @@ def nvfp4(case: Case) -> Iterator[Check]:
         # Transformer Engine <= 2.14 multiplied in another order; recorded to tell the two apart.
         block_amax = x.float().abs().reshape(x.shape[0], -1, 16).amax(2)
         old = (block_amax / 6.0) * scales.nvfp4_tensor_scale(x.float().abs().amax())
-        rounded = round_to_format(old, "e4m3", "even")
+        rounded = round_to_format(old, NUMBER_FORMATS["e4m3"], "even")
         yield case.codes("sf_old", rounded.to(torch.float8_e4m3fn).view(torch.uint8), "e4m3")
 
 
@@ -141,7 +142,7 @@ def nvfp4_stochastic(case: Case) -> Iterator[Check]:
 
 
 def _stochastic_e2m1(x: Tensor, noise: Tensor) -> Tensor:
-    return round_to_format(x, "e2m1", "stochastic", noise)
+    return round_to_format(x, NUMBER_FORMATS["e2m1"], "stochastic", noise)
 
 
 MXFP4_SR = CastConfig(format="e2m1", block="1x32", scale="e8m0_floor", rounding="stochastic", prescale=0.75)
@@ -299,7 +300,7 @@ def delayed_updates(case: Case) -> Iterator[Check]:
         history_length=case.spec["amax_history_len"], algorithm=case.spec["algo"], margin=case.spec["margin"]
     )
     rule = delayed.update_unfused if "_python_" in case.name else delayed.update
-    largest = torch.full((amaxes.shape[1],), FORMATS[case.spec["format"]].max)
+    largest = torch.full((amaxes.shape[1],), NUMBER_FORMATS[case.spec["format"]].max)
     history, scale = torch.zeros(config.history_length, amaxes.shape[1]), torch.ones(amaxes.shape[1])
     histories, scales_ = [], []
     for amax in amaxes:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.precision import CastConfig, DelayedConfig
-from lightning_llm.precision.cast.rounding import FLOAT_MAX, FORMATS
+from lightning_llm.precision.cast.rounding import FLOAT_MAX
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
 from lightning_llm.precision.linear.plan import ROLES
 
@@ -100,7 +100,7 @@ def _update_alike(
 @functools.cache
 def _largest(casts: tuple[CastConfig | None, ...], device: torch.device) -> Tensor:
     """Return the largest number of each role's format, fp32 [len(ROLES)]; 1 for roles that are not delayed."""
-    return torch.tensor([1.0 if cast is None else FORMATS[cast.format].max for cast in casts], device=device)
+    return torch.tensor([1.0 if cast is None else cast.number_format.max for cast in casts], device=device)
 
 
 def delayed_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import inductor, scales
 from lightning_llm.precision.cast.quantize import Operand
-from lightning_llm.precision.cast.rounding import TORCH_DTYPES
+from lightning_llm.precision.cast.rounding import torch_dtype
 from lightning_llm.precision.cast.scales import Scaled
 from lightning_llm.precision.linear.module import QuantisedLinear
 from lightning_llm.precision.linear.plan import ROLES
@@ -62,11 +62,11 @@ class GatheredWeight(OwnCasts):
         if shard.numel() == 0:
             return shard.new_zeros(shard.shape, dtype=torch.uint8)
         values = inductor.grid_values(cast, self.layer.plan.backend)(shard, scaled.multiplier)
-        return torch.copysign(values, shard).to(TORCH_DTYPES[cast.format]).view(torch.uint8)
+        return torch.copysign(values, shard).to(torch_dtype(cast.number_format)).view(torch.uint8)
 
     def decode(self, codes: Tensor, into: Tensor, cast: CastConfig) -> None:
         """Write the numbers of `codes` [N, K] `into` [N, K], as the emulation has them: no zero is negative."""
-        into.copy_(codes.view(TORCH_DTYPES[cast.format])).add_(0.0)
+        into.copy_(codes.view(torch_dtype(cast.number_format))).add_(0.0)
 
     def operand(self, wanted: WantedCast) -> Operand:
         """Return the operand that is `wanted` from what was gathered; made of the weight where that was not codes."""

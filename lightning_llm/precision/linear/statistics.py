@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_llm.precision.cast.quantize import block_amax, count_beyond
-from lightning_llm.precision.cast.rounding import FLOAT_MAX, FORMATS
+from lightning_llm.precision.cast.rounding import FLOAT_MAX
 from lightning_llm.precision.linear.plan import SeenCast
 
 SUMS = (
@@ -54,7 +54,7 @@ def cast_sums(seen: SeenCast) -> tuple[Tensor, Tensor]:
         sums = _sums(x, made, largest.amax())
         sums[SUMS.index("elements")] = usable.sum()
         sums[SUMS.index("non_finite")] = seen.given.numel() - torch.isfinite(seen.given).sum()
-    limit = FORMATS[seen.cast.format].max * PRODUCT_SLACK
+    limit = seen.cast.number_format.max * PRODUCT_SLACK
     real = multiplier < FLOAT_MAX  # which is NVFP4's stand-in for 1 / 0, where a block's scale vanished
     if bool((real & (largest * multiplier > limit)).any()):
         zeroed = multiplier.where(real, 0.0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig
 
 WEIGHT_SLOTS = ("fprop.w", "dgrad.w")
@@ -75,7 +76,8 @@ def _is_fp32_of_tensor(cast: CastConfig) -> bool:
     return cast.block == "tensor" and cast.scale == "fp32"
 
 
-CODES = ("e4m3", "e5m2")
+CODES = tuple(row.name for row in NUMBER_FORMATS.values() if row.code_bits == 8)
+"""Formats whose codes are bytes."""
 
 
 def codes_cast(casts: Mapping[str, CastConfig]) -> CastConfig | None:
@@ -107,7 +109,7 @@ def _why_not(cast: CastConfig) -> str | None:
             return f"has blocks of {cast.block}, which the shards cut: no rank has all that a scale is of"
         return f"has blocks of {cast.block}: of rows for one GEMM and columns for the other, and both leave no saving"
     if cast.format not in CODES:
-        return f"is {cast.format}, whose codes are no bytes; {' and '.join(CODES)} are"
+        return f"is {cast.format}, whose codes are no bytes; {', '.join(CODES)} are"
     if cast.stochastic:
         return "is rounded stochastically, by other bits in each micro-batch and each GEMM"
     if cast.delayed is not None and cast.delayed.update == "micro_batch":

@@ -116,7 +116,7 @@ def express(casts: Mapping[str, CastConfig]) -> tuple[NativeRecipe | None, list[
         return None, [("dgrad.dy", "high: Transformer Engine quantises either all of the backward pass or none of it")]
     if kind == "delayed" and not backward:
         return None, [("dgrad.dy", "high: Transformer Engine has no delayed scaling of the forward pass alone")]
-    if dy.quantises and (dy.format == "e2m1") != (kind == "nvfp4"):
+    if dy.quantises and (dy.number_format.engine_dtype is None or dy.number_format.unit != x.number_format.unit):
         return None, [("dgrad.dy", f"{_words(dy)}: Transformer Engine has none such beside {_words(x)} inputs")]
     made = casts_of(candidate)
     differences = [

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.linear.module import QuantisedLinear
 from lightning_llm.precision.linear.operands import observe_casts
@@ -112,7 +113,8 @@ def engine() -> Engine:
     from transformer_engine.common import recipe
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-    formats = {"e4m3": extension.DType.kFloat8E4M3, "e5m2": extension.DType.kFloat8E5M2}
+    named = {row.name: row.engine_dtype for row in NUMBER_FORMATS.values() if row.engine_dtype is not None}
+    formats = {name: getattr(extension.DType, dtype) for name, dtype in named.items()}
     return Engine(pytorch, recipe, Float8Quantizer, formats, extension.bgrad_quantize)
 
 

@@ -21,7 +21,7 @@ def _mx_gradients_in_e5m2(recipe: PrecisionConfig, slots: dict[str, CastConfig])
     Source: NVIDIA-NeMo/Megatron-Bridge PR #638 (`hybrid` -> `e4m3` fixed a diverging MXFP8 recipe).
     """
     for slot in GRADIENTS:
-        if slots[slot].format == "e5m2" and slots[slot].scale.startswith("e8m0"):
+        if _has_two_mantissa_bits(slots[slot]) and slots[slot].scale.startswith("e8m0"):
             yield Problem(
                 f"{slot}.format",
                 "e5m2 with an e8m0 block scale is known to make MXFP8 diverge (Megatron-Bridge PR #638). Set e4m3: "
@@ -35,8 +35,13 @@ def _e5m2_forward(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -> Iter
     Source: Micikevicius et al., arXiv 2209.05433, section 3; Transformer Engine refuses `Format.E5M2` alone.
     """
     for slot in GEMMS["fprop"]:
-        if slots[slot].format == "e5m2":
+        if _has_two_mantissa_bits(slots[slot]):
             yield Problem(f"{slot}.format", "e5m2 is for gradients (arXiv 2209.05433). Set e4m3 in the forward GEMM.")
+
+
+def _has_two_mantissa_bits(cast: CastConfig) -> bool:
+    """Whether a cast is to an FP8 format with two mantissa bits, E5M2."""
+    return cast.quantises and (cast.number_format.code_bits, cast.number_format.mantissa_bits) == (8, 2)
 
 
 def _fp16_hides_overflow(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -> Iterator[Problem]:
@@ -86,20 +91,24 @@ def _fp16_with_four_bits(recipe: PrecisionConfig, slots: dict[str, CastConfig]) 
     Source: arXiv 2502.20586, 2505.14669 and Transformer Engine's NVFP4 recipe, all bf16.
     """
     for slot, cast in slots.items():
-        if recipe.compute_dtype == "fp16" and cast.format == "e2m1":
-            yield Problem(f"{slot}.format", "e2m1 was only ever trained over bf16. Set compute_dtype: bf16.")
+        if recipe.compute_dtype == "fp16" and cast.quantises and cast.number_format.code_bits <= 4:
+            yield Problem(f"{slot}.format", f"{cast.format} was only ever trained over bf16. Set compute_dtype: bf16.")
 
 
 def _clipped_stochastic(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -> Iterator[Problem]:
-    """Stochastic E2M1 under a floor scale without the 3/4: elements above 6 clip, so the estimate is biased.
+    """Stochastic four-bit formats under a floor scale that clips (E2M1 without the 3/4): the estimate is biased.
 
     Source: Tseng, Yu and Park, arXiv 2502.20586, section 3 (unbiased only after scaling by 3/4).
     """
     for slot, cast in slots.items():
-        if cast.stochastic and cast.scale == "e8m0_floor" and cast.format == "e2m1" and cast.prescale > 0.75:
+        if not (cast.stochastic and cast.scale == "e8m0_floor"):
+            continue
+        fmt = cast.number_format
+        if fmt.code_bits <= 4 and cast.prescale > fmt.largest_fraction:
             yield Problem(
                 f"{slot}.prescale",
-                f"{cast.prescale} lets stochastic rounding clip at 6 and lean (arXiv 2502.20586). Set 0.75.",
+                f"{cast.prescale} lets stochastic rounding clip at {fmt.max:g} and lean (arXiv 2502.20586). "
+                f"Set {fmt.largest_fraction:g}.",
             )
 
 

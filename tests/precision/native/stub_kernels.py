@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig, DelayedConfig, HadamardConfig
 from lightning_llm.precision.cast.hadamard import rotate, rotation
 from lightning_llm.precision.cast.quantize import BlockScales, Operand, quantise
@@ -194,7 +195,10 @@ def operand(tensor, rows: bool):
         turned = not rows and not is_non_tn_fp8_gemm_supported()
         assert not (turned and tensor._transpose_invalid)
         codes = tensor._transpose.T if turned else tensor._data
-        return Operand(decode(codes, NAMES[DType(int(tensor._fp8_dtype))]).bfloat16(), tensor._scale_inv.reshape(()))
+        return Operand(
+            decode(codes, NUMBER_FORMATS[NAMES[DType(int(tensor._fp8_dtype))]]).bfloat16(),
+            tensor._scale_inv.reshape(()),
+        )
     if isinstance(tensor, torch.Tensor) and kind not in ("Float8BlockwiseQTensor", "MXFP8Tensor", "NVFP4Tensor"):
         return Operand(tensor)
     side, axis = ("rowwise", 1) if rows else ("columnwise", 0)
@@ -202,7 +206,7 @@ def operand(tensor, rows: bool):
     assert data is not None, f"a GEMM reads {side} data that was not made, or not kept"
     if kind.startswith("NVFP4"):
         return _four_bit_operand(data, scales, getattr(tensor, f"_amax_{side}"), axis)
-    values = decode(data, NAMES[DType(int(tensor._fp8_dtype))])
+    values = decode(data, NUMBER_FORMATS[NAMES[DType(int(tensor._fp8_dtype))]])
     if kind.startswith("MXFP8"):
         scales = e8m0_value(scales.int()).repeat_interleave(32, axis)
         return Operand((values * scales[: values.shape[0], : values.shape[1]]).bfloat16())
@@ -210,7 +214,7 @@ def operand(tensor, rows: bool):
 
 
 def _four_bit_operand(data, scales, amax, axis):
-    values = decode(torch.stack([data & 15, data >> 4], -1).reshape(data.shape[0], -1), "e2m1")
+    values = decode(torch.stack([data & 15, data >> 4], -1).reshape(data.shape[0], -1), NUMBER_FORMATS["e2m1"])
     scales = scales.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
     values = (values * scales[: values.shape[0], : values.shape[1]]).bfloat16()
     return Operand(values if axis == 1 else values.T, amax.reshape(()) * (1.0 / NVFP4_RANGE))

@@ -85,6 +85,9 @@ def test_a_native_recipe_means_exactly_its_casts(name):
         ("fp8_delayed", "wgrad.dy", {"delayed": {"history_length": 16}}),
         ("fp8_current", "fprop.x", {"format": "e5m2"}),
         ("fp8_current", "dgrad.dy", {"format": "e2m1"}),
+        ("fp8_current", "dgrad.dy", {"format": "int8"}),
+        ("mxfp8", "dgrad.dy", {"format": "e3m2"}),
+        ("mxfp8", "fprop.x", {"format": "e2m3"}),
     ],
 )
 def test_whatever_differs_is_refused_and_named(name, slot, keys):
