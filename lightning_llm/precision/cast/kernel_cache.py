@@ -1,9 +1,13 @@
 """Compiled casts that outlive a process: what Dynamo traced and Inductor made of a function, one file per kernel.
 
 Inductor's own cache spares only the C++ compiler; most of a second start is Dynamo's tracing, which a loaded kernel
-skips. A kernel is named by all that shapes it (`kernel_key`), so that another torch, processor or line of source makes
-another. What is loaded is native code: the folder is the user's own, closed to others, and a file is used only if it
-holds what was written.
+skips. A kernel is named by all that shapes it (`software`, `processor`, `signature`), so that another torch, processor
+or line of source makes another. What is loaded is native code: the folder is the user's own, closed to others, and a
+file is used only if it holds what was written.
+
+Whatever is left out of a key could give a wrong kernel; whatever is in it for nothing, another compilation. Sizes are
+variables of a kernel, so of them only 0 and 1 are in the key, which Dynamo compiles in; a kernel's own guards say what
+else its arguments have to be.
 """
 
 import functools

@@ -3,6 +3,8 @@
 Keys are hashed in int64 masked to 32 bits. A constant c >= 2^31 is used as c - 2^32, which is the same modulo 2^32, so
 that no product leaves the signed 64-bit range: |h * c| < 2^32 * 2^31. Elements are hashed in int32, whose sums and
 products torch's kernels, and those it compiles, keep modulo 2^32: twice as many at once, and without 64-bit products.
+
+`keyed_noise` indexes elements by their place in the whole tensor, so that a shard draws the bits of the whole.
 """
 
 from typing import NamedTuple

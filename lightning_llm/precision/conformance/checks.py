@@ -1,4 +1,4 @@
-"""Recorded casts, scales and blocks, case by case, against the quantisers."""
+"""Checks of recorded cases against the quantisers: casts, scales, blocks, GEMMs of linear layers, state machines."""
 
 import hashlib
 from collections.abc import Iterator

@@ -18,27 +18,9 @@ from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.conformance import checks
 from lightning_llm.precision.conformance.case import Case, Check, Runner
 
-INPUTS = frozenset(
-    [
-        "x",
-        "X",
-        "W",
-        "dY",
-        "u",
-        "N",
-        "rbits8",
-        "amax_seq",
-        "found_inf",
-        "sr_signs",
-        "sr_u",
-        "sign_dgrad",
-        "sign_wgrad",
-        "u_dy",
-        "u_wT",
-        "u_dyT",
-        "u_xT",
-    ]
-)
+_GIVEN = "x X W dY u N rbits8 amax_seq found_inf sr_signs sr_u sign_dgrad sign_wgrad u_dy u_wT u_dyT u_xT"
+INPUTS = frozenset(_GIVEN.split())
+"""Recorded arrays that are inputs in every case."""
 
 
 @dataclass(frozen=True)

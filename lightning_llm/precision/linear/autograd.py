@@ -4,6 +4,12 @@ Every operand is quantised from the high-precision tensor along its own GEMM's c
 stored in. Nothing quantised is kept between forward and backward: casts are functions of (tensor, scale, key), so the
 backward pass makes them again, which is cheaper than the memory. Those of a weight may be kept from one micro-batch to
 the next (`weight_casts`). Random bits come from a tensor of keys, no counter.
+
+A compiler sees one operator each way in a block's graph (`operator`): its casts are kernels of `inductor`, compiled to
+round where the code rounds, which the graph around them is not. What shapes a graph are tensors alone: a layer goes by
+its number, so that all blocks of a kind share one graph, and the call finds the layer's plan, delayed scales and
+observer when it runs. Keys are given, since a micro-batch's backward pass may come after another's forward pass; plans,
+scales and observers stay as they are between the two.
 """
 
 import functools
@@ -152,7 +158,7 @@ def quantised_linear(
 ) -> Tensor:
     """Return x W^T + b, [..., N] in the dtype of `x` [..., K], through `plan`'s six casts, forward and backward.
 
-    Operator by operator: in a compiled block `linear_operator` stands for it.
+    Operator by operator: in a compiled block `operator` stands for it.
 
     `keys`: int64 [KEY_COUNT], needed where a cast is stochastic or a rotation's signs are random. `scales`: fp32
     [len(ROLES)], needed for delayed scaling; `record(role, tensor)` is told what its amax is taken from. Raises
@@ -264,11 +270,8 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
-
 OPERATOR = torch.ops.lightning_llm.quantised_linear.default
 """The operator in a graph: a matrix product with its casts."""
-
-
 _DISPATCH = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 

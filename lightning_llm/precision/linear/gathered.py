@@ -15,11 +15,11 @@ from lightning_llm.precision.cast.rounding import torch_dtype
 from lightning_llm.precision.cast.scales import Scaled
 from lightning_llm.precision.linear.module import QuantisedLinear
 from lightning_llm.precision.linear.plan import ROLES
-from lightning_llm.precision.linear.weight_casts import OwnCasts, WantedCast
+from lightning_llm.precision.linear.weight_casts import WantedCast, WeightCasts
 from lightning_llm.precision.linear.weight_rules import codes_cast
 
 
-class GatheredWeight(OwnCasts):
+class GatheredWeight(WeightCasts):
     """The weight of `layer`, of which this rank has rows. `amax`: the largest magnitude over all of it, once agreed.
 
     In training steps (`begin_step` to `end_step`) an amax that was agreed on holds; else weights may have moved.

@@ -1,4 +1,10 @@
-"""The operands of one call of a quantised linear layer: rotated and quantised, or what was kept in their place."""
+"""The operands of one call of a quantised linear layer: rotated and quantised, or kept from an earlier cast.
+
+On a CPU, where a cast takes time and the memory of one more operand does not matter, an activation that several layers
+read (the input of q, k and v, and that of gate and up) is cast once (`SharedCasts`). A tensor is known by its memory
+and its version, which every operator of torch that writes to it raises. Compiled kernels write to memory that they use
+again without that, so nothing is kept from one operator of a compiled graph to the next (`forget`).
+"""
 
 import functools
 from collections.abc import Callable, Hashable

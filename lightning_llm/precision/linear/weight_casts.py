@@ -1,7 +1,7 @@
 """Casts of a weight that are not made where they are used: kept from earlier in a step, or come from other ranks."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -23,20 +23,27 @@ class WantedCast(NamedTuple):
     make: Callable[[], Operand]
 
 
-class WeightCasts(Protocol):
-    """Casts of a layer's weight that something else than the cast itself may give: made before, or by other ranks."""
+class WeightCasts:
+    """Source of a layer's weight casts; this one makes each where it is used. Subclasses keep them, or gather them."""
+
+    def __init__(self) -> None:
+        self.in_step = False
 
     def begin_step(self) -> None:
         """Begin a training step, within which weights stay as they are."""
+        self.in_step = True
 
     def end_step(self) -> None:
         """End it: weights are to move, or have moved."""
+        self.in_step = False
 
     def operand(self, wanted: WantedCast) -> Operand:
         """Return the operand that is `wanted`."""
+        return wanted.make()
 
     def known_amax(self) -> Tensor | None:
-        """Return the amax of the weight where it is known, or cannot be taken of what the layer holds."""
+        """Return the amax of the weight where it is known, or cannot be taken of what the layer holds; else None."""
+        return None
 
     def tell_amax(self, amax: Tensor) -> None:
         """Take the `amax` of the weight, an fp32 scalar, where it was not known."""
@@ -45,36 +52,7 @@ class WeightCasts(Protocol):
         """Raise RuntimeError where what the layer holds is not the weight itself."""
 
 
-class OwnCasts:
-    """Casts that are made where they are used, of a weight that the layer holds: what others begin with."""
-
-    def __init__(self) -> None:
-        self.in_step = False
-
-    def begin_step(self) -> None:
-        """Take the weights for what they stay until the step ends."""
-        self.in_step = True
-
-    def end_step(self) -> None:
-        """Take the weights for moved from here on, before every forward pass."""
-        self.in_step = False
-
-    def operand(self, wanted: WantedCast) -> Operand:
-        """Make the operand that is `wanted`."""
-        return wanted.make()
-
-    def known_amax(self) -> Tensor | None:
-        """Return None: it can be taken."""
-        return None
-
-    def tell_amax(self, amax: Tensor) -> None:
-        """Leave it."""
-
-    def check_high(self) -> None:
-        """Return: the layer holds the weight."""
-
-
-class KeptCasts(OwnCasts):
+class KeptCasts(WeightCasts):
     """Casts of one weight, kept from a training step's first micro-batch to its last backward pass.
 
     Weights stay as they are until then, so every micro-batch's casts, and those of a recomputed forward pass, are the

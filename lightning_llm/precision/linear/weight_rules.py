@@ -1,4 +1,4 @@
-"""Whether casts of a weight are the same bits all through a training step, by its casts alone. Imports no torch."""
+"""Rules of a weight's casts: which stay the same bits through a training step, which can travel as codes. No torch."""
 
 from collections.abc import Mapping
 

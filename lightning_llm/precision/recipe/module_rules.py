@@ -1,4 +1,4 @@
-"""Linear layers that a recipe quantises, and their casts, by name alone. Pure: needs neither torch nor a model.
+"""Linear layers that a recipe quantises, their casts, their share of a model. By name alone: no torch, no model.
 
 In this order: a layer outside the blocks stays high; so does one in the first or last blocks that `modules` keeps high,
 one that `exclude` matches, and one that `include` does not. Every other layer has the casts of the first rule in
@@ -49,9 +49,9 @@ def _kept_by_modules(name: str, rules: ModuleRules, num_layers: int) -> str | No
     index = block_of(name)
     if index is None:
         return "it lies outside the blocks (heads and embeddings stay high)"
-    for end, inside in _ends(rules, num_layers):
-        if index in inside:
-            return end
+    for end in _ends(rules, num_layers):
+        if (end[0] == "first" and index < end[3]) or (end[0] == "last" and index >= num_layers - end[3]):
+            return _key_of_end(*end, num_layers)
     for glob in rules.exclude:
         if fnmatchcase(name, glob):
             return f"modules.exclude has '{glob}'"
@@ -73,31 +73,23 @@ def block_of(name: str) -> int | None:
     return None if found is None else int(found.group(1))
 
 
-def _ends(rules: ModuleRules, num_layers: int) -> Iterator[tuple[str, range]]:
-    """Yield the blocks that stay high at each end, with the key that says so."""
+def _ends(rules: ModuleRules, num_layers: int) -> Iterator[tuple[str, int | None, float | None, int]]:
+    """Yield (end, count, fraction, blocks) for "first" and "last": how many blocks stay high there, by which key."""
     for end in ("first", "last"):
-        count, fraction = (
-            getattr(rules, f"{end}_blocks_high_precision"),
-            getattr(rules, f"{end}_fraction_high_precision"),
-        )
-        blocks = blocks_of(count, fraction, num_layers)
-        text = f"modules.{end}_blocks_high_precision={count}"
-        if fraction is not None:
-            text = f"modules.{end}_fraction_high_precision={fraction:g}: {blocks} of {num_layers} blocks"
-        yield text, range(blocks) if end == "first" else range(num_layers - blocks, num_layers)
+        count, fraction = (getattr(rules, f"{end}_{kind}_high_precision") for kind in ("blocks", "fraction"))
+        yield end, count, fraction, blocks_of(count, fraction, num_layers)
+
+
+def _key_of_end(end: str, count: int | None, fraction: float | None, blocks: int, num_layers: int) -> str:
+    """Return the key that keeps `blocks` blocks high, with its value."""
+    if fraction is None:
+        return f"modules.{end}_blocks_high_precision={count}"
+    return f"modules.{end}_fraction_high_precision={fraction:g}: {blocks} of {num_layers} blocks"
 
 
 def fractions_of_no_block(rules: ModuleRules, num_layers: int) -> list[str]:
     """Return the fractions above 0 that so few blocks round to none, in words."""
-    return [
-        text
-        for (text, inside), fraction in zip(
-            _ends(rules, num_layers),
-            (rules.first_fraction_high_precision, rules.last_fraction_high_precision),
-            strict=True,
-        )
-        if fraction and not inside
-    ]
+    return [_key_of_end(*end, num_layers) for end in _ends(rules, num_layers) if end[2] and not end[3]]
 
 
 def rule_of(name: str, rules: ModuleRules, num_layers: int) -> int | None:
@@ -272,24 +264,19 @@ def _shortfall(recipe: PrecisionConfig, quantized: int, num_layers: int) -> str:
     fraction above 0 counts as one block at least.
     """
     source = _shipped_rules(recipe.name) or recipe.modules
-    asked = {end: text for end, text, blocks in _high_ends(source, num_layers) if blocks}
-    kept = {end: blocks for end, _, blocks in _high_ends(recipe.modules, num_layers, least=0)}
-    if all(kept[end] >= blocks for end, _, blocks in _high_ends(source, num_layers)):
+    kept = {end: blocks for end, _, _, blocks in _ends(recipe.modules, num_layers)}
+    asked, short = [], False
+    for end, count, fraction, blocks in _ends(source, num_layers):
+        blocks = max(blocks, 1 if fraction else 0)
+        short |= kept[end] < blocks
+        if blocks:
+            asked.append(f"the {end} {count}" if fraction is None else f"the {end} {100 * fraction:.4g} %")
+    if not short:
         return ""
     who = "its source keeps" if recipe.reference else "it asks for"
-    ends = " and ".join(f"the {end} {text}" for end, text in asked.items())
-    return f"{num_layers - quantized} of {num_layers} blocks kept in {recipe.compute_dtype}; {who} {ends}"
-
-
-def _high_ends(rules: ModuleRules, num_layers: int, least: int = 1) -> Iterator[tuple[str, str, int]]:
-    """Yield (end, its count or percentage, blocks of `num_layers`); a fraction above 0 gives `least` blocks or more."""
-    for end in ("first", "last"):
-        count, fraction = (
-            getattr(rules, f"{end}_blocks_high_precision"),
-            getattr(rules, f"{end}_fraction_high_precision"),
-        )
-        text = f"{count}" if fraction is None else f"{100 * fraction:.4g} %"
-        yield end, text, max(blocks_of(count, fraction, num_layers), least if fraction else 0)
+    return (
+        f"{num_layers - quantized} of {num_layers} blocks kept in {recipe.compute_dtype}; {who} {' and '.join(asked)}"
+    )
 
 
 @cache
