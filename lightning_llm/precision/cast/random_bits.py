@@ -78,7 +78,8 @@ def element_bits(key: Tensor, index: Tensor) -> Tensor:
 def uniform_noise(key: Tensor, index: Tensor, bits: int) -> Tensor:
     """Return fp32 uniform on {0, ..., 2^bits - 1} / 2^bits, one per element of `index` (int64, or int32 words).
 
-    20 bits keep `steps + noise` exact for every format here (steps < 16), so values on the grid never move.
+    20 bits keep `steps + noise` exact for formats of up to 3 mantissa bits (steps < 16), so values on the grid never
+    move; wider formats add the noise to the fraction of a step alone (`rounding.py`).
     """
     return _shift_right(element_words(key, word(index)), 32 - bits).float() * 2.0**-bits
 
