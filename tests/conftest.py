@@ -46,7 +46,6 @@ files, since a set of files that was not composed before takes a quarter of a se
 MLflow writes; and cases that cover pairs of values (`parallel/layout_matrix.py`), with the rest marked `full`.
 """
 KERNELS = "LIGHTNING_LLM_KERNELS"
-DRAWN = ("test_run_folder.py", "test_mlflow.py", "test_sync.py")
 SLOW_FOLDERS = ("parallel", "run/launch", "sweep", "train")
 
 
@@ -109,9 +108,9 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Leave loss.png out, 0.2 CPU seconds of every run, but where files of a run's folder are tested."""
+    """Leave loss.png out, 0.2 CPU seconds of every run, but where a test asks for it (`drawn`)."""
     run_folder = sys.modules.get("lightning_llm.train.run_folder")
-    if run_folder is not None and request.path.name not in DRAWN:
+    if run_folder is not None and "drawn" not in request.fixturenames:
         with pytest.MonkeyPatch.context() as patch:  # not the fixture, whose undoing would come after all others'
             patch.setattr(run_folder, "draw_losses", lambda *_: None)
             yield
@@ -132,6 +131,11 @@ def _forked_writer(request: pytest.FixtureRequest) -> Iterator[None]:
             yield
     else:
         yield
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Have runs draw loss.png."""
 
 
 @pytest.fixture

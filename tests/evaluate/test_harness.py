@@ -29,6 +29,7 @@ from lightning_llm.model.generate import Sampler
 from lightning_llm.model.interop.families import huggingface_config
 from lightning_llm.run.subject import find_subject, read_weights
 from lightning_llm.tracking.files import summary_of
+from tests.messages import missing
 from tests.model.huggingface_states import to_huggingface
 
 CPU = torch.device("cpu")
@@ -147,7 +148,8 @@ def test_a_context_too_small_for_what_a_task_wants_is_noted_once(models, trained
     model = OwnModel(models[0].model, Tokenizer(trained), CPU, batch_size=1)
     model.generate_until(requests("generate_until", [("the of and", {"until": ["e"]}), ("to in", {"until": ["e"]})]))
     printed = capsys.readouterr().err
-    assert printed == "note   a task wants 256 new tokens, and the context holds 128: prompts lose all but 1 tokens\n"
+    assert missing(printed, "note ", "256 new tokens", "context", "128", "1 tokens") == []
+    assert printed.count("\n") == 1
 
 
 def test_batches_do_not_show(models, trained):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_llm.tracking.chain import ChainHead, RecordChain
 from lightning_llm.tracking.files import cut_back, damaged_record, decode, encode, read_records, write_json
+from tests.messages import missing
 
 
 @given(st.floats(width=32))
@@ -123,7 +124,7 @@ def test_the_chain_is_over_the_records_up_to_the_step_of_a_checkpoint(tmp_path: 
     edited = path.read_bytes().replace(encode({"step": 4, "loss": 0.25}), encode({"step": 4, "loss": 0.26}))
     path.write_bytes(edited)
     problem = damaged_record(path, 10, 0, written=head)
-    assert problem == "does not hold what was written up to step 10: one of its 13 lines was changed or moved"
+    assert missing(str(problem), "step 10", "13 lines", "changed") == []
 
 
 def test_a_head_is_known_at_the_newest_step_and_the_one_before() -> None:

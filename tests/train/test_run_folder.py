@@ -21,6 +21,8 @@ from lightning_llm.train import run_folder
 from lightning_llm.train.run_folder import RunFolder
 from tests.protocol_module import TinyModule, fit
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 
 class Memo:
     """A logger that keeps what it is told."""

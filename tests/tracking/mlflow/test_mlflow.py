@@ -19,6 +19,8 @@ from lightning_llm.tracking.mlflow.tracker import MLflowTracker
 from lightning_llm.train.run_folder import RunFolder
 from tests.protocol_module import TinyModule, fit, make_config
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 ROOT = Path(__file__).parents[3]
 FACTS = {"parameters": 123_456, "data_hash": "d00d"}
 

@@ -25,7 +25,10 @@ from lightning_llm.tracking.mlflow.tracker import writer_job
 from lightning_llm.tracking.mlflow.writer import RunWriter
 from lightning_llm.tracking.provenance import process_mark
 from lightning_llm.train.run_folder import RunFolder
+from tests.messages import missing
 from tests.protocol_module import make_config
+
+pytestmark = pytest.mark.usefixtures("drawn")
 
 GONE = " ".join([*process_mark().split()[:2], "1"])
 """The mark of a process that had this one's number long ago."""
@@ -247,7 +250,8 @@ def test_an_unreachable_server_fails_all_runs_in_a_line_and_changes_none(
     before = [summary_of(run_dir) for run_dir in run_dirs]
     assert main(["sync", str(tmp_path), "--tracking-uri", "http://someone:s3cret@127.0.0.1:9"]) == 1
     told = capsys.readouterr()
-    assert told.err == "http://127.0.0.1:9 does not answer: no further run is tried there\n"
+    assert missing(told.err, "http://127.0.0.1:9 ", "no further run") == []
+    assert told.err.count("\n") == 1
     assert "0 of 2 runs are in MLflow" in told.out
     assert [summary_of(run_dir) for run_dir in run_dirs] == before
 
