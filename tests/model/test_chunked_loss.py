@@ -7,7 +7,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.linalg.cast_linear import linear_with_unrounded_wgrad
-from lightning_llm.model import logit_chunks as loss_spec
+from lightning_llm.model import logit_chunks
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.linear import Linear
@@ -18,7 +18,7 @@ B, T, D, V = 3, 37, 16, 64
 
 @pytest.fixture(params=[V, 7 * V, 50 * V, 1 << 30], ids=["1 row", "7 rows", "50 rows", "whole"])
 def limit(request, monkeypatch):
-    monkeypatch.setitem(loss_spec.WHOLE_LOGITS, "cpu", request.param)
+    monkeypatch.setitem(logit_chunks.WHOLE_LOGITS, "cpu", request.param)
     return request.param
 
 
@@ -74,7 +74,7 @@ def test_whole_logits_are_the_same_bits(limit):
 
 
 def test_gradients_that_were_given_are_not_given_again_as_none(monkeypatch):
-    monkeypatch.setitem(loss_spec.WHOLE_LOGITS, "cpu", 5 * V)
+    monkeypatch.setitem(logit_chunks.WHOLE_LOGITS, "cpu", 5 * V)
     x, labels = given(torch.float32)
     loss = Linear(D, V, bias=False)(x, LossOf(labels, next_token_loss_sum, torch.ones(())))
     loss.backward(retain_graph=True)
@@ -84,18 +84,18 @@ def test_gradients_that_were_given_are_not_given_again_as_none(monkeypatch):
 
 def test_chunks_are_made_where_they_save_memory(monkeypatch):
     """Of about equally many rows, none of more logits than there may be; and not for few rows of many columns."""
-    monkeypatch.setitem(loss_spec.WHOLE_LOGITS, "cpu", 10 * V)
+    monkeypatch.setitem(logit_chunks.WHOLE_LOGITS, "cpu", 10 * V)
     for rows in (1, 63, 64, 65, 111, 640):
-        at_once = loss_spec.rows_at_once(rows, D, V, "cpu")
+        at_once = logit_chunks.rows_at_once(rows, D, V, "cpu")
         assert at_once == rows if rows < 4 * D else at_once <= 10
         assert rows < 4 * D or -(-rows // at_once) == -(-rows // 10)
-    assert loss_spec.rows_at_once(8192, 4096, 128_256, "cuda") == 8192
-    assert loss_spec.rows_at_once(32_768, 2048, 128_256, "cuda") == 2048
+    assert logit_chunks.rows_at_once(8192, 4096, 128_256, "cuda") == 8192
+    assert logit_chunks.rows_at_once(32_768, 2048, 128_256, "cuda") == 2048
 
 
 def test_a_scaled_loss_loses_nothing_to_fp16(monkeypatch):
     """Gradients are multiplied by the loss scale before they are rounded: of 2^-26 of them fp16 has zeros."""
-    monkeypatch.setitem(loss_spec.WHOLE_LOGITS, "cpu", 5 * V)
+    monkeypatch.setitem(logit_chunks.WHOLE_LOGITS, "cpu", 5 * V)
     head = Linear(D, V, bias=False)
     x, labels = given(torch.float16)
     scale = 2.0**-30 * 2.0**16  # of many targets, and the loss scale
@@ -106,7 +106,7 @@ def test_a_scaled_loss_loses_nothing_to_fp16(monkeypatch):
 
 
 def test_what_is_not_wanted_is_not_made(monkeypatch):
-    monkeypatch.setitem(loss_spec.WHOLE_LOGITS, "cpu", 5 * V)
+    monkeypatch.setitem(logit_chunks.WHOLE_LOGITS, "cpu", 5 * V)
     x, labels = given(torch.float32)
     head = Linear(D, V, bias=False)
     _, grad_x, grad_weight = gradients(head, x, labels, 1.0)
@@ -131,7 +131,7 @@ def test_a_decoders_loss_is_that_of_its_logits(words, monkeypatch):
     labels = tokens.roll(-1, 1)
     found = {}
     for limit in (1 << 30, 100 * config.model.padded_vocab_size):
-        monkeypatch.setitem(loss_spec.WHOLE_LOGITS, "cpu", limit)
+        monkeypatch.setitem(logit_chunks.WHOLE_LOGITS, "cpu", limit)
         model.zero_grad()
         loss = model(tokens, loss=LossOf(labels, next_token_loss_sum, torch.tensor(0.01)))
         (loss * 0.01).backward()
@@ -148,7 +148,7 @@ def test_memory_is_that_of_a_chunk(monkeypatch):
     rows, width, ids = 2048, 64, 8192
     peaks = {}
     for limit in (1 << 30, 256 * ids):
-        monkeypatch.setitem(loss_spec.WHOLE_LOGITS, "cpu", limit)
+        monkeypatch.setitem(logit_chunks.WHOLE_LOGITS, "cpu", limit)
         head = Linear(width, ids, bias=False)
         x = torch.randn(1, rows, width, dtype=torch.bfloat16, requires_grad=True)
         labels = torch.zeros(1, rows, dtype=torch.int64)
