@@ -139,11 +139,6 @@ class Copy:
         self.source = torch.ones(size_bytes // 4, device=device)
         self.target = torch.zeros_like(self.source)
 
-    @property
-    def moved_bytes(self) -> int:
-        """What one copy reads and writes."""
-        return 2 * self.source.numel() * self.source.element_size()
-
     def run(self) -> None:
         """Copy once."""
         self.target.copy_(self.source)
