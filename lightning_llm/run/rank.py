@@ -236,7 +236,7 @@ def _process_restored(locks: list[RunLock]) -> Iterator[None]:
 
 
 @contextmanager
-def _signals_stop_training() -> Iterator[set[int]]:
+def _signals_stop_training() -> Iterator[set[signal.Signals]]:
     """Have signals raise StoppedBySignal until training handles them; yield those that this process ignores.
 
     An ignored SIGINT ends the wait for ranks, too: a script's `&` must not make that wait deaf.

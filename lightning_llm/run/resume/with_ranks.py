@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -37,7 +38,8 @@ def decide_with_ranks(config: Config, locks: list[RunLock] | None = None) -> Sta
             decision = error
         object_of_first(decision)
     else:
-        while isinstance(asked := object_of_first(None), Checkpoint):
+        nothing: Any = None  # rank 0's value comes in its place
+        while isinstance(asked := object_of_first(nothing), Checkpoint):
             _verify_share(asked)
         decision = asked
     if isinstance(decision, ConfigError):
