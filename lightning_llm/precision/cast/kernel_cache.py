@@ -72,10 +72,8 @@ def _sources() -> str:
     """Return a digest of all that Dynamo may trace: `precision`, casts, number formats, and the hash of random bits."""
     digest = blake2b(digest_size=16)
     package = Path(__file__).parents[1]
-    for file in [
-        *sorted(package.rglob("*.py")),
-        *(Path(each.__file__) for each in (casts, number_formats, keyed_hash)),
-    ]:
+    others = [Path(str(module.__file__)) for module in (casts, number_formats, keyed_hash)]
+    for file in [*sorted(package.rglob("*.py")), *others]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
 
