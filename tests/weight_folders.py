@@ -10,8 +10,7 @@ from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.data.tokens.tokenizer import write_bytes_tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
-from lightning_llm.model.interop.families import huggingface_config
-from tests.model.huggingface_states import to_huggingface
+from tests.model.huggingface_states import huggingface_config, to_huggingface
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:

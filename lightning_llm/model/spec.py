@@ -1,7 +1,7 @@
-"""The description of a block's parts, without torch: all that is known of a block before it is built comes from here.
+"""Base classes of a block's parts, without torch: all that is known of a block before it is built comes from them.
 
 A part (mixer, feed-forward, norm) is a registered config class: its fields are the part's own keys in YAML, its methods
-say what it holds and does in a given model. Linears, parameters, initial distributions, FLOPs, bytes, what
+return its parameters, sizes and costs in a given model. Linears, parameters, initial distributions, FLOPs, bytes, what
 tensor-parallel ranks share and where a pipeline is cut follow by layer index. `build` alone imports torch: the module
 that a kind names by `module`.
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Distribution:
-    """What a parameter is drawn from: `mean` where `std` is 0, else a normal, cut at `cut` standard deviations."""
+    """Initial distribution of a parameter: `mean` if `std` is 0, else a normal, cut at `cut` standard deviations."""
 
     mean: float = 0.0
     std: float = 0.0
@@ -31,7 +31,7 @@ class Distribution:
 
 
 class Size(NamedTuple):
-    """One side of a linear: its `length` is `times` the value of `key`; `text` says what makes it."""
+    """One side of a linear: its `length` is `times` the value of `key`; `text` names its source in messages."""
 
     length: int
     key: str
@@ -59,7 +59,7 @@ class LinearSpec(NamedTuple):
 
 
 class ParameterSpec(NamedTuple):
-    """A parameter: its name, shape, role, and what it is drawn from; None for a linear's weight, see `model.init`."""
+    """A parameter: name, shape, role, and initial distribution; None for a linear's weight, see `model.init`."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class ParameterSpec(NamedTuple):
 
 
 class ForwardPass(NamedTuple):
-    """What a forward pass runs under, as far as it decides what is kept of it for the backward pass.
+    """The conditions of a forward pass that decide which activations are saved for backward.
 
     `width`: bytes of an element of the compute dtype. `sequence_length`: tokens of a whole sequence, of which each of
     `context_ranks` computes a part. `documents`: attention stays within documents. `on_gpu`: CUDA's kernels run.
@@ -84,7 +84,7 @@ class ForwardPass(NamedTuple):
 
 
 class SavedTensor(NamedTuple):
-    """A tensor that a part's forward pass leaves for its backward pass: `elements` of `width` bytes for each token.
+    """A tensor that a part saves for backward: `elements` of `width` bytes for each token.
 
     Over a tensor-parallel group it is divided where its `split` is "within" the part, and with sequence parallelism
     where it is "outside", as norms' inputs; each rank has it whole where it is "gathered" (arXiv 2205.05198, section
@@ -102,7 +102,7 @@ class SavedTensor(NamedTuple):
 
 
 class MemoryPass(NamedTuple):
-    """What moves bytes and multiplies no matrices: bytes read and written per token, and by how many operators.
+    """A memory-bound (non-GEMM) operation: bytes read and written per token, and number of operators.
 
     `outside`: of hidden states between parts, which a tensor-parallel group shares with sequence parallelism alone.
     """
@@ -115,7 +115,7 @@ class MemoryPass(NamedTuple):
 
 
 class Part(Group):
-    """One part of a block. Sizes are those of the whole part, not of a rank's shard."""
+    """Base class of a block's parts. Sizes are those of the whole part, not of a rank's shard."""
 
     module: ClassVar[str]
     """`package.module:Class` of the nn.Module, called with (this kind, model), see `Norm.build_for` for norms."""
@@ -143,7 +143,7 @@ class Part(Group):
         return 0
 
     def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
-        """Return what it keeps of a forward pass for its backward pass, weights and their casts left out."""
+        """Return the activations saved for backward, excluding weights and their casts."""
         return []
 
     def kernel_outputs(self, model: ModelConfig, width: int, sequence_length: int) -> int:
@@ -151,18 +151,18 @@ class Part(Group):
         return 0
 
     def divisions(self, model: ModelConfig) -> dict[str, tuple[int, str]]:
-        """Return what the ranks of a tensor-parallel group must divide, by key: the size, and why."""
+        """Return the sizes that the number of tensor-parallel ranks must divide, by key, each with the reason."""
         return {}
 
     def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
-        """Return what it does beside its linears and its kernel, of elements of `width` bytes.
+        """Return the operations beside its linears and its kernel, on elements of `width` bytes.
 
         Operator by operator; where they are `compiled`, neighbours read their inputs and write their outputs once.
         """
         return []
 
     def problems(self, model: ModelConfig) -> Iterator[Problem]:
-        """Yield what does not fit together in the model's shape."""
+        """Yield the problems of the model's shape."""
         yield from ()
 
     def roles(self, model: ModelConfig) -> dict[str, str]:
@@ -172,7 +172,7 @@ class Part(Group):
 
 
 class Mixer(Part):
-    """What lets a token see others. The module is called with `(x [B, T, D], rope, mask)` and returns `[B, T, D]`.
+    """Base class of token mixers (attention, recurrences). The module maps `(x [B, T, D], rope, mask)` to `[B, T, D]`.
 
     One that can generate has `new_cache` and `step`, too: `model.stepping.SteppingMixer`.
     """
@@ -195,11 +195,11 @@ class Mixer(Part):
 
 
 class FeedForward(Part):
-    """What maps each token by itself: the module is called with x `[B, T, D]` and returns `[B, T, D]`."""
+    """Base class of networks that map each token by itself: the module maps x `[B, T, D]` to `[B, T, D]`."""
 
 
 class Norm(Part):
-    """What normalises the last dimension. Kinds say their vectors by name, with each one's first value."""
+    """Base class of norms over the last dimension. `vectors` names the parameters of a kind."""
 
     def vectors(self, model: ModelConfig) -> dict[str, float]:
         """Return the first value of each of its vectors, by name."""
@@ -216,7 +216,7 @@ class Norm(Part):
         return self.parameters_for(model, model.hidden_size, "replicate")
 
     def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
-        """Return one kernel's: x and y; of the backward pass dy, x and dx. The weight's gradient is a sum in it."""
+        """Return one kernel: x and y; in the backward pass dy, x and dx. The weight's gradient is a sum in it."""
         return [MemoryPass(2 * width * model.hidden_size, 3 * width * model.hidden_size, 1, outside=True)]
 
     def parameters_for(self, model: ModelConfig, size: int, role: str) -> list[ParameterSpec]:
@@ -225,7 +225,7 @@ class Norm(Part):
         return [ParameterSpec(name, (size,), role, Distribution(mean=first)) for name, first in made]
 
     def saved_for(self, size: int, forward: ForwardPass) -> list[SavedTensor]:
-        """Return what it keeps of one vector of `size`: here the vector itself."""
+        """Return the activations saved for backward of one vector of `size`: here the vector itself."""
         return [SavedTensor("input", size, forward.width, "outside")]
 
     def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:

@@ -26,11 +26,10 @@ from lightning_llm.evaluate.task_settings import (
 from lightning_llm.evaluate.weights import decoder_of
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.generate import Sampler
-from lightning_llm.model.interop.families import huggingface_config
 from lightning_llm.run.subject import find_subject, read_weights
 from lightning_llm.tracking.files import summary_of
 from tests.messages import missing
-from tests.model.huggingface_states import to_huggingface
+from tests.model.huggingface_states import huggingface_config, to_huggingface
 
 CPU = torch.device("cpu")
 PAIRS = [

@@ -1,6 +1,7 @@
 """Whole state dicts to and from Hugging Face's layout: the reference for what `import` and `export` do by slices."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,6 +9,11 @@ from torch import Tensor
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.interop.families import architecture, stored_as
 from lightning_llm.model.structure import VOCABULARY
+
+
+def huggingface_config(config: ModelConfig) -> dict[str, Any]:
+    """Return the content of `config.json` for the exported model."""
+    return architecture(config).entries(config)
 
 
 def to_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

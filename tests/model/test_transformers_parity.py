@@ -8,10 +8,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.model import RopeScaling
-from lightning_llm.model.interop.families import huggingface_config
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.model.rope import inverse_frequencies
-from tests.model.huggingface_states import from_huggingface, to_huggingface
+from tests.model.huggingface_states import from_huggingface, huggingface_config, to_huggingface
 from tests.model.model_shapes import LLAMA3_SCALING, build, gemma2, gpt2, llama, qwen3, tokens_of
 
 YARN = RopeScaling(

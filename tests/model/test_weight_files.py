@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.model.interop.families import huggingface_config, model_config_of
+from lightning_llm.model.interop.families import model_config_of
 from lightning_llm.model.weights.files import open_files, open_pickled
 from lightning_llm.model.weights.folder import open_huggingface
-from tests.model.huggingface_states import to_huggingface
+from tests.model.huggingface_states import huggingface_config, to_huggingface
 from tests.model.model_shapes import llama
 from tests.weight_folders import random_weights, write_huggingface
 

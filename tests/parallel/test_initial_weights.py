@@ -13,12 +13,13 @@ from safetensors.torch import save_file
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.model.interop.families import architecture, huggingface_config, stored_as
+from lightning_llm.model.interop.families import architecture, stored_as
 from lightning_llm.model.weights.folder import open_huggingface
 from lightning_llm.model.weights.load import InitialWeights, state_dict_of
 from lightning_llm.parallel.apply import ELEMENTS_AT_ONCE, apply_parallel
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
+from tests.model.huggingface_states import huggingface_config
 from tests.parallel.layout_matrix import Case
 from tests.parallel.traced_run import layout_here, of_all_stages, whole
 from tests.weight_folders import random_weights, write_huggingface

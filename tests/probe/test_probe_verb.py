@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.from_file import load_config
-from lightning_llm.model.interop.families import huggingface_config, model_config_of
+from lightning_llm.model.interop.families import model_config_of
 from lightning_llm.run.subject import find_subject, read_weights
-from tests.model.huggingface_states import to_huggingface
+from tests.model.huggingface_states import huggingface_config, to_huggingface
 
 QUICK = ["--batches", "1", "--keys", "2"]
 

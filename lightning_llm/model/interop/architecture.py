@@ -1,4 +1,4 @@
-"""The description of a Hugging Face architecture: names and config entries, to convert weights there and back."""
+"""Base class of Hugging Face architectures: names and config entries, to convert weights in both directions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -24,32 +24,6 @@ The first is that of a file without the entry.
 """
 
 
-def contradictions(
-    values: Mapping[str, Any], model_type: str | None, aliases: Mapping[str, str], not_null: tuple[str, ...]
-) -> Iterator[Problem]:
-    """Yield what in a config.json of an architecture contradicts itself; the arguments are `Architecture`'s."""
-    found = values.get("model_type")
-    if model_type is not None and found != model_type:
-        what = "is missing" if found is None else f"is {found!r}"
-        text = f"{what}, and architectures names a class of {model_type!r}. transformers goes by model_type. Set it."
-        yield Problem("config.json model_type", text)
-    for other, key in {"torch_dtype": "dtype", **aliases}.items():
-        one, two = values.get(key), values.get(other)
-        if one is not None and two is not None and one != two:
-            text = f"is {two!r}, and {key}, which means the same, is {one!r}. Remove the wrong one."
-            yield Problem(f"config.json {other}", text)
-    for key in SWITCHES:
-        if key in values and not isinstance(values[key], bool):
-            yield Problem(f"config.json {key}", f"is {values[key]!r}, and must be true or false.")
-    for key in not_null:
-        if key in values and values[key] is None:
-            yield Problem(f"config.json {key}", "is null, which transformers refuses. Give a value, or leave it out.")
-    for key, usual in UNUSUAL.items():
-        if (value := values.get(key, usual[0])) not in usual:
-            text = f"is {value!r}, which is not done here. Take weights trained without it, or remove it if these were."
-            yield Problem(f"config.json {key}", text)
-
-
 class Architecture(ABC):
     """One of transformers' causal language models. `families.BUILT_IN` lists those of this package.
 
@@ -60,7 +34,7 @@ class Architecture(ABC):
     model_type: ClassVar[str | None] = None
     """The `model_type` of its config.json, by which transformers chooses the class; None: whatever stands there."""
     shape: ClassVar[str]
-    """What a config must be to have this counterpart, in words."""
+    """Which configs have this counterpart, as text for messages."""
     block_prefix: ClassVar[str] = "model.layers"
     base_prefix: ClassVar[str] = "model."
     """What names lack where the model was saved without its head."""
@@ -118,6 +92,32 @@ class Architecture(ABC):
                 yield Problem(f"config.json {key}", f"is {found!r}, and this decoder has {choice}.")
         if self.rotary:
             yield from rope_problems(values)
+
+
+def contradictions(
+    values: Mapping[str, Any], model_type: str | None, aliases: Mapping[str, str], not_null: tuple[str, ...]
+) -> Iterator[Problem]:
+    """Yield what in a config.json of an architecture contradicts itself; the arguments are `Architecture`'s."""
+    found = values.get("model_type")
+    if model_type is not None and found != model_type:
+        what = "is missing" if found is None else f"is {found!r}"
+        text = f"{what}, and architectures names a class of {model_type!r}. transformers goes by model_type. Set it."
+        yield Problem("config.json model_type", text)
+    for other, key in {"torch_dtype": "dtype", **aliases}.items():
+        one, two = values.get(key), values.get(other)
+        if one is not None and two is not None and one != two:
+            text = f"is {two!r}, and {key}, which means the same, is {one!r}. Remove the wrong one."
+            yield Problem(f"config.json {other}", text)
+    for key in SWITCHES:
+        if key in values and not isinstance(values[key], bool):
+            yield Problem(f"config.json {key}", f"is {values[key]!r}, and must be true or false.")
+    for key in not_null:
+        if key in values and values[key] is None:
+            yield Problem(f"config.json {key}", "is null, which transformers refuses. Give a value, or leave it out.")
+    for key, usual in UNUSUAL.items():
+        if (value := values.get(key, usual[0])) not in usual:
+            text = f"is {value!r}, which is not done here. Take weights trained without it, or remove it if these were."
+            yield Problem(f"config.json {key}", text)
 
 
 PRE_NORM = {

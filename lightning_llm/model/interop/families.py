@@ -53,11 +53,6 @@ def without_counterpart(config: ModelConfig) -> str:
     )
 
 
-def huggingface_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of `config.json` for the exported model."""
-    return architecture(config).entries(config)
-
-
 def architecture_named(values: Mapping[str, Any]) -> Architecture:
     """Return the architecture that a `config.json` is of.
 

@@ -1,6 +1,7 @@
 """Rotary positions as config.json has them, and back: transformers 5 keeps theta in the rope entry, 4 beside it."""
 
 from collections.abc import Iterator, Mapping
+from math import log
 from typing import Any
 
 from lightning_llm.base.errors import Problem
@@ -163,8 +164,6 @@ def _kind(rope: Mapping[str, Any]) -> str:
 
 def _mscale(rope: Mapping[str, Any]) -> dict[str, float]:
     """Return YaRN's attention_factor where it is given by DeepSeek's two scales, as transformers computes it."""
-    from math import log
-
     one, all_dims, factor = rope.get("mscale"), rope.get("mscale_all_dim"), rope["factor"]
     if not (one and all_dims):
         return {}
