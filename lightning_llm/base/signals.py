@@ -2,7 +2,7 @@
 
 A run stops between two steps and saves its state. SIGHUP is a closed terminal; SIGALRM is `trainer.max_time`, by this
 process's own timer; SIGUSR1 is a scheduler's notice that the time is nearly up. After either of the last two the run
-continues later, so the exit code is EX_TEMPFAIL of sysexits.h, and a Slurm job requeues itself (`run.launch.requeue`).
+continues later, so the exit code is EX_TEMPFAIL of sysexits.h, and a Slurm job requeues itself (`run.launch.slurm`).
 
 Outside of a run or a sweep (`early_signals`), the first signal ends the command with one line and the exit code
 128 + signal; a second one ends the process at once. During imports the first does so, too: an exception might be lost

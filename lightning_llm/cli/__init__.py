@@ -1,1 +1,1 @@
-"""The verbs of the command line that have no package of their own, one file each."""
+"""The command line: one file per verb, and the table of their names, helps and options."""

@@ -1,1 +1,1 @@
-"""Words -> `Config`: schema, composing, overrides, recipes, identity, config files. Imports no torch."""
+"""Overrides -> `Config`: schema, composing, recipes, config hash, config files. Imports no torch."""

@@ -37,7 +37,7 @@ FEWEST_REPEATS = 2
 class Noise:
     """The scatter of `runs` runs. `mean` and `sd` (standard deviations): None where all were the same bits.
 
-    `nudged`: runs but the first began with weights moved as far as sums round (`trajectory.nudge_weights`).
+    `nudged`: runs but the first began with weights moved as far as sums round (`measure.nudge_weights`).
     """
 
     runs: int

@@ -90,7 +90,7 @@ def resume_history(config: Config, start: Start, summary: dict[str, Any]) -> dic
     for key in sorted(changed):
         found.setdefault(key, []).append(was.get(key))
     for key, (earlier, _) in origin_changes(origin_of(before), origin_of(summary)).items():
-        if key != SKIPPED_SAMPLES:  # what differs there lies ahead: `rollbacks.other_samples`
+        if key != SKIPPED_SAMPLES:  # what differs there lies ahead: `rollback.other_samples`
             found.setdefault(key, []).append(earlier)
     return {key: _distinct(values) for key, values in found.items()}
 

@@ -1,7 +1,7 @@
 """One optimizer step: from a batch to an update of the weights, whatever the layout and the precision recipe.
 
 `TrainStep.__call__` is the step, top to bottom. It is handed all that it works with and knows no Lightning: `module.py`
-makes it and calls it once per batch. What another training algorithm does with the weights is an `algorithm.protocol`.
+makes it and calls it once per batch. What a training algorithm does with the weights beside is in `algorithm.py`.
 """
 
 import math

@@ -106,7 +106,7 @@ def _shared_mask_bytes(plan: Plan, part: StagePart, forward: ForwardPass) -> int
     """Return the bytes of the masks that say which keys a stage's queries see, a bool for each pair and window.
 
     Blocks that are recomputed keep them, and so does `cpu_kernel`'s kernel; others turn them into masks of their own
-    (`attention_spec.mask_of`). Where attention is plainly causal, on whole sequences without documents, there is none,
+    (`attention.kinds.mask_of`). Where attention is plainly causal, on whole sequences without documents, there is none,
     nor for recurrent mixers. FlexAttention has lists of blocks, of no size beside these.
     """
     config = plan.config

@@ -16,7 +16,7 @@ from lightning_llm.plan.divisibility import SHARD_AXES
 class Unit:
     """Parameters that are one group of FSDP2, whole; `cast` says whether they are gathered in the compute dtype.
 
-    `coded`: those of them that are gathered as codes, a byte per element (`parameter_gather.gathered_units`).
+    `coded`: those of them that are gathered as codes, a byte per element (`weight_casts.gathered_units`).
     """
 
     parameters: tuple[ParameterShard, ...]
@@ -47,7 +47,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """The groups that `fully_shard.shard_decoder` makes; one without parameters is empty."""
+    """The groups that `parallel.dp_shard.shard_decoder` makes; one without parameters is empty."""
 
     blocks: tuple[Unit, ...]
     head: Unit

@@ -53,7 +53,7 @@ def layout_facts(plan: Plan) -> dict[str, Any]:
 def cost_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
     """Return `memory_bytes`, `memory_peak`, `accounting`, `bytes_sent` and `traffic_bytes` of a rank.
 
-    `memory_bytes` is `memory.memory_bytes`; `memory_peak` has the `moment` of its `total`, and `bytes` by kind.
+    `memory_bytes` is `PeakMemory.largest`; `memory_peak` has the `moment` of its `total`, and `bytes` by kind.
     """
     peak = peak_memory(plan, accounting)
     return {

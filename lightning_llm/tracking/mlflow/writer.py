@@ -1,4 +1,4 @@
-"""The process that keeps MLflow up to date with a run's folder. Started by `mlflow.MLflowTracker`.
+"""The process that keeps MLflow up to date with a run's folder. Started by `tracker.MLflowTracker`.
 
 A process and not a thread: importing mlflow and writing one batch hold the interpreter for 1.5 s and some 35 ms, which
 a thread would take from the training loop (measured: 0.8 ms per step). It follows `metrics.jsonl`, so nothing is lost
