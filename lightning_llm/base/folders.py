@@ -1,4 +1,4 @@
-"""Folders outside of runs: the user's cache, and a short folder for unix sockets.
+"""Folders: the user's cache, a short one for unix sockets, and the nearest that exists.
 
 A socket's path has at most 107 bytes. `multiprocessing` puts the sockets of loader processes and of its fork server
 into the folder of temporary files, TMPDIR, and Ray its own; where that path is too long, they get a shorter folder.
@@ -63,3 +63,8 @@ def user_cache_dir() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("lightning-llm"))
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return `path` or the nearest folder above it that exists."""
+    return next((p for p in (path, *path.parents) if os.path.exists(p)), Path("/"))  # Path's raises for long names

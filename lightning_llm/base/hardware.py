@@ -62,8 +62,6 @@ PEAK_TFLOPS: dict[str, tuple[dict[str, float], str]] = {
     r"Tesla T4": ({"fp32": 8.1, "fp16": 65}, _T4),
     r"Tesla V100-SXM2-\d+GB(-LS)?": ({"fp32": 15.7, "fp16": 125}, _V100),
 }
-
-
 GIB = 2**30
 MEMORY_GIB: dict[str, int] = {
     "a100": 80,
@@ -82,8 +80,6 @@ MEMORY_GIB: dict[str, int] = {
 """Memory of a device that `hardware=NAME` plans for, by the datasheets above (RTX 5090: nvidia.com/geforce), which
 write GB for GiB. Of the A100 the larger, of the H100 the SXM, of the GH200 the one with HBM3, of
 the MI250X one die of two, which is a device to ROCm and to a rank."""
-
-
 PLANNED_DEVICES = {
     "a100": "NVIDIA A100-SXM4-80GB",
     "l4": "NVIDIA L4",
@@ -98,8 +94,6 @@ PLANNED_DEVICES = {
     "mi250x": "AMD Instinct MI250X",
 }
 """What `hardware=NAME` calls itself: the key of `PEAK_TFLOPS`, which knows no RTX 5090."""
-
-
 COMPUTE_UNITS = {
     "a100": 108,  # https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf
     "h100": 132,  # SXM5; https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper

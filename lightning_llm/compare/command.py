@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.terminal import escaped
+from lightning_llm.base.terminal import escaped, new_console
 from lightning_llm.compare.best_value.selection import BestOf, has_grid
 from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError
 from lightning_llm.compare.judge import compare_runs, open_verdicts
@@ -175,8 +175,6 @@ def table_console() -> "Console":
 
     Markup is off: text comes from configs, where [brackets] are lists.
     """
-    from lightning_llm.base.terminal import new_console
-
     return new_console(markup=False) if sys.stdout.isatty() else new_console(markup=False, width=180, no_color=True)
 
 

@@ -55,8 +55,6 @@ FREE_ON_RESUME = (
     "callbacks.",
 )
 """May differ between a run and its continuation: none of these chooses what is learned from which token."""
-
-
 MAY_MOVE = ("model.init_from", "model.name", "distil.teachers")
 """Places of weights, and the model's name, which may be the name of their folder."""
 

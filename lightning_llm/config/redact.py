@@ -23,8 +23,6 @@ _SECRET = re.compile(
     r"(?<=[?&;#])[\w-]*(?:password|passwd|pwd|token|secret|key)(?:[_-]?id)?=[^&;#\s'\"]*&?", re.IGNORECASE
 )
 _LEFT_OVER = re.compile(r"(://[^\s'\"]*)[?&;#](?=$|[\s'\"])")
-
-
 _SECRET_PART = re.compile(
     r"\w*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|CREDENTIAL|WEBHOOK)S?\d*|(KEY|PAT|PASS|PWD|AUTH|COOKIE|JWT)S?\d*",
     re.IGNORECASE,

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.folders import nearest_existing
 from lightning_llm.base.integrity import (
     FileContent,
     content_problem,
@@ -205,11 +206,6 @@ def _cache_problem(cache_dir: Path, error: OSError) -> ConfigError:
 def token_bytes(text_bytes: int, is_bytes: bool, vocab_size: int) -> int:
     """Return about how many bytes a cache of `text_bytes` takes: 1 token per byte, or at least 2 bytes per token."""
     return text_bytes * (2 if vocab_size <= 1 << 16 else 4) // (1 if is_bytes else 2)
-
-
-def nearest_existing(path: Path) -> Path:
-    """Return `path` or the nearest folder above it that exists."""
-    return next((p for p in (path, *path.parents) if os.path.exists(p)), Path("/"))  # Path's raises for long names
 
 
 def disk_problem(cache_dir: Path, needed_bytes: int) -> Problem | None:

@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.base.folders import user_cache_dir
+from lightning_llm.base.folders import nearest_existing, user_cache_dir
 from lightning_llm.config.schema.data import DataConfig, TokenizerConfig
 from lightning_llm.config.schema.strict import Rule, gather
 from lightning_llm.data.cache import (
     disk_problem,
-    nearest_existing,
     product_folder,
     read_manifest,
     token_bytes,

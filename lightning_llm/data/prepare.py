@@ -17,6 +17,7 @@ import numpy as np
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.keyed_hash import MASK_32
+from lightning_llm.base.terminal import new_console
 from lightning_llm.config.schema.data import TokenizerConfig
 from lightning_llm.config.weight_folders import TOKENIZER
 from lightning_llm.data.cache import build_once, disk_problem, token_bytes
@@ -40,8 +41,6 @@ def progress_task(description: str, total_bytes: int | None, shown: bool) -> Ite
         yield lambda done_bytes: None
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from lightning_llm.base.terminal import new_console
 
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=new_console(stderr=True)) as progress:

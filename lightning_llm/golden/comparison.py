@@ -112,7 +112,7 @@ def recipe_problems(changes: Changes, file: str) -> list[Problem]:
         "is {}, and {} in {}: another recipe. Set it back, record a golden file of this one, or compare all the "
         "same: --allow-differences."
     )
-    return [Problem(key, text.format(_word(now), _word(then), file)) for key, (then, now) in changes.items()]
+    return [Problem(key, text.format(word(now), word(then), file)) for key, (then, now) in changes.items()]
 
 
 def input_changes(recorded: Golden, now: Golden) -> Changes:
@@ -210,5 +210,6 @@ def _spelled(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _word(value: Any) -> str:
+def word(value: Any) -> str:
+    """Return a value as text."""
     return "none" if value is None else str(value)

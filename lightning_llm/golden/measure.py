@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_llm.base.hardware import describe_device
+from lightning_llm.base.host_memory import give_back
 from lightning_llm.base.keyed_hash import MASK_32, hash_words
 from lightning_llm.config.config_hash import is_observer
 from lightning_llm.golden.curve import Measured, StepFigures
@@ -28,7 +29,7 @@ from lightning_llm.run.build import attention_of, build_module, build_trainer
 from lightning_llm.run.facts import fingerprint, origin_here, run_facts
 from lightning_llm.run.inputs import open_inputs
 from lightning_llm.run.launch.environment import say
-from lightning_llm.run.opening import Rank, give_back, open_rank, quiet_lightning
+from lightning_llm.run.opening import Rank, open_rank, quiet_lightning
 from lightning_llm.run.resume.start import Start
 from lightning_llm.tracking.provenance import FINGERPRINT, origin_of
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lightning_llm.golden.band import Band
-from lightning_llm.golden.comparison import Changes, Check, Difference, band_facts
+from lightning_llm.golden.comparison import Changes, Check, Difference, band_facts, word
 from lightning_llm.golden.curve import Curve
 from lightning_llm.golden.file import Golden
 
@@ -101,7 +101,7 @@ def _told(first: Difference) -> str:
 
 def _changes(title: str, changes: Changes) -> list[str]:
     shown = list(changes.items())[:SHOWN]
-    lines = [f"{title:<8}{key}: {_word(then)} -> {_word(now)}" for key, (then, now) in shown]
+    lines = [f"{title:<8}{key}: {word(then)} -> {word(now)}" for key, (then, now) in shown]
     more = len(changes) - len(shown)
     return [*lines, *([f"{title:<8}{more} more (--json has all)"] if more else [])]
 
@@ -116,7 +116,3 @@ def _share(value: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "none" if value is None else repr(value)
-
-
-def _word(value: object) -> str:
-    return "none" if value is None else str(value)

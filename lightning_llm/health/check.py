@@ -29,23 +29,13 @@ from lightning_llm.health.ranks import Ranks, Timer
 from lightning_llm.health.report import HealthReport, RankFigures
 
 MESSAGES = "messages to and from other ranks"
-
-
 SALTS = (1, 7)
 """Of the numbers that a collective is called with before and after it is timed."""
-
-
 LARGEST_SHARE_VERIFIED = 0.5
 """Of a device's free memory, or of a rank's part of the machine's."""
-
-
 SECOND_LOOK_SECONDS = 1.0
 """After which ranks that seem slow are looked at once more: what passes by in between is no property of theirs."""
-
-
 Measured = TypeVar("Measured")
-
-
 Rounds = Mapping[str, Sequence[Sequence[float]]]
 """By kind of work seconds [rounds][ranks]."""
 

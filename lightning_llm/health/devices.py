@@ -46,8 +46,6 @@ SHORT = {
     "cuda": Extent((1 << 20, 1 << 25), 0.1, 4096, 1 << 28, 1 << 30),
 }
 """By kind of device."""
-
-
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = (*DTYPES, "fp8")
 """In which speed is measured. fp4 takes scales by block that torch has no documented way to hand in."""

@@ -27,7 +27,7 @@ from lightning_llm.ladder.ledger import FILE, grade, is_of, read_ledger, write_l
 from lightning_llm.ladder.measured import UNLEARNED, Ladder, ladder_of
 from lightning_llm.ladder.predicting import is_run, predict
 from lightning_llm.ladder.refusal import DECADES, Target, refusals, too_few_pairs, too_small
-from lightning_llm.ladder.report import Report
+from lightning_llm.ladder.report import Report, print_report
 
 FOLDER = "compare/ladder"
 """Of the report, beside the runs and in MLflow: that of `compare` alone stays what it is."""
@@ -194,8 +194,6 @@ def print_data(report: Report) -> None:
 
 def print_text(report: Report) -> None:
     """Print the ladder as text."""
-    from lightning_llm.ladder.report import print_report
-
     print_report(report, table_console())
 
 

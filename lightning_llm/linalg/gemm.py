@@ -28,8 +28,6 @@ def _without_units() -> frozenset[torch.dtype]:
 
 widened = _without_units()
 """The dtypes whose products on the CPU are fp32's here."""
-
-
 CHUNK_ELEMENTS = 1 << 22
 """Of an fp32 copy of activations, 16 MB: logits over a large vocabulary are never there whole in fp32. Weights are."""
 

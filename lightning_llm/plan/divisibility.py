@@ -25,8 +25,6 @@ SHARD_AXES: dict[str, dict[str, int | None]] = {
 }
 """Of x [M, K], w [N, K] and dy [M, N], by the roles of `Decoder.roles`: Shoeybi et al. 2019, arXiv 1909.08053, section
 3. None: every rank has all of it."""
-
-
 CONTRACTION = {"fprop.x": 1, "fprop.w": 1, "dgrad.dy": 1, "dgrad.w": 0, "wgrad.dy": 0, "wgrad.x": 0}
 """The axis of each slot's operand (x [M, K], w [N, K], dy [M, N]) that its GEMM sums over."""
 

@@ -6,6 +6,7 @@ from pydantic import ValidationError
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import Config, ModelConfig
+from lightning_llm.config.weight_folders import INIT_FROM, shape_of, weights_path
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.structure import has_bias
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
@@ -26,8 +27,6 @@ def _model_at(path: str) -> ModelConfig:
     Raises:
         ConfigError: with what is wrong with the folder.
     """
-    from lightning_llm.config.weight_folders import INIT_FROM, shape_of, weights_path
-
     try:
         return ModelConfig.model_validate({"name": "teacher", **shape_of(weights_path(path)), "init_from": None})
     except ValidationError as error:

@@ -34,8 +34,6 @@ from lightning_llm.tracking.provenance import (
 from lightning_llm.tracking.rank_liveness import clear_beats
 
 CHANGES_NUMBERS = ("versions.", f"{FINGERPRINT}.", "device", "threads", "compiled", "backend", "code_hash")
-
-
 SHOWN = 8
 """How many differences a line names."""
 

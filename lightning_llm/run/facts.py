@@ -119,8 +119,6 @@ def _distinct(values: list[Any]) -> list[Any]:
 
 
 DRIVER = Path("/proc/driver/nvidia/version")
-
-
 VARIABLES = re.compile(
     r"(?!\w*(VERBOSE|LOG|DEBUG|_DBG|THREADS|AFFINITY|BLOCKTIME|SETTINGS|CACHE|DUPLICATE_LIB|INIT_AT_FORK))("
     r"ATEN_CPU_CAPABILITY|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|TORCH_BLAS_PREFER_CUBLASLT|"
@@ -129,8 +127,6 @@ VARIABLES = re.compile(
 )
 """Environment variables that change which kernels run, or how they round and sum; those of logs, threads and places
 do not."""
-
-
 SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

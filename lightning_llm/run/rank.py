@@ -22,6 +22,7 @@ import torch
 
 from lightning_llm.base.errors import CallbackFailedError, StorageError, UnhealthyError
 from lightning_llm.base.hardware import describe_device
+from lightning_llm.base.host_memory import give_back
 from lightning_llm.base.signals import GOES_ON, STOPPING, alarm_after, exit_code, not_ignored
 from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.redact import redacted
@@ -40,7 +41,6 @@ from lightning_llm.run.launch.slurm import requeue
 from lightning_llm.run.opening import (
     Rank,
     build_callbacks,
-    give_back,
     joined_ranks,
     kernel_line,
     open_rank,

@@ -25,8 +25,6 @@ from lightning_llm.tracking.run_state import JOB_VARIABLE, SETTLED, state_of
 from lightning_llm.tracking.sweep_definition import Job
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
 REFUSED = 2
 """Exit code of a job whose config or folder is no good: another process trains there, say."""
 

@@ -27,15 +27,9 @@ from lightning_llm.tracking.liveness import HEARTBEAT_SECONDS, whose
 from lightning_llm.tracking.provenance import has_ended, is_of_this_machine, process_mark, send_signal
 
 FOLDER = "ranks"
-
-
 NAMED_RANKS = 8
 """How many ranks an error names, of thousands."""
-
-
 STACK_LINES = 40
-
-
 Collective = Mapping[str, Any]
 """What `parallel.process_group` tells of one."""
 

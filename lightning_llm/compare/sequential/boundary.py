@@ -23,19 +23,11 @@ from scipy import special  # and not stats, which takes a second to import
 from lightning_llm.compare.statistics.intervals import spread_of
 
 Spending = Literal["linear", "pocock", "obrien_fleming"]
-
-
 SPENDINGS: tuple[Spending, ...] = get_args(Spending)
-
-
 DRAWS = 50_000
 """Sweeps that a boundary is made from: an error of 0.05 is met to 0.001 (its standard error)."""
-
-
 MOST_NUMBERS = 20_000_000
 """That are drawn at once: fewer sweeps for many recipes."""
-
-
 LEAST_SPENT = 1e-5
 """A look of less has intervals at this error: it never decides, and adds no more than that to the whole."""
 

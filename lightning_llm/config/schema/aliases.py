@@ -61,8 +61,6 @@ TRAINER_KEYS = {
     "val_check_interval": "trainer.validate_every_steps",
 }
 """Arguments of Lightning's Trainer that are no keys of `trainer` here -> what sets the same."""
-
-
 _PRECISION = "the group precision (precision=bf16)"
 _PARALLEL = "the group parallel (parallel=zero3; lightning-llm config --group parallel lists them)"
 _ACCUMULATION = "data.global_batch_size over data.micro_batch_size and the data-parallel ranks (it follows from them)"
@@ -128,8 +126,6 @@ _WORDS = {
 }
 ALIASES = {alias: ours for ours, aliases in _WORDS.items() for alias in aliases.split()}
 KEY = re.compile(r"[a-z_0-9]+(\.[a-z_0-9]+)*")
-
-
 VALUES = {
     "data": {"json": "jsonl", "ndjson": "jsonl", "txt": "text", "hf": "huggingface", "datasets": "huggingface"},
     "logger": {"tb": "tensorboard", "null": "none", "None": "none"},

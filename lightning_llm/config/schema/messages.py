@@ -27,8 +27,6 @@ _SHAPES = {
     **dict.fromkeys(("tuple_type", "list_type"), "a list"),
 }
 """pydantic's types of error whose text names classes of Python: what must be there, in the words of YAML."""
-
-
 HOW_MADE = {
     "data.mixture.scores": (
         " Scores are made by lightning-llm prepare data=python --score quality=length_entropy diversity=tfidf_kmeans, "

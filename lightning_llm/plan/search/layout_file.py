@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.folders import nearest_existing
 from lightning_llm.base.hardware import GIB
 from lightning_llm.config.recipes import option_files
 from lightning_llm.config.schema.run import ParallelConfig
@@ -24,6 +25,7 @@ NAME = re.compile(r"[\w-]{1,100}")
 
 def layout_file_problems(file: Path, force: bool) -> Iterator[Problem]:
     """Yield why the layout cannot be written to `file`."""
+    folder = nearest_existing(file.absolute().parent)
     if file.suffix != ".yaml" or file.parent.name != GROUP or not NAME.fullmatch(file.stem):
         yield Problem(
             "--write",
@@ -31,12 +33,12 @@ def layout_file_problems(file: Path, force: bool) -> Iterator[Problem]:
         )
     elif file.stem in option_files(GROUP):
         yield Problem("--write", f"is {file}, and {GROUP}={file.stem} is a shipped layout. Choose another name.")
-    elif file.is_dir() or not _nearest_existing(file).is_dir():
+    elif file.is_dir() or not folder.is_dir():
         yield Problem("--write", f"is {file}, and a file cannot be made there. Choose another folder or name.")
     elif file.exists() and not force:
         yield Problem("--write", f"{file} is there already. Add --force to replace it, or choose another name.")
-    elif not os.access(_nearest_existing(file), os.W_OK):
-        yield Problem("--write", f"{_nearest_existing(file)} cannot be written. Choose another folder.")
+    elif not os.access(folder, os.W_OK):
+        yield Problem("--write", f"{folder} cannot be written. Choose another folder.")
 
 
 def write_layout(file: Path, priced: Priced, planner: str) -> list[str]:
@@ -90,10 +92,3 @@ def _line(key: str, value: Any) -> str:
     if isinstance(value, list):
         return fill(f"{key}: [{', '.join(value)}]", 120, subsequent_indent="  ") + "\n"
     return yaml.safe_dump({key: value})
-
-
-def _nearest_existing(file: Path) -> Path:
-    folder = file.absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    return folder

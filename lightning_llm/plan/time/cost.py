@@ -59,8 +59,3 @@ class Passes:
 
     def __add__(self, other: "Passes") -> "Passes":
         return Passes(self.forward + other.forward, self.backward + other.backward, self.again + other.again)
-
-
-def total_of(passes: list[Passes]) -> Passes:
-    """Return the sum."""
-    return sum(passes, start=Passes())

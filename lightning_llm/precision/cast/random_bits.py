@@ -70,11 +70,6 @@ def element_words(key: Tensor, index: Tensor) -> Tensor:
     return h ^ _shift_right(h, 16)
 
 
-def element_bits(key: Tensor, index: Tensor) -> Tensor:
-    """Return the `element_words` of int64 `index` as int64 in [0, 2^32)."""
-    return element_words(key, word(index)).to(torch.int64) & MASK_32
-
-
 def uniform_noise(key: Tensor, index: Tensor, bits: int) -> Tensor:
     """Return fp32 uniform on {0, ..., 2^bits - 1} / 2^bits, one per element of `index` (int64, or int32 words).
 

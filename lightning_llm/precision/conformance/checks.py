@@ -15,8 +15,8 @@ from lightning_llm.precision.conformance.case import Case, Check
 from lightning_llm.precision.linear import delayed
 from lightning_llm.precision.linear.gemm import multiply
 from lightning_llm.precision.loss_scale import LossScale
+from lightning_llm.precision.native.express import TE_SIGNS
 
-TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 BFLOAT_MAX = torch.finfo(torch.bfloat16).max
 
 

@@ -75,8 +75,6 @@ class SharedCasts:
 
 
 shared = SharedCasts()
-
-
 Given = Tensor | Callable[[], Tensor]
 """A tensor to cast, or what gives it when it is needed: a weight whose cast is kept is not."""
 

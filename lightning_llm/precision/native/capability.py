@@ -47,8 +47,6 @@ DEVICES = {
     )
 }
 """The matrix's devices: CPU, A100 (8.0), L4 and L40 (8.9), H100 and H200 (9.0), B200 (10.0), RTX 5090 (12.0)."""
-
-
 HARDWARE = {
     "cpu": DEVICES["cpu"],
     **dict.fromkeys(("a100",), DEVICES["sm_80"]),

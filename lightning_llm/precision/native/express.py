@@ -26,7 +26,8 @@ end of every autocast, over the whole job, and the recipe says when (`DelayedCon
 MULTIPLES: dict[Kind, int] = {"delayed": 16, "current": 16, "subchannel": 128, "mxfp8": 32, "nvfp4": 32}
 """What a linear's sizes must be multiples of (`assert_dim_for_fp8_exec`, each quantiser's `is_quantizable`); every axis
 is some GEMM's contraction axis, so the strictest of the rules holds for all. Tokens are padded with zero rows."""
-_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""Its random signs of a 16-point Hadamard transform, which are always the same."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def _nvfp4_casts(native: NativeRecipe) -> tuple[CastConfig, CastConfig, CastConf
     x = CastConfig(format="e2m1", block="1x16", scale="two_level_e4m3")
     w = x.model_copy(update={"block": "16x16"}) if native.square else x
     dy = x.model_copy(update={"rounding": "stochastic", "noise_bits": 8}) if native.stochastic else x
-    transform = HadamardConfig(size=16, signs="fixed", vector=_SIGNS, round_to="bf16") if native.rotated else None
+    transform = HadamardConfig(size=16, signs="fixed", vector=TE_SIGNS, round_to="bf16") if native.rotated else None
     return x, w, dy, dy.model_copy(update={"hadamard": transform}), x.model_copy(update={"hadamard": transform})
 
 

@@ -199,8 +199,6 @@ RULES: tuple[Rule, ...] = (
     _delayed_slots_differ,
     _clip_without_rotated_backward,
 )
-
-
 NOT_TO_ALLOW: tuple[Rule, ...] = (
     _one_sided_hadamard,
     _source_without_quantiser,

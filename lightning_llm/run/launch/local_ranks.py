@@ -35,8 +35,6 @@ from lightning_llm.tracking.rank_liveness import clear_beats, say_silent, says_s
 
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 """How often torchrun has started its ranks again, and how often Slurm has queued its job again."""
-
-
 SAVE_SECONDS = 120
 """How long ranks may take to save after a signal, before they are killed."""
 

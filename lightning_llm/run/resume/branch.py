@@ -38,19 +38,13 @@ from lightning_llm.train.checkpoint.manifest import (
 
 BRANCH = "branch"
 """The key of summary.json that says which trunk the run branched off, where, and what was changed."""
-
-
 FIXED = {
     "data.sequence_length": "tokens and the position in the data are counted in it",
     "data.global_batch_size": "the position in the data is the number of steps times it",
     "optim.name": "each optimizer keeps a state of its own",
 }
 """Keys that a branch has as its trunk, and why."""
-
-
 WEIGHTS_ALONE = "Set it back; model.init_from takes the trunk's weights alone, into a run of any such key."
-
-
 _looked: dict[tuple[Path, int], list[Damage]] = {}
 
 

@@ -43,36 +43,18 @@ from lightning_llm.base.integrity import (
 from lightning_llm.tracking.chain import RECORDS, ChainHead
 
 VERSION = 3
-
-
 UNSEALED = 2
 """The version without digests, which is still read."""
-
-
 MANIFEST = "manifest.json"
-
-
 FROZEN_CONFIG = "frozen_config"
 """The key of manifest.json with the values of the config that may not change on resume."""
-
-
 TENSORS = "tensors"
-
-
 PRECISION = "precision.safetensors"
-
-
 PROGRESS = "progress.json"
-
-
 STEP_FOLDER = re.compile(r"step=(0|[1-9][0-9]*)")
-
-
 ASIDE = ("superseded", "damaged")
 """Folders beside the checkpoints. The first holds what a run that went on from an earlier step will make anew, until
 it has saved; the second what was found damaged, which nobody but the user removes."""
-
-
 SHOWN_DIGITS = 8
 
 

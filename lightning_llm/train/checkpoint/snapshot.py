@@ -32,11 +32,7 @@ from lightning_llm.train.checkpoint.manifest import PRECISION, PROGRESS, Damage,
 from lightning_llm.train.module import LanguageModule
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
 CALLBACKS_FILE = "callbacks.pt"
-
-
 MODEL_KEYS = "model_state_keys"
 """Keys of the dictionary that hold the model's own state, which is stored but once."""
 

@@ -46,11 +46,7 @@ from lightning_llm.base.integrity import FileContent, parse_object
 from lightning_llm.train.checkpoint.manifest import PRECISION, TENSORS, UNSEALED, Checkpoint, Damage, DamagedError
 
 METADATA = "metadata.json"
-
-
 FORMAT = 1
-
-
 SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
@@ -261,8 +257,6 @@ def _check_cover(shape: torch.Size, shards: list[ChunkStorageMetadata]) -> None:
 
 
 PICKLED_METADATA = ".metadata"
-
-
 ADMITTED = {
     **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in (
         "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not g
 PAGES = (40 << 20) // os.sysconf("SC_PAGE_SIZE")
 COUNTED = """
 import resource
-from lightning_llm.run.opening import give_back, keep_memory
+from lightning_llm.base.host_memory import give_back, keep_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
