@@ -78,7 +78,8 @@ def block_bytes(plan: Plan, index: int, accounting: Accounting = OURS) -> BlockB
         return BlockBytes(whole, gradients)
     kept = boundary_bytes(config, degrees)
     if mode == "selective":
-        kept += _selective_bytes(plan, index, accounting)
+        per_token = selective_bytes_per_token(config, index, degrees.width, accounting.every_product)
+        kept += tokens_of(config, degrees) * per_token
     return BlockBytes(kept, whole + gradients)
 
 
@@ -150,30 +151,18 @@ def code_bits(plan: Plan, linear: str) -> float | None:
     return None if native is None or native.gradient == "high" else CODE_BITS[native.kind]
 
 
-def selective_bytes_per_token(config: Config, index: int, tp: int = 1) -> int:
+def selective_bytes_per_token(config: Config, index: int, tp: int = 1, every_product: int = 1) -> int:
     """Return the bytes of the outputs that `parallel.blocks.checkpoint_blocks` keeps of one token in block `index`.
 
-    Those are every linear's in the compute dtype, and of the mixer what its kernel gives (`Part.kernel_outputs`).
+    Those are every linear's in the compute dtype (of `every_product`-th ones alone, see `Accounting`), and of the mixer
+    what its kernel gives (`Part.kernel_outputs`).
     """
-    return sum(_kept_products(config, index, tp)) + _kernel_bytes(config, index, tp)
-
-
-def _kept_products(config: Config, index: int, tp: int) -> list[int]:
-    width = DTYPE_BYTES[config.precision.compute_dtype]
-    linears = [linear for part in block_parts(config.model, index).values() for linear in part.linears(config.model)]
-    return [width * linear.outputs.length // (tp if linear.role == "column" else 1) for linear in linears]
-
-
-def _kernel_bytes(config: Config, index: int, tp: int) -> int:
-    width, length = DTYPE_BYTES[config.precision.compute_dtype], config.data.sequence_length
-    parts = block_parts(config.model, index).values()
-    return sum(part.kernel_outputs(config.model, width, length) // tp for part in parts)
-
-
-def _selective_bytes(plan: Plan, index: int, accounting: Accounting) -> int:
-    config, degrees = plan.config, plan.degrees
-    products = _kept_products(config, index, degrees.width)[:: accounting.every_product]
-    return tokens_of(config, degrees) * (sum(products) + _kernel_bytes(config, index, degrees.width))
+    model, width = config.model, DTYPE_BYTES[config.precision.compute_dtype]
+    parts = block_parts(model, index).values()
+    linears = [linear for part in parts for linear in part.linears(model)]
+    products = [width * linear.outputs.length // (tp if linear.role == "column" else 1) for linear in linears]
+    kernels = (part.kernel_outputs(model, width, config.data.sequence_length) // tp for part in parts)
+    return sum(products[::every_product]) + sum(kernels)
 
 
 def _gradient_bytes(plan: Plan, index: int, accounting: Accounting) -> int:

@@ -84,10 +84,10 @@ def _layers(recipe: PrecisionConfig, names: Sequence[str], num_layers: int) -> d
 
 
 def _slots(casts: dict[str, CastConfig], compute_dtype: str, decision: Decision) -> dict[str, dict[str, Any]]:
-    return {slot: _slot(slot, cast, compute_dtype, decision) for slot, cast in casts.items()}
+    return {slot: _slot(cast, compute_dtype, decision) for slot, cast in casts.items()}
 
 
-def _slot(slot: str, cast: CastConfig, compute_dtype: str, decision: Decision) -> dict[str, Any]:
+def _slot(cast: CastConfig, compute_dtype: str, decision: Decision) -> dict[str, Any]:
     if cast == HIGH:
         if decision.software is not None:
             return {"format": compute_dtype, "runs": "emulated", "reason": decision.software}
