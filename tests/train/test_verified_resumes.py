@@ -17,7 +17,7 @@ from lightning_llm.config.yaml_file import config_text
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.reading import read_run
-from lightning_llm.train.checkpoint import saver as writing
+from lightning_llm.train.checkpoint import saver
 from lightning_llm.train.checkpoint.manifest import step_folders
 from tests.planted import infinite_gradient
 from tests.run_metrics import curve, same_weights
@@ -141,7 +141,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, small_run,
     """All of its files and folders first, its name last: a power failure leaves it whole or without a name."""
     synced: list[Path] = []
     named: list[tuple[Path, set[Path], set[Path]]] = []
-    replace = writing.replace
+    put_in_place = saver.put_in_place
 
     def spied(path: Path) -> None:
         synced.append(path)
@@ -149,11 +149,11 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, small_run,
 
     def give_name(final: Path, partial: Path, run) -> None:
         named.append((final, {partial, *partial.rglob("*")}, set(synced)))
-        replace(final, partial, run)
+        put_in_place(final, partial, run)
         synced.clear()
 
-    monkeypatch.setattr(writing, "sync_to_disk", spied)
-    monkeypatch.setattr(writing, "replace", give_name)
+    monkeypatch.setattr(saver, "sync_to_disk", spied)
+    monkeypatch.setattr(saver, "put_in_place", give_name)
     assert main(["train", *small_run(tmp_path, "trainer.max_steps=2")]) == 0
     assert [final.name for final, _, _ in named] == ["step=2"]
     for _, there, on_disk in named:
