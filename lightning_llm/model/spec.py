@@ -121,10 +121,10 @@ class Part(Group):
     """`package.module:Class` of the nn.Module, called with (this kind, model), see `Norm.build_for` for norms."""
 
     auxiliary_losses: ClassVar[tuple[str, ...]] = ()
-    """Names of losses that its module sets in each forward pass, `self.auxiliary_losses = {name: scalar}`: of its input
-    or what it makes of it, a mean over the tokens, weighted. The step adds their mean over micro-batches and ranks to
-    what it trains on, under every layout, and records `auxiliary/NAME` (`model.auxiliary`). Tensor-parallel ranks that
-    enter the part each set the loss of all its tokens."""
+    """Names of losses that its module, no norm's, sets in each forward pass, `self.auxiliary_losses = {name: scalar}`:
+    of its input, its output or anything between, weighted, a mean over the tokens, and over features or heads where
+    these are cut: tensor-parallel ranks each set the loss of what they hold. The step adds the mean over micro-batches
+    and ranks to what it trains on, under every layout, and records `auxiliary/NAME` (`model.auxiliary`)."""
 
     def linears(self, model: ModelConfig) -> list[LinearSpec]:
         """Return its linears, in the order in which the module makes them; names are those of the module's children."""

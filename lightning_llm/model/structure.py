@@ -17,8 +17,16 @@ VOCABULARY = ("embedding.weight", "head.weight")
 
 
 def norm_of(model: ModelConfig) -> Norm:
-    """Return the model's kind of norm."""
-    return _checked(NORMS[model.norm](), Norm)
+    """Return the model's kind of norm.
+
+    Raises:
+        ValueError: it names auxiliary losses. Its forward pass is another's under tensor parallelism.
+    """
+    norm = _checked(NORMS[model.norm](), Norm)
+    if norm.auxiliary_losses:
+        text = f"model.norm={model.norm}: a norm makes no auxiliary loss, and its class names"
+        raise ValueError(f"{text} {', '.join(norm.auxiliary_losses)}. Set it in the mixer or the feed-forward network.")
+    return norm
 
 
 def mixer_of(model: ModelConfig, index: int) -> Mixer:

@@ -25,6 +25,7 @@ from lightning_llm.linalg.cast_linear import Reduce
 from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.loss import IGNORED_LABEL, chunk_rows, next_token_loss_sum
+from lightning_llm.model.structure import block_parts
 from lightning_llm.parallel.axis import AxisOnRanks, Reduction, Works, all_reduce
 from lightning_llm.parallel.collectives import (
     GroupRef,
@@ -45,6 +46,8 @@ class TensorParallel(AxisOnRanks):
         if mesh is None:
             raise ValueError("a group has a mesh")
         region = Region(self.group, self.layout.config.sequence_parallel)
+        with_losses = [] if region.sequence else _with_losses(stage)
+        shared = {name: Region(self.group, sequence=False, shares=True) for name in with_losses}
         stage.token_shards = self.group.size() if region.sequence else 1
         stage.first_id = self.group.rank() * stage.config.padded_vocab_size // self.group.size()
         for name, role in stage.roles().items():
@@ -54,11 +57,12 @@ class TensorParallel(AxisOnRanks):
                 axis = None if (key, role) == ("bias", "row") else SHARD_AXES[role]["w"]
                 sharded = shard_parameter(parameter, mesh["tp"], axis)
                 module.register_parameter(key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-            _become(module, _kind_of(stage, module, role), region)
-        for block in stage.blocks.values():
-            for part in block.children():
-                if getattr(part, "roles", None):
-                    _become(part, _Part, region)
+            part = ".".join(name.split(".")[:3])
+            _become(module, _kind_of(stage, module, role), shared.get(part, region))
+        for name, block in stage.blocks.items():
+            for key, module in block.named_children():
+                if getattr(module, "roles", None) or f"{name}.{key}" in shared:
+                    _become(module, _Part, shared.get(f"{name}.{key}", region))
 
     def reductions(self, stage: Decoder) -> Callable[[nn.Parameter], Sequence[Reduction]]:
         """Sum gradients where each rank saw its own tokens or heads of what all hold whole: each has a part.
@@ -77,6 +81,16 @@ class TensorParallel(AxisOnRanks):
             return summed if role_of[id(parameter)] in partial_roles else alike
 
         return reductions
+
+
+def _with_losses(stage: Decoder) -> list[str]:
+    """Return the names of the parts that make auxiliary losses."""
+    return [
+        f"layers.{index}.{name}"
+        for index in stage.layers
+        for name, part in block_parts(stage.config, int(index)).items()
+        if part.auxiliary_losses
+    ]
 
 
 def _from_first(flat: Tensor, group: dist.ProcessGroup) -> Works:
@@ -103,10 +117,15 @@ def is_tp_shard(parameter: Tensor) -> bool:
 
 
 class Region:
-    """The two sides of a cut part: what its input comes from, and what its output becomes."""
+    """The two sides of a cut part: what its input comes from, and what its output becomes.
 
-    def __init__(self, group: dist.ProcessGroup, sequence: bool):
-        self.group, self.sequence = GroupRef.of(group), sequence
+    `shares`: within the part each of R ranks gives a tensor that all hold alike 1/R of its gradient, so that a loss
+    made there, of which each rank adds 1/R, counts once: of the part's input, which sums gradients over the group, and
+    of the row-parallel linear's output, which does not. With sequence parallelism ranks hold no tokens alike there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sequence: bool, shares: bool = False):
+        self.group, self.sequence, self.shares = GroupRef.of(group), sequence, shares
 
     def enter(self, x: Tensor) -> Tensor:
         """Return all tokens `[B, T, D]`."""
@@ -116,12 +135,37 @@ class Region:
         """Return the sum over the group, with sequence parallelism of this rank's tokens alone."""
         return (reduce_scatter_tokens if self.sequence else reduce_from_group)(x, self.group)
 
+    def share(self, y: Tensor) -> Tensor:
+        """Return the output `y` of a part that `shares`: the gradient that each rank has of it becomes a share."""
+        return self._scaled(y, 1 / self.group.size) if self.shares else y
+
+    def unshare(self, y: Tensor) -> Tensor:
+        """Return `y`, made of what ranks hold alike, for use within a part that `shares`: a share becomes the whole."""
+        return self._scaled(y, float(self.group.size)) if self.shares else y
+
+    def _scaled(self, y: Tensor, factor: float) -> Tensor:
+        same: Tensor = _ScaledGradient.apply(y, factor)
+        return same
+
     def own(self, positions: Tensor) -> Tensor:
         """Return the positions `[..., T]` of the tokens that this rank holds between parts."""
         if not self.sequence:
             return positions
         length = positions.shape[-1] // self.group.size
         return positions.narrow(-1, self.group.rank * length, length)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """Pass an activation through, and its gradient times a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
 
 
 class _TensorParallel(nn.Module):
@@ -134,7 +178,7 @@ class _Part(_TensorParallel):
     """Attention or feed-forward: its column-parallel linears take all tokens, gathered once for all of them."""
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        return super().forward(self.region.enter(x), *rest)
+        return self.region.share(super().forward(self.region.enter(x), *rest))
 
 
 class _Column(_TensorParallel):
@@ -181,7 +225,7 @@ class _Row(_TensorParallel):
         y = self.region.leave(self.multiply(x, local(self.weight), None))
         bias = local(self.bias)
         # Added in fp32, so that its gradient is summed over all tokens in fp32 and then rounded, as in a whole linear.
-        return y if bias is None else (y.float() + bias.to(y.dtype).float()).to(y.dtype)
+        return self.region.unshare(y if bias is None else (y.float() + bias.to(y.dtype).float()).to(y.dtype))
 
 
 class _Norm(_TensorParallel):

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from lightning_llm.config.schema import Config
-from lightning_llm.model import kinds
+from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.model.attention.attention import Attention
 from lightning_llm.model.feed_forward import DenseFeedForward
+from lightning_llm.model.spec import Norm, Part
+from lightning_llm.model.structure import norm_of
 from tests.parallel.traced_run import traced_run
 
+NAMES = ("output", "size")
 SHAPE = ["model.num_layers=4", "model.num_heads=2", "model.num_kv_heads=2", "model.head_dim=64", "trainer.max_steps=2"]
 LAYOUTS = [
     ("ddp", 2, []),
@@ -35,7 +39,7 @@ def alone(ranks, matrix_run) -> dict[str, Any]:
 
 def test_the_loss_of_a_part_moves_the_weights(alone, ranks, matrix_run):
     without = ranks(1).call(auxiliary_run, matrix_run("single", 1, 4, "fp32", *SHAPE), 0.0)
-    assert without["auxiliary"] == [0.0, 0.0]
+    assert without["auxiliary"] == [0.0] * 4
     assert without["trace"]["curve"][0][2] == alone["trace"]["curve"][0][2]  # the loss is the cross entropy alone
     name = "layers.2.feed_forward_norm.weight"
     ours, theirs = (each["trace"]["gradients"][0][name] for each in (alone, without))
@@ -56,7 +60,7 @@ def test_it_is_the_same_under_every_layout(alone, ranks, matrix_run, layout, wor
 
 
 def test_a_loss_that_its_kind_does_not_name_is_rejected(ranks, matrix_run):
-    with pytest.raises(RuntimeError, match=r"sets the auxiliary loss size.*auxiliary_losses"):
+    with pytest.raises(RuntimeError, match=r"sets the auxiliary loss (size|output).*auxiliary_losses"):
         ranks(1).call(unnamed_run, matrix_run("single", 1, 4, "fp32", *SHAPE))
 
 
@@ -67,13 +71,13 @@ class Recorded(pl.Callback):
         self.values: list[float] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        self.values.append(pl_module.step_record["auxiliary/size"])
+        self.values += [pl_module.step_record[f"auxiliary/{name}"] for name in NAMES]
 
 
 def auxiliary_run(config: Config, weight: float) -> dict[str, Any]:
-    """Return the trace and the recorded auxiliary losses of a run, whose feed-forward networks weigh their input."""
+    """Return the trace and the recorded auxiliary losses of a run, whose parts weigh their inputs and outputs."""
     recorded = Recorded()
-    with losses_of_size(weight, ("size",)):
+    with losses_of_size(weight, NAMES):
         return {"trace": traced_run(config, recorded, saves=False), "auxiliary": recorded.values}
 
 
@@ -84,14 +88,33 @@ def unnamed_run(config: Config) -> None:
 
 @contextmanager
 def losses_of_size(weight: float, names: tuple[str, ...]) -> Iterator[None]:
-    forward, before = DenseFeedForward.forward, kinds.SwiGLU.auxiliary_losses
+    """Have mixers weigh their outputs and feed-forward networks their inputs, and name the losses `names`."""
+    forward, mix, before = DenseFeedForward.forward, Attention.forward, Part.auxiliary_losses
 
     def with_loss(self: Any, x: Tensor) -> Tensor:
         self.auxiliary_losses = {"size": weight * (x.float() - 0.5).square().mean()}
         return forward(self, x)
 
-    DenseFeedForward.forward, kinds.SwiGLU.auxiliary_losses = with_loss, names
+    def with_loss_of_output(self: Any, x: Tensor, *rest: Any) -> Tensor:
+        y = mix(self, x, *rest)
+        self.auxiliary_losses = {"output": 10 * weight * (y.float() - 0.5).square().mean()}
+        return y
+
+    DenseFeedForward.forward, Attention.forward = with_loss, with_loss_of_output
+    Part.auxiliary_losses, Norm.auxiliary_losses = names, ()
     try:
         yield
     finally:
-        DenseFeedForward.forward, kinds.SwiGLU.auxiliary_losses = forward, before
+        DenseFeedForward.forward, Attention.forward = forward, mix
+        Part.auxiliary_losses = before
+        del Norm.auxiliary_losses
+
+
+def test_a_norm_that_names_a_loss_is_rejected(monkeypatch):
+    monkeypatch.setattr(Norm, "auxiliary_losses", ("size",))
+    model = ModelConfig(
+        name="tiny", vocab_size=64, num_layers=1, hidden_size=8, num_heads=1, num_kv_heads=1, ffn_hidden_size=8,
+        max_sequence_length=8,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"model\.norm=rmsnorm.*size.*mixer or the feed-forward"):
+        norm_of(model)
