@@ -13,6 +13,7 @@ from types import ModuleType
 MOVED = {
     "lightning_llm.data.addressing": "lightning_llm.data.mixing.addressing",
     "lightning_llm.data.loader": "lightning_llm.data.sources",
+    "lightning_llm.data.tokenised": "lightning_llm.data.tokens.tokenised",
     "lightning_llm.errors": "lightning_llm.base.errors",
     "lightning_llm.keyed_hash": "lightning_llm.base.keyed_hash",
     "lightning_llm.model.ffn": "lightning_llm.model",
