@@ -1,1 +1,1 @@
-"""The report of a comparison: one HTML page, a PDF, pictures, and tables and a methods paragraph for a paper."""
+"""The report of a comparison: one HTML page, pictures, and tables and a methods paragraph for a paper."""
