@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 
-from lightning_llm.train.checkpoint.restoring import read_tensors
+from lightning_llm.train.checkpoint.failures import without_its_warnings
+from lightning_llm.train.checkpoint.manifest import verified
+from lightning_llm.train.checkpoint.tensor_storage import open_tensors
 
 
 def read_metrics(folder: Path) -> list[dict]:
@@ -26,11 +29,23 @@ def steps_saved(folder: Path) -> list[int]:
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     """Return the parameters in the checkpoint of `step`."""
-    tensors = read_tensors(folder / "checkpoints" / f"step={step}")
-    return {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    return read_tensors(folder / "checkpoints" / f"step={step}", "model.")
 
 
 def same_weights(one: Path, other: Path, step: int) -> bool:
     """Whether both runs had the same parameters after `step`, bit for bit."""
     ours, theirs = weights(one, step), weights(other, step)
     return ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def read_tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return the verified checkpoint's tensors whose names begin with `prefix` ("model.<parameter>"), whole, on CPU."""
+    reader = open_tensors(verified(folder))
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.metadata.state_dict_metadata.items()
+        if name.startswith(prefix)
+    }
+    with without_its_warnings():
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_llm.train.checkpoint.restoring import read_tensors
 from tests.docs.installed_package import lay_package
+from tests.run_metrics import read_tensors
 
 SCRIPT = """
 import sys

@@ -19,9 +19,9 @@ from lightning_llm.plan.check import check_config
 from lightning_llm.plan.text.describe import cost_facts, layout_facts, layout_rows
 from lightning_llm.plan.traffic import sent_at
 from lightning_llm.train.algorithm import SynchronousConfig
-from lightning_llm.train.checkpoint.restoring import read_tensors
 from tests.parallel.rank_group import RankGroup
 from tests.parallel.traced_run import Trace, difference, run_with, traced_run, unsaved_run, whole
+from tests.run_metrics import read_tensors
 
 
 @pytest.fixture

@@ -8,10 +8,9 @@ import torch
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
-from lightning_llm.train.checkpoint.restoring import read_tensors
 from tests.own_callbacks import Remembers
 from tests.parallel.traced_run import run_with
-from tests.run_metrics import curve, read_metrics
+from tests.run_metrics import curve, read_metrics, read_tensors
 
 DECAY = 0.8
 CALLBACKS = [

@@ -9,9 +9,8 @@ from lightning_llm.__main__ import main
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.precision.cast import inductor
 from lightning_llm.tracking.files import summary_of
-from lightning_llm.train.checkpoint.restoring import read_tensors
 from tests.planted import infinite_gradient
-from tests.run_metrics import curve, read_metrics, same_weights, steps_saved, weights
+from tests.run_metrics import curve, read_metrics, read_tensors, same_weights, steps_saved, weights
 
 STEP = 4
 

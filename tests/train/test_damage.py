@@ -19,8 +19,7 @@ from lightning_llm.tracking.files import cut_back, summary_of
 from lightning_llm.tracking.reading import read_run
 from lightning_llm.train import run_folder
 from lightning_llm.train.checkpoint.manifest import open_checkpoint
-from lightning_llm.train.checkpoint.restoring import read_tensors
-from tests.run_metrics import curve, read_metrics, same_weights, steps_saved
+from tests.run_metrics import curve, read_metrics, read_tensors, same_weights, steps_saved
 
 FIRST_RELEASE = Path(__file__).parent / "run_of_dc39dec.tar.xz"
 """A run of 4 steps saved by zero3 over two ranks at commit dc39dec: checkpoint version 2, fp8_delayed."""

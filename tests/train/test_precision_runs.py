@@ -20,11 +20,10 @@ from lightning_llm.precision.cast import inductor
 from lightning_llm.tracking.final_figures import stalled
 from lightning_llm.tracking.reading import read_run
 from lightning_llm.tracking.run_state import state_of
-from lightning_llm.train.checkpoint.restoring import read_tensors
 from lightning_llm.train.quantisation import Quantisation
 from lightning_llm.train.spikes.policy import SpikePolicy, SpikeStop
 from tests.parallel.traced_run import run_with
-from tests.run_metrics import read_metrics, same_weights
+from tests.run_metrics import read_metrics, read_tensors, same_weights
 
 RECIPES = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "precision").glob("*.yaml"))
 SHAPE = [

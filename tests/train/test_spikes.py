@@ -13,9 +13,8 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.schema import SpikesConfig
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.train.checkpoint.restoring import read_tensors
 from tests.planted import corrupted, infinite_gradient
-from tests.run_metrics import curve, read_metrics, same_weights, steps_saved
+from tests.run_metrics import curve, read_metrics, read_tensors, same_weights, steps_saved
 
 BAD = 40
 """The step with the planted fault: past the 32 that a decision needs."""

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-from lightning_llm.base.errors import AgreedError, ConfigError, Problem, StorageError
+from lightning_llm.base.errors import AgreedError, Problem, StorageError
 from lightning_llm.precision.loss_scale import LossScale
 from lightning_llm.train.checkpoint.failures import UNREADABLE, on_all_ranks, torchs_failures, without_its_warnings
-from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint, DamagedError, verified
+from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint
 from lightning_llm.train.checkpoint.snapshot import (
     CALLBACKS_FILE,
     FLAT,
@@ -96,31 +96,6 @@ def _restore(
         if module.scaler.state is not None and progress.get("loss_scale") is not None:
             module.scaler.state = LossScale(**progress["loss_scale"])
     restore_callbacks(module.trainer, saved_callbacks, callbacks, averages)
-
-
-def read_tensors(where: Checkpoint | Path, prefix: str = "") -> dict[str, Tensor]:
-    """Return the checkpoint's tensors whose names begin with `prefix` ("model.<parameter>", ...), whole, on the CPU.
-
-    A `Checkpoint` was verified by whoever chose it; at a path it is done here.
-
-    Raises:
-        ConfigError: it is damaged.
-    """
-    checkpoint = where if isinstance(where, Checkpoint) else verified(where)
-    failed = f"{checkpoint.folder} could not be loaded"
-    try:
-        with torchs_failures(failed, Exception), without_its_warnings():
-            reader = open_tensors(checkpoint)
-            stored: dict[str, Any] = dict(reader.metadata.state_dict_metadata)
-            tensors = {
-                name: torch.empty(entry.size, dtype=entry.properties.dtype)
-                for name, entry in stored.items()
-                if name.startswith(prefix)
-            }
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
-    except (StorageError, DamagedError) as error:
-        raise ConfigError(Problem(str(checkpoint.folder), f"could not be loaded: {error}.")) from error
-    return tensors
 
 
 def _differences(stored: Mapping[str, Any], own: Mapping[str, torch.Size], folder: Path) -> list[Problem]:
