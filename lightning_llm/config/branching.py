@@ -5,7 +5,9 @@ and the words typed are applied to it. Where the run lies, is tracked and starte
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +102,7 @@ def recipe_overrides(
     file = option_files("recipe", config_dir).get(name)
     if file is None or name in above:
         return {}, {}
-    tree: Any = OmegaConf.to_container(OmegaConf.create(file.read_text(encoding="utf-8-sig")), resolve=False)
+    tree: Any = deepcopy(_parsed(file.read_text(encoding="utf-8-sig")))
     groups: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for entry in tree.get("defaults", []):
@@ -111,6 +113,12 @@ def recipe_overrides(
             groups |= {key.removeprefix(OVERRIDE): each for key, each in entry.items() if key.startswith(OVERRIDE)}
     own = {key: each for key, each in tree.items() if key not in NOT_VALUES}
     return groups, values | flatten(own)
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Any:
+    """Return the keys of a recipe's YAML `text`, which all jobs of a sweep read."""
+    return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
 
 
 def changed_keys(trunk: Config, branch: Config) -> dict[str, tuple[Any, Any]]:

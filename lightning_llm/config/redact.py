@@ -9,6 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Container, Iterator
+from functools import cache
 from types import TracebackType
 
 WHOLE_URIS_VARIABLE = "LIGHTNING_LLM_TRACKING_URIS"
@@ -87,8 +88,13 @@ def _may_be_secret(value: str) -> bool:
 
 def _secrets() -> Iterator[tuple[str, str]]:
     for name, value in os.environ.items():
-        if any(map(_SECRET_PART.fullmatch, name.split("_"))) and _may_be_secret(value.strip()):
+        if _is_secret_name(name) and _may_be_secret(value.strip()):
             yield name, value.strip()
+
+
+@cache
+def _is_secret_name(name: str) -> bool:
+    return any(map(_SECRET_PART.fullmatch, name.split("_")))
 
 
 def print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

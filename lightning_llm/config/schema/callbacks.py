@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,20 @@ def _parse(file: Path, changed_ns: int) -> ast.Module:
         return ast.Module([], [])
 
 
+@cache
+def _own_file(module: str) -> Path | None:
+    spec = importlib.util.find_spec(module)
+    if spec is None:
+        raise ModuleNotFoundError(module)
+    return Path(spec.origin) if spec.origin else None
+
+
+@cache
+def _lightning() -> ModuleSpec | None:
+    """Return the spec of Lightning, whose callbacks each job of a sweep names."""
+    return importlib.util.find_spec("lightning")
+
+
 def source_file(module: str) -> Path | None:
     """Return the file of `module`, importing no parent but `lightning_llm` itself; None if it is no Python text.
 
@@ -308,17 +323,14 @@ def source_file(module: str) -> Path | None:
         ModuleNotFoundError: there is no such module.
     """
     root, *rest = module.split(".")
+    if root == "lightning_llm":
+        return _own_file(module)
     try:
-        spec = importlib.util.find_spec(root)
+        spec = _lightning() if root == "lightning" else importlib.util.find_spec(root)
     except ValueError as error:  # "__main__" has no spec
         raise ModuleNotFoundError(module) from error
     if spec is None:
         raise ModuleNotFoundError(module)
-    if root == "lightning_llm":
-        spec = importlib.util.find_spec(module)
-        if spec is None:
-            raise ModuleNotFoundError(module)
-        return Path(spec.origin) if spec.origin else None
     for folder in map(Path, spec.submodule_search_locations or []):
         path = folder.joinpath(*rest)
         for file in (path.with_suffix(".py"), path / "__init__.py"):
