@@ -76,28 +76,28 @@ VERBS = {
         prints_data=True,
     ),
     "import": Verb(
-        "make a folder that model.init_from takes of a Hugging Face model",
+        "convert a Hugging Face model to a folder for model.init_from",
         options.import_weights,
     ),
     "export": Verb(
-        "make a folder that transformers loads of a run, with a model card",
+        "convert a run to a folder for transformers, with a model card",
         options.export,
     ),
     "probe": Verb(
-        "what precision recipes do to the gradients of a checkpoint",
+        "measure how precision recipes change the gradients of a checkpoint",
         options.probe,
         prints_data=True,
         explains_overrides=True,
         prints_result=True,
     ),
     "evaluate": Verb(
-        "validation losses and lm-eval tasks of weights that are there",
+        "measure validation losses and lm-eval tasks of trained weights",
         options.evaluate,
         prints_data=True,
         prints_result=True,
     ),
     "generate": Verb(
-        "text from a run, a checkpoint or a Hugging Face folder",
+        "generate text from a run, a checkpoint or a Hugging Face folder",
         options.generate,
         prints_data=True,
         prints_result=True,
@@ -110,13 +110,13 @@ VERBS = {
         prints_result=True,
     ),
     "compare": Verb(
-        "the verdict over runs: lossless, lossy or inconclusive",
+        "judge runs against a baseline: lossless, lossy or inconclusive",
         options.compare,
         prints_data=True,
         prints_result=True,
     ),
     "ladder": Verb(
-        "what recipes cost in tokens over model sizes and token counts: fitted, predicted, graded",
+        "fit what recipes cost in tokens over model sizes and token counts; predict larger sizes, grade predictions",
         options.ladder,
         prints_data=True,
         prints_result=True,
@@ -128,7 +128,7 @@ VERBS = {
         prints_result=True,
     ),
     "diff": Verb(
-        "what two runs' configs, versions and data differ in",
+        "print how two runs' configs, versions and data differ",
         options.diff,
         prints_data=True,
         prints_result=True,

@@ -63,7 +63,7 @@ def plan(parser: ArgumentParser) -> None:
     parser.add_argument("--matrix", action="store_true", help=text)
     text = "take one step of every rank that differs, on tensors without data: bytes and collectives, counted"
     parser.add_argument("--dry-run", action="store_true", help=text)
-    whose = "whose way of training memory is counted for, to hold another's published figures against"
+    whose = "the program that memory is counted for, to check its published figures"
     parser.add_argument("--accounting", choices=ACCOUNTINGS, default=OURS.name, help=whose)
     text = "write the run as a batch script for Slurm (sbatch FILE), with its config in FILE.yaml"
     parser.add_argument("--script", type=Path, metavar="FILE", help=text)
@@ -93,7 +93,9 @@ def config(parser: ArgumentParser) -> None:
         "--group", nargs="?", const="", metavar="NAME", help="a group's values, one line each; without NAME all groups"
     )
     group.completer = complete_group
-    what.add_argument("--diff", action="store_true", help="the overrides that make it of the defaults")
+    what.add_argument(
+        "--diff", action="store_true", help="print only the overrides of the defaults that give this config"
+    )
     add_multirun(parser)
 
 
@@ -190,11 +192,13 @@ def compare(parser: ArgumentParser) -> None:
     add = parser.add_argument
     _add_runs(parser, "the last sweep")
     _add_terms(parser)
-    text = "every recipe against every other, too, with intervals that hold together"
+    text = "compare every arm with every other, too, with simultaneous intervals"
     add("--all-pairs", action="store_true", help=text)
-    text = "what time to target is measured to: 4.4, or that of one setting, model=llama_tiny:4.4; may be repeated"
+    text = "the value that time to target is measured to: 4.4, or of one setting, model=llama_tiny:4.4; may be repeated"
     add("--target", action="append", default=[], metavar="VALUE", help=text)
-    _add_output(parser, "for compare.json and report.html (compare/ beside the runs); leaves MLflow alone")
+    _add_output(
+        parser, "folder of compare.json and report.html (compare/ beside the runs); nothing is written to MLflow"
+    )
     # Modes of earlier releases, which are verbs now.
     add("--ladder", action="store_true", help=SUPPRESS)
     _add_predictions(parser, hidden=True)
@@ -207,7 +211,9 @@ def ladder(parser: ArgumentParser) -> None:
     _add_runs(parser, "the newest ladder")
     _add_predictions(parser)
     _add_terms(parser)
-    _add_output(parser, "for compare.json and report.html (compare/ladder/ beside the runs); leaves MLflow alone")
+    _add_output(
+        parser, "folder of compare.json and report.html (compare/ladder/ beside the runs); nothing is written to MLflow"
+    )
 
 
 def algoperf(parser: ArgumentParser) -> None:
@@ -219,8 +225,8 @@ def algoperf(parser: ArgumentParser) -> None:
     _add_baseline(parser)
     text = "keys whose values are the trials of a study (optim.learning_rate where it varies)"
     add("--trials", metavar="KEY[,KEY]", help=text)
-    add("--metric", metavar="KEY", help="of validation lines (val_loss)")
-    _add_output(parser, "for time_to_target.json (compare/ beside the runs)")
+    add("--metric", metavar="KEY", help="the metric of validations to score (val_loss)")
+    _add_output(parser, "folder of time_to_target.json (compare/ beside the runs)")
 
 
 def _add_runs(parser: ArgumentParser, default: str) -> None:
@@ -229,7 +235,7 @@ def _add_runs(parser: ArgumentParser, default: str) -> None:
 
 
 def _add_baseline(parser: ArgumentParser) -> None:
-    text = "what to hold the others against; also KEY=VALUE (precision=bf16)"
+    text = "the arm that all others are compared with; also KEY=VALUE (precision=bf16)"
     parser.add_argument("--baseline", metavar="GROUP=LEVEL", help=text)
 
 
@@ -237,14 +243,29 @@ def _add_terms(parser: ArgumentParser) -> None:
     """Add what a verdict is asked for."""
     add = parser.add_argument
     _add_baseline(parser)
-    add("--best-of", metavar="KEY", help="each recipe at its best value of a key (optim.learning_rate), by other seeds")
-    text = "seeds that choose with --best-of, and are not judged (the lowest); all: all choose, and judge"
+    add(
+        "--best-of",
+        metavar="KEY",
+        help="compare each arm at its best value of KEY (optim.learning_rate), chosen by other seeds",
+    )
+    text = (
+        "seeds that choose the value with --best-of and are left out of the verdict (the lowest); all: use all for both"
+    )
     add("--choose-by", metavar="SEEDS", help=text)
-    text = "the gap that is still lossless, nats (as declared, or 0.01), or tokens more that may be needed (2%%)"
+    text = "the largest gap that is still lossless: in nats (as declared, or 0.01) or in extra tokens (2%%)"
     add("--margin", metavar="NATS|N%", help=text)
-    add("--confidence", type=float, metavar="P", help="of all intervals together (as declared, or 0.95)")
-    add("--metric", metavar="KEY", help="of validation lines (as declared, or val_loss; also val_loss/SOURCE)")
-    add("--tail", type=float, metavar="SHARE", help="last share of the steps, averaged over (as declared, or 0.1)")
+    add("--confidence", type=float, metavar="P", help="joint confidence of all intervals (as declared, or 0.95)")
+    add(
+        "--metric",
+        metavar="KEY",
+        help="the metric of validations to compare (as declared, or val_loss; also val_loss/SOURCE)",
+    )
+    add(
+        "--tail",
+        type=float,
+        metavar="SHARE",
+        help="share of the last steps that the metric is averaged over (as declared, or 0.1)",
+    )
 
 
 def _add_predictions(parser: ArgumentParser, *, hidden: bool = False) -> None:
@@ -253,12 +274,12 @@ def _add_predictions(parser: ArgumentParser, *, hidden: bool = False) -> None:
     def add(flag: str, text: str, **settings: object) -> None:
         parser.add_argument(flag, help=SUPPRESS if hidden else text, **settings)  # type: ignore[arg-type]
 
-    text = "write down what the ladder says of a size to come: model=NAME data.tokens=NUMBER"
+    text = "predict the gaps of a larger size and record them: model=NAME data.tokens=NUMBER"
     add("--predict", text, nargs="+", metavar="KEY=VALUE")
     text = "how far beyond the ladder a prediction may be, in powers of ten (1)"
     add("--beyond", text, type=float, metavar="DECADES")
-    add("--grade", "hold earlier predictions against the runs that are there now", action="store_true")
-    text = "of the predictions (compare/predictions.jsonl beside the runs)"
+    add("--grade", "grade earlier predictions by the runs that exist now", action="store_true")
+    text = "the file of predictions (compare/predictions.jsonl beside the runs)"
     add("--ledger", text, type=Path, metavar="FILE")
 
 
