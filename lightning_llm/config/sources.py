@@ -30,6 +30,7 @@ from lightning_llm.config.overrides import hydra_setting
 from lightning_llm.config.recipes import ENDING, folder_problems, option_files
 from lightning_llm.config.schema.aliases import VALUES
 from lightning_llm.config.schema.data import loader_of
+from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.config.yaml_file import read_mapping
 
@@ -37,6 +38,8 @@ CONFIG_MODULE = "lightning_llm.conf"
 RECIPES_MODULE, RECIPE = "lightning_llm.recipes", "recipe"
 NAMED_AFTER_FILE = ("model", "data", "precision", "parallel", "trainer", "spikes", "cluster")
 """Groups with a free `name`; in the others it is the name of a kind."""
+KINDS = {"optim": OPTIMIZERS, "schedule": SCHEDULES}
+"""Groups of one registered kind per file. An installed package may add a kind without a file."""
 
 
 @contextmanager
@@ -95,6 +98,9 @@ def _suggestion(group: str, value: str, options: Sequence[str]) -> str:
         return f" A file is read by data={loader} data.sources.{loader}.path={value}."
     if (group, value) == ("cluster", "measured"):
         return " `lightning-llm health` measures machines and writes it; then add --config-dir FOLDER."
+    if value in KINDS.get(group, ()):
+        file = f"DIR/{group}/{value}.yaml with `name: {value}` and add --config-dir DIR"
+        return f" The {KINDS[group].noun} of that name has no file. Write {file}, or set {group}.name={value}."
     return did_you_mean(value, options)
 
 

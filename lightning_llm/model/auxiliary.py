@@ -36,10 +36,9 @@ class AuxiliaryLosses:
         for part in block.children():
             losses = part.__dict__.pop(ATTRIBUTE, {})
             if unknown := losses.keys() - set(self.names):
-                text = (
-                    f"{type(part).__name__} sets the auxiliary loss {', '.join(sorted(unknown))}, which its kind does"
-                )
-                raise ValueError(f"{text} not name. Add it to `auxiliary_losses` of the kind's class.")
+                text = f"{type(part).__name__} sets the auxiliary loss {', '.join(sorted(unknown))}"
+                remedy = "Add it there, to `auxiliary_losses: ClassVar[tuple[str, ...]]`."
+                raise ValueError(f"{text}, which its config class does not name. {remedy}")
             if losses and torch.is_grad_enabled():
                 for name, loss in losses.items():
                     share = self._share * loss.detach()

@@ -73,7 +73,7 @@ def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
         (["optim.name=lion"], "optim.name: there is no optimizer 'lion'. Known here: adamw, adamw8bit, muon."),
         (
             ["optim=adamw", "optim.nesterov=true"],
-            "unknown key of the optimizer 'adamw'. It is a key of optim.name='muon'.",
+            "optimizer 'adamw'. It is a key of optim.name='muon'. Set that, or drop the key (~optim.nesterov where",
         ),
         (["optim.kind=lion"], "optim.kind: unknown key. The optimizer is optim.name: adamw, adamw8bit, muon."),
         (["schedule.type=wsd"], "schedule.type: unknown key. The schedule is schedule.name: constant, cosine, wsd."),

@@ -24,6 +24,7 @@ codes = [main(["plan", "--json", *words])]
 print("torch imported to plan:", "torch" in sys.modules)
 codes += [main(["train", *words, "trainer.max_steps=3"])]
 codes += [main(["train", *words, "resume=auto"]), main(there), main(["train", *words, "+optim.beta22=0.5"])]
+codes += [main(["plan", *words, "schedule=wsd_sqrt"])]
 print("codes", codes)
 """
 KINDS = [
@@ -67,9 +68,10 @@ def test_the_documents_kinds_train_from_an_installed_package(installed, small_ru
     command = [sys.executable, "-c", SCRIPT, str(installed), *words]
     environment = os.environ | {"PYTHONPATH": str(installed)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert "codes [0, 0, 0, 0, 2]" in done.stdout, done.stderr
+    assert "codes [0, 0, 0, 0, 2, 2]" in done.stdout, done.stderr
     assert "torch imported to plan: False" in done.stdout
     assert "optim.beta22: unknown key. Did you mean 'beta2'" in done.stderr
+    assert "schedule: there is no 'wsd_sqrt'. The schedule of that name has no file." in done.stderr
     assert done.stdout.count("jsonl 50.0% = ") == 3
     assert done.stdout.count("table 50.0% = ") == 3
     plan = json.loads(done.stdout[done.stdout.index("{") : done.stdout.index("\n}\n") + 2])

@@ -118,14 +118,15 @@ class CastConfig(Group):
     def _check_blocks(self) -> None:
         """Raise ValueError where a scale kind is not defined for the block or the format."""
         tensor, sixteen = self.block == "tensor", self.block in ("1x16", "16x16")
+        given = f"{self.format} with block {self.block}"
         if self.scale == "delayed" and not tensor:
             raise ValueError(f"scale: delayed is one scale per tensor; block is {self.block}")
         if self.scale == "two_level_e4m3" and not (sixteen and self.format == "e2m1"):
-            raise ValueError("scale: two_level_e4m3 is NVFP4's: format e2m1 with block 1x16 or 16x16")
+            raise ValueError(f"scale: two_level_e4m3 is NVFP4's: format e2m1 with block 1x16 or 16x16, not {given}")
         if self.scale.startswith("e8m0") and tensor:
             raise ValueError("an e8m0 scale belongs to a block (1x32 in the OCP MX formats), not to a tensor")
         if self.scale == "quest" and not (self.block == "1x32" and self.format == "e2m1"):
-            raise ValueError("scale: quest is Quartet's: format e2m1 with block 1x32")
+            raise ValueError(f"scale: quest is Quartet's: format e2m1 with block 1x32, not {given}")
 
 
 HIGH = CastConfig()

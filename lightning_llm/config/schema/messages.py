@@ -115,7 +115,8 @@ def _key_of_kinds(location: list[str], kind: type[BaseModel] | None) -> str:
     own = next((f"'{name}'" for name in registry if registry[name] is kind), "this one")
     owners = " or ".join(f"'{name}'" for name in others)
     where = f"{group}.{registry.key}={owners}"
-    return f"unknown key of the {registry.noun} {own}. It is a key of {where}. Set that, or drop it."
+    drop = f"drop the key (~{group}.{key} where a file sets it)"
+    return f"unknown key of the {registry.noun} {own}. It is a key of {where}. Set that, or {drop}."
 
 
 def _no_kind(location: list[str], details: Any) -> Problem:
