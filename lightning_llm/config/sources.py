@@ -25,6 +25,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.base.registry import Registry
 from lightning_llm.config.config_hash import flatten
 from lightning_llm.config.overrides import hydra_setting
 from lightning_llm.config.recipes import ENDING, folder_problems, option_files
@@ -38,7 +39,7 @@ CONFIG_MODULE = "lightning_llm.conf"
 RECIPES_MODULE, RECIPE = "lightning_llm.recipes", "recipe"
 NAMED_AFTER_FILE = ("model", "data", "precision", "parallel", "trainer", "spikes", "cluster")
 """Groups with a free `name`; in the others it is the name of a kind."""
-KINDS = {"optim": OPTIMIZERS, "schedule": SCHEDULES}
+KINDS: Mapping[str, Registry[Any]] = {"optim": OPTIMIZERS, "schedule": SCHEDULES}
 """Groups of one registered kind per file. An installed package may add a kind without a file."""
 
 
