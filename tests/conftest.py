@@ -52,7 +52,8 @@ SLOW_FOLDERS = ("parallel", "run/launch", "sweep", "train")
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script started the tests by `&`: a run would honor it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it
+    for each in (signal.SIGHUP, signal.SIGQUIT):  # which `nohup make test &` ignores
+        signal.signal(each, signal.SIG_DFL)
     config.pluginmanager.register(CpuSeconds(config))
     os.environ.pop("MLFLOW_TRACKING_URI", None)  # no test writes where its user tracks
     # Compiled casts are kept for this session: each is compiled once, and none from before can hide a fault. A worker

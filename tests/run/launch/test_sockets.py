@@ -84,7 +84,7 @@ def test_only_the_loopback_interface_is_listened_on(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    watch = f"+callbacks.listening={{_target_: test_sockets.Listening, folder: {tmp_path}}}"
+    watch = f"+callbacks.listening={{_target_: tests.run.launch.test_sockets.Listening, folder: {tmp_path}}}"
     metrics = "+callbacks.prometheus={_target_: lightning_llm.callbacks.prometheus.Prometheus, port: 0}"
     words = [
         f"parallel={layout}",
