@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"there is no check {', '.join(unknown)}; known: {', '.join(CHECKS)}", file=sys.stderr)
         return 2
     names = [name for name in CHECKS if not arguments.checks or name in arguments.checks]
-    clock, environment = Clock(TOTAL_SECONDS), dict(os.environ)
+    clock, environment = Clock(arguments.seconds), dict(os.environ)
     folder = wheel_folder(arguments.wheels, ROOT)
     if folder is not None and has_driver():
         _install(folder, environment)
@@ -71,14 +71,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu_check", description="Checks that need a GPU; under nine minutes in all.")
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"some of {', '.join(CHECKS)}; all without any")
     parser.add_argument("--again", action="store_true", help="measure anew what has its rows already")
+    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="for all of them (default: %(default)g)")
     parser.add_argument("--wheels", help="folder of wheels that this machine lacks (default: GPU_CHECK_WHEELS, carry/)")
     parser.add_argument("--out", type=Path, help="folder for the rows (default: benchmarks/results)")
     return parser
 
 
 def _commit() -> str | None:
-    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return git.stdout.strip() or None
+    """Return the commit that is checked: of the checkout, or of COMMIT where files came without their history."""
+    try:
+        git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:
+        return os.environ.get("COMMIT")
+    return git.stdout.strip() or os.environ.get("COMMIT")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def run_apart(
             "name": name, "check": check._asdict(), "file": str(journal.file), "machine": asdict(journal.machine),
             "commit": journal.commit, "seconds": OWN_SHARE * clock.left, "again": again, "tried": sorted(tried),
         }  # fmt: skip
-        ended = _run_once(request, environment, clock.left)
+        ended = _run_once(request, environment, clock.left, journal.file.with_suffix(".log"))
         if ended is None:
             return
         if journal.plans(name) == plans:
@@ -64,15 +64,18 @@ def run_apart(
             return
 
 
-def _run_once(request: dict[str, Any], environment: dict[str, str], seconds: float) -> Row | None:
+def _run_once(request: dict[str, Any], environment: dict[str, str], seconds: float, log: Path) -> Row | None:
     """Run a process to its end, or to that of its time; return None where it was through, else how it ended.
+
+    What it writes to stderr, tracebacks above all, is appended to `log`.
 
     It leads a process group that is ended with it: whatever a check started would keep the GPU from the next one.
     """
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
-        tempfile.TemporaryFile("w+", errors="replace") as said,  # no pipe: a grandchild would hold it open
+        log.open("a+", encoding="utf-8", errors="replace") as said,  # no pipe: a grandchild would hold it open
     ):
+        before = said.seek(0, os.SEEK_END)
         command = [sys.executable, "-m", "gpu_check.apart", json.dumps(request | {"scratch": scratch})]
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
@@ -88,7 +91,7 @@ def _run_once(request: dict[str, Any], environment: dict[str, str], seconds: flo
             process.wait()
         if not process.returncode:
             return None
-        said.seek(0)
+        said.seek(before)
         last = (said.read().strip().splitlines() or ["without a word"])[-1]
         return Row("", None, "", "error", f"exit code {process.returncode}: {last[:300]}")
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, ParamSpec
@@ -79,6 +80,7 @@ def guarded(what: str, work: Callable[P, Iterator[Row]], *args: P.args, **kwargs
     except OutOfTimeError as error:
         yield cut_off(what, str(error))
     except Exception as error:  # a report must survive whatever a device or a library does
+        traceback.print_exc()  # to the log beside the rows
         text = " ".join(str(error).split())[:300]
         yield Row(what, None, "", "error", f"{type(error).__name__}: {text}")
 

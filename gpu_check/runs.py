@@ -55,6 +55,7 @@ class Run:
             time.sleep(POLL_SECONDS)
         if self._process.returncode:
             said = self._said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            print(*said, sep="\n", file=sys.stderr)  # into the log beside the rows
             raise RunError(f"exit code {self._process.returncode}: {(said or ['without a word'])[-1]}")
 
     def _end(self) -> None:

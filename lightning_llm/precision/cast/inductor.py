@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from lightning_llm.base.errors import ConfigError, Problem
@@ -25,6 +26,9 @@ from lightning_llm.precision.cast.random_bits import Origin
 from lightning_llm.precision.cast.scales import BlockShape, Scaled, block_shape, blocked, unblocked
 
 OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
+if torch.__version__ < TorchVersion("2.13"):
+    # There Inductor's pattern matcher joins fp32 -> bf16 -> fp32 to nothing, whatever the option above says.
+    OPTIONS["pattern_matcher"] = False
 P = ParamSpec("P")
 R = TypeVar("R")
 Backend = Literal["eager", "compiled", "shapes"]
@@ -114,7 +118,8 @@ def _compile(function: Callable[P, R]) -> Callable[P, R]:
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
     own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
-    compiled_function: Callable[P, R] = torch.compile(own, dynamic=True, fullgraph=True, options=OPTIONS)
+    with torch._dynamo.config.patch(enable_aot_compile=True):  # torch 2.11's default is off
+        compiled_function: Callable[P, R] = torch.compile(own, dynamic=True, fullgraph=True, options=OPTIONS)
     return compiled_function
 
 
