@@ -36,8 +36,9 @@ BACKENDS: tuple[Backend, Backend] = ("eager", "compiled")
 PRODUCT_LIMIT = 5e-3
 """Of two products of the same operands, each summed in fp32 and rounded to bf16: an element may fall to the next bf16
 number (2^-8)."""
-UNROUNDED_LIMIT = 1e-5
-"""Of two sums of the same products in fp32, in another order, over `TOKENS` of them."""
+UNROUNDED_LIMIT = 5e-4
+"""Of two sums over `TOKENS` products that are not rounded to bf16. Hopper's tensor cores keep about 14 bits of a sum of
+FP8 products before they hand it on to fp32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2): an H200 gave 1.4e-4."""
 
 
 def items(call: Call) -> list[Item]:

@@ -90,7 +90,7 @@ def marked_tests(clock: Clock) -> Iterator[Row]:
     if gone := lacking(("pytest", "pydantic", "yaml")):
         yield missing("tests marked gpu", f"{', '.join(gone)} not installed")
         return
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *map(str, marked_files())]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "gpu", *map(str, marked_files())]
     alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # other packages' plugins, whatever those need
     try:
         done = subprocess.run(
@@ -98,6 +98,7 @@ def marked_tests(clock: Clock) -> Iterator[Row]:
         )
     except subprocess.TimeoutExpired:
         raise OutOfTimeError("the tests had not ended") from None
+    print(done.stdout, file=sys.stderr)  # into the log beside the rows
     last = (done.stdout.strip().splitlines() or ["nothing was said"])[-1]
     passed = int(found[1]) if (found := re.search(r"(\d+) passed", last)) else 0
     if done.returncode == 0 and not passed:  # skipped, each with its reason

@@ -62,8 +62,7 @@ def software(device_type: str) -> dict[str, Any]:
         from torch.utils._triton import get_triton_version
 
         gpu = torch.cuda.get_device_properties(0)
-        native: Any = torch._C
-        versions = [torch.version.cuda, torch.version.hip, native._cuda_getDriverVersion(), get_triton_version()]
+        versions = [torch.version.cuda, torch.version.hip, get_triton_version()]  # machine code: no driver's matter
         found["gpu"] = [str(each) for each in (gpu.name, gpu.major, gpu.minor, gpu.multi_processor_count, *versions)]
     return found
 
