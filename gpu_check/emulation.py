@@ -38,7 +38,7 @@ def training(recipe: PrecisionConfig, journal: Journal) -> Iterator[Row]:
     config = model_config(MODEL, max_sequence_length=speed.LENGTH)
     sequences = speed.sequences()
     try:
-        seconds = speed.timed(speed.our_step(config, recipe, sequences, speed.LENGTH, compiled=False))
+        seconds = speed.timed(speed.our_step(config, recipe, sequences, speed.LENGTH, compiled=True))
     finally:
         speed.free_memory()
     ratio = seconds * base / (sequences * speed.LENGTH)

@@ -22,9 +22,10 @@ from gpu_check.wheels import lacking
 from lightning_llm.base.hardware import device_name, peak_flops_per_second
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.precision import PrecisionConfig
+from lightning_llm.model.attention.kernel_choice import attention_by
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
-from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.model.loss import LossOf, compiled_loss_sum, next_token_loss_sum
 from lightning_llm.parallel.blocks import compile_blocks
 from lightning_llm.precision.native.decide import decide
 from lightning_llm.train.quantisation import Quantisation
@@ -47,6 +48,7 @@ def items(call: Call) -> list[Item]:
         Item("train", 40, partial(trained, call)),
         Item("hand-written loop", 25, partial(hand_written, call.journal)),
         Item("our model in a loop", 20, partial(in_a_loop, recipes()["bf16"], call.journal)),
+        Item("our model in a loop, cudnn", 20, partial(with_cudnn, call.journal)),
         *(Item(name, 20, partial(in_a_loop, native[name], call.journal)) for name in first),
     ]
     if not native:
@@ -107,6 +109,22 @@ def in_a_loop(recipe: PrecisionConfig, journal: Journal) -> Iterator[Row]:
     yield ratio_row(f"{NATIVE_STEP} {recipe.name}", rate, base, NATIVE_RATIO, "no bf16 baseline")
 
 
+def with_cudnn(journal: Journal) -> Iterator[Row]:
+    """Yield the bf16 loop's tokens/s with cuDNN's attention, over those with torch's own choice."""
+    config = model_config(MODEL, max_sequence_length=LENGTH)
+    try:
+        with attention_by("cudnn"):
+            rate = sequences() * LENGTH / timed(our_step(config, recipes()["bf16"], sequences(), LENGTH, compiled=True))
+    finally:
+        free_memory()
+    base = journal.value("speed", LOOP_RATE)
+    what = f"{MODEL}, bf16, trainer.attention_kernel=cudnn: tokens/s over torch's choice"
+    if base is None:
+        yield missing(what, "no bf16 baseline")
+        return
+    yield Row(what, rate / base, "times", "measured", f"{rate:.0f} tokens/s")
+
+
 def ratio_row(what: str, rate: float | None, base: float | None, target: float, why_missing: str) -> Row:
     """Return `rate` over `base` as a row held to `target`, or that one of the two is missing, and why."""
     if rate is None or base is None:
@@ -151,7 +169,7 @@ def our_step(
     config: ModelConfig, recipe: PrecisionConfig, sequences: int, length: int, compiled: bool
 ) -> Callable[[], None]:
     """Return a function that takes a step of a hand-written loop over our model: forward, backward, clipping, fused
-    AdamW. With `compiled` its blocks are; emulated casts are compiled by themselves, as in a run."""
+    AdamW. With `compiled` its blocks and its loss are; emulated casts are compiled by themselves, as in a run."""
     quantisation = Quantisation(recipe, 0, 100, decide(recipe, setting.here()))
     with torch.device("meta"):
         model = Decoder(config, compute_dtype=torch.bfloat16)
@@ -164,6 +182,8 @@ def our_step(
             parameter.normal_(std=0.02)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     tokens = torch.randint(0, model.config.vocab_size, (sequences, length), device=setting.DEVICE)
+    loss_sum = compiled_loss_sum() if compiled else next_token_loss_sum
+    scale = torch.full((), 1 / tokens.numel(), device=setting.DEVICE)
     taken = 0
 
     def step() -> None:
@@ -171,7 +191,7 @@ def our_step(
         quantisation.begin_step(model, 0)
         quantisation.begin_micro_batch(model, taken, 0)
         optimizer.zero_grad(set_to_none=True)
-        (next_token_loss_sum(model(tokens), tokens) / tokens.numel()).backward()
+        (model(tokens, loss=LossOf(tokens, loss_sum, scale)) / tokens.numel()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         quantisation.end_micro_batch(model, lambda amax: amax)
         optimizer.step()

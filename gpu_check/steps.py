@@ -90,7 +90,18 @@ def marked_tests(clock: Clock) -> Iterator[Row]:
     if gone := lacking(("pytest", "pydantic", "yaml")):
         yield missing("tests marked gpu", f"{', '.join(gone)} not installed")
         return
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "gpu", *map(str, marked_files())]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        *map(str, marked_files()),
+    ]
     alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # other packages' plugins, whatever those need
     try:
         done = subprocess.run(

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from lightning_llm.linalg.cast_linear import Reduce
 from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.model.loss import IGNORED_LABEL, chunk_rows, next_token_loss_sum
+from lightning_llm.model.loss import IGNORED_LABEL, chunk_rows, compiled_loss_sum, next_token_loss_sum
 from lightning_llm.model.structure import block_parts
 from lightning_llm.parallel.axis import AxisOnRanks, Reduction, Works, all_reduce
 from lightning_llm.parallel.collectives import (
@@ -295,10 +295,15 @@ _CLASSES: dict[tuple[type, type], type] = {}
 """Classes that `_become` has made: one for all modules of a kind, or each would be another to the compiler."""
 
 
-def loss_sum_of(layout: Layout) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function of (logits, labels) that sums the losses of this rank's tokens, on whole or cut logits."""
+def loss_sum_of(layout: Layout, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function of (logits, labels) that sums the losses of this rank's tokens, on whole or cut logits.
+
+    Where blocks are compiled for a GPU, that of whole logits is, too; cut ones need other ranks in between.
+    """
     group = layout.group("tp")
-    return next_token_loss_sum if group is None else partial(vocabulary_parallel_loss_sum, group=group)
+    if group is not None:
+        return partial(vocabulary_parallel_loss_sum, group=group)
+    return compiled_loss_sum() if layout.config.compile and device.type == "cuda" else next_token_loss_sum
 
 
 def vocabulary_parallel_loss_sum(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_llm.config.schema import Config, ParallelConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.dtypes import DTYPES
+from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.apply import Fill, InitialSlice, apply_parallel, materialise
 from lightning_llm.parallel.cp import SequenceSharder
 from lightning_llm.parallel.gathered_logits import GatheredLogits
@@ -64,13 +65,13 @@ class ParallelModel:
         pipeline = None
         if layout.degrees.pp > 1:
             pipeline = Pipeline(syncs, layout, config.data, micro_batches, device)
-        return cls(model, layout, syncs, pipeline, SequenceSharder(layout), loss_sum_of(layout), quantisation)
+        return cls(model, layout, syncs, pipeline, SequenceSharder(layout), loss_sum_of(layout, device), quantisation)
 
     @classmethod
     def in_this_process(cls, model: Any, quantisation: Any = None) -> "ParallelModel":
         """Return what runs `model`, a decoder or what is called as one, without any other rank."""
         layout = Layout(ParallelConfig(name="single"), Degrees())
-        return cls(model, layout, [], None, SequenceSharder(layout), loss_sum_of(layout), quantisation)
+        return cls(model, layout, [], None, SequenceSharder(layout), next_token_loss_sum, quantisation)
 
     def logits(self, tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
         """Return this rank's logits of its `tokens`; None of a pipeline's stages but the last. Collective."""

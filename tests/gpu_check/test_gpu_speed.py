@@ -76,7 +76,11 @@ def test_no_recipe_is_measured_against_itself(hopper_on_cpu, call, monkeypatch):
     monkeypatch.setattr(speed, "lacking", lambda modules: ["hydra"])
     found = measured("speed", speed, call)
     broken = {row.what for row in found if row.status == "error"}
-    assert broken == {"our model in a loop", *(f"layers, {name}" for name in setting.native_recipes())}
+    assert broken == {
+        "our model in a loop",
+        "our model in a loop, cudnn",
+        *(f"layers, {name}" for name in setting.native_recipes()),
+    }
     ratios = [row for row in found if " over " in row.what or row.what.startswith(NATIVE_STEP)]
     assert [(row.status, row.value) for row in ratios] == [("not available", None)] * (1 + len(speed.ORDER))
 

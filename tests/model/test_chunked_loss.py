@@ -90,7 +90,7 @@ def test_chunks_are_made_where_they_save_memory(monkeypatch):
         assert at_once == rows if rows < 4 * D else at_once <= 10
         assert rows < 4 * D or -(-rows // at_once) == -(-rows // 10)
     assert logit_chunks.rows_at_once(8192, 4096, 128_256, "cuda") == 8192
-    assert logit_chunks.rows_at_once(32_768, 2048, 128_256, "cuda") == 2048
+    assert logit_chunks.rows_at_once(32_768, 2048, 128_256, "cuda") == 4096
 
 
 def test_a_scaled_loss_loses_nothing_to_fp16(monkeypatch):

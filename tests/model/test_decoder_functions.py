@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_llm.model import loss as loss_module
-from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.model.loss import compiled_loss_sum, next_token_loss_sum
 from lightning_llm.model.norm import RMSNormZeroCentered, rms_norm
 from lightning_llm.model.rope import apply_rope, rope_tables
 from tests.model.model_shapes import LLAMA3_SCALING, llama
@@ -86,12 +86,14 @@ def test_loss_gradcheck():
 
 @pytest.mark.usefixtures("chunk_elements")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)], ids=["fp32", "bf16"])
-def test_loss_is_cross_entropy_in_high_precision(dtype, tolerance):
+@pytest.mark.parametrize("compiled", [False, True], ids=["by_operator", "compiled"])
+def test_loss_is_cross_entropy_in_high_precision(compiled, dtype, tolerance):
+    loss_sum = compiled_loss_sum() if compiled else next_token_loss_sum
     logits, labels = labelled(dtype, scale=8.0)
     exact = logits.detach().double().requires_grad_()
     expected = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="sum")
     (expected * 0.25).backward()
-    loss = next_token_loss_sum(logits, labels)
+    loss = loss_sum(logits, labels)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), expected, atol=0, rtol=1e-6)  # also in bf16: only the input is rounded
     (loss * 0.25).backward()

@@ -19,13 +19,13 @@ from lightning_llm.data.batch import Batch
 from lightning_llm.model.auxiliary import AuxiliaryLosses
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
+from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.optim.optimizer import LearningRate
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.blocks import checkpoint_blocks
 from lightning_llm.parallel.cp import SequenceSharder
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.tp import loss_sum_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.train.algorithm import Synchronous
 from lightning_llm.train.parallel_model import ParallelModel
@@ -52,7 +52,7 @@ def made(model: Decoder, **changes: Any) -> TrainStep:
     syncs, quantisation = [GradientSync(model, layout, [])], Quantisation(precision, 0, MAX_STEPS)
     parts = {
         "parallel": ParallelModel(
-            model, layout, syncs, None, SequenceSharder(layout), loss_sum_of(layout), quantisation
+            model, layout, syncs, None, SequenceSharder(layout), next_token_loss_sum, quantisation
         ),
         "optimizer": optimizer,
         "algorithm": Synchronous(),

@@ -177,10 +177,10 @@ def _teacher_bytes(plan: Plan) -> tuple[int, int, int]:
 def _logits_bytes(plan: Plan, accounting: Accounting) -> tuple[int, int]:
     """Return the bytes of a micro-batch's logits as they are kept, and what the loss has beside them at most.
 
-    That is their gradient and the fp32 of a chunk twice; of many logits a part of the rows, with the gradients of
-    hidden states and weight (`model.loss`). torch's own cross entropy over all logits in fp32 has the
-    logarithms, their gradient and its product with the softmax; where DTensor shares the vocabulary, also the
-    exponentials (`torch.distributed.tensor.parallel.loss`).
+    That is their gradient and, unless the loss is compiled, the fp32 of a chunk twice; of many logits a part of the
+    rows, with the gradients of hidden states and weight (`model.loss`). torch's own cross entropy over all logits in
+    fp32 has the logarithms, their gradient and its product with the softmax; where DTensor shares the vocabulary, also
+    the exponentials (`torch.distributed.tensor.parallel.loss`).
     """
     config, degrees = plan.config, plan.degrees
     logits = tokens_of(config, degrees) * config.model.padded_vocab_size // degrees.width
@@ -192,7 +192,8 @@ def _logits_bytes(plan: Plan, accounting: Accounting) -> tuple[int, int]:
         return width * logits, wide
     chunks, capped = loss_chunks(config, degrees, on_gpu(plan)), 1 if config.model.logit_cap else 0  # kept of tanh
     logits, hidden = chunks.at_once * chunks.width, config.model.hidden_size
-    taken = logits * width + 8 * min(logits, CHUNK_ELEMENTS["cuda" if on_gpu(plan) else "cpu"])
+    fused = plan.compiled and on_gpu(plan) and degrees.width == 1  # `parallel.tp.loss_sum_of`: nothing in fp32
+    taken = logits * width + (0 if fused else 8 * min(logits, CHUNK_ELEMENTS["cuda" if on_gpu(plan) else "cpu"]))
     if config.precision.wgrad_dtype is not None and not on_gpu(plan):  # operands are widened, when the loss is taken
         taken = max(taken, 4 * (logits + chunks.at_once * hidden) - logits * width * capped)
     if chunks.number == 1:

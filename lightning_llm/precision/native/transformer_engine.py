@@ -267,11 +267,13 @@ class NativeLinear(QuantisedLinear):
         rows = x.reshape(-1, x.shape[-1])  # [M, K]
         # Zero rows change no scale and no product, and the emulation pads its blocks with them too.
         padding = -rows.shape[0] % MULTIPLES[self._native.kind]
-        padded = self._run(F.pad(rows, (0, 0, 0, padding)) if padding else rows, weight, bias)  # [M + padding, N]
-        if self._delayed is not None and padded.requires_grad:
+        product = self._run(F.pad(rows, (0, 0, 0, padding)) if padding else rows, weight, bias)  # [M + padding, N]
+        if self._delayed is not None and product.requires_grad:
             delayed = self._delayed
-            padded.register_hook(lambda _: delayed.use(*scales))
-        y = padded[: rows.shape[0]].reshape(*x.shape[:-1], weight.shape[0])
+            product.register_hook(lambda _: delayed.use(*scales))
+        if padding:  # even of all rows, a slice's gradient is a copy into zeros
+            product = product[: rows.shape[0]]
+        y = product.reshape(*x.shape[:-1], weight.shape[0])
         if self.observe is not None:  # kernels keep what they round to themselves
             observe_casts(rows, weight, y, replace(self.plan, observe=self.observe), self.keys, self.scale)
         return y
