@@ -10,7 +10,7 @@ ARGS ?=
 COMPILED := $(BIN)/python -m compileall -q lightning_llm callbacks && PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup hashes release train sweep compare plan test test-full chaos golden frozen frozen-record lint format bench gpu-check ui clean
+.PHONY: help setup hashes release train sweep compare plan test test-full chaos golden frozen frozen-record lint format bench gpu-check docs ui clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -89,6 +89,14 @@ lint: setup  ## ruff, hadolint and mypy
 
 format: setup  ## let ruff reformat and mend what it can
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+# Sphinx is not part of `make setup`: only this target needs it.
+$(VENV)/.docs: $(STAMP) pyproject.toml
+	$(PIP) -c $(VENV)/constraints.txt --no-build-isolation -e '.[docs]'
+	@touch $@
+
+docs: setup $(VENV)/.docs  ## build the documentation as HTML in build/docs, with warnings as errors
+	$(BIN)/python -m sphinx -b html -W --keep-going -j auto -d build/doctrees docs build/docs $(ARGS)
 
 bench: setup  ## the benchmark suite (ARGS="startup loader ...": some of it); results go to benchmarks/results/
 	$(BIN)/python -m benchmarks $(ARGS)

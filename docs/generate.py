@@ -1,4 +1,4 @@
-"""Write the generated sections of README.md and docs/*.md from the program: recipes, rules, keys, casts, methods.
+"""Write the generated sections of README.md and docs/**/*.md from the program: recipes, rules, keys, casts, methods.
 
 A section stands between `<!-- generated: NAME -->` and `<!-- /generated -->`. `python docs/generate.py` rewrites all;
 with `--check` nothing is written, and the exit code is 1 where a section is stale.
@@ -32,7 +32,7 @@ from lightning_llm.plan.text.matrix import matrix, numbered
 from lightning_llm.precision.recipe.lint import NOT_TO_ALLOW, RULES, rule_name
 
 DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS))  # a test loads this file by its path
+sys.path.insert(0, str(DOCS / "internals"))  # a test loads this file by its path
 import ladder_tables  # noqa: E402
 
 README = DOCS.parent / "README.md"
@@ -359,12 +359,12 @@ def regenerate(text: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Rewrite README.md and docs/*.md, or with --check return 1 where one is stale."""
-    parser = argparse.ArgumentParser(description="Write the generated sections of docs/*.md.")
+    """Rewrite README.md and docs/**/*.md, or with --check return 1 where one is stale."""
+    parser = argparse.ArgumentParser(description="Write the generated sections of README.md and docs/**/*.md.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a section is stale")
     check = parser.parse_args(argv).check
     stale = 0
-    for file in (README, *sorted(DOCS.glob("*.md"))):
+    for file in (README, *sorted(DOCS.rglob("*.md"))):
         text = file.read_text(encoding="utf-8")
         new = regenerate(text)
         if new == text:

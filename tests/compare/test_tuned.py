@@ -1,4 +1,4 @@
-"""Verdicts at each recipe's own best rate: what simulated grids say of their errors (docs/simulate_rates.py)."""
+"""Error rates of verdicts at each recipe's own best rate, by simulation (docs/internals/simulate_rates.py)."""
 
 import math
 

@@ -80,13 +80,16 @@ def test_a_cell_of_the_power_table_is_what_simulation_finds(recipes, trials):
 
 
 def test_the_readmes_picture_shows_its_table_and_is_made_by_its_command():
-    spec = importlib.util.spec_from_file_location("draw_compare", DOCS / "draw_compare.py")
+    spec = importlib.util.spec_from_file_location("draw_compare", DOCS / "internals" / "draw_compare.py")
     draw_compare = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(draw_compare)
-    found = json.loads((DOCS / "compare.json").read_text(encoding="utf-8"))
+    found = json.loads((DOCS / "internals" / "compare.json").read_text(encoding="utf-8"))
     table = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     drawn = [each.replace("−", "-") for each in re.findall(r"<!-- (.*?) -->", draw_compare.draw(found))]
-    committed = [each.replace("−", "-") for each in re.findall(r"<!-- (.*?) -->", (DOCS / "compare.svg").read_text())]
+    committed = [
+        each.replace("−", "-")
+        for each in re.findall(r"<!-- (.*?) -->", (DOCS / "pictures" / "compare.svg").read_text())
+    ]
     assert drawn == committed  # matplotlib's texts, whatever its version makes of their outlines
     for row in found["verdicts"]:
         interval = f"[{row['ci'][0]:+.4f}, {row['ci'][1]:+.4f}]"

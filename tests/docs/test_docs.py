@@ -72,7 +72,7 @@ def own_recipe(tmp_path_factory):
 def test_generated_sections_are_current():
     assert generate.regenerate(TEXT) == TEXT
     assert generate.main(["--check"]) == 0
-    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     documents = "".join(file.read_text(encoding="utf-8") for file in files)
     assert {name for _, name, _ in generate.SECTION.findall(documents)} == set(generate.SECTIONS)
 
@@ -143,7 +143,7 @@ def test_links_lead_somewhere():
     headings = re.findall(r"^#+ (.+)$", TEXT, re.MULTILINE)
     anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", TEXT) if not link.startswith("https://")]
-    assert "six_slots.svg" in links
+    assert any(link.endswith("six_slots.svg") for link in links)
     for link in links:
         path, _, anchor = link.partition("#")
         assert not path or (DOCUMENT.parent / path).exists(), link
@@ -152,13 +152,13 @@ def test_links_lead_somewhere():
 
 def test_lines_are_short_enough_to_read_and_review():
     """But rows of tables, which Markdown keeps on one line, and what a program has printed (```text)."""
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-    texts = {page.name: re.sub(r"^```text\n.*?^```", "", page.read_text(), flags=re.DOTALL | re.M) for page in pages}
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    texts = {page: re.sub(r"^```text\n.*?^```", "", page.read_text(), flags=re.DOTALL | re.M) for page in pages}
     lines = [(name, line) for name, text in texts.items() for line in text.splitlines() if line[:1] != "|"]
     assert [(name, line) for name, line in lines if len(line) > 140] == []
 
 
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

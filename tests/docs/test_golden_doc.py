@@ -90,7 +90,7 @@ def test_commands_are_of_both_kinds():
 @pytest.mark.full
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="has no other kernels to check by")
 def test_another_cpus_kernels_are_within_the_band_and_faults_are_not(capfd):
-    file = ROOT / "docs" / "golden_on_other_kernels.py"
+    file = ROOT / "docs" / "internals" / "golden_on_other_kernels.py"
     spec = importlib.util.spec_from_file_location("golden_on_other_kernels", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -20,7 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @pytest.fixture
 def tables(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "internals"))
     import ladder_tables
 
     return ladder_tables

@@ -1,11 +1,11 @@
-"""docs/notebook.ipynb runs from its first cell to its last, and comes to what it says. 8 seconds."""
+"""docs/tutorials/notebook.ipynb runs from its first cell to its last, and comes to what it says. 8 seconds."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "tutorials" / "notebook.ipynb"
 
 
 @pytest.fixture(scope="module")

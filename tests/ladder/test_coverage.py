@@ -1,4 +1,4 @@
-"""The ladder's statistical promises by simulation: docs/simulate_ladder.py, with fewer trials than its tables have.
+"""The ladder's statistical promises, simulated by docs/internals/simulate_ladder.py with fewer trials than its tables.
 
 Rates are held to bounds that so few trials of a sound method pass with a probability of about 0.999.
 """

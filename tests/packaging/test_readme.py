@@ -33,7 +33,7 @@ def commands(file: Path, program: str) -> list[str]:
     return [each for each in [*lines, *inline] if each.startswith(f"{program} ")]
 
 
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PLACEHOLDERS = re.compile(r" (FILE|DIR|RUN|VERB)\b|\.\.\.|\[")
 THEIR_OWN = ("mine", "outputs/probe/mine-step=480")
 """--config-dir folders of the docs, which a reader makes."""

@@ -1,11 +1,10 @@
-"""Simulated sweeps, judged as `compare` judges real ones: how often a verdict is wrong. Fills in docs/compare.md.
+"""Simulate sweeps and judge them as `compare` does: how often a verdict is wrong. Fills in the page on the verdict.
 
-`python docs/simulate_verdicts.py` takes some minutes (2,000 sweeps per cell); `tests/compare/test_stability.py` holds
-fewer of the same to the same bounds.
+`python docs/internals/simulate_verdicts.py` takes some minutes (2,000 sweeps per cell);
+`tests/compare/test_stability.py` checks the same bounds with fewer.
 
-The model of a sweep: K recipes and a baseline at S seeds. The loss of a run is an effect of the seed, which pairs
-cancel, one of the run, and the mean of the tail's validations, autocorrelated within the run. Any run, the baseline's
-as well, diverges at some rate.
+Model: K recipes and a baseline at S seeds. The loss of a run is the sum of a seed effect, which pairs cancel, a run
+effect, and the mean of the last validations, autocorrelated within the run. Any run may diverge, at a given rate.
 """
 
 from collections.abc import Iterator
@@ -207,7 +206,6 @@ def plan_table(trials: int) -> list[str]:
 
 if __name__ == "__main__":
     fill_in(
-        "compare.md",
         {"coverage": coverage_table, "errors": error_table, "plans": lambda trials: plan_table(trials // 5)},
         TRIALS,
     )

@@ -12,7 +12,7 @@ from lightning_llm.ladder.measured import Ladder, ladder_of_rows
 from lightning_llm.ladder.refusal import too_few_pairs
 from lightning_llm.ladder.report import law_line, share, tally
 
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 RUNS = RESULTS / "2026-11-24-cpu-ladder.json"
 PREDICTIONS = RESULTS / "2026-11-24-cpu-ladder-predictions.jsonl"
 

@@ -1,6 +1,6 @@
 """Simulated ladders and token-equivalents: how often their intervals hold and their tests err. Fills in docs/ladder.md.
 
-`python docs/simulate_ladder.py` takes a while (2,000 trials per cell, some 15 CPU minutes), and
+`python docs/internals/simulate_ladder.py` takes a while (2,000 trials per cell, some 15 CPU minutes), and
 `tests/ladder/test_coverage.py` holds fewer of the same to the same bounds, `make test-full` all of them.
 
 The model of a ladder: the baseline's loss follows the law, every run has noise of its own and every pair has some, and
@@ -184,4 +184,4 @@ def effective_table(trials: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    fill_in("ladder.md", {"ladders": ladder_table, "effective-data": effective_table}, TRIALS)
+    fill_in({"ladders": ladder_table, "effective-data": effective_table}, TRIALS)

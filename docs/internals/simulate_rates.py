@@ -1,11 +1,11 @@
-"""Simulated grids of rates, judged as `compare --best-of` judges real ones: how often it errs. For docs/compare.md.
+"""Simulate grids of learning rates and judge them as `compare --best-of` does: how often it errs.
 
-`python docs/simulate_rates.py` takes a minute (2,000 grids per cell); `tests/compare/test_tuned.py` holds fewer of the
-same to the same bounds.
+`python docs/internals/simulate_rates.py` takes a minute (2,000 grids per cell) and fills in the page on the verdict;
+`tests/compare/test_tuned.py` checks the same bounds with fewer.
 
-The model: K recipes and a baseline, each at R rates and S seeds. The loss is a valley over the logarithm of the rate,
-whose bottom lies between two rates of the grid, at other places for each recipe; an effect of the seed; and noise. The
-true gap is that of the least losses over the grid. The first seed chooses, the others judge.
+Model: K recipes and a baseline, each at R rates and S seeds. The loss is a valley over the logarithm of the rate, with
+its minimum between two rates of the grid and at another place for each recipe, plus a seed effect and noise. The true
+gap is that of the smallest losses over the grid. The first seed chooses the rate; the others judge.
 """
 
 from dataclasses import dataclass
@@ -107,4 +107,4 @@ def table(trials: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    fill_in("compare.md", {"rates": table}, TRIALS)
+    fill_in({"rates": table}, TRIALS)

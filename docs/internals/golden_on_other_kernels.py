@@ -1,8 +1,8 @@
-"""Golden curves recorded with one CPU's kernels, checked with another's: the table of docs/golden.md.
+"""Record golden curves with one CPU's kernels and check them with another's: the table of the page on golden curves.
 
-`python docs/golden_on_other_kernels.py [RECIPE ...]` records ten steps of a small model, with five nudged repeats, by
-the kernels that torch takes here, and checks them in a process that may use AVX2 alone: once as they are, and once for
-each linear layer with a weight gradient from the wrong tensor. Three minutes on one core.
+`python docs/internals/golden_on_other_kernels.py [RECIPE ...]` records ten steps of a small model, with five perturbed
+repeats, with the kernels that torch chooses on this machine. A second process, limited to AVX2, checks them: once
+unchanged, and once per linear layer with a weight gradient computed from the wrong tensor. Three minutes on one core.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from unittest.mock import patch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECIPES = ["fp32", "bf16", "fp8_delayed", "mxfp8", "mxfp4_sr"]
 STEPS, REPEATS, LAYERS = 10, 5, 3
 LINEARS = 7 * LAYERS

@@ -1,8 +1,8 @@
-"""Draw docs/compare.svg, the README's picture, with the report's own drawings.
+"""Draw docs/pictures/compare.svg, the README's picture, with the report's own drawings.
 
-`python docs/draw_compare.py` draws it from docs/compare.json, the parts of a `compare.json` that it shows; `python
-docs/draw_compare.py outputs/precision_shootout/NAME/compare` takes those of a sweep of one's own, after `make sweep
-RECIPE=sweep/precision_shootout && make compare`, and writes both files anew.
+`python docs/internals/draw_compare.py` draws it from compare.json beside this file, the parts of a `compare.json` that
+it shows. With a folder, `python docs/internals/draw_compare.py outputs/precision_shootout/NAME/compare`, it takes the
+numbers of your own sweep (`make sweep RECIPE=sweep/precision_shootout && make compare`) and writes both files.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from lightning_llm.compare.report.picture import drawing_style
 from lightning_llm.compare.statistics.paired_curves import Curve
 from lightning_llm.compare.terms import Terms
 
-DOCS = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
+PICTURE = FOLDER.parent / "pictures" / "compare.svg"
 SHOWN = ("factor", "baseline", "margin", "confidence", "metric")
 SHOWN_OF_A_VERDICT = (
     "name", "verdict", "qualified", "gap", "ci", "controlled", "may_not_have_acted", "setting", "aa_floor",
@@ -95,15 +96,15 @@ def draw_curves(figure: Any, panels: Sequence[CurvePanel], frame: Frame) -> None
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write docs/compare.svg."""
-    parser = argparse.ArgumentParser(description="Draw docs/compare.svg.")
+    """Write docs/pictures/compare.svg."""
+    parser = argparse.ArgumentParser(description="Draw docs/pictures/compare.svg.")
     parser.add_argument("folder", nargs="?", type=Path, help="of a compare.json to take the numbers from")
     folder = parser.parse_args(argv).folder
     if folder is not None:
         found = shown(json.loads((folder / "compare.json").read_text(encoding="utf-8")))
-        (DOCS / "compare.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    found = json.loads((DOCS / "compare.json").read_text(encoding="utf-8"))
-    (DOCS / "compare.svg").write_text(draw(found), encoding="utf-8")
+        (FOLDER / "compare.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    found = json.loads((FOLDER / "compare.json").read_text(encoding="utf-8"))
+    PICTURE.write_text(draw(found), encoding="utf-8")
     return 0
 
 

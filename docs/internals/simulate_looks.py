@@ -1,8 +1,8 @@
-"""Simulated sweeps with declared looks, judged as `compare` judges real ones. Fills in docs/sequential.md.
+"""Simulate sweeps with declared looks and judge them as `compare` does. Fills in the page on sequential tests.
 
-`python docs/simulate_looks.py` takes some minutes (2,000 sweeps per cell); `tests/compare/test_sequential.py` holds
-fewer of the same to the same bounds. The model of a sweep is that of docs/simulate_verdicts.py. Recipes that are
-decided get no more seeds, and the sweep ends where all are, or after the last look.
+`python docs/internals/simulate_looks.py` takes some minutes (2,000 sweeps per cell); `tests/compare/test_sequential.py`
+checks the same bounds with fewer. Sweeps are modeled as in simulate_verdicts.py. A recipe that is decided gets no more
+seeds; the sweep ends when all are decided or after the last look.
 """
 
 from collections.abc import Iterator, Sequence
@@ -171,4 +171,4 @@ def seed_table(trials: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    fill_in("sequential.md", {"look-errors": error_table, "look-seeds": seed_table}, TRIALS)
+    fill_in({"look-errors": error_table, "look-seeds": seed_table}, TRIALS)

@@ -1,0 +1,35 @@
+"""Sphinx configuration of the documentation: `make docs`."""
+
+import re
+from typing import Any
+
+from lightning_llm.base.version import __version__
+
+project = "lightning-llm"
+release = version = __version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = f"lightning-llm {__version__}"
+
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+
+default_role = "code"  # docstrings use single backticks for code
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_numpy_docstring = False
+
+
+OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+(?:\w+/)*[A-Z]+\.md)\)")
+"""A link to a Markdown file that is no page, such as CONTRIBUTING.md or benchmarks/README.md."""
+
+
+def offer_files_outside(app: Any, page: str, source: list[str]) -> None:
+    """Turn links to Markdown files outside docs/ into downloads: Sphinx builds no page for them."""
+    source[0] = OUTSIDE.sub(r"{download}`\1 <\2>`", source[0])
+
+
+def setup(app: Any) -> None:
+    """Register the hook above."""
+    app.connect("source-read", offer_files_outside)
