@@ -102,7 +102,7 @@ bench: setup  ## the benchmark suite (ARGS="startup loader ...": some of it); re
 	$(BIN)/python -m benchmarks $(ARGS)
 
 # Offline, on a machine without .venv, the Python that has torch does; what else it lacks comes from wheels in carry/.
-gpu-check:  ## what needs a GPU, under nine minutes; a second call goes on (ARGS="speed ...": some of it)
+gpu-check:  ## what needs a GPU, under eleven minutes; a second call goes on (ARGS="speed ...": some of it)
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m gpu_check $(ARGS)
 
 release: setup  ## build wheel and sdist into dist/, with an SBOM (CycloneDX) and SHA256SUMS

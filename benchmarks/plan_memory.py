@@ -118,12 +118,12 @@ PUBLISHED = (
     Published(
         "H200 8B, FSDP 32, compiled, Float8", 47.96 * GIB, "activations", COMPILED_LOSS,
         (*T1[:3], "world=32", "data.global_batch_size=64"),
-        f"the loss is compiled there and keeps no fp32 logits; {COMPILED}",
+        COMPILED,
     ),
     Published(
         "H200 8B, FSDP 64, compiled, Float8", 46.97 * GIB, "activations", COMPILED_LOSS,
         (*T1[:3], "world=64", "data.global_batch_size=128"),
-        f"the loss is compiled there and keeps no fp32 logits; {COMPILED}",
+        COMPILED,
     ),
     _megatron("te_tp1_pp1, distributed optimizer", 581_489_664, (*SMALL, *SHARDED), "4.6 kB: the padding of buffers"),
     _megatron("te_tp1_pp1, plain", 1_259_751_936, SMALL, "5 MB, not explained"),

@@ -294,8 +294,8 @@ def native_short() -> str:
     made = matrix(recipe for recipe, _ in recipes() if recipe.name in SHORT)
     rows = [[f"`{name}`", *(made[name][device].runs for device in SHORT_DEVICES.values())] for name in SHORT]
     text = (
-        "Native is Transformer Engine 2.20, where a rank holds whole linears (`parallel.tp=1`). No GPU has been\n"
-        "at hand to measure on yet: `make gpu-check` does.\n"
+        "Native is Transformer Engine 2.20, where a rank holds whole linears (`parallel.tp=1`). The H100 column was\n"
+        "measured on an H200: [results](docs/reference/gpu_results.md). The other columns were not run on a GPU yet.\n"
     )
     return f"{_table(['recipe', *SHORT_DEVICES], rows)}\n{text}"
 

@@ -1,5 +1,6 @@
-"""`python -m gpu_check [CHECK ...]`: the checks in turn, each in a process and a share of nine minutes of its own; rows
-go to disk as they are found, and another call goes on with what is not there yet."""
+"""`python -m gpu_check [CHECK ...]`: run the checks in turn, each in its own process with its share of eleven minutes.
+
+Each row is written to disk as soon as it is measured; another call measures the rows that are still missing."""
 
 import argparse
 import os
@@ -68,7 +69,7 @@ def _stop(number: int, _: FrameType | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gpu_check", description="Checks that need a GPU; under nine minutes in all.")
+    parser = argparse.ArgumentParser(prog="gpu_check", description="Checks that need a GPU; under eleven minutes.")
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"some of {', '.join(CHECKS)}; all without any")
     parser.add_argument("--again", action="store_true", help="measure anew what has its rows already")
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="for all of them (default: %(default)g)")
@@ -78,12 +79,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _commit() -> str | None:
-    """Return the commit that is checked: of the checkout, or of COMMIT where files came without their history."""
+    """Return the commit under test: COMMIT if set (for a copy without history), else the checkout's, or None."""
+    if named := os.environ.get("COMMIT"):
+        return named
     try:
         git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    except OSError:
-        return os.environ.get("COMMIT")
-    return git.stdout.strip() or os.environ.get("COMMIT")
+    except OSError:  # git is not installed
+        return None
+    return git.stdout.strip() or None
 
 
 if __name__ == "__main__":

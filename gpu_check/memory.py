@@ -33,7 +33,7 @@ def items(call: Call) -> list[Item]:
     found = []
     for group in groups:
         together = SideBySide(call, "memory", {name: runs[name] for name in group})
-        found += [Item(name, 15, partial(compared, name, together, runs[name][1])) for name in group]
+        found += [Item(name, 30, partial(compared, name, together, runs[name][1])) for name in group]
     return found
 
 

@@ -48,8 +48,8 @@ def items(call: Call) -> list[Item]:
         Item("train", 40, partial(trained, call)),
         Item("hand-written loop", 25, partial(hand_written, call.journal)),
         Item("our model in a loop", 20, partial(in_a_loop, recipes()["bf16"], call.journal)),
-        Item("our model in a loop, cudnn", 20, partial(with_cudnn, call.journal)),
         *(Item(name, 20, partial(in_a_loop, native[name], call.journal)) for name in first),
+        Item("our model in a loop, cudnn", 20, partial(with_cudnn, call.journal)),
     ]
     if not native:
         why = setting.here().library_problem or "this GPU has no native recipe"

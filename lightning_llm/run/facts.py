@@ -157,6 +157,14 @@ def _libraries(built: str) -> dict[str, str]:
     return {name: match.group(1) for name, match in found.items() if match}
 
 
+def _cudnn_version() -> str:
+    """Return cuDNN's version; if torch rejects the cuDNN library that another package loaded first, its reason."""
+    try:
+        return str(torch.backends.cudnn.version() or "")
+    except RuntimeError as error:
+        return f"unusable: {str(error).strip()[:120]}"
+
+
 def _of_cuda() -> dict[str, str]:
     from torch.utils._triton import get_triton_version
 
@@ -164,7 +172,7 @@ def _of_cuda() -> dict[str, str]:
     return {
         "cuda": torch.version.cuda or "",
         "rocm": torch.version.hip or "",
-        "cudnn": str(torch.backends.cudnn.version() or ""),
+        "cudnn": _cudnn_version(),
         "nccl": nccl,
         "triton": ".".join(map(str, get_triton_version() or ())),
         "driver": driver_version(DRIVER.read_text() if DRIVER.is_file() else ""),

@@ -1,6 +1,5 @@
 """What `plan` says of runs whose memory others published. The table itself is in docs/plan.md; 15 seconds."""
 
-import re
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.plan_memory import PUBLISHED, table  # noqa: E402
 
 ROWS = {row.name: row for row in PUBLISHED}
-NOT_MET = {"H200 8B, FSDP 32, compiled, Float8"}
 SOON = [
     "T1 8B, FSDP 8, selective", "T2 8B, FSDP 1 x CP 8, 256K tokens, full", "T4 70B, FSDP 32 x TP 8, full",
     "Megatron te_tp1_pp1, distributed optimizer", "Megatron te_tp2_pp2, plain",
@@ -27,16 +25,16 @@ MARKED = [name if name in SOON else pytest.param(name, marks=pytest.mark.full) f
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_a_published_figure_is_met_or_said_not_to_be(name):
+def test_the_plan_is_within_the_tolerance_of_a_published_figure(name):
     row = ROWS[name]
-    assert row.is_met(row.planned()) == (name not in NOT_MET)
+    assert row.is_met(row.planned())
 
 
 @pytest.mark.full
 def test_the_document_has_the_table():
     text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     assert table() in text
-    assert len(re.findall(r"\| \*\*no\*\* \|", text)) == len(NOT_MET)
+    assert "**no**" not in table()
 
 
 def test_interleaving_holds_less_than_1f1b_where_a_stage_ends_before_the_other():

@@ -17,6 +17,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.linalg import gemm
 from lightning_llm.plan.known_bad import RULES, known_bad
 from lightning_llm.plan.resolve import plan_of
+from lightning_llm.run import facts
 from lightning_llm.run.agreement import agree_on_fingerprint
 from lightning_llm.run.facts import driver_version, fingerprint
 from lightning_llm.run.resume.start import Start
@@ -35,6 +36,16 @@ def begun(small_run, tmp_path_factory):
     words = small_run(folder, "trainer.max_steps=2", "trainer.validate_every_steps=null")
     assert main(["train", *words]) == 0
     return folder / "run", words
+
+
+def test_a_cudnn_that_torch_rejects_is_recorded_and_does_not_stop_the_run(monkeypatch):
+    """On an H200 another package had loaded cuDNN 9.14 before torch, which requires 9.19."""
+
+    def rejected():
+        raise RuntimeError("cuDNN version incompatibility: compiled against (9, 19, 0), found (9, 14, 0)")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", rejected)
+    assert facts._cudnn_version().startswith("unusable: cuDNN version incompatibility")
 
 
 def go_on(begun, tmp_path, *more):

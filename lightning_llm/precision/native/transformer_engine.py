@@ -18,6 +18,7 @@ What differs from its plain use, and why:
 
 import functools
 import os
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -51,6 +52,8 @@ class Engine(NamedTuple):
 @functools.cache
 def engine() -> Engine:
     """Import the library and return its parts. torch comes first: it loads the CUDA libraries that this one needs."""
+    with suppress(RuntimeError):  # torch loads its own cuDNN now, or the library's would make torch refuse to use any
+        torch.backends.cudnn.version()
     import transformer_engine.pytorch as pytorch
     import transformer_engine_torch as extension
     from transformer_engine.common import recipe
