@@ -11,8 +11,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import ModelConfig
 from lightning_llm.model.spec import Mixer
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.plan.time.block import Operations
-from lightning_llm.plan.time.cost import Cost, Passes
+from lightning_llm.plan.time.operations import Cost, Operations, Passes
 from lightning_llm.plan.time.step import StepTime, StepTimer
 
 SCORE_BYTES = (13, 19)

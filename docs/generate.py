@@ -28,7 +28,8 @@ from lightning_llm.config.schema.base import Group
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.plan.text.matrix import matrix, numbered
+from lightning_llm.plan.text.describe import matrix_rows
+from lightning_llm.precision.native.decide import decision_matrix
 from lightning_llm.precision.recipe.lint import NOT_TO_ALLOW, RULES, rule_name
 
 DOCS = Path(__file__).resolve().parent
@@ -176,7 +177,7 @@ def verdict_power() -> str:
 
 def native_matrix() -> str:
     """Return the table of recipes and devices: native, or emulated with the number of the reason, listed below it."""
-    rows, reasons = numbered(matrix(recipe for recipe, _ in recipes()))
+    rows, reasons = matrix_rows(decision_matrix(recipe for recipe, _ in recipes()))
     body = [[f"`{row[0]}`", *row[1:]] for row in rows[1:]]
     listed = "".join(_item(number, _line(text)) for number, text in enumerate(reasons, 1))
     return f"{_table(rows[0], body)}\n{listed}"
@@ -291,7 +292,7 @@ SHORT_DEVICES = {"CPU": "cpu", "A100": "sm_80", "H100": "sm_90", "B200": "sm_100
 
 def native_short() -> str:
     """Return the README's table: where a recipe's GEMMs run on some devices."""
-    made = matrix(recipe for recipe, _ in recipes() if recipe.name in SHORT)
+    made = decision_matrix(recipe for recipe, _ in recipes() if recipe.name in SHORT)
     rows = [[f"`{name}`", *(made[name][device].runs for device in SHORT_DEVICES.values())] for name in SHORT]
     text = (
         "Native is Transformer Engine 2.20, where a rank holds whole linears (`parallel.tp=1`). The H100 column was\n"

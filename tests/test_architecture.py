@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_llm.config.schema.algorithm import ALGORITHMS
-from lightning_llm.config.schema.block import FEED_FORWARDS, MIXERS, NORMS
-from lightning_llm.config.schema.data import LOADERS, MIXTURES
-from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES
-from lightning_llm.config.schema.score import SCORERS
+from lightning_llm.config.schema.data import LOADERS, MIXTURES, SCORERS
+from lightning_llm.config.schema.model import FEED_FORWARDS, MIXERS, NORMS
+from lightning_llm.config.schema.optim import ALGORITHMS, OPTIMIZERS, SCHEDULES
 
 ROOT = Path(__file__).parent.parent
 FLOORS: tuple[tuple[str, ...], ...] = (

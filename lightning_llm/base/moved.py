@@ -11,6 +11,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
+    "lightning_llm.config.schema.algorithm": "lightning_llm.config.schema.optim",
+    "lightning_llm.config.schema.block": "lightning_llm.config.schema.model",
     "lightning_llm.data.addressing": "lightning_llm.data.mixing.addressing",
     "lightning_llm.data.loader": "lightning_llm.data.sources",
     "lightning_llm.data.tokenised": "lightning_llm.data.tokens.tokenised",

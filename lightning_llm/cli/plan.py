@@ -11,8 +11,10 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.memory.accounting import ACCOUNTINGS, OURS
-from lightning_llm.plan.text.matrix import matrix_facts, matrix_of, render_matrix
-from lightning_llm.plan.text.report import notes, plan_facts, render
+from lightning_llm.plan.resolve import matrix_of
+from lightning_llm.plan.text.describe import matrix_facts, render_matrix
+from lightning_llm.plan.text.notes import notes
+from lightning_llm.plan.text.report import plan_facts, render
 from lightning_llm.run.checked_plan import checked_plan
 
 CONV1D = "GPT2", "OpenAIGPT"
@@ -160,7 +162,7 @@ def _print_tensor_axes(folder: Path, ranks: int, *, as_data: bool) -> int:
         ConfigError: there are no safetensors files, or damaged ones.
     """
     from lightning_llm.model.weights.files import open_files  # what other plans do without
-    from lightning_llm.plan.search.tensor_axes import alike, style_of, tensor_axes
+    from lightning_llm.plan.axes.tp import alike, style_of, tensor_axes
 
     shapes = {name: entry.shape for name, entry in open_files(folder).entries.items()}
     modules = {name.rpartition(".")[0] for name in shapes} if _has_conv1d(folder) else set()

@@ -18,7 +18,7 @@ from lightning_llm.base.terminal import new_console
 from lightning_llm.cli.output_path import file_problems
 from lightning_llm.config.commands import command
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.score import SCORERS, Measure, ScorerConfig
+from lightning_llm.config.schema.data import SCORERS, Measure, ScorerConfig
 from lightning_llm.config.schema.strict import gather
 from lightning_llm.config.workspace import config_dir_arguments
 from lightning_llm.data.check import data_rules

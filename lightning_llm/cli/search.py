@@ -15,12 +15,12 @@ from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Resolution
 from lightning_llm.plan.search.galvatron import mix_by_block
 from lightning_llm.plan.search.layout_file import layout_file_problems, write_layout
-from lightning_llm.plan.search.link_matrix import LinkMatrix, read_links, uniform_links
 from lightning_llm.plan.search.placement import place_fastest
 from lightning_llm.plan.search.pricing import Pricer
 from lightning_llm.plan.search.report import draw_front, render_search, search_facts
 from lightning_llm.plan.search.search import Found, search
 from lightning_llm.plan.search.space import Space, no_layout_problems, typed_values
+from lightning_llm.plan.time.links import LinkMatrix, read_links, uniform_links
 from lightning_llm.run.checked_plan import read_arguments
 from lightning_llm.run.resume.branch import settled
 

@@ -3,8 +3,7 @@
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from lightning_llm.config.schema.block import FEED_FORWARDS, NORMS
-from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.config.schema.model import FEED_FORWARDS, NORMS, ModelConfig
 from lightning_llm.model.spec import FeedForward, ForwardPass, LinearSpec, MemoryPass, Norm, SavedTensor, Size, hidden
 
 if TYPE_CHECKING:

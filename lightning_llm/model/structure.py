@@ -6,8 +6,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from lightning_llm.base.errors import Problem
-from lightning_llm.config.schema.block import NORMS
-from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig
+from lightning_llm.config.schema.model import DEFAULT_LAYERS, NORMS, ModelConfig
 from lightning_llm.model.spec import Distribution, FeedForward, LinearSpec, Mixer, Norm, ParameterSpec, Part
 
 Value = TypeVar("Value")

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightning_llm.config.schema.algorithm import AlgorithmConfig
-from lightning_llm.config.schema.optim import OptimConfig, ParameterShard
+from lightning_llm.config.schema.optim import AlgorithmConfig, OptimConfig, ParameterShard
 from lightning_llm.config.schema.precision import PrecisionConfig
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

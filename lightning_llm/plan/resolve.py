@@ -13,7 +13,7 @@ from lightning_llm.plan.divisibility import part_widths
 from lightning_llm.plan.memory.units import micro_batches_per_rank
 from lightning_llm.plan.nodes import with_reduction
 from lightning_llm.precision.native.capability import HARDWARE, Capability, capability_here, device_here
-from lightning_llm.precision.native.decide import Decision, decide
+from lightning_llm.precision.native.decide import Decision, Matrix, decide, decision_matrix, shipped_recipes
 from lightning_llm.precision.recipe.module_rules import Coverage, coverage
 
 
@@ -182,3 +182,11 @@ def plan_of(config: Config, device: Capability | None = None) -> Plan:
 def coverage_of(config: Config) -> Coverage | None:
     """Return the linear layers and blocks that `config.precision` quantizes in `config.model`; None without casts."""
     return coverage(config.precision, linear_names(config.model), config.model.num_layers)
+
+
+def matrix_of(config: Config) -> Matrix:
+    """Return the decisions for all shipped recipes and the config's own, at its model's sizes, with this machine."""
+    recipes = shipped_recipes()
+    if config.precision.name not in {recipe.name for recipe in recipes}:
+        recipes.append(config.precision)
+    return decision_matrix(recipes, linear_widths(config.model), capability_here(config.trainer.accelerator))

@@ -1,6 +1,6 @@
 """Pipeline stages: the split of a decoder, the order of passes on each rank, and a schedule's idle time. No torch.
 
-`tests/plan/test_schedule_order.py` holds the order against torch's own. Memory (`plan.memory.passes`) and time
+`tests/plan/test_schedule_order.py` holds the order against torch's own. Memory (`plan.memory.rank_bytes`) and time
 (`plan.time`) both follow it.
 """
 

@@ -29,9 +29,9 @@ from lightning_llm.config.redact import redacted
 from lightning_llm.config.schema import Config
 from lightning_llm.parallel.cuda_environment import environment_line
 from lightning_llm.parallel.process_group import leave_process_group
-from lightning_llm.plan.origin import origin_lines
 from lightning_llm.plan.resolve import Plan, compile_note
-from lightning_llm.plan.text.report import notes, plan_line
+from lightning_llm.plan.text.notes import notes
+from lightning_llm.plan.text.report import origin_lines, plan_line
 from lightning_llm.run.agreement import agree
 from lightning_llm.run.build import attention_of, build_module, build_trainer
 from lightning_llm.run.inputs import Inputs, open_inputs

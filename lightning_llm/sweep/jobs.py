@@ -12,7 +12,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.strict import gather
 from lightning_llm.config.sweep_space import read_sweep
 from lightning_llm.plan.resolve import Resolution, plan_of
-from lightning_llm.plan.text.report import notes
+from lightning_llm.plan.text.notes import notes
 from lightning_llm.run.checked_plan import problems_beyond
 from lightning_llm.run.launch.ray_cluster import in_sweep, ray_problems
 from lightning_llm.run.launch.relay import Relay

@@ -6,8 +6,7 @@ Imports no torch: it registers `synchronous`, which keeps no tensors.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from lightning_llm.config.schema.algorithm import ALGORITHMS, AlgorithmConfig
-from lightning_llm.config.schema.optim import ParameterShard
+from lightning_llm.config.schema.optim import ALGORITHMS, AlgorithmConfig, ParameterShard
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lightning_llm.config.schema.distil import DistilConfig
+from lightning_llm.config.schema.run import DistilConfig
 from lightning_llm.model.attention.kernel_choice import without_blocks
 from lightning_llm.model.loss import divergence_sum
 

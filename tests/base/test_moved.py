@@ -22,8 +22,9 @@ DOCUMENTED = {
 }
 """The imports of `docs/extend.md` at version 0.1, module by module, and what its text names."""
 MOVED = (
-    "lightning_llm.data.addressing", "lightning_llm.data.loader.files", "lightning_llm.errors",
-    "lightning_llm.data.tokenised", "lightning_llm.model.ffn.dense_spec",
+    "lightning_llm.config.schema.algorithm", "lightning_llm.config.schema.block", "lightning_llm.data.addressing",
+    "lightning_llm.data.loader.files", "lightning_llm.errors", "lightning_llm.data.tokenised",
+    "lightning_llm.model.ffn.dense_spec",
 )  # fmt: skip
 
 

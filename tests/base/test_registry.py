@@ -169,7 +169,7 @@ MEAN = """
     from typing import Literal
     from pydantic import Field
     from lightning_llm.model.spec import LinearSpec, Mixer, hidden
-    from lightning_llm.config.schema.block import MIXERS
+    from lightning_llm.config.schema.model import MIXERS
 
     @MIXERS.register
     class Mean(Mixer):

@@ -1,7 +1,7 @@
 from functools import cache
 from typing import Literal
 
-from lightning_llm.config.schema.block import NORMS
+from lightning_llm.config.schema.model import NORMS
 from lightning_llm.model.spec import Norm, SavedTensor
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_llm.config.schema.block import NORMS
-from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.config.schema.model import NORMS, ModelConfig
 from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES
 from lightning_llm.model.spec import ForwardPass
 from lightning_llm.optim.matrices import on_one_rank

@@ -24,7 +24,7 @@ from lightning_llm.health.ranks import Ranks
 from lightning_llm.health.report import print_report, verdict_lines, write_measured
 from lightning_llm.health.thresholds import Threshold, failing_lines
 from lightning_llm.plan.check import check_config
-from lightning_llm.plan.search.link_matrix import read_links
+from lightning_llm.plan.time.links import read_links
 from lightning_llm.run.opening import refuse_unhealthy
 
 TINY = Extent((1 << 10, 1 << 14), 0.002, 64, 1 << 14, 1 << 14, link_bytes=1 << 12, disk_bytes=1 << 22)

@@ -12,8 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_llm.config.schema.block import FEED_FORWARDS, MIXERS, NORMS
-from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.config.schema.model import FEED_FORWARDS, MIXERS, NORMS, ModelConfig
 from lightning_llm.model.attention import attention
 from lightning_llm.model.attention.seen_keys import document_mask
 from lightning_llm.model.decoder import Decoder

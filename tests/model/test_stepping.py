@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_llm.config.schema.block import MIXERS
-from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.config.schema.model import MIXERS, ModelConfig
 from lightning_llm.model.attention.attention import Attention
 from lightning_llm.model.attention.cache import KeyValueCache
 from tests.model.model_shapes import LLAMA3_SCALING, build, gemma2, gpt2, llama, qwen3, tokens_of

@@ -21,7 +21,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.linalg.local_part import local
 from lightning_llm.parallel.blocks import expensive_ops
 from lightning_llm.plan.memory.accounting import OURS
-from lightning_llm.plan.memory.passes import Stage
+from lightning_llm.plan.memory.rank_bytes import Stage
 from lightning_llm.plan.resolve import Plan, plan_of
 from lightning_llm.plan.stages import parts_of, passes_of
 from tests.parallel.traced_run import Trace, difference, run_with, traced_run

@@ -16,7 +16,8 @@ from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.memory.units import units_of
 from lightning_llm.plan.resolve import Resolution, plan_of
-from lightning_llm.plan.text.report import notes, plan_facts, plan_line, render
+from lightning_llm.plan.text.notes import notes
+from lightning_llm.plan.text.report import plan_facts, plan_line, render
 from lightning_llm.precision.native.capability import DEVICES, HARDWARE
 from lightning_llm.precision.native.decide import decide
 from lightning_llm.precision.recipe.describe import precision_facts

@@ -22,14 +22,14 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.nodes import TREE_SCATTER, share_between_nodes
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.plan.text.matrix import shipped_recipes
-from lightning_llm.plan.time.cost import PARTS
 from lightning_llm.plan.time.describe import RATIOS, published_ratio
 from lightning_llm.plan.time.device import Device
 from lightning_llm.plan.time.links import Links
+from lightning_llm.plan.time.operations import PARTS
 from lightning_llm.plan.time.stage import exposed_backward, exposed_forward
 from lightning_llm.plan.time.step import NoTimeError, StepTime, StepTimer, no_time, once_beside
 from lightning_llm.plan.traffic import sent_at, shards
+from lightning_llm.precision.native.decide import shipped_recipes
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "plan.md"
 BATCH = ["data.micro_batch_size=1", "data.global_batch_size=64", "data.sequence_length=4096"]

@@ -15,8 +15,8 @@ from lightning_llm.base.errors import AgreedError
 from lightning_llm.compare.runs.differences import all_differences, meaningful
 from lightning_llm.config.compose import compose_config
 from lightning_llm.linalg import gemm
-from lightning_llm.plan.known_bad import RULES, known_bad
 from lightning_llm.plan.resolve import plan_of
+from lightning_llm.plan.text.notes import RULES, known_issues
 from lightning_llm.run import facts
 from lightning_llm.run.agreement import agree_on_fingerprint
 from lightning_llm.run.facts import driver_version, fingerprint
@@ -210,7 +210,7 @@ def test_the_driver_s_version(text, version):
 def test_settings_that_are_known_to_be_bad_are_said(hardware, environment, said):
     for words in (["parallel=zero3"], ["parallel=fsdp_cp", "parallel.dp_shard=1"]):
         config = compose_config([*words, "world=2", f"hardware={hardware}", "data.global_batch_size=8"])
-        lines = known_bad(plan_of(config), environment)
+        lines = known_issues(plan_of(config), environment)
         assert [line.partition(said or "?")[1] for line in lines] == ([said] if said else [])
 
 

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.from_file import load_config
-from lightning_llm.config.schema.distil import DistilConfig
+from lightning_llm.config.schema.run import DistilConfig
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.evaluate.weights import load_model
 from lightning_llm.model.attention.kernel_choice import attention_by, mask_of

@@ -5,18 +5,24 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
-from lightning_llm.config.schema.algorithm import ALGORITHMS, AlgorithmConfig
 from lightning_llm.config.schema.base import Group, RankCount
-from lightning_llm.config.schema.cluster import ClusterConfig
 from lightning_llm.config.schema.data import DataConfig
-from lightning_llm.config.schema.distil import DistilConfig
 from lightning_llm.config.schema.migrations import ADDED
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES, OptimConfig, ScheduleConfig
+from lightning_llm.config.schema.optim import (
+    ALGORITHMS,
+    OPTIMIZERS,
+    SCHEDULES,
+    AlgorithmConfig,
+    OptimConfig,
+    ScheduleConfig,
+)
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.config.schema.run import (
     Callbacks,
     CheckpointConfig,
+    ClusterConfig,
+    DistilConfig,
     Hardware,
     LauncherConfig,
     LoggerConfig,

@@ -1,8 +1,9 @@
-"""`data`: which documents, how they become tokens, and how tokens become batches.
+"""`data`: sources of documents, tokenizer, mixture, batches; and the scorers of `prepare --score`.
 
-Loaders and mixtures are registered kinds. A loader is a subclass of `SourceConfig`: a built-in one of
-`TextSourceConfig`, or of `TokenSourceConfig` where documents are tokens already. A mixture is one of `MixtureConfig`.
-`LOADERS` and `MIXTURES` name the modules of those built in; an installed package may register others (docs/extend.md).
+Loaders, mixtures and scorers are registered kinds. A loader is a subclass of `SourceConfig`; built-in loaders derive
+from `TextSourceConfig`, or from `TokenSourceConfig` if their documents are token ids already. A mixture is a subclass
+of `MixtureConfig`, a scorer of `ScorerConfig`. `LOADERS`, `MIXTURES` and `SCORERS` name the modules of the built-in
+kinds; an installed package may register others (docs/extend.md).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -290,3 +291,36 @@ class DataConfig(Group):
     def watched(self) -> tuple[str, ...]:
         """The names of the sources that are only watched."""
         return tuple(name for name, source in self.sources.items() if source.role == "validation")
+
+
+Measure = Literal["quality", "diversity"]
+
+
+class UnscorableError(Exception):
+    """The documents at hand have no such score; why, in a few words."""
+
+
+class ScorerConfig(Group):
+    """What every scorer has, and what it must do."""
+
+    measures: ClassVar[Measure]
+    """What its numbers are taken for."""
+
+    kind: str = Field(description="a registered scorer")
+
+    def problems(self, key: str) -> Iterable[Problem]:
+        """Return what keeps it from being run here, such as a library that is missing."""
+        return ()
+
+    def score(self, texts: Sequence[str]) -> tuple[Any, Any]:
+        """Return float64 [documents] in [0, 1], and of a measure by clusters int32 [documents], each one's; else None.
+
+        A function of the texts alone.
+
+        Raises:
+            UnscorableError: these texts cannot be scored; whatever else it raises is taken for its own fault.
+        """
+        raise NotImplementedError
+
+
+SCORERS: Registry[ScorerConfig] = Registry("scorer", "lightning_llm.data.scoring.scorers")

@@ -1,15 +1,31 @@
-"""`model`: the shape of one decoder-only transformer, and the weights it starts from."""
+"""`model`: the shape of a decoder-only transformer, the registered kinds of its blocks, and its initial weights."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from lightning_llm.base.errors import did_you_mean
-from lightning_llm.base.registry import NameIn
+from lightning_llm.base.registry import NameIn, Registry
 from lightning_llm.config.schema.base import Group, PositiveFloat, PositiveInt
-from lightning_llm.config.schema.block import FEED_FORWARDS, MIXERS, NORMS, BlockConfig
 
 DEFAULT_LAYERS = ("attention",)
+
+MIXERS: Registry[Group] = Registry(
+    "mixer", "lightning_llm.model.attention.kinds", "lightning_llm.model.recurrent.kinds"
+)
+FEED_FORWARDS: Registry[Group] = Registry("feed-forward network", "lightning_llm.model.kinds")
+NORMS: Registry[Group] = Registry("norm", "lightning_llm.model.kinds")
+"""Their kinds are the classes of `model.spec`: `Mixer`, `FeedForward`, `Norm`."""
+
+
+class BlockConfig(Group):
+    """One kind of block. Null: the mixer that the block is called after, the feed-forward of model.activation."""
+
+    mixer: Annotated[Group, MIXERS] | None = Field(None, description="kind: a registered mixer, and its own keys")
+    feed_forward: Annotated[Group, FEED_FORWARDS] | None = Field(
+        None, description="kind: a registered feed-forward network, and its own keys"
+    )
+    post_norms: bool = Field(False, description="a norm behind mixer and feed-forward, too, before each is added")
 
 
 class RopeScaling(Group):

@@ -1,10 +1,11 @@
-"""`optim` and `schedule`: the update rule, and the learning rate over time. Both are registered kinds, chosen by name.
+"""`optim`, `schedule` and `algorithm`: update rule, learning rate over time, training algorithm. Registered kinds.
 
-A kind is a subclass of `OptimConfig` (`optim/kinds.py`) or of `ScheduleConfig` (`optim/schedule.py`), or of either in
-an installed package (docs/extend.md). Its fields are its keys in YAML; planner and training call its methods.
+A kind is a subclass of `OptimConfig` (`optim/kinds.py`), `ScheduleConfig` (`optim/schedule.py`) or `AlgorithmConfig`
+(`train/algorithm.py`), or of one of them in an installed package (docs/extend.md). Its fields are its YAML keys. The
+planner and the training code call its methods.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -144,3 +145,34 @@ class ScheduleConfig(Group):
 
 OPTIMIZERS: Registry[OptimConfig] = Registry("optimizer", "lightning_llm.optim.kinds", key="name")
 SCHEDULES: Registry[ScheduleConfig] = Registry("schedule", "lightning_llm.optim.schedule", key="name")
+
+
+class AlgorithmConfig(Group):
+    """Base class of training algorithms: the shared key, and the methods that planner and training call."""
+
+    module: ClassVar[str]
+    """`package.module:Class` of the torch code, called with (parameters, config)."""
+
+    name: str = Field(description="a registered training algorithm")
+
+    def summed_axes(self, data_axes: Sequence[str]) -> Sequence[str]:
+        """Return those of the mesh's `data_axes`, whose ranks have different data, over which gradients are summed.
+
+        All of them, unless an algorithm lets ranks go apart and brings them together by itself. Of an axis that is left
+        out each rank's step is that of its own group: gradients, the targets that its loss is a mean over, the norm.
+        """
+        return data_axes
+
+    def state_bytes(self, shard: ParameterShard, dtype_bytes: int) -> int:
+        """Return the bytes that a rank keeps of `shard`, whose weights have `dtype_bytes` each."""
+        raise NotImplementedError
+
+    def build(self, parameters: Iterable[tuple[str, Any]], layout: Any) -> Any:
+        """Return the `train.algorithm.Algorithm` over this rank's (name, nn.Parameter) pairs.
+
+        `layout` is the `parallel.layout.Layout`: what it reduces over which ranks.
+        """
+        return resolve_name(self.module)(parameters, self)
+
+
+ALGORITHMS: Registry[AlgorithmConfig] = Registry("training algorithm", "lightning_llm.train.algorithm", key="name")

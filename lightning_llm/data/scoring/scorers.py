@@ -10,8 +10,7 @@ from pydantic import Field
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.base import NonNegativeInt, PositiveInt
-from lightning_llm.config.schema.data import DataConfig
-from lightning_llm.config.schema.score import SCORERS, Measure, ScorerConfig, UnscorableError
+from lightning_llm.config.schema.data import SCORERS, DataConfig, Measure, ScorerConfig, UnscorableError
 from lightning_llm.data.scoring.table import write_scores
 from lightning_llm.data.sources.source import Source
 

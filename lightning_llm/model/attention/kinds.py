@@ -10,8 +10,7 @@ from pydantic import Field
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.base import PositiveFloat, PositiveInt
-from lightning_llm.config.schema.block import MIXERS
-from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.config.schema.model import MIXERS, ModelConfig
 from lightning_llm.model.spec import (
     ForwardPass,
     LinearSpec,

@@ -9,8 +9,7 @@ import numpy as np
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.memory.accounting import OURS
 from lightning_llm.plan.memory.activations import block_bytes, on_gpu
-from lightning_llm.plan.memory.passes import Stage
-from lightning_llm.plan.memory.rank_bytes import ALLOCATOR_RESERVE, memory_at
+from lightning_llm.plan.memory.rank_bytes import ALLOCATOR_RESERVE, Stage, memory_at
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.search.pricing import Priced, Pricer
 from lightning_llm.plan.search.space import CHECKPOINTING

@@ -10,8 +10,8 @@ from statistics import pstdev
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.memory.activations import boundary_bytes
 from lightning_llm.plan.nodes import ranks_per_node, share_between_nodes
-from lightning_llm.plan.search.link_matrix import LinkMatrix, PlacedLinks
 from lightning_llm.plan.search.pricing import Placement, Priced, Pricer
+from lightning_llm.plan.time.links import LinkMatrix, PlacedLinks
 from lightning_llm.plan.time.step import StepTimer
 
 PLACED = 8

@@ -19,7 +19,7 @@ from lightning_llm.plan.memory.rank_bytes import ALLOCATOR_RESERVE, held_through
 from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.plan.search.space import Choice, Space
 from lightning_llm.plan.stages import StagePart, chunks_in_flight, split_layers
-from lightning_llm.plan.time.cost import Passes
+from lightning_llm.plan.time.operations import Passes
 from lightning_llm.plan.time.stage import ends_of
 from lightning_llm.plan.time.step import StepTime, StepTimer, no_time
 from lightning_llm.precision.native.capability import Capability

@@ -1,4 +1,4 @@
-"""A layout as plain data and as text, for `plan`. Imports no torch."""
+"""A layout, and the matrix of recipes and devices, as plain data and as text, for `plan`. Imports no torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +13,7 @@ from lightning_llm.plan.nodes import nodes_are_assumed, ranks_per_node
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import bubble_fraction, split_layers
 from lightning_llm.plan.traffic import bytes_sent, traffic_bytes
+from lightning_llm.precision.native.decide import Decision, Matrix
 
 SHOWN_RANKS, SHOWN_GROUPS, SHOWN_STAGES = 64, 4, 8
 """Worlds up to so many ranks have all their groups listed; of larger ones so many groups, each up to so many ranks.
@@ -206,3 +207,33 @@ def traffic_row(facts: dict[str, Any]) -> tuple[str, str]:
     why = ", assumed; trainer.devices says how many" if assumed else ""
     text = f"{traffic_text(traffic['within_nodes'])} within, {traffic_text(traffic['between_nodes'])} between machines"
     return "  to ranks", f"{text} (of {per_node} rank{'s' if per_node > 1 else ''}{why})"
+
+
+def matrix_facts(made: Matrix) -> dict[str, Any]:
+    """Return a matrix as plain data: {recipe: {device: {"runs", "reason"}}}."""
+    return {recipe: {device: each.facts() for device, each in row.items()} for recipe, row in made.items()}
+
+
+def matrix_rows(made: Matrix) -> tuple[list[list[str]], list[str]]:
+    """Return (rows, reasons): a header and a row per recipe; a cell is "native", or "emulated (n)" for reason n."""
+    devices = list(next(iter(made.values())))
+    reasons: dict[str, int] = {}
+    rows = [["recipe", *devices]]
+    for recipe, row in made.items():
+        cells = [_cell(each, reasons) for each in row.values()]
+        rows.append([recipe, *cells])
+    return rows, list(reasons)
+
+
+def _cell(decision: Decision, reasons: dict[str, int]) -> str:
+    if decision.runs == "native":
+        return "native"
+    return f"{decision.runs} ({reasons.setdefault(decision.reason, len(reasons) + 1)})"
+
+
+def render_matrix(made: Matrix) -> str:
+    """Return a matrix as text for a terminal."""
+    rows, reasons = matrix_rows(made)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, "", *(f"({number}) {reason}" for number, reason in enumerate(reasons, 1))])

@@ -1,27 +1,85 @@
 """The plan of one run as data and as lines: what `plan` prints, and the first line of `train`. Imports no torch."""
 
-import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from lightning_llm.config.redact import with_credentials
+from lightning_llm.base.errors import ConfigError
+from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.model import DEFAULT_LAYERS
+from lightning_llm.config.weight_folders import TOKENIZER, UNNAMED
 from lightning_llm.data.report import planned_phases
 from lightning_llm.model.flops import count_parameters, flops_per_token
-from lightning_llm.model.structure import linear_names
-from lightning_llm.plan.checkpoints import disk_facts, disk_notes, disk_row
-from lightning_llm.plan.known_bad import known_bad
+from lightning_llm.model.interop.families import architecture, without_counterpart
+from lightning_llm.model.structure import linear_names, parameter_shapes
+from lightning_llm.plan.checkpoints import disk_facts, disk_row
 from lightning_llm.plan.memory.accounting import OURS, Accounting
 from lightning_llm.plan.memory.fit import hardware_facts, hardware_row
-from lightning_llm.plan.nodes import reduction_note
-from lightning_llm.plan.origin import origin_facts, origin_rows
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.plan.step_law import law_notes, law_row
+from lightning_llm.plan.step_law import law_row
 from lightning_llm.plan.teachers import teacher_flops_per_token
 from lightning_llm.plan.text.describe import cost_facts, layout_facts, layout_rows, memory_rows, sent_rows, traffic_row
 from lightning_llm.plan.time.describe import time_facts, time_rows
-from lightning_llm.precision.native.capability import HARDWARE
 from lightning_llm.precision.recipe.describe import precision_facts, precision_rows
 from lightning_llm.precision.recipe.module_rules import Coverage
+
+
+def origin_facts(config: Config) -> dict[str, str | None]:
+    """Return `weights` and `tokenizer` in words; `export`, the class of transformers, or `export_problem`."""
+    exported, problem = None, None
+    try:
+        exported = architecture(config.model).class_name
+    except ConfigError:
+        problem = f"none: {without_counterpart(config.model)}. Its checkpoints remain (docs/weights.md)"
+    return {
+        "weights": weights_text(config),
+        "tokenizer": tokenizer_text(config),
+        "export": exported,
+        "export_problem": problem,
+    }
+
+
+def origin_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return `origin_facts` as lines for a terminal, each a name and a text."""
+    export = facts["export"] or facts["export_problem"]
+    return [("weights", facts["weights"]), ("tokenizer", facts["tokenizer"]), ("export", export)]
+
+
+def origin_lines(config: Config) -> list[str]:
+    """Return the lines that a run prints which begins at step 0."""
+    facts = origin_facts(config)
+    lines = [f"begin  weights {facts['weights']}", f"begin  tokenizer {facts['tokenizer']}"]
+    return lines if facts["export"] else [*lines, f"note   export to transformers: {facts['export_problem']}"]
+
+
+def weights_text(config: Config) -> str:
+    """Return where the first step's weights come from."""
+    model = config.model
+    if config.branch_from is not None:
+        return f"from the checkpoint at branch_from={config.branch_from}"
+    if config.resume not in (None, "auto"):
+        return f"from the checkpoint at resume={config.resume}"
+    if model.init_from == UNNAMED:
+        return f"{UNNAMED}: train requires model.init_from=PATH, or null for random weights"
+    if model.init_from is not None:
+        return f"from model.init_from={model.init_from}, {len(parameter_shapes(model)):,} tensors"
+    scheme = f"random: model.init={model.init}, model.init_std={model.init_std:g}, seed={config.seed}"
+    return f"{scheme}; resume=auto goes on from a checkpoint if there is one" if config.resume else scheme
+
+
+def tokenizer_text(config: Config) -> str:
+    """Return where the tokenizer comes from."""
+    tokenizer, model = config.data.tokenizer, config.model
+    if tokenizer.kind == "bytes":
+        return "bytes"
+    if tokenizer.kind == "file":
+        path, weights = Path(tokenizer.path or ""), model.init_from
+        own = weights is not None and path in (Path(weights), Path(weights, TOKENIZER))
+        return f"{path}, of the weights" if own else str(path)
+    if model.init_from == UNNAMED and config.branch_from is None:
+        return "of the weights (their tokenizer.json), unless data.tokenizer names another"
+    sources = ", ".join(config.data.trained_weights)
+    return f"bpe of {tokenizer.vocab_size or model.vocab_size:,} tokens, trained on the training documents of {sources}"
 
 
 def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
@@ -75,46 +133,6 @@ def plan_line(plan: Plan, device: str) -> str:
         device,
     ]
     return "plan   " + " | ".join(parts)
-
-
-def notes(plan: Plan, *, to_train: bool) -> list[str]:
-    """Return what is allowed and may still surprise, one line each. `to_train`: the run starts, here and now."""
-    config = plan.config
-    schedule, steps = config.schedule, config.trainer.max_steps
-    found = []
-    if (uri := config.logger.tracking_uri) and with_credentials(uri) != uri:
-        found.append(
-            "note   the password in logger.tracking_uri is written nowhere: to go on later, give that key again, or "
-            "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-        )
-    if schedule.warmup_steps >= steps:
-        found.append(
-            f"note   schedule.warmup_steps={schedule.warmup_steps} is no shorter than trainer.max_steps={steps}: the "
-            "learning rate is still rising when the run ends"
-        )
-    if (reduction := reduction_note(config, plan.degrees)) is not None:
-        found.append(reduction)
-    found += law_notes(config.step_law)
-    if (judged := _hardware_note(plan, to_train)) is not None:
-        found.append(judged)
-    return [*found, *known_bad(plan, os.environ), *(disk_notes(config) if to_train else ())]
-
-
-def _hardware_note(plan: Plan, to_train: bool) -> str | None:
-    """Return which device native casts were judged by, where that is not the one the run is meant for."""
-    config, here = plan.config, plan.capability.device
-    if not config.precision.quantises:
-        return None
-    if to_train:  # on the device that was looked at
-        if config.hardware is None or here == HARDWARE[config.hardware].device:
-            return None
-        return f"note   hardware={config.hardware} is for `plan`: casts run as this machine's device ({here}) allows"
-    if config.planned_hardware is None and plan.degrees.world > config.trainer.devices:
-        return (
-            f"note   native or emulated is judged by this machine ({here}); hardware=h100 (or a100, b200, ...) judges "
-            "by the device that the ranks are planned on"
-        )
-    return None
 
 
 def render(facts: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_llm.config.schema import ClusterConfig, Config
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.plan.time.cost import PARTS
+from lightning_llm.plan.time.operations import PARTS
 from lightning_llm.plan.time.step import StepTimer, no_time
 
 LONG = 32768
@@ -91,7 +91,7 @@ TIMED = ("bubble_fraction", "tokens_per_second", "mfu", "peak", "run_hours", "as
 def time_facts(plan: Plan) -> dict[str, Any]:
     """Return the time of a step on the config's cluster as data: `step_seconds` and `time`, None without a cluster.
 
-    `step_seconds` are by part those of the rank that works longest, see `cost.PARTS`, and `total`, their sum and the
+    `step_seconds` are by part those of the rank that works longest, see `PARTS`, and `total`, their sum and the
     step's. In `time`: `cluster`; `no_time`, why the step has no time, else None; `bubble_fraction`, the part of a step
     in which ranks wait for other stages, their mean; `tokens_per_second` of a device; `mfu`, and the `peak` that it is
     of in words; `run_hours`, of all steps of the run; `assumed`, the assumptions; `published`, the ratios of published

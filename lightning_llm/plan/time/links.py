@@ -1,11 +1,20 @@
-"""How long collectives take on a cluster's links. Imports no torch."""
+"""Seconds of collectives on a cluster's links, as given or measured between each pair. Imports no torch."""
 
+import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise, permutations
+from pathlib import Path
+from statistics import median
+from typing import Any
 
+import yaml
+
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import ClusterConfig
-from lightning_llm.config.schema.cluster import LinkConfig
+from lightning_llm.config.schema.run import LinkConfig
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.nodes import TREE_SCATTER, nodes_of_groups, ranks_together, share_between_nodes
 
@@ -98,3 +107,143 @@ class Links:
         else:
             hops = (span.ranks - 1 - outside) * within + outside * between
         return (self.cluster.start_microseconds + hops) * 1e-6
+
+
+FORMAT = "a mapping with gb_per_second, a row for each machine, or for each device, and if you like names, one for each"
+
+
+@dataclass(frozen=True)
+class LinkMatrix:
+    """What each of `names` (machines, or devices) sends to each other one: 10^9 bytes per second of one device."""
+
+    names: tuple[str, ...]
+    gb_per_second: tuple[tuple[float, ...], ...]
+
+    @cached_property
+    def seconds_per_byte(self) -> list[list[float]]:
+        """For each pair the slower of both directions, since what goes forth comes back; 0 of one to itself."""
+        rows, count = self.gb_per_second, range(len(self.names))
+        return [[0.0 if a == b else 1e-9 / min(rows[a][b], rows[b][a]) for b in count] for a in count]
+
+    @property
+    def median_gb_per_second(self) -> float:
+        """The median over all pairs; of a single one what it says of itself."""
+        pairs = [rate for a, row in enumerate(self.gb_per_second) for b, rate in enumerate(row) if a != b]
+        return median(pairs or self.gb_per_second[0])
+
+
+def uniform_links(machines: int, gb_per_second: float) -> LinkMatrix:
+    """Return links that are all alike, of which every order is as good."""
+    names = tuple(f"machine {index}" for index in range(machines))
+    return LinkMatrix(names, ((gb_per_second,) * machines,) * machines)
+
+
+def read_links(file: Path, machines: int, devices: int) -> LinkMatrix:
+    """Return the matrix in `file`, YAML or JSON, for so many machines or devices.
+
+    Raises:
+        ConfigError: with all that is wrong with it.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+        values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(Problem("--links", f"{file} cannot be read: {error}.")) from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(Problem("--links", f"{file} is neither YAML nor JSON. It takes {FORMAT}.")) from error
+    rows: Any = values.get("gb_per_second") if isinstance(values, Mapping) else values
+    names: Any = values.get("names") if isinstance(values, Mapping) else None
+    if problems := list(_matrix_problems(file, rows, names, machines, devices)):
+        raise ConfigError(problems)
+    what = "machine" if len(rows) == machines else "device"
+    given = tuple(str(name) for name in names) if names else tuple(f"{what} {index}" for index in range(len(rows)))
+    return LinkMatrix(given, tuple(_rates(index, row) for index, row in enumerate(rows)))
+
+
+def _matrix_problems(file: Path, rows: Any, names: Any, machines: int, devices: int) -> list[Problem]:
+    if not isinstance(rows, Sequence) or not rows or not all(isinstance(row, Sequence) for row in rows):
+        return [Problem("--links", f"{file} has no matrix. It takes {FORMAT}.")]
+    problems, count = [], len(rows)
+    if count not in (machines, devices):
+        text = f"{file} has {count} rows, and there are {machines} machines of {devices} devices. Give one of these."
+        problems.append(Problem("--links", text))
+    for index, row in enumerate(rows):
+        if isinstance(row, str) or len(row) != count:
+            problems.append(
+                Problem("--links", f"{file}: row {index} has {len(row)} numbers, and there are {count} rows.")
+            )
+        elif bad := [rate for other, rate in enumerate(row) if other != index and not _is_rate(rate)]:
+            problems.append(Problem("--links", f"{file}: row {index} has {bad[0]!r}. Rates are GB/s, above 0."))
+    if names is not None and (
+        isinstance(names, str)
+        or not isinstance(names, Sequence)
+        or len(names) != count
+        or len(set(map(str, names))) != count
+    ):
+        problems.append(Problem("--links", f"{file}: names must be {count} different ones, one for each row."))
+    return problems
+
+
+def _rates(own: int, row: Sequence[Any]) -> tuple[float, ...]:
+    """Return a row as numbers; what a unit sends to itself, whatever stands there, as 0."""
+    return tuple(0.0 if other == own else float(rate) for other, rate in enumerate(row))
+
+
+def _is_rate(rate: Any) -> bool:
+    return isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate <= 1e6
+
+
+class PlacedLinks(Links):
+    """The links between ranks where the units of a matrix, machines or devices, are taken in a given order.
+
+    A collective is as fast as the slowest link that its ring, or its exchange of all with all, crosses in any group. A
+    send waits for the slowest of all pipelines that cross the same stages.
+    """
+
+    def __init__(
+        self, cluster: ClusterConfig, degrees: Degrees, per_node: int, matrix: LinkMatrix, order: Sequence[int]
+    ):
+        super().__init__(cluster, degrees, per_node)
+        self.matrix, self.order = matrix, order
+        self.unit_ranks = degrees.world // len(order)
+        self._slowest: dict[tuple[str, bool], float] = {}
+
+    def seconds(self, kind: str, axes: str, sent_bytes: float, times: float = 1) -> float:
+        """Return the time of collectives as `Links` does."""
+        if self.unit_ranks > 1:
+            return super().seconds(kind, axes, sent_bytes, times)
+        span = self.span(axes)
+        if span.ranks == 1 or not times or not sent_bytes:
+            return 0.0
+        return sent_bytes * self._slowest_of(kind, axes) + times * self.latency(kind, span)
+
+    def between_gb_per_second(self, kind: str, axes: str) -> float:
+        return 1e-9 / self._slowest_of(kind, axes)
+
+    def send_seconds(self, sent_bytes: int) -> list[float]:
+        """Return what a message takes between each rank of a pipeline and the next, in the slowest pipeline."""
+        pipelines = self.degrees.groups("pp")
+        usual = self.seconds("send", "pp", sent_bytes)
+        if len(pipelines[0]) == 1:
+            return [usual]
+        latency, within = self.latency("send", self.span("pp")), self.cluster.within_node.gb_per_second * 1e9
+        found = []
+        for edge in range(self.degrees.pp):
+            ends = [(ranks[edge], ranks[(edge + 1) % self.degrees.pp]) for ranks in pipelines]
+            found.append(max(self._rate(*each) or 1 / within for each in ends) * sent_bytes + latency)
+        return found
+
+    def _slowest_of(self, kind: str, axes: str) -> float:
+        key = axes, kind in ("all_to_all", TREE_SCATTER)
+        if key not in self._slowest:
+            rates = []
+            for ranks in self.degrees.groups(*axes.split()):
+                units = list(dict.fromkeys(rank // self.unit_ranks for rank in ranks))
+                pairs = permutations(units, 2) if key[1] else pairwise([*units, units[0]])
+                rates += [self.matrix.seconds_per_byte[self.order[a]][self.order[b]] for a, b in pairs]
+            self._slowest[key] = max(rates)
+        return self._slowest[key] or 1e-9 / self.cluster.within_node.gb_per_second
+
+    def _rate(self, rank: int, other: int) -> float:
+        one, two = self.order[rank // self.unit_ranks], self.order[other // self.unit_ranks]
+        return self.matrix.seconds_per_byte[one][two]

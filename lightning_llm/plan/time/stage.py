@@ -12,8 +12,7 @@ from lightning_llm.plan.memory.units import Unit, reduces_once, shard_ranks, sum
 from lightning_llm.plan.memory.weight_casts import gathered_units
 from lightning_llm.plan.nodes import TREE_SCATTER
 from lightning_llm.plan.stages import StagePart
-from lightning_llm.plan.time.block import Operations
-from lightning_llm.plan.time.cost import Cost, Passes
+from lightning_llm.plan.time.operations import Cost, Operations, Passes
 from lightning_llm.plan.traffic import shards
 
 LOSS_BYTES = (14, 20)

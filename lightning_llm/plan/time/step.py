@@ -20,10 +20,9 @@ from lightning_llm.plan.memory.units import shard_ranks
 from lightning_llm.plan.nodes import TREE_SCATTER, ranks_per_node
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import Pass, parts_of, passes_of, rank_kind, stage_kind, units_at
-from lightning_llm.plan.time.block import Operations
-from lightning_llm.plan.time.cost import Cost
 from lightning_llm.plan.time.device import Device, Formats, NeededFlops, needed_flops
 from lightning_llm.plan.time.links import Links
+from lightning_llm.plan.time.operations import Cost, Operations
 from lightning_llm.plan.time.stage import StageTimes, stage_times
 from lightning_llm.plan.traffic import Sent, sent_at
 
@@ -41,7 +40,7 @@ class NoTimeError(ValueError):
 class StepTime:
     """The time of one optimizer step.
 
-    `seconds` by part (`cost.PARTS`) are those of the rank that works longest, its waiting as `bubble`; their sum is
+    `seconds` by part (`PARTS`) are those of the rank that works longest, its waiting as `bubble`; their sum is
     the step. `bubble_fraction` is the part of a step in which ranks wait for stages, all ranks' mean. `model_flops`
     are the step's by `model.flops`; `needed` are those of one token that MFU is of.
     """

@@ -1,12 +1,15 @@
 """Whether a recipe runs natively on a device, and in layers of these sizes, and why not. Imports no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from importlib import resources
 from typing import Literal
+
+import yaml
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.precision import PrecisionConfig
-from lightning_llm.precision.native.capability import Capability
+from lightning_llm.precision.native.capability import DEVICES, Capability
 from lightning_llm.precision.native.express import MULTIPLES, NativeRecipe, native_recipes
 
 Runs = Literal["native", "emulated", "refused"]
@@ -166,3 +169,32 @@ def decide(
     if here.compute_capability is None:  # what else stands in the way matters where there is a GPU
         return Decision("emulated", problems=(Problem("precision.backend", here.problem or "no CUDA device"),))
     return Decision("emulated", (), tuple(problems)) if problems else Decision("native", natives, library=here.library)
+
+
+Matrix = dict[str, dict[str, Decision]]
+"""{recipe: {device: decision}}."""
+
+
+def shipped_recipes() -> list[PrecisionConfig]:
+    """Return the recipes of `conf/precision`, sorted by name."""
+    files = list(resources.files("lightning_llm.conf").joinpath("precision").iterdir())
+    texts = [file.read_text(encoding="utf-8") for file in files if file.name.endswith(".yaml")]
+    recipes = [PrecisionConfig.model_validate(yaml.safe_load(text)) for text in texts]
+    return sorted(recipes, key=lambda recipe: recipe.name)
+
+
+def decision_matrix(
+    recipes: Iterable[PrecisionConfig], widths: Mapping[str, int] | None = None, here: Capability | None = None
+) -> Matrix:
+    """Return the decision for every recipe on every kind of device (`DEVICES`), under `precision.backend=auto`.
+
+    Args:
+        recipes: the rows.
+        widths: sizes of a model's linears, as in `decide`.
+        here: adds a column "here" for this machine.
+    """
+    devices = {**DEVICES, **({"here": here} if here else {})}
+    automatic = [recipe.model_copy(update={"backend": "auto"}) for recipe in recipes]
+    return {
+        recipe.name: {name: decide(recipe, device, widths) for name, device in devices.items()} for recipe in automatic
+    }

@@ -9,7 +9,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import ModelConfig
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.plan.search.tensor_axes import alike, style_of, tensor_axes
+from lightning_llm.plan.axes.tp import alike, style_of, tensor_axes
 from tests.weight_folders import write_huggingface
 
 AXES = {

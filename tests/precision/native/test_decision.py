@@ -7,7 +7,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig, PhaseConfig, slots_of
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.resolve import Resolution, plan_of
-from lightning_llm.plan.text.matrix import matrix, numbered, shipped_recipes
+from lightning_llm.plan.text.describe import matrix_rows
 from lightning_llm.precision.native import capability
 from lightning_llm.precision.native import transformer_engine as te
 from lightning_llm.precision.native.capability import (
@@ -17,7 +17,7 @@ from lightning_llm.precision.native.capability import (
     installed_library,
     version_tuple,
 )
-from lightning_llm.precision.native.decide import decide
+from lightning_llm.precision.native.decide import decide, decision_matrix, shipped_recipes
 from lightning_llm.precision.native.express import MULTIPLES, casts_of, express, native_recipe
 from tests.messages import missing
 from tests.precision.recipes import RECIPES, load
@@ -47,7 +47,7 @@ def with_cast(name, slot, **keys):
 
 
 def test_the_matrix_is_what_the_library_admits():
-    made = matrix(shipped_recipes())
+    made = decision_matrix(shipped_recipes())
     assert set(made) == set(RECIPES)
     for name, row in made.items():
         assert list(row) == ["cpu", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
@@ -57,7 +57,7 @@ def test_the_matrix_is_what_the_library_admits():
             wanted = set(DEVICES) - ({"cpu"} if name == "fp16" else set())
         assert native == wanted, name
         assert all(decision.reason for decision in row.values())
-    rows, reasons = numbered(made)
+    rows, reasons = matrix_rows(made)
     assert [row[0] for row in rows[1:]] == sorted(RECIPES)
     assert len(set(reasons)) == len(reasons)
 
