@@ -1,4 +1,4 @@
-"""The tables of docs/ladder.md, of the measured ladder and of the predictions that were made on it."""
+"""Tables of docs/reference/ladder_measured.md: the measured ladder and the predictions made on it."""
 
 import json
 from pathlib import Path

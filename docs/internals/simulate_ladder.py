@@ -1,4 +1,6 @@
-"""Simulated ladders and token-equivalents: how often their intervals hold and their tests err. Fills in docs/ladder.md.
+"""Simulate ladders and gaps in tokens: coverage of intervals, error rates of tests.
+
+Fills in docs/reference/error_rates.md.
 
 `python docs/internals/simulate_ladder.py` takes a while (2,000 trials per cell, some 15 CPU minutes), and
 `tests/ladder/test_coverage.py` holds fewer of the same to the same bounds, `make test-full` all of them.

@@ -1,4 +1,4 @@
-"""Simulate sweeps with declared looks and judge them as `compare` does. Fills in the page on sequential tests.
+"""Simulate sweeps with declared looks and judge them as `compare` does. Fills in docs/reference/error_rates.md.
 
 `python docs/internals/simulate_looks.py` takes some minutes (2,000 sweeps per cell); `tests/compare/test_sequential.py`
 checks the same bounds with fewer. Sweeps are modeled as in simulate_verdicts.py. A recipe that is decided gets no more

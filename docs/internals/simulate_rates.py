@@ -1,6 +1,7 @@
 """Simulate grids of learning rates and judge them as `compare --best-of` does: how often it errs.
 
-`python docs/internals/simulate_rates.py` takes a minute (2,000 grids per cell) and fills in the page on the verdict;
+`python docs/internals/simulate_rates.py` takes a minute (2,000 grids per cell) and fills in
+docs/reference/error_rates.md;
 `tests/compare/test_tuned.py` checks the same bounds with fewer.
 
 Model: K recipes and a baseline, each at R rates and S seeds. The loss is a valley over the logarithm of the rate, with

@@ -1,4 +1,6 @@
-"""Simulate sweeps and judge them as `compare` does: how often a verdict is wrong. Fills in the page on the verdict.
+"""Simulate sweeps and judge them as `compare` does: how often a verdict is wrong.
+
+Fills in docs/reference/error_rates.md.
 
 `python docs/internals/simulate_verdicts.py` takes some minutes (2,000 sweeps per cell);
 `tests/compare/test_stability.py` checks the same bounds with fewer.

@@ -135,7 +135,7 @@ def _fit(report: Report) -> Fit | None:
     if reason := too_small(measured):
         lengths = f"lengths (trainer.max_steps=...){_longer(measured)}"
         more = f"Add sizes (model=A,B,C) and {lengths} to the sweep, or begin with sweep/ladder"
-        report.problems.append(Problem("RUN", f"there is no ladder to fit: {reason}. {more} (docs/ladder.md)."))
+        report.problems.append(Problem("RUN", f"there is no ladder to fit: {reason}. {more} (docs/howto/ladder.md)."))
         return None
     few = {name: reasons for name in measured.recipes if (reasons := too_few_pairs(measured, name))}
     for name, reasons in few.items():

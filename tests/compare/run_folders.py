@@ -117,7 +117,7 @@ NO_MEANING = (
     "trainer.accelerator", "trainer.compile", "trainer.validate_every_steps",
     "data.sources.code.path", "data.sources.prose.path", "data.tokenizer.path",
 )  # fmt: skip
-"""Config keys that change nothing of what is learned, as docs/compare.md lists them: `data_hash` says what data are."""
+"""Config keys that do not affect learning, listed in docs/reference/compare.md; `data_hash` identifies the data."""
 
 
 def make_sweep(folder: Path, gaps: dict[str, float], seeds: int = 3, **more) -> Path:

@@ -194,7 +194,7 @@ def test_what_cannot_be_made_is_said_and_nothing_else_is_lost(sweep, capsys, mon
 
 
 def test_every_key_of_a_verdict_is_in_the_document(sweep, capsys):
-    text = (Path(__file__).parents[2] / "docs" / "compare.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "compare.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+)`", text.split("## `compare.json`")[1]))
     assert set(verdicts(capsys, sweep)["verdicts"][0]) - {"confidence"} <= named
 

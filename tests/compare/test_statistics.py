@@ -96,7 +96,7 @@ LOSSY_SCENARIOS = {
     "noisy baseline, many recipes": {"recipes": 8, "run_sd": [0.06, *[0.02] * 8]},
 }
 LEAST_COVERAGE = {"one recipe ten times as loud": 0.88}
-"""At 2 pairs, by docs/compare.md; 0.91 for all others."""
+"""At 2 pairs, by docs/reference/error_rates.md; 0.91 for all others."""
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5])

@@ -1,4 +1,4 @@
-"""docs/compare.md and sequential.md say what the program does: commands, free keys, a cell of the power table."""
+"""The pages on comparisons agree with the program: commands, keys that are no confounders, the power table."""
 
 import importlib.util
 import json
@@ -16,9 +16,10 @@ from lightning_llm.compare.statistics.intervals import simultaneous_intervals
 from lightning_llm.config.sweep_space import compose_sweep, read_sweep_keys
 
 DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "compare.md").read_text(encoding="utf-8")
-SEQUENTIAL = (DOCS / "sequential.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT + SEQUENTIAL, re.DOTALL)
+REFERENCE = (DOCS / "reference" / "compare.md").read_text(encoding="utf-8")
+SEEDS = (DOCS / "howto" / "choose_seeds_and_margin.md").read_text(encoding="utf-8")
+SEQUENTIAL = (DOCS / "howto" / "seeds_until_decided.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```sh\n(.*?)```", REFERENCE + (DOCS / "howto" / "compare.md").read_text() + SEQUENTIAL, re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
 
 
@@ -39,7 +40,7 @@ def test_a_margin_in_tokens_can_be_declared_as_it_is_typed(monkeypatch, tmp_path
     assert main(["plan", *words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["sequential"]["margin"] == "2%"
-    assert f"({plan['sequential']['first_jobs']} jobs for the first look" in SEQUENTIAL
+    assert f"({plan['sequential']['first_jobs']} jobs for the first look" in " ".join(SEQUENTIAL.split())
     own, given = "precision=bf16 data.micro_batch_size=4 seed=0,1,2", words[-1].partition("=")[2]
     rest = [word for word in words if not word.startswith("sweep.also")]
     assert main(["plan", *rest, f'sweep.also=["{own}"]']) == 2
@@ -48,7 +49,7 @@ def test_a_margin_in_tokens_can_be_declared_as_it_is_typed(monkeypatch, tmp_path
     assert json.loads(also.removeprefix("sweep.also=")) == [own, *json.loads(given)]
     assert main(["plan", *rest, also, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sequential"]["first_jobs"] == plan["sequential"]["first_jobs"] + 3
-    assert f"at three lengths have {3 * len(plan['axes']['precision']) * 3})" in SEQUENTIAL
+    assert f"at three lengths have {3 * len(plan['axes']['precision']) * 3})" in " ".join(SEQUENTIAL.split())
 
 
 def test_the_sweep_that_was_run_to_its_end_has_the_lengths_that_its_margin_takes(monkeypatch, tmp_path, capsys):
@@ -62,7 +63,7 @@ def test_the_sweep_that_was_run_to_its_end_has_the_lengths_that_its_margin_takes
 
 
 def test_every_free_key_is_named():
-    named = set(re.findall(r"`([\w.*]+)`", TEXT))
+    named = set(re.findall(r"`([\w.*]+)`", REFERENCE))
     groups = {"model.name", "data.name", "parallel.name", "precision.name", "trainer.name"}
     descriptions = {"precision.reference", "precision.hardware", "model.parameters_published"}
     keys = {f"{key}*" if key.endswith(".") else key for key in FREE} - groups - descriptions
@@ -71,7 +72,7 @@ def test_every_free_key_is_named():
 
 @pytest.mark.parametrize(("recipes", "trials"), [(1, 20_000), (4, 10_000)])
 def test_a_cell_of_the_power_table_is_what_simulation_finds(recipes, trials):
-    row = next(line for line in TEXT.splitlines() if line.startswith(f"| 0.005 | {recipes} |"))
+    row = next(line for line in SEEDS.splitlines() if line.startswith(f"| 0.005 | {recipes} |"))
     lossless, lossy = (int(each) for each in row.split("|")[4].split("/"))  # 3 seeds
     losses = np.random.default_rng(0).normal(0, 0.005 / 2**0.5, (trials, recipes + 1, 3))
     found = simultaneous_intervals(losses[:, 1:] - losses[:, :1])

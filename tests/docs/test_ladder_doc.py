@@ -1,4 +1,4 @@
-"""docs/ladder.md: its commands parse, its tables are of the data here, its predictions are as they were made."""
+"""The pages on ladders: commands parse, tables match the data here, predictions grade as recorded."""
 
 import re
 import shlex
@@ -12,7 +12,8 @@ from lightning_llm.ladder.predicting import target_of
 from lightning_llm.model.flops import count_parameters
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "ladder.md").read_text(encoding="utf-8")
+PAGES = (ROOT / "docs" / "howto" / "ladder.md", ROOT / "docs" / "reference" / "ladder_measured.md")
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 BLOCKS = [block.replace("\\\n", " ") for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)]
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -11,7 +11,7 @@ whatever noise a seed's runs share, so that a t test over seeds is exact for nor
 it does not reject. For u near 1 that is E. C. Fieller's interval for a ratio of two means, of the gap to the slope of
 the baseline's curve ("Some problems in interval estimation", J. R. Stat. Soc. B 16 (1954) 175-185), and it goes on
 where a ratio of means will not do. Student's interval of a jackknife over seeds of ln(m) is all but the same where the
-slope is known well, and too short where it is not: docs/ladder.md has both by simulation.
+slope is known well, and too short where it is not: docs/reference/error_rates.md has both by simulation.
 """
 
 import math
