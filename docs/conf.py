@@ -16,6 +16,7 @@ myst_enable_extensions = ["colon_fence"]
 
 default_role = "code"  # docstrings use single backticks for code
 autodoc_member_order = "bysource"
+autodoc_default_options = {"exclude-members": "model_config, module"}
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_numpy_docstring = False
@@ -30,6 +31,25 @@ def offer_files_outside(app: Any, page: str, source: list[str]) -> None:
     source[0] = OUTSIDE.sub(r"{download}`\1 <\2>`", source[0])
 
 
+NAPOLEON = 500
+"""Priority at which napoleon rewrites docstrings."""
+attributes: dict[str, list[str]] = {}
+
+
+def keep_attribute(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Remember the docstring of an attribute: napoleon would read `text: text` as a type and its description."""
+    if what in ("attribute", "property", "data"):
+        attributes[name] = list(lines)
+
+
+def restore_attribute(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Restore the docstring that napoleon took apart."""
+    if name in attributes:
+        lines[:] = attributes.pop(name)
+
+
 def setup(app: Any) -> None:
-    """Register the hook above."""
+    """Register the hooks above."""
     app.connect("source-read", offer_files_outside)
+    app.connect("autodoc-process-docstring", keep_attribute, priority=NAPOLEON - 1)
+    app.connect("autodoc-process-docstring", restore_attribute, priority=NAPOLEON + 1)

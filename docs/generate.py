@@ -35,6 +35,7 @@ from lightning_llm.precision.recipe.lint import NOT_TO_ALLOW, RULES, rule_name
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS / "internals"))  # a test loads this file by its path
 import ladder_tables  # noqa: E402
+import reference_tables  # noqa: E402
 
 README = DOCS.parent / "README.md"
 RECIPES = DOCS.parent / "conf" / "precision"
@@ -341,6 +342,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "methods": methods,
     "verdict-power": verdict_power,
     **ladder_tables.SECTIONS,
+    **reference_tables.SECTIONS,
     "native-matrix": native_matrix,
     "native-short": native_short,
     "config-keys": config_keys,

@@ -1,4 +1,4 @@
-"""lightning-llm: compare LLM pre-training recipes; see README.md, and docs/python.md for what a notebook calls."""
+"""lightning-llm: compare LLM pre-training recipes; see README.md and docs/howto/python.md (use from Python)."""
 
 import lightning_llm.base.at_start  # noqa: F401  (before all that takes time)
 

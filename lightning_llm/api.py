@@ -1,4 +1,4 @@
-"""The verbs for Python: what a notebook or a script calls, each the function that the verb calls, too (docs/python.md).
+"""The verbs as Python functions, for notebooks and scripts (docs/howto/python.md); the command line calls them.
 
 Nothing here is imported before it is called: composing needs no torch, and a verdict no Hydra.
 """

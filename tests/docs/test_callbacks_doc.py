@@ -1,4 +1,4 @@
-"""docs/callbacks.md: its example runs as it stands there, its commands compose, its table is what is refused."""
+"""docs/howto/callbacks.md: its example runs as it stands there, its commands compose, its table is what is refused."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.aliases import REFUSED_CALLBACKS
 from tests.run_metrics import read_metrics
 
-TEXT = (Path(__file__).parents[2] / "docs" / "callbacks.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "howto" / "callbacks.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 COMMANDS = [line for language, block in BLOCKS if language == "sh" for line in block.splitlines()]
 
@@ -39,7 +39,7 @@ def test_commands_compose(command):
 
 
 def test_the_table_names_what_is_refused():
-    rows = re.findall(r"^\| (`[^|]+) \| ", TEXT.partition("| not here |")[2].partition("\n\n")[0], re.MULTILINE)
+    rows = re.findall(r"^\| (`[^|]+) \| ", TEXT.partition("| rejected |")[2].partition("\n\n")[0], re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert named <= REFUSED_CALLBACKS.keys()
     assert len(named) >= 7

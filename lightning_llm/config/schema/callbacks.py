@@ -118,7 +118,7 @@ def _no_module(target: str) -> str:
         return f"there is no '{module}': give --config-dir DIR, the folder whose callbacks/*.py it names."
     if not module and target in names_in(LIGHTNING_CALLBACKS):
         return f"is '{target}', and must be package.module.Class. Lightning's is {LIGHTNING_CALLBACKS}.{target}."
-    hint = "Check its spelling, or install what holds it. A class of your own: --config-dir DIR (docs/callbacks.md)"
+    hint = "Check its spelling, or install its package. A class of your own: --config-dir DIR (docs/howto/callbacks.md)"
     return f"there is no module '{module}'. {hint}." if module else f"is '{target}', and must be package.module.Class."
 
 
