@@ -51,8 +51,8 @@ class Published(NamedTuple):
 TITAN = ACCOUNTINGS["torchtitan"]
 COMPILED_LOSS = TITAN._replace(fp32_logits=False)
 MEGATRON = ACCOUNTINGS["megatron"]
-RESERVE = "within what the allocator's reserve of 5 %, a guess, is worth"
-COMPILED = "compiled blocks make and keep less, and here nothing is taken off for it"
+RESERVE = "within the allocator's reserve of 5 %, which is a guess"
+COMPILED = "compiled blocks save and allocate less; the plan subtracts nothing for it"
 T1 = ("recipe=llama3_8b_fsdp2", "hardware=h100", "data.micro_batch_size=2", "world=8", "data.global_batch_size=16")
 T3 = (*T1[:3], "world=128", "data.global_batch_size=256")
 T2 = (*T1[:2], "world=8", "parallel.activation_checkpoint=full", "model.max_sequence_length=262144")
@@ -96,24 +96,24 @@ PUBLISHED = (
     Published("T3, compiled, Float8", 61.8 * GIB, "activations", TITAN, T3, f"{COMPILED}; torchao keeps bf16 inputs"),
     Published(
         "T4 70B, FSDP 32 x TP 8, full", 71.9 * GIB, "activations", TITAN, T4,
-        "not explained: DTensor's cross entropy is counted as its source reads, and holds more; AsyncTP lowers it",
+        "not explained: DTensor's cross entropy is counted as its source reads, and uses more; AsyncTP lowers it",
     ),
     Published(
         "T4, AsyncTP", 67.6 * GIB, "activations", TITAN, T4,
-        "as T4, of which AsyncTP takes something off; its symmetric memory is not counted",
+        "as T4, less what AsyncTP saves; its symmetric memory is not counted",
     ),
     Published(
         "T5 405B, FSDP 8 x TP 8 x PP 8, 1F1B", 82.5 * GIB, "activations", TITAN, (*T5, *ONE_STAGE),
-        "the reserve; torchtitan's stages are of 15 and 16 blocks, ours by weight",
+        "the reserve; torchtitan's stages have 15 and 16 blocks, ours are split by weight",
     ),
     Published(
         "T5, interleaved", 72.7 * GIB, "activations", TITAN, T5,
-        "the reserve; gradients of one of two stages wait at a time, which is why it holds less than 1F1B",
+        "the reserve; one of two stages' gradients wait at a time, so it needs less than 1F1B",
     ),
     Published(
         "T6 405B, 1F1B, 32K tokens", 75.3 * GIB, "activations", TITAN,
         (*T5, *ONE_STAGE, "data.sequence_length=32768", "data.micro_batch_size=1", "data.global_batch_size=64"),
-        "as many tokens as T5's 82.5, and measured 7 GiB below it: the plan lies between the two",
+        "as many tokens as T5's 82.5, but measured 7 GiB below it; the plan is between",
     ),
     Published(
         "H200 8B, FSDP 32, compiled, Float8", 47.96 * GIB, "activations", COMPILED_LOSS,
@@ -130,19 +130,19 @@ PUBLISHED = (
     _megatron(
         "te_tp4_pp1, distributed optimizer", 299_204_096,
         (*SMALL, *SHARDED, "parallel.tp=4", "model.vocab_multiple=512"),
-        "0.6 MB, not explained; the norms of queries and keys that one run has are 12 kB",
+        "0.6 MB, not explained",
     ),
     _megatron(
         "te_tp4_pp1, plain", 398_273_024, (*SMALL, "parallel.tp=4", "model.vocab_multiple=512"),
-        "0.6 MB, not explained; the norms of queries and keys that one run has are 12 kB",
+        "0.6 MB, not explained",
     ),
     _megatron(
         "te_tp1_pp2, plain", 919_557_120, (*SMALL, "parallel.pp=2", "model.position=rope"),
-        "some 15 MB, not explained, that runs without a pipeline do not have",
+        "about 15 MB, not explained; only with a pipeline",
     ),
     _megatron(
         "te_tp2_pp2, plain", 517_243_392, (*SMALL, "parallel.tp=2", "parallel.pp=2", "model.vocab_multiple=256"),
-        "some 15 MB, not explained, that runs without a pipeline do not have",
+        "about 15 MB, not explained; only with a pipeline",
     ),
     _megatron(
         "7b_tp4_pp1, distributed optimizer", 20_663_519_232,

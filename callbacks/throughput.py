@@ -47,7 +47,7 @@ class Throughput(pl.Callback):
     - `tokens_per_second`; `tflops_per_second` by `pl_module.flops_per_token`, 1e12 FLOP/s
     - `mfu`: that over the dense peak of all ranks' devices (PaLM, appendix B, https://arxiv.org/abs/2204.02311), if the
       peak is known for the device and the compute format. GEMMs that run natively in FP8 or FP4 count against that
-      peak, too, so the figure may pass 1; `plan` divides by the peak of the mixture (docs/plan.md)
+      peak, too, so the figure may pass 1; a plan uses the mixture's peak (docs/explanation/memory_and_time.md)
     - `timing_warmup`: true in the first `warmup_steps` after a start, which are no measure of speed
     """
 

@@ -156,7 +156,7 @@ class Run:
 
     @cached_property
     def bitwise_layout(self) -> bool:
-        """Whether the layout trains to the bits of a single rank (docs/parallel.md)."""
+        """Whether the layout trains to the bits of a single rank (docs/explanation/same_bits.md)."""
         if self.typed is None:
             return False
         try:

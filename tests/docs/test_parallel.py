@@ -1,4 +1,4 @@
-"""docs/parallel.md: its commands compose, its tables have every layout and key. 4 seconds."""
+"""Pages on layouts and ranks: commands compose, the tables have every layout and key. 4 seconds."""
 
 import re
 import shlex
@@ -13,7 +13,11 @@ from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.plan.check import check_config
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+PAGES = [
+    "reference/layouts", "explanation/parallelism", "explanation/same_bits", "howto/start_ranks", "howto/stop_and_resume",
+    "howto/slurm_script",
+]  # fmt: skip
+TEXT = "\n".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)
 LAYOUTS = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / "conf" / "parallel").glob("*.yaml")}
 
 

@@ -70,7 +70,7 @@ def test_stages_send_between_machines_where_they_lie_on_two():
 
 def test_the_tree_sends_what_a_ring_does_between_machines_of_eight():
     """Of fp32 gradients of S bytes over R ranks, 16 machines of 8 send S 15 / 16 each, S (R - 1) / R by a ring; where 6
-    of 96 ranks are no subtree 6 S 15 / 16 (docs/parallel.md's figures)."""
+    of 96 ranks are no subtree 6 S 15 / 16 (figures of docs/explanation/same_bits.md)."""
 
     def of_gradients(reduction, *more):
         plan = plan_of(compose_config([*ZERO3, f"parallel.reduction={reduction}", *more]))

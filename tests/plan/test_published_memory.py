@@ -1,4 +1,4 @@
-"""What `plan` says of runs whose memory others published. The table itself is in docs/plan.md; 15 seconds."""
+"""Plans of runs with published memory, against docs/reference/published_runs.md; 15 seconds."""
 
 import sys
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_the_plan_is_within_the_tolerance_of_a_published_figure(name):
 
 @pytest.mark.full
 def test_the_document_has_the_table():
-    text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "published_runs.md").read_text(encoding="utf-8")
     assert table() in text
     assert "**no**" not in table()
 

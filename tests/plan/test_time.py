@@ -31,7 +31,7 @@ from lightning_llm.plan.time.step import NoTimeError, StepTime, StepTimer, no_ti
 from lightning_llm.plan.traffic import sent_at, shards
 from lightning_llm.precision.native.decide import shipped_recipes
 
-DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "plan.md"
+DOCS = Path(__file__).parent.parent.parent / "docs"
 BATCH = ["data.micro_batch_size=1", "data.global_batch_size=64", "data.sequence_length=4096"]
 SMALL = ["model=llama_1b", "cluster=h100_dgx", "precision=bf16", *BATCH]
 PEAK = 989.5e12
@@ -331,7 +331,7 @@ def test_a_format_that_a_measured_cluster_lacks_has_no_time():
 
 
 def test_ratios_of_families_are_those_of_the_published_rows():
-    """ZeRO-3 alone here, all of them in the full tests: docs/plan.md and plans print them."""
+    """ZeRO-3 alone here, all of them in the full tests: docs/reference/published_runs.md and plans print them."""
     check_ratios([row for row in ROWS if row.table in ("torchtitan, 1", "torchtitan, 3", "torchtitan, H200")], 1)
 
 
@@ -384,11 +384,13 @@ def test_a_plan_prints_times_and_what_they_rest_on(capsys):
     assert json.loads(capsys.readouterr().out)["config_hash"] == without["config_hash"]
 
 
-def test_the_document_names_every_key_and_shows_commands_that_plan(capsys):
-    text = DOCUMENT.read_text(encoding="utf-8")
-    commands = re.findall(r"^lightning-llm (plan .*)$", text, re.MULTILINE)
+def test_the_documents_name_every_key_and_show_commands_that_plan(capsys):
+    guide, text = (
+        (DOCS / page).read_text(encoding="utf-8") for page in ("howto/plan_a_large_run.md", "reference/plan_output.md")
+    )
+    commands = re.findall(r"^lightning-llm (plan .*)$", guide + text, re.MULTILINE)
     commands = [command for command in commands if not re.search("--dry-run|--search", command)]  # minutes
-    assert len(commands) >= 2
+    assert len(commands) >= 6
     for command in commands:
         assert main(shlex.split(command, comments=True)) == 0, command
         out = capsys.readouterr().out

@@ -52,7 +52,7 @@ LAYOUT = (
     "trainer.devices",
     "world",
 )
-"""Free, too, between two layouts that both train to the bits of a single rank (docs/parallel.md)."""
+"""Free, too, between two layouts that both train to the bits of a single rank (docs/explanation/same_bits.md)."""
 
 ROUNDING = (
     *LAYOUT, "compiled", "data.micro_batch_size", "trainer.threads", "threads", "trainer.attention_kernel"

@@ -121,7 +121,7 @@ def test_a_launcher_passes_the_signal_on_to_its_ranks(small_run, tmp_path, forke
 
 @pytest.mark.full
 def test_the_batch_script_of_the_docs_goes_on_to_the_same_bits(small_run, tmp_path, slurm):
-    text = (ROOT / "docs" / "parallel.md").read_text()
+    text = (ROOT / "docs" / "howto" / "slurm_script.md").read_text()
     (script,) = re.findall(r"^```bash\n(#!/bin/bash\n#SBATCH.*?)^```", text, re.DOTALL | re.MULTILINE)
     words = small_run(tmp_path, *STEPS, "parallel=hsdp", "parallel.dp_shard=2", "data.global_batch_size=8")
     planted = script.replace("recipe=quickstart parallel=hsdp run.name=slurm", f'{" ".join(words)} "$FAULT"')
@@ -140,7 +140,7 @@ def test_the_batch_script_of_the_docs_goes_on_to_the_same_bits(small_run, tmp_pa
 @pytest.mark.full
 def test_a_killed_rank_ends_the_job_with_the_others_and_the_next_goes_on(small_run, tmp_path, slurm):
     """`--kill-on-bad-exit` of the docs' script: without it the others would wait `parallel.timeout_seconds`."""
-    text = (ROOT / "docs" / "parallel.md").read_text()
+    text = (ROOT / "docs" / "howto" / "slurm_script.md").read_text()
     (script,) = re.findall(r"^```bash\n(#!/bin/bash\n#SBATCH.*?)^```", text, re.DOTALL | re.MULTILINE)
     words = small_run(tmp_path, *STEPS[:1], "checkpoint.every_steps=2", "data.micro_batch_size=1", "parallel=hsdp")
     words += ["parallel.dp_shard=2", "data.global_batch_size=8"]
