@@ -1,8 +1,8 @@
-"""Auxiliary losses of a block's parts, such as a router's balance: their gradients are attached where they are made.
+"""Auxiliary losses of a block's parts, such as a router's load-balancing loss.
 
-A part of a pipeline's stage cannot wait for the loss of the last stage, whose schedule takes no other. So the block's
-output passes through an autograd function that adds the gradient of the part's own loss in the backward pass
-(Megatron-LM's `MoEAuxLossAutoScaler`, `moe_utils.py`). It is the same under every layout.
+A pipeline schedule takes the loss of the last stage only, so the auxiliary loss of an earlier stage cannot be added to
+it. Instead the block's output passes through an autograd function that adds the gradient of the auxiliary loss in the
+backward pass (Megatron-LM's `MoEAuxLossAutoScaler`, `moe_utils.py`), under every layout.
 """
 
 from collections.abc import Iterable
@@ -12,41 +12,65 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_llm.base.errors import ConfigError, Problem
+
 ATTRIBUTE = "auxiliary_losses"
-"""What a part sets in its forward pass: scalars by name, means over its tokens, weighted."""
+"""Attribute that a part sets in its forward pass: weighted scalars by name, each a mean over its tokens."""
 
 
 class AuxiliaryLosses:
-    """Attaches the auxiliary losses of the blocks of a decoder, and sums their values over a step's micro-batches."""
+    """Attaches the auxiliary losses of a decoder's blocks and sums their values over the micro-batches of a step."""
 
     def __init__(self, names: Iterable[str]):
-        """`names`: all that the parts of the whole decoder name (`Part.auxiliary_losses`), on this stage or not."""
+        """`names`: all that the parts of the whole decoder declare (`Part.auxiliary_losses`), on any pipeline stage."""
         self.names = sorted(set(names))
+        self.factors: dict[str, int] = {}
+        """Number of ranks over which the values of a loss are summed instead of averaged, by name; 1 if absent."""
         self.sums: dict[str, Tensor] = {}
-        """Of the step in progress, by name: this rank's share of each loss in the step's."""
+        """This rank's contribution to each loss of the step in progress, by name."""
         self._share, self._gradient = 1.0, 1.0
 
     def begin_step(self, share: float, loss_scale: float) -> None:
-        """Forget the last step. `share`: of the loss of one micro-batch on one rank in the step's, which is a mean."""
+        """Start a step. `share`: weight of the loss of one micro-batch on one rank in the mean over the step."""
         self.sums.clear()
         self._share, self._gradient = share, share * loss_scale
 
     def attach(self, x: Tensor, y: Tensor, block: nn.Module) -> Tensor:
-        """Return `y`, the output of `block` for `x`, with the gradients of the losses that its parts have set."""
+        """Return `y`, the output of `block` for `x`, with the gradients of the losses that its parts have set.
+
+        Raises:
+            ConfigError: a part sets a loss that its config class does not declare.
+        """
         for part in block.children():
             losses = part.__dict__.pop(ATTRIBUTE, {})
             if unknown := losses.keys() - set(self.names):
-                text = f"{type(part).__name__} sets the auxiliary loss {', '.join(sorted(unknown))}"
-                remedy = "Add it there, to `auxiliary_losses: ClassVar[tuple[str, ...]]`."
-                raise ValueError(f"{text}, which its config class does not name. {remedy}")
+                raise ConfigError(undeclared(type(part).__name__, unknown))
             if losses and torch.is_grad_enabled():
                 for name, loss in losses.items():
-                    share = self._share * loss.detach()
+                    factor = self.factors.get(name, 1)
+                    share = factor * self._share * loss.detach()
                     self.sums[name] = self.sums[name] + share if name in self.sums else share
-                    y = _Attached.apply(y, loss, self._gradient)
-                if x.requires_grad:  # a recomputed block sets them once more: they are not to outlive its backward pass
+                    y = _Attached.apply(y, loss, factor * self._gradient)
+                if x.requires_grad:  # recomputing the block sets them again: drop them at the end of its backward pass
                     x.register_hook(partial(_forget, part))
         return y
+
+
+def check_declared(module: nn.Module, declared: Iterable[str]) -> None:
+    """Check a part's module: the losses that its class names must be among those that its config class declares.
+
+    Raises:
+        ConfigError: the torch class names another.
+    """
+    if missing := set(getattr(type(module), ATTRIBUTE, ())) - set(declared):
+        raise ConfigError(undeclared(type(module).__name__, missing))
+
+
+def undeclared(module: str, names: Iterable[str]) -> Problem:
+    """Return the problem that the torch class `module` has losses `names`, which its config class does not declare."""
+    text = f"sets the auxiliary loss {', '.join(sorted(names))}, which its config class does not declare."
+    remedy = 'Add `auxiliary_losses: ClassVar = {"NAME": "mean"}` (or "sum") to the config class (docs/extend.md).'
+    return Problem(module, f"{text} {remedy}")
 
 
 def _forget(part: nn.Module, gradient: Tensor) -> None:
@@ -54,7 +78,7 @@ def _forget(part: nn.Module, gradient: Tensor) -> None:
 
 
 class _Attached(torch.autograd.Function):
-    """Pass an activation through; in the backward pass give a loss its gradient, a number."""
+    """Identity of an activation; the backward pass gives the loss a constant gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, gradient: float) -> Tensor:

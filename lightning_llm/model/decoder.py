@@ -16,7 +16,7 @@ from lightning_llm.linalg.cast_linear import CastOnUse, Reduce
 from lightning_llm.model.attention.kernel_choice import Mask, mask_of
 from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.attention.seen_keys import SeenKeys
-from lightning_llm.model.auxiliary import AuxiliaryLosses
+from lightning_llm.model.auxiliary import AuxiliaryLosses, check_declared
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.loss import LossOf
 from lightning_llm.model.rope import rope_tables
@@ -61,6 +61,7 @@ class Block(nn.Module):
         self.attention_kind = AttentionKind(mixer.window_tokens(config), takes_kernels)
         for name, part in block_parts(config, index).items():
             module: Any = part.build(config)
+            check_declared(module, part.auxiliary_losses)
             module.roles = part.roles(config)  # by child module, see `Decoder.roles`
             self.add_module(name, module)
 

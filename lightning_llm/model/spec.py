@@ -8,7 +8,7 @@ that a kind names by `module`.
 Letters: D hidden_size, T tokens of a sequence.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
@@ -19,6 +19,8 @@ from lightning_llm.config.schema.model import ModelConfig
 
 if TYPE_CHECKING:
     from torch import nn
+
+AuxiliaryReduction = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,12 @@ class Part(Group):
     module: ClassVar[str]
     """`package.module:Class` of the nn.Module, called with (this kind, model), see `Norm.build_for` for norms."""
 
-    auxiliary_losses: ClassVar[tuple[str, ...]] = ()
-    """Names of losses that its module, no norm's, sets in each forward pass, `self.auxiliary_losses = {name: scalar}`:
-    of its input, its output or anything between, weighted, a mean over the tokens, and over features or heads where
-    these are cut: tensor-parallel ranks each set the loss of what they hold. The step adds the mean over micro-batches
-    and ranks to what it trains on, under every layout, and records `auxiliary/NAME` (`model.auxiliary`)."""
+    auxiliary_losses: ClassVar[Mapping[str, AuxiliaryReduction] | tuple[str, ...]] = {}
+    """Auxiliary losses that its module (no norm's) sets in each forward pass, `self.auxiliary_losses = {name: scalar}`:
+    weighted, a mean over the tokens. The value says how the losses of tensor-parallel ranks, each of its own columns,
+    combine into the loss of the whole part. "mean": a mean over columns or heads, or a loss of tensors that all ranks
+    hold. "sum": a sum over columns or heads. A tuple of names declares neither, and is rejected with parallel.tp > 1.
+    The step adds the mean over micro-batches and other ranks to its objective and records `auxiliary/NAME`."""
 
     def linears(self, model: ModelConfig) -> list[LinearSpec]:
         """Return its linears, in the order in which the module makes them; names are those of the module's children."""

@@ -81,6 +81,11 @@ def _checked(part: object, kind: type[PartClass]) -> PartClass:
     return part
 
 
+def replicated_within(part: Part, model: ModelConfig) -> list[ParameterSpec]:
+    """Return the parameters of modules within `part` that tensor-parallel ranks hold whole; none of a norm's own."""
+    return [each for each in part.own_parameters(model) if each.role == "replicate" and "." in each.name]
+
+
 def block_parameters(model: ModelConfig, index: int) -> Sequence[ParameterSpec]:
     """Return the parameters of block `index`, by their names within it."""
     return _block_parameters(Same(model), first_alike(model, index))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema import DataConfig
 from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
@@ -82,7 +83,12 @@ class Pipeline:
         more = {} if document_ids is None else {"document_ids": document_ids.flatten(0, 1)}
         target = labels.flatten(0, 1) if self.has_last else None
         losses: list[Tensor] = []
-        self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **more)
+        try:
+            self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **more)
+        except RuntimeError as error:  # torch wraps what a stage's forward pass raises
+            if isinstance(error.__cause__, ConfigError):
+                raise error.__cause__ from None
+            raise
         if self._sent is not None:
             self._sent.wait()
         return self._from_last(torch.stack(losses).detach() if self.has_last else None, (self.micro_batches,))

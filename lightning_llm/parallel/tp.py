@@ -10,7 +10,7 @@ only those: their gradients are partial sums, which `gradient_sync` adds over th
 `finalize_model_grads`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from lightning_llm.base.errors import AgreedError, Problem
 from lightning_llm.linalg.cast_linear import Reduce
 from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.loss import IGNORED_LABEL, chunk_rows, compiled_loss_sum, next_token_loss_sum
-from lightning_llm.model.structure import block_parts
+from lightning_llm.model.spec import Part
+from lightning_llm.model.structure import block_parts, replicated_within
 from lightning_llm.parallel.axis import AxisOnRanks, Reduction, Works, all_reduce
 from lightning_llm.parallel.collectives import (
     GroupRef,
@@ -42,12 +44,18 @@ class TensorParallel(AxisOnRanks):
     """Cuts a stage by the roles of its modules, and has ranks agree on gradients of what they hold alike."""
 
     def cut(self, stage: Decoder) -> None:
+        """Cut the parameters of `stage` and give its modules a forward pass on this rank's part.
+
+        Raises:
+            AgreedError: a module that ranks hold whole has no `normalise`.
+        """
         mesh = self.layout.mesh
         if mesh is None:
             raise ValueError("a group has a mesh")
         region = Region(self.group, self.layout.config.sequence_parallel)
-        with_losses = [] if region.sequence else _with_losses(stage)
-        shared = {name: Region(self.group, sequence=False, shares=True) for name in with_losses}
+        sharing = [] if region.sequence else _sharing_parts(stage)
+        shared = {name: Region(self.group, sequence=False, shares=True) for name in sharing}
+        stage.auxiliary.factors = dict.fromkeys(_summed_losses(stage), self.group.size())
         stage.token_shards = self.group.size() if region.sequence else 1
         stage.first_id = self.group.rank() * stage.config.padded_vocab_size // self.group.size()
         for name, role in stage.roles().items():
@@ -57,8 +65,10 @@ class TensorParallel(AxisOnRanks):
                 axis = None if (key, role) == ("bias", "row") else SHARD_AXES[role]["w"]
                 sharded = shard_parameter(parameter, mesh["tp"], axis)
                 module.register_parameter(key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-            part = ".".join(name.split(".")[:3])
-            _become(module, _kind_of(stage, module, role), shared.get(part, region))
+            part, kind = ".".join(name.split(".")[:3]), _kind_of(stage, module, role)
+            if kind is _Norm and not hasattr(module, "normalise"):
+                raise AgreedError(_no_normalise(name, module, self.group.size()))
+            _become(module, kind, shared.get(part, region))
         for name, block in stage.blocks.items():
             for key, module in block.named_children():
                 if getattr(module, "roles", None) or f"{name}.{key}" in shared:
@@ -69,7 +79,7 @@ class TensorParallel(AxisOnRanks):
 
         Where each saw all, they take the first's: kernels that sum in no fixed order would let the copies drift apart.
         """
-        roles = stage.roles()
+        roles = stage.roles() | dict.fromkeys(_replicated_within(stage), "per_head")
         role_of = {id(p): roles[name.rpartition(".")[0]] for name, p in stage.named_parameters()}
         summed, alike = (partial(all_reduce, group=self.group),), (partial(_from_first, group=self.group),)
         sequence = self.layout.config.sequence_parallel
@@ -83,14 +93,43 @@ class TensorParallel(AxisOnRanks):
         return reductions
 
 
-def _with_losses(stage: Decoder) -> list[str]:
-    """Return the names of the parts that make auxiliary losses."""
-    return [
-        f"layers.{index}.{name}"
+def _no_normalise(name: str, module: nn.Module, tp: int) -> Problem:
+    text = f"is {tp}, and {name} ({type(module).__name__}) has parameters that these ranks hold whole."
+    remedy = "Give the class a method normalise(x, weight, bias), as norms have, or set parallel.tp=1."
+    return Problem("parallel.tp", f"{text} {remedy}")
+
+
+def _parts(stage: Decoder) -> dict[str, Part]:
+    """Return the parts of the blocks of `stage` by full name."""
+    return {
+        f"layers.{index}.{name}": part
         for index in stage.layers
         for name, part in block_parts(stage.config, int(index)).items()
-        if part.auxiliary_losses
+    }
+
+
+def _sharing_parts(stage: Decoder) -> list[str]:
+    """Return the names of the parts in which ranks share gradients of what all hold (`Region.shares`)."""
+    parts = _parts(stage).items()
+    return [name for name, part in parts if part.auxiliary_losses or replicated_within(part, stage.config)]
+
+
+def _replicated_within(stage: Decoder) -> list[str]:
+    """Return the names of the modules within parts that all ranks hold whole.
+
+    A rank's gradient there is a share, whether the module is applied before the cut linears or after them.
+    """
+    return [
+        f"{name}.{each.name.rpartition('.')[0]}"
+        for name, part in _parts(stage).items()
+        for each in replicated_within(part, stage.config)
     ]
+
+
+def _summed_losses(stage: Decoder) -> set[str]:
+    """Return the auxiliary losses that are sums over ranks, each of its own columns."""
+    declared = [part.auxiliary_losses for part in _parts(stage).values()]
+    return {name for each in declared if isinstance(each, Mapping) for name, over in each.items() if over == "sum"}
 
 
 def _from_first(flat: Tensor, group: dist.ProcessGroup) -> Works:
@@ -119,9 +158,10 @@ def is_tp_shard(parameter: Tensor) -> bool:
 class Region:
     """The two sides of a cut part: what its input comes from, and what its output becomes.
 
-    `shares`: within the part each of R ranks gives a tensor that all hold alike 1/R of its gradient, so that a loss
-    made there, of which each rank adds 1/R, counts once: of the part's input, which sums gradients over the group, and
-    of the row-parallel linear's output, which does not. With sequence parallelism ranks hold no tokens alike there.
+    `shares`: within the part, each of R ranks gives tensors that all hold 1/R of their gradient. So the sum over ranks
+    is the gradient of parameters that all hold, and an auxiliary loss, of which each rank adds 1/R, counts once. It
+    concerns the part's input, whose gradients are summed over the group, and the row-parallel linear's output, whose
+    are not. With sequence parallelism no two ranks hold the same tokens there.
     """
 
     def __init__(self, group: dist.ProcessGroup, sequence: bool, shares: bool = False):

@@ -1,7 +1,8 @@
-"""A part's auxiliary loss is trained on and recorded alike under every layout, pipelines included."""
+"""A part's auxiliary loss is trained on and recorded, with the same values under every layout."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,15 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_llm.__main__ import main
+from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.attention.attention import Attention
+from lightning_llm.model.auxiliary import undeclared
 from lightning_llm.model.feed_forward import DenseFeedForward
 from lightning_llm.model.spec import Norm, Part
 from lightning_llm.model.structure import norm_of
+from lightning_llm.parallel.pp import Pipeline
+from lightning_llm.plan.check import check_config
 from tests.parallel.traced_run import traced_run
 
-NAMES = ("output", "size")
+NAMES = {"columns": "sum", "output": "mean", "size": "mean"}
+"""Losses of the parts: of a sum over columns that tensor parallelism cuts, of a mixer's output, of a part's input."""
 SHAPE = ["model.num_layers=4", "model.num_heads=2", "model.num_kv_heads=2", "model.head_dim=64", "trainer.max_steps=2"]
 LAYOUTS = [
     ("ddp", 2, []),
@@ -39,7 +46,7 @@ def alone(ranks, matrix_run) -> dict[str, Any]:
 
 def test_the_loss_of_a_part_moves_the_weights(alone, ranks, matrix_run):
     without = ranks(1).call(auxiliary_run, matrix_run("single", 1, 4, "fp32", *SHAPE), 0.0)
-    assert without["auxiliary"] == [0.0] * 4
+    assert without["auxiliary"] == [0.0] * 6
     assert without["trace"]["curve"][0][2] == alone["trace"]["curve"][0][2]  # the loss is the cross entropy alone
     name = "layers.2.feed_forward_norm.weight"
     ours, theirs = (each["trace"]["gradients"][0][name] for each in (alone, without))
@@ -59,9 +66,42 @@ def test_it_is_the_same_under_every_layout(alone, ranks, matrix_run, layout, wor
             )
 
 
-def test_a_loss_that_its_kind_does_not_name_is_rejected(ranks, matrix_run):
-    with pytest.raises(RuntimeError, match=r"sets the auxiliary loss (size|output).*auxiliary_losses"):
-        ranks(1).call(unnamed_run, matrix_run("single", 1, 4, "fp32", *SHAPE))
+def test_a_loss_that_its_config_class_does_not_declare_is_rejected(ranks, matrix_run):
+    problem = ranks(1).call(problem_of_undeclared_run, matrix_run("single", 1, 4, "fp32", *SHAPE))
+    assert "Attention: sets the auxiliary loss output" in problem
+    assert "auxiliary_losses" in problem
+
+
+def test_a_pipeline_raises_the_config_error_of_a_stage_as_it_is():
+    problem = undeclared("Router", ["balance"])
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("stage 0 failed to run forward") from ConfigError(problem)
+
+    stage: Any = SimpleNamespace(
+        stages=[], has_first=False, has_last=False, schedule=SimpleNamespace(step=fails), _sent=None
+    )
+    batch = torch.zeros(1, 1, 2, dtype=torch.long)
+    with pytest.raises(ConfigError, match="Router: sets the auxiliary loss balance"):
+        Pipeline.step(stage, batch, batch, None, lambda *_: None, lambda *_: batch, 1.0)
+
+
+@pytest.mark.parametrize("declared", [("columns", "output", "size"), NAMES | {"size": "average"}])
+def test_tensor_parallelism_rejects_a_loss_without_a_declared_reduction(matrix_run, declared):
+    with losses_of_size(1.0, declared):
+        check_config(matrix_run("zero3", 2, 4, "fp32", *SHAPE))
+        with pytest.raises(ConfigError, match=r"parallel\.tp: is 2, .*'size'.*'mean'.*'sum'.*parallel\.tp=1"):
+            check_config(matrix_run("tp", 2, 4, "fp32", *SHAPE))
+
+
+def test_a_loss_declared_by_the_torch_module_alone_is_one_line_of_error(small_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(DenseFeedForward, "auxiliary_losses", ("balance",), raising=False)
+    assert main(["train", *small_run(tmp_path, "trainer.max_steps=1")]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    (line,) = [line for line in error.splitlines() if "balance" in line]
+    assert "DenseFeedForward: sets the auxiliary loss balance" in line
+    assert "config class" in line
 
 
 class Recorded(pl.Callback):
@@ -81,18 +121,24 @@ def auxiliary_run(config: Config, weight: float) -> dict[str, Any]:
         return {"trace": traced_run(config, recorded, saves=False), "auxiliary": recorded.values}
 
 
-def unnamed_run(config: Config) -> None:
+def problem_of_undeclared_run(config: Config) -> str:
     with losses_of_size(1.0, ()):
-        traced_run(config, saves=False)
+        try:
+            traced_run(config, saves=False)
+        except ConfigError as error:
+            return str(error)
+    return "none"
 
 
 @contextmanager
-def losses_of_size(weight: float, names: tuple[str, ...]) -> Iterator[None]:
-    """Have mixers weigh their outputs and feed-forward networks their inputs, and name the losses `names`."""
+def losses_of_size(weight: float, declared: Mapping[str, str] | tuple[str, ...]) -> Iterator[None]:
+    """Give mixers a loss of their outputs, feed-forward networks one of their inputs and one of their columns."""
     forward, mix, before = DenseFeedForward.forward, Attention.forward, Part.auxiliary_losses
 
     def with_loss(self: Any, x: Tensor) -> Tensor:
+        inner = self.up_proj(x).float()  # [B, T, F], or this rank's columns of it
         self.auxiliary_losses = {"size": weight * (x.float() - 0.5).square().mean()}
+        self.auxiliary_losses["columns"] = 0.1 * weight * (inner - 0.5).square().sum(-1).mean()
         return forward(self, x)
 
     def with_loss_of_output(self: Any, x: Tensor, *rest: Any) -> Tensor:
@@ -101,7 +147,7 @@ def losses_of_size(weight: float, names: tuple[str, ...]) -> Iterator[None]:
         return y
 
     DenseFeedForward.forward, Attention.forward = with_loss, with_loss_of_output
-    Part.auxiliary_losses, Norm.auxiliary_losses = names, ()
+    Part.auxiliary_losses, Norm.auxiliary_losses = declared, {}
     try:
         yield
     finally:

@@ -4,12 +4,21 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from itertools import chain
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config, ModelConfig
-from lightning_llm.model.spec import LinearSpec
-from lightning_llm.model.structure import block_linears, block_parameters, block_parts, for_layers, linears_of, norm_of
+from lightning_llm.model.spec import AuxiliaryReduction, LinearSpec, Norm, Part
+from lightning_llm.model.structure import (
+    block_linears,
+    block_parameters,
+    block_parts,
+    for_layers,
+    linears_of,
+    norm_of,
+    replicated_within,
+)
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.axes.axis import Dimension, MeshAxis
 from lightning_llm.plan.degrees import Degrees
@@ -26,6 +35,11 @@ class TensorAxis(MeshAxis):
     name: ClassVar[str] = "tp"
     cuts: ClassVar[tuple[Dimension, ...]] = ("width",)
     on_ranks: ClassVar[str] = "lightning_llm.parallel.tp:TensorParallel"
+
+    def layout_problems(self, config: Config, degrees: Degrees, fits: bool) -> Iterator[Problem]:
+        """Yield the auxiliary losses that do not declare how the losses of the ranks combine."""
+        if degrees.tp > 1:
+            yield from _auxiliary_problems(config.model, degrees.tp)
 
     def machine_problems(self, config: Config, degrees: Degrees) -> Iterator[Problem]:
         """Yield that a group does not fit a machine.
@@ -45,6 +59,8 @@ class TensorAxis(MeshAxis):
     def sharding_problems(self, config: Config, degrees: Degrees) -> Iterator[Problem]:
         """Yield what ranks do not divide: heads and widths, tokens between layers, rows in the optimizer's state."""
         yield from _weight_problems(config.model, degrees.tp)
+        if degrees.tp > 1:
+            yield from _parameter_problems(config.model, degrees.tp)
         length, cp, tp = config.data.sequence_length, degrees.sequence, degrees.tp
         if tp > 1 and config.parallel.sequence_parallel and length % (cp * tp):
             text = (
@@ -82,8 +98,8 @@ class TensorAxis(MeshAxis):
         together (arXiv 2205.05198, section 4.2.2). The embedding is left in the master dtype and the head entered; the
         loss takes three fp32 numbers per token. A recomputed layer repeats its forward pass, up to what is left last.
         Gradients of norms, positions and row-parallel biases are all-reduced once per step, or else the first rank's go
-        to the others; those of norms within heads are always all-reduced, and of duplicated linears the first rank's
-        always go. What a duplicated linear gives is all-reduced in the backward pass.
+        to the others; those of norms within heads and within parts are always all-reduced, and of duplicated
+        linears the first rank's always go. What a duplicated linear gives is all-reduced in the backward pass.
         """
         recipe, model, tp = step.config.precision, step.config.model, step.degrees.tp
         if tp == 1:
@@ -96,6 +112,8 @@ class TensorAxis(MeshAxis):
         first, last = step.parts[0].first, step.parts[-1].last
         roles = ("replicate", "per_head", "duplicate")
         alike, per_head, duplicated = (_elements(model, step.layers, role) for role in roles)
+        within = _elements_within(model, step.layers)
+        alike, per_head = alike - within, per_head + within
         alike += last * hidden * len(norm_of(model).vectors(model))
         alike += model.max_sequence_length * hidden if first and model.position == "learned" else 0
         summed, sent_on = (alike + per_head, duplicated) if sequence else (per_head, alike + duplicated)
@@ -128,6 +146,59 @@ def _weight_problems(model: ModelConfig, tp: int) -> Iterator[Problem]:
                 f"is {tp}, which does not divide {name} = {size} ({size} = {size // tp} x {tp} + {size % tp}): {why}."
             )
             yield Problem("parallel.tp", f"{text} Take a divisor of {size}.")
+
+
+def _all_parts(model: ModelConfig) -> list[Part]:
+    def of_block(index: int) -> list[Part]:
+        return list(block_parts(model, index).values())
+
+    return list(chain.from_iterable(for_layers(model, range(model.num_layers), of_block)))
+
+
+def _auxiliary_problems(model: ModelConfig, tp: int) -> Iterator[Problem]:
+    """Yield the auxiliary losses whose reduction over ranks is not declared, or declared in two ways."""
+    reductions: dict[str, dict[str, str]] = {}
+    for part in _all_parts(model):
+        declared = part.auxiliary_losses
+        for name in declared:
+            reduction = declared[name] if isinstance(declared, Mapping) else "not declared"
+            reductions.setdefault(name, {})[type(part).__name__] = reduction
+    for name, by_class in reductions.items():
+        found = set(by_class.values())
+        if len(found) == 1 and found <= set(get_args(AuxiliaryReduction)):
+            continue
+        listed = ", ".join(f"{each}: {reduction}" for each, reduction in by_class.items())
+        text = (
+            f"is {tp}, and auxiliary loss '{name}' has no single reduction over these ranks ({listed}). Declare "
+            f"auxiliary_losses = {{'{name}': 'mean'}} in the config class, or 'sum' if the loss is a sum over columns "
+            "or heads (docs/extend.md). Or set parallel.tp=1."
+        )
+        yield Problem("parallel.tp", text)
+
+
+def _parameter_problems(model: ModelConfig, tp: int) -> Iterator[Problem]:
+    """Yield the parameters that a part holds itself: there is no module to give a forward pass on a rank's part."""
+    found: dict[str, None] = {}
+    for part in _all_parts(model):
+        if not isinstance(part, Norm):
+            bare = [each.name for each in part.own_parameters(model) if "." not in each.name]
+            found |= dict.fromkeys(f"'{name}' of {type(part).__name__}" for name in bare)
+    for name in found:
+        text = (
+            f"is {tp}, and parameter {name} belongs to no child module. Move it into a child module that has "
+            "normalise(x, weight, bias), as norms do, or set parallel.tp=1."
+        )
+        yield Problem("parallel.tp", text)
+
+
+def _elements_within(model: ModelConfig, layers: list[int]) -> int:
+    """Return the elements of modules within the parts of the blocks `layers` that all ranks hold whole."""
+
+    def within(index: int) -> int:
+        each = (replicated_within(part, model) for part in block_parts(model, index).values())
+        return sum(math.prod(parameter.shape) for parameter in chain.from_iterable(each))
+
+    return sum(for_layers(model, layers, within))
 
 
 def _elements(model: ModelConfig, layers: list[int], role: str) -> int:
