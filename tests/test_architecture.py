@@ -1,4 +1,4 @@
-"""The map of docs/architecture.md: floors, libraries, cycles, sizes and names of modules; tests that mirror them."""
+"""The map of docs/internals/architecture.md: floors, libraries, cycles, module sizes and names, mirrored tests."""
 
 import ast
 import tomllib

@@ -22,7 +22,7 @@ MOVED = {
     "lightning_llm.model.ffn.dense_spec": "lightning_llm.model.kinds",
     "lightning_llm.registry": "lightning_llm.base.registry",
 }
-"""Old path -> new path of the modules and packages that `docs/extend.md` named in the previous release."""
+"""Old path -> new path of the modules and packages that `docs/howto/extend.md` named in the previous release."""
 
 
 def new_path(old: str) -> str | None:

@@ -103,7 +103,7 @@ def prepare(parser: ArgumentParser) -> None:
     """Add what is prepared: tokens, or scores of documents."""
     add_composition(parser)
     add = parser.add_argument
-    what = "score documents instead: quality=SCORER, diversity=SCORER, MEASURE.KEY=VALUE (docs/data_recipes.md)"
+    what = "score documents instead: quality=SCORER, diversity=SCORER, MEASURE.KEY=VALUE (docs/howto/data_recipes.md)"
     add("--score", nargs="+", metavar="MEASURE=SCORER", help=what)
     add("--output", type=Path, metavar="FILE", help="where to write scores (scores.parquet)")
 

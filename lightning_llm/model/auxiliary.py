@@ -69,7 +69,9 @@ def check_declared(module: nn.Module, declared: Iterable[str]) -> None:
 def undeclared(module: str, names: Iterable[str]) -> Problem:
     """Return the problem that the torch class `module` has losses `names`, which its config class does not declare."""
     text = f"sets the auxiliary loss {', '.join(sorted(names))}, which its config class does not declare."
-    remedy = 'Add `auxiliary_losses: ClassVar = {"NAME": "mean"}` (or "sum") to the config class (docs/extend.md).'
+    remedy = (
+        'Add `auxiliary_losses: ClassVar = {"NAME": "mean"}` (or "sum") to the config class (docs/howto/extend.md).'
+    )
     return Problem(module, f"{text} {remedy}")
 
 

@@ -1,4 +1,4 @@
-"""docs/data_recipes.md names jobs of a sweep by their numbers: they are those that it says they are."""
+"""docs/howto/data_recipes.md refers to jobs of a sweep by number: they have the settings that it names."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.sweep_space import compose_sweep
 
-TEXT = (Path(__file__).parents[2] / "docs" / "data_recipes.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "howto" / "data_recipes.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
 

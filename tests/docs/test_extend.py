@@ -1,4 +1,4 @@
-"""docs/extend.md: its kinds, installed as one package, are planned, trained and resumed, and their typos are told."""
+"""The kinds of docs/howto/extend.md, installed as one package, are planned, trained and resumed; typos are reported."""
 
 import csv
 import json
@@ -40,7 +40,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 @pytest.fixture
 def installed(tmp_path):
     """Lay the document's package where Python finds it; return its folder."""
-    files = lay_package("extend.md", tmp_path)
+    files = lay_package("howto/extend.md", tmp_path)
     modules = tomllib.loads((tmp_path / "pyproject.toml").read_text())["tool"]["setuptools"]["py-modules"]
     assert files == {"pyproject.toml", "mine/optim/lion.yaml", *(f"{module}.py" for module in modules)}
     return tmp_path

@@ -221,7 +221,7 @@ def test_plan_says_them(small_run, tmp_path, monkeypatch, capsys):
 
 
 def test_every_rule_is_in_the_documentation():
-    table = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    table = (Path(__file__).parents[2] / "docs" / "reference" / "checkpoints.md").read_text()
     assert [rule.__name__ for rule in RULES if (rule.__doc__ or "").partition("\n")[0].rstrip(".") not in table] == []
 
 

@@ -24,7 +24,7 @@ from tests.run_metrics import curve, same_weights
 
 
 def chain(lines: list[bytes]) -> str:
-    """Return the head of the hash chain as docs/checkpoints.md defines it."""
+    """Return the head of the hash chain as docs/reference/checkpoints.md defines it."""
     return reduce(lambda digest, line: blake2b(digest + line, digest_size=16).digest(), lines, bytes(16)).hex()
 
 

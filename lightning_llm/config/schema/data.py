@@ -3,7 +3,7 @@
 Loaders, mixtures and scorers are registered kinds. A loader is a subclass of `SourceConfig`; built-in loaders derive
 from `TextSourceConfig`, or from `TokenSourceConfig` if their documents are token ids already. A mixture is a subclass
 of `MixtureConfig`, a scorer of `ScorerConfig`. `LOADERS`, `MIXTURES` and `SCORERS` name the modules of the built-in
-kinds; an installed package may register others (docs/extend.md).
+kinds; an installed package may register others (docs/howto/extend.md).
 """
 
 from collections.abc import Iterable, Mapping, Sequence

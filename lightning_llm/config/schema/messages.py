@@ -30,11 +30,11 @@ _SHAPES = {
 HOW_MADE = {
     "data.mixture.scores": (
         " Scores are made by lightning-llm prepare data=python --score quality=length_entropy diversity=tfidf_kmeans, "
-        "say, which writes scores.parquet; give that file (docs/data_recipes.md)."
+        "say, which writes scores.parquet; give that file (docs/howto/data_recipes.md)."
     ),
     "distil.teachers": (
         " Teachers are runs that have finished, distil.teachers=[RUN,RUN]: train some first, say lightning-llm train "
-        "-m recipe=quickstart seed=0,1,2 (docs/data_recipes.md)."
+        "-m recipe=quickstart seed=0,1,2 (docs/howto/data_recipes.md)."
     ),
 }
 """{key of a file or runs that must exist before: how to make them}."""

@@ -1,8 +1,8 @@
 """`optim`, `schedule` and `algorithm`: update rule, learning rate over time, training algorithm. Registered kinds.
 
 A kind is a subclass of `OptimConfig` (`optim/kinds.py`), `ScheduleConfig` (`optim/schedule.py`) or `AlgorithmConfig`
-(`train/algorithm.py`), or of one of them in an installed package (docs/extend.md). Its fields are its YAML keys. The
-planner and the training code call its methods.
+(`train/algorithm.py`), or of one of them in an installed package (docs/howto/extend.md). Its fields are its YAML keys.
+The planner and the training code call its methods.
 """
 
 from collections.abc import Iterable, Sequence

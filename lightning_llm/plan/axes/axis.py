@@ -2,7 +2,7 @@
 
 An axis is one object here and, where its ranks do more than the base class on torch's side, one class there
 (`MeshAxis.on_ranks`, a subclass of `parallel.axis.AxisOnRanks`). An installed package registers its own when it is
-imported (docs/extend.md); its degree is then a key of `parallel`.
+imported (docs/howto/extend.md); its degree is then a key of `parallel`.
 """
 
 from collections.abc import Iterator, Mapping

@@ -171,7 +171,7 @@ def _auxiliary_problems(model: ModelConfig, tp: int) -> Iterator[Problem]:
         text = (
             f"is {tp}, and auxiliary loss '{name}' has no single reduction over these ranks ({listed}). Declare "
             f"auxiliary_losses = {{'{name}': 'mean'}} in the config class, or 'sum' if the loss is a sum over columns "
-            "or heads (docs/extend.md). Or set parallel.tp=1."
+            "or heads (docs/howto/extend.md). Or set parallel.tp=1."
         )
         yield Problem("parallel.tp", text)
 

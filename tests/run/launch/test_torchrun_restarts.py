@@ -31,8 +31,8 @@ def undisturbed(small_run, tmp_path):
 
 
 def job() -> dict:
-    """Return the PyTorchJob of docs/operations.md."""
-    text = (ROOT / "docs" / "operations.md").read_text()
+    """Return the PyTorchJob of docs/howto/long_runs.md."""
+    text = (ROOT / "docs" / "howto" / "long_runs.md").read_text()
     (block,) = re.findall(r"^```yaml\n(apiVersion: kubeflow.*?)^```", text, re.DOTALL | re.MULTILINE)
     return yaml.safe_load(block)
 
