@@ -128,7 +128,7 @@ def test_make_targets_links_and_names_exist(file):
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("http")]
     assert [link for link in links if not (file.parent / link).exists()] == []
     if file == README:
-        assert {"benchmarks/README.md", "docs/precision.md"} <= set(links)
+        assert {"benchmarks/README.md", "docs/reference/precision.md"} <= set(links)
 
 
 def test_every_benchmark_has_its_line():

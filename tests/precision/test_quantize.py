@@ -256,7 +256,7 @@ def test_blocks_contain_an_outlier():
     ("e8m0_floor", "1x32", 1.0, 20, 1.04), ("e8m0_floor", "1x32", 0.75, 20, 0.0),
 ])  # fmt: skip
 def test_how_much_stochastic_e2m1_shrinks_a_gaussian(scale, block, prescale, bits, shrinks):
-    """In percent, as in docs/precision.md: NVFP4's rounded block scales let elements pass 6, MXFP4's 3/4 does not."""
+    """Percentages of docs/explanation/emulation.md: NVFP4 scales let elements pass 6, not MXFP4's 3/4."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2048, 1024, generator=generator)
     noise = (torch.rand(x.shape, generator=generator) * 2**bits).floor() / 2**bits

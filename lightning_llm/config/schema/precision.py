@@ -175,7 +175,8 @@ class PrecisionConfig(Group):
     wgrad: WgradConfig = WgradConfig()
     modules: ModuleRules = ModuleRules()
     allow: Annotated[tuple[str, ...], Field(strict=False)] | None = Field(
-        None, description="rules of the lint that this recipe breaks knowingly, by name (docs/precision.md lists them)"
+        None,
+        description="lint rules that this recipe breaks on purpose, by name (listed in docs/reference/precision.md)",
     )
     loss_scaling: LossScalingConfig | None = Field(None, description="dynamic loss scaling; null: none")
     optimizer: OptimizerHints = OptimizerHints()
