@@ -89,7 +89,7 @@ def _entries(weights: Weights, config: Config | None, dtype: str) -> dict[str, A
         text = (
             "There is no folder to make of it for transformers; its weights remain where they are, in "
             f"{weights.path}, and model.init_from takes them from there. An installed package "
-            "may add an Architecture for its kinds (docs/weights.md)."
+            "may add an Architecture for its kinds (docs/howto/import_export.md)."
         )
         raise ConfigError([Problem(each.key, f"{each.text} {text}") for each in error.problems]) from error
     entries = {**family.entries(weights.config), "dtype": TORCH_NAMES[dtype], "torch_dtype": TORCH_NAMES[dtype]}

@@ -1,4 +1,4 @@
-"""docs/models.md: its mixer, installed as a package, is planned as built and trained, and its typos are told."""
+"""The mixer of docs/howto/add_mixer.md, installed as a package, is planned, built and trained; typos are reported."""
 
 import json
 import os
@@ -36,7 +36,7 @@ print("apart", torch.equal(model(torch.arange(8)[None], document_ids=ids)[:, :4]
 @pytest.fixture
 def installed(tmp_path):
     """Lay the document's package where Python finds it; return its folder."""
-    files = lay_package("models.md", tmp_path)
+    files = lay_package("howto/add_mixer.md", tmp_path)
     assert files == {"average_kind.py", "average_module.py", "pyproject.toml", "mine/model/average_tiny.yaml"}
     return tmp_path
 

@@ -30,7 +30,7 @@ def origin_facts(config: Config) -> dict[str, str | None]:
     try:
         exported = architecture(config.model).class_name
     except ConfigError:
-        problem = f"none: {without_counterpart(config.model)}. Its checkpoints remain (docs/weights.md)"
+        problem = f"none: {without_counterpart(config.model)}. Its checkpoints remain (docs/howto/import_export.md)"
     return {
         "weights": weights_text(config),
         "tokenizer": tokenizer_text(config),
