@@ -136,7 +136,7 @@ def compare(
         IncompleteComparisonError: not all could be judged; its `comparison` has the verdicts on the rest.
         ConfigError: nothing could be judged, with every reason. Flags in its text are the arguments' names here.
     """
-    from lightning_llm.compare.best_value.selection import best_of_words
+    from lightning_llm.compare.best_value import best_of_words
     from lightning_llm.compare.command import compare_named, print_table
     from lightning_llm.compare.terms import AskedTerms
     from lightning_llm.compare.time_to_target import read_targets

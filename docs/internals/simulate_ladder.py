@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy import special
 from simulated import fill_in
 
-from lightning_llm.compare.tokens.effective_data import Curve, effective_data
+from lightning_llm.compare.effective_data import Curve, effective_data
 from lightning_llm.ladder.fit import effect_at, fit_ladder
 from lightning_llm.ladder.measured import Ladder, Rung
 from lightning_llm.ladder.refusal import refusals

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from simulated import fill_in
 
 from lightning_llm.compare.estimate import Judged, Measured
-from lightning_llm.compare.sequential.boundary import SPENDINGS, Spending
-from lightning_llm.compare.sequential.design import Design, declare
-from lightning_llm.compare.sequential.verdicts import Stage, replay
+from lightning_llm.compare.looks import Design, declare
+from lightning_llm.compare.sequential_verdicts import SequentialState, replay
+from lightning_llm.compare.statistics.boundary import SPENDINGS, Spending
 from lightning_llm.compare.terms import Terms
 from lightning_llm.config.schema.sweep import SweepConfig
 
@@ -81,7 +81,7 @@ def sweeps(
     trials: int = TRIALS,
     spending: Spending = SPENDING,
     seed: int = 0,
-) -> Iterator[list[tuple[Judged, Stage]]]:
+) -> Iterator[list[tuple[Judged, SequentialState]]]:
     """Yield what each recipe of each simulated sweep comes to at its last look."""
     design = design_of(scenario.recipes, spending)
     seeds = design.last.seeds
@@ -129,7 +129,7 @@ def seeds_used(sd: float, gap: float, recipes: int, spending: Spending, trials: 
     own, base, right = [], [], []
     deserved = "lossless" if gap < TERMS.margin else "lossy"
     for found in sweeps(Scenario("", sd, recipes=recipes), gap, trials, spending, seed=5):
-        taken = [stage.look.seeds for _, stage in found if stage.look]
+        taken = [state.look.seeds for _, state in found if state.look]
         own += taken
         base.append(max(taken))
         right += [judged.decision == deserved for judged, _ in found]

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from simulated import fill_in
 
-from lightning_llm.compare.best_value.tuned import grid_bounds
 from lightning_llm.compare.statistics.intervals import simultaneous_intervals
+from lightning_llm.compare.tuned import grid_bounds
 
 MARGIN, TRIALS = 0.01, 2000
 RATES = 5

@@ -9,12 +9,12 @@ from lightning_llm.algoperf.benchmark import CLOCKS, Benchmark, score_runs
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.base.terminal import escaped
 from lightning_llm.compare.command import print_escaped, table_console
+from lightning_llm.compare.format import as_json
 from lightning_llm.compare.runs.find import find_runs
 from lightning_llm.compare.runs.losses import LOSS
 from lightning_llm.compare.runs.read_runs import read_found
 from lightning_llm.compare.runs.usable import without_copies
 from lightning_llm.compare.time_to_target import NO_TARGETS, read_targets
-from lightning_llm.compare.to_json import as_json
 
 FILE = "time_to_target.json"
 

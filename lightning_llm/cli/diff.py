@@ -5,10 +5,10 @@ import json
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem, gathered
+from lightning_llm.compare.format import as_json
 from lightning_llm.compare.runs.differences import all_differences
 from lightning_llm.compare.runs.find import Found, find_runs
 from lightning_llm.compare.runs.read_runs import read_all
-from lightning_llm.compare.to_json import as_json
 from lightning_llm.config.config_hash import NOT_IDENTITY, below
 
 

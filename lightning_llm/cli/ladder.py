@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from lightning_llm.base.errors import ConfigError, Problem, gathered
-from lightning_llm.compare.best_value.selection import best_of_words
+from lightning_llm.compare.best_value import best_of_words
 from lightning_llm.compare.command import print_escaped
 from lightning_llm.compare.terms import AskedTerms, terms_of
 from lightning_llm.ladder.command import Asked, ladder_named, print_data, print_text

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, TextIO
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.terminal import escaped, new_console
-from lightning_llm.compare.best_value.selection import BestOf, has_grid
+from lightning_llm.compare.best_value import BestOf, has_grid
 from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError
+from lightning_llm.compare.format import as_json
 from lightning_llm.compare.judge import compare_runs, open_verdicts
+from lightning_llm.compare.looks import Design, declared_looks, look_at, looks_statement, record_look
 from lightning_llm.compare.runs.find import Found, find_runs
 from lightning_llm.compare.runs.read_runs import read_found
-from lightning_llm.compare.sequential.design import Design, declared_looks
-from lightning_llm.compare.sequential.looks import look_at, looks_statement, record_look
 from lightning_llm.compare.statistics.seeds import advise
 from lightning_llm.compare.terms import AskedTerms, Terms, terms_of
-from lightning_llm.compare.to_json import as_json
 from lightning_llm.config.commands import command
 
 if TYPE_CHECKING:

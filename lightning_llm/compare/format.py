@@ -1,8 +1,10 @@
-"""Losses, gaps, counts and shares of tokens as text: one format in tables, sentences and pictures."""
+"""Numbers as text (losses, gaps, counts, shares of tokens) and as JSON, where a number that is not finite is null."""
 
+import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def more_or_fewer(share: float, interval: tuple[float, float]) -> str:
@@ -60,3 +62,22 @@ def count(number: int, noun: str) -> str:
 def seeds_text(seeds: Sequence[int]) -> str:
     """Return "seed 0", "seeds 0, 1"."""
     return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+
+
+def finite(value: float) -> float | None:
+    """Return `value`, None where it is no finite number, for which JSON has no word."""
+    return value if math.isfinite(value) else None
+
+
+def json_ready(value: Any) -> Any:
+    """Return nested data with None for every number that is not finite."""
+    if isinstance(value, float):
+        return finite(value)
+    if isinstance(value, Mapping):
+        return {key: json_ready(each) for key, each in value.items()}
+    return [json_ready(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def as_json(value: Any) -> str:
+    """Return `value` as JSON; what is no finite number is null, for which JSON has no other word."""
+    return json.dumps(json_ready(value), indent=1, default=str, allow_nan=False)

@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.compare.best_value.grid import borne_out
-from lightning_llm.compare.best_value.selection import BestOf, select_best
+from lightning_llm.compare.best_value import BestOf, select_best
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.cost import cost_of
+from lightning_llm.compare.effective_data import Curve
 from lightning_llm.compare.estimate import Floor, Judged, Measured, judge_all, measure, measure_floor
+from lightning_llm.compare.looks import Design
 from lightning_llm.compare.runs.factor import Factor, choose_factor
 from lightning_llm.compare.runs.pairing import Family, pair_runs
 from lightning_llm.compare.runs.usable import (
@@ -21,14 +22,13 @@ from lightning_llm.compare.runs.usable import (
     why_incomparable,
     without_copies,
 )
-from lightning_llm.compare.sequential.design import Design
-from lightning_llm.compare.sequential.verdicts import Stage, judge_by_looks
+from lightning_llm.compare.sequential_verdicts import SequentialState, judge_by_looks
 from lightning_llm.compare.statistics.all_pairs import all_pairs
 from lightning_llm.compare.statistics.seeds import SeedPlan, plan_seeds
 from lightning_llm.compare.terms import Terms
 from lightning_llm.compare.time_to_target import NO_TARGETS
-from lightning_llm.compare.tokens.effective_data import Curve
-from lightning_llm.compare.tokens.token_margin import curve_of, in_nats
+from lightning_llm.compare.token_margin import curve_of, in_nats
+from lightning_llm.compare.tuned import borne_out
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.verdict_text import notes_on
 from lightning_llm.tracking.reading import Run
@@ -147,8 +147,8 @@ def judge(
             return measure_floor(replace(family, aa_groups=groups), terms.metric, terms.tail_share).sd
 
         known = replace(family, recipes={each.label: each.pairs for each in recipes})
-        staged = judge_by_looks(known, floor_at, design, curve).values()
-        found = [_verdict(each, floor, family, factor, terms, curve, stage) for each, stage in staged]
+        judged_with_state = judge_by_looks(known, floor_at, design, curve).values()
+        found = [_verdict(each, floor, family, factor, terms, curve, state) for each, state in judged_with_state]
         return found, floor, problems
     judged = judge_all(recipes, floor.sd, terms)
     return [_verdict(each, floor, family, factor, terms, curve) for each in judged], floor, problems
@@ -161,16 +161,16 @@ def _verdict(
     factor: Factor,
     terms: Terms,
     curve: Curve | None,
-    stage: Stage | None = None,
+    sequential: SequentialState | None = None,
 ) -> Verdict:
     if terms.token_margin is not None:
         terms = replace(terms, margin=judged.margin)
-    if curve is not None and stage is not None:
-        curve = curve.within(stage.seeds)
+    if curve is not None and sequential is not None:
+        curve = curve.within(sequential.seeds)
     sound = [pair for pair in judged.measured.pairs if pair.run.seed in judged.measured.differences]
     cost = cost_of(sound, judged.measured.tail)
-    plan = plan_seeds(judged, terms) if stage is None else SeedPlan()  # declared looks say when to go on
-    return Verdict(judged, family, factor, terms, floor, plan, cost, curve=curve, stage=stage)
+    plan = plan_seeds(judged, terms) if sequential is None else SeedPlan()  # declared looks say when to go on
+    return Verdict(judged, family, factor, terms, floor, plan, cost, curve=curve, sequential=sequential)
 
 
 def withheld_beside(verdict: Verdict, damaged: Sequence[Path]) -> Verdict:

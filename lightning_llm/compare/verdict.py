@@ -7,21 +7,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.compare.best_value.tuned import Tuned
 from lightning_llm.compare.cost import Cost
+from lightning_llm.compare.effective_data import Curve, EffectiveData, effective_data
 from lightning_llm.compare.estimate import Floor, Judged
 from lightning_llm.compare.runs.branches import Switch, switch_of
 from lightning_llm.compare.runs.differences import LAYOUT, ROUNDING, validation_differences
 from lightning_llm.compare.runs.factor import ITSELF, Factor
 from lightning_llm.compare.runs.losses import LOSS, Tail
 from lightning_llm.compare.runs.pairing import Family, Pair
-from lightning_llm.compare.sequential.verdicts import Stage
+from lightning_llm.compare.sequential_verdicts import SequentialState
 from lightning_llm.compare.statistics.intervals import Decision
 from lightning_llm.compare.statistics.seeds import SeedPlan
 from lightning_llm.compare.statistics.stability import Spikes, judge_spikes
 from lightning_llm.compare.terms import Terms
 from lightning_llm.compare.time_to_target import TimeToTarget, time_to_target
-from lightning_llm.compare.tokens.effective_data import Curve, EffectiveData, effective_data
+from lightning_llm.compare.tuned import Tuned
 from lightning_llm.config.config_hash import below
 from lightning_llm.plan.resolve import coverage_of
 from lightning_llm.precision.recipe.module_rules import Coverage
@@ -44,7 +44,7 @@ class Verdict:
     tuned: Tuned | None = None
     """What the grid says, of a verdict at each one's best value (--best-of)."""
     curve: Curve | None = None
-    stage: Stage | None = None
+    sequential: SequentialState | None = None
     """Where it stands among declared looks; None of a verdict at one look."""
 
     damaged: tuple[Path, ...] = ()
@@ -63,7 +63,7 @@ class Verdict:
     @property
     def interval_confidence(self) -> float:
         """Of the verdict's own interval and those beside it: of declared looks what that look's are taken at."""
-        return self.terms.confidence if self.stage is None else self.stage.levels.intervals
+        return self.terms.confidence if self.sequential is None else self.sequential.levels.intervals
 
     @property
     def pairs(self) -> list[Pair]:
@@ -141,7 +141,7 @@ class Verdict:
             return "damaged runs"
         if self.tuned is not None and self.tuned.withheld:
             return f"{self.tuned.withheld} at the chosen values alone"
-        if self.stage is not None and self.stage.look is None:
+        if self.sequential is not None and self.sequential.look is None:
             return "before the first look"
         if judged.loss == "lossless":
             return "seeds missing" if judged.stability.allows_lossless else "failed seeds"
@@ -242,7 +242,7 @@ class Verdict:
         """The verdict on spikes, over the pairs of which neither run diverged."""
         counts = {pair.run.seed: (pair.run.spikes, pair.baseline.spikes) for pair in self.sound_pairs}
         steps = max((pair.baseline.last_step for pair in self.sound_pairs), default=0)
-        error = 1 - self.terms.confidence if self.stage is None else self.stage.levels.failures
+        error = 1 - self.terms.confidence if self.sequential is None else self.sequential.levels.failures
         return judge_spikes(counts, steps, max(1, len(self.family.recipes)), self.terms.confidence, error)
 
     @cached_property

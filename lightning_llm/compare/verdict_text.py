@@ -88,13 +88,13 @@ def _numbers(verdict: Verdict) -> list[str]:
     if measured.identical:
         numbers.append("equal to the last bit")
     elif estimate.low == estimate.low:  # no NaN
-        repeated = " repeated" if verdict.stage else ""
+        repeated = " repeated" if verdict.sequential else ""
         level = f"{100 * verdict.terms.confidence:g} %{repeated} CI"
         numbers.append(f"{level} {interval_text(estimate.low, estimate.high)}")
     in_all = len(measured.seeds)
     numbers.append(count(in_all, "pair") if estimate.pairs == in_all else f"{estimate.pairs} of {in_all} pairs")
-    if verdict.stage is not None:
-        numbers.append(verdict.stage.words)
+    if verdict.sequential is not None:
+        numbers.append(verdict.sequential.words)
     if verdict.floor.sd is not None:
         numbers.append(f"A/A floor {nats(verdict.floor.sd)}")
     numbers.append(failures(verdict.judged.stability))
@@ -189,7 +189,7 @@ def _failed(verdict: Verdict) -> str:
 
 def _missing(verdict: Verdict) -> str:
     missing = verdict.judged.measured.missing_seeds
-    if not missing or (verdict.stage is not None and verdict.stage.waits_for):  # which names them
+    if not missing or (verdict.sequential is not None and verdict.sequential.waits_for):  # which names them
         return ""
     lead = f"{seeds_text(missing)} missing: crashed or unfinished where the baseline was not"
     spared = verdict.judged.loss == "lossless" and verdict.judged.stability.allows_lossless
@@ -215,9 +215,9 @@ def _open(verdict: Verdict) -> str:
         return ""
     if verdict.tuned is not None and verdict.tuned.withheld:
         return ""
-    if verdict.stage is not None:
+    if verdict.sequential is not None:
         worse = "worse; by more than the margin: " if verdict.worse else ""
-        return worse + verdict.stage.what_next
+        return worse + verdict.sequential.what_next
     if judged.loss == "lossless":
         if plan.if_stable is None:
             return ""

@@ -10,16 +10,15 @@ from typing import Any
 import yaml
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.compare.best_value.selection import BestOf
+from lightning_llm.compare.best_value import BestOf
 from lightning_llm.compare.command import note_look, table_console, write_comparison
 from lightning_llm.compare.comparison import Comparison
-from lightning_llm.compare.format import short
+from lightning_llm.compare.format import as_json, short
 from lightning_llm.compare.judge import compare_runs
+from lightning_llm.compare.looks import declared_looks
 from lightning_llm.compare.runs.find import find_runs
 from lightning_llm.compare.runs.read_runs import read_found
-from lightning_llm.compare.sequential.design import declared_looks
 from lightning_llm.compare.terms import AskedTerms, terms_of
-from lightning_llm.compare.to_json import as_json
 from lightning_llm.config.schema.sweep import FEWEST_SIZES, FEWEST_TOKENS
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.ladder.fit import Fit, fit_ladder

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.version import __version__
+from lightning_llm.compare.format import json_ready
 from lightning_llm.compare.terms import Terms
-from lightning_llm.compare.to_json import json_ready
 from lightning_llm.config.compose import compose_config
 from lightning_llm.ladder.fit import Fit, effect_at
 from lightning_llm.ladder.ledger import Prediction, add_predictions, now

@@ -1,7 +1,7 @@
 """`sweep.until=decided`: seeds look by look, until each recipe's verdict is decided or the declared looks are spent.
 
 Which jobs come next follows from the runs in the sweep's folder and the design in its `sweep.json` alone
-(`compare.sequential.verdicts`). So the same command continues after any end, repeats nothing, and no look is spent
+(`compare.sequential_verdicts`). So the same command continues after any end, repeats nothing, and no look is spent
 twice. `declared_sweep` finds all that is wrong with the declaration before anything runs.
 """
 
@@ -16,12 +16,12 @@ from pathlib import Path
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.judge import compare_runs
+from lightning_llm.compare.looks import Design, declare, read_design
 from lightning_llm.compare.runs.factor import choose_factor
 from lightning_llm.compare.runs.losses import LOSS
 from lightning_llm.compare.runs.pairing import Family, pair_runs
-from lightning_llm.compare.sequential.design import Design, declare, read_design
 from lightning_llm.compare.terms import Terms
-from lightning_llm.compare.tokens.token_margin import NEEDS, Unplanned, unplanned
+from lightning_llm.compare.token_margin import NEEDS, Unplanned, unplanned
 from lightning_llm.compare.verdict_text import line_of
 from lightning_llm.config.config_hash import flatten
 from lightning_llm.config.schema import Config
@@ -43,7 +43,7 @@ Definition = Callable[[], Sweep]
 
 
 @dataclass(frozen=True)
-class Stage:
+class NextJobs:
     """What a sequential sweep does next: `jobs`, none where it is at its end; what the last look found, if any yet."""
 
     jobs: tuple[Job, ...]
@@ -63,31 +63,31 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
     begun: tuple[Job, ...] = ()
     with signals_passed_on() as relay:
         while True:
-            stage = next_stage(whole, design)
-            _print_look(stage, design)
+            coming = next_jobs(whole, design)
+            _print_look(coming, design)
             if relay.received:  # as the last job that the look needed came to its end
                 break
-            todo = left_to_do(stage.jobs)
-            if not todo and not await_elsewhere(stage.jobs, relay, "the next look needs it"):
+            todo = left_to_do(coming.jobs)
+            if not todo and not await_elsewhere(coming.jobs, relay, "the next look needs it"):
                 break
             if not todo:
                 continue
-            whole = _opened_for(definition, stage.jobs, whole.parent_run_id if outcomes else None)
-            begun = _with_started(whole, stage.jobs)
+            whole = _opened_for(definition, coming.jobs, whole.parent_run_id if outcomes else None)
+            begun = _with_started(whole, coming.jobs)
             outcomes += start(_same(whole, todo), relay)
             if any(state_of(job.folder) not in SETTLED and not runs_elsewhere(job) for job in todo):
                 break
     begun = begun or _with_started(whole, ())
-    further = "another look" if stage.jobs else ""
+    further = "another look" if coming.jobs else ""
     return close(replace(whole, jobs=begun), outcomes, relay.received, further=further)
 
 
-def next_stage(whole: Sweep, design: Design) -> Stage:
+def next_jobs(whole: Sweep, design: Design) -> NextJobs:
     """Return the jobs that the next look needs and that are not settled, by all runs of the sweep that are."""
     first = design.seeds_at(design.looks[0])
     waiting = [job for job in whole.jobs if job.config.seed in first and state_of(job.folder) not in SETTLED]
     if waiting:
-        return Stage(tuple(waiting))
+        return NextJobs(tuple(waiting))
     settled = [job for job in whole.jobs if state_of(job.folder) in SETTLED]
     comparison = compare_runs([read_run(job.folder) for job in settled], design.terms, design.baseline, design=design)
     kinds = {job.folder: kind_of(job.config) for job in whole.jobs}
@@ -97,8 +97,8 @@ def next_stage(whole: Sweep, design: Design) -> Stage:
         for pair in verdict.family.recipes[verdict.name]:
             own = {kinds[pair.run.folder], kinds[pair.baseline.folder]}
             paired |= own
-            if verdict.stage is not None and verdict.stage.coming is not None:
-                needed |= {kind: max(needed.get(kind, 0), verdict.stage.coming.seeds) for kind in own}
+            if verdict.sequential is not None and verdict.sequential.coming is not None:
+                needed |= {kind: max(needed.get(kind, 0), verdict.sequential.coming.seeds) for kind in own}
     most = max(needed.values(), default=0)
     jobs = []
     for job in whole.jobs:
@@ -106,7 +106,7 @@ def next_stage(whole: Sweep, design: Design) -> Stage:
         count = needed.get(kind, 0) if kind in paired else most  # in no pair: A/A runs, which go on with the others
         if job.config.seed in design.seeds[:count] and state_of(job.folder) not in SETTLED:
             jobs.append(job)
-    return Stage(tuple(jobs), comparison)
+    return NextJobs(tuple(jobs), comparison)
 
 
 def _opened_for(definition: Definition, jobs: Iterable[Job], parent_run_id: str | None) -> Sweep:
@@ -138,16 +138,16 @@ def _same(whole: Sweep, jobs: Iterable[Job]) -> list[Job]:
     return [job for job in whole.jobs if job.key in keys]
 
 
-def _print_look(stage: Stage, design: Design) -> None:
-    if stage.comparison is None:
+def _print_look(coming: NextJobs, design: Design) -> None:
+    if coming.comparison is None:
         print(f"sweep  for look 1 of {len(design.looks)}, after {design.looks[0].seeds} seeds:", flush=True)
         return
-    for verdict in stage.comparison.verdicts:
+    for verdict in coming.comparison.verdicts:
         print(f"look   {line_of(verdict)}", flush=True)
-    for problem in stage.comparison.problems:
+    for problem in coming.comparison.problems:
         print(f"note   {problem.key}: {problem.text}", file=sys.stderr)
-    if not stage.jobs:
-        decided = all(each.decision != "inconclusive" for each in stage.comparison.verdicts)
+    if not coming.jobs:
+        decided = all(each.decision != "inconclusive" for each in coming.comparison.verdicts)
         text = "every verdict is decided" if decided else "no further look: some verdicts stay open"
         print(f"sweep  {text}", flush=True)
 

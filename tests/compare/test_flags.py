@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.compare.sequential.looks import Look, record_look
+from lightning_llm.compare.looks import RecordedLook, record_look
 from tests.compare.run_folders import make_sweep, refusal, verdicts
 
 
@@ -52,7 +52,7 @@ WRONG = [
 def test_looks_that_are_damaged_are_refused(wrong, tmp_path):
     (tmp_path / "looks.json").write_text(json.dumps({"looks": [LOOK | wrong]}))
     with pytest.raises(ValueError, match=r"looks.json is damaged: a look has no sound .*Restore it"):
-        record_look(Look(**LOOK), tmp_path)
+        record_look(RecordedLook(**LOOK), tmp_path)
 
 
 def test_looks_that_are_damaged_cost_a_line_and_no_report(sweep, capsys):

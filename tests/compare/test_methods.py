@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_llm.compare.best_value.selection import BestOf
+from lightning_llm.compare.best_value import BestOf
 from lightning_llm.compare.judge import compare_runs
+from lightning_llm.compare.looks import look_at
 from lightning_llm.compare.report.latex import (
     bibliography,
     cited,
@@ -24,7 +25,6 @@ from lightning_llm.compare.report.methods import PASSAGES, listed, spans
 from lightning_llm.compare.report.page import page
 from lightning_llm.compare.report.references import KNOWN, PAPERS, citation_of, keys_in, sources_of
 from lightning_llm.compare.report.tables import Table
-from lightning_llm.compare.sequential.looks import look_at
 from lightning_llm.compare.terms import Terms
 from lightning_llm.tracking.reading import read_run
 from tests.compare.run_folders import make_run, make_sweep

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_llm.compare.best_value.tuned import plateau
-from lightning_llm.compare.sequential.design import declare
+from lightning_llm.compare.looks import declare
 from lightning_llm.compare.terms import Terms
+from lightning_llm.compare.tuned import plateau
 from lightning_llm.tracking.sweep_definition import command_with_values
 from tests.compare.run_folders import curve, main, make_run, verdicts
 

@@ -10,10 +10,10 @@ from scipy import special
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.estimate import Measured
 from lightning_llm.compare.judge import compare_runs
+from lightning_llm.compare.looks import declare, read_design
 from lightning_llm.compare.report.panels import curve_panels
-from lightning_llm.compare.sequential.boundary import SPENDINGS, boundary, increments, spent
-from lightning_llm.compare.sequential.design import declare, read_design
-from lightning_llm.compare.sequential.verdicts import replay
+from lightning_llm.compare.sequential_verdicts import replay
+from lightning_llm.compare.statistics.boundary import SPENDINGS, boundary, increments, spent
 from lightning_llm.compare.statistics.intervals import simultaneous_intervals
 from lightning_llm.compare.statistics.paired_curves import paired_curves, source_gaps
 from lightning_llm.compare.terms import Terms
@@ -102,12 +102,12 @@ def test_failures_are_tested_look_by_look_within_their_error():
         return Measured(label, differences={}, diverged_seeds=list(seeds))
 
     found = replay(["0"], lambda label, seeds: True, measured, lambda _: None, design(1))
-    judged, stage = found["0"]
+    judged, state = found["0"]
     assert (judged.decision, judged.stability.verdict) == ("lossy", "unstable")
     assert (
         judged.stability.p
         <= judged.stability.level
-        == pytest.approx(increments(LOOKS, 0.05, "linear")[stage.look.number - 1])
+        == pytest.approx(increments(LOOKS, 0.05, "linear")[state.look.number - 1])
     )
 
 
@@ -162,10 +162,10 @@ def test_bands_sources_and_spikes_are_at_the_confidence_of_the_look(tmp_path):
         [read_run(each) for each in sorted(folder.iterdir())], Terms(tail_share=0.0), design=declared()
     )
     late, early = found.verdicts
-    assert (early.stage.look.number, late.stage.look.number) == (1, 3)
+    assert (early.sequential.look.number, late.sequential.look.number) == (1, 3)
     curves, sources = paired_curves(found.verdicts), source_gaps(found.verdicts)
     for verdict, curve, gaps in zip(found.verdicts, curves, sources, strict=True):
-        levels, own = verdict.stage.look.levels, verdict.judged.estimate
+        levels, own = verdict.sequential.look.levels, verdict.judged.estimate
         assert curve.confidence == verdict.interval_confidence == levels.intervals > 0.95
         assert (curve.gap[-1], curve.low[-1], curve.high[-1]) == pytest.approx((own.gap, own.low, own.high))
         assert (gaps["code"].low, gaps["code"].high) == pytest.approx((own.low, own.high))

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from lightning_llm.base.errors import ConfigError
+from lightning_llm.compare.effective_data import Curve, effective_data
 from lightning_llm.compare.estimate import Measured, judge_all
 from lightning_llm.compare.judge import compare_runs
-from lightning_llm.compare.sequential.design import declare
-from lightning_llm.compare.sequential.verdicts import replay
+from lightning_llm.compare.looks import declare
+from lightning_llm.compare.sequential_verdicts import replay
 from lightning_llm.compare.terms import Terms
-from lightning_llm.compare.tokens.effective_data import Curve, effective_data
-from lightning_llm.compare.tokens.token_margin import _shows_with
+from lightning_llm.compare.token_margin import _shows_with
 from lightning_llm.compare.verdict_text import line_of
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.tracking.provenance import process_mark
@@ -145,12 +145,12 @@ def test_a_look_waits_for_the_baselines_other_runs_and_goes_on_where_one_diverge
         return found
 
     whole = judged_at(runs)
-    assert (whole.stage.look.number, whole.decision) == (1, "lossless")
+    assert (whole.sequential.look.number, whole.decision) == (1, "lossless")
     assert whole.judged.measured.unpriced_seeds == [1]
     assert whole.judged.estimate.pairs == 2
     assert "seed 1 left out: the baseline has no sound runs of other numbers of tokens there" in line_of(whole)
     waits = judged_at([run for run in runs if run.folder.name != "bf16-200-2"])
-    assert (waits.stage.look, waits.decision) == (None, "inconclusive")
+    assert (waits.sequential.look, waits.decision) == (None, "inconclusive")
 
 
 @pytest.fixture

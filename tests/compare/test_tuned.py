@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import simulate_rates as simulate
 
-from lightning_llm.compare.best_value.tuned import grid_bounds, plateau
+from lightning_llm.compare.tuned import grid_bounds, plateau
 
 NOMINAL = 0.025
 """Of a one-sided claim by the bound of a 95 % interval."""

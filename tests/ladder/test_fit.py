@@ -11,7 +11,7 @@ from scipy import stats
 from scipy.optimize import least_squares
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.compare.tokens.effective_data import Curve, _crossing, effective_data
+from lightning_llm.compare.effective_data import Curve, _crossing, effective_data
 from lightning_llm.ladder.fit import effect_at, fit_ladder
 from lightning_llm.ladder.law import PRIOR_EXPONENT, PRIOR_WIDTH, Rungs, fit_law
 from lightning_llm.ladder.ledger import Prediction, add_predictions, grade, read_ledger

@@ -290,8 +290,8 @@ def test_the_baseline_goes_on_for_the_recipe_that_needs_most_seeds(monkeypatch):
 
     def verdict(name: str, coming: SimpleNamespace | None) -> SimpleNamespace:
         pairs = [SimpleNamespace(run=job(name, seed), baseline=job("bf16", seed)) for seed in range(3)]
-        stage = SimpleNamespace(coming=coming)
-        return SimpleNamespace(name=name, family=SimpleNamespace(recipes={name: pairs}), stage=stage)
+        sequential = SimpleNamespace(coming=coming)
+        return SimpleNamespace(name=name, family=SimpleNamespace(recipes={name: pairs}), sequential=sequential)
 
     found = [verdict("more", looks[2]), verdict("fewer", looks[1]), verdict("decided", None)]
     monkeypatch.setattr(decide, "state_of", lambda folder: "finished" if int(folder.name[-1]) < 3 else "new")
@@ -300,7 +300,7 @@ def test_the_baseline_goes_on_for_the_recipe_that_needs_most_seeds(monkeypatch):
     names = ("bf16", "more", "alone")
     for verdicts_found in (found, found[::-1]):
         monkeypatch.setattr(decide, "compare_runs", lambda *_, v=verdicts_found, **__: SimpleNamespace(verdicts=v))
-        coming = decide.next_stage(SimpleNamespace(jobs=jobs), design).jobs
+        coming = decide.next_jobs(SimpleNamespace(jobs=jobs), design).jobs
         seeds = {name: [each.config.seed for each in coming if each.config.name == name] for name in names}
         assert seeds == {name: [3, 4, 5, 6, 7] for name in names}
         assert [each.config.seed for each in coming if each.config.name == "fewer"] == [3, 4]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_llm.compare.format import short
+from lightning_llm.compare.looks import looks_statement
 from lightning_llm.compare.report.references import (
     CITATION,
     KNOWN,
@@ -19,7 +20,6 @@ from lightning_llm.compare.report.references import (
     sources_of,
 )
 from lightning_llm.compare.report.study import Study
-from lightning_llm.compare.sequential.looks import looks_statement
 from lightning_llm.compare.statistics.seeds import PLANNED_GAP, POWER
 from lightning_llm.compare.statistics.stability import OUTLIER_FACTOR, STABILITY_MARGIN
 from lightning_llm.compare.verdict_text import quantized_sentences

@@ -172,7 +172,7 @@ def curve_panels(comparison: Comparison, family: Family) -> list[CurvePanel]:
     panels = [
         CurvePanel(
             verdict.name, verdict.colour, curve, tuple(_seed_lines(verdict)), verdict.floor.sd, verdict.terms.margin,
-            verdict.stage.words if verdict.stage else "",
+            verdict.sequential.words if verdict.sequential else "",
         )
         for verdict, curve in zip(verdicts, paired_curves(verdicts), strict=True)
     ]  # fmt: skip

@@ -8,12 +8,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_llm.compare.best_value.selection import Selection
+from lightning_llm.compare.best_value import Selection
+from lightning_llm.compare.looks import Design, RecordedLook
 from lightning_llm.compare.runs.factor import Factor
 from lightning_llm.compare.runs.pairing import Family
 from lightning_llm.compare.runs.usable import ended_some
-from lightning_llm.compare.sequential.design import Design
-from lightning_llm.compare.sequential.looks import Look
 from lightning_llm.compare.terms import Terms
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.config.config_hash import flatten
@@ -37,7 +36,7 @@ class Study:
     families: Sequence[Family]
     verdicts: Sequence[Verdict]
     selection: Selection | None
-    looks: Sequence[Look]
+    looks: Sequence[RecordedLook]
     design: Design | None = None
     all_pairs: bool = False
     ladder: bool = False

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_llm.compare.comparison import Comparison
-from lightning_llm.compare.format import interval_text, nats
+from lightning_llm.compare.format import finite, interval_text, nats
 from lightning_llm.compare.report.picture import Picture
 from lightning_llm.compare.statistics.paired_curves import SourceGap, paired_curves, source_gaps
 from lightning_llm.compare.table import pair_cells
-from lightning_llm.compare.to_json import finite
 from lightning_llm.compare.verdict import Verdict
 
 

@@ -142,11 +142,11 @@ def _intervals(verdicts: Sequence[Verdict], differences: Array, seeds: Sequence[
         return gap, low, high
     same = np.array([verdict.judged.measured.identical for verdict in verdicts])
     spread = np.where(same[:, None], math.nan, differences)
-    looks = [None if verdict.stage is None else verdict.stage.levels for verdict in verdicts]
+    looks = [None if verdict.sequential is None else verdict.sequential.levels for verdict in verdicts]
     for look in dict.fromkeys(looks):
         here = [place for place, other in enumerate(looks) if other == look]
-        stage = verdicts[here[0]].stage
-        seen = [stage is None or seed in stage.seeds for seed in seeds]
+        sequential = verdicts[here[0]].sequential
+        seen = [sequential is None or seed in sequential.seeds for seed in seeds]
         found = simultaneous_intervals(np.where(seen, spread, math.nan), verdicts[here[0]].interval_confidence)
         for into, values in ((gap, found.gap), (low, found.low), (high, found.high)):
             into[..., here] = np.where(same, 0.0, values)[..., here]

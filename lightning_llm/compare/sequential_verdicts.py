@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_llm.compare.effective_data import Curve
 from lightning_llm.compare.estimate import Judged, Measured, judge_all, measure
+from lightning_llm.compare.looks import DeclaredLook, Design
 from lightning_llm.compare.runs.pairing import Family
 from lightning_llm.compare.runs.usable import status_of
-from lightning_llm.compare.sequential.design import Design, Look
 from lightning_llm.compare.terms import LookLevels
-from lightning_llm.compare.tokens.effective_data import Curve
 from lightning_llm.tracking.reading import Run
 
 MOST_AWAITED = 3
@@ -22,15 +22,15 @@ MOST_AWAITED = 3
 
 
 @dataclass(frozen=True)
-class Stage:
+class SequentialState:
     """Where a recipe stands: `look` its last one, None before the first; `coming` the one it waits for, None if none.
 
     `unlearned`: the baseline has not learned, and no more seeds are run for that. `waits_for`: {label: runs}, of the
     baseline and of every recipe that is open, whose runs at the seeds of the coming look have no end.
     """
 
-    look: Look | None
-    coming: Look | None
+    look: DeclaredLook | None
+    coming: DeclaredLook | None
     design: Design
     unlearned: bool = False
     waits_for: Mapping[str, Sequence[Run]] = field(default_factory=dict)
@@ -96,7 +96,7 @@ FloorAt = Callable[[Sequence[int]], float | None]
 
 def judge_by_looks(
     family: Family, floor_at: FloorAt, design: Design, curve: Curve | None = None
-) -> dict[str, tuple[Judged, Stage]]:
+) -> dict[str, tuple[Judged, SequentialState]]:
     """Return {recipe: (its verdict at its last look, where it stands)} of one family.
 
     A look is taken where every recipe that is still open has a run, whatever became of it, at all its seeds. Runs at
@@ -116,21 +116,23 @@ def judge_by_looks(
         return measure(label, pairs, missing, design.terms, margins)
 
     found = replay(list(family.recipes), is_there, measured, floor_at, design)
-    return {label: (judged, _with_awaited(stage, family, found)) for label, (judged, stage) in found.items()}
+    return {label: (judged, _with_awaited(state, family, found)) for label, (judged, state) in found.items()}
 
 
-def _with_awaited(stage: Stage, family: Family, found: Mapping[str, tuple[Judged, Stage]]) -> Stage:
+def _with_awaited(
+    state: SequentialState, family: Family, found: Mapping[str, tuple[Judged, SequentialState]]
+) -> SequentialState:
     """Return where a recipe stands, with the runs that its coming look lacks: of any recipe that takes it, too."""
-    if stage.coming is None:
-        return stage
-    seeds = stage.design.seeds_at(stage.coming)
+    if state.coming is None:
+        return state
+    seeds = state.design.seeds_at(state.coming)
     settled = {label for label, (_, each) in found.items() if each.coming is None}
     lacking = {
         label: [run for run in runs if run.seed in seeds]
         for label, runs in family.unfinished.items()
         if label not in settled
     }
-    return replace(stage, waits_for={label: runs for label, runs in lacking.items() if runs})
+    return replace(state, waits_for={label: runs for label, runs in lacking.items() if runs})
 
 
 def replay(
@@ -139,15 +141,15 @@ def replay(
     measured: Callable[[str, Sequence[int]], Measured],
     floor_at: FloorAt,
     design: Design,
-) -> dict[str, tuple[Judged, Stage]]:
+) -> dict[str, tuple[Judged, SequentialState]]:
     """Return what `judge_by_looks` does, of recipes called `labels`.
 
     `is_there`: whether a recipe has its runs at all these seeds; `measured`: what came of them there.
     """
-    found: dict[str, tuple[Judged, Stage]] = {}
-    done: dict[str, Look] = {}
+    found: dict[str, tuple[Judged, SequentialState]] = {}
+    done: dict[str, DeclaredLook] = {}
 
-    def judged_at(look: Look) -> dict[str, Judged]:
+    def judged_at(look: DeclaredLook) -> dict[str, Judged]:
         recipes = [measured(label, design.seeds_at(done.get(label, look))) for label in labels]
         return dict(
             zip(labels, judge_all(recipes, floor_at(design.seeds_at(look)), design.terms, look.levels), strict=True)
@@ -162,10 +164,10 @@ def replay(
             if label not in done:
                 unlearned = judged.measured.unlearned is not None
                 settled = judged.decision != "inconclusive" or unlearned
-                found[label] = judged, Stage(look, None if settled else following, design, unlearned)
-        done |= {label: look for label, (_, stage) in found.items() if stage.coming is None and label not in done}
+                found[label] = judged, SequentialState(look, None if settled else following, design, unlearned)
+        done |= {label: look for label, (_, state) in found.items() if state.coming is None and label not in done}
     if not found:  # not one look yet: what there is, and no decision
         first = design.looks[0]
         for label, judged in judged_at(first).items():
-            found[label] = replace(judged, decision="inconclusive"), Stage(None, first, design)
+            found[label] = replace(judged, decision="inconclusive"), SequentialState(None, first, design)
     return found

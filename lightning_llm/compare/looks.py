@@ -1,26 +1,34 @@
-"""Design of a sequential sweep: looks, and all that a verdict is asked for, declared before its first run.
+"""Looks at a growing sweep: declared before its first run (`Design`), or recorded as they are taken (`RecordedLook`).
 
-It lies in `sweep.json` with its hash. A verdict by other terms, chosen after the losses were seen, has not its error.
+A design has the looks and all terms of the verdicts; `sweep.json` stores it with its hash. A verdict by other terms,
+chosen after the losses were seen, does not have the declared error rate. Looks that were not declared are recorded in
+`looks.json` beside the runs, because each is another chance of a false verdict.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.compare.best_value.selection import BestOf
+from lightning_llm.compare.best_value import BestOf
 from lightning_llm.compare.runs.find import Found
-from lightning_llm.compare.sequential.boundary import Spending, boundary, increments
+from lightning_llm.compare.statistics.boundary import Spending, boundary, increments
 from lightning_llm.compare.terms import AskedTerms, LookLevels, Terms
 from lightning_llm.config.schema.sweep import read_margin
+from lightning_llm.tracking.files import write_json
 from lightning_llm.tracking.sweep_file import DESIGN, FILE, read_declared
+
+if TYPE_CHECKING:
+    from lightning_llm.compare.verdict import Verdict
 
 
 @dataclass(frozen=True)
-class Look:
+class DeclaredLook:
     """A declared look: after `seeds`, with intervals at `levels`; `number` counts from 1."""
 
     number: int
@@ -32,7 +40,7 @@ class Look:
 class Design:
     """`seeds`: in the order they are run; `recipes`: the most that are held against one baseline together."""
 
-    looks: tuple[Look, ...]
+    looks: tuple[DeclaredLook, ...]
     seeds: tuple[int, ...]
     terms: Terms
     spending: Spending
@@ -40,11 +48,11 @@ class Design:
     baseline: str | None = None
 
     @property
-    def last(self) -> Look:
+    def last(self) -> DeclaredLook:
         """The look at which the budget of seeds is spent."""
         return self.looks[-1]
 
-    def seeds_at(self, look: Look) -> list[int]:
+    def seeds_at(self, look: DeclaredLook) -> list[int]:
         """Return the seeds that are judged at `look`."""
         return list(self.seeds[: look.seeds])
 
@@ -86,7 +94,7 @@ def declare(
     confidences = boundary(looks, recipes, terms.confidence, spending)
     failures = increments(looks, 1 - terms.confidence, spending)
     made = (
-        Look(number, count, LookLevels(round(confidence, 6), round(failure, 6)))
+        DeclaredLook(number, count, LookLevels(round(confidence, 6), round(failure, 6)))
         for number, (count, confidence, failure) in enumerate(zip(looks, confidences, failures, strict=True), 1)
     )
     return Design(tuple(made), seeds, terms, spending, recipes, baseline)
@@ -109,7 +117,9 @@ def read_design(about: Any, where: str) -> Design | None:
             raise ValueError("its hash is another's, so it was changed after it was declared")
         derived = data["derived"]
         levels = zip(data["looks"], derived["interval_confidences"], derived["failure_levels"], strict=True)
-        looks = tuple(Look(n, seeds, LookLevels(each, failures)) for n, (seeds, each, failures) in enumerate(levels, 1))
+        looks = tuple(
+            DeclaredLook(n, seeds, LookLevels(each, failures)) for n, (seeds, each, failures) in enumerate(levels, 1)
+        )
         nats, share = read_margin(data["margin"])
         terms = Terms(nats, data["confidence"], data["metric"], data["tail"], token_margin=share)
         return Design(looks, tuple(data["seeds"]), terms, data["spending"], data["recipes"], data["baseline"])
@@ -188,3 +198,103 @@ def _other_terms(design: Design, asked: AskedTerms, baseline: str | None, best_o
         named.pop("baseline")  # which is the usual one
     others = [f"{name} {new} in place of {old}" for name, (old, new) in named.items() if new != old]
     return [*others, *([f"--best-of {best_of.key}"] if best_of else [])]
+
+
+LOOKS_FILE = "looks.json"
+LOOKS = (
+    "Every look at a growing sweep is another chance to err: with a true gap at the margin, lossless is reported "
+    "falsely at some look of {few} where the looks are after 2, 3, 4 and 5 seeds, of {many} over 2 to 20, and not "
+    "2.5 %. Choose the number of seeds first, and take the verdict at that number."
+)
+FALSE_LOSSLESS_BY_LOOKS = {(2, 5): 0.068, (2, 20): 0.129}
+"""{(first, last number of seeds looked at): how often lossless is reported at some look at a gap of the margin}: one
+recipe, 95 % intervals; tests/compare/test_stability.py."""
+
+
+@dataclass(frozen=True)
+class RecordedLook:
+    """One look: `at` (ISO 8601), what was asked for, pairs and verdicts by recipe; `seen` is a hash of the losses.
+
+    `margin` in nats, None where it was given as the share `token_margin` of tokens.
+    """
+
+    at: str
+    seen: str
+    margin: float | None
+    confidence: float
+    metric: str
+    tail: float
+    pairs: dict[str, int]
+    verdicts: dict[str, str]
+    token_margin: float | None = None
+
+
+def look_at(verdicts: Sequence["Verdict"], terms: Terms) -> RecordedLook:
+    """Return this look, which equals an earlier one in `seen` where there is nothing new."""
+    names = {id(each): " ".join(filter(None, (each.name, each.family.words))) for each in verdicts}
+    shown = [
+        [names[id(each)], each.factor.baseline_label, sorted(each.judged.measured.differences.items()),
+         each.judged.measured.seeds, each.judged.measured.missing_seeds]
+        for each in verdicts
+    ]  # fmt: skip
+    digest = sha256(json.dumps([_asked(terms), shown], sort_keys=True).encode()).hexdigest()[:16]
+    return RecordedLook(
+        at=datetime.now(UTC).isoformat(timespec="seconds"),
+        seen=digest,
+        margin=terms.margin if terms.token_margin is None else None,
+        confidence=terms.confidence,
+        metric=terms.metric,
+        tail=terms.tail_share,
+        pairs={names[id(each)]: len(each.judged.measured.seeds) for each in verdicts},
+        verdicts={names[id(each)]: each.decision for each in verdicts},
+        token_margin=terms.token_margin,
+    )
+
+
+def _asked(terms: Terms) -> dict[str, Any]:
+    """Return the terms that verdicts follow from, as they are hashed; what is shown beside these is no look."""
+    words = {key: getattr(terms, key) for key in ("margin", "confidence", "metric", "tail_share")}
+    return words if terms.token_margin is None else words | {"token_margin": terms.token_margin}
+
+
+def record_look(look: RecordedLook, folder: Path) -> list[RecordedLook]:
+    """Append `look` to the looks recorded in `folder`, unless it saw nothing new, and return all of them.
+
+    Raises:
+        OSError: the file cannot be read or written.
+        ValueError: it holds no looks.
+    """
+    file = folder / LOOKS_FILE
+    try:
+        known = [_read(each) for each in json.loads(file.read_text(encoding="utf-8"))["looks"]] if file.exists() else []
+    except (KeyError, TypeError, RecursionError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {error}. Restore it from a copy, or move it away") from error
+    if any(each.seen == look.seen for each in known):
+        return known
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(file, {"looks": [asdict(each) for each in [*known, look]]})
+    return [*known, look]
+
+
+def _read(each: Any) -> RecordedLook:
+    """Return one look as it was written. Raises TypeError or ValueError where it is none."""
+    look = RecordedLook(**each)
+    numbers: dict[str, Any] = {"confidence": look.confidence, "tail": look.tail}
+    numbers |= {"token_margin": look.token_margin} if look.margin is None else {"margin": look.margin}
+    wrong = [key for key, value in numbers.items() if type(value) not in (int, float) or not math.isfinite(value)]
+    wrong += [key for key in ("at", "seen", "metric") if not isinstance(getattr(look, key), str)]
+    for key, kind in (("pairs", int), ("verdicts", str)):
+        found = getattr(look, key)
+        if not isinstance(found, dict) or not all(type(value) is kind for value in found.values()):
+            wrong.append(key)
+    if not wrong and look.pairs.keys() != look.verdicts.keys():
+        wrong.append("pairs")
+    if wrong:
+        raise ValueError(f"a look has no sound {', '.join(wrong)}")
+    return look
+
+
+def looks_statement() -> str:
+    """Return what repeated looks do to the error rate."""
+    few, many = (f"{100 * rate:.1f} %" for rate in FALSE_LOSSLESS_BY_LOOKS.values())
+    return LOOKS.format(few=few, many=many)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.compare.best_value.tuned import plateau
 from lightning_llm.compare.runs.factor import varying_keys
 from lightning_llm.compare.runs.losses import Tail, tail_of
 from lightning_llm.compare.terms import Terms
+from lightning_llm.compare.tuned import plateau
 from lightning_llm.tracking.reading import Run
 from lightning_llm.tracking.sweep_definition import command_with_values
 

@@ -8,6 +8,7 @@ from itertools import combinations
 import numpy as np
 
 from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.compare.effective_data import REACH, Curve
 from lightning_llm.compare.format import seeds_text
 from lightning_llm.compare.runs.differences import ROUNDING, same_config, validation_differences
 from lightning_llm.compare.runs.factor import Factor
@@ -15,7 +16,6 @@ from lightning_llm.compare.runs.losses import LOSS, has_learned, tail_of
 from lightning_llm.compare.runs.pairing import Family, Pair
 from lightning_llm.compare.runs.usable import ENDED_EARLY, RUNNING, how_they_go_on, status_of
 from lightning_llm.compare.terms import Terms
-from lightning_llm.compare.tokens.effective_data import REACH, Curve
 from lightning_llm.config.commands import command
 from lightning_llm.tracking.reading import Run
 

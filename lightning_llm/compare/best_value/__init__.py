@@ -1,1 +1,0 @@
-"""Each recipe at its own best value of a key."""

@@ -1,1 +1,0 @@
-"""Verdicts at declared looks."""

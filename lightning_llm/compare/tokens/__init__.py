@@ -1,1 +1,0 @@
-"""Gaps as numbers of tokens."""
