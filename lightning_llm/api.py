@@ -138,13 +138,13 @@ def compare(
     """
     from lightning_llm.compare.best_value import best_of_words
     from lightning_llm.compare.command import compare_named, print_table
-    from lightning_llm.compare.terms import AskedTerms
+    from lightning_llm.compare.terms import RequestedTerms
     from lightning_llm.compare.time_to_target import read_targets
 
     given = [runs] if isinstance(runs, str | os.PathLike | TrainResult) else runs
     return compare_named(
         [str(_path_of(each)) for each in given],
-        AskedTerms(margin, confidence, metric, tail, read_targets(list(targets)), all_pairs),
+        RequestedTerms(margin, confidence, metric, tail, read_targets(list(targets)), all_pairs),
         baseline,
         best_of_words(best_of, choose_by),
         None if output is None else Path(output),

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from simulated import fill_in
 
-from lightning_llm.compare.estimate import Judged, Measured
+from lightning_llm.compare.estimate import Measured, VerdictInputs
 from lightning_llm.compare.looks import Design, declare
 from lightning_llm.compare.sequential_verdicts import SequentialState, replay
 from lightning_llm.compare.statistics.boundary import SPENDINGS, Spending
@@ -81,7 +81,7 @@ def sweeps(
     trials: int = TRIALS,
     spending: Spending = SPENDING,
     seed: int = 0,
-) -> Iterator[list[tuple[Judged, SequentialState]]]:
+) -> Iterator[list[tuple[VerdictInputs, SequentialState]]]:
     """Yield what each recipe of each simulated sweep comes to at its last look."""
     design = design_of(scenario.recipes, spending)
     seeds = design.last.seeds

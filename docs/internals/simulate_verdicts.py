@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from simulated import fill_in
 
-from lightning_llm.compare.estimate import Judged, Measured, judge_all
+from lightning_llm.compare.estimate import Measured, VerdictInputs, judge_all
 from lightning_llm.compare.statistics.all_pairs import pairwise_intervals
 from lightning_llm.compare.statistics.intervals import simultaneous_intervals
 from lightning_llm.compare.statistics.seeds import seeds_needed
@@ -85,7 +85,7 @@ def sweeps(scenario: Scenario, seeds: int, gap: float, trials: int, seed: int = 
         ]
 
 
-def judged(scenario: Scenario, seeds: int, gap: float, trials: int) -> Iterator[list[Judged]]:
+def judged(scenario: Scenario, seeds: int, gap: float, trials: int) -> Iterator[list[VerdictInputs]]:
     """Yield the verdicts of each simulated sweep."""
     for recipes in sweeps(scenario, seeds, gap, trials):
         yield judge_all(recipes, None, TERMS)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.compare.runs.differences import validation_differences
 from lightning_llm.compare.runs.factor import Factor, choose_factor, varying_keys
-from lightning_llm.compare.runs.pairing import Family, Pair, name_settings, setting_keys, setting_of
+from lightning_llm.compare.runs.pairing import ComparisonGroup, Pair, name_settings, setting_keys, setting_of
 from lightning_llm.compare.runs.usable import unfinished_problems
 from lightning_llm.compare.time_to_target import KEY, Reached, Targets, reached
 from lightning_llm.tracking.reading import Run
@@ -171,10 +171,10 @@ def _trial_keys(runs: Sequence[Run], asked: Sequence[str]) -> tuple[str, ...]:
 def _workloads(runs: Sequence[Run], factor: Factor, metric: str) -> list[str]:
     """Return the workload of each run, in words: all that varies beside factor, trials and seed."""
     keys = setting_keys(runs, factor, metric)
-    families: dict[Any, Family] = {}
+    families: dict[Any, ComparisonGroup] = {}
     for run in runs:
         setting = {key: run.config.get(key) for key in keys}
-        families.setdefault(setting_of(run, keys), Family(setting, recipes={"": [Pair(run, run, {})]}))
+        families.setdefault(setting_of(run, keys), ComparisonGroup(setting, recipes={"": [Pair(run, run, {})]}))
     name_settings(list(families.values()))
     return [families[setting_of(run, keys)].words or "all" for run in runs]
 

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.compare.best_value import best_of_words
 from lightning_llm.compare.command import compare_named, print_data, print_escaped, print_table
-from lightning_llm.compare.terms import AskedTerms, terms_of
+from lightning_llm.compare.terms import RequestedTerms, terms_of
 from lightning_llm.compare.time_to_target import NO_TARGETS, read_targets
 
 NOT_SCORED: Mapping[str, str] = {
@@ -44,7 +44,7 @@ def compare(arguments: argparse.Namespace) -> int:
     targets, best_of = NO_TARGETS, None
     with gathered(problems):
         targets = read_targets(arguments.target)
-    asked = AskedTerms(
+    asked = RequestedTerms(
         arguments.margin, arguments.confidence, arguments.metric, arguments.tail, targets, arguments.all_pairs
     )
     with gathered(problems):

@@ -7,14 +7,14 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.compare.format import as_json
 from lightning_llm.compare.runs.differences import all_differences
-from lightning_llm.compare.runs.find import Found, find_runs
+from lightning_llm.compare.runs.find import RunSelection, find_runs
 from lightning_llm.compare.runs.read_runs import read_all
 from lightning_llm.config.config_hash import NOT_IDENTITY, below
 
 
 def diff(arguments: argparse.Namespace) -> int:
     """Print what two runs' resolved configs, versions, device, code and data differ in; return 0 either way."""
-    found: list[Found] = []
+    found: list[RunSelection] = []
     problems: list[Problem] = []
     for word in (arguments.run, arguments.other):
         with gathered(problems):

@@ -8,8 +8,8 @@ from functools import partial
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.compare.best_value import best_of_words
 from lightning_llm.compare.command import print_escaped
-from lightning_llm.compare.terms import AskedTerms, terms_of
-from lightning_llm.ladder.command import Asked, ladder_named, print_data, print_text
+from lightning_llm.compare.terms import RequestedTerms, terms_of
+from lightning_llm.ladder.command import LadderRequest, ladder_named, print_data, print_text
 from lightning_llm.ladder.predicting import target_of
 from lightning_llm.ladder.refusal import DECADES
 
@@ -33,7 +33,7 @@ def run_ladder(arguments: argparse.Namespace, *, fit: bool, problems: Sequence[P
     # A run may follow --predict, which takes all words there are; no run is called KEY=VALUE.
     words = arguments.predict or []
     runs = [*arguments.runs, *(word for word in words if "=" not in word)]
-    asked = AskedTerms(arguments.margin, arguments.confidence, arguments.metric, arguments.tail)
+    asked = RequestedTerms(arguments.margin, arguments.confidence, arguments.metric, arguments.tail)
     target, best_of = None, None
     found = [*problems, *_problems(arguments)]
     with gathered(found):
@@ -50,7 +50,7 @@ def run_ladder(arguments: argparse.Namespace, *, fit: bool, problems: Sequence[P
         asked,
         arguments.baseline,
         best_of,
-        Asked(fit, target, decades, arguments.grade, arguments.ledger, arguments.output),
+        LadderRequest(fit, target, decades, arguments.grade, arguments.ledger, arguments.output),
         show=print_data if arguments.json else print_text,
         say=partial(print_escaped, file=sys.stderr if arguments.json else sys.stdout),
     )

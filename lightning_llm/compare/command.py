@@ -15,10 +15,10 @@ from lightning_llm.compare.comparison import Comparison, IncompleteComparisonErr
 from lightning_llm.compare.format import as_json
 from lightning_llm.compare.judge import compare_runs, open_verdicts
 from lightning_llm.compare.looks import Design, declared_looks, look_at, looks_statement, record_look
-from lightning_llm.compare.runs.find import Found, find_runs
+from lightning_llm.compare.runs.find import RunSelection, find_runs
 from lightning_llm.compare.runs.read_runs import read_found
 from lightning_llm.compare.statistics.seeds import advise
-from lightning_llm.compare.terms import AskedTerms, Terms, terms_of
+from lightning_llm.compare.terms import RequestedTerms, Terms, terms_of
 from lightning_llm.config.commands import command
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ RATE = "optim.learning_rate"
 
 def compare_named(
     words: Sequence[str],
-    asked: AskedTerms,
+    asked: RequestedTerms,
     baseline: str | None,
     best_of: BestOf | None,
     output: Path | None,
@@ -84,7 +84,7 @@ def compare_named(
     return comparison
 
 
-def against_all_pairs(terms: Terms, best_of: BestOf | None, design: Design | None, found: Found) -> str:
+def against_all_pairs(terms: Terms, best_of: BestOf | None, design: Design | None, found: RunSelection) -> str:
     """Return why recipes are not held against each other here, and what to do; empty where they are."""
     if best_of is not None:
         return f"goes without --best-of {best_of.key}, whose whole grid it does not look at. Leave out one of the two."
@@ -103,7 +103,7 @@ def against_all_pairs(terms: Terms, best_of: BestOf | None, design: Design | Non
     return ""
 
 
-def flags_of(asked: AskedTerms, baseline: str | None, key: str) -> list[str]:
+def flags_of(asked: RequestedTerms, baseline: str | None, key: str) -> list[str]:
     """Return the flags that ask for the same terms and baseline beside --best-of `key`, which takes no --all-pairs.
 
     A recipe's best value of `key` is no part of the baseline's name there: "optim=adamw (learning_rate=0.002)".

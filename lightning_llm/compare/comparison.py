@@ -15,7 +15,7 @@ from lightning_llm.compare.report.methods import Methods, methods_of
 from lightning_llm.compare.report.study import Study
 from lightning_llm.compare.runs.factor import Factor
 from lightning_llm.compare.runs.losses import tail_of
-from lightning_llm.compare.runs.pairing import Family
+from lightning_llm.compare.runs.pairing import ComparisonGroup
 from lightning_llm.compare.statistics.all_pairs import PairGap
 from lightning_llm.compare.statistics.paired_curves import paired_curves
 from lightning_llm.compare.statistics.seeds import Advice
@@ -30,7 +30,7 @@ class Baseline:
     """The baseline of one family."""
 
     label: str
-    family: Family
+    family: ComparisonGroup
     terms: Terms
 
     @cached_property
@@ -85,9 +85,9 @@ class Comparison:
     factor: Factor
     terms: Terms
     runs: list[Run]
-    families: list[Family] = field(default_factory=list)
+    families: list[ComparisonGroup] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
-    floors: list[tuple[Family, Floor]] = field(default_factory=list)
+    floors: list[tuple[ComparisonGroup, Floor]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     advice: Advice | None = None
@@ -104,7 +104,7 @@ class Comparison:
         """The baseline's figures in each setting."""
         return [Baseline(self.factor.baseline_label, family, self.terms) for family in self.families]
 
-    def verdicts_of(self, family: Family) -> list[Verdict]:
+    def verdicts_of(self, family: ComparisonGroup) -> list[Verdict]:
         """Return the verdicts in one setting."""
         return [verdict for verdict in self.verdicts if verdict.family is family]
 

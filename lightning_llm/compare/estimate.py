@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_llm.compare.runs.differences import ROUNDING, all_differences
 from lightning_llm.compare.runs.losses import Tail, diverged, has_learned, learned_below, tail_of
-from lightning_llm.compare.runs.pairing import Family, Pair
+from lightning_llm.compare.runs.pairing import ComparisonGroup, Pair
 from lightning_llm.compare.statistics.intervals import Decision, Intervals, decision_of, simultaneous_intervals
 from lightning_llm.compare.statistics.stability import Stability, judge_stability, outlier_seeds
 from lightning_llm.compare.terms import LookLevels, Terms
@@ -70,7 +70,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Judged:
+class VerdictInputs:
     """A recipe's verdict: `loss` by the interval alone, `stability`, and what the two come to, `decision`.
 
     `margin`: that it was held against, nats; of one in tokens the mean over the seeds that the gap is of.
@@ -133,7 +133,7 @@ def _equal_bits(pair: Pair, metric: str) -> bool:
 
 def judge_all(
     recipes: Sequence[Measured], floor_sd: float | None, terms: Terms, levels: LookLevels | None = None
-) -> list[Judged]:
+) -> list[VerdictInputs]:
     """Return the verdict on each recipe of one family; intervals and tests hold together.
 
     `levels`: of one declared look of several, over all of which they then hold; None: of the only look.
@@ -155,7 +155,7 @@ def judge_all(
         kept = [nats for seed, nats in (recipe.margins or {}).items() if seed not in out]
         margin = math.fsum(kept) / len(kept) if kept else usual
         loss = decision_of(estimate.low, estimate.high, margin)
-        found.append(Judged(recipe, estimate, loss, stability, _decision(recipe, loss, stability), margin))
+        found.append(VerdictInputs(recipe, estimate, loss, stability, _decision(recipe, loss, stability), margin))
     return found
 
 
@@ -256,7 +256,7 @@ class Floor:
         squares = math.fsum((len(group) - 1) * variance(group) for group in self.losses)
         return math.sqrt(2 * squares / self.pairs)
 
-    def as_data(self, family: Family) -> dict[str, Any]:
+    def as_data(self, family: ComparisonGroup) -> dict[str, Any]:
         """Return what `compare.json` has under "aa"."""
         return {
             "setting": family.setting,
@@ -270,7 +270,7 @@ class Floor:
         }
 
 
-def measure_floor(family: Family, metric: str, tail_share: float) -> Floor:
+def measure_floor(family: ComparisonGroup, metric: str, tail_share: float) -> Floor:
     """Return the family's noise floor over the tails of `metric`; runs that diverged or learned nothing are left out.
 
     How far apart runs land that learn nothing says nothing of how far apart those land that do.

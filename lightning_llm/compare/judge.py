@@ -9,10 +9,10 @@ from lightning_llm.compare.best_value import BestOf, select_best
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.cost import cost_of
 from lightning_llm.compare.effective_data import Curve
-from lightning_llm.compare.estimate import Floor, Judged, Measured, judge_all, measure, measure_floor
+from lightning_llm.compare.estimate import Floor, Measured, VerdictInputs, judge_all, measure, measure_floor
 from lightning_llm.compare.looks import Design
 from lightning_llm.compare.runs.factor import Factor, choose_factor
-from lightning_llm.compare.runs.pairing import Family, pair_runs
+from lightning_llm.compare.runs.pairing import ComparisonGroup, pair_runs
 from lightning_llm.compare.runs.usable import (
     levels_without_a_run,
     newest_of_same,
@@ -123,7 +123,7 @@ def _add_all_pairs(comparison: Comparison, damaged: bool) -> None:
 
 
 def judge(
-    family: Family, factor: Factor, terms: Terms, curve: Curve | None = None, design: Design | None = None
+    family: ComparisonGroup, factor: Factor, terms: Terms, curve: Curve | None = None, design: Design | None = None
 ) -> tuple[list[Verdict], Floor, list[Problem]]:
     """Return the verdicts of one family, its A/A floor, and what could not be judged; by `design`'s looks, if any.
 
@@ -155,9 +155,9 @@ def judge(
 
 
 def _verdict(
-    judged: Judged,
+    judged: VerdictInputs,
     floor: Floor,
-    family: Family,
+    family: ComparisonGroup,
     factor: Factor,
     terms: Terms,
     curve: Curve | None,

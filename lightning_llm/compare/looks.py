@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.best_value import BestOf
-from lightning_llm.compare.runs.find import Found
+from lightning_llm.compare.runs.find import RunSelection
 from lightning_llm.compare.statistics.boundary import Spending, boundary, increments
-from lightning_llm.compare.terms import AskedTerms, LookLevels, Terms
+from lightning_llm.compare.terms import LookLevels, RequestedTerms, Terms
 from lightning_llm.config.schema.sweep import read_margin
 from lightning_llm.tracking.files import write_json
 from lightning_llm.tracking.sweep_file import DESIGN, FILE, read_declared
@@ -149,7 +149,9 @@ class Declared:
         return self.design.baseline if self.design else None
 
 
-def declared_looks(found: Found, asked: AskedTerms, baseline: str | None, best_of: BestOf | None) -> Declared:
+def declared_looks(
+    found: RunSelection, asked: RequestedTerms, baseline: str | None, best_of: BestOf | None
+) -> Declared:
     """Return the design that the runs which were found are judged by: that of the one sweep that was named whole.
 
     By other terms than it declares, or with other runs, a verdict has not its error, which is noted.
@@ -187,7 +189,7 @@ def declared_looks(found: Found, asked: AskedTerms, baseline: str | None, best_o
     return Declared(design, (text,))
 
 
-def _other_terms(design: Design, asked: AskedTerms, baseline: str | None, best_of: BestOf | None) -> list[str]:
+def _other_terms(design: Design, asked: RequestedTerms, baseline: str | None, best_of: BestOf | None) -> list[str]:
     now, were = asked.over(design.terms), design.terms
     named = {
         "margin": (were.margin_words, now.margin_words), "confidence": (were.confidence, now.confidence),

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_llm.compare.effective_data import Curve
-from lightning_llm.compare.estimate import Judged, Measured, judge_all, measure
+from lightning_llm.compare.estimate import Measured, VerdictInputs, judge_all, measure
 from lightning_llm.compare.looks import DeclaredLook, Design
-from lightning_llm.compare.runs.pairing import Family
+from lightning_llm.compare.runs.pairing import ComparisonGroup
 from lightning_llm.compare.runs.usable import status_of
 from lightning_llm.compare.terms import LookLevels
 from lightning_llm.tracking.reading import Run
@@ -95,8 +95,8 @@ FloorAt = Callable[[Sequence[int]], float | None]
 
 
 def judge_by_looks(
-    family: Family, floor_at: FloorAt, design: Design, curve: Curve | None = None
-) -> dict[str, tuple[Judged, SequentialState]]:
+    family: ComparisonGroup, floor_at: FloorAt, design: Design, curve: Curve | None = None
+) -> dict[str, tuple[VerdictInputs, SequentialState]]:
     """Return {recipe: (its verdict at its last look, where it stands)} of one family.
 
     A look is taken where every recipe that is still open has a run, whatever became of it, at all its seeds. Runs at
@@ -120,7 +120,7 @@ def judge_by_looks(
 
 
 def _with_awaited(
-    state: SequentialState, family: Family, found: Mapping[str, tuple[Judged, SequentialState]]
+    state: SequentialState, family: ComparisonGroup, found: Mapping[str, tuple[VerdictInputs, SequentialState]]
 ) -> SequentialState:
     """Return where a recipe stands, with the runs that its coming look lacks: of any recipe that takes it, too."""
     if state.coming is None:
@@ -141,15 +141,15 @@ def replay(
     measured: Callable[[str, Sequence[int]], Measured],
     floor_at: FloorAt,
     design: Design,
-) -> dict[str, tuple[Judged, SequentialState]]:
+) -> dict[str, tuple[VerdictInputs, SequentialState]]:
     """Return what `judge_by_looks` does, of recipes called `labels`.
 
     `is_there`: whether a recipe has its runs at all these seeds; `measured`: what came of them there.
     """
-    found: dict[str, tuple[Judged, SequentialState]] = {}
+    found: dict[str, tuple[VerdictInputs, SequentialState]] = {}
     done: dict[str, DeclaredLook] = {}
 
-    def judged_at(look: DeclaredLook) -> dict[str, Judged]:
+    def judged_at(look: DeclaredLook) -> dict[str, VerdictInputs]:
         recipes = [measured(label, design.seeds_at(done.get(label, look))) for label in labels]
         return dict(
             zip(labels, judge_all(recipes, floor_at(design.seeds_at(look)), design.terms, look.levels), strict=True)

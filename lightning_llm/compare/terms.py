@@ -14,7 +14,7 @@ class Terms:
     """What a verdict is asked for: `margin` in nats per token, `confidence` of all intervals of a family together.
 
     `token_margin`: the margin as a share of tokens, 0.02 for 2 %, where it was given so; `margin` is then NaN until it
-    is known for a family (`token_margin.in_nats`), and of a verdict the one over its own pairs (`Judged.margin`).
+    is known for a family (`token_margin.in_nats`), and of a verdict the one over its own pairs (`VerdictInputs.margin`).
     """
 
     margin: float = 0.01
@@ -56,7 +56,7 @@ class LookLevels:
 
 
 @dataclass(frozen=True)
-class AskedTerms:
+class RequestedTerms:
     """The terms that were asked for, None where nothing was; `margin` in nats, or "2%" of tokens."""
 
     margin: float | str | None = None
@@ -81,7 +81,7 @@ class AskedTerms:
         )
 
 
-def terms_of(asked: AskedTerms, declared: Terms | None = None) -> Terms:
+def terms_of(asked: RequestedTerms, declared: Terms | None = None) -> Terms:
     """Return the terms of a verdict: those declared for the sweep, or else those asked for.
 
     Raises:

@@ -13,7 +13,7 @@ from lightning_llm.compare.format import seeds_text
 from lightning_llm.compare.runs.differences import ROUNDING, same_config, validation_differences
 from lightning_llm.compare.runs.factor import Factor
 from lightning_llm.compare.runs.losses import LOSS, has_learned, tail_of
-from lightning_llm.compare.runs.pairing import Family, Pair
+from lightning_llm.compare.runs.pairing import ComparisonGroup, Pair
 from lightning_llm.compare.runs.usable import ENDED_EARLY, RUNNING, how_they_go_on, status_of
 from lightning_llm.compare.terms import Terms
 from lightning_llm.config.commands import command
@@ -29,7 +29,7 @@ MOST_FACTOR = 4.5
 """Of tokens, between the judged runs and the next of the baseline: further apart the curve between them is a guess."""
 
 
-def curve_of(family: Family, runs: Sequence[Run], factor: Factor, terms: Terms) -> Curve | None:
+def curve_of(family: ComparisonGroup, runs: Sequence[Run], factor: Factor, terms: Terms) -> Curve | None:
     """Return the baseline's losses at and around the family's number of tokens; None without any other number.
 
     Of several it is the next below and the next above; where one side has none, the two nearest. Seeds are those at
@@ -119,7 +119,7 @@ LONGER = (2, 4, 3)
 NEEDS = "needs the baseline at two other numbers of tokens, about half and twice, each with its own decay,"
 
 
-def in_nats(terms: Terms, family: Family, curve: Curve | None, of_baseline: Sequence[Run] = ()) -> Terms:
+def in_nats(terms: Terms, family: ComparisonGroup, curve: Curve | None, of_baseline: Sequence[Run] = ()) -> Terms:
     """Return the terms with a margin given in tokens made one in nats for this family; others as they are.
 
     A recipe that needs a share m of tokens more is worth D / (1 + m): the margin is that much of the baseline's loss.
@@ -171,7 +171,9 @@ class Unplanned:
     others: tuple[int, int]
 
 
-def unplanned(families: Sequence[Family], runs: Sequence[Run], seeds: Sequence[int], terms: Terms) -> list[Unplanned]:
+def unplanned(
+    families: Sequence[ComparisonGroup], runs: Sequence[Run], seeds: Sequence[int], terms: Terms
+) -> list[Unplanned]:
     """Return the settings in which jobs that are planned would leave a margin in tokens unknown; [] for one in nats.
 
     Args:
@@ -193,7 +195,7 @@ def unplanned(families: Sequence[Family], runs: Sequence[Run], seeds: Sequence[i
     return found
 
 
-def _lacking(family: Family, curve: Curve | None, terms: Terms, of_baseline: Sequence[Run]) -> str:
+def _lacking(family: ComparisonGroup, curve: Curve | None, terms: Terms, of_baseline: Sequence[Run]) -> str:
     """Return what runs a margin in tokens needs, which of them tell it, which go on, and what adds the others."""
     share, base = terms.token_margin or 0.0, next(iter(family.recipes.values()))[0].baseline
     steps, at = int(base.config.get("trainer.max_steps") or base.last_step), planned_tokens(base)

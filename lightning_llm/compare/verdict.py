@@ -9,12 +9,12 @@ from typing import Any
 
 from lightning_llm.compare.cost import Cost
 from lightning_llm.compare.effective_data import Curve, EffectiveData, effective_data
-from lightning_llm.compare.estimate import Floor, Judged
+from lightning_llm.compare.estimate import Floor, VerdictInputs
 from lightning_llm.compare.runs.branches import Switch, switch_of
 from lightning_llm.compare.runs.differences import LAYOUT, ROUNDING, validation_differences
 from lightning_llm.compare.runs.factor import ITSELF, Factor
 from lightning_llm.compare.runs.losses import LOSS, Tail
-from lightning_llm.compare.runs.pairing import Family, Pair
+from lightning_llm.compare.runs.pairing import ComparisonGroup, Pair
 from lightning_llm.compare.sequential_verdicts import SequentialState
 from lightning_llm.compare.statistics.intervals import Decision
 from lightning_llm.compare.statistics.seeds import SeedPlan
@@ -34,8 +34,8 @@ HIGH_PRECISION = "val_loss_high_precision"
 class Verdict:
     """The verdict on one recipe in one setting. Everything else about it follows from these."""
 
-    judged: Judged
-    family: Family
+    judged: VerdictInputs
+    family: ComparisonGroup
     factor: Factor
     terms: Terms
     floor: Floor

@@ -9,7 +9,7 @@ from lightning_llm.compare.format import count, interval_text, more_or_fewer, na
 from lightning_llm.compare.runs.branches import notes_on_branches
 from lightning_llm.compare.runs.factor import Factor
 from lightning_llm.compare.runs.losses import LEARNED_SHARE, LOSS
-from lightning_llm.compare.runs.pairing import Family
+from lightning_llm.compare.runs.pairing import ComparisonGroup
 from lightning_llm.compare.statistics.seeds import FEWEST_SEEDS, MOST_SEEDS, PLANNED_GAP, POWER
 from lightning_llm.compare.statistics.stability import STABILITY_MARGIN, Stability, rate_interval, upper_bound
 from lightning_llm.compare.time_to_target import TimeToTarget
@@ -255,7 +255,7 @@ def power_statement() -> str:
 
 
 def notes_on(
-    factor: Factor, families: Sequence[Family], verdicts: Sequence[Verdict], damaged: Sequence[Path] = ()
+    factor: Factor, families: Sequence[ComparisonGroup], verdicts: Sequence[Verdict], damaged: Sequence[Path] = ()
 ) -> list[str]:
     """Return what to read beside the verdicts, one sentence or two each."""
     notes = [factor.note] if factor.note else []

@@ -18,7 +18,7 @@ from lightning_llm.compare.judge import compare_runs
 from lightning_llm.compare.looks import declared_looks
 from lightning_llm.compare.runs.find import find_runs
 from lightning_llm.compare.runs.read_runs import read_found
-from lightning_llm.compare.terms import AskedTerms, terms_of
+from lightning_llm.compare.terms import RequestedTerms, terms_of
 from lightning_llm.config.schema.sweep import FEWEST_SIZES, FEWEST_TOKENS
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.ladder.fit import Fit, fit_ladder
@@ -33,7 +33,7 @@ FOLDER = "compare/ladder"
 
 
 @dataclass(frozen=True)
-class Asked:
+class LadderRequest:
     """`fit`: the ladder itself; `predict`: where, if anywhere; `decades`: how far beyond the ladder at most; `grade`:
     hold earlier predictions against the runs; `ledger`: the file they stand in, None for the one beside the runs;
     `output`: another folder for the report, which then goes to no MLflow either."""
@@ -48,10 +48,10 @@ class Asked:
 
 def ladder_named(
     words: Sequence[str],
-    terms: AskedTerms,
+    terms: RequestedTerms,
     baseline: str | None,
     best_of: BestOf | None,
-    asked: Asked,
+    asked: LadderRequest,
     *,
     show: Callable[[Report], None],
     say: Callable[[str], None],
@@ -150,7 +150,7 @@ def _longer(measured: Ladder) -> str:
     return f" of more than {short(max(short_of))} tokens, longer than those that have not learned," if short_of else ""
 
 
-def _refuse(report: Report, fit: Fit, asked: Asked) -> None:
+def _refuse(report: Report, fit: Fit, asked: LadderRequest) -> None:
     """Note of which recipes nothing is predicted, and why: a problem where a prediction was asked for."""
     for name in fit.gaps:
         reasons = refusals(fit, name, asked.predict, asked.decades)

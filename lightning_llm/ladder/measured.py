@@ -7,7 +7,7 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.runs.losses import has_learned, tail_of
-from lightning_llm.compare.runs.pairing import Family
+from lightning_llm.compare.runs.pairing import ComparisonGroup
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.tracking.reading import Run
 
@@ -112,7 +112,7 @@ def ladder_of(comparison: Comparison) -> Ladder:
 
 
 def _settings_by_place(comparison: Comparison) -> dict[Place, list[str]]:
-    found: dict[Place, list[Family]] = {}
+    found: dict[Place, list[ComparisonGroup]] = {}
     for verdict in comparison.verdicts:
         place = _place(verdict)
         if place and all(family is not verdict.family for family in found.get(place, [])):

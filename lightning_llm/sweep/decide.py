@@ -19,7 +19,7 @@ from lightning_llm.compare.judge import compare_runs
 from lightning_llm.compare.looks import Design, declare, read_design
 from lightning_llm.compare.runs.factor import choose_factor
 from lightning_llm.compare.runs.losses import LOSS
-from lightning_llm.compare.runs.pairing import Family, pair_runs
+from lightning_llm.compare.runs.pairing import ComparisonGroup, pair_runs
 from lightning_llm.compare.terms import Terms
 from lightning_llm.compare.token_margin import NEEDS, Unplanned, unplanned
 from lightning_llm.compare.verdict_text import line_of
@@ -178,7 +178,7 @@ def declared_sweep(composed: Composed, keys: SweepConfig) -> tuple[Definition, D
 def _check_margin(
     keys: SweepConfig,
     terms: Terms,
-    families: Sequence[Family],
+    families: Sequence[ComparisonGroup],
     jobs: Sequence[tuple[list[str], Config]],
     seeds: Sequence[int],
 ) -> None:
@@ -218,7 +218,7 @@ def _planned(config: Config) -> Run:
     return Run(Path(kind_of(config)), flat, {"status": "finished"}, typed=config)
 
 
-def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: str | None) -> list[Family]:
+def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: str | None) -> list[ComparisonGroup]:
     """Return how jobs of these configs will be judged together: as `compare` would pair those of the first seed.
 
     Raises:

@@ -19,7 +19,7 @@ from lightning_llm.run.launch.relay import Relay
 from lightning_llm.run.resume.branch import settled
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time, runs_elsewhere
 from lightning_llm.sweep.local import run_here
-from lightning_llm.sweep.progress import Leg, Progress
+from lightning_llm.sweep.progress import Progress, SearchPhase
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
 from lightning_llm.tracking.mlflow.sweep import parent_job, write_parent
 from lightning_llm.tracking.mlflow.tracker import tracking_uri
@@ -53,15 +53,15 @@ def opened(definition: Callable[[], Sweep]) -> Sweep:
         return _open(definition())
 
 
-def start(jobs: Sequence[Job], relay: Relay, leg: Leg | None = None) -> list[Outcome]:
-    """Run `jobs`, one at least, where their launcher has them run; return how they came out. `leg`: of a search."""
+def start(jobs: Sequence[Job], relay: Relay, phase: SearchPhase | None = None) -> list[Outcome]:
+    """Run `jobs`, one at least, where their launcher has them run; return how they came out. `phase`: of a search."""
     launcher = jobs[0].config.launcher
     here = launcher.name == "local"  # what Slurm's and Ray's machines are is not known on this one
     plans = [Resolution(job.config, to_train=here).plan() for job in jobs]
     lines = [line for plan in plans for line in notes(plan, to_train=True)]
     for line in dict.fromkeys(lines):
         print(line, flush=True)
-    progress = Progress(len(jobs), queued=launcher.name == "slurm", leg=leg)
+    progress = Progress(len(jobs), queued=launcher.name == "slurm", phase=phase)
     with in_sweep(launcher):
         if launcher.name == "slurm":
             run_on_slurm(jobs, relay, progress)

@@ -18,7 +18,7 @@ from lightning_llm.plan.text.report import tokenizer_text, weights_text
 from lightning_llm.precision.recipe.module_rules import Coverage
 from lightning_llm.run.resume.branch import first_step
 from lightning_llm.sweep.jobs import checked_jobs
-from lightning_llm.sweep.search.asked import Asked
+from lightning_llm.sweep.search.request import SearchRequest
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.run_state import SETTLED, state_of
 from lightning_llm.tracking.sweep_definition import Job, Sweep, define
@@ -91,7 +91,7 @@ def search_facts(arguments: argparse.Namespace, keys: SweepConfig) -> tuple[Swee
     Raises:
         ConfigError: as starting it does, with all problems.
     """
-    asked = Asked(arguments, keys, to_train=False)
+    asked = SearchRequest(arguments, keys, to_train=False)
     if keys.search == "halving":
         from lightning_llm.sweep.search.halving import planned_halving
 

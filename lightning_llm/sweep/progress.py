@@ -14,7 +14,7 @@ STOPPED = {exit_code(number) for number in STOPPING}
 
 
 @dataclass(frozen=True)
-class Leg:
+class SearchPhase:
     """A part of a search, whose jobs are stopped on purpose: at a rung to go on later, or for good.
 
     `stopped`: how a job came out that the search has stopped, None where it was not the search. Of a search that knows
@@ -32,13 +32,13 @@ class Progress:
     Jobs go by their numbers, which count from 0 as their folders do; how many of them have started or ended is said as
     a count, behind.
 
-    `queued`: jobs start, here, when they are submitted, and how many of them run is not known. `leg`: of a search.
+    `queued`: jobs start, here, when they are submitted, and how many of them run is not known. `phase`: of a search.
     """
 
-    def __init__(self, jobs: int, *, queued: bool = False, leg: Leg | None = None):
+    def __init__(self, jobs: int, *, queued: bool = False, phase: SearchPhase | None = None):
         self.jobs = jobs
         self.queued = queued
-        self.leg = leg
+        self.phase = phase
         self._from: dict[int, int] = {}  # job number -> steps made before this start
         self._steps = 0  # made by the jobs that have ended
         self._began = time.monotonic()
@@ -52,8 +52,8 @@ class Progress:
         self._started += 1
         self._running[job.number] = time.monotonic()
         self._side_by_side = max(self._side_by_side, len(self._running))
-        if self.leg and self.leg.step_of:
-            self._from[job.number] = self.leg.step_of(job)
+        if self.phase and self.phase.step_of:
+            self._from[job.number] = self.phase.step_of(job)
         how = "queued" if self.queued else "starts"
         print(f"job    {job.name}: {how}, {self._started} of {self.jobs} so far", flush=True)
 
@@ -69,20 +69,20 @@ class Progress:
         """Take in how a job came out, and say how long the others will take."""
         self.outcomes.append(outcome)
         self._running.pop(outcome.job.number, None)
-        if self.leg and self.leg.step_of:
-            self._steps += self.leg.step_of(outcome.job) - self._from[outcome.job.number]
+        if self.phase and self.phase.step_of:
+            self._steps += self.phase.step_of(outcome.job) - self._from[outcome.job.number]
         how = "finished" if outcome.code == 0 else f"exit code {outcome.code}"
         if outcome.code and state_of(outcome.job.folder) == "diverged":
             how = "diverged"
-        elif outcome.code in STOPPED and self.leg and (stopped := self.leg.stopped(outcome.job)):
+        elif outcome.code in STOPPED and self.phase and (stopped := self.phase.stopped(outcome.job)):
             how = stopped
         rest = self._rest(len(self.outcomes))
         print(f"job    {outcome.job.name}: {how} after {duration(outcome.seconds)}{rest}", flush=True)
 
     def _rest(self, done: int) -> str:
         """Return how much is left to do, in words."""
-        if self.leg and self.leg.steps_left:
-            steps = self.leg.steps_left()
+        if self.phase and self.phase.steps_left:
+            steps = self.phase.steps_left()
             if not steps or self._steps <= 0:
                 return ""
             seconds = sum(outcome.seconds for outcome in self.outcomes) / self._steps * steps / self._side_by_side

@@ -49,9 +49,9 @@ def _search(arguments: argparse.Namespace, keys: SweepConfig) -> int:
         raise ConfigError(
             Problem("--config", "is one resolved run; a search (-m) is composed. Give overrides instead.")
         )
-    from lightning_llm.sweep.search.asked import Asked
+    from lightning_llm.sweep.search.request import SearchRequest
 
-    asked = Asked(arguments, keys)
+    asked = SearchRequest(arguments, keys)
     if keys.search == "halving":
         from lightning_llm.sweep.search.halving import halve
 

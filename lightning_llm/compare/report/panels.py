@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.format import short
-from lightning_llm.compare.runs.pairing import Family, Pair
+from lightning_llm.compare.runs.pairing import ComparisonGroup, Pair
 from lightning_llm.compare.statistics.intervals import Decision
 from lightning_llm.compare.statistics.paired_curves import Curve, difference, kept_pairs, paired_curves
 from lightning_llm.compare.terms import Terms
@@ -126,7 +126,7 @@ class SpeedPoint:
     emulated: bool
 
 
-def frame_of(comparison: Comparison, family: Family | None = None) -> Frame:
+def frame_of(comparison: Comparison, family: ComparisonGroup | None = None) -> Frame:
     """Return what the panels share: those of `family`, or of all."""
     verdicts = comparison.verdicts_of(family) if family else comparison.verdicts
     terms = min((verdict.terms for verdict in verdicts), key=lambda each: each.margin)
@@ -166,7 +166,7 @@ def interval_of(verdict: Verdict) -> Interval:
     return Interval(estimate.gap, estimate.low, estimate.high)
 
 
-def curve_panels(comparison: Comparison, family: Family) -> list[CurvePanel]:
+def curve_panels(comparison: Comparison, family: ComparisonGroup) -> list[CurvePanel]:
     """Return a panel per verdict of the family that has a curve, or a seed's line."""
     verdicts = comparison.verdicts_of(family)
     panels = [
@@ -200,7 +200,7 @@ def _points(pair: Pair, verdict: Verdict) -> dict[int, float]:
     return {tokens: gap for tokens, gap in found.items() if math.isfinite(gap)}
 
 
-def loss_lines(comparison: Comparison, family: Family) -> list[LossLine]:
+def loss_lines(comparison: Comparison, family: ComparisonGroup) -> list[LossLine]:
     """Return the baseline's line and each recipe's, over the pairs of which neither run diverged."""
     verdicts, terms = comparison.verdicts_of(family), comparison.terms
     runs = {id(pair.baseline): pair.baseline for verdict in verdicts for pair in kept_pairs(verdict)}
@@ -226,7 +226,7 @@ def _loss_line(name: str, runs: Sequence[Run], terms: Terms) -> LossLine | None:
     return LossLine(name, tuple(common), mean, tuple(map(min, columns)), tuple(map(max, columns)))
 
 
-def speed_points(comparison: Comparison, family: Family) -> list[SpeedPoint]:
+def speed_points(comparison: Comparison, family: ComparisonGroup) -> list[SpeedPoint]:
     """Return the recipes of the family whose gap and speed are both known."""
     return [
         SpeedPoint(verdict.name, verdict.colour, ratio, interval_of(verdict), verdict.emulated)

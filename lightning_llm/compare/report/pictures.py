@@ -24,7 +24,7 @@ from lightning_llm.compare.report.panels import (
     trends,
 )
 from lightning_llm.compare.report.picture import MOST_APART, Panel, Picture, small_multiples
-from lightning_llm.compare.runs.pairing import Family
+from lightning_llm.compare.runs.pairing import ComparisonGroup
 
 SHADED = " Shaded around zero: the A/A floor."
 LOOKED_UP = 0.82
@@ -51,7 +51,7 @@ def pictures_of(comparison: Comparison) -> list[Picture]:
     return found
 
 
-def _over_settings(comparison: Comparison, families: Sequence[Family], frame: Frame) -> Iterator[Picture]:
+def _over_settings(comparison: Comparison, families: Sequence[ComparisonGroup], frame: Frame) -> Iterator[Picture]:
     """Yield the curves of differences, a picture per recipe, the losses and the gaps against speed: panels by setting.
 
     They are shown on one scale.
@@ -143,7 +143,7 @@ def _trend(trend: Trend, frame: Frame, number: int) -> Picture:
     return Picture(name, "How the gap moves", caption, f"{caption} {said}.", paint)
 
 
-def _of_family(comparison: Comparison, family: Family, frame: Frame, suffix: str) -> Iterator[Picture]:
+def _of_family(comparison: Comparison, family: ComparisonGroup, frame: Frame, suffix: str) -> Iterator[Picture]:
     """Yield the curves of differences, a picture per recipe, then the losses, and the gaps against speed."""
     where = f" at {family.words}" if family.words else ""
     panels = curve_panels(comparison, family)

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from lightning_llm.compare.best_value import Selection
 from lightning_llm.compare.looks import Design, RecordedLook
 from lightning_llm.compare.runs.factor import Factor
-from lightning_llm.compare.runs.pairing import Family
+from lightning_llm.compare.runs.pairing import ComparisonGroup
 from lightning_llm.compare.runs.usable import ended_some
 from lightning_llm.compare.terms import Terms
 from lightning_llm.compare.verdict import Verdict
@@ -33,7 +33,7 @@ class Study:
 
     factor: Factor
     terms: Terms
-    families: Sequence[Family]
+    families: Sequence[ComparisonGroup]
     verdicts: Sequence[Verdict]
     selection: Selection | None
     looks: Sequence[RecordedLook]

@@ -30,7 +30,7 @@ DEPTH = 3
 
 
 @dataclass
-class Found:
+class RunSelection:
     """`folders` of runs, `problems` with what was asked for, and `home`: where a report on them belongs.
 
     `sweeps`: folders of whole sweeps that were named, or lie below what was.
@@ -42,7 +42,7 @@ class Found:
     home: Path = Path()
 
 
-def find_runs(arguments: Sequence[str]) -> Found:
+def find_runs(arguments: Sequence[str]) -> RunSelection:
     """Return the runs that `arguments` name: folders of runs or above runs, experiments, sweeps, SWEEP/N, MLflow ids.
 
     Without arguments, those of the last sweep.
@@ -51,7 +51,7 @@ def find_runs(arguments: Sequence[str]) -> Found:
         ConfigError: nothing was found at all.
     """
     root = Path(default_outputs())
-    found = Found()
+    found = RunSelection()
     above: list[Path] = []
     for word in arguments or [str(_newest_sweep(root))]:
         with gathered(found.problems):
@@ -123,7 +123,7 @@ def _sweeps_elsewhere(root: Path) -> list[Path]:
     return [sweep for sweep in found if root.resolve() not in sweep.parents][:MOST_ELSEWHERE]
 
 
-def _folders_named(word: str, root: Path, found: Found) -> list[Path]:
+def _folders_named(word: str, root: Path, found: RunSelection) -> list[Path]:
     """Return the folders that one word names; `found` gets the problem of each that is gone.
 
     Raises:
@@ -155,7 +155,7 @@ def _store_of(root: Path) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or sqlite_address(root / "mlflow.db")
 
 
-def _experiment_in_mlflow(name: str, root: Path, found: Found) -> list[Path]:
+def _experiment_in_mlflow(name: str, root: Path, found: RunSelection) -> list[Path]:
     """Return the folders, as far as they are here, of the runs of MLflow's experiment `name`; [] where it has none."""
     try:
         client = existing_store(_store_of(root))
@@ -170,7 +170,7 @@ def _experiment_in_mlflow(name: str, root: Path, found: Found) -> list[Path]:
     return _folders_of(runs, found)
 
 
-def _ask_mlflow(run_id: str, root: Path, found: Found) -> list[Path]:
+def _ask_mlflow(run_id: str, root: Path, found: RunSelection) -> list[Path]:
     """Return the folder that MLflow has as the run's tag `run_dir`; of a parent run, those of its children."""
     uri = _store_of(root)
     try:
@@ -191,7 +191,7 @@ def _ask_mlflow(run_id: str, root: Path, found: Found) -> list[Path]:
     return _folders_of(named, found)
 
 
-def _folders_of(runs: Iterable[Any], found: Found) -> list[Path]:
+def _folders_of(runs: Iterable[Any], found: RunSelection) -> list[Path]:
     """Return the folders that the tags of runs, and of sweeps' parents, name; `found` gets those that are gone."""
     folders = []
     for run in runs:

@@ -38,7 +38,7 @@ class Pair:
 
 
 @dataclass
-class Family:
+class ComparisonGroup:
     """Recipes that share baseline runs and all that varies beside the factor (`setting`): judged together.
 
     `words`: the setting in a line of text, as overrides; `survived_at`: what a search left one value of, likewise;
@@ -69,7 +69,7 @@ class Family:
 
 def pair_runs(
     runs: Sequence[Run], factor: Factor, unfinished: Sequence[Run] = (), metric: str = LOSS
-) -> tuple[list[Family], list[Problem]]:
+) -> tuple[list[ComparisonGroup], list[Problem]]:
     """Return the families, and what could not be paired and why: runs that did not measure `metric` on the same data.
 
     `unfinished` runs are only looked for as missing.
@@ -78,7 +78,7 @@ def pair_runs(
     usual = Counter(_rounding(run, factor) for run in runs)
     baselines = [run for run in runs if factor.level(run) == factor.baseline]
     others = [run for run in runs if factor.level(run) != factor.baseline]
-    families: dict[Setting, Family] = {}
+    families: dict[Setting, ComparisonGroup] = {}
     problems: list[Problem] = []
 
     def order(run: Run) -> tuple[str, str, int]:
@@ -99,7 +99,7 @@ def pair_runs(
         ]
         best = min(sorted(lost or pairs, key=lambda pair: pair.run.started_at, reverse=True), key=rank)
         setting = {key: best.run.config.get(key) for key in varying}
-        family = families.setdefault(setting_of(best.run, varying), Family(setting))
+        family = families.setdefault(setting_of(best.run, varying), ComparisonGroup(setting))
         family.recipes.setdefault(factor.label(best.run), []).append(best)
     for family in families.values():
         family.recipes = {label: family.recipes[label] for label in factor.labels.values() if label in family.recipes}
@@ -110,7 +110,7 @@ def pair_runs(
     return found, problems
 
 
-def _order(family: Family) -> tuple[int, int, list[tuple[bool, float, str]]]:
+def _order(family: ComparisonGroup) -> tuple[int, int, list[tuple[bool, float, str]]]:
     """Return what settings go by: parameters, tokens, then the values of what else varies, numbers by their size.
 
     The baseline's tokens: a run that diverged may have ended early.
@@ -122,7 +122,7 @@ def _order(family: Family) -> tuple[int, int, list[tuple[bool, float, str]]]:
     return family.judged.parameters or 0, max(tokens.values(), default=0), rest
 
 
-def name_settings(families: Sequence[Family]) -> None:
+def name_settings(families: Sequence[ComparisonGroup]) -> None:
     """Give each family its `words`: a group by its name where that says which, else key by key."""
     groups: dict[str, list[str]] = {}
     for key in sorted({key for family in families for key in family.setting}):
@@ -152,7 +152,7 @@ def same_but_for_rounding(runs: Sequence[Run], metric: str) -> list[list[Run]]:
 
 
 def _add_unfinished(
-    family: Family, unfinished: Sequence[Run], baselines: list[Run], factor: Factor, metric: str
+    family: ComparisonGroup, unfinished: Sequence[Run], baselines: list[Run], factor: Factor, metric: str
 ) -> None:
     """Note the runs without an end, and the seeds at which a recipe has none that came to it, and the baseline has one.
 
@@ -176,7 +176,7 @@ def _without_end(one: Run, ended: Sequence[Run], unfinished: Sequence[Run], fact
     return [run for run in level if same_config(run, one, (*ROUNDING, *equivalent_starts([run, one])))]
 
 
-def _aa_groups(runs: Sequence[Run], family: Family, metric: str) -> list[list[Run]]:
+def _aa_groups(runs: Sequence[Run], family: ComparisonGroup, metric: str) -> list[list[Run]]:
     """Return the groups of such runs that have to do with the family: one of them is judged in it."""
     judged = {id(run) for run in family.runs}
     return [group for group in same_but_for_rounding(runs, metric) if any(id(run) in judged for run in group)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.base.terminal import Waiting
-from lightning_llm.compare.runs.find import Found, has_begun
+from lightning_llm.compare.runs.find import RunSelection, has_begun
 from lightning_llm.compare.runs.usable import UNREADABLE
 from lightning_llm.tracking.reading import Run, read_run
 from lightning_llm.tracking.sweep_file import FILE, SEARCH_FILE, checked_sweep, ended_by_search
@@ -27,7 +27,7 @@ class FoundRuns(NamedTuple):
     damaged: list[Path]
 
 
-def read_found(found: Found) -> FoundRuns:
+def read_found(found: RunSelection) -> FoundRuns:
     """Return the runs that were found.
 
     Raises:
@@ -65,7 +65,7 @@ class Kept(NamedTuple):
     notes: list[str]
 
 
-def without_ended(found: Found) -> Kept:
+def without_ended(found: RunSelection) -> Kept:
     """Return the folders that were found less those of jobs that a search ended.
 
     Raises:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special  # and not stats, which takes a second to import
 
-from lightning_llm.compare.estimate import Judged
+from lightning_llm.compare.estimate import VerdictInputs
 from lightning_llm.compare.runs.branches import trunks_are_replicates
 from lightning_llm.compare.statistics.intervals import critical_value, pool_variances
 from lightning_llm.compare.statistics.stability import seeds_to_show_stability
@@ -64,7 +64,7 @@ class Advice:
         return {"command": self.command, "more_seeds": self.more_seeds, "decides": list(self.decides)}
 
 
-def plan_seeds(judged: Judged, terms: Terms) -> SeedPlan:
+def plan_seeds(judged: VerdictInputs, terms: Terms) -> SeedPlan:
     """Return how many seeds would decide where those at hand did not.
 
     By the spread as estimated and how well it is known, with the recipes judged together and pooled as they are. `more`

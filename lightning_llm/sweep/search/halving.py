@@ -18,9 +18,9 @@ from lightning_llm.sweep.decide import check_metric
 from lightning_llm.sweep.ending import close
 from lightning_llm.sweep.job_locks import Outcome, await_elsewhere, runs_elsewhere
 from lightning_llm.sweep.jobs import left_to_do, opened, start
-from lightning_llm.sweep.progress import Leg
-from lightning_llm.sweep.search.asked import Asked, check_launcher
+from lightning_llm.sweep.progress import SearchPhase
 from lightning_llm.sweep.search.curves import run_in, watched
+from lightning_llm.sweep.search.request import SearchRequest, check_launcher
 from lightning_llm.sweep.search.rungs import Dropped, dropped_before, losses_at, worse_than_best
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.liveness import whose
@@ -75,7 +75,7 @@ class Halving:
         }
 
 
-def planned_halving(asked: Asked) -> Halving:
+def planned_halving(asked: SearchRequest) -> Halving:
     """Return the halving, nothing of it started.
 
     Raises:
@@ -123,7 +123,7 @@ def recipes_of(whole: Sweep) -> dict[str, list[Job]]:
     return {name: sorted(jobs, key=lambda job: job.config.seed) for name, jobs in found.items()}
 
 
-def halve(asked: Asked) -> int:
+def halve(asked: SearchRequest) -> int:
     """Run the recipes from rung to rung, and those that are left to their end; return the exit code.
 
     Raises:
@@ -167,11 +167,11 @@ def _run_to(halving: Halving, rung: int, step: int | None, relay: Relay, outcome
     def short(job: Job) -> bool:
         return state_of(job.folder) not in SETTLED and not is_there(job)
 
-    leg = Leg(paused, _step_of, lambda: steps_left(halving))
+    phase = SearchPhase(paused, _step_of, lambda: steps_left(halving))
     while jobs := [job for jobs in halving.alive.values() for job in jobs if short(job)]:
         if todo := left_to_do(jobs):
             with watched(todo, is_there, relay):
-                ended = start(todo, relay, leg)
+                ended = start(todo, relay, phase)
             outcomes += [replace(each, code=0) if is_there(each.job) and not relay.received else each for each in ended]
         if relay.received or any(short(job) and not runs_elsewhere(job) for job in todo):
             return False

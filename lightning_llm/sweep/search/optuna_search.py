@@ -17,9 +17,9 @@ from lightning_llm.sweep.decide import check_metric
 from lightning_llm.sweep.ending import close
 from lightning_llm.sweep.job_locks import Outcome, await_elsewhere, one_at_a_time
 from lightning_llm.sweep.jobs import left_to_do, opened, start
-from lightning_llm.sweep.progress import Leg
-from lightning_llm.sweep.search.asked import Asked, check_launcher
+from lightning_llm.sweep.progress import SearchPhase
 from lightning_llm.sweep.search.curves import pruned_at, watched
+from lightning_llm.sweep.search.request import SearchRequest, check_launcher
 from lightning_llm.sweep.search.space import corners_of, distributions_of, optuna_is_there, words_of
 from lightning_llm.sweep.search.study import Search, add_trial, open_study, print_best, tell, write_trials
 from lightning_llm.tracking.run_state import SETTLED, state_of
@@ -34,7 +34,7 @@ PRUNED_AFTER = 0.25
 """Share of the steps before which no trial is pruned: what a schedule's warm-up does says little of its end."""
 
 
-def planned_search(asked: Asked, space: "Mapping[str, Override]") -> Search:
+def planned_search(asked: SearchRequest, space: "Mapping[str, Override]") -> Search:
     """Return the search, nothing of it started.
 
     Raises:
@@ -58,7 +58,7 @@ def planned_search(asked: Asked, space: "Mapping[str, Override]") -> Search:
     return Search(asked, first, baseline, distributions)
 
 
-def _check_corners(asked: Asked, distributions: Mapping[str, Any]) -> None:
+def _check_corners(asked: SearchRequest, distributions: Mapping[str, Any]) -> None:
     """Raise ConfigError with all that is wrong with runs at the edges of the space."""
     problems: dict[Problem, None] = {}
     for corner in corners_of(distributions):
@@ -70,7 +70,7 @@ def _check_corners(asked: Asked, distributions: Mapping[str, Any]) -> None:
         raise ConfigError(list(problems))
 
 
-def search_values(asked: Asked, space: "Mapping[str, Override]") -> int:
+def search_values(asked: SearchRequest, space: "Mapping[str, Override]") -> int:
     """Run the baseline and the trials that are left; return the exit code.
 
     Raises:
@@ -166,7 +166,7 @@ def _run_batch(study: "Study", search: Search, batch: list[int], relay: Relay, o
         await_elsewhere(jobs.values(), relay, "its trial is told by it")
         if todo := [job for job in _once(jobs.values()) if state_of(job.folder) not in SETTLED]:
             with watched(todo, over, relay):
-                outcomes += start(todo, relay, Leg(partial(_pruned, over)))
+                outcomes += start(todo, relay, SearchPhase(partial(_pruned, over)))
         for job in jobs.values() if place + 1 < len(search.baseline) else ():
             over(job)  # what ended before it was looked at gets no further seed
         if relay.received or any(state_of(job.folder) not in SETTLED for n, job in jobs.items() if n not in pruned):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.sqlite_address import sqlite_address
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.sweep.search.asked import Asked, ComposedJob, without_repeats
 from lightning_llm.sweep.search.curves import paired_curve, tail_gap
+from lightning_llm.sweep.search.request import ComposedJob, SearchRequest, without_repeats
 from lightning_llm.sweep.search.space import words_of
 from lightning_llm.tracking.reading import read_run
 from lightning_llm.tracking.run_state import SETTLED, state_of
@@ -84,7 +84,7 @@ class Search:
     `first`: the sweep as it was before any trial; `pruned`: {trial: (step, the gap there)}.
     """
 
-    asked: Asked
+    asked: SearchRequest
     first: Sweep
     baseline: list[ComposedJob]
     distributions: Mapping[str, Any]

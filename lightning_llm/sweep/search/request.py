@@ -15,7 +15,7 @@ ComposedJob = tuple[list[str], Config]
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchRequest:
     """A requested search: the arguments as typed, its keys, and whether machines are checked for training."""
 
     arguments: argparse.Namespace
