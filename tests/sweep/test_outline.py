@@ -123,12 +123,12 @@ def test_of_a_search_the_steps_that_are_left_tell_the_time(
     jobs, clock = sweep_of(tmp_path, "seed=0,1,2").jobs, [0.0]
     made = dict.fromkeys(range(3), 5)  # before this start
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    leg = progress.Rung(
+    phase = progress.SearchPhase(
         lambda job: "paused at rung 1," if job.number < 2 else None,
         lambda job: made[job.number],
         lambda: sum(100 - steps for steps in made.values()),
     )
-    told = progress.Progress(3, leg=leg)
+    told = progress.Progress(3, phase=phase)
     said = []
     for number in range(3):
         told.starting(jobs[number])
