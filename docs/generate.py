@@ -287,21 +287,6 @@ def _default(field: FieldInfo) -> str:
     return "" if isinstance(value, Group) else f"`{json.dumps(value)}`"
 
 
-SHORT = ("bf16", "fp8_delayed", "fp8_current", "fp8_subchannel", "mxfp8", "nvfp4", "mxfp4_sr", "quartet")
-SHORT_DEVICES = {"CPU": "cpu", "A100": "sm_80", "H100": "sm_90", "B200": "sm_100", "RTX 5090": "sm_120"}
-
-
-def native_short() -> str:
-    """Return the README's table: where a recipe's GEMMs run on some devices."""
-    made = decision_matrix(recipe for recipe, _ in recipes() if recipe.name in SHORT)
-    rows = [[f"`{name}`", *(made[name][device].runs for device in SHORT_DEVICES.values())] for name in SHORT]
-    text = (
-        "Native is Transformer Engine 2.20, where a rank holds whole linears (`parallel.tp=1`). The H100 column was\n"
-        "measured on an H200: [results](docs/reference/gpu_results.md). The other columns were not run on a GPU yet.\n"
-    )
-    return f"{_table(['recipe', *SHORT_DEVICES], rows)}\n{text}"
-
-
 def methods() -> str:
     """Return the passages of a report's methods, each with when it is there, and the entries that they cite."""
     passages = [
@@ -344,7 +329,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     **ladder_tables.SECTIONS,
     **reference_tables.SECTIONS,
     "native-matrix": native_matrix,
-    "native-short": native_short,
     "config-keys": config_keys,
 }
 

@@ -62,9 +62,7 @@ class CastConfig(Group):
     format: Format = Field("high", description="high: stays in compute_dtype")
     block: Block = Field("tensor", description="who shares a scale; last number: along the contraction axis")
     scale: Scale = Field("fp32", description="kind of the scale, see docs/reference/precision.md")
-    rounding: Rounding = Field(
-        "even", description="how a scaled element is rounded, see docs/reference/precision.md"
-    )
+    rounding: Rounding = Field("even", description="how a scaled element is rounded, see docs/reference/precision.md")
     noise_bits: Literal[8, 20] = Field(20, description="random bits per element of stochastic rounding")
     prescale: PositiveFloat = Field(1.0, le=1, description="multiplies before rounding, divided out after the GEMM")
     hadamard: HadamardConfig | None = Field(None, description="with format high: rotated, and not rounded")
