@@ -58,7 +58,7 @@ def _name(owner: Any) -> str:
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Have collectives of `group` give up after `seconds`."""
-    private(distributed_c10d, "_set_pg_timeout")(timedelta(seconds=seconds), group)
+    private(distributed_c10d, "set_timeout", "_set_pg_timeout")(timedelta(seconds=seconds), group)  # public since 2.14
 
 
 def flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:

@@ -48,7 +48,17 @@ def commands_of_docs() -> list[str]:
     return list(dict.fromkeys(whole))
 
 
-@pytest.mark.parametrize("command", commands_of_docs())
+SHIPPED_SWEEP = re.compile(r" -m .*recipe=(sweep|ablate)/")
+"""A command with many jobs; tests/config/test_compose.py composes each shipped sweep."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=pytest.mark.full) if SHIPPED_SWEEP.search(command) else command
+        for command in commands_of_docs()
+    ],
+)
 def test_commands_compose_and_pass_the_checks(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -184,7 +184,9 @@ def _share_one_device() -> None:
             return type.__instancecheck__(ProcessGroupGloo, instance)  # as torch asks of what comes back from C++
 
     class OnOneDevice(ProcessGroupGloo, metaclass=AnyGloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False):
+            if enable_reconfigure:  # torch 2.14's argument
+                raise NotImplementedError("groups that are reconfigured")
             options = ProcessGroupGloo._Options()
             options._devices, options._timeout, options._threads = [device], timeout, 2
             super().__init__(store, rank, size, options)
