@@ -1,11 +1,15 @@
-"""Generated sections of the reference: the command line, other trainers' names for settings, recipes by GPU."""
+"""Generated sections of the reference: the command line, other trainers' names for settings, recipes by GPU, sweeps."""
 
 import argparse
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import yaml
+
 from lightning_llm.cli.command_line import _parser
 from lightning_llm.cli.declared import VERBS
+from lightning_llm.config.recipes import describe, recipe_files
 from lightning_llm.config.schema.aliases import ALIASES, REFUSED_CALLBACKS, TRAINER_KEYS
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
@@ -135,7 +139,24 @@ def operand_bits(recipe: PrecisionConfig) -> int:
     return max(NUMBER_FORMATS[cast.format].code_bits if cast.quantises else dtype for cast in casts)
 
 
+def shipped_sweeps() -> str:
+    """Return the shipped sweeps with their number of jobs and the first sentence of their files."""
+    rows = []
+    for name, file in recipe_files():
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        params = found.get("hydra", {}).get("sweeper", {}).get("params")
+        if not params:
+            continue
+        sweep = found.get("sweep", {})
+        lines = [params.values(), *(line.split() for line in sweep.get("also", []))]
+        jobs = sum(math.prod(str(word).count(",") + 1 for word in line) for line in lines)
+        more = " at the first look" if sweep.get("until") else ""
+        rows.append([f"`{name}`", f"{jobs}{more}", describe(file)])
+    return table(["recipe", "jobs", "question"], rows)
+
+
 SECTIONS = {
+    "shipped-sweeps": shipped_sweeps,
     "command-line": command_line,
     "other-trainers": other_trainers,
     "lightning-settings": lightning_settings,
