@@ -13,6 +13,7 @@ from lightning_llm.config.recipes import describe, recipe_files
 from lightning_llm.config.schema.aliases import ALIASES, REFUSED_CALLBACKS, TRAINER_KEYS
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
+from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.precision.native.capability import DEVICES, HARDWARE
 from lightning_llm.precision.native.decide import decision_matrix, shipped_recipes
 
@@ -150,9 +151,9 @@ def shipped_sweeps() -> str:
         sweep = found.get("sweep", {})
         lines = [params.values(), *(line.split() for line in sweep.get("also", []))]
         jobs = sum(math.prod(str(word).count(",") + 1 for word in line) for line in lines)
-        more = " at the first look" if sweep.get("until") else ""
-        rows.append([f"`{name}`", f"{jobs}{more}", describe(file)])
-    return table(["recipe", "jobs", "question"], rows)
+        first = SweepConfig().looks[0] if sweep.get("until") else 1
+        rows.append([f"`{name}`", f"{jobs * first}{' at the first look' if first > 1 else ''}", describe(file)])
+    return table(["recipe", "jobs", "what it runs"], rows)
 
 
 SECTIONS = {
