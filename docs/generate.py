@@ -35,6 +35,7 @@ from lightning_llm.precision.recipe.lint import NOT_TO_ALLOW, RULES, rule_name
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS / "internals"))  # a test loads this file by its path
 import ladder_tables  # noqa: E402
+import plan_tables  # noqa: E402
 import reference_tables  # noqa: E402
 
 README = DOCS.parent / "README.md"
@@ -328,6 +329,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "verdict-power": verdict_power,
     **ladder_tables.SECTIONS,
     **reference_tables.SECTIONS,
+    **plan_tables.SECTIONS,
     "native-matrix": native_matrix,
     "config-keys": config_keys,
 }

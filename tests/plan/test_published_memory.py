@@ -14,7 +14,7 @@ from lightning_llm.plan.resolve import plan_of
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks.plan_memory import PUBLISHED, table  # noqa: E402
+from benchmarks.plan_memory import PUBLISHED  # noqa: E402
 
 ROWS = {row.name: row for row in PUBLISHED}
 SOON = [
@@ -30,11 +30,10 @@ def test_the_plan_is_within_the_tolerance_of_a_published_figure(name):
     assert row.is_met(row.planned())
 
 
-@pytest.mark.full
-def test_the_document_has_the_table():
+def test_the_document_marks_rows_that_are_not_met():
+    """`docs/generate.py --check` compares the table itself."""
     text = (ROOT / "docs" / "reference" / "published_runs.md").read_text(encoding="utf-8")
-    assert table() in text
-    assert "**no**" not in table()
+    assert "**no**" not in text
 
 
 def test_interleaving_holds_less_than_1f1b_where_a_stage_ends_before_the_other():
