@@ -7,8 +7,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_llm.train.checkpoint.failures import without_its_warnings
-from lightning_llm.train.checkpoint.manifest import verified
 from lightning_llm.train.checkpoint.tensor_storage import open_tensors
+from lightning_llm.train.checkpoint.verification import verified
 
 
 def read_metrics(folder: Path) -> list[dict]:

@@ -39,8 +39,6 @@ LIBRARIES = {
     "mlflow": {"tracking", "compare"},
 }
 """Packages, or single modules, that may import what is slow to import or hard to do without."""
-LATE_IMPORTS = {("lightning_llm.train.checkpoint.manifest", "lightning_llm.train.checkpoint.tensor_storage")}
-"""Imports within functions that close a cycle: a manifest is read without torch, its tensors' structure with it."""
 MOST_PACKAGES = 22
 FACE = {"__init__.py", "__main__.py", "api.py", "py.typed"}
 """The loose files at the top of the package."""
@@ -131,8 +129,6 @@ def test_no_import_cycle():
     """Neither while modules are imported nor by imports within functions."""
     known = modules()
     graph = {name: imports_of(file, typing=False) & known.keys() - {name} for name, file in known.items()}
-    for module, late in LATE_IMPORTS:
-        graph[module].remove(late)
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 

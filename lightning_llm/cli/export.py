@@ -31,7 +31,8 @@ from lightning_llm.model.weights.folder import Weights, open_huggingface
 from lightning_llm.model.weights.write import output_problems, undo_killed, whole_folder, write_tensors
 from lightning_llm.run.resume.weights import open_weights
 from lightning_llm.tracking.files import summary_of
-from lightning_llm.train.checkpoint.manifest import content_damage, step_of
+from lightning_llm.train.checkpoint.manifest import step_of
+from lightning_llm.train.checkpoint.verification import content_damage
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 

@@ -24,7 +24,7 @@ from lightning_llm.run.launch.ray_cluster import ray_problems
 from lightning_llm.run.resume.resume_plan import refuse_unnamed_resume
 from lightning_llm.run.resume.start import decide_start
 from lightning_llm.sweep.run import sweep
-from lightning_llm.train.checkpoint.manifest import content_damage
+from lightning_llm.train.checkpoint.verification import content_damage
 
 IN_SLURM = {"SLURM_JOB_ID", "SUBMITIT_EXECUTOR"}
 """Variables of a job's processes: Slurm's, and submitit's with launcher.cluster=local."""

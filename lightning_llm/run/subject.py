@@ -19,7 +19,8 @@ from lightning_llm.model.weights.folder import Weights
 from lightning_llm.model.weights.load import state_dict_of
 from lightning_llm.run.launch.environment import is_first_rank, rank_environment
 from lightning_llm.run.resume.weights import open_weights
-from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint, Damage, content_damage
+from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint, Damage
+from lightning_llm.train.checkpoint.verification import content_damage
 from lightning_llm.train.checkpoint.weights import CheckpointWeights
 
 HUGGINGFACE_TOKENS = 256  # per sequence, the default of data.sequence_length

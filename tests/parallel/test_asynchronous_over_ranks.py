@@ -12,7 +12,7 @@ from lightning_llm.base.integrity import unseal
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.train.checkpoint import saver, tensor_storage
-from lightning_llm.train.checkpoint.manifest import newest_verified
+from lightning_llm.train.checkpoint.verification import newest_verified
 from tests.parallel.traced_run import run_with
 from tests.run_metrics import curve
 

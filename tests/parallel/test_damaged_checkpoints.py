@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.train.checkpoint.manifest import MANIFEST, content_damage, newest_verified, verified
+from lightning_llm.train.checkpoint.manifest import MANIFEST
+from lightning_llm.train.checkpoint.verification import content_damage, newest_verified, verified
 from tests.parallel.traced_run import run_with
 
 FULL = pytest.mark.full

@@ -19,7 +19,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import FREE_ON_RESUME, below, config_hash
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.train.checkpoint import saver
-from lightning_llm.train.checkpoint.manifest import newest_verified
+from lightning_llm.train.checkpoint.verification import newest_verified
 from tests.own_callbacks import Misbehaves
 from tests.run_metrics import curve, read_metrics, steps_saved
 

@@ -18,8 +18,9 @@ from lightning_llm.config.schema import CheckpointConfig
 from lightning_llm.run import agreement
 from lightning_llm.tracking.files import damaged_record, summary_of, write_json
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing
-from lightning_llm.train.checkpoint.manifest import RunIdentity, newest_verified, open_checkpoint
+from lightning_llm.train.checkpoint.manifest import RunIdentity, open_checkpoint
 from lightning_llm.train.checkpoint.retention import prune, put_in_place, supersede
+from lightning_llm.train.checkpoint.verification import newest_verified
 from tests.run_metrics import curve, same_weights, steps_saved
 
 

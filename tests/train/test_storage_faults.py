@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.train.checkpoint.manifest import newest_verified, verified
 from lightning_llm.train.checkpoint.saver import Saver
+from lightning_llm.train.checkpoint.verification import newest_verified, verified
 from tests.parallel.rank_group import RankGroup
 from tests.run_metrics import curve, same_weights, steps_saved
 

@@ -25,16 +25,8 @@ from lightning_llm.run.resume.own_checkpoints import config_of_run
 from lightning_llm.run.resume.start import Start, checkpoint_at, sizes_alone
 from lightning_llm.run.resume.weights import begins_anew, shape_differences
 from lightning_llm.tracking.files import TOKENIZER_DIGEST, summary_of
-from lightning_llm.train.checkpoint.manifest import (
-    MANIFEST,
-    Checkpoint,
-    Damage,
-    Verify,
-    content_damage,
-    passed_over_lines,
-    step_folders,
-    step_of,
-)
+from lightning_llm.train.checkpoint.manifest import MANIFEST, Checkpoint, Damage, step_folders, step_of
+from lightning_llm.train.checkpoint.verification import Verify, content_damage, skipped_lines
 
 BRANCH = "branch"
 """The key of summary.json that says which trunk the run branched off, where, and what was changed."""
@@ -132,7 +124,7 @@ def trunk_checkpoint(path: Path, verify: Verify) -> Checkpoint:
         if older := _older_good(path, verify):
             problems.append(Problem(KEY, f"{path.name} cannot be taken; the next older good one: {KEY}={older}."))
         raise ConfigError(problems) from error
-    for line in passed_over_lines(passed_over):
+    for line in skipped_lines(passed_over):
         _say_once(line)
     if found is None:
         text = f"{path} has no checkpoint yet. It needs one: checkpoint.every_steps, or its last step."

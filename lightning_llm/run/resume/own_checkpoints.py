@@ -11,7 +11,8 @@ from lightning_llm.config.config_hash import flatten, frozen_values, may_move
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema import Config
 from lightning_llm.tracking.files import damaged_record, summary_of
-from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, RunIdentity, Verify
+from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, RunIdentity
+from lightning_llm.train.checkpoint.verification import Verify
 
 METRICS = "metrics.jsonl"
 POLICY = "spikes.policy"

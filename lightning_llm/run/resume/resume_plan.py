@@ -21,7 +21,8 @@ from lightning_llm.run.resume.branch import look_once
 from lightning_llm.run.resume.start import Start, decide_start, first_start
 from lightning_llm.tracking.files import tokenizer_problem
 from lightning_llm.tracking.run_state import is_among_jobs, state_of
-from lightning_llm.train.checkpoint.manifest import UNSEALED, passed_over_lines, step_folders
+from lightning_llm.train.checkpoint.manifest import UNSEALED, step_folders
+from lightning_llm.train.checkpoint.verification import skipped_lines
 
 MADE_OF_TIME = re.compile(r"-\d{8}-\d{6}$")
 """The end of a run.name that conf/config.yaml makes."""
@@ -88,7 +89,7 @@ def resume_lines(config: Config, start: Start) -> list[str]:
     """Return where the run goes on from, and what going further does to a schedule that ends with trainer.max_steps."""
     if config.resume is None or (start.checkpoint is None and is_among_jobs()):  # which all ask to go on
         return []
-    lines = list(passed_over_lines(start.passed_over))
+    lines = list(skipped_lines(start.passed_over))
     if start.checkpoint is None:
         which = "other checkpoint" if lines else "checkpoint"
         return [*lines, f"resume none: {config.run.dir} holds no {which}, so the run begins at step 0"]

@@ -23,15 +23,8 @@ from lightning_llm.run.resume.rollback import Rollback, read_rollbacks, with_sam
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.liveness import whose
 from lightning_llm.tracking.run_state import settled_state, state_of
-from lightning_llm.train.checkpoint.manifest import (
-    MANIFEST,
-    Checkpoint,
-    Damage,
-    RunIdentity,
-    Verify,
-    newest_verified,
-    verified,
-)
+from lightning_llm.train.checkpoint.manifest import MANIFEST, Checkpoint, Damage, RunIdentity
+from lightning_llm.train.checkpoint.verification import Verify, newest_verified, verified
 
 LEARNED = ("data.max_tokens", "data.sources.", "data.mixture.", "data.tokenizer.", "data.validation.")
 """Keys that `data_hash` depends on."""

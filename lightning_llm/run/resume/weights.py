@@ -23,7 +23,8 @@ from lightning_llm.model.weights.folder import Weights, open_huggingface, open_i
 from lightning_llm.run.resume.own_checkpoints import config_of_run
 from lightning_llm.run.resume.start import checkpoint_at, sizes_alone
 from lightning_llm.tracking.files import run_tokenizer
-from lightning_llm.train.checkpoint.manifest import Verify, passed_over_lines, step_folders
+from lightning_llm.train.checkpoint.manifest import step_folders
+from lightning_llm.train.checkpoint.verification import Verify, skipped_lines
 
 FREE = ("max_sequence_length", "rope_theta", "rope_scaling")
 """Keys that may differ from the weights', which go on at another length; the run says so as it starts."""
@@ -73,7 +74,7 @@ def _of_checkpoint(path: Path, verify: Verify) -> Weights:
     if checkpoint is None:
         what = "holds no checkpoint, so no weights" if (path / "config.yaml").is_file() else "holds no weights"
         raise ConfigError(Problem(str(path), f"{what}. Give {EXPECTED}."))
-    for line in passed_over_lines(passed_over):
+    for line in skipped_lines(passed_over):
         print(line, file=sys.stderr)
     if not (checkpoint.run_folder / "config.yaml").is_file():
         text = f"belongs to no run: {checkpoint.run_folder / 'config.yaml'} is missing, which says its model."

@@ -16,7 +16,8 @@ from lightning_llm.run.launch.local_ranks import goes_on
 from lightning_llm.run.launch.lock import RunLock, lock_run
 from lightning_llm.run.resume.rollback import Rollback, skipped_samples, write_rollbacks
 from lightning_llm.run.resume.start import Start, decide_start
-from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, Verify, content_damage
+from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage
+from lightning_llm.train.checkpoint.verification import Verify, content_damage
 from lightning_llm.train.spikes.policy import SpikeRollback
 
 

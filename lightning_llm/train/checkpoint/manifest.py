@@ -14,7 +14,8 @@
 
 Names carry no layout: they are the model's own parameter names. There is no data-loader or generator state, because
 batch n and every random bit are functions of (config, seed, n). Nothing read here can run code. Version 2, of earlier
-releases, has no digests; `tensor_storage.py` checks it as far as possible. Imports no torch.
+releases, has no digests; `tensor_storage.py` checks it as far as possible. `verification.py` compares files with their
+digests. Imports no torch.
 
 A run id in summary.json and in each manifest says which run a checkpoint belongs to (`RunIdentity`). It names the run,
 not the config: two runs of one config may have other learning rates at the same step (another trainer.max_steps) or
@@ -22,9 +23,8 @@ another machine's kernels. A folder that is moved or copied whole keeps its id.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -33,7 +33,6 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.integrity import (
     SEAL,
     FileContent,
-    content_problem,
     digest_of_file,
     parse_object,
     seal,
@@ -125,9 +124,6 @@ class Checkpoint:
         return int(self.progress.get("spikes", {}).get("events", 0))
 
 
-Verify = Callable[[Checkpoint], list[Damage]]
-
-
 def sealed_manifest(step: int, origin: Mapping[str, Any], files: Mapping[str, FileContent]) -> bytes:
     """Return the content of manifest.json. `origin`: run_id, written_in, config_hash, torch (its version), and more."""
     about = {name: {"bytes": each.size_bytes, "digest": each.digest} for name, each in sorted(files.items())}
@@ -160,77 +156,6 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(
         folder, step, config_hash, files, progress, version, run_id, written_in, frozen_config=frozen, records=records
     )
-
-
-def content_damage(checkpoint: Checkpoint, rank: int = 0, world: int = 1) -> list[Damage]:
-    """Return which files do not hold what was written, by their digests; `rank` of `world` looks at its share alone."""
-    if checkpoint.version == UNSEALED:
-        from lightning_llm.train.checkpoint.tensor_storage import structural_damage  # imports torch
-
-        return structural_damage(checkpoint) if rank == 0 else []
-    largest_first = sorted(checkpoint.files.items(), key=lambda item: (-item[1].size_bytes, item[0]))
-    return [
-        Damage(checkpoint.folder, name, what)
-        for name, written in largest_first[rank::world]
-        if (what := content_problem(checkpoint.folder / name, written))
-    ]
-
-
-def verified(folder: Path, verify: Verify = content_damage) -> Checkpoint:
-    """Return the checkpoint in `folder` if every byte is what was written.
-
-    Raises:
-        ConfigError: it is damaged, with every file and what is wrong with it; or of another version.
-    """
-    try:
-        checkpoint = open_checkpoint(folder)
-        if damage := verify(checkpoint):
-            raise DamagedError(*damage)
-    except DamagedError as error:
-        raise ConfigError([Problem(str(each.folder / each.file), f"{each.what}.") for each in error.damage]) from error
-    return checkpoint
-
-
-def newest_verified(
-    folder: Path, verify: Verify = content_damage, afresh: bool = False
-) -> tuple[Checkpoint | None, tuple[Damage, ...]]:
-    """Return the newest checkpoint in `folder` that verifies, None where there is none, and what was passed over.
-
-    Changes nothing. `afresh`: where all are outdated, and all that were moved aside, there is none.
-
-    Raises:
-        ConfigError: there are some and none verifies, with what is wrong with each; or one is of another version.
-    """
-    passed: list[Damage] = []
-    for path in step_folders(folder):
-        try:
-            checkpoint = open_checkpoint(path)
-        except DamagedError as error:
-            passed += error.damage
-            continue
-        damage = verify(checkpoint)
-        if not damage:
-            return checkpoint, tuple(passed)
-        passed += damage
-    aside = [path for name in ASIDE for path in (folder / name).glob("step=*")]
-    if (not passed and not aside) or (afresh and all(each.outdated for each in passed)):
-        return None, tuple(passed)
-    problems = [Problem(f"{each.folder.name}/{each.file}", f"{each.what}.") for each in passed]
-    hint = f" {', '.join(map(str, aside))} may be whole: try resume=PATH." if aside else ""
-    text = f"no checkpoint in {folder} verifies, and nothing was changed. Bring one back from a copy.{hint}"
-    raise ConfigError([*problems, Problem("resume", text)])
-
-
-def passed_over_lines(damage: Sequence[Damage]) -> Iterator[str]:
-    """Yield a line for each checkpoint that was passed over, with its first damaged file."""
-    for folder, each in groupby(damage, key=lambda each: each.folder):
-        first, *others = each
-        more = f" (and {len(others)} more of its files)" if others else ""
-        if first.outdated:
-            yield f"passed over {folder.name}, which {first.what}"
-            continue
-        why = "not this run's" if first.foreign else "damaged"
-        yield f"passed over {folder.name}, which is {why}: {first.file} {first.what}{more}"
 
 
 def step_folders(folder: Path) -> list[Path]:
