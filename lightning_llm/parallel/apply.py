@@ -1,6 +1,7 @@
-"""THE order in which a bare model becomes the one that trains. Everything that reshapes a model is a line here.
+"""Parallelize a model: the single place that fixes the order of all transformations of a bare model.
 
-From the meta device to memory every rank fills its own shards, so no rank ever holds a whole copy (`materialise`).
+Every rank initializes only its own shards, from the meta device to memory, so no rank ever holds a whole copy
+(`materialise`).
 """
 
 from collections.abc import Callable
@@ -23,9 +24,9 @@ from lightning_llm.parallel.pp import split_stages
 from lightning_llm.parallel.torch_private import shard_offset
 
 InitialSlice = Callable[[str, int, int], torch.Tensor]
-"""Of a parameter's name, `start` and `stop`: its elements between them, row-major over the whole tensor, fp32, CPU."""
+"""(parameter name, start, stop) -> elements `start` to `stop` of the whole tensor, row-major, fp32, CPU."""
 Fill = Callable[[Decoder, int, torch.device, InitialSlice | None], None]
-"""`materialise`, or what stands for it where nothing is to be computed."""
+"""`materialise`, or its substitute in a dry run."""
 ELEMENTS_AT_ONCE = 64 * CHUNK_ELEMENTS
 
 
@@ -61,12 +62,11 @@ def apply_parallel(
     initial: InitialSlice | None = None,
     fill: Fill = materialise,
 ) -> list[GradientSync]:
-    """Take `model`, built on the meta device with its linears swapped, to the one that trains on this rank's `device`.
+    """Parallelize `model`, built on the meta device with its linears swapped, and place it on this rank's `device`.
 
-    `sequence_length`: tokens of the whole sequences that it will train on. `initial`: what gives the weights; None: the
-    seed. `fill` puts a stage with them on the device. Returns what sums the gradients of each of this rank's pipeline
-    stages over micro-batches and ranks: one, of the whole model, where there is no pipeline. With one, `model` keeps
-    this rank's part alone.
+    `sequence_length`: tokens of a whole training sequence. `initial`: source of the initial weights; None draws them
+    from `seed`. `fill` places an initialized stage on the device. Returns one `GradientSync` per pipeline stage of this
+    rank, one in total without a pipeline. With a pipeline, `model` keeps only this rank's part.
     """
     model.to(DTYPES[precision.master_dtype])
     syncs = []

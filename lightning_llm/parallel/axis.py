@@ -1,4 +1,4 @@
-"""Base class of torch's side of mesh axes: what the ranks of an axis do to the model, and to gradients."""
+"""Base class of the torch side of mesh axes: how an axis changes the model and reduces gradients."""
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -11,33 +11,34 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.axes.axis import AXES
 
 Works = Iterator[dist.Work]
-"""Collectives one behind the other: each is begun when it is asked for, which is once the one before has ended."""
+"""Consecutive collectives: the next one starts when it is requested, after the previous one has ended."""
 Reduction = Callable[[Tensor], Works]
-"""Takes a flat tensor to what ranks agree on (mostly a sum), in place."""
+"""Reduces a flat tensor over ranks (usually a sum), in place."""
 
 
 class AxisOnRanks:
-    """Axis `name` of `layout`, of more than one rank. The base class changes neither model nor gradients."""
+    """Axis `name` of `layout`, with more than one rank. The base class changes neither model nor gradients."""
 
     multiple = 1
-    """Of how many elements `reductions` take a multiple."""
+    """`reductions` require tensors with a multiple of this many elements."""
 
     def __init__(self, name: str, layout: Layout, group: dist.ProcessGroup):
         self.name, self.layout, self.group = name, layout, group
 
     def cut(self, stage: Decoder) -> None:
-        """Cut a stage in place, on the meta device, before its blocks are recomputed, compiled and sharded by FSDP2."""
+        """Cut a stage in place, on the meta device, before checkpointing, compiling and FSDP2 sharding of its
+        blocks."""
 
     def reductions(self, stage: Decoder) -> Callable[[nn.Parameter], Sequence[Reduction]]:
-        """Return the reductions over the axis that each parameter's gradient goes through once per step.
+        """Return a function: parameter -> reductions of its gradient over the axis, applied once per step.
 
-        What FSDP2 sums within a backward pass is not among them. Parameters that go through the same get equal objects.
+        Sums made by FSDP2 within a backward pass are excluded. Parameters with the same reductions get equal objects.
         """
         return lambda parameter: ()
 
 
 def axes_on_ranks(layout: Layout) -> list[AxisOnRanks]:
-    """Return torch's side of every axis of `layout` that has more than one rank, innermost first."""
+    """Return the torch side of every axis of `layout` with more than one rank, innermost first."""
     found = []
     for name, axis in reversed(list(AXES.items())):
         if (group := layout.group(name)) is not None:

@@ -1,5 +1,4 @@
-"""Transformations of single blocks: activation checkpointing, which recomputes a block in the backward pass instead of
-keeping what it computed, and torch.compile."""
+"""Transformations of single blocks: activation checkpointing and torch.compile."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -21,10 +20,10 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 def checkpoint_blocks(blocks: Mapping[str, nn.Module], config: ParallelConfig) -> None:
     """Make the chosen blocks recompute their forward pass (Chen et al. 2016, arXiv 1604.06174). Names do not change.
 
-    Blocks count by their global index, so that a pipeline's stages recompute those that a single rank does.
+    Blocks are chosen by global index, so pipeline stages recompute the same blocks as a single rank.
 
-    "selective" keeps the outputs of matrix products and attention, which cost most to compute again (Korthikanti et al.
-    2022, arXiv 2205.05198, keep less; torchtitan's selective "op" mode keeps every second product's).
+    "selective" keeps the outputs of matrix products and attention, which are the most expensive to recompute
+    (Korthikanti et al. 2022, arXiv 2205.05198, keep less; torchtitan's selective "op" mode keeps every second product).
     """
     for name, block in blocks.items():
         mode = config.checkpointing_of(int(name.rpartition(".")[2]))
@@ -36,9 +35,9 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], config: ParallelConfig) -
 
 
 def _recomputed(forward: Callable[..., Any], in_graph: Contexts | None, eagerly: Contexts | None) -> Callable[..., Any]:
-    """Return `forward` that is recomputed in the contexts `eagerly`, those `in_graph` where a compiler follows it."""
-    # The model draws no torch random numbers, so there is no generator state to carry into the recomputation; the keys
-    # of stochastic rounding are: by the context, and in a graph, which takes them as inputs, by themselves.
+    """Return `forward` with recomputation, in the contexts `eagerly`, or `in_graph` when it is being compiled."""
+    # The model draws no torch random numbers, so no generator state is carried into the recomputation. The keys of
+    # stochastic rounding are: by the context in eager mode, as inputs of the graph when compiled.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     eager = options if eagerly is None else options | {"context_fn": eagerly}
     graph = options if in_graph is None else options | {"context_fn": in_graph}
@@ -65,9 +64,10 @@ def _both_of(keeps: Contexts | None, keys: Contexts | None) -> Contexts | None:
 
 
 def expensive_ops(block: nn.Module) -> list[Any]:
-    """Return the operators whose outputs selective checkpointing keeps in `block`: kernels of its parts among them.
+    """Return the operators for which selective checkpointing keeps the outputs in `block`.
 
-    Those that are no matrix products a part's module names in `kernel_ops`; their bytes are its `Part.kernel_outputs`.
+    These are matrix products and the operators in `kernel_ops` of a part's module; the latter's bytes are
+    `Part.kernel_outputs`.
     """
     aten = torch.ops.aten
     kernels = dict.fromkeys(op for part in block.children() for op in getattr(part, "kernel_ops", ()))

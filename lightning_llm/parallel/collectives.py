@@ -1,11 +1,11 @@
-"""Collectives of a forward pass whose backward pass is the opposite collective.
+"""Differentiable collectives: each has its opposite as backward pass.
 
 Megatron's conjugate pairs: f (identity forward, all-reduce backward) and g (all-reduce forward, identity backward) of
 Shoeybi et al. 2019 (arXiv 1909.08053, section 3); with sequence parallelism all-gather and reduce-scatter, either of
 which is the other's backward pass (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). Tokens are axis 1 of
 `[B, T, ...]`. The bytes sent are the same; without sequence parallelism every rank holds all tokens between blocks.
 
-They are torch's functional collectives, which a compiler takes into its graph: a block is one, whatever it sends.
+They use torch's functional collectives, which can be compiled into a graph, so a block stays one graph.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ _all_reduce, _wait = functional("all_reduce"), functional("wait_tensor")
 
 
 class GroupRef(NamedTuple):
-    """A process group as a graph knows it: torch's name for it, how many ranks, which of them this one is."""
+    """Process group as constants of a compiled graph: torch's name of it, number of ranks, this rank's index."""
 
     name: str
     size: int
@@ -63,7 +63,7 @@ _WAYS = {"gathered": gathered, "reduce_scattered": reduce_scattered, "all_reduce
 
 
 class _Conjugate(torch.autograd.Function):
-    """One of `_WAYS` forward and its partner backward, by name: a graph holds no functions."""
+    """One of `_WAYS` forward and its opposite backward, given by name because a graph cannot hold functions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: GroupRef, there: str, back: str) -> Tensor:
@@ -76,7 +76,7 @@ class _Conjugate(torch.autograd.Function):
 
 
 def gather_tokens(x: Tensor, group: GroupRef) -> Tensor:
-    """Return `gathered`; the backward pass sums gradients over the group and keeps this rank's tokens'."""
+    """Return `gathered`; the backward pass sums gradients over the group and keeps those of this rank's tokens."""
     tokens: Tensor = _Conjugate.apply(x, group, "gathered", "reduce_scattered")
     return tokens
 

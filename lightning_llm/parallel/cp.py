@@ -1,9 +1,9 @@
-"""Context parallelism: ranks share a sequence. Each holds some of its tokens, and sees everybody's keys and values.
+"""Context parallelism: each rank holds some tokens of a sequence and attends to the keys and values of all ranks.
 
 A sequence is cut into two chunks per rank; rank r of R holds chunks r and 2R - 1 - r, so that the causal triangle
 gives each the same work (Megatron-LM's `get_batch_on_this_cp_rank`). Keys and values are gathered before attention and
 their gradients scattered after it (Llama 3, arXiv 2407.21783, section 3.3.2: simplest, and any mask works). Attention
-does not ask in which order keys come, so they stay in the order of ranks, and the mask says where each stands.
+does not depend on the order of keys, so they stay in the order of ranks; the mask accounts for their positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,16 +24,16 @@ from lightning_llm.parallel.layout import Layout
 
 
 def positions_of(rank: int, ranks: int, length: int, device: torch.device | None = None) -> Tensor:
-    """Return int64 [length / ranks], where in its sequence each token of rank `rank` stands: its two chunks.
+    """Return int64 [length / ranks], the positions of the tokens of rank `rank`: those of its two chunks.
 
-    Made on `device` (null: the CPU), so that no step waits for a copy of it.
+    Created on `device` (None: the CPU), so that no step waits for a copy.
     """
     chunks = torch.arange(length, device=device).view(2 * ranks, -1)
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
 class SequenceSharder:
-    """Takes from whole sequences the tokens that this rank computes."""
+    """Selects this rank's tokens from whole sequences."""
 
     def __init__(self, layout: Layout):
         self.ranks, self.rank = layout.degrees.cp, layout.coordinates.cp
@@ -41,10 +41,10 @@ class SequenceSharder:
     def __call__(
         self, tokens: Tensor, labels: Tensor, document_ids: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return (tokens, labels, positions, document ids) for the model and the loss, from whole ones `[B, T]`.
+        """Return (tokens, labels, positions, document ids) for the model and the loss, from whole sequences `[B, T]`.
 
-        Tokens and labels are this rank's, `[B, T / R]`, and positions `[T / R]` say which; None for whole sequences.
-        Document ids stay whole: a query must know those of every key.
+        Tokens and labels are this rank's, `[B, T / R]`, at positions `[T / R]`, or None if sequences are not cut.
+        Document ids stay whole, because a query compares its id with that of every key.
         """
         if self.ranks == 1:
             return tokens, labels, None, document_ids
@@ -53,7 +53,7 @@ class SequenceSharder:
 
 
 class ContextParallel(AxisOnRanks):
-    """Lets attention see the keys of all ranks, and sums gradients, of which each rank of a sequence has a part."""
+    """Gathers keys for attention and sums the partial gradients of the ranks that share a sequence."""
 
     def cut(self, stage: Decoder) -> None:
         replaced: Any = stage
@@ -64,15 +64,15 @@ class ContextParallel(AxisOnRanks):
             attention.attend = made.setdefault(attention.kernel, ContextAttention(self.group, attention.kernel))
 
     def reductions(self, stage: Decoder) -> Callable[[nn.Parameter], Sequence[Reduction]]:
-        """Sum gradients, unless FSDP2 has, which shards over these ranks."""
+        """Sum gradients, unless FSDP2 shards over these ranks and sums them itself."""
         summed = () if self.layout.shards else (partial(all_reduce, group=self.group),)
         return lambda parameter: summed
 
 
 def keys_of_all_ranks(positions: Tensor, document_ids: Tensor | None, window: int | None, ranks: int) -> SeenKeys:
-    """Return which keys, in the order of ranks, this rank's queries at `positions` `[T / R]` see.
+    """Return the keys, in the order of ranks, that this rank's queries at `positions` `[T / R]` may attend to.
 
-    `document_ids` is `[B, T]`, in the order of the sequence. Of a `window` a query sees the last so many tokens.
+    `document_ids` is `[B, T]`, in sequence order. With `window`, a query sees that many last tokens.
     """
     length = ranks * positions.shape[-1]
     keys = torch.cat([positions_of(rank, ranks, length, positions.device) for rank in range(ranks)])  # [T]

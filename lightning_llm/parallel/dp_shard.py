@@ -1,15 +1,14 @@
-"""FSDP2 for ZeRO-1, 2 and 3 and their hybrids, and the one home of mixed precision where parameters are sharded.
+"""FSDP2 for ZeRO-1, 2, 3 and their hybrids, including mixed precision of sharded parameters.
 
-Masters are kept in shards in the recipe's master dtype. They are gathered in the compute dtype, which is the cast that
-the model makes on use when nothing is sharded: the same bits (Zhao et al. 2023, arXiv 2304.11277; torchtitan does it
-so); in the master's where gradients are not to be rounded (`PrecisionConfig.gather_dtype`). Token and position
-embeddings are gathered as they are, since a lookup's gradient must not be summed in 16 bit.
+Master weights are sharded in the recipe's master dtype and gathered in the compute dtype. That is the cast which an
+unsharded model makes on use, so the bits are the same (Zhao et al. 2023, arXiv 2304.11277; torchtitan). They are
+gathered in the master dtype if gradients must not be rounded (`PrecisionConfig.gather_dtype`). Token and position
+embeddings are gathered uncast, because a lookup's gradient must not be summed in 16 bits.
 
-Quantized weights may be gathered as FP8 codes, a byte per element (`precision.linear.gathered`). FSDP2 asks a shard for
-what it is to gather (`fsdp_pre_all_gather`) and hands it what came (`fsdp_post_all_gather`): an extension that it
-documents, and looks for when the first forward pass begins. torchao gathers float8 weights by it, as Transformer
-Engine's `fp8_param_gather` does by its own. A scale per tensor is of the whole weight: ranks agree on all amaxes of a
-step at once, before its first forward pass.
+Quantized weights may be gathered as FP8 codes, one byte per element (`precision.linear.gathered`), through FSDP2's
+documented extension `fsdp_pre_all_gather` and `fsdp_post_all_gather`, which it looks up in the first forward pass.
+torchao gathers float8 weights this way; Transformer Engine's `fp8_param_gather` has its own. A per-tensor scale belongs
+to the whole weight, so ranks reduce all amaxes of a step at once, before its first forward pass.
 """
 
 from itertools import pairwise
@@ -36,10 +35,10 @@ from lightning_llm.precision.linear.module import QuantisedLinear, quantised_lay
 def shard_decoder(
     model: Decoder, layout: Layout, gather_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> list[TreeReduceScatter]:
-    """Shard `model` in place, on the meta device: block by block, head and embedding by themselves, the rest as one.
+    """Shard `model` in place, on the meta device: each block, the head and the embedding separately, the rest together.
 
-    Where embedding and head are one parameter it stays with the root, which is gathered for the whole of a step.
-    Returns the reductions of all groups, none for parallel.reduction=native.
+    A tied embedding belongs to the root group, which stays gathered for the whole step. Returns the tree reductions of
+    all groups, none for parallel.reduction=native.
     """
     if layout.mesh is None:
         raise ValueError("sharding needs a process group, and this rank has joined none")
@@ -77,9 +76,9 @@ def shard_decoder(
 
 
 def _prefetch_in_forward(model: Decoder) -> None:
-    """Have each group gather the next before its own forward pass is queued, one ahead; in a backward pass FSDP2 does.
+    """Make each group prefetch the next one before its own forward pass is queued. FSDP2 does so in the backward pass.
 
-    Left to itself it begins to gather a group when the host comes to it: behind, where the host is.
+    By default FSDP2 starts to gather a group only when the host reaches it, which is late if the host is slow.
     """
     order: list[Any] = [
         each for each in (model.embedding, *model.blocks.values(), model.head) if isinstance(each, FSDPModule)
@@ -89,24 +88,24 @@ def _prefetch_in_forward(model: Decoder) -> None:
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    """Return every module that FSDP2 shards as a group of its own."""
+    """Return every module that FSDP2 shards as a separate group."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Give back what a forward pass without a backward left gathered; parameters are shards again."""
+    """Reshard the parameters that a forward pass without a backward pass left gathered."""
     for module in sharded_modules(model):
         module.reshard()
 
 
 Travels = tuple[CastConfig, Scaled] | None
-"""What codes mean that are on their way; None: the weight is, in the compute dtype."""
+"""Decoding of the gathered codes; None if the weight is gathered in the compute dtype."""
 
 
 def gather_codes(model: Decoder, layout: Layout, compute_dtype: torch.dtype) -> None:
-    """Have the quantised weights of `model`, sharded and in memory, travel as codes wherever their casts are in force.
+    """Gather the quantized weights of `model`, sharded and in memory, as codes wherever their casts are active.
 
-    Where no rank has a part of them nothing travels, and nothing is changed.
+    Weights without a shard on any rank are left unchanged.
     """
     group = layout.group("fsdp")
     if group is None:
@@ -122,10 +121,10 @@ def gather_codes(model: Decoder, layout: Layout, compute_dtype: torch.dtype) -> 
 
 
 class WeightShard:
-    """One rank's rows of a quantised layer's weight, and what FSDP2 gathers of them."""
+    """One rank's rows of a quantized layer's weight, with FSDP2's hooks that gather them as codes."""
 
     def __init__(self, layer: QuantisedLinear, state: Any, compute_dtype: torch.dtype):
-        """`state`: FSDP2's of the weight."""
+        """`state`: FSDP2's state of the weight."""
         self.weight, self.compute_dtype = GatheredWeight(layer), compute_dtype
         self._state, self._whole, self._bytes = state, torch.empty(0), True
         layer.plan = layer.plan.with_weight_casts(self.weight)
@@ -140,7 +139,7 @@ class WeightShard:
     def _before(
         self, mesh: Any, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: Any
     ) -> tuple[tuple[Tensor], Travels]:
-        """Return what is gathered of this rank, with as many rows of every rank, and what it means."""
+        """Return (this rank's tensors to gather, padded to equal rows on all ranks; how to decode them)."""
         shard, cast = self.cast(), self.weight.cast
         travels = None if cast is None else (cast, self.weight.scales(shard, cast))
         given = shard if travels is None else self.weight.codes(shard, *travels)
@@ -152,7 +151,7 @@ class WeightShard:
     def _after(
         self, gathered: tuple[Tensor], travels: Travels, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Make the numbers of what was gathered; where `out` is given, in the tensor that this once returned."""
+        """Decode the gathered codes, into `out` if given, a tensor that an earlier call returned."""
         (came,) = gathered
         if out is None:
             self._whole = torch.empty(came.shape, dtype=dtype, device=came.device)
@@ -162,19 +161,19 @@ class WeightShard:
             else:
                 self.weight.decode(came, self._whole, travels[0])
         self.weight.gathered = None if travels is None else travels[1]
-        came.untyped_storage().resize_(0)  # FSDP2 makes room anew before it gathers
+        came.untyped_storage().resize_(0)  # FSDP2 allocates again before it gathers
         return (self._whole, (self._whole,)) if out is None else None
 
 
 class AgreedAmaxes:
-    """The amaxes of weights that are cut over the ranks of `group`, and of `tensor_group`: agreed in one all-reduce."""
+    """Reduces the amaxes of weights cut over the ranks of `group` and `tensor_group` in one all-reduce."""
 
     def __init__(self, shards: list[WeightShard], group: dist.ProcessGroup, tensor_group: dist.ProcessGroup | None):
         self.shards, self.group, self.tensor_group = shards, group, tensor_group
 
     @torch.no_grad()
     def before_forward(self, model: nn.Module, _: Any) -> None:
-        """Agree on the amaxes of weights that may have moved; collective. Let go of what was gathered otherwise."""
+        """Reduce the amaxes of weights that may have changed, and drop weights gathered without codes. Collective."""
         weights = [shard.weight for shard in self.shards]
         if any(each.gathered is not None and each.cast is None for each in weights):
             reshard(model)

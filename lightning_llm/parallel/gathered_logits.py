@@ -1,4 +1,4 @@
-"""The whole decoder as sampling sees it, on every rank at once, where each holds a part of its weights or tokens."""
+"""Logits of the whole decoder for sampling, on every rank, when ranks hold parts of its weights or tokens."""
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +11,10 @@ from lightning_llm.parallel.layout import Layout
 
 
 def window(tokens: Tensor, longest: int, multiple: int) -> tuple[Tensor, int]:
-    """Return the last of `tokens` `[B, T]`, padded to a multiple of what ranks share out, and their number before that.
+    """Return (the last `tokens` `[B, T]`, padded to a multiple of the ranks' share; their number without padding).
 
-    Of at most `longest` tokens, padding included, so the first may be left out. Causal attention does not look at what
-    comes last.
+    At most `longest` tokens including padding, so the first may be dropped. The padding comes last, where causal
+    attention does not see it.
     """
     tokens = tokens[:, -(longest // multiple * multiple) :]
     return F.pad(tokens, (0, -tokens.shape[1] % multiple)), tokens.shape[1]
@@ -30,7 +30,7 @@ def whole_vocabulary(logits: Tensor, layout: Layout) -> Tensor:
 
 
 class GatheredLogits(nn.Module):
-    """Gives the logits after any number of tokens: they are padded, where ranks must have equally many."""
+    """Computes logits after any number of tokens, padded if ranks must hold equally many."""
 
     def __init__(self, model: Decoder, layout: Layout):
         super().__init__()
@@ -40,14 +40,14 @@ class GatheredLogits(nn.Module):
         self.train(model.training)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits `[B, 1, V]` after `tokens` `[B, T]`, the last position's, the same on every rank."""
+        """Return logits `[B, 1, V]` of the last position of `tokens` `[B, T]`, the same on every rank."""
         padded, length = window(tokens, self.config.max_sequence_length, self.multiple)
         own, _, positions, _ = SequenceSharder(self.layout)(padded, padded, None)
         logits = self._at(length - 1, self.model(own, positions), padded.shape[1])  # [B, 1, V / R]
         return whole_vocabulary(logits, self.layout)
 
     def _at(self, position: int, logits: Tensor, length: int) -> Tensor:
-        """Return `[B, 1, ..]`, the logits at `position` of `length`, from this rank's tokens' `[B, length / C, ..]`."""
+        """Return `[B, 1, ..]`, the logits at `position` of `length`, from those of this rank `[B, length / C, ..]`."""
         group, ranks = self.layout.group("sequence"), self.layout.degrees.sequence
         if group is None:
             return logits[:, position : position + 1]

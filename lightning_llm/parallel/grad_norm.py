@@ -12,18 +12,18 @@ from lightning_llm.parallel.tp import is_tp_shard
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], layout: Layout, copies: Iterable[nn.Parameter] = ()) -> Tensor:
-    """Return the 2-norm of all gradients, a scalar in fp32, the same on every rank; the host waits for nothing.
+    """Return the 2-norm of all gradients, an fp32 scalar, the same on every rank, without waiting for the device.
 
-    Squares are summed in fp64 over tensors, shards and pipeline stages, and the norm is rounded to fp32: how gradients
-    are cut then shows only where the true norm lies within 1e-16 of the middle between two fp32 numbers. `copies`:
-    those of `parameters` that another stage counts.
+    Squares are summed in fp64 over tensors, shards and pipeline stages, and the norm is rounded to fp32. The layout can
+    then change the result only if the true norm is within 1e-16 of the midpoint of two fp32 numbers. `copies`: those
+    of `parameters` that another stage counts.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     return global_norm(trained, _gradients(trained), layout, copies)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
-    """Scale all gradients by min(1, max_norm / norm) in place, where `norm` is what `gradient_norm` gave."""
+    """Scale all gradients by min(1, max_norm / norm) in place; `norm` is the result of `gradient_norm`."""
     if norm > max_norm:
         torch._foreach_mul_(_gradients(parameters), max_norm / norm)
 
@@ -35,9 +35,9 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def global_norm(
     parameters: Sequence[nn.Parameter], shards: Sequence[Tensor], layout: Layout, copies: Iterable[nn.Parameter] = ()
 ) -> Tensor:
-    """Return the 2-norm, a scalar in fp32, of tensors of which `shards` holds this rank's part, one per parameter.
+    """Return the 2-norm, an fp32 scalar, of tensors given by this rank's `shards`, one per parameter.
 
-    Each is cut as its parameter is; those of `copies` are counted by another stage. Collective; equal on every rank.
+    Each is sharded like its parameter; those of `copies` are counted by another stage. Collective; equal on every rank.
     """
     elsewhere = {id(parameter) for parameter in copies}
     counted = [
@@ -55,8 +55,8 @@ def global_norm(
 def parameter_gradient_norms(named: Mapping[str, nn.Parameter], layout: Layout) -> dict[str, float]:
     """Return the 2-norm of each parameter's gradient by name, of all pipeline stages, the same on every rank.
 
-    In fp64, summed over shards: rounded to fp32 they show how gradients are cut as little as `gradient_norm` does.
-    Parameters without a gradient are left out. Collective; the host waits for the device.
+    Summed in fp64 over shards, so the layout changes them as little as `gradient_norm`. Parameters without a gradient
+    are omitted. Collective; the host waits for the device.
     """
     trained = {name: parameter for name, parameter in named.items() if parameter.grad is not None}
     norms = torch.stack(_norms(_gradients(trained.values()))) if trained else torch.zeros(0, dtype=torch.float64)
@@ -69,19 +69,19 @@ def parameter_gradient_norms(named: Mapping[str, nn.Parameter], layout: Layout) 
 
 
 def _norms(shards: Sequence[Tensor]) -> list[Tensor]:
-    """Return the 2-norm of each, scalars in fp64."""
+    """Return the 2-norm of each shard, scalars in fp64."""
     return list(torch._foreach_norm(list(shards), 2, dtype=torch.float64))
 
 
 def _is_counted(parameter: nn.Parameter, layout: Layout) -> bool:
     """Return whether this rank counts its part of `parameter` in a sum over ranks.
 
-    What every rank of a tensor-parallel group holds whole is counted by its first: a sum over the group, and with it
-    the norm, is one number on all, whatever each has.
+    A parameter that all ranks of a tensor-parallel group hold whole is counted by the first of them only. The norm is
+    then the same on all ranks even if their copies differ.
     """
     return layout.coordinates.tp == 0 or is_tp_shard(parameter)
 
 
 def _sharing_groups(layout: Layout) -> list[str]:
-    """Return the groups whose ranks hold parts of the same parameters."""
+    """Return the groups of ranks that hold parts of the same parameters."""
     return ["width", *(["fsdp"] if layout.shards else [])]

@@ -1,9 +1,9 @@
 """Gradient reduction: the gradients of a step's micro-batches become one sum on every rank that needs it.
 
-Gradients that FSDP2 does not sum are reduced in buckets beside a backward pass, each begun as soon as its last gradient
-is there. Every bucket goes through the same few collectives, one behind the other. When one begins, those under way
-move on by one: so ranks issue their collectives in one order, whatever they wait for, and few buckets are held at a
-time. Buckets in the order of the backward pass are those of Li et al. 2020 (arXiv 2006.15704, section 3.2.3).
+Gradients that FSDP2 does not sum are reduced in buckets that overlap with the backward pass. A bucket starts as soon as
+its last gradient is ready and goes through a few consecutive collectives. When a bucket starts, those in progress
+advance by one collective. So all ranks issue collectives in the same order, and few buckets are held at a time. Buckets
+follow the order of the backward pass (Li et al. 2020, arXiv 2006.15704, section 3.2.3).
 """
 
 import math
@@ -29,40 +29,40 @@ from lightning_llm.plan.memory.buffers import REPLICA_BUCKET_BYTES
 from lightning_llm.plan.memory.units import reduces_once
 
 BEGIN, END = "BucketReductions.begin", "BucketReductions.end"
-"""What a profiler's trace calls the two."""
+"""Names of the two phases in a profiler trace."""
 
 
 class Bucket:
-    """Parameters whose gradients are summed over micro-batches, and then reduced, together."""
+    """Parameters with gradients that are summed over micro-batches and reduced together."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], reductions: Sequence[Reduction], multiple: int):
-        """`reductions`: over ranks, in turn; empty where the gradients are no other rank's.
+        """`reductions`: applied in turn; empty if no other rank shares the gradients.
 
-        `multiple`: what they take a multiple of, in elements.
+        `multiple`: the number of elements they take must be a multiple of this.
         """
         self.parameters, self.reductions, self.multiple = parameters, reductions, multiple
         self.sums = TreeSum()
         self.awaited: set[int] = set()
-        """Ids of parameters whose gradients the backward pass in progress has yet to give."""
+        """Ids of the parameters still without a gradient in the backward pass in progress."""
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's part of those gradients that there are."""
+        """Return this rank's part of the existing gradients."""
         return [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
 
     def push(self) -> None:
-        """Keep the gradients as a node of two micro-batches; there are none after it."""
+        """Move the gradients into the tree sum as a node of two micro-batches."""
         if gradients := self.gradients():
             self.sums.push(gradients, level=1)
             for parameter in self.parameters:
                 parameter.grad = None
 
     def close(self) -> None:
-        """Add what was kept to the gradients of the step's last micro-batch."""
+        """Add the tree sum to the gradients of the step's last micro-batch."""
         if gradients := self.gradients():
             self.sums.close(gradients)
 
     def reduced(self) -> Works:
-        """Replace the gradients by what ranks agree on; without a collective where there is nothing to reduce."""
+        """Replace the gradients by their reduction over ranks; no collective if there is nothing to reduce."""
         gradients = self.gradients()
         if not (gradients and self.reductions):
             return
@@ -81,9 +81,9 @@ def buckets_of(
     reductions_of: Callable[[nn.Parameter], Sequence[Reduction]],
     multiple: int = 1,
 ) -> list[Bucket]:
-    """Return `parameters` in buckets. They come, and buckets go, as a backward pass is done with them.
+    """Return `parameters` in buckets; both are in the order in which a backward pass finishes them.
 
-    Those of one bucket have a dtype and `reductions_of` them in common.
+    The parameters of a bucket have the same dtype and the same `reductions_of`.
     """
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
     alike: dict[object, list[list[nn.Parameter]]] = {}
@@ -93,7 +93,7 @@ def buckets_of(
             shares.append([])
         shares[-1].append(parameter)
     filled = [share for shares in alike.values() for share in shares]
-    filled.sort(key=lambda share: places[id(share[-1])])  # when its last gradient is there
+    filled.sort(key=lambda share: places[id(share[-1])])  # by the time of the last gradient
     return [Bucket(share, reductions_of(share[0]), multiple) for share in filled]
 
 
@@ -102,16 +102,16 @@ def _bytes(parameter: nn.Parameter) -> int:
 
 
 class BucketReductions:
-    """Buckets that are being reduced; on CUDA on a stream of its own, so that no other computation waits for it."""
+    """Reductions in progress; on CUDA on a separate stream, so that no other computation waits for them."""
 
     def __init__(self) -> None:
         self._under_way: deque[tuple[Works, dist.Work]] = deque()
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, bucket: Bucket) -> None:
-        """Begin to reduce `bucket`, whose gradients the current stream gives; nobody touches them before `end`.
+        """Begin to reduce `bucket`. The current stream computes its gradients; do not touch them before `end`.
 
-        Collective, as `end` is: in the same order on all ranks.
+        Collective, like `end`: in the same order on all ranks.
         """
         if self._stream is None and bucket.parameters[0].is_cuda:
             self._stream = torch.cuda.Stream(priority=-1)
@@ -121,7 +121,7 @@ class BucketReductions:
             self._follow(bucket.reduced())
 
     def end(self) -> None:
-        """Return once all buckets are reduced, as the current stream sees it."""
+        """Make the current stream wait until all buckets are reduced."""
         with record_function(END), self._beside():
             while self._under_way:
                 self._move_on()
@@ -129,7 +129,7 @@ class BucketReductions:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def _move_on(self) -> None:
-        """Wait for the collective that each bucket is in, and begin its next: the oldest bucket first."""
+        """Wait for the current collective of each bucket and begin its next one, oldest bucket first."""
         for _ in range(len(self._under_way)):
             works, work = self._under_way.popleft()
             work.wait()
@@ -150,25 +150,25 @@ class BucketReductions:
 
 
 class GradientSync:
-    """Around each backward pass of one step. What FSDP2 reduces by itself it is told here; the rest is summed here.
+    """Gradient reduction around each backward pass of a step: sets FSDP2's switches and sums the remaining gradients.
 
-    One for each pipeline stage of the rank: `model` is the stage, or the whole model where there is no pipeline.
+    One per pipeline stage of the rank: `model` is the stage, or the whole model without a pipeline.
     """
 
     def __init__(self, model: Decoder, layout: Layout, scatters: list[TreeReduceScatter]):
-        """`scatters`: what `shard_decoder` returned, empty where nothing is sharded."""
+        """`scatters`: the result of `shard_decoder`, empty if nothing is sharded."""
         self.model = model
         self.parameters = list(model.parameters())
         self.layout = layout
         self.scatters = scatters
         self.root: FSDPModule | None = model if isinstance(model, FSDPModule) else None
-        # ZeRO-1 reduces once per step; everywhere else .grad holds a (shard of a) sum after every backward.
+        # ZeRO-1 reduces once per step; otherwise .grad is a (shard of a) sum after every backward pass.
         self.once = reduces_once(layout.config, layout.degrees)
         axes = axes_on_ranks(layout)
         multiple = math.prod(axis.multiple for axis in axes)
         self._buckets = buckets_of(_backward_order(model), reductions_over_ranks(model, axes), multiple)
         self._reducing, self._waiting = BucketReductions(), deque[Bucket]()
-        """Of the buckets that are reduced, those which the step's last backward pass has yet to begin with."""
+        """Buckets that the step's last backward pass has not started to reduce yet."""
         for bucket in self._buckets:
             if bucket.reductions:
                 for parameter in bucket.parameters:
@@ -182,11 +182,11 @@ class GradientSync:
                 bucket.awaited = {id(parameter) for parameter in bucket.parameters}
         if self.root is None:
             return
-        # FSDP2 reduces on a stream of its own, and waits for it at the end of a backward pass it takes for the last.
+        # FSDP2 reduces on a separate stream and waits for it at the end of a backward pass that is marked as the last.
         read_next = self.layout.tree and not self.once and micro_batch % 2 == 1  # by `after_backward`
         self.root.set_is_last_backward(last or read_next)
         if self.layout.config.zero_stage < 3:
-            self.root.set_reshard_after_backward(last)  # what is gathered stays so until the step ends
+            self.root.set_reshard_after_backward(last)  # gathered parameters are kept until the step ends
         if self.once:
             hold = self.layout.tree and micro_batch % 2 == 1 and not last
             self.root.set_requires_gradient_sync(last or hold)
@@ -196,9 +196,9 @@ class GradientSync:
             self.root.set_requires_all_reduce(last)
 
     def after_backward(self, micro_batch: int, last: bool) -> None:
-        """Keep or sum what the backward pass of micro-batch `micro_batch` left in `.grad`."""
+        """Keep or sum the gradients of micro-batch `micro_batch` in `.grad`."""
         if last:
-            while self._waiting:  # for gradients that the pass has not given
+            while self._waiting:  # some parameters got no gradient
                 self._reducing.begin(self._waiting.popleft())
             for bucket in self._buckets:
                 bucket.awaited.clear()
@@ -213,14 +213,14 @@ class GradientSync:
                 bucket.push()
 
     def finish(self) -> None:
-        """Return once gradients are summed over ranks; shards then hold the gradient of all micro-batches.
+        """Wait until gradients are summed over ranks; shards then hold the gradient of all micro-batches.
 
-        Collective: the sums have begun within the step's last backward pass, bucket by bucket.
+        Collective. The sums started in the step's last backward pass, bucket by bucket.
         """
         self._reducing.end()
 
     def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """Begin what has all its gradients, in one order on all ranks: nothing before what stands ahead of it."""
+        """Begin the buckets that have all their gradients, in the same order on all ranks: none overtakes another."""
         if id(parameter) in bucket.awaited:
             bucket.awaited.remove(id(parameter))
             while self._waiting and not self._waiting[0].awaited:
@@ -232,7 +232,7 @@ class GradientSync:
 
 
 def _backward_order(model: Decoder) -> list[nn.Parameter]:
-    """Return parameters as a backward pass gives gradients: the last first, those of FSDP2's root at its end."""
+    """Return parameters in the order of a backward pass: last first, those of FSDP2's root at the end."""
     groups: list[Any] = [each for each in sharded_modules(model) if each is not model]
     inner = {id(parameter) for group in groups for parameter in group.parameters()}
     ended = list(model.parameters())[::-1]
@@ -240,7 +240,7 @@ def _backward_order(model: Decoder) -> list[nn.Parameter]:
 
 
 def reductions_over_ranks(model: Decoder, axes: Sequence[AxisOnRanks]) -> Callable[[nn.Parameter], Sequence[Reduction]]:
-    """Return what each parameter's gradient goes through, in turn, beside what FSDP2 sums within a backward pass.
+    """Return a function: parameter -> reductions of its gradient in turn, excluding those of FSDP2.
 
     `axes`: innermost first, so that replicas come last.
     """

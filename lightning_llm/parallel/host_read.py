@@ -1,4 +1,4 @@
-"""Numbers that the host needs of a step, read at once: each read waits for all that the device has been given to do."""
+"""Read a step's numbers to the host all at once, because each read waits for all work queued on the device."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,9 +17,9 @@ def _read_numbers(values: Sequence[Tensor]) -> list[float]:
 
 _library.impl("read_numbers", _read_numbers, "CompositeExplicitAutograd")
 READ_NUMBERS: Any = torch.ops.lightning_llm.read_numbers.default
-"""An operator, so that who counts what a step does sees it as one: `dry_run.counting`."""
+"""A custom operator, so that `dry_run.counting` counts it as one operation of a step."""
 
 
 def read_numbers(values: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return scalars of one device by name, as exactly as fp64 has them; the host waits for the device once."""
+    """Return scalars of one device by name, converted to fp64; the host waits for the device once."""
     return dict(zip(values, READ_NUMBERS(list(values.values())), strict=True)) if values else {}

@@ -1,4 +1,4 @@
-"""One rank's coordinates in the mesh: the groups it shares, the micro-batches it computes, and sums over them."""
+"""One rank's place in the device mesh: its coordinates, process groups, micro-batches and reductions."""
 
 import functools
 from dataclasses import dataclass, field, replace
@@ -27,33 +27,33 @@ COMBINED: dict[str, Dimension] = {
     "width": "width",
     "layers": "layers",
 }
-"""Names of groups over all axes that divide a dimension."""
+"""Names of the groups over all axes that divide a dimension."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How this rank takes part. `mesh` is None where one rank runs alone, without any process group."""
+    """This rank's layout. `mesh` is None for a single rank without a process group."""
 
     config: ParallelConfig
     degrees: Degrees
     rank: int = 0
     mesh: DeviceMesh | None = None
     shared_mesh: DeviceMesh | None = None
-    """Where ranks share sequences: one axis of all over which FSDP2 shards."""
+    """With context parallelism: one axis of all ranks over which FSDP2 shards."""
     left_out: tuple[str, ...] = ()
     """Axes of data over which the training algorithm does not sum gradients (`AlgorithmConfig.summed_axes`)."""
     machines: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
-    """By axes that the tree sums over within machines first, and then between them."""
+    """Meshes by axes, for tree sums first within machines, then between them."""
     made_later: dict[str, dist.ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
-    """Groups that not every run needs, by name, once they are asked for."""
+    """Groups that are created on first use, by name."""
 
     @classmethod
     def of(
         cls, config: ParallelConfig, degrees: Degrees, device: torch.device, ranks_per_node: int | None = None
     ) -> "Layout":
-        """Return this rank's layout; collective where a process group was joined: every rank must call it.
+        """Return this rank's layout. Collective if a process group was joined: every rank must call it.
 
-        `ranks_per_node`: neighbours on one machine; None: all.
+        `ranks_per_node`: consecutive ranks on one machine; None: all.
         """
         if not dist.is_initialized():
             return cls(config, degrees)
@@ -68,7 +68,7 @@ class Layout:
         shared = flattened(mesh, sharing, "fsdp") if len(sharing) > 1 else None
         machines = _machines(config, degrees, device, ranks_per_node or degrees.world)
         layout = cls(config, degrees, dist.get_rank(), mesh, shared, machines=machines)
-        for group in layout.own_groups():  # a mesh leaves them the backend's own timeout, whatever the world's is
+        for group in layout.own_groups():  # groups of a mesh have the backend's default timeout, not the world's
             set_timeout(group, config.timeout_seconds)
         return layout
 
@@ -76,10 +76,10 @@ class Layout:
     def joined(
         cls, config: ParallelConfig, degrees: Degrees, device: torch.device, ranks_per_node: int | None = None
     ) -> "Layout":
-        """Return this rank's layout, with the process group joined that it needs: none, of one that shards nothing.
+        """Join the process group if there is more than one rank, and return this rank's layout.
 
         Raises:
-            ConfigError: the ranks do not come together, see `join_process_group`.
+            ConfigError: not all ranks joined, see `join_process_group`.
         """
         if degrees.world > 1:
             join_process_group(device, degrees.world, config.timeout_seconds)
@@ -96,36 +96,36 @@ class Layout:
         return self.degrees.number(self.rank, *AXES.cutting("data"))
 
     def summing(self, algorithm: AlgorithmConfig) -> "Layout":
-        """Return the layout with gradients summed over those axes that `algorithm` states."""
+        """Return the layout with gradients summed over the axes that `algorithm` chooses."""
         data = AXES.cutting("data")
         summed = algorithm.summed_axes(data)
         return replace(self, left_out=tuple(axis for axis in data if axis not in summed))
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """The axes of data over which gradients are summed, as names of groups."""
+        """The data axes over which gradients are summed, as names of groups."""
         return tuple(axis for axis in AXES.cutting("data") if axis not in self.left_out) if self.left_out else ("dp",)
 
     @property
     def sums(self) -> int:
-        """How many sums of gradients there are in a step, each of a part of its micro-batches; mostly 1."""
+        """Number of separate gradient sums in a step, each over a part of its micro-batches; usually 1."""
         return self.degrees.ranks(*self.left_out)
 
     @property
     def shards(self) -> bool:
-        """Whether parameters are FSDP2's: sharded masters, cast and gathered for use."""
+        """Whether FSDP2 shards the master weights, and casts and gathers them for use."""
         return uses_fsdp(self.config, self.degrees)
 
     @property
     def tree(self) -> bool:
-        """Whether gradients are summed in the order of the tree."""
+        """Whether gradients are summed in tree order."""
         return sums_in_tree(self.config)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """Return the process group of `axis`, None where it is one rank.
+        """Return the process group of `axis`, None if it is one rank.
 
-        Beside the axes of the mesh: "dp", ranks that train on different data; "fsdp", ranks that shard parameters;
-        "sequence", "width" and "layers", ranks that divide those; "world".
+        `axis`: an axis of the mesh, or "dp" (ranks that train on different data), "fsdp" (ranks that shard parameters),
+        "sequence", "width" or "layers" (ranks that divide these), or "world".
         """
         if axis == "world":
             return None if self.mesh is None or self.degrees.world == 1 else dist.group.WORLD
@@ -138,9 +138,9 @@ class Layout:
         return self.mesh.get_group(several[0] if len(several) == 1 else axis)
 
     def sharing_group(self) -> dist.ProcessGroup | None:
-        """Return the group of the ranks that hold together one copy of this stage's parameters, None if it is one rank.
+        """Return the group of ranks that together hold one copy of this stage's parameters, None if it is one rank.
 
-        Collective where it is called first: ranks that shard over two axes have no such group yet.
+        The first call is collective, because ranks that shard over two axes have no such group yet.
         """
         axes = [name for name in (*(["fsdp"] if self.shards else []), "width") if self.group(name) is not None]
         if self.mesh is None or len(axes) < 2:
@@ -154,15 +154,15 @@ class Layout:
         return self.made_later["sharing"]
 
     def subtrees(self, *axes: str) -> Subtrees | None:
-        """Return the groups by which the tree sums over `axes` in two stages; None where it takes one."""
+        """Return the groups for a two-level tree sum over `axes`; None if one level suffices."""
         mesh = self.machines.get(axes)
         return None if mesh is None else Subtrees(mesh.get_group(WITHIN), mesh.get_group(BETWEEN))
 
     def writing_group(self) -> dist.ProcessGroup | None:
-        """Return a group of all ranks on the CPU for a thread beside training, None where no ranks are joined.
+        """Return a CPU group of all ranks for a background thread, None if no ranks are joined.
 
-        Training's collectives and those of such a thread would meet in another order on each rank. Collective where it
-        is called first.
+        In one group, collectives of training and of the thread could be issued in a different order on each rank. The
+        first call is collective.
         """
         if not dist.is_initialized():
             return None
@@ -199,7 +199,7 @@ class Layout:
         return ordered
 
     def gather_over_stages(self, value: Any) -> list[Any]:
-        """Return every pipeline rank's `value`, first stage first; only [value] without a pipeline."""
+        """Return the `value` of every pipeline rank, first stage first; [value] without a pipeline."""
         group = self.group("layers")
         if group is None:
             return [value]
@@ -219,7 +219,7 @@ class Layout:
 def _machines(
     config: ParallelConfig, degrees: Degrees, device: torch.device, ranks_per_node: int
 ) -> dict[tuple[str, ...], DeviceMesh]:
-    """Return the meshes of `Layout.machines`, of all ranks in their order: neighbours on a machine side by side."""
+    """Return the meshes of `Layout.machines`, over all ranks in order: ranks of a machine are consecutive."""
     meshes: dict[tuple[str, ...], DeviceMesh] = {}
     summed: list[tuple[str, ...]] = [shard_axes()] if uses_fsdp(config, degrees) else []
     for axes in [*summed, *((axis,) for axis in replica_axes())]:
@@ -241,10 +241,9 @@ def _machines(
 
 @functools.cache
 def _gathered_order(degrees: Degrees, zero_stage: int, count: int, device: torch.device) -> Tensor:
-    """Return int64 [dp * count]: the global index of each micro-batch, of one rank after the other.
+    """Return int64 [dp * count]: the global index of each micro-batch, rank by rank.
 
-    Ranks that differ in nothing but their data lie in the order of their numbers, and compute the same micro-batches
-    wherever else they are.
+    The ranks of a data-parallel group are ordered by rank number, and every such group computes the same micro-batches.
     """
     ranks = degrees.first_group(*AXES.cutting("data"))
     order = [index for rank in ranks for index in micro_batches_of(degrees, zero_stage, rank, count)]

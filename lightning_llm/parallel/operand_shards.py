@@ -1,4 +1,4 @@
-"""Offsets of each rank's part of an operand in the whole, for the quantisers: their bits must not know of ranks."""
+"""Offsets of each rank's part of an operand in the whole, so that quantization gives the same bits on any layout."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +17,10 @@ from lightning_llm.precision.linear.plan import Shard
 
 
 def place_shards(model: Decoder, layout: Layout, sequence_length: int, device: torch.device) -> None:
-    """Tell every quantised layer of `model` which part of x, w and dy this rank has, and who has the others.
+    """Set in every quantized layer of `model` the part of x, w and dy that this rank holds, and the groups of the rest.
 
-    Stochastic rounding is then keyed by an element's position in the whole, and a tensor's amax is that of the whole:
-    operands are the parts of a single process's, bit for bit. `sequence_length`: of a whole sequence, in tokens.
+    Stochastic rounding is then keyed by an element's position in the whole tensor, and amaxes are of the whole tensor.
+    So operands are bitwise the parts of a single process's. `sequence_length`: of a whole sequence, in tokens.
     """
     if layout.degrees.tp == layout.degrees.cp == 1:
         return

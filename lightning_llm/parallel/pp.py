@@ -1,8 +1,8 @@
-"""Pipeline parallelism: a rank's stages of one decoder, and torch.distributed.pipelining's schedules over them.
+"""Pipeline parallelism: a rank's stages of one decoder, run by the schedules of torch.distributed.pipelining.
 
-All micro-batches of a step go through one call of the schedule. FSDP2, gradient sums and random keys work as without a
-pipeline: a stage's backward passes come in the order of its micro-batches, in every schedule here, so that the tree of
-`gradient_sync` fits.
+One call of the schedule runs all micro-batches of a step. FSDP2, gradient sums and random keys work as without a
+pipeline. Every schedule here runs a stage's backward passes in the order of its micro-batches, as the tree sum of
+`gradient_sync` requires.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ from lightning_llm.plan.stages import INTERLEAVED, parts_of
 
 
 def split_stages(model: Decoder, layout: Layout) -> list[Decoder]:
-    """Return this rank's stages; `model` keeps their modules alone, in place. Names stay those of the whole decoder.
+    """Return this rank's stages and remove all other modules from `model`, in place. Parameter names do not change.
 
-    Without virtual stages the one stage is `model` itself, and without a pipeline it is the whole.
+    Without virtual stages the only stage is `model` itself; without a pipeline it stays whole.
     """
     if layout.degrees.pp == 1:
         return [model]
@@ -50,7 +50,7 @@ class Pipeline:
         """`syncs`: one for each stage of this rank. Collective."""
         pp, pp_rank = layout.degrees.pp, layout.coordinates.pp
         self.layout, self.data, self.device, self.micro_batches = layout, data, device, micro_batches
-        self._sent = None if layout.config.schedule == "1f1b" else GradientsSent()  # 1F1B's goes with what it receives
+        self._sent = None if layout.config.schedule == "1f1b" else GradientsSent()  # 1F1B sends and receives together
         self.stages = [
             TrainStage(sync, pp_rank + chunk * pp, layout, data, device, self._sent) for chunk, sync in enumerate(syncs)
         ]
@@ -59,7 +59,7 @@ class Pipeline:
         self._next, self._previous = (pp_rank + 1) % pp, (pp_rank - 1) % pp
         self._loss_of: Callable[[Tensor, Tensor], Tensor] | None = None
         self.schedule = _schedule(layout.config.schedule, self.stages, micro_batches, self._loss)
-        dist.barrier(self.group)  # NCCL wants all ranks of a group in its first collective, and a schedule's is none
+        dist.barrier(self.group)  # NCCL needs all ranks in a group's first collective; schedules only send and receive
 
     def step(
         self,
@@ -72,9 +72,9 @@ class Pipeline:
     ) -> Tensor:
         """Run forward and backward of all micro-batches [A, B, T]; return their losses [A], fp32, on every rank.
 
-        `begin_micro_batch(stage, micro_batch)` is called before the forward pass of each micro-batch, by its number
-        0 .. A - 1, on each stage; `loss_of(logits [B, T, V], labels [B, T])` gives a micro-batch's share of the step's
-        loss, whose gradient is taken times `loss_scale`.
+        `begin_micro_batch(stage, micro_batch)` is called on each stage before the forward pass of micro-batch number
+        0 .. A - 1. `loss_of(logits [B, T, V], labels [B, T])` returns a micro-batch's share of the step's loss; its
+        gradient is multiplied by `loss_scale`.
         """
         for stage in self.stages:
             stage.begin_micro_batch, stage.loss_scale = begin_micro_batch, loss_scale
@@ -85,7 +85,7 @@ class Pipeline:
         losses: list[Tensor] = []
         try:
             self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **more)
-        except RuntimeError as error:  # torch wraps what a stage's forward pass raises
+        except RuntimeError as error:  # torch wraps exceptions of a stage's forward pass
             if isinstance(error.__cause__, ConfigError):
                 raise error.__cause__ from None
             raise
@@ -94,9 +94,9 @@ class Pipeline:
         return self._from_last(torch.stack(losses).detach() if self.has_last else None, (self.micro_batches,))
 
     def finish(self) -> None:
-        """Add the two halves of a tied embedding's gradient, after each is summed over micro-batches and replicas.
+        """Add the gradients of a tied embedding's two copies, after each is summed over micro-batches and replicas.
 
-        The last stage's parameter is a copy, which the same updates keep equal to the first's.
+        The first and last stage each hold a copy; equal updates keep them equal.
         """
         embedding = self.tied_embedding
         if embedding is None or embedding.grad is None:
@@ -109,11 +109,11 @@ class Pipeline:
         ]
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
-        mine.add_(other)  # the same bits on both, since a + b is b + a
+        mine.add_(other)  # the same bits on both ranks, because a + b == b + a
 
     @property
     def tied_embedding(self) -> nn.Parameter | None:
-        """The embedding that the first stage looks up and the last projects with, on those ranks; else None."""
+        """The tied embedding on ranks with the first or last stage, else None."""
         decoder = self.stages[0 if self.has_first else -1].decoder
         if not (decoder.config.tie_embeddings and decoder.embedding is not None):
             return None
@@ -123,18 +123,18 @@ class Pipeline:
 
     @property
     def copies(self) -> list[nn.Parameter]:
-        """Parameters of this rank that another counts: a tied embedding on the last stage."""
+        """Parameters that another rank counts: the tied embedding of the last stage."""
         tied = self.tied_embedding
         return [tied] if tied is not None and self.has_last else []
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
     ) -> Tensor | None:
-        """Return the logits [B, T, V] of `tokens` [B, T], which every rank gives, on ranks with the last stage.
+        """Return the logits [B, T, V] of `tokens` [B, T] on ranks with the last stage, else None; without gradients.
 
-        `positions` are None: stages take whole sequences. Of a tensor-parallel group each has its part of hidden states
-        and logits.
-        Without gradients, one batch after the other: a rank goes on to its next batch once it has passed this one on.
+        All ranks pass the same `tokens`; `positions` are None, as stages take whole sequences. Ranks of a
+        tensor-parallel group hold their part of hidden states and logits. A rank continues with its next batch once it
+        has sent this one to the next stage.
         """
         x = tokens
         with torch.no_grad():
@@ -150,7 +150,7 @@ class Pipeline:
         return x if self.has_last else None
 
     def last_logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits [B, 1, V] of the last position of `tokens` [B, T], on every rank: what sampling needs."""
+        """Return the logits [B, 1, V] of the last position of `tokens` [B, T], on every rank, for sampling."""
         decoder = self.stages[0].decoder
         padded, length = window(tokens, decoder.config.max_sequence_length, decoder.token_shards)
         logits = self.forward(padded)
@@ -171,7 +171,7 @@ class Pipeline:
 
 
 class PipelinedDecoder(nn.Module):
-    """The whole decoder as sampling sees it, on every rank of a pipeline at once."""
+    """The whole decoder for sampling: all ranks of a pipeline call it together and get the same logits."""
 
     def __init__(self, pipeline: Pipeline):
         super().__init__()
@@ -180,12 +180,12 @@ class PipelinedDecoder(nn.Module):
         self._logits = pipeline.last_logits
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits [B, 1, V] after `tokens` [B, T]: the last position's alone."""
+        """Return the logits [B, 1, V] of the last position of `tokens` [B, T]."""
         return self._logits(tokens)
 
 
 def _schedule(name: str, stages: list[TrainStage], micro_batches: int, loss: Callable[..., Tensor]) -> Any:
-    """Return torch's schedule; it must not scale gradients, which are those of a sum over the step's tokens."""
+    """Return torch's schedule. It does not scale gradients, because losses are already divided by the step's tokens."""
     if name == INTERLEAVED:
         several: list[Any] = list(stages)
         return ScheduleInterleaved1F1B(several, micro_batches, loss_fn=loss, scale_grads=False)

@@ -1,8 +1,8 @@
-"""One stage of a pipeline on its rank: random keys and gradient sums around each pass, and what it receives and sends.
+"""One pipeline stage on its rank: random keys and gradient sums around each pass, and its sends and receives.
 
-torch's stages keep a receive buffer for every micro-batch of a step, in both directions, and its schedules of GPipe and
-of several stages per rank keep what they send until the step ends. Here a buffer is made when its receive is posted and
-goes with the pass that uses it, and what is sent goes as soon as it is known to have arrived.
+torch's stages keep a receive buffer for every micro-batch of a step, in both directions. Its schedules GPipe and
+interleaved 1F1B also keep all sent tensors until the step ends. Here a buffer is allocated when its receive is posted
+and freed after the pass that uses it; a sent tensor is freed as soon as it is known to have arrived.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,45 +25,45 @@ META = torch.device("meta")
 
 
 class Sent:
-    """Tensors on their way to another rank, which their works keep until they have arrived."""
+    """Sends in progress; their works keep the tensors alive until they have arrived."""
 
     def __init__(self, posted: list[dist.P2POp]):
-        """Send `posted` the way that this torch's schedules receive: NCCL has several communicators to choose from."""
+        """Send `posted` with the same torch function as the schedules' receives, so that NCCL uses one communicator."""
         self._works: list[dist.Work] = private(schedules, "_batch_p2p")(posted)
 
     def wait(self) -> None:
-        """Return once all have arrived, and let go of them."""
+        """Wait until all have arrived, and free them."""
         for work in self._works:
             work.wait()
         self._works = []
 
 
 class GradientsSent:
-    """The gradients that a rank has sent back last, of whichever of its stages: one micro-batch's at a time.
+    """The last gradients that a rank sent back, from any of its stages, one micro-batch at a time.
 
-    Waiting for them before the next are sent cannot lock ranks up: torch lays all ranks' actions out in one order, in
-    which a receive is posted as soon as its send is, and waits for nothing; what is behind both may wait for both.
+    Waiting for them before the next send cannot deadlock: torch orders the actions of all ranks globally, and a receive
+    is posted as soon as its send is, without waiting. Later actions may wait for both.
     """
 
     def __init__(self) -> None:
         self._last: Sent | None = None
 
     def wait(self) -> None:
-        """Return once they have arrived."""
+        """Wait until they have arrived."""
         if self._last is not None:
             self._last.wait()
             self._last = None
 
     def send(self, posted: list[dist.P2POp]) -> None:
-        """Send the next."""
+        """Send the next gradients, once the previous ones have arrived."""
         self.wait()
         self._last = Sent(posted)
 
 
 class _Plain(nn.Module):
-    """A module that is no FSDPModule around one that may be.
+    """Wrapper that hides an FSDPModule from torch's stages.
 
-    torch's stages would set FSDP2's switches themselves, and reduce once per step whatever the ZeRO stage.
+    They would otherwise set FSDP2's switches and reduce once per step under every ZeRO stage.
     """
 
     def __init__(self, decoder: Decoder):
@@ -77,10 +77,10 @@ class _Plain(nn.Module):
 
 
 class TrainStage(PipelineStage):
-    """A stage that keys its random bits before each forward pass, and sums gradients around each backward pass.
+    """A stage that sets random keys before each forward pass and sums gradients around each backward pass.
 
-    Shapes are given (they never change), so that torch runs no extra passes to find them: those would count in the
-    amaxes of delayed scaling, and in the loss.
+    Shapes are given, so that torch runs no extra passes to infer them. Extra passes would affect the amaxes of delayed
+    scaling and the loss.
     """
 
     begin_micro_batch: BeginMicroBatch
@@ -95,7 +95,7 @@ class TrainStage(PipelineStage):
         device: torch.device,
         sent: GradientsSent | None,
     ):
-        """`sent`: those of the rank, which its stages share; None where the schedule sends, which is 1F1B's way."""
+        """`sent`: shared by the stages of the rank; None if the schedule itself sends, as 1F1B does."""
         _check_torch()
         self.decoder, self.sync = sync.model, sync
         self._gradients_sent, self._outputs_sent = sent, dict[int, Sent]()
@@ -126,7 +126,7 @@ class TrainStage(PipelineStage):
     ) -> Any:
         self.begin_micro_batch(self.decoder, fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
-        _make_buffers(self.args_recv_info[fwd_chunk_id], META)  # the stage keeps the input itself until its backward
+        _make_buffers(self.args_recv_info[fwd_chunk_id], META)  # the stage keeps the input until its backward pass
         return output
 
     def backward_one_chunk(
@@ -135,7 +135,7 @@ class TrainStage(PipelineStage):
         if not full_backward:
             raise NotImplementedError("zero-bubble schedules would run a custom autograd function's backward twice")
         if output := self._outputs_sent.pop(bwd_chunk_id, None):
-            output.wait()  # it has arrived: its gradient has come back
+            output.wait()  # returns at once: its gradient has come back, so it has arrived
         self.sync.before_backward(bwd_chunk_id, last_backward)
         scaled = None if loss is None else loss * self.loss_scale
         super().backward_one_chunk(bwd_chunk_id, scaled, full_backward, last_backward)
@@ -174,7 +174,7 @@ class TrainStage(PipelineStage):
 
     @contextmanager
     def _making_none(self) -> Iterator[None]:
-        """Have torch lay its buffers out without memory."""
+        """Make torch allocate its buffers on the meta device, without memory."""
         device, self.device = self.device, META
         try:
             yield
@@ -183,12 +183,12 @@ class TrainStage(PipelineStage):
 
 
 def hidden_shape(decoder: Decoder, tokens: Sequence[int]) -> tuple[int, int, int]:
-    """Return the shape of what a rank passes on for `tokens` [B, T]; tensor-parallel ones may have a part of them."""
+    """Return the shape of the hidden states that a rank sends for `tokens` [B, T], or of its tensor-parallel part."""
     return tokens[0], tokens[1] // decoder.token_shards, decoder.config.hidden_size
 
 
 def _make_buffers(received: tuple[Any, ...], device: torch.device) -> None:
-    """Put new buffers on `device` in the place of those of one micro-batch: on META to let go of what was received."""
+    """Replace the buffers of one micro-batch by new ones on `device`; META frees the received tensors."""
     for each in received:
         buffer: Tensor | None = getattr(each, "buffer", None)  # tokens have none
         if buffer is not None:

@@ -1,6 +1,6 @@
-"""The process group of a run's ranks: meeting at a store, joining, leaving, and the last collectives of this rank.
+"""The process group of a run's ranks: rendezvous at a store, joining, leaving, and the last collectives of this rank.
 
-torch waits for missing ranks in C++, up to half an hour, without a line and deaf to signals. Here a rank waits in
+torch waits for missing ranks in C++, up to half an hour, silently and ignoring signals. Here a rank waits in short
 slices, so that signals end the wait, and reports which ranks are missing.
 """
 
@@ -27,18 +27,18 @@ from lightning_llm.parallel.torch_private import private
 Value = TypeVar("Value")
 
 NOTED_AFTER_SECONDS = 10.0
-"""Ranks on busy machines come seconds after each other."""
+"""Ranks on busy machines start seconds apart, so shorter waits are not reported."""
 SLICES = (0.002, 0.25)
-"""Shortest and longest pause between two looks, in seconds."""
+"""Shortest and longest pause between two checks, in seconds."""
 MOST_NAMED = 16
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Wait:
-    """A wait of this rank, noted once it has lasted.
+    """A wait of this rank, reported once if it takes long.
 
-    `now` and `sleep` are the clock's, in seconds; `timeout`: after which it gives up.
+    `timeout`: seconds until it gives up. `now` and `sleep`: the clock, in seconds.
     """
 
     def __init__(
@@ -47,16 +47,18 @@ class Wait:
         self._timeout, self._now, self._sleep = timeout, now, sleep
 
     def until(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Return when `done`; say `what` is waited for after `NOTED_AFTER_SECONDS`.
+        """Wait until `done()`; after `NOTED_AFTER_SECONDS` print a note with `what()` it waits for.
 
         Raises:
-            ConfigError: it took `timeout` seconds.
+            ConfigError: `timeout` seconds have passed.
         """
         began, pause, noted = self._now(), SLICES[0], False
         while not done():
             waited = self._now() - began
             if waited >= self._timeout:
-                text = f"waited {self._timeout:g} s (parallel.timeout_seconds) in vain for {what()}. {_remedy()}"
+                text = (
+                    f"timed out after {self._timeout:g} s (parallel.timeout_seconds) waiting for {what()}. {_remedy()}"
+                )
                 raise ConfigError(Problem("WORLD_SIZE", text))
             if waited >= NOTED_AFTER_SECONDS and not noted:
                 noted = True
@@ -66,10 +68,10 @@ class Wait:
 
 
 def open_store(rank: int, timeout_seconds: float) -> Any:
-    """Return the store at MASTER_ADDR:MASTER_PORT: rank 0's own where no agent of torchrun's keeps it.
+    """Return the store at MASTER_ADDR:MASTER_PORT; rank 0 opens it unless torchrun's agent has.
 
     Raises:
-        ConfigError: an address is missing or taken, or nobody has opened it in time.
+        ConfigError: the address is missing or in use, or the store was not opened in time.
     """
     host, port = _address()
     timeout = timedelta(seconds=timeout_seconds)
@@ -82,13 +84,13 @@ def open_store(rank: int, timeout_seconds: float) -> Any:
 
 
 def meet(store: Any, rank: int, world: int, timeout_seconds: float) -> None:
-    """Return when all ranks have come to `store`. Collective.
+    """Wait until all ranks have reached `store`. Collective.
 
-    Rank 0 opens a meeting under a new key, ranks answer it by words of their own, and it closes it with these words:
-    what an earlier start left in the store counts for nothing.
+    Rank 0 opens a meeting under a new key, each other rank answers with a unique token, and rank 0 closes the meeting
+    with the list of tokens. So keys that an earlier start left in the store have no effect.
 
     Raises:
-        ConfigError: they did not all come in time.
+        ConfigError: not all ranks came in time.
     """
     host, port = _address()
     wait, where = Wait(timeout_seconds), f"at {host}:{port} ({_origin()})"
@@ -131,7 +133,9 @@ def _address() -> tuple[str, int]:
     for name, what in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a port that is free there")):
         value = os.environ.get(name, "").strip()
         if not value or (name == "MASTER_PORT" and not (value.isdecimal() and 0 < int(value) < 1 << 16)):
-            text = f"is {value!r}, and must be {what}, where ranks meet. torchrun sets it; or set it for all ranks."
+            text = (
+                f"is {value!r}, must be {what}, where ranks meet. Use torchrun, which sets it, or set it on all ranks."
+            )
             problems.append(Problem(name, text))
     if problems:
         raise ConfigError(problems)
@@ -144,8 +148,9 @@ def _port_usable(host: str, port: int) -> Iterator[None]:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         why = str(error).splitlines()[0]
-        text = f"{host}:{port} cannot be used for the ranks to meet ({why}). Is the port taken? Set MASTER_PORT to "
-        text += "another."
+        text = (
+            f"{host}:{port} cannot be used as the ranks' store ({why}). If the port is in use, set another MASTER_PORT."
+        )
         raise ConfigError(Problem("MASTER_PORT", text)) from error
 
 
@@ -158,7 +163,9 @@ def _origin() -> str:
 
 
 def _remedy() -> str:
-    return "Start the others; or, where the variables are left over from an earlier start, end this one and unset them"
+    return (
+        "Start the missing ranks. If these variables are left over from an earlier start, stop this one and unset them"
+    )
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -167,16 +174,16 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 JOINED = "lightning-llm/joined"
-"""The key under which the ranks' store counts the groups that have met by it."""
+"""Key in the ranks' store: number of process groups that have joined through it."""
 
 
 def join_process_group(device: torch.device, world: int, timeout_seconds: float) -> None:
-    """Join the ranks that torchrun's variables name; a world of one needs none of them. A second call does nothing.
+    """Join the ranks given by torchrun's variables; one rank needs no variables. A second call does nothing.
 
-    On CUDA, CPU tensors have a group too (gloo beside NCCL): checkpoints are written through it.
+    On CUDA there is also a gloo group for CPU tensors, through which checkpoints are written.
 
     Raises:
-        ConfigError: rank 0's port is taken, or a rank did not come in time, see `meet`.
+        ConfigError: rank 0's port is in use, or a rank did not come in time, see `meet`.
     """
     if dist.is_initialized():
         return
@@ -189,8 +196,8 @@ def join_process_group(device: torch.device, world: int, timeout_seconds: float)
     rank = int(os.environ["RANK"])
     try:
         store = open_store(rank, timeout_seconds)
-        # torchrun's store may outlive its ranks (torch 2.13, --rdzv-backend=c10d): those it starts again are not to
-        # take what lost ones wrote for addresses of their peers. All read this before the first has joined them all.
+        # torchrun's store may outlive its ranks (torch 2.13, --rdzv-backend=c10d). Restarted ranks must not read
+        # addresses written by lost ones, so each group gets a new prefix. All ranks read the count before it changes.
         joined = store.add(JOINED, 0)
         meet(dist.PrefixStore(f"meeting_{joined}", store), rank, world, timeout_seconds)
         dist.init_process_group(
@@ -209,7 +216,7 @@ def join_process_group(device: torch.device, world: int, timeout_seconds: float)
 
 
 def record_collectives(device: torch.device, run_dir: Path) -> None:
-    """Have NCCL's flight recorder write to `run_dir`/ranks/nccl_RANK when a collective times out."""
+    """Make NCCL's flight recorder write to `run_dir`/ranks/nccl_RANK when a collective times out."""
     if device.type != "cuda" or not dist.is_initialized():
         return
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
@@ -217,7 +224,7 @@ def record_collectives(device: torch.device, run_dir: Path) -> None:
 
 
 def leave_process_group() -> None:
-    """Leave, where one was joined: other ranks then see an end, not a lost peer."""
+    """Leave the process group if one was joined, so that other ranks see a clean end instead of a lost peer."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -226,7 +233,8 @@ FIELDS = ("record_id", "profiling_name", "collective_seq_id", "input_sizes", "in
 
 
 def collectives() -> list[dict[str, Any]]:
-    """Return those that are kept, the oldest first; `ended`: whether this rank's part is done, `age_seconds`: begun."""
+    """Return the recorded gloo collectives, oldest first; `ended`: this rank's part is done; `age_seconds`: since
+    begun."""
     if not dist.is_initialized() or dist.get_backend() != "gloo":
         return []
     entries = json.loads(private(_distributed_c10d, "_dump_fr_trace_json")(True, False)).get("entries", [])
@@ -245,7 +253,7 @@ def _described(entry: Mapping[str, Any], now: float) -> dict[str, Any]:
 
 
 def gather_objects(value: Value) -> list[Value]:
-    """Return every rank's `value`, in the order of ranks; `[value]` where there is no other rank. Collective."""
+    """Return every rank's `value` in rank order; `[value]` for a single rank. Collective."""
     found = [value]
     if dist.is_initialized():
         found *= dist.get_world_size()

@@ -1,6 +1,6 @@
-"""Uses of torch beyond its documented interface, all of them here, and the error where one is gone.
+"""All uses of undocumented torch interfaces, with an error if one is missing.
 
-The range is that of pyproject.toml; tests ran with 2.13 on CPUs, and have not run on GPUs.
+The range of versions is that of pyproject.toml.
 """
 
 from collections.abc import Iterator
@@ -22,10 +22,10 @@ TESTED = ">=2.11,<2.14"
 
 
 def private(owner: Any, *names: str) -> Any:
-    """Return the attribute of `owner` that goes by the first of `names` it has: names of one thing, newest first.
+    """Return the first existing attribute of `owner` among `names`: successive names of one thing, newest first.
 
     Raises:
-        ConfigError: it has none, with the range of torch that is tested.
+        ConfigError: there is none; names the tested range of torch versions.
     """
     for name in names:
         found = getattr(owner, name, None)
@@ -35,12 +35,12 @@ def private(owner: Any, *names: str) -> Any:
 
 
 def check_overridden(own: type, method: str) -> None:
-    """Return quietly if torch's base class of `own` has `method` with the parameters of the one that takes its place.
+    """Check that torch's base class of `own` has `method` with the same parameters as the overriding method.
 
-    Otherwise torch would call another, and what `own` does in it would be left out without a word.
+    Otherwise torch would call another method, and the override would silently have no effect.
 
     Raises:
-        ConfigError: with the range of torch that is tested.
+        ConfigError: it has not; names the tested range of torch versions.
     """
     ours, theirs = (list(signature(private(each, method)).parameters) for each in (own, own.__mro__[1]))
     if ours != theirs:
@@ -57,24 +57,24 @@ def _name(owner: Any) -> str:
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Have collectives of `group` give up after `seconds`."""
+    """Set the timeout of collectives of `group`."""
     private(distributed_c10d, "set_timeout", "_set_pg_timeout")(timedelta(seconds=seconds), group)  # public since 2.14
 
 
 def flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
-    """Return one axis `name` of all ranks of `axes` of `mesh`, with a process group of its own. Collective."""
+    """Return one axis `name` over all ranks of `axes` of `mesh`, with a new process group. Collective."""
     made: DeviceMesh = private(DeviceMesh, "_flatten")(mesh[axes], name)
     return made
 
 
 def side_by_side(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of both axes, of which `inner` may be one that `flattened` made: those cannot be sliced."""
+    """Return the mesh of both axes. `inner` may come from `flattened`; such axes cannot be sliced from a mesh."""
     made: DeviceMesh = private(DeviceMesh, "_concatenate")([outer, inner])
     return made
 
 
 def shard_offset(tensor: DTensor) -> tuple[int, ...]:
-    """Return where in the whole tensor this rank's shard begins, on each axis."""
+    """Return the offset of this rank's shard in the whole tensor, on each axis."""
     where = private(_utils, "compute_local_shape_and_global_offset")
     offset: tuple[int, ...] = where(tensor.shape, tensor.device_mesh, tensor.placements)[1]
     return offset
@@ -85,7 +85,7 @@ def all_gather(
 ) -> Any:
     """Fill `output` [R n, ...] with `tensor` [n, ...] of every rank, in their order; renamed in torch 2.13.
 
-    With `async_op` returns the work to wait for.
+    With `async_op`, return the work to wait for.
     """
     return private(dist, "all_gather_single", "all_gather_into_tensor")(output, tensor, group=group, async_op=async_op)
 
@@ -96,7 +96,7 @@ def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: dist.Proce
 
 
 def ranks_store() -> dist.Store:
-    """Return the store by which the ranks of the process group found each other."""
+    """Return the store through which the process group was initialized."""
     store: dist.Store = private(distributed_c10d, "_get_default_store")()
     return store
 
@@ -109,9 +109,9 @@ def scaled_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def fsdp_parameters(module: FSDPModule) -> Iterator[Any]:
-    """Yield FSDP2's states of the parameters that `module` gathers as one group."""
+    """Yield FSDP2's states of the parameters that `module` gathers together."""
     state = private(module, "_get_fsdp_state")()
-    groups = getattr(state, "_fsdp_param_groups", None)  # one was all there could be, before torch 2.13
+    groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.13 there was only one
     for group in [private(state, "_fsdp_param_group")] if groups is None else groups:
         for each in group.fsdp_params:
             for name in ("reset_sharded_param", "padded_sharded_param_size", "all_gather_outputs", "_module_info"):
@@ -120,11 +120,11 @@ def fsdp_parameters(module: FSDPModule) -> Iterator[Any]:
 
 
 def keeping_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Return a context in which writing to `tensor` is no change that autograd sees."""
+    """Return a context in which autograd ignores writes to `tensor`."""
     kept: AbstractContextManager[None] = private(torch.autograd, "_unsafe_preserve_version_counter")(tensor)
     return kept
 
 
 def functional(name: str) -> Any:
-    """Return the functional collective `name`, an operator that a compiler takes into its graph."""
+    """Return the functional collective `name`, an operator that can be compiled into a graph."""
     return private(torch.ops._c10d_functional, name)

@@ -1,12 +1,13 @@
 """Tensor parallelism by the model's roles, with Megatron's sequence parallelism between the cut parts.
 
 Weights become DTensors: names, initial values, FSDP2 and checkpoints see one tensor with a layout. The forward pass
-works on each rank's own part, and what crosses the group stands here and nowhere else (`collectives`): a quantiser
-must see a plain tensor and know where it lies, which no dispatch tells it. Tokens are gathered once for all linears
-of a part (q, k and v; gate and up), and its row-parallel linear's partial sums are scattered back, then get its bias.
+works on each rank's plain local tensors, and all communication of the group is explicit here (`collectives`).
+Quantizers need plain tensors and their offsets in the whole, which DTensor's dispatch does not provide. Tokens are
+gathered once for all linears of a part (q, k and v; gate and up). The partial sums of its row-parallel linear are
+scattered back, and then the bias is added.
 
 With sequence parallelism a rank holds T / R tokens between parts, so norms, row-parallel biases and positions see
-only those: their gradients are partial sums, which `gradient_sync` adds over the group once per step (Megatron-LM's
+only those. Their gradients are partial sums, which `gradient_sync` adds over the group once per step (Megatron-LM's
 `finalize_model_grads`).
 """
 
@@ -41,7 +42,7 @@ from lightning_llm.plan.divisibility import SHARD_AXES
 
 
 class TensorParallel(AxisOnRanks):
-    """Cuts a stage by the roles of its modules, and has ranks agree on gradients of what they hold alike."""
+    """Cuts a stage by the roles of its modules, and reduces gradients of parameters that all ranks hold whole."""
 
     def cut(self, stage: Decoder) -> None:
         """Cut the parameters of `stage` and give its modules a forward pass on this rank's part.
@@ -61,7 +62,7 @@ class TensorParallel(AxisOnRanks):
         for name, role in stage.roles().items():
             module = stage.get_submodule(name)
             for key, parameter in list(module.named_parameters(recurse=False)):
-                # A bias lies with the outputs: cut where the weight's rows are, whole where its columns are.
+                # A bias belongs to the outputs: cut if the weight's rows are cut, whole if its columns are.
                 axis = None if (key, role) == ("bias", "row") else SHARD_AXES[role]["w"]
                 sharded = shard_parameter(parameter, mesh["tp"], axis)
                 module.register_parameter(key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
@@ -75,9 +76,11 @@ class TensorParallel(AxisOnRanks):
                     _become(module, _Part, shared.get(f"{name}.{key}", region))
 
     def reductions(self, stage: Decoder) -> Callable[[nn.Parameter], Sequence[Reduction]]:
-        """Sum gradients where each rank saw its own tokens or heads of what all hold whole: each has a part.
+        """Return the reductions of gradients of parameters that all ranks hold whole.
 
-        Where each saw all, they take the first's: kernels that sum in no fixed order would let the copies drift apart.
+        They are summed if each rank computed them from its own tokens, heads or columns. If all ranks computed them
+        from the same data, the first rank's are broadcast: kernels without a fixed order of sums would let the copies
+        drift apart.
         """
         roles = stage.roles() | dict.fromkeys(_replicated_within(stage), "per_head")
         role_of = {id(p): roles[name.rpartition(".")[0]] for name, p in stage.named_parameters()}
@@ -109,7 +112,7 @@ def _parts(stage: Decoder) -> dict[str, Part]:
 
 
 def _sharing_parts(stage: Decoder) -> list[str]:
-    """Return the names of the parts in which ranks share gradients of what all hold (`Region.shares`)."""
+    """Return the names of the parts with `Region.shares`: with auxiliary losses or replicated parameters."""
     parts = _parts(stage).items()
     return [name for name, part in parts if part.auxiliary_losses or replicated_within(part, stage.config)]
 
@@ -117,7 +120,7 @@ def _sharing_parts(stage: Decoder) -> list[str]:
 def _replicated_within(stage: Decoder) -> list[str]:
     """Return the names of the modules within parts that all ranks hold whole.
 
-    A rank's gradient there is a share, whether the module is applied before the cut linears or after them.
+    A rank's gradient is a share there, before the cut linears as well as after them.
     """
     return [
         f"{name}.{each.name.rpartition('.')[0]}"
@@ -127,7 +130,7 @@ def _replicated_within(stage: Decoder) -> list[str]:
 
 
 def _summed_losses(stage: Decoder) -> set[str]:
-    """Return the auxiliary losses that are sums over ranks, each of its own columns."""
+    """Return the auxiliary losses that are sums over columns or heads, and so over ranks."""
     declared = [part.auxiliary_losses for part in _parts(stage).values()]
     return {name for each in declared if isinstance(each, Mapping) for name, over in each.items() if over == "sum"}
 
@@ -137,7 +140,7 @@ def _from_first(flat: Tensor, group: dist.ProcessGroup) -> Works:
 
 
 def shard_parameter(parameter: Tensor, mesh: DeviceMesh, axis: int | None) -> DTensor:
-    """Return a DTensor of the shape of `parameter`, of which each rank of `mesh` has its part along `axis`, or all."""
+    """Return `parameter` as a DTensor: sharded over `mesh` along `axis`, or replicated if `axis` is None."""
     local = parameter.detach()
     if axis is not None:
         local = local.chunk(mesh.size(), axis)[mesh.get_local_rank()].contiguous()
@@ -156,12 +159,12 @@ def is_tp_shard(parameter: Tensor) -> bool:
 
 
 class Region:
-    """The two sides of a cut part: what its input comes from, and what its output becomes.
+    """Communication at the input and output of a cut part.
 
-    `shares`: within the part, each of R ranks gives tensors that all hold 1/R of their gradient. So the sum over ranks
-    is the gradient of parameters that all hold, and an auxiliary loss, of which each rank adds 1/R, counts once. It
-    concerns the part's input, whose gradients are summed over the group, and the row-parallel linear's output, whose
-    are not. With sequence parallelism no two ranks hold the same tokens there.
+    `shares`: within the part, each of R ranks gives replicated tensors 1/R of their gradient. Then the sum over ranks
+    is the gradient of replicated parameters, and an auxiliary loss counts once, because each rank adds 1/R of it. This
+    covers the part's input (gradients are summed over the group) and the output of its row-parallel linear (they are
+    not). It is not needed with sequence parallelism, where no two ranks hold the same tokens there.
     """
 
     def __init__(self, group: dist.ProcessGroup, sequence: bool, shares: bool = False):
@@ -172,15 +175,15 @@ class Region:
         return (gather_tokens if self.sequence else copy_to_group)(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the sum over the group, with sequence parallelism of this rank's tokens alone."""
+        """Return the sum over the group, with sequence parallelism only for this rank's tokens."""
         return (reduce_scatter_tokens if self.sequence else reduce_from_group)(x, self.group)
 
     def share(self, y: Tensor) -> Tensor:
-        """Return the output `y` of a part that `shares`: the gradient that each rank has of it becomes a share."""
+        """Return the output `y` of a part; with `shares`, its gradient on each rank becomes a share of 1/R."""
         return self._scaled(y, 1 / self.group.size) if self.shares else y
 
     def unshare(self, y: Tensor) -> Tensor:
-        """Return `y`, made of what ranks hold alike, for use within a part that `shares`: a share becomes the whole."""
+        """Return `y`, computed from cut tensors; with `shares`, a share of its gradient becomes the whole again."""
         return self._scaled(y, float(self.group.size)) if self.shares else y
 
     def _scaled(self, y: Tensor, factor: float) -> Tensor:
@@ -196,7 +199,7 @@ class Region:
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Pass an activation through, and its gradient times a number."""
+    """Identity; the backward pass multiplies the gradient by a constant."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -209,7 +212,7 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 class _TensorParallel(nn.Module):
-    """A module's forward pass on its rank's part; the module's own class comes behind it (`_become`)."""
+    """Base class of forward passes on a rank's part; the module's original class follows in the MRO (`_become`)."""
 
     region: Region
 
@@ -231,11 +234,11 @@ class _Column(_TensorParallel):
 
 
 class _Duplicate(_TensorParallel):
-    """A linear that every rank computes whole, too narrow to be worth a sharded, before column-parallel ones.
+    """A narrow linear before column-parallel ones, computed whole on every rank.
 
-    They leave each rank the gradient of its own outputs' share, so it is summed here: casts of the backward pass then
-    see the whole, as one rank's do. The gradient of the input is then whole on every rank, and counts once in the sum
-    that the part's `Region.enter` takes: the first rank's.
+    Each rank gets the partial gradient of its own columns, so the gradients are summed here, and casts of the backward
+    pass see the whole gradient as on one rank. The gradient of the input is then whole on every rank, so only the
+    first rank contributes it to the sum of the part's `Region.enter`.
     """
 
     weight: Tensor
@@ -248,7 +251,7 @@ class _Duplicate(_TensorParallel):
 
 
 class _Head(_Column):
-    """Column-parallel, and no part of a block that has gathered for it."""
+    """Column-parallel head; it gathers its own input, because it is not within a part of a block."""
 
     reduced: Callable[[Tensor, Tensor | None, Tensor | None, Reduce | None], Tensor]
 
@@ -264,7 +267,7 @@ class _Row(_TensorParallel):
     def forward(self, x: Tensor) -> Tensor:
         y = self.region.leave(self.multiply(x, local(self.weight), None))
         bias = local(self.bias)
-        # Added in fp32, so that its gradient is summed over all tokens in fp32 and then rounded, as in a whole linear.
+        # Added in fp32, so that its gradient is summed over tokens in fp32 and then rounded, as in an uncut linear.
         return self.region.unshare(y if bias is None else (y.float() + bias.to(y.dtype).float()).to(y.dtype))
 
 
@@ -282,7 +285,7 @@ class _TokenEmbedding(_TensorParallel):
     reduced: Callable[[Tensor, Tensor, Tensor | None, Reduce | None], Tensor]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """One rank has each token's row, the others add zeros: the sum is exact."""
+        """Look up the tokens. One rank has each token's row and the others add zeros, so the sum is exact."""
         rows = self.weight.to_local()
         own = tokens - self.region.group.rank * rows.shape[0]
         elsewhere = (own < 0) | (own >= rows.shape[0])  # [B, T]
@@ -319,9 +322,9 @@ _KINDS: dict[str, type[_TensorParallel]] = {
 
 
 def _become(module: nn.Module, kind: type[_TensorParallel], region: Region) -> None:
-    """Give `module` the forward pass of `kind` by its class, as FSDP2 does.
+    """Give `module` the forward pass of `kind` by changing its class, as FSDP2 does.
 
-    A forward of each module's own would be another function to the compiler: another graph for every block.
+    A separate forward function per module would make the compiler build another graph for every block.
     """
     own = type(module)
     if (kind, own) not in _CLASSES:
@@ -332,13 +335,13 @@ def _become(module: nn.Module, kind: type[_TensorParallel], region: Region) -> N
 
 
 _CLASSES: dict[tuple[type, type], type] = {}
-"""Classes that `_become` has made: one for all modules of a kind, or each would be another to the compiler."""
+"""Classes made by `_become`, one for all modules of a kind: the compiler treats each class separately."""
 
 
 def loss_sum_of(layout: Layout, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the function of (logits, labels) that sums the losses of this rank's tokens, on whole or cut logits.
 
-    Where blocks are compiled for a GPU, that of whole logits is, too; cut ones need other ranks in between.
+    If blocks are compiled for a GPU, the loss of whole logits is, too. The loss of cut logits needs communication.
     """
     group = layout.group("tp")
     if group is not None:
@@ -347,7 +350,7 @@ def loss_sum_of(layout: Layout, device: torch.device) -> Callable[[Tensor, Tenso
 
 
 def vocabulary_parallel_loss_sum(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of `-log softmax(logits)[label]` over all labels that are not -100, in fp32 (fp64 for fp64).
+    """Return the sum of `-log softmax(logits)[label]` over all labels except -100, in fp32 (fp64 for fp64).
 
     `logits` `[B, T, V / R]` are those of this rank's token ids, in rank order; `labels` int64 `[B, T]` the same on all.
     """
@@ -356,7 +359,7 @@ def vocabulary_parallel_loss_sum(logits: Tensor, labels: Tensor, group: dist.Pro
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """As `model.loss`: rows in chunks, everything in fp32, only logits and one number per row kept for backward."""
+    """As `model.loss`: rows in chunks, all in fp32; saves only the logits and one number per row for backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -364,7 +367,7 @@ class _CrossEntropySum(torch.autograd.Function):
         width = logits.shape[-1]
         largest = logits.amax(-1).to(wide)  # [N]
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        here = labels - group.rank() * width  # [N] the target's column on this rank, if it lies here
+        here = labels - group.rank() * width  # [N] the target's column on this rank, if in range
         here = here.masked_fill((here < 0) | (here >= width), -1)
         sums = torch.zeros(2, len(labels), dtype=wide, device=logits.device)  # of exponentials; the target's logit
         rows = chunk_rows(logits)
@@ -373,7 +376,7 @@ class _CrossEntropySum(torch.autograd.Function):
             shifted = row.to(wide) - top[:, None]
             exponentials.copy_(shifted.exp().sum(-1))
             target.copy_(shifted.gather(-1, column.clamp(min=0)[:, None])[:, 0] * (column >= 0))
-            del shifted  # or the next chunk's come beside it
+            del shifted  # free it before the next chunk is computed
         dist.all_reduce(sums, group=group)
         counted = labels != IGNORED_LABEL
         ctx.save_for_backward(logits, largest + sums[0].log(), here, counted)

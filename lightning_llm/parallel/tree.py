@@ -1,9 +1,9 @@
-"""Sums in the order of one fixed binary tree over the micro-batches of a step, wherever these were computed.
+"""Sums in the order of one fixed binary tree over the micro-batches of a step, independent of the layout.
 
-Leaves are global micro-batches 0, 1, 2, ...; a node adds the two below it, one without a partner moves up as it is. A
-sum of floats depends on its order, so this order is what makes gradients the same bits on 1, 2, 4 or 8 ranks. Local
-nodes are kept like the digits of a binary counter: n micro-batches in a row need at most log2(n) buffers beside the
-running one, where a plain running sum needs none.
+Leaves are global micro-batches 0, 1, 2, ...; a node adds the two below it, and one without a partner moves up
+unchanged. A float sum depends on its order, so this fixed order makes gradients bitwise equal on 1, 2, 4 or 8 ranks.
+Local nodes are kept like the digits of a binary counter: n consecutive micro-batches need at most log2(n) buffers in
+addition to the current one, where a plain running sum needs none.
 """
 
 from collections.abc import Generator, Sequence
@@ -19,28 +19,28 @@ Node = list[Tensor]
 
 
 class Subtrees(NamedTuple):
-    """The groups by which ranks are summed in two stages: `within` those neighbours whose sum is a node of the tree,
-    which lie on one machine, and `between` machines, over ranks of the same place in theirs."""
+    """Groups of a two-level tree sum: `within`: consecutive ranks of one machine that form a node of the tree;
+    `between`: ranks with the same place on their machines."""
 
     within: dist.ProcessGroup
     between: dist.ProcessGroup
 
 
 class TreeSum:
-    """A binary counter of partial sums. Tensors that are pushed become its own, and are written to."""
+    """A binary counter of partial sums. It takes ownership of pushed tensors and writes to them."""
 
     def __init__(self) -> None:
         self._nodes: list[tuple[int, Node]] = []
 
     def push(self, node: Node, level: int) -> None:
-        """Take the next node of `level`, the sum of 2^level leaves."""
+        """Add the next node of `level`, the sum of 2^level leaves."""
         while self._nodes and self._nodes[-1][0] == level:
             torch._foreach_add_(node, self._nodes.pop()[1])
             level += 1
         self._nodes.append((level, node))
 
     def close(self, node: Node) -> None:
-        """Add everything pushed to `node`, which comes last, in place; the counter is empty again."""
+        """Add everything pushed to the last `node`, in place, and empty the counter."""
         while self._nodes:
             torch._foreach_add_(node, self._nodes.pop()[1])
 
@@ -55,10 +55,10 @@ def sum_rows(rows: Tensor) -> Tensor:
 
 
 class TreeReduceScatter:
-    """FSDP2's reduce-scatter as an all-to-all of shards and a local tree sum: the bytes of a ring, in a fixed order.
+    """Reduce-scatter for FSDP2: an all-to-all of shards and a local tree sum. Sends as many bytes as a ring.
 
-    With `hold` set, the next call keeps its input as a node of two micro-batches (ZeRO-1 reduces once per step) and
-    reports zeros, which the caller drops; the call after it adds what was kept.
+    With `hold`, the next call keeps its input as a node of two micro-batches (ZeRO-1 reduces once per step) and returns
+    zeros, which the caller drops; the following call adds the kept input.
     """
 
     def __init__(self, subtrees: Subtrees | None = None) -> None:
@@ -78,7 +78,7 @@ class TreeReduceScatter:
         The input is written to.
         """
         if self.hold:
-            if input_tensor.is_cuda:  # it is FSDP2's, which may give its memory away once this call is over
+            if input_tensor.is_cuda:  # FSDP2 owns it and may reuse its memory after this call
                 input_tensor.record_stream(torch.cuda.current_stream())
             self._kept.push([input_tensor], level=1)
             output_tensor.zero_()
@@ -92,9 +92,9 @@ def tree_reduce_scatter(
 ) -> Generator[dist.Work, None, Tensor]:
     """Return this rank's part [n] of the tree sum over `group` of `tensor` [ranks * n], which may be written to.
 
-    Yields each collective when it has begun, and goes on once it is waited for. With `subtrees` a machine's ranks add
-    first what they have for each place on every machine, and one of them sends the sum on: the same nodes of the tree,
-    and what leaves a machine is one tensor, not one for each of its ranks.
+    Yields each collective after starting it; resume after waiting for it. With `subtrees`, the ranks of a machine first
+    add their parts for each place, and one of them sends the sum to other machines. The tree is the same, but one
+    tensor leaves the machine instead of one per rank.
     """
     if subtrees is None:
         received = torch.empty_like(tensor)
@@ -115,9 +115,9 @@ def tree_all_reduce(
 ) -> Generator[dist.Work, None, None]:
     """Replace `tensor` [ranks * n] by its tree sum over `group`: a reduce-scatter and an all-gather, as a ring does it.
 
-    Yields each collective when it has begun, and goes on once it is waited for.
+    Yields each collective after starting it; resume after waiting for it.
     """
-    part = (yield from tree_reduce_scatter(tensor, group, subtrees)).clone()  # what is received is let go
+    part = (yield from tree_reduce_scatter(tensor, group, subtrees)).clone()  # frees the receive buffer
     yield all_gather(tensor, part, group=group, async_op=True)
 
 

@@ -1,7 +1,7 @@
-"""Seconds in which this rank's own work stands still for others: the waits at the end of collectives and messages.
+"""Seconds that this rank waits for others, at the end of collectives and point-to-point messages.
 
-On a CPU the main thread waits, and the clock says how long. On CUDA the host goes on, and the stream that computes
-waits: events around what makes it wait say how long, once the device has come past them.
+On a CPU the main thread waits, measured by the clock. On CUDA the compute stream waits while the host continues,
+measured by events around each wait once the device has passed them.
 """
 
 import threading
@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 
 class Mark(NamedTuple):
-    """A moment of this rank's work: seconds or a CUDA event, and what had been waited for, or how many times, by it."""
+    """A point in time: (clock in seconds, seconds waited so far), or on CUDA (event, number of waits so far)."""
 
     moment: Any
     waited: float
 
 
 class WaitClock:
-    """Tells how long the main thread's work on `device` took between two marks, and how long of that it waited.
+    """Measures the time between two marks of the main thread's work on `device`, and the part of it spent waiting.
 
     `now` is the clock, in seconds.
     """
@@ -37,22 +37,22 @@ class WaitClock:
 
     @property
     def host_waits(self) -> bool:
-        """Whether the host waits, and goes on with nothing else meanwhile."""
+        """Whether the host itself waits, doing nothing else meanwhile."""
         return self._stream is None
 
     @property
     def host_waited(self) -> float:
-        """Seconds that it has waited by now; 0 where it does not."""
+        """Seconds that the host has waited so far; always 0 on CUDA."""
         return self._waited
 
     def mark(self) -> Mark:
-        """Return this moment."""
+        """Return a mark of the current time."""
         if self._stream is None:
             return Mark(self.now(), self._waited)
         return Mark(self._event(), len(self._pairs))
 
     def between(self, first: Mark, last: Mark) -> tuple[float, float]:
-        """Return the seconds between two marks that the device has come past, and those of them that it waited."""
+        """Return (seconds between two marks that the device has passed, seconds of these spent waiting)."""
         if self._stream is None:
             return last.moment - first.moment, last.waited - first.waited
         waits = self._pairs[int(first.waited) : int(last.waited)]
@@ -60,11 +60,11 @@ class WaitClock:
         return first.moment.elapsed_time(last.moment) / 1e3, waited / 1e3  # in milliseconds
 
     def forget(self) -> None:
-        """Let go of the events of all marks so far; there is no telling about them any more."""
+        """Free the events of all marks so far; `between` no longer works for them."""
         self._pairs.clear()
 
     def timed(self, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Return what `call` does, and count how long it makes this rank's work wait, if that is what it does."""
+        """Call `call`, add the time that this rank's work waits in it, and return its result."""
         if self._inside or not self._is_of_own_work():
             return call(*arguments, **keywords)
         self._inside = True
@@ -79,8 +79,8 @@ class WaitClock:
             self._inside = False
 
     def _is_of_own_work(self) -> bool:
-        """Whether the main thread would wait, not one that saves; of CUDA, whose backward passes have a thread of their
-        own, the stream that computes, not one beside it."""
+        """Whether this is the main thread, not one that saves; on CUDA, where the backward pass has its own thread,
+        whether the current stream is the compute stream."""
         if self._stream is None:
             return threading.get_ident() == self._thread
         return bool(torch.cuda.current_stream(self._stream.device) == self._stream)
@@ -95,7 +95,7 @@ _clocks: list[WaitClock] = []
 
 
 def waited(wait: Callable[[Any], Any], value: Any) -> Any:
-    """Return `wait(value)` of a functional collective; it is counted, but not where it is compiled into a graph."""
+    """Return `wait(value)` of a functional collective and measure it, except within a compiled graph."""
     if torch.compiler.is_compiling() or not _clocks:
         return wait(value)
     return _clocks[-1].timed(wait, value)
@@ -103,9 +103,9 @@ def waited(wait: Callable[[Any], Any], value: Any) -> Any:
 
 @contextmanager
 def waits_counted(clock: WaitClock) -> Iterator[None]:
-    """Have `clock` count meanwhile: torch's works when they are waited for, and on CUDA streams that wait.
+    """Context in which `clock` measures all waits for torch's works, and on CUDA those of streams.
 
-    Whoever begins a collective waits for it through one of these: torch.distributed itself, FSDP2, pipelines.
+    torch.distributed, FSDP2 and pipelines all wait for collectives through these methods.
     """
     places: list[tuple[Any, str]] = [(dist.Work, "wait")]
     if clock._stream is not None:
@@ -124,7 +124,7 @@ def waits_counted(clock: WaitClock) -> Iterator[None]:
 
 def _counted(clock: WaitClock, original: Callable[..., Any]) -> Callable[..., Any]:
     def wait(waiting: Any, *arguments: Any, **keywords: Any) -> Any:
-        # `wait_stream` and `wait_event` are of the stream that waits, which need not be the current one.
+        # `wait_stream` and `wait_event` are methods of the waiting stream, which may not be the current one.
         if isinstance(waiting, torch.cuda.Stream) and waiting != clock._stream:
             return original(waiting, *arguments, **keywords)
         return clock.timed(original, waiting, *arguments, **keywords)

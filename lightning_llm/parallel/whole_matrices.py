@@ -1,4 +1,4 @@
-"""Sharded matrices, whole for a moment: each on one of the ranks that share it, who hold its parts before and after."""
+"""Temporarily gather sharded matrices: each matrix whole on one of the ranks that share it, then sharded again."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,23 +15,23 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.torch_private import shard_offset
 
 Region = tuple[slice, ...]
-"""Where a rank's part of a matrix lies in the whole."""
+"""Region of a rank's part within the whole matrix."""
 
 
 @dataclass(frozen=True)
 class _Owned:
-    """A sharded parameter, and where the parts of all ranks of the group lie in it, in the order of the ranks."""
+    """A sharded parameter, and the regions of all ranks' parts in it, in rank order."""
 
     parameter: nn.Parameter
     regions: tuple[Region, ...]
 
 
 class WholeMatrices:
-    """Runs a function of whole matrices on matrices that are sharded over ranks; an `optim.matrices.OnWhole`.
+    """Applies a function of whole matrices to matrices sharded over ranks; an `optim.matrices.OnWhole`.
 
-    As many matrices at a time as there are ranks go out, each rank gets one whole, and what it makes of it goes back:
-    two all-to-alls of as many bytes as a rank holds, and no rank does another's work. Replicas, which hold the same,
-    do theirs twice. A function that is the same for the same bits gives the same bits under every layout.
+    As many matrices as there are ranks are processed at a time. Each rank gathers one, applies the function, and
+    scatters the result: two all-to-alls of as many bytes as a rank holds, and no work is done twice within the group.
+    Replicas repeat it. If the function is deterministic, the bits are the same under every layout.
     """
 
     def __init__(self, layout: Layout):
@@ -73,7 +73,7 @@ def _exchange(
     function: Callable[[Tensor], Tensor],
     group: dist.ProcessGroup,
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Give matrix number n of `batch` to rank n of `group`, and yield this rank's parts of what they make of them."""
+    """Send matrix number n of `batch` to rank n of `group`, and yield this rank's parts of the results."""
     parts = [part_of(each.parameter) for each in batch]
     out = [part.numel() for part in parts] + [0] * (group.size() - len(batch))  # elements for each rank
     own = batch[group.rank()] if group.rank() < len(batch) else None
@@ -95,7 +95,7 @@ def _exchange(
 
 
 def _region(parameter: nn.Parameter) -> Region:
-    """Return where this rank's part of a sharded parameter lies in the whole; nowhere, if it has none."""
+    """Return the region of this rank's part of a sharded parameter, empty if it has none."""
     if not isinstance(parameter, DTensor):
         raise TypeError("the parameter is not sharded")
     offsets, sizes = shard_offset(parameter), local(parameter).shape

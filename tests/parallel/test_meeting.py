@@ -53,7 +53,7 @@ def test_ranks_that_are_away_are_named_once_and_waited_for(monkeypatch, capsys):
     meet(store, 0, 4, 600)
     assert told[0].startswith("note   waiting for 3 of 4 ranks at 127.0.0.1:29633 (from torchrun's variables RANK=0")
     assert "WORLD_SIZE=4" in told[0]
-    assert ": 1, 2, 3. Start the others" in told[0]
+    assert ": 1, 2, 3. Start the missing ranks" in told[0]
     assert capsys.readouterr().err == ""  # once
     assert clock.seconds == pytest.approx(40, abs=1)
 

@@ -197,6 +197,6 @@ def test_a_missing_peer_and_a_taken_port_are_said(small_run, tmp_path):
     taken.close()
     (missing, _, no_peer), (in_the_way, _, no_port) = ended
     assert (missing, in_the_way) == (2, 2), ended
-    assert "in vain for 1 of 2 ranks at 127.0.0.1" in no_peer
-    assert "Is the port taken? Set MASTER_PORT to another." in no_port
+    assert "waiting for 1 of 2 ranks at 127.0.0.1" in no_peer
+    assert "If the port is in use, set another MASTER_PORT." in no_port
     assert not (tmp_path / "missing" / "run").exists()
