@@ -1,1 +1,1 @@
-"""The optimizer step, and the thin adapters by which Lightning drives it."""
+"""The optimizer step, and thin adapters that let Lightning drive it."""

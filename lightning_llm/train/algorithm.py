@@ -1,4 +1,4 @@
-"""Training algorithms: the protocol of what acts on the weights after the optimizer, and the built-in kind.
+"""Training algorithms: the protocol for changes of the weights after the optimizer step, and the built-in kind.
 
 Imports no torch: it registers `synchronous`, which keeps no tensors.
 """
@@ -13,36 +13,36 @@ if TYPE_CHECKING:
 
 
 class Algorithm(Protocol):
-    """What is done to the weights once the optimizer has moved them, and the state that this takes.
+    """Changes the weights after each optimizer update, and keeps the state for that.
 
-    Local-update methods are this: DiLoCo's (Douillard et al. 2023, arXiv 2311.08105) outer step every H inner ones,
-    of a fragment at a time and with its sum under way meanwhile in Streaming DiLoCo (arXiv 2501.18512). Over which axes
-    gradients are summed in every step its kind states (`AlgorithmConfig.summed_axes`).
+    Local-update methods are examples: DiLoCo's outer step every H inner steps (Douillard et al. 2023, arXiv
+    2311.08105), or Streaming DiLoCo's of one fragment at a time, overlapped with its communication (arXiv 2501.18512).
+    The config class chooses the axes over which gradients are summed in every step (`AlgorithmConfig.summed_axes`).
     """
 
     def after_update(self, step: int, record: dict[str, Any]) -> None:
         """Act on the weights after the inner update of step number `step`, from 1, in place, without gradients.
 
-        Called on every rank in every step that is made, a skipped one, too: so collectives may be called here. What is
-        to be known of it goes into the step's `record`.
+        Called on every rank in every completed step, including skipped ones, so collectives are allowed. Add values to
+        log to the step's `record`.
         """
 
     def tensors(self) -> "dict[str, Tensor]":
-        """Return the state by names free of the layout, those of the parameters it belongs to, sharded as they are.
+        """Return the state tensors by layout-independent names, sharded like the parameters they belong to.
 
-        The checkpoint saves these, and loads into them: the same names must be there before the first step. What is
-        under way is awaited first.
+        A checkpoint saves these tensors and loads into them, so the same names must exist before the first step. Wait
+        for pending communication first.
         """
 
     def numbers(self) -> dict[str, Any]:
-        """Return the rest of the state as JSON data, the same on every rank."""
+        """Return the remaining state as JSON data, the same on every rank."""
 
     def load_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Take back what `numbers` returned, after the tensors have been loaded into."""
+        """Restore the result of `numbers`, after the tensors have been loaded."""
 
 
 class Synchronous:
-    """The `Algorithm` that leaves the weights as the optimizer has made them, and keeps no state."""
+    """The `Algorithm` that changes nothing after the optimizer's update and keeps no state."""
 
     def after_update(self, step: int, record: dict[str, Any]) -> None:
         """Do nothing."""
@@ -59,7 +59,7 @@ class Synchronous:
 
 @ALGORITHMS.register
 class SynchronousConfig(AlgorithmConfig):
-    """All ranks move one set of weights by the sum of their gradients: the optimizer's update is all there is."""
+    """Synchronous training: all ranks update the same weights with the sum of their gradients."""
 
     name: Literal["synchronous"] = "synchronous"
 

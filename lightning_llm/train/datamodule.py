@@ -13,14 +13,14 @@ from lightning_llm.data.corpus import Corpus
 from lightning_llm.plan.memory.units import micro_batches_per_rank
 
 WORKERS_ON_CUDA = 2
-"""Loader processes that read ahead of a device whose steps the host only launches."""
+"""Number of loader processes that prefetch batches when training on a GPU."""
 
 
 class StepDataset(Dataset[Batch]):
     """Item `step` is the batch of optimizer step `step` (0-based): a pure function of config and seed."""
 
     def __init__(self, corpus: Corpus, micro_batches: list[int]):
-        """`micro_batches`: the global indices of those that this rank computes in every step."""
+        """`micro_batches`: global indices of the micro-batches that this rank computes in every step."""
         self.corpus, self.micro_batches = corpus, micro_batches
 
     def __getitem__(self, step: int) -> Batch:

@@ -1,4 +1,4 @@
-"""Teachers beside the student: what they predict of a micro-batch, and what the student's loss makes of it."""
+"""Distillation: teachers' predictions for a micro-batch, and the student's loss against them."""
 
 from dataclasses import dataclass, field
 
@@ -10,12 +10,13 @@ from lightning_llm.model.attention.kernel_choice import without_blocks
 from lightning_llm.model.loss import divergence_sum
 
 RECORD = "distil_kl"
-"""In a step's record: the mean of KL(teachers || student) per target token, nats, times the temperature squared."""
+"""Key of a step's record: mean KL(teachers || student) per target token, in nats, times the temperature squared."""
 
 
 @dataclass
 class Distillation:
-    """`teachers` is called as a decoder is; whole on each rank, so data-parallel ranks alone have one."""
+    """Distillation from `teachers`, called like a decoder. Each rank holds them whole, so only data parallelism
+    works."""
 
     config: DistilConfig
     teachers: nn.Module
@@ -23,20 +24,20 @@ class Distillation:
     _divergences: list[Tensor] = field(default_factory=list, init=False)
 
     def begin_step(self) -> None:
-        """Forget the step before."""
+        """Start a step."""
         self._divergences.clear()
 
     @torch.no_grad()
     def targets(self, tokens: Tensor, document_ids: Tensor | None) -> Tensor:
-        """Return what the teachers predict of `tokens` [B, T] as logits [B, T, vocab_size], fp32."""
-        with without_blocks():  # the student's blocks may be compiled, teachers' are not
+        """Return the teachers' logits for `tokens` [B, T]: [B, T, vocab_size], fp32."""
+        with without_blocks():  # the student's blocks may be compiled, the teachers' are not
             logits: Tensor = self.teachers(tokens, None, document_ids)[..., : self.vocab_size].float()
         return logits
 
     def loss(self, loss: Tensor, logits: Tensor, teachers: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
-        """Return what the step takes the gradient of: `loss` is that of the labels, its share of the step's.
+        """Return the objective of a micro-batch. `loss`: its share of the step's cross-entropy.
 
-        `teachers` is what `targets` returned, `targets` the number of target tokens of the step.
+        `teachers`: result of `targets`. `targets`: number of target tokens of the step.
         """
         divergence = divergence_sum(logits, teachers, labels, self.config.temperature) / targets
         self._divergences.append(divergence.detach())
@@ -44,5 +45,5 @@ class Distillation:
         return divergence if weight == 1 else (1 - weight) * loss + weight * divergence
 
     def divergences(self) -> Tensor:
-        """Return the share of each micro-batch of this rank in the step's divergence, [A], fp32."""
+        """Return the contribution of each micro-batch of this rank to the step's divergence, [A], fp32."""
         return torch.stack(self._divergences)

@@ -1,4 +1,4 @@
-"""Ends of a run other than its last step: a callback stops it early, or skipped updates make it fail."""
+"""Ends of a run before its last step: a callback stops it early, or too many skipped updates make it fail."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,15 +11,15 @@ from lightning_llm.train.spikes.policy import NoUpdateError
 
 
 class EarlyEnd(pl.Callback):
-    """Stands behind the callbacks of the config, `chosen` by name, and before those that write.
+    """Lets callbacks stop a run. Runs after the config's callbacks, `chosen` by name, and before those that write.
 
     Any callback on any rank may set `trainer.should_stop`. All ranks then stop after the same step, and
-    `pl_module.ended_early` says by whom and why.
+    `pl_module.ended_early` names the callback and the reason.
     """
 
     def __init__(self, chosen: Mapping[str, pl.Callback]):
         self.chosen = dict(chosen)
-        # Lightning's own agree by themselves, and ours never stop a run here.
+        # Lightning's own callbacks synchronize by themselves, and ours never stop a run here.
         self.must_agree = any(not _is_known(each) for each in chosen.values())
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -56,12 +56,12 @@ def _is_known(callback: pl.Callback) -> bool:
 class FailStalledRun(pl.Callback):
     """Raises `NoUpdateError` at the end of a stalled run, on every rank. Runs after the last checkpoint is written.
 
-    A run that is resumed with no step left to make is judged as it starts, so that resuming does not turn it into a
-    finished one. A run that is stopped by a signal is not judged: it has steps left.
+    A run that is resumed with no step left is checked at its start, so that resuming does not turn it into a finished
+    one. A run stopped by a signal is not checked, because it has steps left.
     """
 
     def __init__(self, begun_at_step: int = 0):
-        """`begun_at_step`: steps of the run that this one branched off, which are not judged."""
+        """`begun_at_step`: steps of the parent run, which are not counted."""
         self.begun_at_step = begun_at_step
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -69,7 +69,7 @@ class FailStalledRun(pl.Callback):
             self._judge(pl_module)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """End a run early whose loss scale is at its floor and skips on: no step to come can differ."""
+        """End the run early if the loss scale is at its minimum and updates are still skipped: no step would differ."""
         scaler, state = pl_module.scaler, pl_module.state
         by_scaler = scaler.state is not None and not scaler.can_back_off and not pl_module.spikes.state.skips_in_a_row
         if by_scaler and stalled(pl_module.config.trainer.max_steps, state.skipped_in_a_row):

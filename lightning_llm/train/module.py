@@ -1,4 +1,4 @@
-"""The LightningModule: makes the model, the optimizer and the step, and hands batches to them."""
+"""The LightningModule: builds the model, the optimizer and the step, and passes batches to them."""
 
 import math
 from typing import Any
@@ -29,16 +29,16 @@ from lightning_llm.train.step import TrainStep
 from lightning_llm.train.validation import Validation
 
 HIGH_FIRST_LOSS = 1.0
-"""Nats above ln(vocabulary) from which a first loss is noted; every init that is shipped stays below 0.75."""
+"""A first loss this many nats above ln(vocabulary) is reported; every shipped init stays below 0.75."""
 
 
 class LanguageModule(pl.LightningModule):
     """Next-token prediction with a `Decoder`, in Lightning's manual optimization: `train_step` is the whole step.
 
-    Observers read `step_record` during on_train_batch_end and may add what they measure; `validation_record` is
-    complete in on_validation_end. Both records' numbers are in `trainer.callback_metrics`: a step's from
-    on_train_batch_end on, a validation's from on_validation_epoch_end on. What callbacks `log` goes into the records.
-    `ended_early`: see `EarlyEnd`.
+    Callbacks read `step_record` in on_train_batch_end and may add measurements; `validation_record` is complete in
+    on_validation_end. The numbers of both are in `trainer.callback_metrics`: a step's from on_train_batch_end on, a
+    validation's from on_validation_epoch_end on. Values that callbacks `log` are added to the records. `ended_early`:
+    see `EarlyEnd`.
     """
 
     model: Decoder
@@ -55,12 +55,12 @@ class LanguageModule(pl.LightningModule):
         initial: InitialSlice | None = None,
         distillation: Distillation | None = None,
     ):
-        """`initial`: what gives the weights to start from; None: the seed, or whatever is loaded afterwards."""
+        """`initial`: source of the initial weights; None: drawn from the seed, or loaded afterwards."""
         super().__init__()
         self.automatic_optimization = False
         self.config = config
         self.initial = initial
-        self.distillation = distillation  # no module, so that teachers are none of this one's parameters
+        self.distillation = distillation  # not an nn.Module, so teachers' parameters are not parameters of this module
         self.tokenizer = tokenizer
         self.source_names = source_names
         self.step_tokens = config.data.global_batch_size * config.data.sequence_length
@@ -73,7 +73,7 @@ class LanguageModule(pl.LightningModule):
         self.ended_early: dict[str, Any] | None = None
 
     def configure_model(self) -> None:
-        """Build on the meta device, swap linears, then shard and materialise as the strategy's layout says."""
+        """Build on the meta device, swap linears, then shard and materialize by the strategy's layout."""
         if hasattr(self, "model"):
             return
         layout, device = self.trainer.strategy.layout, self.trainer.strategy.root_device
@@ -84,7 +84,7 @@ class LanguageModule(pl.LightningModule):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are made and stay: Lightning, which moves none of them here, does not know."""
+        """Device of the parameters. Lightning does not move them, so it does not know."""
         device: torch.device = self.trainer.strategy.root_device
         return device
 
@@ -110,7 +110,7 @@ class LanguageModule(pl.LightningModule):
     def on_train_start(self) -> None:
         data = self.config.data
         base_is_scored = self.config.model.init_from is not None and data.validation.fraction > 0
-        if (data.watched or base_is_scored) and not self.completed_steps:  # what is lost or gained is from here on
+        if (data.watched or base_is_scored) and not self.completed_steps:  # the baseline for later validations
             validate_now(self.trainer)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -118,7 +118,7 @@ class LanguageModule(pl.LightningModule):
         return batch.to(device, non_blocking=True)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Take one optimizer step; return its loss, fp32, the mean over the step's target tokens."""
+        """Make one optimizer step; return its loss, fp32, the mean over the step's target tokens."""
         loss = self.train_step(batch)
         if (kernels := tally.take()) and self.trainer.is_global_zero:
             print(f"casts  {kernels}", flush=True)
@@ -129,7 +129,7 @@ class LanguageModule(pl.LightningModule):
         return {"loss": loss}
 
     def _judge_first_loss(self) -> None:
-        """Note a first loss of random weights far above that of equal logits: the initial weights are too large."""
+        """Print a note if the first loss is far above that of equal logits: the initial weights are too large."""
         model = self.config.model
         uniform = math.log(model.vocab_size)
         excess = self.step_record["loss"] - uniform
@@ -145,29 +145,29 @@ class LanguageModule(pl.LightningModule):
             )
 
     def _call_gradient_hooks(self, loss: Tensor) -> None:
-        # Backward passes of a step are many, and a pipeline's lie between forward passes: all have run by now.
+        # A step has many backward passes, and a pipeline interleaves them with forward passes: all have run by now.
         self._call_hooks("on_before_backward", loss)
         self._call_hooks("on_after_backward")
         self._call_hooks("on_before_optimizer_step", self.train_step.optimizer)
 
     def _call_hooks(self, name: str, *arguments: Any) -> None:
-        """Call a hook of the callbacks and of this module as Lightning does in automatic optimization."""
+        """Call a hook of the callbacks and this module as Lightning does in automatic optimization."""
         call._call_callback_hooks(self.trainer, name, *arguments)
         call._call_lightning_module_hook(self.trainer, name, *arguments)
 
     @property
     def completed_steps(self) -> int:
-        """Optimizer steps since the very start, over all resumes."""
+        """Optimizer steps since the first start, including those before resumes."""
         return self.state.completed_steps
 
     @property
     def micro_batch_losses(self) -> Tensor:
-        """What each global micro-batch contributed to the step's loss, [micro-batches], on every rank."""
+        """Contribution of each global micro-batch to the step's loss, [micro-batches], on every rank."""
         return self.state.micro_batch_losses
 
     @property
     def step_record(self) -> dict[str, Any]:
-        """The record of the step in progress, or of the last one."""
+        """Metrics of the step in progress, or of the last one."""
         return self.state.record
 
     @step_record.setter
@@ -176,12 +176,12 @@ class LanguageModule(pl.LightningModule):
 
     @property
     def copied_parameters(self) -> list[torch.nn.Parameter]:
-        """Parameters of this rank that another pipeline stage holds, too, and counts."""
+        """Parameters of this rank that another pipeline stage also holds and counts."""
         return self.parallel.copied_parameters
 
     @property
     def whole_model(self) -> GatheredLogits | PipelinedDecoder:
-        """What gives logits of tokens, on every rank, whatever part of the decoder this rank holds."""
+        """Model that returns logits of tokens on every rank, whatever part of the decoder the rank holds."""
         return self.parallel.whole
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -190,7 +190,7 @@ class LanguageModule(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.completed_steps == self.config.trainer.max_steps:
-            self.trainer.should_stop = True  # the last step; asked to stop, Lightning validates once more
+            self.trainer.should_stop = True  # the last step; when asked to stop, Lightning validates once more
 
     def on_validation_epoch_start(self) -> None:
         self.validation.begin()
@@ -200,14 +200,14 @@ class LanguageModule(pl.LightningModule):
         self.validation.add(batch, batch_idx, self.completed_steps)
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        # Not in on_validation_epoch_end, which callbacks have first: they find the loss there, and the shards in place.
+        # Not in on_validation_epoch_end: callbacks run it earlier, and need the loss and the sharded parameters there.
         if batch_idx + 1 == self.trainer.num_val_batches[dataloader_idx]:
             step = self.completed_steps
             self.validation_record = {"step": step, "tokens": step * self.step_tokens, **self.validation.finish()}
             self._publish(self.validation_record)
 
     def _publish(self, record: dict[str, Any]) -> None:
-        """Put the numbers of `record` where callbacks look for metrics."""
+        """Add the numbers of `record` to `trainer.callback_metrics`."""
         numbers = {
             key: torch.tensor(value, dtype=torch.float64)
             for key, value in record.items()
@@ -217,15 +217,15 @@ class LanguageModule(pl.LightningModule):
         self.trainer.logged_metrics.update(numbers)
 
     def log(self, name: str, value: Any, *args: Any, logger: bool | None = None, **kwargs: Any) -> None:
-        """Log a number from a callback: `trainer.callback_metrics` has it, and the record of the step or validation."""
+        """Log a number from a callback: to `trainer.callback_metrics` and the record of the step or validation."""
         super().log(name, value, *args, logger=False, **kwargs)
         if logger is not False and isinstance(self.trainer.logger, RecordLogger):
             self.trainer.logger.expect(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        """Return a module that holds copies of the parameters alone, under their names, sharded as they are.
+        """Return a module with copies of only the parameters, with the same names and sharding.
 
-        WeightAveraging copies the whole module to have a place for averages; what FSDP2 has sharded forbids that.
+        WeightAveraging copies the whole module to store averages, which modules sharded by FSDP2 do not allow.
         """
         copy = torch.nn.Module()
         for name, parameter in self.named_parameters():
@@ -240,30 +240,30 @@ class LanguageModule(pl.LightningModule):
 
 
 def set_completed_steps(trainer: Any, steps: int) -> None:
-    """Make Lightning count from `steps` when a run resumes, so that max_steps and the validation interval mean all.
+    """Make Lightning count from `steps` when a run resumes, so that max_steps and validation intervals count all steps.
 
-    The loader starts at batch `steps` by itself, so the counters of the current epoch stay at zero; restoring the
-    loops' full state instead would let Lightning guess what was under way when the checkpoint was written.
+    The loader starts at batch `steps` by itself, so the counters of the current epoch stay at zero. If the loops' full
+    state were restored, Lightning would guess what was in progress when the checkpoint was written.
     """
     loop = trainer.fit_loop.epoch_loop
     batches = loop.batch_progress.total
     batches.ready = batches.started = batches.processed = batches.completed = steps
-    loop._batches_that_stepped = steps  # what callbacks that log by themselves number their values by
+    loop._batches_that_stepped = steps  # the step number of values that callbacks log themselves
     set_global_step(trainer, steps)
 
 
 def set_global_step(trainer: Any, steps: int) -> None:
-    """Make `trainer.global_step` say `steps`, after each of them.
+    """Set `trainer.global_step` to `steps`, after each step.
 
-    In manual optimization Lightning would count calls of its wrapper around the optimizer; a step whose update is
-    skipped has none, and one of another training algorithm may have several.
+    In manual optimization Lightning counts calls of its wrapper around the optimizer, but a step with a skipped update
+    has none, and other training algorithms may have several.
     """
     updates = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
     updates.ready = updates.completed = steps
 
 
 def validate_now(trainer: Any) -> None:
-    """Run a validation before the first step, as Lightning's training loop runs those between steps."""
+    """Run a validation before the first step, in the way Lightning's training loop validates between steps."""
     loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
     trainer.validating = True
     first = connector._first_loop_iter

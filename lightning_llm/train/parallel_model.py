@@ -1,4 +1,4 @@
-"""This rank's part of the model, with what it takes to run it: made once, and shared by the step and the validation."""
+"""This rank's part of the model with everything needed to run it, shared by the step and the validation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,17 +26,17 @@ from lightning_llm.train.quantisation import Quantisation
 
 @dataclass
 class ParallelModel:
-    """What forward and backward passes need under a layout. Attributes may be replaced, to observe or to disturb."""
+    """Everything that forward and backward passes need under a layout. Tests may replace attributes."""
 
     model: Decoder
-    """This rank's part of it."""
+    """This rank's part of the model."""
     layout: Layout
     syncs: list[GradientSync]
-    """One for each pipeline stage of this rank, or of the whole model."""
+    """One per pipeline stage of this rank, or one for the whole model."""
     pipeline: Pipeline | None
     sequence_sharder: SequenceSharder
     loss_sum: Callable[[Tensor, Tensor], Tensor]
-    """The fp32 sum of the losses of this rank's logits [B, T, V] over labels [B, T]."""
+    """(logits [B, T, V] of this rank, labels [B, T]) -> sum of losses, fp32."""
     quantisation: Quantisation
 
     @classmethod
@@ -51,7 +51,7 @@ class ParallelModel:
     ) -> "ParallelModel":
         """Build the decoder of `config` on the meta device, swap its linears, shard it and put it on `device`.
 
-        `initial`: what gives the weights; None: the seed. Collective.
+        `initial`: source of the initial weights; None: drawn from the seed. Collective.
         """
         precision, length = config.precision, config.data.sequence_length
         layout = layout.summing(config.chosen_algorithm)
@@ -69,12 +69,12 @@ class ParallelModel:
 
     @classmethod
     def in_this_process(cls, model: Any, quantisation: Any = None) -> "ParallelModel":
-        """Return what runs `model`, a decoder or what is called as one, without any other rank."""
+        """Return a `ParallelModel` for `model`, a decoder or a compatible callable, on a single rank."""
         layout = Layout(ParallelConfig(name="single"), Degrees())
         return cls(model, layout, [], None, SequenceSharder(layout), next_token_loss_sum, quantisation)
 
     def logits(self, tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
-        """Return this rank's logits of its `tokens`; None of a pipeline's stages but the last. Collective."""
+        """Return this rank's logits of its `tokens`; None on pipeline stages before the last. Collective."""
         forward = self.pipeline.forward if self.pipeline else self.model
         logits: Tensor | None = forward(tokens, positions, document_ids)
         return logits
@@ -86,7 +86,7 @@ class ParallelModel:
 
     @property
     def token_multiple(self) -> int:
-        """What the length of a sequence must be a multiple of, for ranks to share its tokens."""
+        """Sequence lengths must be a multiple of this, so that ranks can share the tokens."""
         if self.layout.mesh is None:
             return 1
         sequence = self.layout.degrees.sequence
@@ -94,10 +94,10 @@ class ParallelModel:
 
     @property
     def whole(self) -> GatheredLogits | PipelinedDecoder:
-        """What gives logits of tokens, on every rank, whatever part of the decoder this rank holds."""
+        """Model that returns logits of tokens on every rank, whatever part of the decoder the rank holds."""
         return GatheredLogits(self.model, self.layout) if self.pipeline is None else PipelinedDecoder(self.pipeline)
 
     @property
     def copied_parameters(self) -> list[torch.nn.Parameter]:
-        """Parameters of this rank that another pipeline stage holds, too, and counts."""
+        """Parameters of this rank that another pipeline stage also holds and counts."""
         return self.pipeline.copies if self.pipeline else []

@@ -1,4 +1,5 @@
-"""A precision recipe's part in the training loop: keys, phases, delayed scales, loss scale, second validation view."""
+"""The precision recipe in the training loop: random keys, phases, delayed scales, loss scale, validation without
+casts."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -31,11 +32,11 @@ from lightning_llm.precision.native.transformer_engine import seed_random_bits
 from lightning_llm.precision.recipe.module_rules import block_of
 
 VALIDATION_KEY = 1 << 31
-"""Added to a validation batch's index, so that its random bits are none of a training micro-batch's."""
+"""Added to a validation batch's index, so that its random bits differ from those of all training micro-batches."""
 
 
 class Quantisation:
-    """The recipe in force on one model. `decision`: whether its casts and GEMMs run natively here."""
+    """Applies the recipe to one model. `decision`: whether its casts and GEMMs run natively here."""
 
     def __init__(
         self,
@@ -45,28 +46,28 @@ class Quantisation:
         decision: Decision = EMULATED,
         backend: Backend | None = None,
     ):
-        """`backend`: how emulated casts run; None: as the recipe and this machine have it."""
+        """`backend`: implementation of emulated casts; None: chosen by the recipe and this machine."""
         self.recipe = recipe
         self.decision, self.backend = decision, backend
         self.seed = seed
         self.max_steps = max_steps
         self.report: SwapReport | None = None
-        self._in_force = recipe.at(0, 1)  # what the swap starts with
+        self._in_force = recipe.at(0, 1)  # the phase of step 0, applied by the swap
         self._overflow: Tensor | None = None
         self._scales_at_start: list[tuple[QuantisedLinear, Tensor | None, Tensor | None]] = []
 
     def swap(self, model: nn.Module, num_layers: int, device_type: str, sharded: bool = False) -> None:
-        """Swap the model's linears, on the meta device; `report` says what was converted and what was kept.
+        """Swap the model's linears, on the meta device; `report` lists the converted and the kept layers.
 
-        Recipes without casts come here, too: `wgrad_dtype` is theirs as well. `sharded`: FSDP2 will gather the weights.
+        Also called for recipes without casts, which may set `wgrad_dtype`. `sharded`: FSDP2 will gather the weights.
         """
         sum_in_fp32()
         self.report = swap_linears(model, self.recipe, num_layers, device_type, self.backend, self.decision, sharded)
 
     def watch_overflow(self, model: nn.Module) -> None:
-        """Look for Inf and NaN in what the quantised layers are given, where the recipe asks for it.
+        """Check the inputs of quantized layers for Inf and NaN, if the recipe enables it.
 
-        A saturating cast turns them into numbers, so the gradients that the loss scaler looks at may all be finite.
+        A saturating cast turns them into finite numbers, so the loss scaler might see only finite gradients.
         """
         scaling = self.recipe.loss_scaling
         if scaling is None or scaling.detect != "operands":
@@ -85,7 +86,7 @@ class Quantisation:
             layer.register_forward_hook(after_forward)
 
     def take_overflow(self) -> Tensor | None:
-        """Return whether an operand was not finite since the last call, a bool, and forget it; None: nobody looks."""
+        """Return and reset whether an operand was not finite since the last call, a bool; None if not checked."""
         if self._overflow is None:
             return None
         seen = self._overflow.clone()
@@ -93,7 +94,7 @@ class Quantisation:
         return seen
 
     def describe(self) -> str | None:
-        """Return a line on which layers are cast and how that runs; None for a recipe without casts."""
+        """Return a line with the layers that are cast and how casts run; None for a recipe without casts."""
         if self.report is None or self.report.coverage is None:
             return None
         if self.decision.runs == "native":
@@ -109,16 +110,17 @@ class Quantisation:
         return "\n       ".join([line, *notes])
 
     def begin_step(self, model: nn.Module, step: int) -> None:
-        """Put the phase of `step` (from 0) in force."""
+        """Apply the phase of `step` (from 0)."""
         recipe = self.recipe.at(step, self.max_steps)
         if recipe != self._in_force:
             set_recipe(model, recipe)
             self._in_force = recipe
-        if self.recipe.updates_every_micro_batch:  # an update makes new tensors, so these stay
+        if self.recipe.updates_every_micro_batch:  # updates create new tensors, so these references stay valid
             self._scales_at_start = [(each, each.scale, each.amax_history) for each in quantised_layers(model)]
 
     def keep_weight_casts(self, model: nn.Module, blocks: Mapping[int, bool]) -> None:
-        """Keep casts of weights while weights are held: of `blocks`, by global index, and whether rotated ones."""
+        """Cache casts of weights while weights do not change: of `blocks`, by global index, rotated ones if
+        requested."""
         for layer in quantised_layers(model):
             index = block_of(layer.name)
             if not layer.plan.fixed and index is not None and index in blocks:
@@ -126,7 +128,7 @@ class Quantisation:
 
     @contextmanager
     def weights_held(self, model: nn.Module) -> Iterator[None]:
-        """Take the weights for what they stay for a while: amaxes that ranks agree on, and kept casts, hold as long."""
+        """Context in which weights do not change, so reduced amaxes and cached casts stay valid."""
         sources = [each.plan.weight_casts for each in quantised_layers(model) if each.plan.weight_casts is not None]
         for source in sources:
             source.begin_step()
@@ -138,37 +140,37 @@ class Quantisation:
                 source.end_step()
 
     def undo_step(self) -> None:
-        """Put the delayed scales back that the step in progress began with: it is run again, or ends the run."""
+        """Restore the delayed scales from the start of the step in progress, because it is repeated or ends the run."""
         for layer, scale, history in self._scales_at_start:
             layer.scale, layer.amax_history = scale, history
 
     def begin_micro_batch(self, model: nn.Module, step: int, micro_batch: int) -> None:
-        """Key the random bits of the forward and backward pass that follow; `micro_batch` counts over all ranks."""
+        """Set the random keys of the next forward and backward pass; `micro_batch` is the global index."""
         key = StepKey(self.seed, step, micro_batch)
         if self.decision.runs == "native" and any(native.stochastic for native in self.decision.natives):
             seed_random_bits(key.word())
         set_step_key(model, key)
 
     def begin_validation_batch(self, model: nn.Module, step: int, index: int) -> None:
-        """Key the random bits of a validation batch's forward pass."""
+        """Set the random keys of a validation batch's forward pass."""
         set_step_key(model, StepKey(self.seed, step, VALIDATION_KEY + index))
 
     def end_micro_batch(self, model: nn.Module, reduce_max: Callable[[Tensor], Tensor]) -> None:
-        """Set the delayed scales that move with every micro-batch, after its backward pass; collective.
+        """Update the delayed scales that change with every micro-batch, after its backward pass. Collective.
 
-        All data-parallel ranks run a micro-batch each at the same time: `reduce_max` takes amaxes to their maximum over
-        these, and one update follows. So scales depend on how many ranks there are.
+        Data-parallel ranks run one micro-batch each at the same time. `reduce_max` takes the maximum of amaxes over
+        them, and one update follows. So scales depend on the number of ranks.
         """
         if self.recipe.updates_every_micro_batch:
             update_delayed(model, reduce_max, "micro_batch")
 
     def end_step(self, model: nn.Module, reduce_max: Callable[[Tensor], Tensor]) -> None:
-        """Set the delayed scales that move with every step; `reduce_max` takes amaxes to their maximum over ranks."""
+        """Update the delayed scales that change with every step; `reduce_max` is the maximum of amaxes over ranks."""
         update_delayed(model, reduce_max, "step")
 
     @property
     def changes_forward(self) -> bool:
-        """Whether validation through the recipe differs from validation in high precision."""
+        """Whether validation with the recipe differs from validation without casts."""
         rules = range(len(self._in_force.modules.casts or ()))
         sets = [self._in_force.casts_under(rule) for rule in (None, *rules)]
         return any(casts[slot].quantises for casts in sets for slot in ("fprop.x", "fprop.w"))
@@ -180,13 +182,13 @@ class Quantisation:
             yield
 
     def state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return delayed scaling's state, tensors by "<layer>.scale" and "<layer>.amax_history"."""
+        """Return the state of delayed scaling: tensors by "<layer>.scale" and "<layer>.amax_history"."""
         return {
             f"{layer}.{key}": tensor for layer, state in delayed_state(model).items() for key, tensor in state.items()
         }
 
     def load_state(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-        """Restore what `state` returned; layers without an entry (another recipe wrote it) start from scale 1."""
+        """Restore the result of `state`; layers without an entry (saved with another recipe) start from scale 1."""
         nested: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             layer, _, key = name.rpartition(".")
@@ -196,7 +198,7 @@ class Quantisation:
 
 
 class LossScaler:
-    """What `torch.amp.GradScaler` is, over all ranks and with hysteresis and a floor. None in the recipe: scale 1."""
+    """`torch.amp.GradScaler` over all ranks, with hysteresis and a minimum. Without loss scaling the scale is 1."""
 
     def __init__(self, config: LossScalingConfig | None):
         self.config = config
@@ -204,36 +206,36 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied by before backward; 1 without loss scaling."""
+        """Factor of the loss before backward; 1 without loss scaling."""
         return self.state.scale if self.state else 1.0
 
     @property
     def can_back_off(self) -> bool:
-        """Whether an overflow may yet be cured by a smaller scale."""
+        """Whether the scale can still be lowered after an overflow."""
         return self.config is not None and self.scale > self.config.floor
 
     def describe(self) -> dict[str, Any]:
-        """Return what a step's record says of it."""
+        """Return the entries of a step's record."""
         return {"loss_scale": self.scale} if self.state else {}
 
     def unscale(self, parameters: list[nn.Parameter], layout: Layout, overflow: Tensor | None) -> Tensor | None:
         """Divide all gradients by the scale, once and before clipping; return whether any rank saw an overflow.
 
-        As GradScaler does, Inf and NaN are looked for in the unscaled gradients; `overflow` is what else this rank has
-        seen, a bool. Returned is 1 or 0 on the device, None without a scale. Collective.
+        Like GradScaler, it checks the unscaled gradients for Inf and NaN. `overflow`: whether this rank has seen one
+        elsewhere, a bool. Returns 1 or 0 on the device, None without loss scaling. Collective.
         """
         if self.state is None:
             return None
         gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, 1.0 / self.state.scale)
         found = gradients[0].new_zeros((), dtype=torch.bool) if overflow is None else overflow
-        filled = [gradient for gradient in gradients if gradient.numel()]  # a rank's shard may have no row
+        filled = [gradient for gradient in gradients if gradient.numel()]  # a rank's shard may have no rows
         if filled:
             largest = torch.stack([norm.float() for norm in torch._foreach_norm(filled, float("inf"))])
             found = found | ~torch.isfinite(largest).all()
         return layout.reduce(found.int(), dist.ReduceOp.MAX, "world")
 
     def update(self, overflow: bool) -> None:
-        """Move the scale on, after a step."""
+        """Update the scale after a step."""
         if self.state is not None and self.config is not None:
             self.state = self.state.after_step(overflow, self.config)

@@ -1,4 +1,4 @@
-"""Lightning's road from a callback to `metrics.jsonl`: the Trainer's one logger, and `self.log`."""
+"""Logging from callbacks to `metrics.jsonl`: the Trainer's only logger, and `self.log`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,15 +8,15 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
 
 OWN_PREFIXES = ("val_loss", "event")
-"""Of keys that records have a meaning for, whichever line they stand in."""
+"""Prefixes of keys that are reserved in all records."""
 
 
 class RecordLogger(Logger):
-    """Keeps what callbacks log until the next record is written, on every rank; rank 0's reach the run's folder.
+    """Keeps values logged by callbacks until the next record is written, on every rank; rank 0 writes its own.
 
-    `trainer.logger.log_metrics` (LearningRateMonitor, DeviceStatsMonitor) hands over values. `self.log` hands over a
-    name, since only Lightning knows what becomes of the value. `experiment` is that of the logger that was chosen:
-    TensorBoard's SummaryWriter, wandb's Run; None where there is none, and on other ranks than 0.
+    `trainer.logger.log_metrics` (LearningRateMonitor, DeviceStatsMonitor) passes values. `self.log` passes a name,
+    because only Lightning knows how the value is reduced. `experiment` is that of the chosen logger: TensorBoard's
+    SummaryWriter or wandb's Run; None if there is none, and on ranks other than 0.
     """
 
     def __init__(self, run_dir: Path, loggers: Sequence[Any] = ()):
@@ -28,52 +28,53 @@ class RecordLogger(Logger):
 
     @property
     def name(self) -> str:
-        """The run's folder's name."""
+        """Name of the run's folder."""
         return self._run_dir.name
 
     @property
     def version(self) -> str:
-        """Empty: a run's folder holds one run."""
+        """Empty, because a run's folder contains one run."""
         return ""
 
     @property
     def save_dir(self) -> str:
-        """The run's folder, which `trainer.log_dir` is."""
+        """The run's folder, the value of `trainer.log_dir`."""
         return str(self._run_dir)
 
     @property
     def experiment(self) -> Any:
-        """What the chosen logger writes to."""
+        """Experiment object of the chosen logger."""
         found = (getattr(logger, "experiment", None) for logger in self._loggers)
         return next((each for each in found if each is not None), None)
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Do nothing: config.yaml holds them."""
+        """Do nothing, because they are in config.yaml."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Keep `metrics` for the next record, whose step is the one in progress."""
+        """Keep `metrics` for the record of the step in progress."""
         self._values.update(metrics)
 
     def expect(self, name: str) -> None:
-        """Have the value that Lightning makes of `self.log(name, ...)` taken into the next record that can have it."""
+        """Add the value that Lightning computes for `self.log(name, ...)` to the next record in which it is
+        available."""
         self._names.add(name)
 
     def take(self, metrics: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, float]:
-        """Return what was logged since the last call, for `record`; `metrics` is `trainer.callback_metrics`.
+        """Return the values logged since the last call, for `record`; `metrics` is `trainer.callback_metrics`.
 
         Raises:
-            ValueError: a name is one of the record's own, or of a kind that has a meaning of its own.
-            TypeError: a value is no number.
+            ValueError: a name is a key of the record, or has a reserved prefix.
+            TypeError: a value is not a number.
         """
         found, self._values = self._values, {}
         for name in sorted(self._names):
             key = next((each for each in (name, f"{name}_step") if each in metrics), None)
-            if key is not None:  # else an average over the epoch, which is the whole run
+            if key is not None:  # otherwise an average over the epoch, which is the whole run
                 found[key] = metrics[key]
                 self._names.discard(name)
         for name in found:
             if name in record or name.startswith(OWN_PREFIXES):
-                raise ValueError(f"a callback logs '{name}', a key of the run's own records. Give it another name.")
+                raise ValueError(f"a callback logs '{name}', which is a key of the run's records. Use another name.")
         return {name: _number(name, value) for name, value in found.items()}
 
 
@@ -82,4 +83,4 @@ def _number(name: str, value: Any) -> float:
     try:
         return value if isinstance(value, int | float) else float(value)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"a callback logs '{name}' = {value!r}, which is no number.") from error
+        raise TypeError(f"a callback logs '{name}' = {value!r}, which is not a number.") from error

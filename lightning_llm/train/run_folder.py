@@ -1,4 +1,4 @@
-"""The run's folder: every step's record as it happens, and a summary that says truthfully how it ended."""
+"""The run's folder: one record per step as it happens, and a summary with how the run ended."""
 
 import errno
 import logging
@@ -42,39 +42,39 @@ __all__ = ["RunFolder", "RunLogger", "Status", "cut_back"]
 log = logging.getLogger(__name__)
 
 CHECKED_EVERY_SECONDS = 1.0
-"""How often, at most, a record that is written has the folder's place checked."""
+"""Seconds between two checks, at writes, that the folder still exists at its path."""
 
 
 @runtime_checkable
 class RunLogger(Protocol):
-    """Where records go beside the run's folder. No method may raise, or hold up training.
+    """Additional destination of records. No method may raise or delay training.
 
-    A callback that has these methods is one, too.
+    A callback with these methods is used as one, too.
     """
 
     def open(self, facts: Mapping[str, Any], resumed_from_step: int | None) -> None:
-        """Start; `metrics.jsonl` is in place and `facts` is what `summary.json` says at the start."""
+        """Start; `metrics.jsonl` exists, and `facts` is the initial content of `summary.json`."""
 
     def record(self, record: Record) -> None:
-        """Take one record, whose line is in `metrics.jsonl` by now."""
+        """Receive one record, which is already in `metrics.jsonl`."""
 
     def close(self, status: Status, detail: str, figures: Mapping[str, Any]) -> None:
-        """End within a bounded time; the folder's last files are in place."""
+        """End within a bounded time; all files of the folder are written."""
 
     def summary_fields(self) -> dict[str, Any]:
-        """Return what `summary.json` says about this logger, as far as it is known by now."""
+        """Return this logger's entries of `summary.json`, as far as they are known."""
 
 
 class RunFolder(pl.Callback):
-    """Writes `metrics.jsonl`, `summary.json` and `loss.png` of one run; rank 0 alone. The last of the callbacks.
+    """Writes `metrics.jsonl`, `summary.json` and `loss.png` of one run, on rank 0. The last of the callbacks.
 
-    `resumed_from_step` is the step of the checkpoint that the run goes on from (0: afresh in a folder that already
-    holds records), None for a new run. `facts` go into the summary: what the config alone does not say of where the
-    numbers come from. Whoever drives the trainer calls `close` with what happened outside of it: the first status
-    stays. `goodput` in the summary is the share of the wall time since the folder's first start, whatever passed
-    between a stop and the next start included, that went into steps that were kept. `chain`: the hash chain over the
-    records; an earlier release wrote those up to `unverified_steps`. A run that goes on from a checkpoint changes
-    nothing in the folder until that has loaded on every rank; then `adopt` is called.
+    `resumed_from_step`: step of the checkpoint that the run resumes from (0: starts over in a folder that already has
+    records), None for a new run. `facts`: summary entries about the origin of the numbers that the config does not
+    contain. The code around the trainer calls `close` for events outside of training; the first status is kept.
+    `goodput` in the summary is the share of the wall time since the folder's first start, including time between a stop
+    and the next start, that was spent in steps that were kept. `chain`: the hash chain over the records; an earlier
+    release wrote those up to `unverified_steps`. A resumed run changes nothing in the folder until the checkpoint has
+    loaded on every rank; then `adopt` is called.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class RunFolder(pl.Callback):
         self._started = self._began = 0.0
 
     def open(self, device: str) -> None:
-        """Begin the run: cut `metrics.jsonl` back, write the first `summary.json`, open the loggers. `device`: a line.
+        """Begin the run: truncate `metrics.jsonl`, write the first `summary.json`, open the loggers. `device`: a line.
 
-        Raises ConfigError if the folder cannot be written, or holds records of a run that is not being resumed;
-        StorageError if that shows only when records have been cut back.
+        Raises ConfigError if the folder cannot be written or has records of a run that is not being resumed;
+        StorageError if writing fails only after records have been truncated.
         """
         self._started, self._began = time.time(), time.monotonic()
         try:
@@ -118,17 +118,17 @@ class RunFolder(pl.Callback):
                 raise ConfigError(
                     Problem(
                         "run.dir",
-                        f"{self.run_dir} already holds the records of a run. Set resume=auto to go on with it, or "
+                        f"{self.run_dir} already contains the records of a run. Set resume=auto to continue it, or "
                         "another run.name; nothing was changed.",
                     )
                 )
             self._file = self.metrics_path.open("ab", buffering=0)
         except ValueError as error:
-            text = f"{error}. Mend or remove that line to go on, or choose another run.name."
+            text = f"{error}. Repair or remove that line to resume, or choose another run.name."
             raise ConfigError(Problem("run.dir", text)) from error
         except OSError as error:
             raise ConfigError(
-                Problem("run.dir", f"{self.run_dir} cannot be written ({error.strerror}). Choose a folder that can.")
+                Problem("run.dir", f"{self.run_dir} cannot be written ({error.strerror}). Choose a writable folder.")
             ) from error
         self._summary = {
             "status": "running",
@@ -154,14 +154,15 @@ class RunFolder(pl.Callback):
             logger.open(self._summary, self.resumed_from_step)
 
     def _unseal_summary(self) -> None:
-        """Take the earlier end back: a run that dies before its next summary would contradict it by fewer records."""
+        """Remove the previous end from the summary; otherwise a run killed before its next summary would contradict
+        it."""
         if earlier := summary_of(self.run_dir):
-            detail = f"its records were being cut back to step {self.resumed_from_step}, to go on from there"
+            detail = f"interrupted while its records were being truncated to step {self.resumed_from_step} for a resume"
             ended = {key: value for key, value in earlier.items() if key not in (RECORDS, "ended_by")}
             write_json(self.run_dir / "summary.json", {**ended, "status": "stopped", "detail": detail})
 
     def _earlier_starts(self) -> dict[str, Any]:
-        """Return `starts`, this one included, `first_started_at`, seconds since the epoch, and `restarts`, if any."""
+        """Return `starts` (including this one), `first_started_at` (seconds since the epoch) and `restarts`, if any."""
         earlier = summary_of(self.run_dir)
         return {
             **({RESTARTS: earlier[RESTARTS]} if RESTARTS in earlier else {}),
@@ -170,11 +171,11 @@ class RunFolder(pl.Callback):
         }
 
     def write(self, record: Record) -> None:
-        """Append one record, stamped with the wall clock, and pass it on. Nothing stays in a buffer of ours.
+        """Append one record with the wall-clock time, unbuffered, and pass it to the loggers.
 
         Raises:
-            StorageError: it could not be written, and no part of it was.
-            FolderGoneError: it was written, and the folder is not at its path any more.
+            StorageError: it could not be written; no part of it was.
+            FolderGoneError: it was written, but the folder is no longer at its path.
         """
         record = {**record, "time": round(time.time(), 3)}
         line = encode(record)
@@ -189,21 +190,21 @@ class RunFolder(pl.Callback):
     def _append(self, line: bytes) -> None:
         try:
             written = self._file.write(line)
-            if written < len(line):  # the disk is full, and what is half written would damage the next line
+            if written < len(line):  # the disk is full; a partial line would damage the next one
                 self._file.truncate(self._file.seek(0, os.SEEK_END) - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise StorageError(f"{self.metrics_path} could not be written: {error.strerror}") from error
 
     def close(self, status: Status, detail: str = "") -> None:
-        """Write how the run ended. Only the first call counts, and only after `open`."""
+        """Write how the run ended. Only the first call after `open` has an effect."""
         if self._file is None or self._file.closed:
             return
         self._file.close()
         detail = redacted(detail)
         where = self.held.now()
         self.held.close()
-        if where is None:  # deleted, and whatever lies at its path is another's
+        if where is None:  # deleted; a folder at its path belongs to another run
             self._heartbeat.stop()
             for logger in self.loggers:
                 logger.close(status, detail, {})
@@ -211,7 +212,7 @@ class RunFolder(pl.Callback):
         self.run_dir, self.metrics_path = where, where / self.metrics_path.name
         figures = final_figures(read_records(self.metrics_path))
         ended, wall = time.time(), time.monotonic() - self._began
-        if figures.get("useful_seconds"):  # a clock that was set back leaves what this start is known to have taken
+        if figures.get("useful_seconds"):  # if the clock was set back, only the time of this start is known
             since_first = max(ended - self._summary["first_started_at"], wall)
             figures["goodput"] = min(figures["useful_seconds"] / since_first, 1.0)
         self._summary |= {
@@ -231,7 +232,7 @@ class RunFolder(pl.Callback):
             self._write_last_summary()
 
     def _write_last_summary(self) -> None:
-        """Write how the run ended, over the file itself where the folder takes no other any more."""
+        """Write how the run ended; overwrite the file in place if no new file can be created."""
         try:
             self._write_summary()
         except OSError:
@@ -253,12 +254,12 @@ class RunFolder(pl.Callback):
             log.warning("loss.png was not drawn: %s: %s", type(error).__name__, error)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Open the folder of a run that begins, unless that was done before the trainer was started."""
+        """Open the folder of a new run, unless that was done before the trainer was started."""
         if stage == "fit" and not self.resumed_from_step:
             self._open_first(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Open the folder of a run that goes on: its state has loaded on every rank."""
+        """Open the folder of a resumed run, after its state has loaded on every rank."""
         self._open_first(trainer)
 
     def _open_first(self, trainer: pl.Trainer) -> None:
@@ -266,13 +267,13 @@ class RunFolder(pl.Callback):
             self.open(describe_device(trainer.strategy.root_device, trainer.world_size))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Write the step's record, which every other callback has added to by now, and what they have logged."""
+        """Write the step's record, after all other callbacks have added to it, and the values that they logged."""
         pl_module.step_record |= self._logged(trainer, pl_module.step_record)
         if trainer.is_global_zero:
             self.write(pl_module.step_record)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Write the validation's record, and what callbacks have logged since the step's."""
+        """Write the validation's record and the values that callbacks have logged since the step's."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         pl_module.validation_record |= self._logged(trainer, pl_module.validation_record)
@@ -280,7 +281,7 @@ class RunFolder(pl.Callback):
             self.write(pl_module.validation_record)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Keep what callbacks have logged for the epoch, which is the whole run, for the summary."""
+        """Keep the values that callbacks logged for the epoch, which is the whole run, for the summary."""
         if logged := self._logged(trainer, {}):
             self._summary["logged"] = logged
 
@@ -290,13 +291,13 @@ class RunFolder(pl.Callback):
         return logger.take(trainer.callback_metrics, record) if isinstance(logger, RecordLogger) else {}
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Close the folder: finished, or stopped where the last step was not reached."""
+        """Close the folder: finished, or stopped if the last step was not reached."""
         steps = pl_module.step_record.get("step", self.resumed_from_step or 0)
         max_steps = pl_module.config.trainer.max_steps
         ended = getattr(pl_module, "ended_early", None)
         if steps >= max_steps:
             self.close("finished")
-        elif ended is not None:  # as the config asked for
+        elif ended is not None:  # as configured by a callback
             self._summary["ended_by"] = ended
             who = ended["callback"] or "a callback"
             self.close("finished", f"ended by {who} after step {steps} of {max_steps}: {ended['reason']}")
@@ -304,9 +305,9 @@ class RunFolder(pl.Callback):
             self.close("stopped", f"after step {steps} of {max_steps}")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Close the folder: stopped for a signal, failed for anything else, an exit included.
+        """Close the folder: stopped for a signal, failed for anything else, including SystemExit.
 
-        An error that ended the run within a step may bring the record of that step.
+        An error that ended the run within a step may have that step's record.
         """
         record = getattr(exception, "record", None)
         if record and self._file is not None and not self._file.closed:

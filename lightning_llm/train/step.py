@@ -1,7 +1,7 @@
-"""One optimizer step: from a batch to an update of the weights, whatever the layout and the precision recipe.
+"""One optimizer step, from a batch to an update of the weights, under every layout and precision recipe.
 
-`TrainStep.__call__` is the step, top to bottom. It is handed all that it works with and knows no Lightning: `module.py`
-makes it and calls it once per batch. What a training algorithm does with the weights beside is in `algorithm.py`.
+`TrainStep.__call__` is the whole step, top to bottom. All its dependencies are passed in, and it does not depend on
+Lightning: `module.py` creates it and calls it once per batch. `algorithm.py` has further changes of the weights.
 """
 
 import math
@@ -31,7 +31,7 @@ from lightning_llm.train.state import TrainState
 
 @dataclass
 class TrainStep:
-    """Every rank computes gradients of its micro-batches, their sum moves the weights once; then `algorithm` acts."""
+    """The step: each rank computes gradients of its micro-batches, their sum updates the weights; then `algorithm`."""
 
     parallel: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -42,16 +42,16 @@ class TrainStep:
     clip_norm: float | None
     state: TrainState
     before_zero_grad: Callable[[], None]
-    """Called while the gradients of the step before are still there."""
+    """Called while the gradients of the previous step still exist."""
     on_gradients: list[Callable[[Tensor], None]]
-    """Called in turn with the step's loss, between reduction and update: gradients are those of the whole step, times
-    the loss scale and not yet clipped, and may be changed, alike on all ranks that hold them."""
+    """Called in turn with the step's loss, between reduction and update. Gradients are those of the whole step, times
+    the loss scale and not clipped. They may be changed, identically on all ranks that hold them."""
     vote: Callable[[], dict[str, Tensor]] = dict
-    """Collective; gives whole numbers by name, the same on all ranks, that the step reads with its own."""
+    """Collective. Named integers, identical on all ranks, fetched to the host together with the step's metrics."""
     agree: Callable[[dict[str, int]], None] = lambda votes: None
-    """Called with these numbers, before the update."""
+    """Called with these integers before the update."""
     distillation: Distillation | None = None
-    """What is learned in place of the next tokens, or beside them."""
+    """Distillation objective; None trains on the next-token loss only."""
 
     @classmethod
     def of(
@@ -87,11 +87,11 @@ class TrainStep:
         )
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Take one step on this rank's micro-batches [A, B, T]; return its mean loss over target tokens, fp32.
+        """Make one step on this rank's micro-batches [A, B, T]; return its mean loss over target tokens, fp32.
 
         Raises:
             StepNotMadeError: the loss or the gradient norm is not finite, or spikes.policy ends the run. Weights,
-                moments and counts are those of the step before.
+                moments and counts are those of the previous step.
         """
         state, model, layout = self.state, self.parallel.model, self.parallel.layout
         quantisation = self.parallel.quantisation
@@ -128,14 +128,14 @@ class TrainStep:
         return loss
 
     def repeat(self, batch: Batch) -> None:
-        """Repeat forward and backward of the step in progress, leaving its gradients: to look into one that failed."""
+        """Repeat forward and backward of the step in progress and keep the gradients, to diagnose a failed step."""
         self.optimizer.zero_grad(set_to_none=True)
         self.parallel.quantisation.undo_step()
         self._forward_backward(batch)
         self._reduce_gradients()
 
     def _forward_backward(self, batch: Batch) -> Tensor:
-        """Run all micro-batches forward and backward; return the share of each in the step's loss, [A], fp32."""
+        """Run forward and backward of all micro-batches; return their contributions to the step's loss, [A], fp32."""
         if self.distillation is not None:
             self.distillation.begin_step()
         targets = (batch.labels != IGNORED_LABEL).sum()
@@ -149,7 +149,7 @@ class TrainStep:
         return self._run_pipeline(pipeline, batch, targets)
 
     def _run_micro_batches(self, batch: Batch, targets: Tensor) -> Tensor:
-        """Run one micro-batch after the other, without a pipeline."""
+        """Run the micro-batches one after another, without a pipeline."""
         parallel, model, quantisation = self.parallel, self.parallel.model, self.parallel.quantisation
         (sync,), losses = parallel.syncs, []
         indices = parallel.layout.micro_batches(len(batch.tokens))
@@ -170,9 +170,9 @@ class TrainStep:
     def _losses(
         self, tokens: Tensor, labels: Tensor, positions: Tensor | None, documents: Tensor | None, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return a micro-batch's share of what is learned, and of the step's loss, which no gradient is taken of."""
+        """Return (objective, detached cross-entropy) of one micro-batch, both divided by the step's target tokens."""
         model, loss_sum, distil = self.parallel.model, self.parallel.loss_sum, self.distillation
-        if distil is None:  # nobody else wants logits
+        if distil is None:  # logits are needed for the loss only
             scale = torch.full_like(targets, self.scaler.scale, dtype=torch.float32) / targets
             loss = model(tokens, positions, documents, LossOf(labels, loss_sum, scale)) / targets
             return loss, loss.detach()
@@ -194,23 +194,23 @@ class TrainStep:
         return pipeline.step(batch.tokens, batch.labels, batch.document_ids, begin, loss_of, self.scaler.scale)
 
     def _reduce_gradients(self) -> None:
-        """Make each rank's gradients those of the whole step, where backward passes have not done so already."""
+        """Reduce gradients over ranks, as far as the backward passes have not done so."""
         for sync in self.parallel.syncs:
             sync.finish()
         if self.parallel.pipeline is not None:
             self.parallel.pipeline.finish()
 
     def _reduce_losses(self, losses: Tensor) -> Tensor:
-        """Return the step's loss, the same on every rank: micro-batches are gathered before they are summed."""
+        """Return the step's loss, the same on every rank, because micro-batches are gathered before they are summed."""
         layout = self.parallel.layout
         losses = layout.gather_micro_batches(layout.reduce(losses, dist.ReduceOp.SUM, "sequence"))
         self.state.micro_batch_losses = losses / layout.sums if layout.sums > 1 else losses
         return self.state.micro_batch_losses.sum()
 
     def _read(self, figures: dict[str, Tensor], overflow: Tensor | None) -> bool:
-        """Put `figures` into the record; return whether any rank saw an overflow.
+        """Add `figures` to the record; return whether any rank saw an overflow.
 
-        The host waits here for the device, once in a step: for all that follows is decided by.
+        This is the only place in a step where the host waits for the device; the following decisions need the values.
         """
         votes = self.vote()
         numbers = read_numbers(figures | votes | ({} if overflow is None else {"overflow": overflow}))
@@ -221,18 +221,18 @@ class TrainStep:
         return seen
 
     def _is_skipped(self, record: dict[str, Any], overflow: bool) -> bool:
-        """Return whether the update is left out, on all ranks; raises where the run ends instead.
+        """Return whether the update is skipped, the same on all ranks; raise if the run must end.
 
-        A smaller loss scale may cure gradients that overflow, so such a step is skipped without being judged. It cures
-        no loss that is not finite, since the loss is not scaled, and the scale has a floor: such steps are judged as
-        any other. The update of an overflow is skipped in any case.
+        An overflow of gradients is skipped without judging the step, because a smaller loss scale may fix it. A loss
+        that is not finite, or an overflow at the minimum scale, is judged like any other step, because a smaller scale
+        cannot fix it. The update of an overflow is skipped in any case.
         """
         if overflow and self.scaler.can_back_off and math.isfinite(record["loss"]):
             return True
         return self.spikes.judge(record) or overflow
 
     def _reduce_auxiliary_losses(self) -> dict[str, Tensor]:
-        """Return the step's auxiliary losses for its record, the same on every rank."""
+        """Return the step's auxiliary losses for its record, the same on every rank. Collective."""
         layout, decoders = self.parallel.layout, self.parallel.decoders
         if not (names := decoders[0].auxiliary.names):
             return {}
@@ -242,7 +242,7 @@ class TrainStep:
         return {f"auxiliary/{name}": value for name, value in zip(names, total, strict=True)}
 
     def _reduce_divergences(self) -> dict[str, Tensor]:
-        """Return the divergence from the teachers for the step's record, summed as losses are."""
+        """Return the divergence from the teachers for the step's record, summed like losses."""
         if self.distillation is None:
             return {}
         layout = self.parallel.layout

@@ -1,4 +1,4 @@
-"""Lightning's strategy over a `Layout`: ranks, devices, reductions, and how a run begins and is asked to stop."""
+"""Lightning strategy over a `Layout`: ranks, devices, reductions, loading of a checkpoint and requests to stop."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +18,7 @@ from lightning_llm.train.module import set_completed_steps
 
 
 class TrainStrategy(ModelParallelStrategy):
-    """Every layout's strategy. Ranks are started, and their process group joined, before the Trainer exists."""
+    """The strategy of every layout. Ranks and their process group exist before the Trainer is created."""
 
     def __init__(
         self,
@@ -28,16 +28,16 @@ class TrainStrategy(ModelParallelStrategy):
         resume_from: Checkpoint | None,
         own_options: bool = False,
     ):
-        """`device` is this rank's; `resume_from` is what the run goes on from, None for one that begins.
+        """`device`: of this rank. `resume_from`: checkpoint to resume from, None for a new run.
 
-        `own_options`: with the optimizer's options as the config has them, and not as they were saved.
+        `own_options`: use the optimizer options of the config instead of the saved ones.
         """
         super().__init__()
         self.layout = layout
         self.resume_from = resume_from
         self.own_options = own_options
         self.save_failed_here: Callable[[], bool] = lambda: False
-        """Whether a save that is written beside training has failed on this rank."""
+        """Whether an asynchronous save has failed on this rank."""
         self._asked_to_stop = self._agreed_to_stop = 0
         self._agreed_on_failure = False
         self._device = device
@@ -45,7 +45,7 @@ class TrainStrategy(ModelParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's device."""
+        """Device of this rank."""
         return self._device
 
     @property
@@ -54,7 +54,7 @@ class TrainStrategy(ModelParallelStrategy):
         return {"num_replicas": self.layout.degrees.dp, "rank": self.layout.dp_rank}
 
     def _configure_launcher(self) -> None:
-        """Have none: ranks are torch.distributed.run's, or Slurm's."""
+        """Use none: torch.distributed.run or Slurm has started the ranks."""
 
     def setup_environment(self) -> None:
         if self.accelerator is None:
@@ -62,7 +62,7 @@ class TrainStrategy(ModelParallelStrategy):
         self.accelerator.setup_device(self.root_device)
 
     def set_world_ranks(self) -> None:
-        """Tell Lightning's rank-zero helpers who this is; the environment knows by itself."""
+        """Set this rank in Lightning's rank-zero helpers; the environment knows it already."""
         rank_zero_only.rank = self.global_rank
 
     def setup(self, trainer: Any) -> None:
@@ -76,23 +76,23 @@ class TrainStrategy(ModelParallelStrategy):
             set_completed_steps(trainer, self.lightning_module.completed_steps)
 
     def ask_to_stop(self, signal_number: int) -> None:
-        """Note that this rank was sent a signal; all ranks stop after the same step."""
+        """Record that this rank has received a signal; all ranks stop after the same step."""
         self._asked_to_stop = signal_number
 
     @property
     def stop_signal(self) -> int:
-        """The signal that all ranks have agreed to stop for, 0 if none; equal on every rank between two steps."""
+        """Signal for which all ranks will stop, 0 if none; equal on every rank between two steps."""
         return self._asked_to_stop if self.layout.mesh is None else self._agreed_to_stop
 
     @property
     def save_failed(self) -> bool:
-        """Whether all ranks have agreed that a save has failed on some; equal on every rank between two steps."""
+        """Whether an asynchronous save has failed on any rank; equal on every rank between two steps."""
         return self.save_failed_here() if self.layout.mesh is None else self._agreed_on_failure
 
     def vote(self) -> dict[str, Tensor]:
-        """Return, once in every step, the signal that any rank was sent, 0 if none, and whether a save failed on any.
+        """Return (signal received by any rank, 0 if none; whether a save failed on any rank), once in every step.
 
-        Collective; nothing of a single rank. They are on the device: who reads them there tells `agree`.
+        Collective; empty for a single rank. The values are on the device; pass them to `agree` once they are read.
         """
         if self.layout.mesh is None:
             return {}
@@ -102,7 +102,7 @@ class TrainStrategy(ModelParallelStrategy):
         return {"stop": flags[0], "save_failed": flags[1]}
 
     def agree(self, votes: Mapping[str, int]) -> None:
-        """Stop after the step in progress for the signal, or the failure, that there is; not for 0."""
+        """Stop after the step in progress if there is a signal or a failed save (nonzero)."""
         self._agreed_to_stop = votes.get("stop", 0)
         self._agreed_on_failure = bool(votes.get("save_failed", 0))
 
@@ -116,17 +116,17 @@ class TrainStrategy(ModelParallelStrategy):
         return reduced / self.layout.degrees.dp if mean else reduced
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks, or any, decide so: of the whole world, whatever its axes."""
+        """Return whether all ranks of the world, or any of them, decide so."""
         flag = torch.tensor(int(decision), device=self.root_device)
         if dist.is_initialized():
             dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(flag.item())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Refuse to gather the model for a checkpoint in Lightning's format.
+        """Reject checkpoints in Lightning's format.
 
         Raises:
-            RuntimeError: always; it is what trainer.save_checkpoint asks for first.
+            RuntimeError: always; trainer.save_checkpoint calls this first.
         """
         raise RuntimeError(
             "trainer.save_checkpoint writes what resume cannot read. Set checkpoint.every_steps; a callback's "

@@ -1,4 +1,4 @@
-"""The loss of fixed batches, per view of the weights and per source, whatever the layout."""
+"""Validation loss of fixed batches, per view of the weights and per source, under every layout."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from lightning_llm.parallel.dp_shard import reshard
 from lightning_llm.train.parallel_model import ParallelModel
 
 VIEWS = ("val_loss", "val_loss_high_precision")
-"""Validation through the recipe's forward pass, and of the same weights without any cast: the second tells damage to
-the weights from error in the forward pass. Recipes that quantise nothing have the first alone."""
+"""Views of the weights: with the recipe's forward pass, and without any cast. The second separates damage to the
+weights from error of the forward pass. Recipes without casts have only the first."""
 
 
 @dataclass
@@ -25,25 +25,25 @@ class Validation:
     parallel: ParallelModel
     source_names: list[str]
     watched: Collection[str]
-    """The sources that no mean over sources holds: they are not trained on."""
+    """Sources that are not trained on, and excluded from the mean over sources."""
     device: torch.device
 
     def begin(self) -> None:
-        """Start a pass."""
+        """Start a pass over the validation batches."""
         shape = len(VIEWS), len(self.source_names), 2
         self._sums = torch.zeros(shape, dtype=torch.float64, device=self.device)
 
     def add(self, batch: ValidationBatch, batch_index: int, step: int) -> None:
-        """Add this rank's batch number `batch_index`, scored with the weights after `step` steps."""
+        """Add the loss of this rank's batch number `batch_index` with the weights after `step` steps."""
         model, layout, quantisation = self.parallel.model, self.parallel.layout, self.parallel.quantisation
-        index = batch_index * layout.degrees.dp + layout.dp_rank  # over all ranks, as one alone would count
+        index = batch_index * layout.degrees.dp + layout.dp_rank  # global index, independent of the number of ranks
         quantisation.begin_validation_batch(model, step, index)
         self._score(batch, self._sums[0])
         if quantisation.changes_forward:
             with quantisation.high_precision(model):
                 self._score(batch, self._sums[1])
         elif quantisation.recipe.quantises:
-            self._sums[1] = self._sums[0]  # the forward pass is the same one
+            self._sums[1] = self._sums[0]  # both views have the same forward pass
 
     def _score(self, batch: ValidationBatch, sums: Tensor) -> None:
         parallel, whole = self.parallel, (batch.tokens, batch.labels, batch.document_ids)
@@ -59,13 +59,13 @@ class Validation:
     def finish(self) -> dict[str, Any]:
         """Return the mean loss per view, and per view and source as VIEW/SOURCE, the same on every rank. Collective.
 
-        The mean is over the sources that are trained on; where none of them is scored, over those watched.
+        The mean is over the sources that are trained on, or over the watched ones if none of those is scored.
         """
-        # Sums of fp32 numbers of like size are exact in fp64, so the ranks' order does not show.
-        # All but a pipeline's last stage have zeros; ranks that share a sequence have each some of its tokens.
+        # Sums of fp32 numbers of similar size are exact in fp64, so the order of ranks does not matter.
+        # Pipeline stages before the last have zeros; ranks that share a sequence each have some of its tokens.
         sums = self.parallel.layout.reduce(self._sums, ReduceOp.SUM, "dp", "sequence", "layers").cpu()
         for sync in self.parallel.syncs:
-            reshard(sync.model)  # forward passes without a backward leave parameters gathered
+            reshard(sync.model)  # a forward pass without a backward pass leaves parameters gathered
         losses: dict[str, Any] = {}
         trained = torch.tensor([name not in self.watched for name in self.source_names])
         for key, view in zip(VIEWS, sums, strict=True):

@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_is_passed_over_or_named(trunk, tmp_path, capsys):
     assert f"step=4 cannot be taken; the next older good one: branch_from={step(copy, 3)}." in said
     assert main(["plan", "--json", f"branch_from={copy}", "trainer.max_steps=6", "precision=mxfp8"]) == 0
     out, err = capsys.readouterr()
-    assert "passed over step=4, which is damaged" in err
+    assert "skipped step=4, which is damaged" in err
     about = json.loads(out)["branch"]
     assert (about["step"], about["checkpoint"]) == (3, str(step(copy, 3)))
     assert about["changed"]["precision.name"] == ["fp32", "mxfp8"]
@@ -144,7 +144,7 @@ def test_a_damaged_checkpoint_is_passed_over_or_named(trunk, tmp_path, capsys):
         (step(copy, number) / "manifest.json").write_text("{")
     said = refused(capsys, f"branch_from={copy}")
     assert "step=1/manifest.json" in said
-    assert f"branch_from: no checkpoint in {copy / 'checkpoints'} verifies" in said
+    assert f"branch_from: no checkpoint in {copy / 'checkpoints'} is intact" in said
 
 
 def test_a_damaged_summary_of_the_trunk_is_named(trunk, tmp_path, capsys):

@@ -66,7 +66,7 @@ def test_another_runs_checkpoint_is_passed_over_and_kept(run, whole, other_seed,
     assert main(["probe", str(foreign), "precision=mxfp8"]) == 2
     assert "is of another run" in capsys.readouterr().err
     assert main(["train", *small_run(tmp_path, "resume=auto")]) == 0
-    assert "passed over step=6, which is not this run's: manifest.json is of another run" in capsys.readouterr().out
+    assert "skipped step=6, which is from another run: manifest.json is of another run" in capsys.readouterr().out
     assert curve(run) == curve(whole)
     assert same_weights(run, whole, 6)
     kept = run / "checkpoints" / "damaged" / "step=6"
@@ -187,7 +187,7 @@ def test_records_that_are_missing_are_named_and_nothing_is_changed(run, tmp_path
 def test_a_gap_after_a_checkpoint_leaves_that_one_whole(run, whole, tmp_path, small_run, capsys):
     without(run / "metrics.jsonl", 5)
     assert main(["train", *small_run(tmp_path, "resume=auto")]) == 0
-    assert "passed over step=6, which is damaged: metrics.jsonl lacks the record of step 5" in capsys.readouterr().out
+    assert "skipped step=6, which is damaged: metrics.jsonl lacks the record of step 5" in capsys.readouterr().out
     assert curve(run) == curve(whole)
 
 
@@ -200,7 +200,7 @@ def test_records_begin_where_the_folder_does(run, tmp_path, small_run, capsys):
     without(new / "metrics.jsonl", 5)
     assert main(["train", *words, "resume=auto", "trainer.max_steps=8"]) == 0
     told = capsys.readouterr().out
-    assert "passed over step=7, which is damaged: metrics.jsonl lacks the record of step 5" in told
+    assert "skipped step=7, which is damaged: metrics.jsonl lacks the record of step 5" in told
     assert "resume from step 4" in told
 
 

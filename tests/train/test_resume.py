@@ -102,7 +102,7 @@ def test_records_that_are_damaged_are_made_again_from_the_checkpoint_before(whol
     (run / "metrics.jsonl").write_text("".join([*lines[:-2], '{"step": 6, "lo\n', lines[-1]]))
     words = ["resume=auto"]
     assert main(["train", *small_run(tmp_path, *words)]) == 0
-    assert "passed over step=6, which is damaged: metrics.jsonl line 7 is damaged" in capsys.readouterr().out
+    assert "skipped step=6, which is damaged: metrics.jsonl line 7 is damaged" in capsys.readouterr().out
     assert curve(run) == curve(whole)
     (run / "metrics.jsonl").write_text("nonsense\n" + (run / "metrics.jsonl").read_text())
     before = sorted(run.rglob("*"))

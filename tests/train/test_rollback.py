@@ -115,7 +115,7 @@ def test_one_that_dies_on_its_way_back_goes_on_the_same_way(every, back_to, told
     capsys.readouterr()
     assert main(["train", *words, "resume=auto"]) == 0
     said = capsys.readouterr().out
-    assert "passed over step=39, which was trained on some of the samples 152 to 159, which are left out now" in said
+    assert "skipped step=39, which was trained on some of the samples 152 to 159, which are left out now" in said
     assert (f"resume from {back_to}" in said) == (every == "10")
     assert same(run, told)
 
@@ -125,7 +125,7 @@ def test_a_fault_that_is_not_the_datas_ends_the_run(tmp_path, small_run, monkeyp
     words = ["spikes.max_rollbacks=2", "checkpoint.every_steps=30", "spikes.rollback_skip_steps=1"]
     assert main(["train", *small_run(tmp_path, *WORDS, *words)]) == 1
     said, run = capsys.readouterr().err, tmp_path / "run"
-    assert "the run has gone back 2 times already (spikes.max_rollbacks): this is not the data" in said
+    assert "the run rolled back 2 times already (spikes.max_rollbacks): this is not the data" in said
     assert [made.record["step"] for made in read_rollbacks(run)] == [BAD, BAD]
     assert [list(made.skipped) for made in read_rollbacks(run)] == [[156, 159], [160, 163]]
     assert steps_saved(run)[-1] == BAD - 1

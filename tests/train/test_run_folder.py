@@ -197,7 +197,7 @@ def test_a_folder_with_records_is_refused_untouched(config: Config) -> None:
     run_dir = Path(config.run.dir)
     fit(TinyModule(config), [RunFolder(run_dir)])
     before = {path: path.read_bytes() for path in run_dir.iterdir()}
-    with pytest.raises(ConfigError, match="already holds the records of a run"):
+    with pytest.raises(ConfigError, match="already contains the records of a run"):
         RunFolder(run_dir).open("cpu")
     assert {path: path.read_bytes() for path in run_dir.iterdir()} == before
 

@@ -45,7 +45,7 @@ def test_in_a_step_it_saves_and_resume_gives_the_same_bits(tmp_path, small_run, 
     assert f"stopped by {number.name}, state saved at step" in told
     assert "resume=auto" in told
     assert told.count(f"{number.name}: stopping after this step, which is saved") == 1
-    assert ("Ctrl-C again: end at once, with nothing more saved (no step is saved yet)" in told) == (
+    assert ("press Ctrl-C again to end at once without saving (no step is saved yet)" in told) == (
         number == signal.SIGINT
     )
     assert "Traceback" not in told
@@ -135,7 +135,7 @@ def test_a_signal_after_the_last_step_lets_the_run_end(small_run, tmp_path, monk
 
     monkeypatch.setattr(RunFolder, "close", disturbed)
     assert main(["train", *small_run(tmp_path)]) == 0
-    assert f"{number.name}: the last step is made and saved, and the run is about to end" in capfd.readouterr().err
+    assert f"{number.name}: the last step is completed and saved, and the run is about to end" in capfd.readouterr().err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
     monkeypatch.undo()
 

@@ -137,7 +137,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_until_that_cannot_be_it(
         assert record_of(run, 4)["grad_norm"] in ("nan", "inf")
         assert all(torch.isfinite(value).all() for value in read_tensors(run / "checkpoints/step=6").values())
         return
-    assert "the 3 before it, whose updates were left out" in capsys.readouterr().err
+    assert "the 3 before it, which were skipped" in capsys.readouterr().err
     assert events(run) == [*((n, "non_finite", "skip") for n in (1, 2, 3)), (4, "non_finite", "stop")]
     assert steps_saved(run) == [3]
 

@@ -1,1 +1,1 @@
-"""A run's whole state on disk: written, sealed, verified, kept, and read back under any layout."""
+"""Checkpoints: a run's whole state, written with checksums, verified, retained, and restored under any layout."""

@@ -1,4 +1,4 @@
-"""Saves of a run: every so many steps, at its end, and when it is asked to stop."""
+"""When a run saves: every N steps, at its end, and when it is asked to stop."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from lightning_llm.train.strategy import TrainStrategy
 
 
 class StoppedBySignal(BaseException):
-    """The run was asked to stop by one of `STOPPING`. `saved_step`: of the newest checkpoint, None without one."""
+    """A signal of `STOPPING` ended the run. `saved_step`: step of the newest checkpoint, None without one."""
 
     def __init__(self, number: int, saved_step: int | None):
         self.number = number
@@ -33,14 +33,14 @@ class StoppedBySignal(BaseException):
         super().__init__(f"stopped by {what_came(number)}, {saved}")
 
     def __reduce__(self) -> tuple[type["StoppedBySignal"], tuple[int, int | None]]:
-        return type(self), (self.number, self.saved_step)  # it goes from rank to rank where it ends a load or a save
+        return type(self), (self.number, self.saved_step)  # pickled between ranks if it interrupts a load or a save
 
 
 class Superseding(pl.Callback):
-    """Moves what a resumed run supersedes in `folder` aside once every rank has loaded; the first save removes it.
+    """Moves superseded checkpoints in `folder` aside once every rank has loaded; the first save removes them.
 
-    Runs before the callback that cuts metrics.jsonl back: a run that dies between the two is not to go on from a later
-    checkpoint, whose records are gone. `damaged`: checkpoints that were passed over.
+    Runs before the callback that truncates metrics.jsonl. Otherwise a run that dies between the two would resume from a
+    later checkpoint with missing records. `damaged`: skipped checkpoints.
     """
 
     def __init__(self, folder: Path, damaged: Collection[Path] = ()):
@@ -58,14 +58,14 @@ class Superseding(pl.Callback):
 class Checkpointing(pl.Callback):
     """Saves `checkpoints/step=N` and keeps some of them. Runs after the callback that writes metrics.jsonl.
 
-    Where a validation follows a step, the checkpoint waits for it, so that the step's validation line is written
-    before the checkpoint that a resumed run is cut back to. A run that spikes.policy ends is saved as it was before the
-    step. The first signal of `STOPPING`, sent to any rank, lets a step end on all of them (and the validation after
-    it), saves and raises `StoppedBySignal`; a second SIGINT to this process stops it at once. `resumed_step`: of the
-    checkpoint in `folder` that the run goes on from. `about`, `check_folder`: as `Saver` has them.
+    If a validation follows a step, the checkpoint is saved after it, so that the step's validation record is written
+    before the checkpoint. A run ended by spikes.policy is saved as it was before the step. After the first signal of
+    `STOPPING`, sent to any rank, all ranks finish the step (and the validation after it), save and raise
+    `StoppedBySignal`; a second SIGINT to this process stops it at once. `resumed_step`: step of the checkpoint in
+    `folder` that the run resumes from. `about`, `check_folder`: see `Saver`.
 
-    Where saves are asynchronous, all ranks raise the failure of one after the same step, and whatever ends the run
-    waits for the one that is being written (`awaited`). A run's last save is not, nor one that a signal asks for.
+    If an asynchronous save fails, all ranks raise the error after the same step. Every end of the run waits for the
+    save in progress (`awaited`). A run's last save and those for a signal are synchronous.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class Checkpointing(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._speaks, self._alone = trainer.is_global_zero, trainer.world_size == 1
-        # Lightning has put its own SIGTERM handler in place by now, which would raise between two of our hooks.
+        # Lightning has installed its own SIGTERM handler by now, which would raise between two of our hooks.
         for number in not_ignored(STOPPING):
             signal.signal(number, self._note)
         self._strategy = trainer.strategy
-        if trainer.received_sigterm:  # by that handler, in the moment before
+        if trainer.received_sigterm:  # by that handler, just before it is replaced
             trainer._signal_connector.received_sigterm = False
             self._note(signal.SIGTERM, None)
-        CallbackState.of_dicts(trainer).encode()  # one that cannot be kept is reported now, not at the first checkpoint
+        CallbackState.of_dicts(trainer).encode()  # report a state that cannot be saved now, not at the first save
         start = trainer.strategy.resume_from
         elsewhere = start is not None and not same_folder(start.folder.parent, self.folder)
         self.saver.start(pl_module, None if elsewhere else pl_module.completed_steps or None)
@@ -109,11 +109,11 @@ class Checkpointing(pl.Callback):
             records = read_records(self.folder.parent / "metrics.jsonl")
             self._val_losses = {each["step"]: each["val_loss"] for each in records if "val_loss" in each}
         if elsewhere:
-            self._save(trainer, pl_module)  # from here on this folder holds the run's own start
+            self._save(trainer, pl_module)  # from here on this folder has a checkpoint of the run itself
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if trainer.strategy.save_failed:
-            self.saver.wait()  # which raises
+            self.saver.wait()  # raises if the save failed
         step = pl_module.completed_steps
         if self._validates_after(trainer, step):
             return
@@ -132,15 +132,15 @@ class Checkpointing(pl.Callback):
         self._ended = True
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        # All ranks raise it, before the update: the state is that after the step before, but for delayed scales that
-        # have moved with its micro-batches.
+        # All ranks raise it before the update: the state is that of the previous step, except for delayed scales, which
+        # the step's micro-batches have changed.
         if isinstance(exception, SpikeStop) and pl_module.completed_steps:
             pl_module.quantisation.undo_step()
             self._save(trainer, pl_module)
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Wait behind the block, however it ends, for the save that is being written; not after a second Ctrl-C."""
+        """Run the block, then wait for the save in progress, however the block ends; not after a second Ctrl-C."""
         try:
             yield
         finally:
@@ -148,11 +148,11 @@ class Checkpointing(pl.Callback):
 
     @property
     def saved_step(self) -> int | None:
-        """The step of the newest checkpoint that is whole, None where there is none."""
+        """Step of the newest complete checkpoint, None if there is none."""
         return self.saver.saved_step
 
     def _save_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # The last one too, before on_train_end: WeightAveraging then puts its averages in the weights' place.
+        # Also after the last step, before on_train_end, in which WeightAveraging replaces the weights by averages.
         step, every = pl_module.completed_steps, self.config.every_steps
         if trainer.should_stop or step == self.max_steps:
             self._save(trainer, pl_module)
@@ -163,11 +163,11 @@ class Checkpointing(pl.Callback):
         if not trainer.datamodule.corpus.validation_sequences:
             return False
         every = self.validate_every
-        # Lightning validates once more where a callback ends the run.
+        # Lightning validates once more if a callback ends the run.
         return trainer.should_stop or step == self.max_steps or (every is not None and step % every == 0)
 
     def stop_outside_steps(self, number: int, frame: FrameType | None) -> None:
-        """Take a signal before the first step, which ends the run, or after the last, which it waits for.
+        """Handle a signal before the first step, which ends the run, or after the last, when the run ends anyway.
 
         Lightning puts this handler, in place before it starts, back before it calls on_fit_end.
         """
@@ -179,23 +179,23 @@ class Checkpointing(pl.Callback):
         if self._asked == signal.SIGINT == number:
             self._at_once = True
             raise StoppedBySignal(number, self.saved_step)
-        first, self._asked = not self._asked, self._asked or number  # before it is told: the next may come at once
+        first, self._asked = not self._asked, self._asked or number  # before the report: the next may come at once
         if first and self._speaks and (self._alone or number == signal.SIGINT):
-            # not by print, whose buffer may be in use by what the signal has interrupted
-            with suppress(OSError):  # nobody reads it any more
+            # os.write, because the interrupted code may be using print's buffer
+            with suppress(OSError):  # stderr is closed
                 os.write(2, f"{self._what_follows(number)}\n".encode())
         if self._strategy is not None:
             self._strategy.ask_to_stop(self._asked)
 
     def _what_follows(self, number: int) -> str:
-        """Return what to say at once: a launcher of several ranks hears Ctrl-C itself, and has SIGTERMs of its own."""
+        """Return the line to print at once. A launcher of several ranks receives Ctrl-C itself and sends SIGTERMs."""
         if self._ended:
-            return f"{what_came(number)}: the last step is made and saved, and the run is about to end"
+            return f"{what_came(number)}: the last step is completed and saved, and the run is about to end"
         text = f"{what_came(number)}: stopping after this step, which is saved"
         if number != signal.SIGINT or not self._alone:
             return text
-        saved = "no step is saved yet" if self.saved_step is None else f"the last one saved is step {self.saved_step}"
-        return f"{text}; Ctrl-C again: end at once, with nothing more saved ({saved})"
+        saved = "no step is saved yet" if self.saved_step is None else f"the last saved step is {self.saved_step}"
+        return f"{text}; press Ctrl-C again to end at once without saving ({saved})"
 
     def _stop_if_asked(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         number = trainer.strategy.stop_signal

@@ -1,4 +1,4 @@
-"""Failures of writing or reading a checkpoint, reported alike by every rank."""
+"""Failures of writing or reading a checkpoint, raised identically on every rank."""
 
 import pickle
 import warnings
@@ -23,12 +23,12 @@ UNREADABLE = (
     DamagedError,
     pickle.UnpicklingError,
 )
-"""What comes of reading what is not as it was written, where nothing was there to verify it by."""
+"""Exceptions raised when reading damaged content that has no digest to verify it by."""
 
 
 @contextmanager
 def on_all_ranks(failed: str, *kinds: type[Exception], group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run a block without a collective; where it fails with one of `kinds` on one rank, raise StorageError on all.
+    """Run a block without collectives; if it fails with one of `kinds` on any rank, raise StorageError on all.
 
     Collective over `group`, None: the world.
     """
@@ -47,7 +47,7 @@ def on_all_ranks(failed: str, *kinds: type[Exception], group: dist.ProcessGroup 
 
 @contextmanager
 def torchs_failures(failed: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn what torch raises on every rank, where `kinds` are all its causes, into a StorageError."""
+    """Convert the exception that torch raises on every rank, if all its causes are of `kinds`, into a StorageError."""
     try:
         yield
     except CheckpointException as error:
@@ -61,7 +61,7 @@ def torchs_failures(failed: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def _of_ranks(failed: str, problems: Mapping[int, str]) -> str:
-    """Return one line: what failed, and why; which rank only where there are several."""
+    """Return one line with the failure and its reason; names the rank if there are several."""
     (rank, text), *others = problems.items()
     several = dist.is_initialized() and dist.get_world_size() > 1
     more = f", and {len(others)} other rank(s)" if others else ""
@@ -82,10 +82,7 @@ TORCHS_WARNINGS = ("torch.distributed is disabled", "Detected pickle protocol")
 
 @contextmanager
 def without_its_warnings() -> Iterator[None]:
-    """Keep what torch says of a checkpoint made or read by one process, on purpose, out of the user's terminal.
-
-    And what it says of a pickle that it then refuses.
-    """
+    """Suppress torch's warnings about checkpoints written or read by one process, and about rejected pickles."""
     with warnings.catch_warnings():
         for message in TORCHS_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
@@ -93,6 +90,6 @@ def without_its_warnings() -> Iterator[None]:
 
 
 def ignore_its_warnings() -> None:
-    """Do so for good: filters belong to the process, and a thread that put them back would take another's along."""
+    """Suppress them permanently: filters are per process, and restoring them from a thread would affect others."""
     for message in TORCHS_WARNINGS:
         warnings.filterwarnings("ignore", message=message)

@@ -1,4 +1,4 @@
-"""A run's whole state on disk: `checkpoints/step=N/`, there whole or not at all, and refused where a byte has changed.
+"""Checkpoint format: `checkpoints/step=N/`, complete or absent, and rejected if a byte has changed.
 
     manifest.json           version, step, run id, config hash, torch's version, every file's size and digest, its own;
                             seed, digest and values of the config that may not change on resume, and the head of the
@@ -6,20 +6,20 @@
     tensors/                `tensor_storage.py`: "model.<parameter>" in the recipe's master dtype, and
                             "optimizer.state.<parameter>.<moment>"; each rank wrote its shards, any layout reads them.
                             "algorithm.<state>.<parameter>": a training algorithm's, if it has state
-                            "callbacks.<path>.<parameter>": what a callback keeps for each parameter, averages say
+                            "callbacks.<path>.<parameter>": a callback's state per parameter, e.g. averages
     precision.safetensors   delayed scaling's state as "<layer>.scale", "<layer>.amax_history"; empty for other recipes
-    callbacks.pt            what callbacks keep beside that; torch reads it without running code
-    progress.json           what is not a tensor: counters, optimizer scalars, loss scale, the spike detector's state,
-                            the training algorithm's numbers, if it has any
+    callbacks.pt            remaining state of callbacks; torch reads it without running code
+    progress.json           everything except tensors: counters, optimizer scalars, loss scale, the spike detector's
+                            state, the training algorithm's numbers, if it has any
 
-Names carry no layout: they are the model's own parameter names. There is no data-loader or generator state, because
+Names are the model's parameter names, independent of the layout. There is no data-loader or generator state, because
 batch n and every random bit are functions of (config, seed, n). Nothing read here can run code. Version 2, of earlier
 releases, has no digests; `tensor_storage.py` checks it as far as possible. `verification.py` compares files with their
 digests. Imports no torch.
 
-A run id in summary.json and in each manifest says which run a checkpoint belongs to (`RunIdentity`). It names the run,
-not the config: two runs of one config may have other learning rates at the same step (another trainer.max_steps) or
-another machine's kernels. A folder that is moved or copied whole keeps its id.
+A run id in summary.json and in each manifest identifies the run of a checkpoint (`RunIdentity`). The config does not
+suffice: two runs of one config may have different learning rates at the same step (another trainer.max_steps) or ran on
+different kernels. A folder that is moved or copied as a whole keeps its id.
 """
 
 import re
@@ -43,26 +43,26 @@ from lightning_llm.tracking.chain import RECORDS, ChainHead
 
 VERSION = 3
 UNSEALED = 2
-"""The version without digests, which is still read."""
+"""Version without digests, which can still be read."""
 MANIFEST = "manifest.json"
 FROZEN_CONFIG = "frozen_config"
-"""The key of manifest.json with the values of the config that may not change on resume."""
+"""Key of manifest.json: the values of the config that may not change on resume."""
 TENSORS = "tensors"
 PRECISION = "precision.safetensors"
 PROGRESS = "progress.json"
 STEP_FOLDER = re.compile(r"step=(0|[1-9][0-9]*)")
 ASIDE = ("superseded", "damaged")
-"""Folders beside the checkpoints. The first holds what a run that went on from an earlier step will make anew, until
-it has saved; the second what was found damaged, which nobody but the user removes."""
+"""Folders next to the checkpoints. The first has checkpoints that a run resumed from an earlier step will write again,
+until its first save. The second has damaged ones, which only the user removes."""
 SHOWN_DIGITS = 8
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with one file of a checkpoint: `what` is the rest of a sentence.
+    """A problem of one file of a checkpoint; `what` completes the sentence "FILE ...".
 
-    `foreign`: nothing, but the checkpoint is another run's; `outdated`: nothing, but the run leaves samples out that it
-    was trained on.
+    `foreign`: the file is intact, but the checkpoint is from another run. `outdated`: it is intact, but was trained on
+    samples that the run now skips.
     """
 
     folder: Path
@@ -76,7 +76,7 @@ class Damage:
 
 
 class DamagedError(Exception):
-    """A folder holds no checkpoint that can be loaded."""
+    """A folder contains no checkpoint that can be loaded."""
 
     def __init__(self, *damage: Damage):
         super().__init__("; ".join(map(str, damage)))
@@ -85,11 +85,11 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest and progress are whole, and whose other files have their sizes.
+    """A checkpoint with verified manifest and progress, and other files of the right sizes.
 
-    `run_id` is of the run that saved it, None where an earlier release did; `written_in` the `checkpoints` folder then.
-    `frozen_config`: the values of the config that may not change on resume, by dotted key; `records`: the head of the
-    hash chain over the run's records up to `step`. Both are None where an earlier release saved it.
+    `run_id`: of the run that saved it. `written_in`: the `checkpoints` folder at that time. `frozen_config`: values of
+    the config that may not change on resume, by dotted key. `records`: head of the hash chain over the run's records up
+    to `step`. `run_id`, `frozen_config` and `records` are None if an earlier release saved it.
     """
 
     folder: Path
@@ -105,13 +105,13 @@ class Checkpoint:
 
     @property
     def run_folder(self) -> Path:
-        """The folder of the run that it lies in."""
+        """Folder of the run that contains the checkpoint."""
         above = self.folder.parent
         return above.parent.parent if above.name in ASIDE else above.parent
 
     @property
     def digest(self) -> str:
-        """32 hex digits over the whole state: its manifest's, which has every file's; of older ones, over the files."""
+        """32 hex digits over the whole state: of the manifest, which has all digests; for version 2, of all files."""
         manifest = digest_of_file(self.folder / MANIFEST)
         if self.version != UNSEALED:
             return manifest
@@ -120,22 +120,23 @@ class Checkpoint:
 
     @property
     def events(self) -> int:
-        """How many steps up to here were out of the ordinary, and so were treated by spikes.policy."""
+        """Number of anomalous steps so far, on which spikes.policy acted."""
         return int(self.progress.get("spikes", {}).get("events", 0))
 
 
 def sealed_manifest(step: int, origin: Mapping[str, Any], files: Mapping[str, FileContent]) -> bytes:
-    """Return the content of manifest.json. `origin`: run_id, written_in, config_hash, torch (its version), and more."""
+    """Return the content of manifest.json. `origin`: run_id, written_in, config_hash, torch version and other
+    entries."""
     about = {name: {"bytes": each.size_bytes, "digest": each.digest} for name, each in sorted(files.items())}
     return seal({"version": VERSION, "step": step, **origin, "files": about})
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Return the checkpoint in `folder`; reads its manifest and progress, and nothing of the rest but the sizes.
+    """Return the checkpoint in `folder`; reads its manifest and progress, and only sizes of other files.
 
     Raises:
-        DamagedError: a file is missing, short or not what was written, or folder, manifest and progress disagree.
-        ConfigError: it is of another version.
+        DamagedError: a file is missing, truncated or changed, or folder, manifest and progress contradict each other.
+        ConfigError: it has another version.
     """
     version, values = _read_manifest(folder)
     try:
@@ -144,9 +145,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         frozen = None if values.get(FROZEN_CONFIG) is None else dict(values[FROZEN_CONFIG])
         records = None if values.get(RECORDS) is None else ChainHead.from_data(values[RECORDS])
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise DamagedError(Damage(folder, MANIFEST, f"is no manifest ({type(error).__name__}: {error})")) from error
+        raise DamagedError(Damage(folder, MANIFEST, f"is not a manifest ({type(error).__name__}: {error})")) from error
     if folder.name != f"step={step}":
-        raise DamagedError(Damage(folder, MANIFEST, f"is of step {step}: the folder's name is another"))
+        raise DamagedError(Damage(folder, MANIFEST, f"is of step {step}, which contradicts the folder's name"))
     damage = [Damage(folder, name, what) for name, each in files.items() if (what := size_problem(folder / name, each))]
     if damage:
         raise DamagedError(*damage)
@@ -159,7 +160,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Return what is named step=N in `folder`, the highest N first."""
+    """Return the folders step=N in `folder`, highest N first."""
     found = [path for path in folder.glob("step=*") if STEP_FOLDER.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -205,7 +206,7 @@ def _check_progress(progress: Mapping[str, Any], step: int) -> None:
     defaults: dict[str, Any] = {"spikes": {}, "loss_scale": None, "skipped_in_a_row": 0}
     for key, kind in kinds.items():
         if not isinstance(progress.get(key, defaults.get(key, "")), kind):
-            raise ValueError(f"lacks {key}, or holds something else there")
+            raise ValueError(f"has no valid {key}")
     if progress["step"] != step:
         raise ValueError(f"is of step {progress['step']}, the manifest of step {step}")
 
@@ -224,7 +225,7 @@ def _files(listed: Mapping[str, Any], version: int) -> Iterator[tuple[str, FileC
         raise ValueError(f"it lists no {', '.join(sorted(missing))}")
     for name, about in listed.items():
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
-            raise ValueError(f"{name!r} leads out of the folder")
+            raise ValueError(f"{name!r} is outside of the folder")
         if version == UNSEALED:
             yield name, FileContent(int(about), None)
         else:
@@ -233,10 +234,10 @@ def _files(listed: Mapping[str, Any], version: int) -> Iterator[tuple[str, FileC
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """`id`: 32 hex digits. `begun_at_step`: the folder's own records follow this step.
+    """Identity of a run. `id`: 32 hex digits. `begun_at_step`: the folder's own records start after this step.
 
-    It is 0 unless the folder was begun from another run's checkpoint, and None where an earlier release began the
-    folder, whose checkpoints carry no id.
+    It is 0 unless the run started from another run's checkpoint, and None if an earlier release created the folder,
+    where checkpoints have no id.
     """
 
     id: str
@@ -244,22 +245,22 @@ class RunIdentity:
 
     @classmethod
     def new(cls, begun_at_step: int | None = 0) -> "RunIdentity":
-        """Return the identity of a run that begins now."""
+        """Return the identity of a new run."""
         return cls(uuid4().hex, begun_at_step)
 
     @classmethod
     def of_summary(cls, summary: Mapping[str, Any]) -> "RunIdentity | None":
-        """Return what `summary.json` says, None where it says nothing."""
+        """Return the identity in `summary.json`, None if it has none."""
         run_id, begun = summary.get("run_id"), summary.get("begun_at_step")
         return cls(run_id, begun if isinstance(begun, int) else None) if isinstance(run_id, str) else None
 
     def facts(self) -> dict[str, Any]:
-        """Return what `summary.json` is to say."""
+        """Return the entries for `summary.json`."""
         begun = {} if self.begun_at_step is None else {"begun_at_step": self.begun_at_step}
         return {"run_id": self.id, **begun}
 
     def foreign(self, checkpoint: Checkpoint) -> Damage | None:
-        """Return that `checkpoint` is another run's, None if it is this one's."""
+        """Return a `Damage` if `checkpoint` is from another run, else None."""
         if checkpoint.run_id == self.id or (checkpoint.run_id is None and self.begun_at_step is None):
             return None
         here = f"here it is {self.id[:SHOWN_DIGITS]}"

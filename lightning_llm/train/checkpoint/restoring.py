@@ -32,24 +32,24 @@ from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.spikes.detector import SpikeState
 
 OPTIONS = "param_groups."
-"""Before the names of an optimizer's options in its flat state: one for each parameter and option."""
+"""Prefix of an optimizer's options in its flat state, one entry per parameter and option."""
 
 
 def restore(
     checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.optim.Optimizer, own_options: bool = False
 ) -> None:
-    """Load the checkpoint into all that trains, in place. Collective.
+    """Load the checkpoint into the model, the optimizer and all other state, in place. Collective.
 
-    `own_options`: the optimizer's parameter groups keep their options (weight decay, betas, ...), as they were made.
+    `own_options`: the optimizer's parameter groups keep their current options (weight decay, betas, ...).
 
     Raises:
-        ConfigError: on every rank, where it could not be loaded on one; or a parameter is missing, unknown or of
-            another shape.
+        ConfigError: on every rank, if it could not be loaded on one, or a parameter is missing, unknown or has another
+            shape.
     """
     try:
         _restore(checkpoint, module, optimizer, own_options)
     except StorageError as error:
-        text = f"{error}. Nothing was changed: resume from another of the run's checkpoints by its path."
+        text = f"{error}. Nothing was changed. Resume from another checkpoint of the run by its path."
         raise AgreedError(Problem("resume", text)) from error
 
 
@@ -68,11 +68,11 @@ def _restore(
     problems = _differences(stored, whole, checkpoint.folder)
     if problems:
         raise AgreedError(problems)
-    # An optimizer that has made no step has no moments yet; this makes them, without a step.
+    # An optimizer without a step has no moments yet; this creates them without a step.
     state = optimizer_state(model, optimizer)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     kept = [name.removeprefix("callbacks.") for name in stored if name.startswith("callbacks.")]
-    callbacks = collect(module.trainer) if kept else CallbackState({}, {})  # whose tensors are those to load into
+    callbacks = collect(module.trainer) if kept else CallbackState({}, {})  # its tensors are loaded into
     averages = {name: tensor for name, tensor in callbacks.tensors.items() if name in kept}
     with torch.no_grad(), torchs_failures(failed, Exception), without_its_warnings():
         dcp.load(
@@ -90,7 +90,7 @@ def _restore(
         device = str(module.trainer.strategy.root_device)
         module.quantisation.load_state(model, load_file(checkpoint.folder / PRECISION, device=device))
         module.state.completed_steps, module.state.skipped_steps = step, progress["skipped_steps"]
-        module.state.skipped_in_a_row = progress.get("skipped_in_a_row", 0)  # earlier releases do not have it
+        module.state.skipped_in_a_row = progress.get("skipped_in_a_row", 0)  # absent in earlier releases
         module.train_step.algorithm.load_numbers(progress.get("algorithm", {}))
         module.spikes.state = SpikeState.from_json(progress.get("spikes", {}))
         if module.scaler.state is not None and progress.get("loss_scale") is not None:

@@ -1,6 +1,6 @@
-"""Retention of checkpoints. Whatever goes is first moved to a name that nothing takes for a checkpoint.
+"""Retention of checkpoints. A checkpoint is renamed before it is deleted, so that no half-deleted one is read.
 
-A checkpoint of another run is never removed, nor what lies behind a symbolic link: the link alone goes.
+Checkpoints of other runs are never removed. Of a symbolic link, only the link is removed, not its target.
 """
 
 import os
@@ -26,10 +26,10 @@ NONE: Mapping[int, float] = MappingProxyType({})
 
 
 def supersede(folder: Path, step: int, damaged: Collection[Path] = ()) -> None:
-    """Move every checkpoint above `step` aside: a run that goes on from there makes its own.
+    """Move every checkpoint above `step` aside, because a run resumed from there writes its own.
 
-    `damaged`: those that were found so, or another run's. They stay until the user removes them; the others until the
-    next good save.
+    `damaged`: checkpoints that are damaged or from another run. They stay until the user removes them; the others are
+    removed after the next successful save.
     """
     for path in step_folders(folder):
         if step_of(path) > step:
@@ -37,17 +37,16 @@ def supersede(folder: Path, step: int, damaged: Collection[Path] = ()) -> None:
 
 
 def put_in_place(final: Path, partial: Path, run: RunIdentity) -> None:
-    """Give a whole new checkpoint of `run` its name; what has it is moved aside first."""
+    """Give a complete new checkpoint of `run` its final name; an existing one is moved aside first."""
     if os.path.lexists(final):
         _move_aside(final, SUPERSEDED if _is_whole(final, run) else DAMAGED)
     partial.rename(final)
 
 
 def prune(folder: Path, keep: CheckpointConfig, run: RunIdentity, val_losses: Mapping[int, float] = NONE) -> None:
-    """Delete the whole checkpoints of `run` that `kept_steps` leaves out, what was superseded, and what broken-off
-    saves left.
+    """Delete superseded checkpoints, remains of interrupted saves, and complete checkpoints of `run` not to keep.
 
-    To be called after a save: the newest is good. Damaged ones and those of other runs do not count, and stay.
+    Call it after a successful save. Damaged checkpoints and those of other runs do not count, and are kept.
     """
     whole = {step_of(path): path for path in step_folders(folder) if _is_whole(path, run)}
     kept = kept_steps(whole, keep, val_losses)
@@ -61,10 +60,10 @@ def prune(folder: Path, keep: CheckpointConfig, run: RunIdentity, val_losses: Ma
 
 
 def kept_steps(steps: Iterable[int], keep: CheckpointConfig, val_losses: Mapping[int, float]) -> set[int]:
-    """Return which of `steps` stay: the newest `keep_last`, multiples of `keep_every`, the best `keep_best`.
+    """Return the `steps` to keep: the newest `keep_last`, multiples of `keep_every`, the best `keep_best`.
 
-    The best by `val_losses`, by step: of equal ones the earlier. A step that was not validated, or to a loss that is
-    not finite, is none of them. The newest, which resume=auto goes on from, always stays.
+    The best by `val_losses` (by step), the earlier one on ties. Steps without a finite validation loss are not among
+    the best. The newest step, from which resume=auto resumes, is always kept.
     """
     steps = sorted(steps, reverse=True)
     every = [step for step in steps if keep.keep_every is not None and step % keep.keep_every == 0]
@@ -75,7 +74,7 @@ def kept_steps(steps: Iterable[int], keep: CheckpointConfig, val_losses: Mapping
 def _is_whole(path: Path, run: RunIdentity) -> bool:
     try:
         return run.foreign(open_checkpoint(path)) is None
-    except (DamagedError, ConfigError):  # damaged, or another version's: not ours to count or delete
+    except (DamagedError, ConfigError):  # damaged or of another version: not counted and not deleted
         return False
 
 
@@ -86,7 +85,7 @@ def _move_aside(path: Path, name: str) -> None:
     while os.path.lexists(target):
         number += 1
         target = aside / f"{path.name}.{number}"
-    if path.is_symlink():  # a relative one would point elsewhere from there
+    if path.is_symlink():  # moving a relative link would change its target
         target.symlink_to(path.resolve())
         path.unlink()
     else:
@@ -95,9 +94,9 @@ def _move_aside(path: Path, name: str) -> None:
 
 def _delete(path: Path) -> None:
     doomed = path.with_name(f".{path.name}.deleted")
-    if os.path.lexists(doomed):  # of a process that was killed while it deleted
+    if os.path.lexists(doomed):  # left by a process that was killed while it deleted
         _remove(doomed)
-    path.rename(doomed)  # from here on nothing takes it for a checkpoint
+    path.rename(doomed)  # no longer recognized as a checkpoint
     _remove(doomed)
 
 

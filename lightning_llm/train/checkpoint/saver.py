@@ -1,4 +1,4 @@
-"""Saves of one run, one after another, in step with training or by a thread beside it; each is whole or not there."""
+"""Saves of one run, one at a time, synchronous or in a background thread; a checkpoint is complete or absent."""
 
 import shutil
 import sys
@@ -31,15 +31,15 @@ from lightning_llm.train.checkpoint.tensor_storage import TensorWriter
 from lightning_llm.train.module import LanguageModule
 
 ABANDONED_SECONDS = 10.0
-"""How long is waited for a thread whose write was abandoned to come to the next block of its file."""
+"""Timeout in seconds for a thread with an abandoned write to notice it at the next block of its file."""
 
 
 class Saver:
-    """Writes checkpoints of `run` to `folder` and keeps those that `config` says.
+    """Writes checkpoints of `run` to `folder` and applies the retention rules of `config`.
 
-    `saved_step`: of the newest checkpoint that is whole. `taken_step`: of the newest state that was taken to be saved,
-    which may still be written. `about(step)`: what the first rank's manifest says of the run beside its identity.
-    `check_folder`: called before each write, on the first rank; raises an OSError where the run's folder is gone.
+    `saved_step`: step of the newest complete checkpoint. `taken_step`: step of the newest snapshot, which may still be
+    being written. `about(step)`: further entries of the manifest, on the first rank. `check_folder`: called on the
+    first rank before each write; raises an OSError if the run's folder is gone.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Saver:
         self._told_of_waiting = False
 
     def start(self, module: LanguageModule, saved_step: int | None) -> None:
-        """Go on from `saved_step`, None where the folder has no checkpoint. Collective: the thread's own group."""
+        """Start after `saved_step`, None if the folder has no checkpoint. Collective: creates the thread's group."""
         strategy = module.trainer.strategy
         self.saved_step = self.taken_step = saved_step
         self._device = strategy.root_device
@@ -86,14 +86,14 @@ class Saver:
         *,
         awaited: bool = False,
     ) -> None:
-        """Save the state that training stands in, after what is still being written. Collective.
+        """Save the current state of training, after the save in progress. Collective.
 
-        `awaited`: return when it is on the disk, also where saves are asynchronous. `val_losses`: by step, of those
-        that were validated.
+        `awaited`: return only when it is on disk, even if saves are asynchronous. `val_losses`: by step, of validated
+        steps.
 
         Raises:
-            StorageError: on every rank; this save failed, or the one before.
-            ConfigError: a callback's state is of a kind that no checkpoint holds.
+            StorageError: on every rank; this save or the previous one failed.
+            ConfigError: a callback's state has a type that checkpoints cannot store.
         """
         step, late = module.completed_steps, self._writing
         began, under_way = time.monotonic(), late is not None and late.is_alive()
@@ -113,14 +113,14 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a write beside training has failed on this rank, and nobody was told."""
+        """Whether an asynchronous write has failed on this rank and was not reported yet."""
         return self._writing is not None and self._writing.failure is not None
 
     def wait(self) -> None:
-        """Return when nothing is being written.
+        """Wait for the save in progress.
 
         Raises:
-            StorageError: what was written failed, on every rank; raised once.
+            StorageError: on every rank, if it failed; raised once.
         """
         if self._writing is None:
             return
@@ -130,9 +130,9 @@ class Saver:
             raise failure
 
     def close(self, at_once: bool) -> None:
-        """Return when nothing is being written, whatever has ended training; `at_once`: leave it broken off.
+        """Wait for the save in progress when training has ended for any reason; `at_once`: abandon it instead.
 
-        A failure that nobody was told of goes to stderr, since something else is what ended the run.
+        An unreported failure is printed to stderr, because something else ended the run.
         """
         if self._writing is None:
             return
@@ -148,7 +148,7 @@ class Saver:
         if self._device.type != "cuda":
             self._finish(snapshot, val_losses, self._group)
             return
-        torch.cuda.set_device(self._device)  # a thread begins with the first
+        torch.cuda.set_device(self._device)  # a new thread starts with device 0
         # torch's writer waits for the current stream, which training would keep busy.
         with torch.cuda.stream(torch.cuda.Stream()):
             self._finish(snapshot, val_losses, self._group)
@@ -163,20 +163,20 @@ class Saver:
         if is_first_rank():
             try:
                 prune(self.folder, self.config, self.run, val_losses)
-            except OSError as error:  # what is kept too long costs space, and no state
+            except OSError as error:  # a checkpoint that is not removed costs only disk space
                 print(f"note   an old checkpoint could not be removed: {error}", file=sys.stderr, flush=True)
 
     def _tell_of_waiting(self, earlier: int, step: int, seconds: float) -> None:
         if is_first_rank() and not self._told_of_waiting:
             text = f"step={earlier} was still being written when step={step} was due: training waited {seconds:.1f} s"
-            print(f"note   {text}; a larger checkpoint.every_steps leaves it time. Said once", flush=True)
+            print(f"note   {text}. Increase checkpoint.every_steps to avoid this. Reported once", flush=True)
         self._told_of_waiting = True
 
 
 class _Write(threading.Thread):
-    """The write of `step` beside training; `failure` is what ended it, None while it goes on and where it is good.
+    """Background write of `step`; `failure`: the exception that ended it, None while it runs or if it succeeded.
 
-    A daemon: who does not wait for it is ended at once, and leaves what no one takes for a checkpoint.
+    A daemon thread: the process can exit without waiting for it. The incomplete folder is not read as a checkpoint.
     """
 
     def __init__(self, step: int, work: Callable[[], None]):
@@ -188,10 +188,10 @@ class _Write(threading.Thread):
     def run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # raised by whoever waits
+        except BaseException as error:  # raised again by `wait`
             self.failure = error
         finally:
-            del self._work  # and with it references to the state
+            del self._work  # drops references to the state
 
 
 def write(
@@ -207,25 +207,25 @@ def write(
 
     Args:
         folder: the `checkpoints` folder of `run`, seen by all ranks.
-        group: all ranks, on the CPU; None: the world's own. A thread beside training needs one to itself.
-        check_folder: raises OSError, on the first rank, where the folder of the run is not at its path any more.
-        abandoned: set by whoever does not wait for the end any more: the checkpoint then fails.
+        group: all ranks, on the CPU; None: the world's. A background thread needs its own group.
+        check_folder: raises OSError, on the first rank, if the run's folder is no longer at its path.
+        abandoned: set this event to make the write fail.
 
     Raises:
-        StorageError: on every rank, where one could not write; nothing of the checkpoint is left.
+        StorageError: on every rank, if one could not write; nothing of the checkpoint remains.
     """
     step = snapshot.step
     partial = folder / f".step={step}.partial"
     first = is_first_rank()
     failed = f"the state of step {step} was not saved"
-    # A thread must not swap the warnings' filters, which are the whole process's.
+    # A thread must not restore warning filters, because they belong to the whole process.
     in_main_thread = threading.current_thread() is threading.main_thread()
     try:
         with on_all_ranks(failed, OSError, group=group):
             if first:
                 check_folder()
                 shutil.rmtree(partial, ignore_errors=True)
-                folder.mkdir(exist_ok=True)  # not its parents: a run's folder that is gone is not made again
+                folder.mkdir(exist_ok=True)  # without parents, so that a deleted run folder is not created again
                 partial.mkdir()
         writer = TensorWriter(partial / TENSORS, abandoned)
         with torchs_failures(failed, OSError), without_its_warnings() if in_main_thread else nullcontext():
@@ -243,12 +243,12 @@ def write(
                 sync_to_disk(folder)
     except StorageError:
         if first:
-            shutil.rmtree(partial, ignore_errors=True)  # what it took of a full disk is given back
+            shutil.rmtree(partial, ignore_errors=True)  # frees space on a full disk
         raise
 
 
 def is_first_rank() -> bool:
-    """Return whether this rank writes and tells what one does for all."""
+    """Return whether this rank writes files and messages for all ranks."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -259,7 +259,7 @@ def _write_rest(
     run: RunIdentity,
     config_hash: str,
 ) -> None:
-    """Write the files that one rank writes for all, the manifest last; what is in `partial` is on the disk then."""
+    """Write the files of the first rank, the manifest last, and sync `partial` to disk."""
     if missing := sorted(name for name in tensors if not (partial / TENSORS / name).is_file()):
         raise OSError(_not_shared(partial, missing))
     files = {f"{TENSORS}/{name}": each for name, each in tensors.items()}
@@ -274,5 +274,5 @@ def _write_rest(
 
 
 def _not_shared(partial: Path, missing: list[str]) -> str:
-    text = f"{partial.parent} is not one folder for all ranks ({', '.join(missing)} of others are not seen here)"
-    return f"the checkpoint is not whole: {text}. Set run.root to storage that all nodes share."
+    text = f"{partial.parent} is not shared by all ranks ({', '.join(missing)} of other ranks are missing here)"
+    return f"the checkpoint is incomplete: {text}. Set run.root to storage that all nodes share."

@@ -1,9 +1,9 @@
-"""A run's state, taken between two steps, and copies of it that training cannot change.
+"""Snapshots of a run's state between two steps, and copies of them that training does not modify.
 
-State of callbacks is their `state_dict`, and what `on_save_checkpoint` adds to Lightning's dictionary. A tensor that
-stands there under a parameter's name and has its shape (the averaged weights of WeightAveraging) is stored as
-parameters are, sharded, so that any layout reads it. Everything else is rank 0's and goes into one file, which torch
-reads back without running code (`weights_only`): numbers, strings, tensors, lists and dictionaries of them.
+The state of callbacks is their `state_dict` and the entries that `on_save_checkpoint` adds to Lightning's dictionary. A
+tensor there with a parameter's name and shape (e.g. averaged weights of WeightAveraging) is stored like parameters,
+sharded, so that any layout can read it. Everything else is taken from rank 0 and stored in one file that torch reads
+without running code (`weights_only`): numbers, strings, tensors, and lists and dictionaries of them.
 """
 
 import io
@@ -34,15 +34,15 @@ from lightning_llm.train.module import LanguageModule
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 CALLBACKS_FILE = "callbacks.pt"
 MODEL_KEYS = "model_state_keys"
-"""Keys of the dictionary that hold the model's own state, which is stored but once."""
+"""Keys of the dictionary with the model's own state, which is stored only once."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """The state after `step`: `tensors` of this rank by kind and name, and `content`, the first rank's other files.
 
-    `copies`: this rank's part of each tensor on the CPU, by "<kind>.<name>"; None: what is written are the tensors
-    themselves, so nothing may change them before they are. `about`: further entries of the manifest.
+    `copies`: this rank's part of each tensor on the CPU, by "<kind>.<name>"; None: the tensors themselves are written,
+    and must not change until then. `about`: further entries of the manifest.
     """
 
     step: int
@@ -53,15 +53,15 @@ class Snapshot:
 
     @property
     def planner(self) -> DefaultSavePlanner:
-        """What tells torch which tensors there are, and what they hold."""
+        """Save planner that lists the tensors for torch and provides their content."""
         return DefaultSavePlanner() if self.copies is None else _CopiesPlanner(self.copies)
 
 
 def take(module: LanguageModule, optimizer: torch.optim.Optimizer) -> Snapshot:
-    """Return the state that training stands in. Collective over the stages of a pipeline.
+    """Return a snapshot of the current state. Collective over the stages of a pipeline.
 
     Raises:
-        ConfigError: a callback's state is of a kind that no checkpoint holds.
+        ConfigError: a callback's state has a type that checkpoints cannot store.
     """
     model, layout = module.model, module.trainer.strategy.layout
     state = optimizer_state(model, optimizer)
@@ -86,7 +86,7 @@ def take(module: LanguageModule, optimizer: torch.optim.Optimizer) -> Snapshot:
 
 
 class CpuCopies:
-    """Copies of a rank's tensors in memory of the CPU that is kept from one save to the next, pinned for a GPU."""
+    """CPU buffers for copies of a rank's tensors, reused from save to save; pinned memory for a GPU."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -94,9 +94,9 @@ class CpuCopies:
 
     @torch.no_grad()
     def of(self, snapshot: Snapshot) -> Snapshot:
-        """Return `snapshot` with its tensors copied here; what was copied before is written over.
+        """Return `snapshot` with its tensors copied here, overwriting earlier copies.
 
-        On a GPU the copies are but enqueued, on the stream of the steps: later steps change the tensors after that.
+        On a GPU the copies are only enqueued, on the stream of the steps, before later steps change the tensors.
         """
         named = {f"{kind}.{name}": each for kind, part in snapshot.tensors.items() for name, each in part.items()}
         own = {name: local(each).detach() for name, each in named.items()}
@@ -109,7 +109,7 @@ class CpuCopies:
         return replace(snapshot, copies=self)
 
     def wait(self) -> None:
-        """Return when the copies are whole."""
+        """Wait until the copies are complete."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -120,12 +120,12 @@ class CpuCopies:
         kept = self._buffers.get(name)
         if kept is not None and (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype):
             return kept
-        # In the strides that torch would write of the tensor itself.
+        # With the strides that torch would write for the tensor itself.
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 class _CopiesPlanner(DefaultSavePlanner):
-    """Plans by the tensors of training, of which it looks at the shapes alone, and reads their copies."""
+    """Plans with the shapes of the training tensors, and reads the content from their copies."""
 
     def __init__(self, copies: CpuCopies):
         super().__init__()
@@ -146,18 +146,18 @@ def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def algorithm_state(module: LanguageModule) -> dict[str, dict[str, Tensor]]:
-    """Return the training algorithm's tensors, for an algorithm that has any."""
+    """Return the training algorithm's tensors, empty if it has none."""
     tensors = module.train_step.algorithm.tensors()
     return {"algorithm": tensors} if tensors else {}
 
 
 def union(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what all pipeline stages have by name; a tied embedding's entries, which two have, are equal."""
+    """Merge the entries of all pipeline stages by name; the two copies of a tied embedding's entries are equal."""
     return {name: value for part in parts for name, value in part.items()}
 
 
 def _progress(module: LanguageModule, optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Return what `PROGRESS` says; `optimizer` holds its state's numbers, by name."""
+    """Return the content of `PROGRESS`; `optimizer`: the numbers of its state, by name."""
     loss_scale = module.scaler.state
     algorithm = module.train_step.algorithm.numbers()
     skipped = module.trainer.datamodule.corpus.skipped
@@ -175,27 +175,27 @@ def _progress(module: LanguageModule, optimizer: dict[str, Any]) -> dict[str, An
 
 @dataclass(frozen=True)
 class CallbackState:
-    """`sharded`: tensors like parameters, by their path in Lightning's dictionary; `rest`: that dictionary's others."""
+    """State of callbacks. `sharded`: tensors like parameters, by path in Lightning's dictionary; `rest`: the others."""
 
     sharded: dict[tuple[str, ...], Tensor]
     rest: dict[str, Any]
 
     @classmethod
     def of_dicts(cls, trainer: pl.Trainer) -> "CallbackState":
-        """Return what the callbacks' `state_dict` say now, by their keys."""
+        """Return the current `state_dict` of the callbacks, by their keys."""
         states = {each.state_key: each.state_dict() for each in trainer.callbacks}
         return cls({}, {"callbacks": {key: state for key, state in states.items() if state}})
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """`sharded` by dotted names, as in the checkpoint below "callbacks."."""
+        """`sharded` by dotted names, as in the checkpoint after "callbacks."."""
         return {".".join(path): tensor for path, tensor in self.sharded.items()}
 
     def encode(self) -> bytes:
         """Return the bytes of `CALLBACKS_FILE`.
 
         Raises:
-            ConfigError: naming the callback whose state could not be read back.
+            ConfigError: a callback's state could not be read back; names the callback.
         """
         for name, state in self.rest["callbacks"].items():
             _encoded(state, f"the state of {name}")
@@ -203,7 +203,7 @@ class CallbackState:
 
 
 def collect(trainer: pl.Trainer) -> CallbackState:
-    """Return what the callbacks would have saved now. Tensors are theirs, not copies."""
+    """Return the current state of the callbacks. Tensors are not copied."""
     module = trainer.lightning_module
     model = module.state_dict()
     checkpoint: dict[str, Any] = {"state_dict": model, "global_step": trainer.global_step}
@@ -221,15 +221,15 @@ def collect(trainer: pl.Trainer) -> CallbackState:
 
 
 def read_callbacks(file: Path) -> dict[str, Any]:
-    """Return what `CallbackState.encode` wrote to `file`; what says that there is nothing, where an older run has none.
+    """Return the data that `CallbackState.encode` wrote to `file`, empty if an older run has no such file.
 
-    Raises whatever torch does of a file that is not as it was written, and DamagedError of one that holds no mere data.
+    Raises torch's exceptions for a damaged file, and DamagedError for one with more than plain data.
     """
     if not file.exists():
         return {MODEL_KEYS: ["state_dict"], "callbacks": {}}
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # and then it is read, or refused
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # it is then read or rejected
             saved: Any = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise DamagedError(Damage(file.parent, CALLBACKS_FILE, unpickling_problem(error))) from error
@@ -241,9 +241,9 @@ def read_callbacks(file: Path) -> dict[str, Any]:
 def restore_callbacks(
     trainer: pl.Trainer, saved: Mapping[str, Any], fresh: CallbackState, loaded: Collection[str]
 ) -> None:
-    """Hand each callback what it `saved`; `fresh` is `collect` from before, and of its tensors `loaded` are so.
+    """Restore the `saved` state of each callback; `fresh`: result of `collect` from before, with `loaded` tensors.
 
-    A callback that the checkpoint knows nothing of begins here, with the model as it is.
+    A callback that is not in the checkpoint starts with the model as it is.
     """
     module, checkpoint = trainer.lightning_module, dict(saved)
     for key in checkpoint.pop(MODEL_KEYS):
@@ -262,7 +262,7 @@ def restore_callbacks(
             patience = callback.patience if isinstance(callback, EarlyStopping) else None
             callback.load_state_dict(state)
             if patience is not None:
-                callback.patience = patience  # its state holds this argument, and the config's is newer
+                callback.patience = patience  # its state contains this argument, but the config's value is newer
 
 
 def _parameter_like(value: Any, model: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[Any, Tensor]]:

@@ -1,13 +1,13 @@
 """Tensor storage through torch.distributed.checkpoint: files are hashed as they are written, and described in JSON.
 
-Each rank writes one `__<rank>_0.distcp` of torch.save's records, one per shard, which `torch.load(weights_only=True)`
-reads; `metadata.json` says where each shard lies in which tensor. torch's own `.metadata` is a pickle, which runs what
-it is told to when it is opened, so we neither write it nor (but for version 2) read it:
+Each rank writes one `__<rank>_0.distcp` with one torch.save record per shard, readable by
+`torch.load(weights_only=True)`. `metadata.json` gives the place of each shard in its tensor. torch's own `.metadata` is
+a pickle, which can run code when opened, so it is not written, and read only for version 2, restricted:
 
     {"format": 1, "tensors": {name: {"dtype", "shape", "shards": [[offsets, sizes, file, first byte, bytes], ...]}}}
 
-Checkpoints of version 2, from before there were digests, are opened without running what they contain. torch.save puts
-a CRC-32 beside each record, which verifies their tensors; the rest is checked by its structure alone.
+Checkpoints of version 2 have no digests. They are opened without running code. The CRC-32 that torch.save adds to each
+record verifies their tensors; only the structure of the rest is checked.
 """
 
 import json
@@ -52,23 +52,23 @@ SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 @dataclass(frozen=True)
 class _Written:
-    """A file that a rank wrote. Travels to the first rank among torch's own results of writing."""
+    """A file written by a rank. Sent to the first rank with torch's results of writing."""
 
     name: str
     content: FileContent
 
 
 class TensorWriter(dcp.FileSystemWriter):
-    """Writes tensors into `folder`. After `finish`, on the first rank, `files` says what every rank wrote, by name."""
+    """Writes tensors into `folder`. After `finish`, on the first rank, `files` has the files of all ranks by name."""
 
     def __init__(self, folder: Path, abandoned: Event | None = None):
-        """`abandoned`: once it is set, writing fails."""
+        """`abandoned`: writing fails once it is set."""
         super().__init__(folder, sync_files=True)
         self.fs = self._hashing = _HashingFileSystem(abandoned or Event())
         self.files: dict[str, FileContent] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's shards; the result carries their files' digests, whichever thread or process waits."""
+        """Write this rank's shards; the result includes the digests of the files."""
         results: list[Any] = list(super().write_data(plan, planner).wait())
         results += [_Written(name, content) for name, content in self._hashing.written.items()]
         future: Future[list[WriteResult]] = Future()
@@ -89,20 +89,20 @@ class TensorWriter(dcp.FileSystemWriter):
 
 
 class TensorReader(dcp.FileSystemReader):
-    """Reads tensors of `folder`, which `metadata` describes."""
+    """Reads the tensors of `folder` as described by `metadata`."""
 
     def __init__(self, folder: Path, metadata: Metadata):
         super().__init__(folder)
         self.metadata = metadata
 
-    def read_metadata(self) -> Metadata:  # torch asks for a rank's own where it sees **kwargs
+    def read_metadata(self) -> Metadata:  # with **kwargs, torch would request per-rank metadata
         return self.metadata
 
 
 class _HashedFile(IOBase):
-    """A file that is written from its beginning to its end, and hashed on the way.
+    """A file that is written sequentially and hashed at the same time.
 
-    What fails (a full disk) is kept until `flush`: torch's writer must not see an exception between two records.
+    An error (a full disk) is kept until `flush`, because torch's writer cannot handle one between two records.
     """
 
     def __init__(self, file: IO[bytes], abandoned: Event):
@@ -114,7 +114,7 @@ class _HashedFile(IOBase):
 
     @property
     def content(self) -> FileContent:
-        """What was written so far."""
+        """Size and digest of the data written so far."""
         return FileContent(self._bytes, self._digest.hexdigest())
 
     def write(self, content: Any) -> int:
@@ -144,7 +144,7 @@ class _HashedFile(IOBase):
 
 
 class _HashingFileSystem(FileSystem):
-    """The file system, which notes what files were written with."""
+    """The file system, which also records the digests of written files."""
 
     def __init__(self, abandoned: Event) -> None:
         self.abandoned = abandoned
@@ -165,7 +165,7 @@ def open_tensors(checkpoint: Checkpoint) -> TensorReader:
     """Return a reader of the checkpoint's tensors.
 
     Raises:
-        DamagedError: what describes them is damaged.
+        DamagedError: their metadata is damaged.
     """
     folder, prefix = checkpoint.folder / TENSORS, f"{TENSORS}/"
     files = {name.removeprefix(prefix): each for name, each in checkpoint.files.items() if name.startswith(prefix)}
@@ -182,7 +182,7 @@ def open_tensors(checkpoint: Checkpoint) -> TensorReader:
 
 
 def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
-    """Return torch's description of what was stored as JSON data."""
+    """Return torch's metadata of the stored tensors as JSON data."""
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
@@ -200,10 +200,10 @@ def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
 
 
 def metadata_from_json(values: Mapping[str, Any], files: Mapping[str, FileContent]) -> Metadata:
-    """Return torch's description from the JSON data of metadata.json. `files`: what lies in the folder, by name.
+    """Return torch's metadata from the JSON data of metadata.json. `files`: existing files by name.
 
     Raises:
-        ValueError: it is none, or names what is not there, as the rest of a sentence.
+        ValueError: it is invalid or refers to missing data; the message completes the sentence "FILE ...".
     """
     if values.get("format") != FORMAT or not isinstance(values.get("tensors"), dict):
         raise ValueError(f"is no description of tensors in format {FORMAT}")
@@ -237,7 +237,7 @@ def _sizes(values: list[int]) -> torch.Size:
 
 
 def _within(file: str, start: int, length: int, files: Mapping[str, FileContent]) -> tuple[str, int, int]:
-    """Return its arguments if `file` is one of shards, in `files`, and has so many bytes."""
+    """Return the arguments if `file` is a shard file in `files` that contains these bytes."""
     if not SHARD_FILE.fullmatch(file) or file not in files:
         raise ValueError(f"{file!r} is no file of shards here")
     if not 0 <= start <= start + length <= files[file].size_bytes:
@@ -268,11 +268,11 @@ ADMITTED = {
     **{("pathlib", name): Path for name in ("PosixPath", "WindowsPath", "Path")},
     **{("pathlib._local", name): Path for name in ("PosixPath", "WindowsPath", "Path")},
 }  # fmt: skip
-"""All that a pickle of torch's metadata of tensors needs to name, beside dtypes."""
+"""All names, except dtypes, that a pickle of torch's tensor metadata may import."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Admits the classes of torch's metadata alone (https://docs.python.org/3/library/pickle.html#restricting-globals)."""
+    """Allows only the classes of torch's metadata (https://docs.python.org/3/library/pickle.html#restricting-globals)."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ADMITTED:
@@ -283,10 +283,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_pickled_metadata(file: Path) -> dict[str, Any]:
-    """Return what torch's `.metadata` says of stored tensors, as metadata.json would.
+    """Return torch's `.metadata` of stored tensors in the format of metadata.json.
 
     Raises:
-        ValueError: it is damaged, or names something else; nothing of it has run.
+        ValueError: it is damaged or imports something else; no code of it has run.
     """
     try:
         with file.open("rb") as opened:
@@ -294,13 +294,13 @@ def read_pickled_metadata(file: Path) -> dict[str, Any]:
         if not isinstance(found, Metadata):
             raise ValueError("it holds something else")
         return metadata_to_json(found)
-    # A damaged pickle raises whatever its opcodes come to.
+    # A damaged pickle can raise any exception.
     except Exception as error:
         raise ValueError(f"is no description of tensors ({error})") from error
 
 
 def structural_damage(checkpoint: Checkpoint) -> list[Damage]:
-    """Return which files cannot be what was written."""
+    """Return the files that cannot have their original content."""
     try:
         reader = open_tensors(checkpoint)
     except DamagedError as error:
@@ -316,7 +316,7 @@ def structural_damage(checkpoint: Checkpoint) -> list[Damage]:
 
 
 def _damaged_records(folder: Path, described: Metadata) -> Iterator[tuple[str, str]]:
-    """Yield files of shards with a record that is not what its CRC-32 says, and why."""
+    """Yield (shard file, reason) for each record that does not match its CRC-32."""
     for stored in described.storage_data.values():
         with (folder / stored.relative_path).open("rb") as file:
             file.seek(stored.offset)
@@ -324,7 +324,7 @@ def _damaged_records(folder: Path, described: Metadata) -> Iterator[tuple[str, s
         try:
             with zipfile.ZipFile(record) as archive:
                 broken = archive.testzip()
-        # zipfile raises a dozen kinds for what is no archive
+        # zipfile raises many exception types for invalid archives
         except Exception as error:
             yield stored.relative_path, f"holds no tensor at byte {stored.offset:,} ({error})"
             continue

@@ -23,7 +23,7 @@ Verify = Callable[[Checkpoint], list[Damage]]
 
 
 def content_damage(checkpoint: Checkpoint, rank: int = 0, world: int = 1) -> list[Damage]:
-    """Return which files do not hold what was written, by their digests; `rank` of `world` looks at its share alone."""
+    """Return the files that do not match their digests; `rank` of `world` checks only its share of the files."""
     if checkpoint.version == UNSEALED:
         from lightning_llm.train.checkpoint.tensor_storage import structural_damage  # imports torch: only when needed
 
@@ -37,10 +37,10 @@ def content_damage(checkpoint: Checkpoint, rank: int = 0, world: int = 1) -> lis
 
 
 def verified(folder: Path, verify: Verify = content_damage) -> Checkpoint:
-    """Return the checkpoint in `folder` if every byte is what was written.
+    """Return the checkpoint in `folder` if all its files are intact.
 
     Raises:
-        ConfigError: it is damaged, with every file and what is wrong with it; or of another version.
+        ConfigError: it is damaged (lists every damaged file) or has another version.
     """
     try:
         checkpoint = open_checkpoint(folder)
@@ -54,12 +54,12 @@ def verified(folder: Path, verify: Verify = content_damage) -> Checkpoint:
 def newest_verified(
     folder: Path, verify: Verify = content_damage, afresh: bool = False
 ) -> tuple[Checkpoint | None, tuple[Damage, ...]]:
-    """Return the newest checkpoint in `folder` that verifies, None where there is none, and what was passed over.
+    """Return (newest intact checkpoint in `folder` or None, problems of the skipped ones). Changes nothing.
 
-    Changes nothing. `afresh`: where all are outdated, and all that were moved aside, there is none.
+    `afresh`: return None if all checkpoints are outdated, or only moved-aside ones exist.
 
     Raises:
-        ConfigError: there are some and none verifies, with what is wrong with each; or one is of another version.
+        ConfigError: there are checkpoints but none is intact (lists their problems), or one has another version.
     """
     passed: list[Damage] = []
     for path in step_folders(folder):
@@ -76,18 +76,18 @@ def newest_verified(
     if (not passed and not aside) or (afresh and all(each.outdated for each in passed)):
         return None, tuple(passed)
     problems = [Problem(f"{each.folder.name}/{each.file}", f"{each.what}.") for each in passed]
-    hint = f" {', '.join(map(str, aside))} may be whole: try resume=PATH." if aside else ""
-    text = f"no checkpoint in {folder} verifies, and nothing was changed. Bring one back from a copy.{hint}"
+    hint = f" {', '.join(map(str, aside))} may be intact: try resume=PATH." if aside else ""
+    text = f"no checkpoint in {folder} is intact, and nothing was changed. Restore one from a copy.{hint}"
     raise ConfigError([*problems, Problem("resume", text)])
 
 
 def skipped_lines(damage: Sequence[Damage]) -> Iterator[str]:
-    """Yield a line for each checkpoint that was passed over, with its first damaged file."""
+    """Yield a line for each skipped checkpoint, with its first damaged file."""
     for folder, each in groupby(damage, key=lambda each: each.folder):
         first, *others = each
         more = f" (and {len(others)} more of its files)" if others else ""
         if first.outdated:
-            yield f"passed over {folder.name}, which {first.what}"
+            yield f"skipped {folder.name}, which {first.what}"
             continue
-        why = "not this run's" if first.foreign else "damaged"
-        yield f"passed over {folder.name}, which is {why}: {first.file} {first.what}{more}"
+        why = "from another run" if first.foreign else "damaged"
+        yield f"skipped {folder.name}, which is {why}: {first.file} {first.what}{more}"

@@ -1,7 +1,7 @@
-"""The weights in a checkpoint, read by rows: no more than one saved shard is held, and moments are left alone.
+"""The weights in a checkpoint, read by rows: at most one saved shard is in memory, and moments are not read.
 
-A run that trains on may delete the checkpoint at any time (`checkpoint.keep_last`). Each file is therefore mapped when
-the weights are opened, so that its content stays readable.
+A running training may delete the checkpoint at any time (`checkpoint.keep_last`). Each file is therefore memory-mapped
+when the weights are opened, so that its content stays readable.
 """
 
 import pickle
@@ -31,10 +31,10 @@ class CheckpointWeights(Weights):
     kind = "a checkpoint"
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig):
-        """Read what the checkpoint says of its tensors.
+        """Read the metadata of the checkpoint's tensors.
 
         Raises:
-            ConfigError: that is damaged, or says other names or shapes than the run's config.
+            ConfigError: it is damaged, or contradicts the names or shapes of the run's config.
         """
         self.checkpoint, self.path, self.config, self.architecture = checkpoint, checkpoint.folder, config, None
         try:
@@ -50,7 +50,7 @@ class CheckpointWeights(Weights):
         padded = {name: (config.padded_vocab_size, *shape[1:]) for name, shape in self.shapes.items()}
         problems = [Problem(str(self.path), f"has no {name}.") for name in self.shapes if name not in self._entries]
         problems += [
-            Problem(str(self.path), f"{name} has shape {tuple(entry.size)}, and {shape} by the run's config.")
+            Problem(str(self.path), f"{name} has shape {tuple(entry.size)}, but {shape} in the run's config.")
             for name, shape in self.shapes.items()
             if (entry := self._entries.get(name)) is not None and tuple(entry.size) not in (shape, padded[name])
         ]
@@ -75,7 +75,7 @@ class CheckpointWeights(Weights):
         return {self.path / name: written for name, written in files if name.startswith(f"{TENSORS}/")}
 
     def verify(self, rank: int = 0, world: int = 1) -> None:
-        """Do nothing: whoever chose the checkpoint has looked at its files."""
+        """Do nothing: the files were verified when the checkpoint was chosen."""
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         entry = self._entries[name]
@@ -92,7 +92,7 @@ class CheckpointWeights(Weights):
         return found
 
     def _content(self, file: Path, offset: int, length: int) -> bytes:
-        """Return bytes of one of the files: of the mapping where the run's retention has deleted the file."""
+        """Return the bytes of a file, from the mapping in case retention has deleted the file."""
         try:
             with file.open("rb") as opened:
                 opened.seek(offset)
@@ -101,7 +101,7 @@ class CheckpointWeights(Weights):
             return bytes(self._pinned[file][offset : offset + length].numpy())
 
     def _shard(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """Return one saved shard; the last one read is kept, since rows are asked for in their order."""
+        """Return one saved shard; the last one is cached, because rows are read in order."""
         index = MetadataIndex(name, chunk.offsets)
         if self._held is None or self._held[0] != index:
             self._held = None
@@ -115,13 +115,13 @@ class CheckpointWeights(Weights):
             except (OSError, RuntimeError, ValueError, EOFError) as error:
                 raise ConfigError(Problem(str(file), f"cannot be read: {error}.")) from error
             if tuple(tensor.shape) != tuple(chunk.sizes):
-                raise ConfigError(Problem(str(file), f"holds another shard of {name} than its metadata says."))
+                raise ConfigError(Problem(str(file), f"contains another shard of {name} than its metadata describes."))
             self._held = (index, tensor)
         return self._held[1]
 
 
 def _mapped(file: Path) -> Tensor:
-    """Return the bytes of `file`, mapped and not read. The mapping keeps the content when the file is deleted."""
+    """Return the memory-mapped bytes of `file`. The mapping keeps the content if the file is deleted."""
     size = file.stat().st_size
     return torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
 

@@ -1,1 +1,1 @@
-"""Steps out of the ordinary: non-finite values and where they began, spikes, and what is done about them."""
+"""Anomalous steps: detection of non-finite values and spikes, search for their origin, and actions on them."""

@@ -3,12 +3,13 @@
 - `non_finite`: the loss or the gradient norm is NaN or infinite.
 - `spike`: one of them is far above the median of the last `level_steps`: Hampel's identifier (Davies & Gather 1993),
   one-sided. Sigma is 1.4826 median |x_t - x_(t-1)| / sqrt 2 over `window_steps`, the median absolute deviation of the
-  noise, of which differences keep the noise and drop the trend.
+  noise: differences keep the noise and drop the trend.
 - `plateau_shift`: the loss stays above the median of `window_steps`: a one-sided CUSUM (Page 1954) of its excess in
-  sigmas, each step's part bounded by `SHIFT_BOUND`, so that one spike is no shift. The level starts anew from there.
-- `divergence`: the level has lost `divergence_share` of what was learned, first loss to lowest level, and not by noise.
+  sigmas. Each step's part is bounded by `SHIFT_BOUND`, so one spike is not a shift. The level restarts from there.
+- `divergence`: the level has risen by `divergence_share` of the loss reduction so far (first loss minus lowest level),
+  by more than noise.
 
-The numbers are the same on every rank, so every rank finds the same without communication.
+The numbers are the same on every rank, so every rank detects the same events without communication.
 """
 
 import math
@@ -23,15 +24,15 @@ from lightning_llm.config.schema import SpikesConfig
 Kind = Literal["non_finite", "spike", "plateau_shift", "divergence"]
 
 SHIFT_BOUND = 4.0
-"""Sigmas that one step adds to the CUSUM at most."""
+"""Upper bound of one step's addition to the CUSUM, in sigmas."""
 SIGMA_OF_DIFFERENCES = 1.4826 / math.sqrt(2)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is out of the ordinary about a step. Levels are medians before it; scores are rises over them in sigmas.
+    """An anomaly of a step. Levels are medians before the step; scores are rises above them in sigmas.
 
-    A non-finite step has no scores. `high`: a spike by its scores, whatever `kind` says beyond that.
+    A non-finite step has no scores. `high`: a spike by its scores, independent of `kind`.
     """
 
     kind: Kind
@@ -44,14 +45,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class SpikeState:
-    """What the decision about the next step depends on. Goes into checkpoints as JSON, to the same bits."""
+    """State of the detector. Stored in checkpoints as JSON, bitwise."""
 
     losses: tuple[float, ...] = ()
-    """The last `window_steps`, oldest first; non-finite steps are left out."""
+    """Losses of the last `window_steps`, oldest first, without non-finite steps."""
     log_norms: tuple[float, ...] = ()
     """Logarithms of the gradient norms of the same steps."""
     regime_steps: int = 0
-    """How many of them came since the level last shifted."""
+    """Number of steps since the last shift of the level."""
     shift: float = 0.0
     """The CUSUM, in sigmas."""
     shift_steps: int = 0
@@ -64,13 +65,13 @@ class SpikeState:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "SpikeState":
-        """Return the state that `dataclasses.asdict` and JSON made `values` of."""
+        """Return the state from `values`, its `dataclasses.asdict` after a JSON round trip."""
         known = {field.name for field in fields(cls)}
         made: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in values.items()}
         return cls(**{key: value for key, value in made.items() if key in known})
 
     def after(self, loss: float, grad_norm: float, config: SpikesConfig) -> "tuple[Finding | None, SpikeState]":
-        """Return what is found in a step, and the state after it."""
+        """Return (anomaly of a step or None, state after it)."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return Finding("non_finite"), replace(self, events=self.events + 1)
         log_norm = math.log(max(grad_norm, 1e-30))
@@ -113,9 +114,9 @@ class SpikeState:
         return (Finding("spike", high, **scores) if high else None), moved
 
     def as_left_out(self, before: "SpikeState") -> "SpikeState":
-        """Return this state with level, CUSUM and divergence as `before` the step, whose update is not made.
+        """Return this state with level, CUSUM and divergence as `before` the step, because its update is skipped.
 
-        Batches that nothing was learned from do not say that the level has moved, however many there are.
+        Skipped batches must not shift the level, no matter how many there are.
         """
         return replace(
             self, shift=before.shift, shift_steps=before.shift_steps, regime_steps=before.regime_steps,
@@ -136,7 +137,7 @@ class SpikeState:
     def _shifted(
         self, loss: float, loss_sigma: float, moved: "SpikeState", config: SpikesConfig
     ) -> "tuple[bool, SpikeState]":
-        """Return whether the CUSUM reached its limit with this step, and the state with the CUSUM moved on."""
+        """Return (whether the CUSUM reached its limit with this step, state with the updated CUSUM)."""
         usual = median(self.losses[-max(1, self.regime_steps) :])
         excess = min((loss - usual) / loss_sigma, SHIFT_BOUND)
         shift = max(0.0, self.shift + excess - config.shift_slack)

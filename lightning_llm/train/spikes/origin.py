@@ -1,7 +1,7 @@
-"""Origin of NaN or Inf in a step that failed: the step is run again, this time looking at every operand.
+"""Find the origin of NaN or Inf in a failed step: run the step again and check every operand.
 
-A step is a function of config, seed, weights and step number, and one that failed changed none of them, so running it
-again gives the same values. Training itself pays nothing for this.
+A step is a function of config, seed, weights and step number. A failed step has changed none of them, so repeating it
+gives the same values. Normal training steps have no overhead.
 """
 
 from collections import Counter
@@ -24,10 +24,10 @@ NOWHERE = torch.iinfo(torch.int64).max
 
 
 class _Watch:
-    """Keeps the first tensor, by micro-batch and then by order of execution, that is not finite.
+    """Keeps the first non-finite tensor, by micro-batch and then by order of execution.
 
-    The key that is compared over ranks: micro-batch (19 bits), order within it (22 bits: forward before backward, then
-    the pipeline's stages in the order they are reached, then as they come), layer and kind (22 bits).
+    Ranks compare a key of: micro-batch (19 bits), order within it (22 bits: forward before backward, then pipeline
+    stages in their order, then order of execution), layer and kind (22 bits).
     """
 
     def __init__(self, micro_batches: list[int], stages: int):
@@ -37,11 +37,12 @@ class _Watch:
         self.first = NOWHERE
 
     def begin(self, stage: int, *_: Any) -> None:
-        """Note that a micro-batch's forward pass starts on a stage; they come in order, backward passes in between."""
+        """Record the start of a micro-batch's forward pass on a stage; they come in order, interleaved with
+        backward."""
         self.current[stage] += 1
 
     def look(self, stage: int, micro_batch: int, layer: int, kind: int, tensor: Tensor | None) -> None:
-        """Look at one tensor of the rank's micro-batch number `micro_batch`."""
+        """Check one tensor of this rank's micro-batch number `micro_batch`."""
         backward = kind == len(TENSORS) - 1
         self.seen[stage, micro_batch, backward] += 1
         if tensor is None or bool(torch.isfinite(local(tensor)).all()):
@@ -52,7 +53,7 @@ class _Watch:
         self.first = min(self.first, key)
 
     def after_forward(self, stage: int, layer: int, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Look at what a linear layer's GEMMs take, in the order in which they run."""
+        """Check the operands of a linear layer's GEMMs, in order of execution."""
         micro_batch = self.current[stage]
         self.look(stage, micro_batch, layer, 0, inputs[0].detach())
         self.look(stage, micro_batch, layer, 1, module.weight.detach())
@@ -62,7 +63,7 @@ class _Watch:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return every linear layer by name, in module order, whatever runs it."""
+    """Return every linear layer by name, in module order, quantized or not."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -71,9 +72,9 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_origin(step: TrainStep, batch: Batch) -> str:
-    """Return a sentence on where `step` of `batch` first was not finite, the same on all ranks. Collective.
+    """Return a sentence that names the first non-finite tensor of `step` on `batch`, the same on all ranks. Collective.
 
-    Called after the step has failed, before its update; gradients are those of the repetition afterwards.
+    Call it after the step has failed and before its update. It leaves the gradients of the repetition.
     """
     model, layout, pipeline = step.parallel.model, step.parallel.layout, step.parallel.pipeline
     stages = {stage.stage_index: stage.decoder for stage in pipeline.stages} if pipeline else {0: model}
@@ -91,13 +92,13 @@ def find_origin(step: TrainStep, batch: Batch) -> str:
 
 
 def _of_all_stages(names: list[str], layout: Layout) -> tuple[list[str], int]:
-    """Return the names that all pipeline ranks have, in order, and how many come before this rank's."""
+    """Return (names of all pipeline ranks in order, number of names before this rank's)."""
     parts = layout.gather_over_stages(names)
     return [name for part in parts for name in part], sum(map(len, parts[: layout.coordinates.pp]))
 
 
 def _in_gradients(model: nn.Module, layout: Layout, device: torch.device) -> str:
-    """Return the first parameter whose gradient is not finite though every operand was."""
+    """Return the first parameter with a non-finite gradient although every operand was finite."""
     named = list(model.named_parameters())
     names, before = _of_all_stages([name for name, _ in named], layout)
     bad = [i for i, (_, p) in enumerate(named) if p.grad is not None and not torch.isfinite(local(p.grad)).all()]
@@ -112,7 +113,7 @@ def _in_gradients(model: nn.Module, layout: Layout, device: torch.device) -> str
 def _watched(
     stages: Mapping[int, nn.Module], layers: list[tuple[int, nn.Module]], before: int, watch: _Watch
 ) -> Iterator[None]:
-    """Let `watch` see the forward and backward passes of `stages`; their `layers` count from `before`."""
+    """Context in which `watch` checks forward and backward passes of `stages`; their `layers` count from `before`."""
 
     def hook(stage: int, index: int) -> Any:
         return lambda layer, inputs, output: watch.after_forward(stage, index, layer, inputs, output)

@@ -1,4 +1,4 @@
-"""Actions on a step out of the ordinary (log, skip its update, roll back, stop), and the errors that end a run."""
+"""Actions on an anomalous step (log, skip its update, roll back, stop), and the errors that end a run."""
 
 import math
 from dataclasses import replace
@@ -9,7 +9,7 @@ from lightning_llm.train.spikes.detector import Finding, SpikeState
 
 
 class StepNotMadeError(RuntimeError):
-    """The run ends before the update of a step. `record` is the step's record as far as it got, for metrics.jsonl."""
+    """The run ends before the update of a step. `record`: the step's incomplete record, for metrics.jsonl."""
 
     def __init__(self, text: str, record: dict[str, Any]):
         super().__init__(text)
@@ -17,13 +17,13 @@ class StepNotMadeError(RuntimeError):
 
 
 class NonFiniteError(StepNotMadeError):
-    """The loss or the gradient norm of a step is NaN or infinite; raised before the optimizer could write it.
+    """The loss or the gradient norm of a step is NaN or infinite; raised before the optimizer's update.
 
-    `origin` may be set by whoever looked for it: a sentence on where the first such value appeared.
+    `origin`: a sentence with the first such tensor, set after a search for it.
     """
 
     def __init__(self, what: str, value: float, step: int, record: dict[str, Any]):
-        """`what` is "loss" or "gradient norm", `step` is the step (1-based) that was not made."""
+        """`what`: "loss" or "gradient norm". `step`: the step (1-based) that was not made."""
         self.origin = ""
         super().__init__(
             f"the {what} of step {step} is {value}. The weights are still those of step {step - 1}. Lower "
@@ -37,10 +37,10 @@ class NonFiniteError(StepNotMadeError):
 
 
 class NoUpdateError(StepNotMadeError):
-    """The last steps of a run changed no weight: each update was skipped because of its gradients."""
+    """The last steps of a run changed no weights, because each update was skipped."""
 
     def __init__(self, skipped: int, step: int):
-        """`skipped`: updates skipped in a row, up to and including `step`."""
+        """`skipped`: consecutive skipped updates, up to and including `step`."""
         updates = f"the last {skipped}" if skipped < step else f"all {skipped}"
         super().__init__(
             f"{updates} updates up to step {step} were skipped, so the weights did not change: the loss scale or "
@@ -54,15 +54,15 @@ Action = Literal["log", "skip", "rollback", "stop"]
 
 
 class SpikeStop(StepNotMadeError):
-    """The run ends by spikes.policy, before the update of the step; the state before it is saved."""
+    """spikes.policy ends the run before the update of the step; the state before it is saved."""
 
 
 class SpikeRollback(StepNotMadeError):
-    """The run goes back to a checkpoint before the step, by spikes.policy; nothing is saved."""
+    """spikes.policy rolls the run back to a checkpoint before the step; nothing is saved."""
 
 
 class SpikePolicy:
-    """Judges every step before its update, from numbers that are the same on every rank: so is the decision."""
+    """Judges every step before its update. Numbers are the same on every rank, and so are decisions."""
 
     def __init__(self, config: SpikesConfig, rollbacks_made: int = 0):
         self.config = config
@@ -70,15 +70,15 @@ class SpikePolicy:
         self.state = SpikeState()
 
     def judge(self, record: dict[str, Any]) -> bool:
-        """Return whether the step's update is to be left out; `record` has its loss and gradient norm.
+        """Return whether to skip the step's update; `record` has its loss and gradient norm.
 
-        What is found goes into `record`: `event` and `event_action` as words and, for trackers that keep numbers alone,
-        `event/<kind>` and `event/<action>` as 1, beside levels and scores.
+        An anomaly is added to `record`: `event` and `event_action` as strings, levels and scores, and for trackers that
+        accept only numbers `event/<kind>` and `event/<action>` as 1.
 
         Raises:
             NonFiniteError: the step is not finite, and the policy is log.
-            SpikeStop: the policy is stop, or skip has left out `max_consecutive_skips` updates in a row already, or the
-                run has gone back `max_rollbacks` times.
+            SpikeStop: the policy is stop, or `max_consecutive_skips` consecutive updates were skipped, or the run has
+                rolled back `max_rollbacks` times.
             SpikeRollback: the policy is rollback, and the step is a spike or not finite.
         """
         finding, after = self.state.after(record["loss"], record["grad_norm"], self.config)
@@ -86,7 +86,7 @@ class SpikePolicy:
             self.state = replace(after, skips_in_a_row=0)
             return False
         if finding.high and self.config.policy in ("skip", "rollback"):
-            finding = replace(finding, kind="spike")  # what is left out is no part of a shift
+            finding = replace(finding, kind="spike")  # a skipped batch is not part of a shift
         action = self._action(finding)
         record |= _entries(finding, action)
         if action == "rollback":
@@ -101,7 +101,7 @@ class SpikePolicy:
 
     def _action(self, finding: Finding) -> Action:
         policy, bad_batch = self.config.policy, finding.kind in ("spike", "non_finite")
-        if policy == "skip" and bad_batch:  # a level that shifted is not fixed by leaving one batch out
+        if policy == "skip" and bad_batch:  # skipping one batch does not fix a shifted level
             return "skip" if self.state.skips_in_a_row < self.config.max_consecutive_skips else "stop"
         if policy == "rollback" and bad_batch:
             return "rollback" if self.rollbacks_made < self.config.max_rollbacks else "stop"
@@ -110,7 +110,7 @@ class SpikePolicy:
         return "stop" if finding.kind == "non_finite" else "log"
 
     def _end(self, finding: Finding, record: dict[str, Any]) -> StepNotMadeError:
-        """Return the error that ends the run; the state stays as it was before the step."""
+        """Return the error that ends the run; the detector's state remains as before the step."""
         step = record["step"]
         if self.config.policy == "log":
             what = "loss" if not math.isfinite(record["loss"]) else "gradient norm"
@@ -118,21 +118,21 @@ class SpikePolicy:
         found = f"step {step} is out of the ordinary ({describe_event(record)})"
         if self.config.policy == "skip":
             return SpikeStop(
-                f"{found}, and so were the {self.state.skips_in_a_row} before it, whose updates were left out "
+                f"{found}, and so were the {self.state.skips_in_a_row} before it, which were skipped "
                 "(spikes.max_consecutive_skips): this is not the data. Lower optim.learning_rate, or look at the "
                 f"precision recipe. State saved at step {step - 1}",
                 record,
             )
         if self.config.policy == "rollback":
             return SpikeStop(
-                f"{found}, and the run has gone back {self.rollbacks_made} times already (spikes.max_rollbacks): this "
+                f"{found}, and the run rolled back {self.rollbacks_made} times already (spikes.max_rollbacks): this "
                 "is not the data. Lower optim.learning_rate, or look at the precision recipe. State saved at step "
                 f"{step - 1}",
                 record,
             )
         return SpikeStop(
             f"{found}, and spikes.policy is stop. State saved at step {step - 1}, before its update: with "
-            "spikes.policy=skip the run goes on without that update, with spikes.policy=log with it",
+            "spikes.policy=skip the run continues without that update, with spikes.policy=log with it",
             record,
         )
 
@@ -150,7 +150,7 @@ def _entries(finding: Finding, action: Action) -> dict[str, Any]:
 
 
 def describe_event(record: dict[str, Any]) -> str:
-    """Return in a few words what the record of a step with an event says."""
+    """Return a short description of the event in a step's record."""
     kind = record["event"].replace("_", " ")
     if "event/loss_score" not in record:
         return f"{kind}: loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}"
