@@ -1,4 +1,4 @@
-"""What a run forgets: by how much the validation loss of each source has risen over the start."""
+"""Forgetting: the rise of each source's validation loss since the start of the run."""
 
 import logging
 from typing import Any
@@ -14,13 +14,14 @@ EVENT = "forgetting"
 
 
 class Forgetting(pl.Callback):
-    """Adds to each validation's record `forgetting/SOURCE`: `val_loss/SOURCE` less what it was at the start.
+    """Adds to each validation's record `forgetting/SOURCE`: `val_loss/SOURCE` minus its value at the start.
 
-    In nats per token; below 0 where the source was learned. The start is the run's first validation: step 0 for a run
+    In nats per token; negative if the source was learned. The start is the run's first validation: step 0 for a run
     that starts from weights or only watches a source. A resumed run keeps it.
 
-    A source that rises above `alarm_above`, or is no number, is said in a line, and its record has `event: forgetting`,
-    `event_action: log` and the sources in `event_sources`: once, until it has been below again. Training goes on.
+    If a source rises above `alarm_above` or is not a number, a line is printed, and the record has `event: forgetting`,
+    `event_action: log` and the sources in `event_sources`. This happens once until the source is below again. Training
+    continues.
     """
 
     def __init__(self, alarm_above: float = 0.1):
@@ -30,7 +31,7 @@ class Forgetting(pl.Callback):
         self._above: set[str] = set()
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Add the rises. The losses are those of all ranks by now, so that every rank finds the same."""
+        """Add the rises. The losses are already reduced over ranks, so every rank adds the same."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         record: dict[str, Any] = pl_module.validation_record
@@ -54,12 +55,12 @@ class Forgetting(pl.Callback):
         self._above = above
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the start, and which sources are above it."""
+        """Return the losses at the start and the sources above the limit."""
         if self._start_step is None:
             return {}
         return {"start": self._start, "start_step": self._start_step, "above": sorted(self._above)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take them back."""
+        """Restore the state."""
         self._start, self._start_step = dict(state_dict["start"]), state_dict["start_step"]
         self._above = set(state_dict["above"])

@@ -1,4 +1,4 @@
-"""A trace of some steps by the PyTorch profiler, to look at in a browser."""
+"""A PyTorch profiler trace of some steps, viewable in a browser."""
 
 import logging
 from pathlib import Path
@@ -18,8 +18,8 @@ class Profile(pl.Callback):
     """Traces `steps` steps from `first_step` on (of the whole run, resumes included) into the run's folder.
 
     `profile/rank=R.steps=A-B.json.gz` is a Chrome trace for https://ui.perfetto.dev, `....txt` the operators that took
-    longest. Rank 0 traces, or with `all_ranks` every rank. One step before is traced and thrown away: the profiler's
-    own start. Records of all of these say `timing_warmup`, as they are no measure of speed.
+    longest. Rank 0 traces, or every rank with `all_ranks`. The step before is traced and discarded, because it includes
+    the profiler's start. Records of all these steps have `timing_warmup`, because they do not measure normal speed.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Profile(pl.Callback):
         self._traced = 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Start, one step early."""
+        """Start the profiler, one step early."""
         if pl_module.completed_steps + 2 != self.first_step or not (self.all_ranks or trainer.is_global_zero):
             return
         activities = [ProfilerActivity.CPU]
@@ -52,7 +52,7 @@ class Profile(pl.Callback):
         self._profiler.start()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Close a step of the trace; write it after the last."""
+        """End a step of the trace; write the trace after the last step."""
         if self._profiler is None:
             return
         pl_module.step_record["timing_warmup"] = True
@@ -63,13 +63,13 @@ class Profile(pl.Callback):
             self._profiler.step()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Write what there is of a trace that the run's end cut short."""
+        """Write an incomplete trace if the run ends early."""
         self._finish(trainer, pl_module)
         if not self.written and trainer.is_global_zero:
             log.warning("nothing was profiled: callbacks.profile.first_step=%d was not reached", self.first_step)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Write what there is."""
+        """Write the incomplete trace."""
         self._finish(trainer, pl_module)
 
     def _finish(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -19,9 +19,8 @@ class ProgressLine(pl.Callback):
     """Shows step, loss, tokens per second and the time left, on rank 0.
 
     A terminal gets a bar, redrawn at most every `refresh_seconds`; anything else (a file, a batch system's log) a line
-    every `line_seconds`. Validation losses are printed above it. The time left is that of the steps left, at the median
-    of the latest ones but the first, and of the validations left, at the latest one's: compiling, and what else the
-    first steps pay for, does not count.
+    every `line_seconds`. Validation losses are printed above it. The time left is estimated from the median of recent
+    steps, without the first ones, which include compiling, and the duration of the latest validation.
     """
 
     def __init__(self, refresh_seconds: float = 0.5, line_seconds: float = 10.0):
@@ -33,12 +32,12 @@ class ProgressLine(pl.Callback):
         self._step_seconds: deque[float] = deque(maxlen=PACE_STEPS)
         self._step_end: float | None = None
         self._counted_from: tuple[float, int] | None = None
-        """When the last line was shown, by a clock without validations, and the tokens trained on by then."""
+        """Time of the last line, by a clock without validations, and the number of tokens trained on until then."""
         self._clock_stopped = 0.0
         self._validation_start = self._validation_seconds = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Show the bar, where there is a terminal to show it on."""
+        """Show the bar if there is a terminal."""
         if not trainer.is_global_zero:
             return
         self._console = new_console(highlight=False)
@@ -47,14 +46,14 @@ class ProgressLine(pl.Callback):
         self._step_end = None
         self._counted_from = None
         if self._console.is_terminal:
-            # Redrawn by hand: rich's own refreshing thread would take the interpreter from the training loop.
+            # Redrawn here, because rich's refresh thread would compete with the training loop for the interpreter.
             columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
             self._bar = Progress(*columns, console=self._console, auto_refresh=False)
             self._bar.add_task("first step", total=pl_module.config.trainer.max_steps)
             self._bar.start()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Show the step, if it is time to."""
+        """Show the step if it is due."""
         if self._console is None:
             return
         now = time.monotonic()
@@ -76,7 +75,7 @@ class ProgressLine(pl.Callback):
             self._print(line)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Note when the validation begins."""
+        """Record the start time of the validation."""
         self._validation_start = time.monotonic()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -94,15 +93,15 @@ class ProgressLine(pl.Callback):
             if key.startswith("val_loss/")
         )
         line = f"step {record['step']} | validation loss {record['val_loss']:.4f}"
-        several = sum(key.startswith("val_loss/") for key in record) > 1  # one source's loss is the loss
+        several = sum(key.startswith("val_loss/") for key in record) > 1  # with one source, its loss is the loss
         self._print(f"{line} ({sources})" if several else line)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the bar down."""
+        """Remove the bar."""
         self._stop()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Take the bar down before the error is printed."""
+        """Remove the bar before the error is printed."""
         self._stop()
 
     def _stop(self) -> None:
@@ -127,8 +126,8 @@ class ProgressLine(pl.Callback):
     def _mean_speed(self, record: dict[str, Any], clock: float) -> float | None:
         """Return tokens per second since the last line, or since the first step, without validations.
 
-        A line at the first step has that step's own, if it was measured. One slow step, or one that waited for a
-        checkpoint, would otherwise stand for all of them in a log.
+        The first step's line has the speed of that step, if it was measured. Averaging keeps one slow step, e.g. one
+        that waited for a checkpoint, from distorting the log.
         """
         before, self._counted_from = self._counted_from, (clock, record["tokens"])
         if before is None or clock <= before[0]:
@@ -138,5 +137,5 @@ class ProgressLine(pl.Callback):
 
     def _seconds_left(self, step: int, max_steps: int, validate_every: int | None) -> float:
         every = validate_every or max_steps
-        validations = -(-max_steps // every) - (step - 1) // every  # that of this step, if it has one, is to come
+        validations = -(-max_steps // every) - (step - 1) // every  # including that of this step, if it has one
         return statistics.median(self._step_seconds) * (max_steps - step) + self._validation_seconds * validations

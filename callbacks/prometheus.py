@@ -1,4 +1,4 @@
-"""A run's numbers for Prometheus: an endpoint to scrape, and a file for node_exporter's textfile collector."""
+"""Prometheus metrics of a run: an endpoint to scrape, and a file for node_exporter's textfile collector."""
 
 import re
 from collections.abc import Mapping
@@ -24,15 +24,15 @@ HIGHEST_PORT = 65535
 class Prometheus(pl.Callback):
     """Rank 0 serves every record's numbers at `http://HOST:PORT/metrics`, and writes them to a file.
 
-    - `port` 0: any that is free; null: no endpoint. A job of a sweep always takes any that is free
-    - `textfile`: the `.prom` file, or the folder in which each run has one. It stays, and says that the run ended
-    - `targets`: a folder for Prometheus' `file_sd_configs`: a file in it has the address while the run is there
-    - `every_seconds`: how often files are written, disk and checkpoints looked at, and a port in use tried again
+    - `port` 0: any free port; null: no endpoint. Jobs of a sweep always use any free port
+    - `textfile`: the `.prom` file, or a folder with one file per run. It remains after the run and reports its end
+    - `targets`: a folder for Prometheus' `file_sd_configs`, in which a file has the address while the run exists
+    - `every_seconds`: interval at which files are written, disk and checkpoints checked, and a port in use tried again
 
-    It is a `RunLogger` besides: the run's folder hands it what it writes. Nothing here ends a run or holds it up.
+    It is also a `RunLogger`: it receives the records that the run's folder writes. It never ends or delays a run.
 
     Raises:
-        ConfigError: prometheus_client is not installed, or an argument is none of these.
+        ConfigError: prometheus_client is not installed, or an argument is invalid.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Prometheus(pl.Callback):
         if not self.host:
             found.append(Problem("host", "is empty. Name an address of this machine: 127.0.0.1, 0.0.0.0 for all."))
         if self.port is not None and not 0 <= self.port <= HIGHEST_PORT:
-            text = f"is {self.port}, must be 0 (any that is free) to {HIGHEST_PORT}, or null for no endpoint."
+            text = f"is {self.port}, must be 0 (any free port) to {HIGHEST_PORT}, or null for no endpoint."
             found.append(Problem("port", text))
         if self.port is None and self.textfile is None:
-            found.append(Problem("port", "is null, and so is textfile: nobody would be told. Set one of them."))
+            found.append(Problem("port", "is null, and so is textfile, so there is no output. Set one of them."))
         if self.port is None and self.targets is not None:
-            found.append(Problem("targets", "tells of the endpoint, and port=null has none. Set port=0, or leave it."))
+            found.append(Problem("targets", "needs an endpoint, but port is null. Set port=0, or remove targets."))
         if not self.every_seconds >= 0.1:
-            found.append(Problem("every_seconds", f"is {self.every_seconds:g}, must be 0.1 at least."))
+            found.append(Problem("every_seconds", f"is {self.every_seconds:g}, must be at least 0.1."))
         return found
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
@@ -74,7 +74,7 @@ class Prometheus(pl.Callback):
         self._config = pl_module.config
 
     def open(self, facts: Mapping[str, Any], resumed_from_step: int | None) -> None:
-        """Begin to serve and to write. The run's folder calls it, on rank 0 alone."""
+        """Start to serve and to write. Called by the run's folder, on rank 0 only."""
         config = self._config
         folder = Path(config.run.dir)
         identity = {"experiment": config.run.experiment, "run": config.run.name}
@@ -95,14 +95,14 @@ class Prometheus(pl.Callback):
         port, textfile = self.port, None if self.textfile is None else Path(self.textfile)
         if textfile is not None and textfile.suffix != ".prom":
             textfile = textfile / f"{own}.prom"
-        if is_among_jobs():  # which have one config, and may run at the same time
+        if is_among_jobs():  # they share one config and may run at the same time
             port = None if port is None else 0
             textfile = textfile if textfile is None or own in textfile.name else textfile.with_name(f"{own}.prom")
         targets = None if self.targets is None else Path(self.targets, f"{own}.json")
         return Wishes(self.host, port, textfile, targets, self.every_seconds)
 
     def record(self, record: Record) -> None:
-        """Take what metrics.jsonl has a line of by now."""
+        """Receive a record that is already in metrics.jsonl."""
         if self._metrics is not None:
             self._metrics.take(record)
 
@@ -114,12 +114,12 @@ class Prometheus(pl.Callback):
         self._metrics = self._publisher = None
 
     def summary_fields(self) -> dict[str, Any]:
-        """Return nothing: what was wrong is in the log."""
+        """Return nothing: errors are in the log."""
         return {}
 
 
 def saved(run_dir: Path) -> Saved | None:
-    """Return the newest checkpoint in a run's folder, None where there is none."""
+    """Return the newest checkpoint in a run's folder, None if there is none."""
     for folder in step_folders(run_dir / "checkpoints"):
         try:
             return Saved(step_of(folder), (folder / MANIFEST).stat().st_mtime)

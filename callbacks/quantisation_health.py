@@ -1,4 +1,4 @@
-"""Statistics of what a precision recipe does to each tensor: how much is lost, where, and where NaN began."""
+"""Quantization health: statistics of the casts of a precision recipe by tensor, and the origin of NaN."""
 
 import json
 import logging
@@ -38,18 +38,18 @@ log = logging.getLogger(__name__)
 
 
 class QuantisationHealth(pl.Callback):
-    """Looks at every cast of every quantised linear in step 1 and each `every_steps`-th, over all ranks.
+    """Observes every cast of every quantized linear in step 1 and each `every_steps`-th, over all ranks.
 
     - `health/<slot>/<statistic>` in the step's record (and so in MLflow): all layers together, plus `sqnr_db_worst`,
       the lowest of one layer. `precision.linear.statistics` defines the statistics.
     - `health.jsonl`: a line per observed step with every module and slot; MLflow gets it as an artifact at the end.
     - `health.txt`, shown at the end: the `worst` tensors of the last observed step.
-    - A warning names the first cast that was given NaN or Inf. Where training ends for a loss or gradient that is not
-      finite, the step is run again to say in which module and slot that began.
+    - A warning names the first cast with NaN or Inf as input. If training ends because of a non-finite loss or
+      gradient, the step is run again to find the module and slot in which it began.
 
-    Scales are compared with those of the observed step before, where they belong to the same tensor: weights, and
-    delayed scaling. What is observed changes no bit of training. Where linears run natively, the emulation makes the
-    same casts of the same tensors beside the kernels, in observed steps alone.
+    Scales are compared with the previous observed step if they belong to the same tensor: weights and delayed scaling.
+    Observing does not change any bit of training. If linears run natively, the emulation makes the same casts of the
+    same tensors in addition, in observed steps only.
     """
 
     def __init__(self, every_steps: int = 100, worst: int = 10):
@@ -65,21 +65,21 @@ class QuantisationHealth(pl.Callback):
         self._step = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Find the layers; drop what a resumed run will measure again."""
+        """Find the layers; drop records that a resumed run will measure again."""
         self._layers = [layer for layer in quantised_layers(pl_module.model) if not layer.plan.fixed]
-        # A pipeline's stage may have none, and still takes part in what all sum.
+        # A pipeline stage may have no layers, but still participates in the sums over ranks.
         self._anywhere = any(trainer.strategy.layout.gather_over_stages(bool(self._layers)))
         if not trainer.is_global_zero:
             return
         if not self._anywhere:
             name = pl_module.config.precision.name
-            print(f"health precision={name} casts nothing here: only NaN and Inf are looked for", flush=True)
+            print(f"health precision={name} has no casts here: only NaN and Inf are detected", flush=True)
         file = Path(pl_module.config.run.dir, HEALTH_FILE)
         if file.exists():
             cut_back(file, pl_module.completed_steps)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin to observe, if this is a step to."""
+        """Start to observe if the step is due."""
         self._batch = batch
         step = pl_module.completed_steps + 1
         if not self._anywhere or (step != 1 and step % self.every_steps):
@@ -102,7 +102,7 @@ class QuantisationHealth(pl.Callback):
         sums += its_sums
         span.copy_(torch.stack([torch.minimum(span[0], its_range[0]), torch.maximum(span[1], its_range[1])]))
         if (seen.slot.endswith(".w") or seen.cast.scale == "delayed") and (layer, seen.slot) not in self._compared:
-            self._compared.add((layer, seen.slot))  # one micro-batch's: the others have the same scales
+            self._compared.add((layer, seen.slot))  # once per step: all micro-batches have the same scales
             scales, before = seen.scaled.multiplier.detach().clone(), self._scales.get((layer, seen.slot))
             if before is not None and before.shape == scales.shape:
                 sums[SUMS.index("scales_compared")] += scales.numel()
@@ -110,7 +110,7 @@ class QuantisationHealth(pl.Callback):
             self._scales[layer, seen.slot] = scales
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Sum over the ranks, and put down what the observed step was like."""
+        """Sum over ranks and write the statistics of the observed step."""
         if not self._observing:
             return
         self._stop_observing()
@@ -135,7 +135,7 @@ class QuantisationHealth(pl.Callback):
         highest = layout.reduce(self._ranges[..., 1].contiguous(), dist.ReduceOp.MAX, *stage).cpu()
         parts = layout.gather_over_stages(([layer.name for layer in self._layers], sums, lowest, highest))
         names = [name for part in parts for name in part[0]]
-        order = sorted(range(len(names)), key=lambda i: _block_of(names[i]))  # a rank may have stages far apart
+        order = sorted(range(len(names)), key=lambda i: _block_of(names[i]))  # a rank's stages may not be adjacent
         sums, lowest, highest = (torch.cat([part[i] for part in parts])[order] for i in (1, 2, 3))
         return [names[i] for i in order], sums, lowest, highest
 
@@ -171,7 +171,7 @@ class QuantisationHealth(pl.Callback):
             print(self._write_table(pl_module), flush=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Say where a value that is not finite came from, and leave what was measured."""
+        """Report the origin of a non-finite value, and write the statistics so far."""
         self._stop_observing()
         if self._tensors and trainer.is_global_zero:
             self._write_table(pl_module)
@@ -190,7 +190,7 @@ class QuantisationHealth(pl.Callback):
 
 
 def _block_of(name: str) -> int:
-    """Return 12 for "layers.12.attention.q_proj"; what is no block comes last."""
+    """Return 12 for "layers.12.attention.q_proj"; modules outside of blocks come last."""
     parts = name.split(".")
     return int(parts[1]) if parts[0] == "layers" else sys.maxsize
 

@@ -1,4 +1,4 @@
-"""A text sample of the trained model at the end of a run, for people who would rather read than look at a loss."""
+"""A text sample of the trained model at the end of a run."""
 
 import logging
 from pathlib import Path
@@ -15,17 +15,17 @@ from lightning_llm.tracking.run_state import is_among_jobs
 log = logging.getLogger(__name__)
 SHOWN_LINES = 12
 SWEEP_COLUMNS = 160
-"""Of the one line that a job of a sweep shows on its sweep's terminal."""
+"""Maximum width of the line that a job shows on its sweep's terminal."""
 
 
 class Sample(pl.Callback):
     """Generates `max_new_tokens` tokens after `prompt` when training has ended, shows them and writes `sample.txt`.
 
-    Control characters are escaped in both; a terminal gets the first `SHOWN_LINES` lines, or one
-    line where the jobs of a sweep share it; the file gets all of them.
+    Control characters are escaped in both. A terminal gets the first `SHOWN_LINES` lines, or one line if jobs of a
+    sweep share it; the file gets all of them.
 
-    An empty prompt stands for the start of a document. The random numbers come from a generator of its own, seeded by
-    `seed`; the model is left in the mode it was in. All ranks generate, rank 0 shows.
+    An empty prompt means the start of a document. Random numbers come from a separate generator, seeded by `seed`. The
+    model's training mode is restored. All ranks generate, rank 0 shows the text.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Sample(pl.Callback):
         self.seed = seed
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Generate; a failure here is reported and does not make a failed run of a trained model."""
+        """Generate the sample. A failure is reported, but does not make the run fail."""
         try:
             text = self._generate(trainer, pl_module)
             if trainer.is_global_zero:

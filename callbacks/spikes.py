@@ -1,6 +1,6 @@
-"""Facts about a step that is out of the ordinary: the text it came from, and how far its update moved the weights.
+"""Facts about anomalous steps: their training text, and how far their update moved the weights.
 
-Which steps those are, and what is done about them, is decided in `train/spikes/policy.py`, with or without this.
+`train/spikes/policy.py` detects these steps and acts on them, with or without this callback.
 """
 
 import logging
@@ -24,13 +24,13 @@ DONE = {"log": "", "skip": "; its update was left out", "stop": "; the run ends"
 class Spikes(pl.Callback):
     """Adds to the record of a step with an `event`, prints it, and writes its text to `events/step=N.txt`:
 
-    - `update_norm`: 2-norm of the change of all weights, 0 where the update was left out
+    - `update_norm`: 2-norm of the change of all weights, 0 if the update was skipped
     - `event_worst_micro_batch`: the micro-batch with the highest loss, and `event_worst_loss`, its mean loss
-    - `event_samples`: [first, last] training sample of the batch, as `data.skip_samples` takes them
+    - `event_samples`: [first, last] training sample of the batch, in the format of `data.skip_samples`
     - `event_documents`: source, epoch, first token and first and last training document of each sample, those of the
-      worst micro-batch first, `max_samples` at most
+      worst micro-batch first, at most `max_samples`
 
-    On other steps it does nothing. On those, weights are copied to the host before the update.
+    It does nothing on other steps. On steps with an event, weights are copied to the host before the update.
     """
 
     def __init__(self, max_samples: int = 64):
@@ -39,7 +39,7 @@ class Spikes(pl.Callback):
         self._hooks: list[Any] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Watch the optimizer's steps."""
+        """Register a hook on the optimizer's steps."""
 
         def before(*_: Any) -> None:
             if "event" in pl_module.step_record:
@@ -59,7 +59,7 @@ class Spikes(pl.Callback):
             self._hooks += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Say what is known of the step, where it had an event."""
+        """Report the step if it had an event."""
         record = pl_module.step_record
         if "event" in record:
             if record["event_action"] == "skip":
@@ -67,13 +67,13 @@ class Spikes(pl.Callback):
             self._tell(trainer, pl_module, record)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Leave the optimizer."""
+        """Remove the hook."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Say what is known of the step that ended the run."""
+        """Report the step that ended the run."""
         record = getattr(exception, "record", None) or {}
         if "event" in record:
             self._tell(trainer, pl_module, record)

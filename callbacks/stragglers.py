@@ -1,4 +1,4 @@
-"""Who waits for whom: each rank's seconds of a step, gathered, and the ranks that others wait for, by name."""
+"""Stragglers: gathers each rank's seconds of every step and names the ranks that others wait for."""
 
 import logging
 import platform
@@ -21,13 +21,13 @@ from lightning_llm.tracking.files import STRAGGLER, Record, Status
 
 log = logging.getLogger(__name__)
 
-DOING = {"data": "waiting for its data", "compute": "computing", "rest": "at what it does between steps"}
+DOING = {"data": "loading data", "compute": "computing", "rest": "between steps"}
 LISTED_EVENTS = 100
-"""How many the summary lists."""
+"""Maximum number of stragglers in the summary."""
 
 
 class _Host(NamedTuple):
-    """Seconds by the host: the clock, and what it has waited for ranks and for batches (NaN: not known) by now."""
+    """Host times in seconds: clock, total wait for other ranks, total wait for batches (NaN: unknown)."""
 
     clock: float
     waited: float
@@ -35,22 +35,22 @@ class _Host(NamedTuple):
 
 
 class Stragglers(pl.Callback):
-    """Every rank times its steps; every `every_steps` rank 0 gathers that, adds to the record, and names who is slow:
+    """Times steps on every rank; every `every_steps`, rank 0 gathers the times, records them and names slow ranks:
 
-    - `ranks/compute_seconds`, `ranks/compute_seconds_max`: forward and backward, waits left out: the median over ranks,
-      and the most; `ranks/wait_seconds_min`, `ranks/wait_seconds_max`: of the same, waiting for other ranks;
-      `ranks/data_seconds_max`: waiting for the batch. Of the newest step
-    - every `figures_every_steps` `rank_compute_seconds/RANK` (median), `rank_jitter/RANK` (by how much of it the 95th
-      percentile exceeds it), `rank_wait_seconds/RANK` and `rank_data_seconds/RANK` (means), of up to 32 ranks
-    - `event` "straggler", with `event_ranks`, where a rank or the links have become slow; `straggler/RANK` is by what
-      share of a step, 0 where that is over (`straggler/links`)
+    - `ranks/compute_seconds`, `ranks/compute_seconds_max`: forward and backward without waits, median and maximum over
+      ranks; `ranks/wait_seconds_min`, `ranks/wait_seconds_max`: waiting for other ranks meanwhile;
+      `ranks/data_seconds_max`: waiting for the batch. All of the newest step
+    - every `figures_every_steps`: `rank_compute_seconds/RANK` (median), `rank_jitter/RANK` (relative excess of the 95th
+      percentile over it), `rank_wait_seconds/RANK` and `rank_data_seconds/RANK` (means), of up to 32 ranks
+    - `event` "straggler", with `event_ranks`, if a rank or the links have become slow; `straggler/RANK`
+      (`straggler/links`) is the slowdown as a share of a step, 0 once it is over
 
-    The first `warmup_steps` after a start are left out: what is compiled and connected then is no measure. How a rank
-    is judged, and compared with whom: `health/stragglers.py`. It is a `RunLogger` besides: `summary.json` has
-    `ranks` and `stragglers`.
+    The first `warmup_steps` after a start are excluded, because they include compiling and connecting. For the tests
+    and groups of ranks see `health/stragglers.py`. It is also a `RunLogger`: `summary.json` has `ranks` and
+    `stragglers`.
 
     Raises:
-        ConfigError: an argument is not in its range.
+        ConfigError: an argument is out of range.
     """
 
     def __init__(self, every_steps: int = 1, warmup_steps: int = 5, figures_every_steps: int = 32):
@@ -59,7 +59,7 @@ class Stragglers(pl.Callback):
         arguments["figures_every_steps"] = (figures_every_steps, 2)
         wrong = [(name, its, least) for name, (its, least) in arguments.items() if its < least]
         if wrong:
-            raise ConfigError([Problem(name, f"is {its}, must be {least} at least.") for name, its, least in wrong])
+            raise ConfigError([Problem(name, f"is {its}, must be at least {least}.") for name, its, least in wrong])
         self.detector: StragglerDetector
         self._since: _Host
         self._fetched: FetchClock | None = None
@@ -68,13 +68,13 @@ class Stragglers(pl.Callback):
         self._told: list[dict[str, Any]] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Put the clock of batches in place, if the one of `callbacks.throughput` is not."""
+        """Install the clock of batches, unless `callbacks.throughput` has."""
         self._fetched = FetchClock.of(trainer)
         self._clock = WaitClock(trainer.strategy.root_device)
         self._restart()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Begin to count. Collective."""
+        """Start to count. Collective."""
         layout: Layout = trainer.strategy.layout
         self.detector = StragglerDetector(counterparts(layout))
         self.hosts = [platform.node()] * layout.degrees.world
@@ -87,15 +87,15 @@ class Stragglers(pl.Callback):
         self._restart()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Note when the batch is there and computing begins."""
+        """Record the time when the batch has arrived and computation begins."""
         self._begin = self._clock.mark()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
-        """Note when gradients are those of all ranks."""
+        """Record the time when gradients are reduced over all ranks."""
         self._reduced = self._clock.mark()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Keep the step's seconds; gather them where it is time to. The host has waited for the device by now."""
+        """Keep the step's seconds; gather them if due. The host has already waited for the device."""
         self._rows.append(self._row())
         self._steps += 1
         if len(self._rows) == self.every_steps:
@@ -110,17 +110,17 @@ class Stragglers(pl.Callback):
         self._validation = self._now()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Take the validation out of the step."""
+        """Exclude the validation from the step's time."""
         self._since = _Host(
             *(then + took for then, took in zip(self._since, self._took(self._validation), strict=True))
         )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._counting.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._counting.close()
 
     def _now(self) -> _Host:
@@ -134,7 +134,7 @@ class Stragglers(pl.Callback):
         self._since = self._now()
 
     def _row(self) -> list[float]:
-        """Return the seconds of the step: those of `PARTS`, and those it waited; NaN where they are not known."""
+        """Return the seconds of the step for `PARTS`, and the seconds waited; NaN if unknown."""
         elapsed, waited = self._clock.between(self._begin, self._reduced)
         whole = self._took(self._since)
         rest = whole.clock - np.nan_to_num(whole.data) - elapsed - (whole.waited - waited)
@@ -157,7 +157,7 @@ class Stragglers(pl.Callback):
             self._tell(found, record)
 
     def _tell(self, found: Sequence[Straggler], record: dict[str, Any]) -> None:
-        """Name them on the terminal and in the record, where an event of the loss goes before."""
+        """Name them on the terminal and in the record; an event of the loss takes precedence."""
         named = [self._described(each) for each in found]
         record.update({f"straggler/{'links' if each.rank is None else each.rank}": each.share for each in found})
         for each in found:
@@ -174,7 +174,7 @@ class Stragglers(pl.Callback):
         return {**asdict(straggler), "host": host}
 
     def sentence(self, straggler: Straggler) -> str:
-        """Return what there is to say of `straggler`."""
+        """Return the message about `straggler`."""
         if straggler.rank is None:
             if straggler.over:
                 return "links are as they were"
@@ -193,16 +193,16 @@ class Stragglers(pl.Callback):
         )
 
     def open(self, facts: Mapping[str, Any], resumed_from_step: int | None) -> None:
-        """Do nothing: the run's folder asks for `summary_fields`."""
+        """Do nothing: the run's folder calls `summary_fields`."""
 
     def record(self, record: Record) -> None:
-        """Do nothing: what is known of it stands there."""
+        """Do nothing: the record already has its entries."""
 
     def close(self, status: Status, detail: str, figures: Mapping[str, Any]) -> None:
         """Do nothing."""
 
     def summary_fields(self) -> dict[str, Any]:
-        """Return the seconds of each rank over all steps of this start, and who was named."""
+        """Return the seconds of each rank over all steps of this start, and the named stragglers."""
         if not self._figures.steps:
             return {}
         return {"ranks": self._figures.of_all_steps(), "stragglers": self._told}
@@ -217,7 +217,7 @@ def counterparts(layout: Layout) -> list[list[int]]:
 
 
 def _gather(rows: list[list[float]], layout: Layout) -> Any:
-    """Return [steps, ranks, columns] on rank 0, None on others. Collective, on the CPU: no device is waited for."""
+    """Return [steps, ranks, columns] on rank 0, None on others. Collective on the CPU, without waiting for a device."""
     own = torch.tensor(rows, dtype=torch.float64)
     if layout.degrees.world == 1:
         return own[:, None].numpy()

@@ -12,13 +12,13 @@ log = logging.getLogger(__name__)
 
 
 class System(pl.Callback):
-    """Adds to a step's record, the first and then once every `every_seconds`, of the machine that rank 0 is on:
+    """Adds figures of rank 0's machine to the first step's record and then every `every_seconds`:
 
     - `system/cpu_percent`: of all its cores, by all processes, since the last such record
-    - `system/process_cpu_percent`: by rank 0's process, 100 for each core it kept busy
-    - `system/rss_bytes`: memory that rank 0 holds now; `system/available_bytes`: what the machine has left
+    - `system/process_cpu_percent`: by rank 0's process, 100 per busy core
+    - `system/rss_bytes`: resident memory of rank 0; `system/available_bytes`: available memory of the machine
     - `system/gpu_percent`: share of the time that a kernel ran on rank 0's GPU, `system/gpu_watts`: its power, both by
-      NVML; `system/gpu_memory_bytes`: memory in use on it, by whomever. Absent on CPU
+      NVML; `system/gpu_memory_bytes`: its memory in use by all processes. Absent on CPU
     """
 
     def __init__(self, every_seconds: float = 10.0):
@@ -28,13 +28,13 @@ class System(pl.Callback):
         self._nvml = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Begin to count processor time."""
+        """Start to count processor time."""
         psutil.cpu_percent()
         self._process.cpu_percent()
         self._due = 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Add the figures, where it is time to."""
+        """Add the figures if they are due."""
         now = time.monotonic()
         if not trainer.is_global_zero or now < self._due:
             return
@@ -58,7 +58,7 @@ class System(pl.Callback):
             try:
                 figures["system/gpu_percent"] = torch.cuda.utilization(device)
                 figures["system/gpu_watts"] = torch.cuda.power_draw(device) / 1000
-            except Exception as error:  # no nvidia-ml-py, no driver library, no right: each raises something else
+            except Exception as error:  # a missing package, driver or permission each raises another exception
                 self._nvml = False
                 log.warning("no GPU utilisation is recorded: %s: %s", type(error).__name__, error)
         return figures

@@ -1,4 +1,4 @@
-"""Training speed: tokens per second, where a step's time goes, and what share of the device's peak that is."""
+"""Training speed: tokens per second, the parts of a step's time, and the share of the device's peak (MFU)."""
 
 import time
 from typing import Any
@@ -12,7 +12,7 @@ from lightning_llm.base.hardware import device_name, gemm_format, peak_flops_per
 class FetchClock(PassThroughProfiler):
     """Sums the seconds that Lightning's training loop spends waiting for the next batch.
 
-    The loop tells its profiler when it starts and stops fetching; no callback hook lies between those points.
+    The loop notifies its profiler when it starts and stops fetching; there is no callback hook between these points.
     """
 
     def __init__(self) -> None:
@@ -22,13 +22,13 @@ class FetchClock(PassThroughProfiler):
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "FetchClock | None":
-        """Return the trainer's, put in place where there is none yet; None where a real profiler is there."""
+        """Return the trainer's clock, installing it if necessary; None if the trainer has a real profiler."""
         if type(trainer.profiler) is PassThroughProfiler:
             trainer.profiler = cls()
         return trainer.profiler if isinstance(trainer.profiler, cls) else None
 
     def start(self, action_name: str) -> None:
-        """Note the time if a training batch is being fetched."""
+        """Record the time if a training batch is being fetched."""
         if action_name == "[_TrainingEpochLoop].train_dataloader_next":
             self._since = time.perf_counter()
 
@@ -39,16 +39,16 @@ class FetchClock(PassThroughProfiler):
 
 
 class Throughput(pl.Callback):
-    """Adds to each step's record, for the whole run (all ranks) unless said otherwise:
+    """Adds to each step's record, over all ranks unless noted:
 
-    - `step_seconds`: wall time from the end of the step before to the end of this one, validations left out
+    - `step_seconds`: wall time from the end of the previous step to the end of this one, without validations
     - `data_seconds`: of that, waiting for the batch; `compute_seconds`: forward, backward and update (rank 0). The rest
       is Lightning's loop, callbacks and checkpoints
     - `tokens_per_second`; `tflops_per_second` by `pl_module.flops_per_token`, 1e12 FLOP/s
     - `mfu`: that over the dense peak of all ranks' devices (PaLM, appendix B, https://arxiv.org/abs/2204.02311), if the
-      peak is known for the device and the compute format. GEMMs that run natively in FP8 or FP4 count against that
-      peak, too, so the figure may pass 1; a plan uses the mixture's peak (docs/explanation/memory_and_time.md)
-    - `timing_warmup`: true in the first `warmup_steps` after a start, which are no measure of speed
+      peak is known for the device and the compute format. GEMMs that run natively in FP8 or FP4 also count against that
+      peak, so the figure may exceed 1; a plan uses the mixture's peak (docs/explanation/memory_and_time.md)
+    - `timing_warmup`: true in the first `warmup_steps` after a start, which do not measure normal speed
     """
 
     def __init__(self, warmup_steps: int = 10):
@@ -60,7 +60,7 @@ class Throughput(pl.Callback):
         self._previous_end = self._start = self._validation_start = 0.0
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Put the fetch clock in place, unless a real profiler is there: then `data_seconds` is left out."""
+        """Install the fetch clock, unless the trainer has a real profiler: then `data_seconds` is omitted."""
         self._clock = FetchClock.of(trainer)
         device = trainer.strategy.root_device
         peak = peak_flops_per_second(device_name(device), gemm_format(pl_module.config.precision.compute_dtype, device))
@@ -73,11 +73,11 @@ class Throughput(pl.Callback):
         self._previous_end = time.perf_counter()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Note when the batch is there and computing begins."""
+        """Record the time when the batch has arrived and computation begins."""
         self._start = time.perf_counter()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Add the step's figures to its record. The loss has been read by now, so the device has done its work."""
+        """Add the step's figures to its record. The loss has been read, so the device has finished the step."""
         end = time.perf_counter()
         step_seconds = end - self._previous_end
         tokens_per_second = pl_module.step_tokens / step_seconds
@@ -100,5 +100,5 @@ class Throughput(pl.Callback):
         self._validation_start = time.perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Take the validation out of the step's time."""
+        """Exclude the validation from the step's time."""
         self._previous_end += time.perf_counter() - self._validation_start

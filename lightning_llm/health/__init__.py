@@ -1,1 +1,1 @@
-"""Health of the ranks of a run: what their devices, links, memory and disk do, and whether their numbers are right."""
+"""Machine health of a run's ranks: speed and correctness of devices, links, memory and disk."""

@@ -1,4 +1,4 @@
-"""The health check of all ranks of a run, part by part, and who is to blame; every rank comes to the same report."""
+"""Health check of all ranks of a run, part by part; names the ranks at fault. Every rank gets the same report."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,14 +30,14 @@ from lightning_llm.health.report import HealthReport, RankFigures
 
 MESSAGES = "messages to and from other ranks"
 SALTS = (1, 7)
-"""Of the numbers that a collective is called with before and after it is timed."""
+"""Salts of the known numbers with which a collective is called before and after timing."""
 LARGEST_SHARE_VERIFIED = 0.5
-"""Of a device's free memory, or of a rank's part of the machine's."""
+"""Share of a device's free memory, or of a rank's part of the machine's memory."""
 SECOND_LOOK_SECONDS = 1.0
-"""After which ranks that seem slow are looked at once more: what passes by in between is no property of theirs."""
+"""Seconds until ranks that seem slow are measured again, so that a temporary disturbance is not blamed on them."""
 Measured = TypeVar("Measured")
 Rounds = Mapping[str, Sequence[Sequence[float]]]
-"""By kind of work seconds [rounds][ranks]."""
+"""Kind of work -> seconds [rounds][ranks]."""
 
 
 def check_health(
@@ -47,30 +47,30 @@ def check_health(
     folder: Path | None = None,
     least_slowdown: float = LEAST_SLOWDOWN,
 ) -> HealthReport:
-    """Measure everything on all ranks, and return the report, the same on each. Collective.
+    """Measure everything on all ranks and return the report, the same on each. Collective.
 
     Args:
-        ranks: who takes part.
-        device: this rank's.
-        extent: how much.
-        folder: whose disk is measured, once on each machine.
-        least_slowdown: the share by which a rank must be slower than the others to be named.
+        ranks: the participating ranks.
+        device: device of this rank.
+        extent: amount of work.
+        folder: folder on the disk to measure, once per machine.
+        least_slowdown: a rank is named only if it is slower than the others by this share.
 
     Raises:
-        UnhealthyError: a rank did not come to a part within the ranks' timeout.
+        UnhealthyError: a rank did not reach a part within the ranks' timeout.
     """
     return _Check(ranks, device, extent, least_slowdown).report(folder)
 
 
 class _Check:
-    """One check; `wrong` and `slow` gather what it finds. All methods are collective."""
+    """One check; `wrong` and `slow` collect its findings. All methods are collective."""
 
     def __init__(self, ranks: Ranks, device: torch.device, extent: Extent, least_slowdown: float):
         self.ranks, self.device, self.extent, self.least_slowdown = ranks, device, extent, least_slowdown
-        self.timer = Timer(device, 0.9 * ranks.timeout_seconds)  # before NCCL's own watchdog, which ends the process
+        self.timer = Timer(device, 0.9 * ranks.timeout_seconds)  # before NCCL's watchdog, which ends the process
         self.links = extent.link_bytes if ranks.world > 1 else None
         self.formats = formats_of(device)
-        # Two ranks have their link in common.
+        # With two ranks, both share the only link.
         kinds = len(self.formats) + 1 + (self.links is not None and ranks.world > 2)
         self.tests = ranks.world * kinds
         self.wrong: list[str] = []
@@ -91,7 +91,7 @@ class _Check:
             device_type=device.type,
             tflops={name: 2 * side**3 / seconds[gemm(name)] / 1e12 for name in self.formats},
             peaks={name: peak_tflops(device, name) for name in self.formats},
-            copy_gb_per_second=2 * self.extent.copy_bytes / seconds[COPY] / 1e9,  # read and written
+            copy_gb_per_second=2 * self.extent.copy_bytes / seconds[COPY] / 1e9,  # bytes read plus bytes written
             free_bytes=free,
             total_bytes=total,
             verified_bytes=verified,
@@ -101,7 +101,7 @@ class _Check:
         return HealthReport(every, collectives, links, disks, wrong, self.slow, self.least_slowdown)
 
     def _twice_if_slow(self, look: Callable[[], tuple[Measured, Rounds]]) -> Measured:
-        """Return what `look` measures; ranks that are slow in it, and in a second look, are noted."""
+        """Return the measurement of `look`; ranks that are slow in it and in a repetition are added to `slow`."""
         measured, rounds = look()
         if slow := self._slow_in(rounds):
             time.sleep(SECOND_LOOK_SECONDS)
@@ -131,7 +131,7 @@ class _Check:
                 yield timed
 
     def _contributors(self, name: str, size: int) -> str:
-        """Return whose part of a sum is wrong, where that can be told."""
+        """Return the ranks that contributed wrong numbers to a sum, as far as that can be determined."""
         ranks = self.ranks
 
         def are_right(groups: Sequence[Sequence[int]]) -> list[bool]:
@@ -146,9 +146,9 @@ class _Check:
 
         named, suspects = blamed_ranks(ranks.world, are_right)
         if named:
-            return "wrong by what " + " and ".join(ranks.name(each) for each in named) + " adds"
+            return "wrong contribution of " + " and ".join(ranks.name(each) for each in named)
         if suspects:
-            return "wrong by what one of " + ", ".join(ranks.name(each) for each in suspects) + " adds"
+            return "wrong contribution of one of " + ", ".join(ranks.name(each) for each in suspects)
         return "wrong among all ranks, and right once more or in smaller groups, so that no rank can be named"
 
     def _device_speeds(self) -> tuple[dict[str, float], Rounds]:
@@ -160,7 +160,7 @@ class _Check:
         return mine, {work: list(zip(*(its[work] for its in every), strict=True)) for work in mine}
 
     def _links(self) -> tuple[LinkReport, Rounds]:
-        """Return the matrix of links, and what each rank's messages took by round."""
+        """Return the matrix of links, and the seconds of each rank's messages by round."""
         ranks = self.ranks
         with ranks.part("messages between two ranks"):
             messages, small = (Messages(size, ranks, self.timer) for size in (self.links or 0, 1))
@@ -170,22 +170,22 @@ class _Check:
         return report, {MESSAGES: report.by_round} if ranks.world > 2 else {}
 
     def _verify_memory(self) -> int:
-        """Return the bytes that were written and read on this rank."""
+        """Return the bytes of memory written and read on this rank."""
         ranks, on_cuda = self.ranks, self.device.type == "cuda"
         if on_cuda:
             torch.cuda.empty_cache()
         free = memory_bytes(self.device)[0] // (1 if on_cuda else ranks.local_world)
         verified = min(self.extent.verify_bytes, int(LARGEST_SHARE_VERIFIED * free)) // 8 * 8
         with ranks.part("memory"):
-            ranks.meet()  # before others take theirs
+            ranks.meet()  # before other ranks allocate their memory
             for rank, count in enumerate(ranks.share(wrong_words(verified, self.device))):
                 if count:
-                    text = f"{count} words of 8 bytes on {ranks.name(rank)} were not read as they were written"
+                    text = f"{count} 8-byte words on {ranks.name(rank)} were read with other values than written"
                     self.wrong.append(f"memory: {text}")
         return verified
 
     def _disks(self, folder: Path, size_bytes: int) -> dict[str, DiskReport]:
-        """Return what each machine's disk does, measured by its first rank."""
+        """Return the measurements of each machine's disk, made by its first rank."""
         here: DiskReport | str | None = None
         found = {}
         with self.ranks.part("the disk"):
@@ -198,7 +198,7 @@ class _Check:
         for host, its in zip(self.ranks.hosts, every, strict=True):
             if isinstance(its, DiskReport):
                 found[host] = its
-                its = f"{its.folder} gave other bytes back than it was given" if its.wrong else None
+                its = f"{its.folder} returned other bytes than were written" if its.wrong else None
             if its is not None:
                 self.wrong.append(f"disk of {host}: {its}")
         return found
@@ -207,12 +207,12 @@ class _Check:
 def _example(faults: Sequence[WrongValues]) -> str:
     first = min(faults, key=lambda each: each.receiver)
     count = f"{first.elements} element{'s' if first.elements > 1 else ''}"
-    values = f"{first.got:.9g} and must be {first.expected:.9g}"
-    return f"{count} on rank {first.receiver}: the first, {first.index}, is {values}"
+    values = f"{first.got:.9g}, must be {first.expected:.9g}"
+    return f"{count} on rank {first.receiver}: the first, at index {first.index}, is {values}"
 
 
 def blamed_pairs(found: Iterable[WrongValues], hosts: Sequence[str]) -> str:
-    """Return who is at fault where each number's sender is known: a rank that all its peers blame, or pairs.
+    """Return the ranks at fault if each number's sender is known: a rank blamed by all its peers, or pairs of ranks.
 
     `hosts`: the machine of each rank.
     """
@@ -223,22 +223,22 @@ def blamed_pairs(found: Iterable[WrongValues], hosts: Sequence[str]) -> str:
          >= set(everyone) - {rank}]
         for end in (1, 0)
     )  # fmt: skip
-    named = [f"what rank {rank} ({hosts[rank]}) sends" for rank in sending]
-    named += [f"what rank {rank} ({hosts[rank]}) receives" for rank in receiving]
+    named = [f"data sent by rank {rank} ({hosts[rank]})" for rank in sending]
+    named += [f"data received by rank {rank} ({hosts[rank]})" for rank in receiving]
     left = sorted((a, b) for a, b in pairs if a not in sending and b not in receiving)
-    named += [f"what goes from rank {a} ({hosts[a]}) to rank {b} ({hosts[b]})" for a, b in left]
-    return f"wrong is {', '.join(named)}"
+    named += [f"data sent from rank {a} ({hosts[a]}) to rank {b} ({hosts[b]})" for a, b in left]
+    return f"wrong: {', '.join(named)}"
 
 
 def blamed_ranks(world: int, are_right: Callable[[Sequence[Sequence[int]]], list[bool]]) -> tuple[list[int], list[int]]:
-    """Return the ranks whose part of a sum is wrong, and those of which one has it that cannot be told from another.
+    """Return (ranks that contribute wrong numbers to a sum, ranks among which one does that cannot be identified).
 
-    Groups of ranks sum without the others: a group whose sum is right clears its ranks, any other is halved; what is
-    left is paired with a cleared rank. Both lists are empty where every smaller group is right.
+    Groups of ranks sum separately: a correct sum clears the ranks of the group, other groups are halved. The remaining
+    ranks are paired with a cleared one. Both lists are empty if every smaller group is correct.
 
     Args:
-        world: how many ranks there are.
-        are_right: has groups without a common rank sum each by itself, and says which sums came out right.
+        world: number of ranks.
+        are_right: lets disjoint groups sum separately and returns whether each sum is correct.
     """
     cleared: set[int] = set()
     suspects: list[int] = []
@@ -256,7 +256,7 @@ def blamed_ranks(world: int, are_right: Callable[[Sequence[Sequence[int]]], list
         suspects += [group[0] for group in halves if len(group) == 1]
         groups = [group for group in halves if len(group) > 1]
     suspects.sort()
-    if not cleared and len(suspects) > 2:  # of three ranks, one of them wrong, there is a pair that is right
+    if not cleared and len(suspects) > 2:  # if one of three ranks is wrong, one pair is right
         cleared = set(next((pair for pair in combinations(suspects[:3], 2) if are_right([pair])[0]), ()))
     if not cleared:
         return [], suspects

@@ -1,11 +1,11 @@
-"""Collectives by message size: their time, bandwidths as nccl-tests defines them, and whether what came is right.
+"""Collectives by message size: their time, bandwidths as nccl-tests defines them, and correctness of their results.
 
 Sizes and bus bandwidths: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. A size is that of the
-whole buffer: what is reduced, what is gathered, what is scattered, what a rank sends to all together. Algorithm
-bandwidth is size over time; bus bandwidth is that times what each link carries of it.
+whole buffer that is reduced, gathered, scattered, or sent by a rank to all others together. Algorithm bandwidth is size
+over time; bus bandwidth is algorithm bandwidth times the share of the data that each link carries.
 
-Rank r's element i is `weight(r)` x `base(i)`, whole numbers so small that sums over all ranks are exact in fp32: every
-rank knows the result of a collective to the last bit.
+Element i of rank r is `weight(r)` x `base(i)`, integers so small that sums over all ranks are exact in fp32. So every
+rank knows the exact result of a collective.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,16 +26,17 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
     "all_to_all": lambda ranks: (ranks - 1) / ranks,
 }
-"""Bus over algorithm bandwidth, by collective."""
+"""Ratio of bus to algorithm bandwidth, by collective."""
 SUMS = ("all_reduce", "reduce_scatter")
-"""Those that add numbers up, so that a wrong one does not tell whose it is."""
+"""Collectives that sum, so that a wrong number does not identify its rank."""
 LEAST_TIMES, MOST_TIMES = 3, 50
-"""How often one is called, back to back."""
+"""Minimum and maximum number of consecutive calls."""
 
 
 @dataclass(frozen=True)
 class WrongValues:
-    """What a rank found wrong: `elements` of its result, the first at `index`; `sources`: whose they are, if known."""
+    """Errors found by a rank: `elements` of its result are wrong, the first at `index`; `sources`: senders, if
+    known."""
 
     receiver: int
     elements: int
@@ -62,12 +63,13 @@ class CollectiveTime:
 
     @property
     def bus_gb_per_second(self) -> float:
-        """What a link carries, 10^9 bytes per second: comparable over numbers of ranks."""
+        """Bandwidth of a link, 10^9 bytes per second, comparable over numbers of ranks."""
         return self.algorithm_gb_per_second * BUS_FACTORS[self.collective](self.ranks)
 
 
 class Exchange:
-    """One collective among `members` of `ranks`, with buffers for `size_bytes`, rounded to as much for each member."""
+    """One collective among `members` of `ranks`, with buffers of `size_bytes`, rounded to equal parts for all
+    members."""
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class Exchange:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ):
-        """`group`: that of `members`, in their order."""
+        """`group`: the group of `members`, in their order."""
         self.collective, self.members, self.ranks, self.group = collective, list(members), ranks, group
         count = len(self.members)
         self.block = max(1, size_bytes // ELEMENT_BYTES // count)
@@ -90,7 +92,7 @@ class Exchange:
         self.received = self.sent if collective == "all_reduce" else torch.zeros(received, device=device)
 
     def run(self) -> None:
-        """Call it. Collective over the members."""
+        """Call the collective. Collective over the members."""
         if self.collective == "all_reduce":
             dist.all_reduce(self.sent, group=self.group)
         elif self.collective == "all_gather":
@@ -101,7 +103,7 @@ class Exchange:
             dist.all_to_all_single(self.received, self.sent, group=self.group)
 
     def wrong_after_run(self, salt: int) -> WrongValues | None:
-        """Call it with known numbers; return what is wrong with what came. Collective over the members."""
+        """Call it with known numbers; return the errors in the result. Collective over the members."""
         rank, own = self.ranks.rank, self.members.index(self.ranks.rank)
         first = own * self.block if self.collective == "all_gather" else 0
         self.sent.copy_(self._base(first, len(self.sent), salt) * pattern.weight(rank))
@@ -115,7 +117,7 @@ class Exchange:
         return WrongValues(rank, len(unlike), index, *values, tuple(self.members[each] for each in blocks))
 
     def silence(self) -> None:
-        """Make all numbers zero, which stay so however often they are summed."""
+        """Set all numbers to zero, so that repeated sums do not overflow."""
         self.sent.zero_()
 
     def _expected(self, own: int, salt: int) -> Tensor:
@@ -123,8 +125,8 @@ class Exchange:
             return self._base(0, len(self.received), salt) * pattern.total_weight(self.members)
         if self.collective == "reduce_scatter":
             return self._base(own * self.block, self.block, salt) * pattern.total_weight(self.members)
-        each = pattern.weights(self.members, self.sent.device)  # by whom it was sent, one block below the other
-        if self.collective == "all_to_all":  # what each has for this rank
+        each = pattern.weights(self.members, self.sent.device)  # one block per sender
+        if self.collective == "all_to_all":  # the part of each sender for this rank
             return (self._base(own * self.block, self.block, salt) * each).flatten()
         return (self._base(0, len(self.received), salt).view(-1, self.block) * each).flatten()
 
@@ -133,7 +135,7 @@ class Exchange:
 
 
 def time_collective(exchange: Exchange, timer: Timer, budget_seconds: float) -> CollectiveTime:
-    """Return its time over as many calls as fit into `budget_seconds`, back to back. Collective."""
+    """Return the time over as many consecutive calls as fit into `budget_seconds`. Collective."""
     ranks = exchange.ranks
     exchange.silence()
     slowest = max(ranks.share(timer.seconds(exchange.run)))
@@ -144,7 +146,7 @@ def time_collective(exchange: Exchange, timer: Timer, budget_seconds: float) -> 
 
 
 LARGEST_EXACT = 2**24
-"""Whole numbers up to here are exact in fp32."""
+"""Integers up to here are exact in fp32."""
 WEIGHTS, MOST_BITS = 61, 7
 
 
@@ -154,7 +156,7 @@ def weights(members: Sequence[int], device: torch.device) -> Tensor:
 
 
 def weight(rank: int) -> int:
-    """Return what tells `rank`'s numbers from its neighbours'."""
+    """Return the factor that distinguishes `rank`'s numbers from its neighbors'."""
     return 1 + rank % WEIGHTS
 
 
@@ -164,9 +166,9 @@ def total_weight(members: Sequence[int]) -> int:
 
 
 def base(first: int, count: int, world: int, salt: int, device: torch.device) -> Tensor:
-    """Return fp32 [count] of elements `first` ... of `world` ranks; another `salt`, other numbers.
+    """Return fp32 [count], the elements from `first` on, for `world` ranks; another `salt` gives other numbers.
 
-    Unlike at neighbouring places, so that what lands at another place is seen (of up to 60,000 ranks).
+    Neighboring elements differ, so that misplaced data is detected (up to 60,000 ranks).
     """
     bits = min(MOST_BITS, max(0, (LARGEST_EXACT // (WEIGHTS * world)).bit_length() - 2))
     index = torch.arange(first + salt, first + salt + count, device=device)

@@ -1,6 +1,6 @@
-"""One device per rank: GEMMs of each number format, memory (size, speed, faults), timed in rounds that ranks share.
+"""Checks of each rank's device: GEMMs of each number format, and memory (size, speed, faults), timed in rounds.
 
-`Extent` sets how much a check measures: in full by the verb, in short before a run.
+`Extent` sets the amount of work: full for the verb, short before a run.
 """
 
 import os
@@ -22,10 +22,10 @@ from lightning_llm.parallel.torch_private import scaled_product
 
 @dataclass(frozen=True)
 class Extent:
-    """`sizes_bytes`: of collectives, each timed for some `size_seconds`; `product_side`: of the matrices of GEMMs.
+    """Amount of work. `sizes_bytes`: of collectives, each timed for about `size_seconds`. `product_side`: of GEMMs.
 
-    `copy_bytes`: of a memory copy; `verify_bytes`: at most so much memory is written and read. `link_bytes`: of a
-    message between two ranks, `disk_bytes`: of a file; None: not at all.
+    `copy_bytes`: of a memory copy. `verify_bytes`: at most this much memory is written and read. `link_bytes`: of a
+    message between two ranks. `disk_bytes`: of a file. None: not measured.
     """
 
     sizes_bytes: tuple[int, ...]
@@ -45,15 +45,15 @@ SHORT = {
     "cpu": Extent((1 << 16,), 0.02, 256, 1 << 25, 1 << 22),
     "cuda": Extent((1 << 20, 1 << 25), 0.1, 4096, 1 << 28, 1 << 30),
 }
-"""By kind of device."""
+"""Extents by kind of device."""
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = (*DTYPES, "fp8")
-"""In which speed is measured. fp4 takes scales by block that torch has no documented way to hand in."""
+"""Formats in which speed is measured. Not fp4: torch has no documented way to pass its block scales."""
 LARGEST_OPERAND = 2
 
 
 def formats_of(device: torch.device) -> tuple[str, ...]:
-    """Return the formats that `device` multiplies: a GPU's by its compute capability; a CPU's as models use them."""
+    """Return the formats to measure: on a GPU those of its compute capability, on a CPU those that models use."""
     if device.type != "cuda":
         return "fp32", "bf16"
     capability = torch.cuda.get_device_capability(device)
@@ -63,7 +63,7 @@ def formats_of(device: torch.device) -> tuple[str, ...]:
 
 
 def peak_tflops(device: torch.device, number_format: str) -> float | None:
-    """Return the data sheet's dense peak, 10^12 FLOP/s; None where no table has it, as of any CPU."""
+    """Return the data sheet's dense peak, 10^12 FLOP/s; None if no table has it, e.g. for CPUs."""
     peak = peak_flops_per_second(device_name(device), number_format)
     return None if peak is None else peak / 1e12
 
@@ -94,7 +94,7 @@ class SquareProduct:
             return product(self.left, self.right)
 
     def wrong_elements(self) -> int:
-        """Return how many elements of the product are wrong; of an fp32 one, rows."""
+        """Return the number of wrong elements of the product; in fp32, of wrong rows."""
         with _fp32_as("fp32"):
             exact = self.a @ self.b
         ones = torch.ones(self.side, dtype=torch.float64, device=exact.device)
@@ -107,7 +107,7 @@ class SquareProduct:
 
 @contextmanager
 def _fp32_as(number_format: str) -> Iterator[None]:
-    """Have products of fp32 matrices run as tf32, or as what they are."""
+    """Context in which fp32 matrices are multiplied as tf32, or in full fp32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if number_format == "tf32" else "highest")
     try:
@@ -117,12 +117,12 @@ def _fp32_as(number_format: str) -> Iterator[None]:
 
 
 PATTERNS = (0x5555555555555555, ~0x5555555555555555)
-"""Every bit is written both ways; mixed with the place, so that one that answers for another is seen, too."""
+"""Every bit is written as 0 and 1, combined with the address, so that aliased addresses are detected, too."""
 CHUNK_BYTES = 1 << 30
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the free and the whole memory of `device`, or of the machine, in bytes."""
+    """Return the free and the total memory of `device`, or of the machine, in bytes."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
@@ -143,7 +143,7 @@ class Copy:
 
 
 def wrong_words(size_bytes: int, device: torch.device) -> int:
-    """Write `size_bytes` of memory, all of it before any is read; return how many words of 8 bytes read otherwise."""
+    """Write `size_bytes` of memory before reading any of it; return the number of 8-byte words with another value."""
     whole, rest = divmod(size_bytes, CHUNK_BYTES)
     counts = [count for count in [*[CHUNK_BYTES // 8] * whole, rest // 8] if count]
     chunks = [torch.empty(count, dtype=torch.int64, device=device) for count in counts]
@@ -160,7 +160,7 @@ def _wrong_words(chunks: list[torch.Tensor], bits: int) -> int:
 
 
 def _written(chunk: torch.Tensor, number: int, bits: int) -> torch.Tensor:
-    """Fill `chunk`, the `number`-th, with the pattern of `bits`; return it."""
+    """Fill `chunk`, number `number`, with the pattern of `bits`; return it."""
     first = number * (CHUNK_BYTES // 8)
     torch.arange(first, first + len(chunk), out=chunk)
     return chunk.bitwise_xor_(bits)
@@ -171,12 +171,13 @@ WARM_UP_ROUNDS = 2
 
 
 def gemm(number_format: str) -> str:
-    """Return what GEMMs in `number_format` are called among kinds of work."""
+    """Return the name of GEMMs in `number_format` among the kinds of work."""
     return f"{number_format} GEMM"
 
 
 def shares_cores(ranks: Ranks, device: torch.device) -> bool:
-    """Return whether ranks of any machine have more threads than cores: one's work is another's wait. Collective."""
+    """Return whether the ranks of any machine have more threads than cores, so that they slow each other.
+    Collective."""
     here = device.type != "cuda" and ranks.local_world * torch.get_num_threads() > (os.cpu_count() or 1)
     return any(ranks.share(here))
 
@@ -184,10 +185,10 @@ def shares_cores(ranks: Ranks, device: torch.device) -> bool:
 def device_seconds(
     ranks: Ranks, device: torch.device, timer: Timer, extent: Extent, rounds: int, wrong: list[str]
 ) -> list[dict[str, list[float]]]:
-    """Return by rank and kind of work the seconds of each round; add to `wrong` what GEMMs got wrong. Collective.
+    """Return the seconds of each round by rank and kind of work; add wrong GEMM results to `wrong`. Collective.
 
-    All ranks work at once; those that share cores one after the other, in an order that turns by a place each round, so
-    that no rank has the cores when others leave them alone, or want them.
+    All ranks work at the same time. Ranks that share cores take turns, in an order that rotates each round, so that
+    none is favored by its position.
     """
     products = {each: SquareProduct(each, extent.product_side, device) for each in formats_of(device)}
     work: dict[str, Callable[[], Any]] = {gemm(name): product.run for name, product in products.items()}

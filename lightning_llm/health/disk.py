@@ -1,4 +1,4 @@
-"""The disk that runs are written to: free bytes, speeds past the page cache, and how long a record takes to be safe."""
+"""Checks of the disk of the run folder: free bytes, speeds without the page cache, and seconds to fsync a record."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ RECORDS = 20
 
 @dataclass(frozen=True)
 class DiskReport:
-    """What the disk of `folder` does; `wrong`: it gave other bytes back than it was given."""
+    """Measurements of the disk of `folder`; `wrong`: it returned other bytes than were written."""
 
     folder: str
     free_bytes: int
@@ -29,22 +29,22 @@ class DiskReport:
 
     @property
     def fsyncs_per_second(self) -> float:
-        """How many records a second could be made safe."""
+        """Number of records per second that can be written with fsync."""
         return 1 / self.fsync_seconds
 
 
 def nearest_folder(folder: Path) -> Path:
-    """Return `folder`, or the nearest above it that is there."""
+    """Return `folder`, or its nearest existing parent."""
     return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
 
 
 def measure_disk(folder: Path, size_bytes: int) -> DiskReport:
-    """Write a file of `size_bytes` near `folder`, read it past the page cache, and write records that are synced.
+    """Write a file of `size_bytes` near `folder`, read it without the page cache, and write records with fsync.
 
-    A write counts until the disk has it (fsync). Nothing is left behind. At most a tenth of the free bytes are written.
+    The time of a write includes fsync. All files are removed. At most a tenth of the free bytes are written.
 
     Raises:
-        OSError: it cannot be written there.
+        OSError: the folder is not writable.
     """
     there = nearest_folder(folder)
     usage = shutil.disk_usage(there)
@@ -57,7 +57,7 @@ def measure_disk(folder: Path, size_bytes: int) -> DiskReport:
             _write(number, block)
         os.fsync(number)
         written = time.perf_counter() - start
-        if hasattr(os, "posix_fadvise"):  # Linux: clean pages leave the cache
+        if hasattr(os, "posix_fadvise"):  # Linux: drop clean pages from the cache
             os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
         start = time.perf_counter()
         read = [os.pread(number, BLOCK_BYTES, each * BLOCK_BYTES) for each in range(blocks)]
@@ -69,7 +69,7 @@ def measure_disk(folder: Path, size_bytes: int) -> DiskReport:
 
 
 def _blocks(count: int) -> Iterator[bytes]:
-    """Yield random blocks, which no file system stores in less: the same bytes, turned by as many places."""
+    """Yield random blocks, which a file system cannot compress: rotations of the same bytes."""
     content = os.urandom(BLOCK_BYTES)
     for each in range(count):
         yield content[each:] + content[:each]

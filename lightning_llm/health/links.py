@@ -1,7 +1,7 @@
-"""Messages between each two ranks: a matrix of bandwidths, what a message of next to nothing takes, and their values.
+"""Messages between all pairs of ranks: a matrix of bandwidths, latencies of small messages, and correctness.
 
-Where each rank has a device of its own, pairs send at the same time, each rank in one of them (the circle method for
-round-robin tournaments); ranks that share CPU cores take turns.
+If each rank has its own device, disjoint pairs send at the same time (the circle method of round-robin tournaments).
+Ranks that share CPU cores take turns.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,9 +21,9 @@ LATENCY_ROUNDS = 5
 
 @dataclass(frozen=True)
 class LinkReport:
-    """`gb_per_second` [from][to], 10^9 bytes per second; `latency_seconds` alike, one way; 0 of a rank to itself.
+    """`gb_per_second` [from][to], 10^9 bytes per second; `latency_seconds` [from][to], one way; 0 on the diagonal.
 
-    `by_round` [rounds][ranks]: what a rank's messages take, to and from the peer of its median link.
+    `by_round` [rounds][ranks]: seconds of a rank's messages to and from the peer of its median link.
     """
 
     size_bytes: int
@@ -33,7 +33,7 @@ class LinkReport:
 
 
 def pairings(world: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield sets of pairs without a common rank, in which each pair stands once."""
+    """Yield sets of disjoint pairs; each pair occurs once."""
     places: list[int | None] = [*range(world), *([None] if world % 2 else [])]
     for _ in range(len(places) - 1):
         half = len(places) // 2
@@ -57,7 +57,7 @@ class Messages:
     def receive_seconds(self, peer: int) -> float:
         """Receive from `peer` and send to it, the higher rank first; return the seconds of receiving. Collective.
 
-        From the word that this rank is ready to the message's end. Values are looked at.
+        Timed from this rank's ready signal to the end of the message. Values are verified.
         """
         seconds = 0.0
         for receives in (self.ranks.rank > peer, self.ranks.rank < peer):
@@ -67,7 +67,7 @@ class Messages:
             else:
                 dist.recv(self.ready, peer, group=self.ranks.group)
                 dist.send(self.sent, peer, group=self.ranks.group)
-                dist.recv(self.ready, peer, group=self.ranks.group)  # it has come, not only left
+                dist.recv(self.ready, peer, group=self.ranks.group)  # confirms arrival, not only sending
         self.timer.wait()
         self._look(self.received, peer)
         return seconds
@@ -89,7 +89,7 @@ class Messages:
 def measure_links(
     messages: Messages, small: Messages, rounds: int, shares_cores: bool
 ) -> tuple[LinkReport, list[WrongValues]]:
-    """Return the matrix, and what each rank found wrong. Collective."""
+    """Return (matrix, errors found by each rank). Collective."""
     ranks, world = messages.ranks, messages.ranks.world
     visit = _turns if shares_cores else _together
     large = [visit(messages) for _ in range(rounds)]
@@ -101,7 +101,7 @@ def measure_links(
     middle = [median_low(each.values()) for each in large]
     found = ranks.share((medians(large), medians(tiny), middle, list(messages.wrong.values())))
     size = messages.sent.numel() * ELEMENT_BYTES
-    # A rank knows what it has received: a column of the matrix.
+    # Each rank measures its receives: a column of the matrix.
     rates = [
         [size / found[to][0][source] / 1e9 if to != source else 0.0 for to in range(world)] for source in range(world)
     ]
@@ -121,7 +121,7 @@ def _turns(messages: Messages) -> dict[int, float]:
 def _visits(
     messages: Messages, at_once: Callable[[list[tuple[int, int]]], list[list[tuple[int, int]]]]
 ) -> dict[int, float]:
-    """Return by peer the seconds of receiving from it, once from each."""
+    """Return the seconds of receiving once from each peer, by peer."""
     seconds, rank = {}, messages.ranks.rank
     for pairing in pairings(messages.ranks.world):
         for pairs in at_once(pairing):

@@ -1,11 +1,11 @@
-"""Ranks that are slower than the others: a test with a known rate of false alarms, whatever the noise looks like.
+"""Test for ranks that are slower than the others, with a bounded rate of false alarms under any noise.
 
-In each of `rounds` rounds every rank does the same work. A rank counts as slow in a round if it takes more than
-1 + `least_slowdown` times the median of the others. Were it slower by no more than that, it would be so in at most half
-of the rounds: where the times of one round are exchangeable but for that factor, each order of them is as likely, and
-half of the orders, or fewer, put it behind the (upper) median of the rest. So the rounds in which it counts are at most
-binomial(rounds, 1/2), however the times are distributed and whatever slows all ranks at once. It is an outlier where
-so many are less likely than `ALPHA`, shared out over all tests of a check (Bonferroni).
+In each of `rounds` rounds every rank does the same work. A rank is slow in a round if it takes more than
+1 + `least_slowdown` times the median of the others. A rank that is slower by at most this factor is slow in at most
+half of the rounds: if the times of one round, up to the factor, are exchangeable, all orders are equally likely, and at
+most half of them place it after the (upper) median of the others. So its number of slow rounds is at most
+binomial(rounds, 1/2), for any distribution of times and any disturbance of all ranks at once. It is an outlier if the
+probability of its number is below `ALPHA`, divided by the number of tests of a check (Bonferroni).
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,18 @@ from math import comb
 from statistics import median
 
 ALPHA = 0.001
-"""The most that the rate of checks may be which name any rank that is not slow: one in a thousand."""
+"""Upper bound of the share of checks that name a rank which is not slow: one in a thousand."""
 LEAST_SLOWDOWN = 0.1
-"""The share by which a rank is slower that matters. Devices of one kind differ in GEMM speed by some 8 % as they are
+"""Slowdown that matters. GEMM speeds of healthy devices of one kind differ by about 8 %
 (Sinha et al., Not All GPUs Are Created Equal, SC22: arXiv 2208.11035)."""
 SHARE_MISSED = 0.1
-"""Of the rounds: how many a slow rank may be as fast as the others in, and is still found."""
+"""A slow rank is still found if it is as fast as the others in this share of the rounds."""
 
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that takes `factor` times what the others do for `work`: in `slow_rounds` of `rounds` beyond the limit."""
+    """A rank that takes `factor` times as long as the others for `work`; beyond the limit in `slow_rounds` of
+    `rounds`."""
 
     rank: int
     work: str
@@ -35,7 +36,7 @@ class SlowRank:
 
 
 def rounds_for(tests: int) -> int:
-    """Return the fewest rounds in which `tests` tests name a rank that is slow in all but `SHARE_MISSED` of them."""
+    """Return the fewest rounds in which `tests` tests find a rank that is slow in all but `SHARE_MISSED` of them."""
     rounds = 1
     while tail(rounds, rounds - int(SHARE_MISSED * rounds)) > ALPHA / tests:
         rounds += 1
@@ -43,16 +44,16 @@ def rounds_for(tests: int) -> int:
 
 
 def tail(rounds: int, successes: int) -> float:
-    """Return the chance of `successes` or more in `rounds` tosses of a fair coin."""
+    """Return the probability of at least `successes` heads in `rounds` tosses of a fair coin."""
     return sum(comb(rounds, each) for each in range(successes, rounds + 1)) / 2**rounds
 
 
 def medians_of_others(values: Sequence[float]) -> list[float]:
-    """Return for each of two values or more the (upper) median of all but itself."""
+    """Return for each of two or more values the (upper) median of the others."""
     order = sorted(range(len(values)), key=values.__getitem__)
     middle = (len(values) - 1) // 2
     found = [values[order[middle]]] * len(values)
-    for place in range(middle + 1):  # without one of these the others move down by one
+    for place in range(middle + 1):  # without one of these, the others move down by one
         found[order[place]] = values[order[middle + 1]]
     return found
 
@@ -63,9 +64,9 @@ def slow_ranks(
     """Return the ranks that are slow at `work`, the slowest first.
 
     Args:
-        work: what they did, for the reader.
-        seconds: [rounds][ranks]: what each took.
-        tests: how many ranks and kinds of work are judged in all, which share `ALPHA`.
+        work: name of the work, for messages.
+        seconds: [rounds][ranks].
+        tests: total number of tests (ranks times kinds of work), which share `ALPHA`.
         least_slowdown: the share by which a rank must be slower.
     """
     found, world = [], len(seconds[0])

@@ -1,4 +1,4 @@
-"""Ranks of a check: who they are, how they meet and time work with a limit, and which of them has not come."""
+"""Ranks of a health check: identity, meeting, timing with a timeout, and detection of missing ranks."""
 
 import json
 import platform
@@ -20,20 +20,20 @@ from lightning_llm.tracking.rank_liveness import Beat
 
 
 class PeerTimeoutError(RuntimeError):
-    """What was started on a CUDA device is not done in time: a peer has not come."""
+    """Work on a CUDA device was not done in time, because a peer is missing."""
 
 
 class Timer:
-    """Times calls on `device`; none waits longer than `timeout_seconds` for what they have started there."""
+    """Times calls on `device`; waits at most `timeout_seconds` for the work that they start."""
 
     def __init__(self, device: torch.device, timeout_seconds: float):
         self.device, self.timeout_seconds = device, timeout_seconds
 
     def seconds(self, call: Callable[[], Any], times: int = 1) -> float:
-        """Return the mean seconds of `times` calls, one behind the other.
+        """Return the mean seconds of `times` consecutive calls.
 
         Raises:
-            PeerTimeoutError: they are not done in time. On a CPU the process group says so by itself.
+            PeerTimeoutError: the work was not done in time. On a CPU the process group raises its own error.
         """
         if self.device.type != "cuda":
             start = time.perf_counter()
@@ -46,17 +46,17 @@ class Timer:
             call()
         end.record()
         self._wait(end)
-        return float(begin.elapsed_time(end)) / 1e3 / times  # in milliseconds
+        return float(begin.elapsed_time(end)) / 1e3 / times  # elapsed_time is in milliseconds
 
     def wait(self) -> None:
-        """Return once all that was started on the device is done. Raises as `seconds` does."""
+        """Wait for all work on the device. Raises like `seconds`."""
         if self.device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
             self._wait(done)
 
     def _wait(self, event: Any) -> None:
-        """Look whether `event` has come: to wait for it (synchronize) would be to wait for ever, or for NCCL's end."""
+        """Poll `event`: synchronize could wait forever, or until NCCL ends the process."""
         deadline = time.monotonic() + self.timeout_seconds
         while not event.query():
             if time.monotonic() > deadline:
@@ -65,13 +65,13 @@ class Timer:
 
 
 NAMED_RANKS = 8
-"""How many ranks an error names, of thousands."""
+"""Maximum number of ranks named in an error."""
 CHECKS = count()
-"""Numbers of this process's checks: all ranks make as many."""
+"""Consecutive numbers of this process's checks, the same on all ranks."""
 NOTICE_SECONDS = 1.0
-"""How long after the first rank that has waited in vain the others notice it, too."""
+"""Seconds in which the other ranks also time out after the first one has."""
 STORE_SECONDS = 10.0
-"""How long the ranks' store may take to say where they are: it lies in the launcher's process, or in rank 0's."""
+"""Timeout in seconds for the ranks' store, which is in the launcher's process or rank 0's."""
 
 
 class Ranks:
@@ -84,7 +84,7 @@ class Ranks:
         timeout_seconds: float,
         group: dist.ProcessGroup | None = None,
     ):
-        """`group`: of all ranks in their order; None: the one that was joined, or no other rank. Collective."""
+        """`group`: all ranks in order; None: the joined process group, or a single rank. Collective."""
         joined = dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
         self.group, self.timeout_seconds = group, timeout_seconds
@@ -95,7 +95,7 @@ class Ranks:
             self.hosts: list[str] = self.share(platform.node())
 
     def name(self, rank: int) -> str:
-        """Return `rank` and its machine, for a reader."""
+        """Return `rank` with its machine, for messages."""
         return f"rank {rank} ({self.hosts[rank]})"
 
     def share(self, value: Any) -> list[Any]:
@@ -112,10 +112,10 @@ class Ranks:
 
     @contextmanager
     def groups(self, several: Sequence[Sequence[int]]) -> Iterator[list[dist.ProcessGroup | None]]:
-        """Yield a group for each of `several` sets of ranks, for its members, while the block runs. Collective.
+        """Yield a group for the members of each of `several` sets of ranks, valid within the block. Collective.
 
-        Torch names a group that its members alone make by how many they have made (2.13), which may not be as many on
-        each; so all ranks make all.
+        All ranks create all groups. torch 2.13 names a group created only by its members by a counter that may differ
+        between them.
         """
         timeout = timedelta(seconds=self.timeout_seconds)
         made = [dist.new_group(list(members), timeout=timeout) for members in several]
@@ -128,10 +128,10 @@ class Ranks:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Run a part of the check; what fails because a rank has not come to it says which.
+        """Run a part of the check; if it fails because ranks are missing, name them.
 
         Raises:
-            UnhealthyError: with the ranks that have not.
+            UnhealthyError: ranks did not reach the part.
         """
         self._parts += 1
         if self._store is not None:
@@ -145,7 +145,7 @@ class Ranks:
             raise self._late(name) from error
 
     def _late(self, name: str) -> UnhealthyError:
-        """Return the error that names the ranks which are not here, or are silent. The first that looks speaks."""
+        """Return the error that names missing or silent ranks. Only the first rank to get here reports it."""
         found: dict[int, dict[str, Any]] = {}
         waiting: set[int] = set()
         told: list[int] = []
@@ -159,20 +159,20 @@ class Ranks:
         silent = [rank for rank in range(self.world) if self._is_late(found.get(rank))]
         silent = silent or [rank for rank in range(self.world) if rank not in waiting]
         if not silent:
-            text = f"all ranks came, and it did not end within {self.timeout_seconds:g} s; look at the links"
+            text = f"all ranks started it, but it did not end within {self.timeout_seconds:g} s; check the links"
             return UnhealthyError(f"{name}: {text}", speaks=told == [1])
         beats = {rank: self._last_beat(rank, its) for rank, its in found.items()}
         listed = "; ".join(self._silence(rank, beats.get(rank), found.get(rank)) for rank in silent[:NAMED_RANKS])
         more = f"; and {len(silent) - NAMED_RANKS} more" if len(silent) > NAMED_RANKS else ""
         stopped = tuple(beats[rank].number for rank in silent if rank in beats and beats[rank].is_stopped)
         if told != [1]:
-            time.sleep(NOTICE_SECONDS)  # its end would end, by a launcher, the one that speaks
+            time.sleep(NOTICE_SECONDS)  # if this rank ended now, a launcher would end the reporting one
         return UnhealthyError(f"{name}: {listed}{more}; {waited}", told == [1], stopped if told == [1] else ())
 
     def _look(self, found: dict[int, dict[str, Any]], waiting: set[int], told: list[int]) -> None:
-        """Read from the store what each rank has come to, and, a moment later, which have waited in vain, as this one.
+        """Read each rank's last part from the store, and after a pause the ranks that have also timed out.
 
-        Fills the arguments, as far as the store answers; `told` at last: how many ranks have come here, itself too.
+        Fills the arguments, as far as the store responds; `told` at last: the number of ranks that got here so far.
         """
         store: Any = self._store
         place = f"{self._prefix}/{self._parts}"
@@ -192,11 +192,11 @@ class Ranks:
         return Beat(rank, its["process"], step=0, at=its["name"], age_seconds=self.timeout_seconds)
 
     def _silence(self, rank: int, beat: Beat | None, its: dict[str, Any] | None) -> str:
-        """Return what is known of a rank that others wait for."""
+        """Return a description of a rank that others wait for."""
         if beat is None or its is None:
-            return f"rank {rank} never began"
+            return f"rank {rank} never started"
         state = ", which is stopped" if beat.is_stopped else ""
-        what = f"did not come: it was last in {beat.at}" if self._is_late(its) else "came, and has been silent since"
+        what = f"did not reach it: it was last in {beat.at}" if self._is_late(its) else "reached it, then was silent"
         return f"rank {rank} ({its['host']}{state}) {what}"
 
     def _key(self, rank: int) -> str:
@@ -204,5 +204,5 @@ class Ranks:
 
 
 def _is_of_peers(error: Exception) -> bool:
-    """Return whether `error` is what gloo, NCCL or a timer say of peers that are late or gone."""
+    """Return whether `error` is an error of gloo, NCCL or a timer about late or missing peers."""
     return isinstance(error, PeerTimeoutError | dist.DistError) or "gloo" in str(error).lower()

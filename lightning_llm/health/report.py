@@ -1,6 +1,6 @@
-"""Report of a check, the same on every rank: as objects, as data, as tables, and as files that `plan` reads.
+"""Report of a health check, the same on every rank: as objects, JSON data, tables, and files that `plan` reads.
 
-The files: `cluster=measured`, and the matrix of links for `--links`.
+The files are `cluster=measured` and the matrix of links for `--links`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ P2P = "p2p"
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank's device does: `tflops`, and the data sheet's `peaks`, by number format; bytes of its memory."""
+    """Measurements of one rank's device: `tflops` and the data sheet's `peaks` by number format; bytes of memory."""
 
     rank: int
     host: str
@@ -42,13 +42,13 @@ class RankFigures:
 
     @property
     def where(self) -> str:
-        """The rank and its machine, for a reader."""
+        """The rank and its machine, for messages."""
         return f"rank {self.rank} ({self.host})"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure that a threshold may name: the higher the better; `peak`: what the device is sold for, if known."""
+    """A figure that a threshold may name, the higher the better; `peak`: specified value of the device, if known."""
 
     name: str
     value: float
@@ -58,7 +58,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class HealthReport:
-    """All that was found. `wrong`: numbers that are not what they must be, in words, each with who is at fault."""
+    """All results of a check. `wrong`: descriptions of wrong numbers, each with the rank at fault."""
 
     ranks: list[RankFigures]
     collectives: list[CollectiveTime]
@@ -72,15 +72,15 @@ class HealthReport:
         """Return a line for each slow rank and kind of work."""
         limit = 1 + self.least_slowdown
         return [
-            f"{self.ranks[each.rank].where} takes {each.factor:.2f} times what the others do for {each.work}: more "
+            f"{self.ranks[each.rank].where} takes {each.factor:.2f} times as long as the others for {each.work}: more "
             f"than {limit:g} times in {each.slow_rounds} of {each.rounds} rounds (chance {each.p_value:.0e})"
             for each in self.slow
         ]
 
     def figures(self, cluster: ClusterConfig | None = None) -> list[Figure]:
-        """Return every figure that thresholds go by; of collectives the largest size's, of a pair of ranks each way.
+        """Return every figure that thresholds can name: collectives at the largest size, pairs in both directions.
 
-        `cluster`: whose figures are the peaks of memory and links.
+        `cluster`: source of the peaks of memory and links.
         """
         found = []
         memory = None if cluster is None else cluster.memory_gb_per_second
@@ -110,7 +110,7 @@ class HealthReport:
         return found
 
     def as_data(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the data that --json prints."""
         return {
             "ranks": [asdict(each) for each in self.ranks],
             "collectives": [
@@ -130,31 +130,29 @@ class HealthReport:
 
 
 def _link_peak(cluster: ClusterConfig | None, hosts: set[str]) -> float | None:
-    """Return what a device sends to others on `hosts` together, 10^9 bytes per second, as `cluster` has it."""
+    """Return the specified bandwidth of a device to others on `hosts`, 10^9 bytes per second, from `cluster`."""
     if cluster is None:
         return None
     return (cluster.within_node if len(hosts) == 1 else cluster.between_nodes).gb_per_second
 
 
 MOST_ROWS = 16
-"""Of ranks: above, the matrix of pairs is left to its file."""
+"""Above this number of ranks, the matrix of pairs is only written to its file."""
 WIDEST = 1000
 
 
 def print_report(report: HealthReport) -> None:
-    """Print all tables that have rows, a line between them."""
+    """Print all tables that have rows, separated by an empty line."""
     tables = [each for each in (_ranks(report), _collectives(report), _links(report), _disks(report)) if each.row_count]
     width = max(new_console(width=WIDEST).measure(each).maximum for each in tables)
-    console = new_console(
-        width=max(width, new_console().width)
-    )  # nothing is cut off where no terminal says how wide it is
+    console = new_console(width=max(width, new_console().width))  # without a terminal width, nothing is truncated
     for table in tables:
         console.print(table)
         console.print()
 
 
 def verdict_lines(report: HealthReport, failing: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each number that is wrong, slow rank and figure below its threshold; or that all is well."""
+    """Yield a line for each wrong number, slow rank and figure below its threshold, or one line that all is well."""
     faults = [("wrong", each) for each in report.wrong] + [("slow", each) for each in report.slow_lines()]
     faults += [("below", each) for each in failing]
     yield from (f"{word:<11}{text}" for word, text in faults or [("healthy", "values are right, and no rank is slow")])
@@ -215,10 +213,10 @@ HOW = "These machines by the clock, by `lightning-llm health`."
 
 
 def write_measured(report: HealthReport, devices_per_node: int, folder: Path) -> list[str]:
-    """Write `folder`/links.yaml, a row for each device, and `folder`/cluster/measured.yaml; return what to say of it.
+    """Write `folder`/links.yaml, a row per device, and `folder`/cluster/measured.yaml; return lines to print.
 
-    A collective's start is the fastest of the smallest ones; a hop between machines takes what a message between them
-    takes longer than one within.
+    The latency of a collective is the fastest of the smallest ones. The latency of a hop between machines is that of a
+    message between machines minus that of one within a machine.
     """
     links = report.links
     if links is None:

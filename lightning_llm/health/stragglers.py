@@ -1,19 +1,19 @@
-"""Ranks that others wait for: each step's seconds of every rank, compared with those of its counterparts.
+"""Detection of stragglers: compares the seconds of each rank in every step with those of its counterparts.
 
-A rank's excess in a step is how many seconds longer than the (upper) median of its counterparts it took for one part of
-the step, over the seconds of the whole step: what it costs everybody. Two tests look at it:
+The excess of a rank in a step is the time by which one part of the step took longer than the (upper) median of its
+counterparts, divided by the time of the whole step: the cost for all ranks. Two tests use it:
 
-- quick: `steps` in a row, each beyond `LEAST_SLOWDOWN` and beyond `sigmas` times the noise. The noise is 1.4826 times
-  the median absolute deviation of excesses from each rank's own median, over the `window_steps` before (Hampel's
-  identifier: Davies & Gather 1993), of all counterparts or of the rank itself, whichever is larger. A rank that is slow
-  for long does not raise it.
-  Rank 0 writes the run's records, which no other does: between steps it is compared with itself, before.
-- lasting: in so many of `BLOCK_STEPS` steps beyond `LEAST_SLOWDOWN` that fair coins do it with a chance of
-  `BLOCK_ALPHA`, shared out over all ranks and parts. As in `outliers`, that holds whatever the noise looks like, and
-  finds a slow rank in noise that hides it from the quick one.
+- quick: `steps` consecutive steps, each beyond `LEAST_SLOWDOWN` and beyond `sigmas` times the noise. The noise is
+  1.4826 times the median absolute deviation of excesses from each rank's own median over the preceding `window_steps`
+  (Hampel's identifier: Davies & Gather 1993), the larger one of all counterparts and of the rank itself. A rank that is
+  slow for long does not raise it.
+  Only rank 0 writes the run's records, so between steps it is compared with its own past.
+- lasting: so many of `BLOCK_STEPS` steps beyond `LEAST_SLOWDOWN` that fair coins would reach them with probability
+  `BLOCK_ALPHA`, divided over all ranks and parts. As in `outliers`, this holds under any noise, and finds slow ranks
+  that noise hides from the quick test.
 
-Links are slow where even the rank that waits least waits longer than it did (C4's class of a slow collective that all
-have come to: arXiv 2406.04594), and nobody's own parts take longer.
+Links are slow if even the rank that waits least waits longer than before (a slow collective that all ranks have
+reached, a class of C4: arXiv 2406.04594), and no rank's own parts take longer.
 """
 
 from collections import deque
@@ -27,24 +27,24 @@ from lightning_llm.health.outliers import LEAST_SLOWDOWN, medians_of_others, tai
 
 Work = Literal["data", "compute", "rest", "links"]
 PARTS: tuple[Work, ...] = ("data", "compute", "rest")
-"""Of a step's seconds what a rank needs for itself, in the order of the columns that `take` is given."""
+"""Parts of a step's time that a rank needs itself, in the order of the columns passed to `take`."""
 WAIT = len(PARTS)
-"""The column of the seconds that it waits for others."""
+"""Column of the seconds waiting for others."""
 SIGMA_OF_DEVIATION = 1.4826
 BLOCK_STEPS = 128
 BLOCK_ALPHA = 1e-4
 OF_RANK_0 = PARTS.index("rest"), 0
-"""The part of the step, and the rank, that has no counterpart anywhere."""
+"""The (part of the step, rank) without counterparts."""
 OVER_STEPS = 8
-"""A rank is named until it has been slow in less than half of these."""
+"""A rank is named until it was slow in less than half of this many steps."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that has been slow at `work` since a step, or is no more (`over`); links have no rank.
+    """A rank that is slow at `work` since a step, or no longer (`over`); links have no rank.
 
-    Of the steps that tell: `seconds` a step is what it takes, `usual_seconds` what counterparts (or links, before) do,
-    `share` the difference over the seconds of a step.
+    Over the deciding steps: `seconds` per step, `usual_seconds` of the counterparts (for links: of the past), and
+    `share`, the difference divided by the time of a step.
     """
 
     work: Work
@@ -57,7 +57,7 @@ class Straggler:
 
 
 class _Step(NamedTuple):
-    """A step: `seconds` [ranks, columns]; [parts, ranks]: `raw` excesses, those that are judged, which are `slow`."""
+    """A step: `seconds` [ranks, columns]; [parts, ranks]: `raw` excesses, the judged ones, and which are `slow`."""
 
     number: int
     seconds: Any
@@ -67,7 +67,7 @@ class _Step(NamedTuple):
 
     @property
     def least_wait(self) -> float:
-        """Seconds that the rank waits which waits least."""
+        """Seconds waited by the rank that waits least."""
         return float(np.nanmin(self.seconds[:, WAIT]))
 
     @property
@@ -77,7 +77,7 @@ class _Step(NamedTuple):
 
 
 class StragglerDetector:
-    """Judges step after step. `groups`: the ranks that compute the same; data are all ranks' alike."""
+    """Judges step after step. `groups`: ranks with equal computation. Loading data is compared over all ranks."""
 
     def __init__(
         self, groups: Sequence[Sequence[int]], steps: int = 3, sigmas: float = 3.5, window_steps: int = 32
@@ -87,28 +87,28 @@ class StragglerDetector:
         self.groups = {part: [list(each) for each in groups] if part == "compute" else everyone for part in PARTS}
         self.steps, self.sigmas, self.window_steps = steps, sigmas, window_steps
         self.named: dict[tuple[Work, int | None], Straggler] = {}
-        """Who is slow by now."""
+        """Ranks that are slow now."""
         self._recent: deque[_Step] = deque(maxlen=steps)
-        """Those under judgement."""
+        """Steps being judged."""
         self._past: deque[Any] = deque(maxlen=window_steps)
-        """Raw excesses of the steps before."""
+        """Raw excesses of the preceding steps."""
         self._waits: deque[tuple[float, float]] = deque(maxlen=window_steps)
-        """Of those, where links were as usual: the least wait of a rank, and the seconds of the whole step."""
+        """Least wait of a rank and seconds of the step, for preceding steps with normal links."""
         self._block: list[_Step] = []
         self._after: dict[tuple[Work, int | None], deque[bool]] = {}
-        """Of who is named: in which of the last steps it was slow."""
+        """For each named rank, whether it was slow in each of the last steps."""
         tests = self.world * len(PARTS)
         self._needed = next(k for k in range(BLOCK_STEPS + 1) if tail(BLOCK_STEPS, k) <= BLOCK_ALPHA / tests)
 
     @property
     def is_warm(self) -> bool:
-        """Whether there is enough to compare a step with."""
+        """Whether there are enough preceding steps for a comparison."""
         return len(self._past) >= self.window_steps // 4
 
     def take(self, step: int, seconds: Any) -> list[Straggler]:
-        """Take the seconds of `step`, [ranks, PARTS and WAIT]; NaN: not known. Return who is slow from now on, or over.
+        """Add the seconds of `step`, [ranks, PARTS and WAIT]; NaN: unknown. Return new stragglers and ended ones.
 
-        Steps come in order.
+        Call it in the order of steps.
         """
         judged = self._judged(step, np.asarray(seconds, dtype=np.float64))
         if len(self._recent) == self.steps:
@@ -139,7 +139,7 @@ class StragglerDetector:
         return judged._replace(excess=excess, slow=slow)
 
     def _noise(self) -> Any:
-        """Return [parts, ranks]: sigma of excesses about each rank's own level."""
+        """Return [parts, ranks]: sigma of excesses around each rank's own level."""
         past = np.stack(self._past)
         deviation = np.abs(past - np.median(past, axis=0))
         sigma = np.median(deviation, axis=0)
@@ -162,7 +162,8 @@ class StragglerDetector:
         return self._new(slow, block)
 
     def _new(self, slow: Any, steps: Sequence[_Step]) -> list[Straggler]:
-        """Return those of `slow`, [parts, ranks], that are not named yet, by what `steps` tell."""
+        """Return stragglers for the entries of `slow`, [parts, ranks], that are not named yet, measured over
+        `steps`."""
         found = []
         for place, rank in np.argwhere(slow).tolist():
             if (PARTS[place], rank) in self.named:
@@ -174,7 +175,7 @@ class StragglerDetector:
         return found
 
     def _links(self) -> list[Straggler]:
-        """Return slow links, where the least wait has risen and no rank is late."""
+        """Return slow links if the least wait has risen and no rank is late."""
         if len(self._recent) < self.steps or len(self._waits) < self.window_steps // 4 or self.named:
             return []
         usual, limit, whole = self._usual_wait()
@@ -185,14 +186,14 @@ class StragglerDetector:
         return [Straggler("links", None, self._recent[0].number, wait, usual, (wait - usual) / whole)]
 
     def _usual_wait(self) -> tuple[float, float, float]:
-        """Return the usual least wait, what is too long for one, and the usual seconds of a step."""
+        """Return (usual least wait, limit of the least wait, usual seconds of a step)."""
         waits, wholes = np.array(self._waits).T
         usual, whole = float(np.median(waits)), float(np.median(wholes))
         sigma = SIGMA_OF_DEVIATION * float(np.median(np.abs(waits - usual)))
         return usual, usual + max(LEAST_SLOWDOWN * whole, self.sigmas * sigma), whole
 
     def _over(self, step: _Step) -> list[Straggler]:
-        """Return who is slow no more."""
+        """Return the stragglers that are no longer slow."""
         found = []
         for (work, rank), named in list(self.named.items()):
             if rank is None:
@@ -208,12 +209,12 @@ class StragglerDetector:
 
 
 LISTED_RANKS = 32
-"""How many ranks have figures in a record, of thousands: those that compute longest."""
+"""Number of ranks with figures in a record: those that compute longest."""
 DATA, COMPUTE = PARTS.index("data"), PARTS.index("compute")
 
 
 class RankSeconds:
-    """Adds up what `StragglerDetector.take` is given; `hosts`: the machine of each rank."""
+    """Accumulates the inputs of `StragglerDetector.take`; `hosts`: the machine of each rank."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self.hosts = list(hosts)
@@ -223,13 +224,13 @@ class RankSeconds:
         self._jitters: list[Any] = []
 
     def add(self, seconds: Any) -> None:
-        """Take a step's seconds, [ranks, columns]."""
+        """Add a step's seconds, [ranks, columns]."""
         self.steps += 1
         self._since.append(seconds)
         self._sum += seconds
 
     def since_last(self) -> dict[str, float]:
-        """Return the figures of a record over the steps since the last, and begin anew."""
+        """Return the figures for a record over the steps since the last one, and reset."""
         seconds = np.stack(self._since)  # [steps, ranks, columns]
         self._since = []
         compute, jitter = _spread(seconds[:, :, COMPUTE])
@@ -245,7 +246,7 @@ class RankSeconds:
         return {f"{name}/{rank}": float(values[rank]) for name, values in known.items() for rank in listed}
 
     def of_all_steps(self) -> list[dict[str, Any]]:
-        """Return each rank's totals, and the median of its jitter; of many, those that computed longest."""
+        """Return each rank's totals and the median of its jitter; for many ranks, of those that computed longest."""
         jitters = [*self._jitters, *([_spread(np.stack(self._since)[:, :, COMPUTE])[1]] if self._since else [])]
         jitter = np.median(np.stack(jitters), axis=0)
         listed = sorted(np.argsort(-self._sum[:, COMPUTE])[:LISTED_RANKS].tolist())
@@ -263,7 +264,7 @@ class RankSeconds:
 
 
 def _spread(seconds: Any) -> tuple[Any, Any]:
-    """Return the median over steps, and by how much of it the 95th percentile exceeds it: of each rank."""
+    """Return for each rank the median over steps, and the relative excess of the 95th percentile over it."""
     middle, high = np.percentile(seconds, (50, 95), axis=0)
     return middle, high / np.maximum(middle, 1e-12) - 1
 

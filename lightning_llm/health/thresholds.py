@@ -1,4 +1,4 @@
-"""`--fail-below FILE`: the least that figures may be, each absolute or a share of what the device is sold for."""
+"""`--fail-below FILE`: minimum values of figures, absolute or as a share of the device's specified peak."""
 
 import re
 from collections.abc import Collection
@@ -28,13 +28,13 @@ WITHOUT_PEAK = (
     "disk.free_bytes",
 )
 NAMES = (*GEMMS, *LINKS, MEMORY, *WITHOUT_PEAK)
-"""Figures that have a threshold."""
+"""Figures that can have a threshold."""
 NOT_IN_SHORT = tuple(each for each in NAMES if each.startswith((f"{P2P}.", "disk.")))
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """The least that figure `name` may be; a share of its peak, from 0 to 1, where it `is_share`."""
+    """Minimum of figure `name`; a share of its peak, from 0 to 1, if `is_share`."""
 
     name: str
     least: float
@@ -48,10 +48,10 @@ def read_thresholds(file: Path) -> list[Threshold]:
     """Return the thresholds in `file`: YAML, `gemm.bf16.tflops: 60%`, dotted or nested.
 
     Raises:
-        ConfigError: with all that is wrong with it.
+        ConfigError: the file is invalid; lists all problems.
     """
     tree = read_mapping(file, OPTION, "Write lines of `gemm.bf16.tflops: 60%`.")
-    values = flatten(OmegaConf.to_container(tree))  # type: ignore[arg-type]  # of a mapping it is one
+    values = flatten(OmegaConf.to_container(tree))  # type: ignore[arg-type]  # a mapping gives a mapping
     found, problems = [], []
     for name, value in values.items():
         if name not in NAMES:
@@ -67,7 +67,7 @@ def read_thresholds(file: Path) -> list[Threshold]:
 
 
 def _threshold(name: str, value: Any) -> Threshold | None:
-    """Return what `value` says, None where it is no threshold."""
+    """Return the threshold in `value`, None if it is not one."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"):
         return Threshold(name, float(value), is_share=False)
     share = re.fullmatch(r"(\d+(\.\d+)?) ?%", value) if isinstance(value, str) else None
@@ -77,18 +77,18 @@ def _threshold(name: str, value: Any) -> Threshold | None:
 
 
 def config_problems(thresholds: list[Threshold], world: int, cluster: ClusterConfig | None) -> list[Problem]:
-    """Return what no machine could judge: links of one rank, shares of what has no peak."""
+    """Return thresholds that no machine can check: links of a single rank, shares of figures without a peak."""
     problems = []
     for each in thresholds:
         if each.name in LINKS and world == 1:
             problems.append(
-                Problem(OPTION, f"{each.name}: one rank sends nothing. Set trainer.devices, or leave it out.")
+                Problem(OPTION, f"{each.name}: a single rank has no links. Set trainer.devices, or remove it.")
             )
         if each.is_share and each.name in WITHOUT_PEAK:
-            text = f"{each.name}: is {each}, and nothing says what it could be. Give the figure itself."
+            text = f"{each.name}: is {each}, but has no known peak. Give an absolute figure."
             problems.append(Problem(OPTION, text))
         elif each.is_share and cluster is None and each.name not in GEMMS:
-            text = f"{each.name}: is {each} of a figure of cluster=, which is none. Choose it, or give GB/s."
+            text = f"{each.name}: is {each} of a figure of cluster=, which is not set. Set it, or give GB/s."
             problems.append(Problem(OPTION, text))
     return problems
 
@@ -96,23 +96,23 @@ def config_problems(thresholds: list[Threshold], world: int, cluster: ClusterCon
 def device_problems(
     thresholds: list[Threshold], device_name: str, formats: Collection[str], peaks: dict[str, float | None]
 ) -> list[Problem]:
-    """Return what this device cannot be judged by: formats that it does not multiply, shares of an unknown peak."""
+    """Return thresholds that this device cannot check: formats that are not measured, shares of an unknown peak."""
     problems = []
     for each in thresholds:
         number_format = GEMMS.get(each.name)
         if number_format is None:
             continue
         if number_format not in formats:
-            text = f"{each.name}: {device_name} is measured in {', '.join(formats)}. Leave it out."
+            text = f"{each.name}: {device_name} is measured in {', '.join(formats)} only. Remove it."
             problems.append(Problem(OPTION, text))
         elif each.is_share and peaks[number_format] is None:
-            text = f"{each.name}: is {each} of the peak, and no table has that of {device_name}. Give 10^12 FLOP/s."
+            text = f"{each.name}: is {each} of the peak, which is unknown for {device_name}. Give 10^12 FLOP/s."
             problems.append(Problem(OPTION, text))
     return problems
 
 
 def failing_lines(report: HealthReport, thresholds: list[Threshold], cluster: ClusterConfig | None) -> list[str]:
-    """Return a line for each figure that is below its threshold, with where."""
+    """Return a line for each figure below its threshold, with its place."""
     found = []
     for threshold in thresholds:
         for figure in report.figures(cluster):

@@ -271,8 +271,8 @@ def test_words_that_are_refused_and_a_hash_that_stays(tmp_path, small_run, monke
     told = capsys.readouterr().err
     assert "callbacks.prometheus._target_: needs the package prometheus_client, which is missing" in told
     assert "pip install 'lightning-llm[prometheus]'" in told
-    assert "callbacks.prometheus.port: is 70000, must be 0 (any that is free) to 65535, or null" in told
-    assert "callbacks.prometheus.every_seconds: is 0, must be 0.1 at least." in told
+    assert "callbacks.prometheus.port: is 70000, must be 0 (any free port) to 65535, or null" in told
+    assert "callbacks.prometheus.every_seconds: is 0, must be at least 0.1." in told
     assert not (tmp_path / "run").exists()
 
 

@@ -141,10 +141,10 @@ def wrong_sums() -> list[str]:
 
 def test_a_wrong_sum_is_found_and_whose_it_is(ranks):
     summed, scattered, gathered = ranks(4).call(wrong_sums)
-    assert summed.startswith(f"all_reduce of 1,024 bytes: wrong by what rank 2 ({HERE}) adds; 1 element on rank 0: ")
+    assert summed.startswith(f"all_reduce of 1,024 bytes: wrong contribution of rank 2 ({HERE}); 1 element on rank 0: ")
     assert "the first, 5, is " in summed
-    assert scattered.startswith(f"reduce_scatter of 1,024 bytes: wrong by what rank 3 ({HERE}) adds; 1 element on ")
-    assert gathered.startswith(f"all_gather of 1,024 bytes: wrong is what rank 1 ({HERE}) sends; ")
+    assert scattered.startswith(f"reduce_scatter of 1,024 bytes: wrong contribution of rank 3 ({HERE}); 1 element on ")
+    assert gathered.startswith(f"all_gather of 1,024 bytes: wrong: data sent by rank 1 ({HERE}); ")
 
 
 def wrong_on_two() -> tuple[list[str], str]:
@@ -159,7 +159,7 @@ def wrong_on_two() -> tuple[list[str], str]:
 
 def test_of_two_ranks_both_are_named_and_no_run_starts(ranks):
     (found,), refused = ranks(2).call(wrong_on_two)
-    both = f"wrong by what one of rank 0 ({HERE}), rank 1 ({HERE}) adds"
+    both = f"wrong contribution of one of rank 0 ({HERE}), rank 1 ({HERE})"
     assert both in found
     assert refused.startswith("trainer.health: all_reduce of 65,536 bytes: ")
     assert both in refused
@@ -182,9 +182,9 @@ def slow_and_wrong_messages() -> tuple[list[str], list[str]]:
 def test_a_slow_rank_is_named_with_its_host_and_a_wrong_message_with_its_pair(ranks):
     slow, wrong = ranks(4).call(slow_and_wrong_messages)
     assert [each.partition(" takes ")[0] for each in slow] == [f"rank 2 ({HERE})"] * 2
-    assert "times what the others do for fp32 GEMM: more than 5 times in " in slow[0]
+    assert "times as long as the others for fp32 GEMM: more than 5 times in " in slow[0]
     assert [each.partition(";")[0] for each in wrong] == [
-        f"messages: wrong is what goes from rank 3 ({HERE}) to rank 1 ({HERE})"
+        f"messages: wrong: data sent from rank 3 ({HERE}) to rank 1 ({HERE})"
     ]
 
 
@@ -208,7 +208,7 @@ def waits_in_vain() -> list[str]:
 def test_a_rank_that_never_comes_is_named_once(ranks):
     said = ranks(4).call(waits_in_vain)
     expected = (
-        f"all_reduce of 1,024 bytes: rank 1 ({HERE}) did not come: it was last in the first meeting; the others waited "
+        f"all_reduce of 1,024 bytes: rank 1 ({HERE}) did not reach it: it was last in the first meeting; the others waited "
         "(parallel.timeout_seconds=0.5)"
     )
     assert [each.rstrip("!") for each in said] == [expected, "", expected, expected]

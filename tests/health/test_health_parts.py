@@ -123,10 +123,10 @@ def test_blame_falls_on_who_sends_receives_or_on_a_pair():
     def wrong(*pairs):
         return [WrongValues(receiver, 1, 0, 1.0, 2.0, (source,)) for source, receiver in pairs]
 
-    assert blamed_pairs(wrong((1, 0), (1, 2), (1, 3)), hosts) == "wrong is what rank 1 (a) sends"
-    assert blamed_pairs(wrong((0, 2), (1, 2), (3, 2)), hosts) == "wrong is what rank 2 (b) receives"
-    assert blamed_pairs(wrong((3, 0)), hosts) == "wrong is what goes from rank 3 (b) to rank 0 (a)"
-    assert blamed_pairs(wrong((0, 1)), hosts[:2]) == "wrong is what goes from rank 0 (a) to rank 1 (a)"
+    assert blamed_pairs(wrong((1, 0), (1, 2), (1, 3)), hosts) == "wrong: data sent by rank 1 (a)"
+    assert blamed_pairs(wrong((0, 2), (1, 2), (3, 2)), hosts) == "wrong: data received by rank 2 (b)"
+    assert blamed_pairs(wrong((3, 0)), hosts) == "wrong: data sent from rank 3 (b) to rank 0 (a)"
+    assert blamed_pairs(wrong((0, 1)), hosts[:2]) == "wrong: data sent from rank 0 (a) to rank 1 (a)"
 
 
 def test_thresholds_are_read_and_all_that_is_wrong_is_said(tmp_path: Path):

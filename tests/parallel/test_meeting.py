@@ -60,7 +60,9 @@ def test_ranks_that_are_away_are_named_once_and_waited_for(monkeypatch, capsys):
 
 def test_ranks_that_never_come_are_named_in_the_refusal(monkeypatch):
     monkeypatch.setattr(meeting, "Wait", Clock().wait)
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE: timed out after 50 s .* waiting for 3 of 4 ranks at .*:29633 .*: 1, 2, 3"):
+    with pytest.raises(
+        ConfigError, match=r"WORLD_SIZE: timed out after 50 s .* waiting for 3 of 4 ranks at .*:29633 .*: 1, 2, 3"
+    ):
         meet(dist.HashStore(), 0, 4, 50)
     monkeypatch.setattr(meeting, "_listens", lambda host, port: False)
     with pytest.raises(ConfigError, match=r"for rank 0 to open 127\.0\.0\.1:29633"):

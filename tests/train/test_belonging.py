@@ -147,7 +147,7 @@ def test_digits_of_other_scripts_name_no_step(run, whole, tmp_path, small_run, c
     assert newest_verified(run / "checkpoints")[0].step == 6
     assert newest_verified(run / "checkpoints")[1] == ()
     assert main(["train", *small_run(tmp_path, f"resume={other}")]) == 2
-    assert "manifest.json: is of step 6: the folder's name is another" in capsys.readouterr().err
+    assert "manifest.json: is of step 6, which contradicts the folder's name" in capsys.readouterr().err
 
 
 def without(file: Path, *steps: int) -> None:

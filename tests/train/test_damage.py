@@ -140,7 +140,7 @@ def test_what_was_moved_aside_is_not_begun_afresh(run, tmp_path, small_run, caps
     aside = run / "checkpoints" / "superseded" / "step=6"
     (run / "checkpoints" / "step=6").rename(aside)
     assert main(["train", *small_run(tmp_path, "resume=auto")]) == 2
-    assert f"{aside} may be whole: try resume=PATH" in capsys.readouterr().err
+    assert f"{aside} may be intact: try resume=PATH" in capsys.readouterr().err
     assert main(["train", *small_run(tmp_path, f"resume={aside}", "trainer.max_steps=7")]) == 0
     assert steps_saved(run) == [6, 7]
     assert not aside.exists()

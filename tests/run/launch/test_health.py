@@ -56,7 +56,7 @@ def test_what_a_user_gets_wrong_is_said_at_once(tmp_path, capsys):
     (tmp_path / "least.yaml").write_text("gemm.fp32.tflops: 50%\ngemm.fp8.tflops: 1\n")
     assert main(["health", CPU, f"--fail-below={tmp_path / 'least.yaml'}"]) == 2
     said = capsys.readouterr().err
-    assert "gemm.fp32.tflops: is 50% of the peak, and no table has that of " in said
+    assert "gemm.fp32.tflops: is 50% of the peak, which is unknown for " in said
     assert "gemm.fp8.tflops: " in said
     (tmp_path / "least.yaml").write_text("p2p.gb_per_second: 1\n")
     assert main(["health", CPU, "world=4", "--short", f"--fail-below={tmp_path / 'least.yaml'}"]) == 2
