@@ -208,8 +208,8 @@ def waits_in_vain() -> list[str]:
 def test_a_rank_that_never_comes_is_named_once(ranks):
     said = ranks(4).call(waits_in_vain)
     expected = (
-        f"all_reduce of 1,024 bytes: rank 1 ({HERE}) did not reach it: it was last in the first meeting; the others waited "
-        "(parallel.timeout_seconds=0.5)"
+        f"all_reduce of 1,024 bytes: rank 1 ({HERE}) did not reach it: it was last in the first meeting; the others "
+        "waited (parallel.timeout_seconds=0.5)"
     )
     assert [each.rstrip("!") for each in said] == [expected, "", expected, expected]
     assert "".join(said).count("!") == 1
