@@ -145,7 +145,7 @@ def main(argument: str) -> int:
     journal = Journal(Path(asked["file"]), Machine(**asked["machine"]), asked["commit"])
     clock = Clock(asked["seconds"])
     if gone := lacking(check.needs):
-        text = f"{', '.join(gone)} not installed: put the wheels beside the others (docs/native.md)"
+        text = f"{', '.join(gone)} not installed: put the wheels beside the others (docs/howto/gpu_check.md)"
         journal.leave_out(name, WHOLE, missing(WHOLE, text))
         return 0
     call = Call(journal, clock, Path(asked["scratch"]))

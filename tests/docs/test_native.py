@@ -1,4 +1,4 @@
-"""docs/native.md: its commands compose, its table of checks is gpu_check's, its wheels are what they need. 3 s."""
+"""Pages on native precision and gpu-check: commands compose, the tables of checks and wheels are complete. 3 s."""
 
 import re
 import shlex
@@ -15,7 +15,8 @@ from lightning_llm.precision.native.capability import LIBRARY
 from lightning_llm.precision.native.express import MULTIPLES
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "native.md").read_text(encoding="utf-8")
+PAGES = ["docs/reference/native.md", "docs/howto/gpu_check.md"]
+TEXT = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
 SHELL = "\n".join(re.findall(r"^```sh\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE))
 
 

@@ -139,7 +139,7 @@ FP8 = [*TINY, "precision=fp8_current", "data.sequence_length=512", "parallel.pp=
 
 
 def test_emulated_layouts_have_no_time_and_rank_behind_all_others(capsys):
-    """On an H100 current scaling is native but under tp and cp (docs/native.md)."""
+    """On an H100 current scaling is native but under tp and cp (docs/reference/native.md)."""
     assert main(["plan", *FP8, "--search", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     native = [each["overrides"]["parallel.tp"] * each["overrides"]["parallel.cp"] == 1 for each in facts["layouts"]]
