@@ -69,3 +69,10 @@ def test_every_page_is_in_a_table_of_contents():
 def test_every_page_has_one_title():
     titles = {name(page): FENCE.sub("", page.read_text(encoding="utf-8")) for page in DOCS.rglob("*.md")}
     assert [each for each, text in titles.items() if len(re.findall(r"^# ", text, re.MULTILINE)) != 1] == []
+
+
+@pytest.mark.parametrize("index", sorted(DOCS.glob("*/index.md")), ids=name)
+def test_every_page_is_linked_from_the_index_of_its_section(index):
+    """Repository browsers show no toctree."""
+    linked = {(index.parent / path).resolve() for path, _ in links(index)}
+    assert sorted(name(page) for page in set(index.parent.glob("*.md")) - linked - {index}) == []
