@@ -1,15 +1,37 @@
-"""Generated tables of docs/reference/published_runs.md: plans against published memory and speed."""
+"""Generated tables of docs/reference: layouts, and plans against published memory and speed."""
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.plan_memory import table
-from lightning_llm.plan.time.describe import RATIOS
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from benchmarks.plan_memory import table as published_memory  # noqa: E402
+from lightning_llm.plan.time.describe import RATIOS  # noqa: E402
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
-def families() -> str:
+def layouts() -> str:
+    """Return the table of `conf/parallel/*.yaml`: the comment at the top, the ZeRO stage and the degrees."""
+    lines = ["| `parallel=` | | `zero_stage` | degrees |", "|---|---|---|---|"]
+    files = [(file.read_text(encoding="utf-8"), file) for file in (ROOT / "conf" / "parallel").glob("*.yaml")]
+    parsed = [(yaml.safe_load(text), text) for text, _ in files]
+    order = ("pp", "cp", "tp", "dp_replicate", "dp_shard")
+    for keys, text in sorted(parsed, key=lambda each: (*(axis in each[0] for axis in order), each[0]["name"])):
+        comment = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+        comment = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", comment)
+        degrees = ", ".join(
+            f"`{axis}` = {'the rest' if keys[axis] is None else keys[axis]}" for axis in AXES if axis in keys
+        )
+        lines.append(f"| `{keys['name']}` | {comment} | {keys.get('zero_stage', 0)} | {degrees or 'all 1'} |")
+    return "\n".join(lines) + "\n"
+
+
+def published_speed() -> str:
     """Return the table of published over predicted speed by family of layouts."""
     lines = ["| family | runs | published over predicted | median |", "|---|---:|---|---:|"]
     for ratio in RATIOS.values():
@@ -18,4 +40,8 @@ def families() -> str:
     return "\n".join(lines) + "\n"
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"published-memory": table, "published-speed": families}
+SECTIONS: dict[str, Callable[[], str]] = {
+    "layouts": layouts,
+    "published-memory": published_memory,
+    "published-speed": published_speed,
+}
