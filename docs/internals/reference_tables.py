@@ -153,7 +153,7 @@ def shipped_sweeps() -> str:
         jobs = sum(math.prod(str(word).count(",") + 1 for word in line) for line in lines)
         first = SweepConfig().looks[0] if sweep.get("until") else 1
         rows.append([f"`{name}`", f"{jobs * first}{' at the first look' if first > 1 else ''}", describe(file)])
-    return table(["recipe", "jobs", "what it runs"], rows)
+    return table(["recipe", "jobs", "content"], rows)
 
 
 SECTIONS = {
