@@ -36,10 +36,10 @@ from lightning_llm.tracking.run_state import state_of
 class Evaluation:
     """Results of an evaluation, and the `file` that contains them.
 
-    `how`: by what several `members` were made one ("average", "ensemble"), "" for one model. `step`: optimizer steps
-    of the first one's training, None where nothing says so. `by_combination`: of an ensemble by "probabilities" and by
-    "logits", else the first alone: by metric its "value" (of "val_loss" nats per token), and "of" what data it is.
-    `gain`: of an ensemble that was validated, over its members.
+    `how`: combination of several `members` ("average", "ensemble"), "" for one model. `step`: optimizer steps of the
+    first member's training, None if unknown. `by_combination`: results by "probabilities" and by "logits" for an
+    ensemble, else only the first; each has by metric its "value" ("val_loss" in nats per token), and "of", the data.
+    `gain`: gain of a validated ensemble over its members.
     """
 
     how: str
@@ -94,7 +94,7 @@ def _note_unknown_bytes(corpus: Corpus) -> None:
     if unknown:
         text = (
             f"note   no bits_per_byte and byte_perplexity: the bytes of text are unknown of {', '.join(unknown)}, "
-            "tokenized elsewhere or by an earlier release (whose token cache in data.cache_dir may be deleted)"
+            "tokenized elsewhere or by an earlier release (delete its token cache in data.cache_dir)"
         )
         print(text, file=sys.stderr)
 

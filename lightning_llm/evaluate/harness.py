@@ -49,7 +49,8 @@ class OwnModel(TemplateLM):
     ):
         """`model`: a `Decoder` or an `Ensemble` of some in this process, or a `ParallelModel`.
 
-        `ends`: tokens that end a text beside the tokenizer's end of a document. `defaults`: see `model_defaults`.
+        `ends`: tokens that end a text, in addition to the tokenizer's end of a document. `defaults`: see
+        `model_defaults`.
 
         If ranks share the model, each rank has this object and gets the same requests.
         """
@@ -201,7 +202,7 @@ def _batch_scores(
     logits = parallel.logits(own, positions, documents)  # [B, T / C, V / R]
     if logits is None:
         return None
-    scored = labels != IGNORED_LABEL  # [B, T / C], alike on ranks that share the vocabulary
+    scored = labels != IGNORED_LABEL  # [B, T / C], equal on ranks that share the vocabulary
     scores = torch.zeros(len(batch), 2, dtype=torch.float64, device=device)
     if not scored.any():
         return scores

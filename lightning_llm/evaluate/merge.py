@@ -126,8 +126,8 @@ class Merge:
 def merge(folder: Path, device: torch.device, progress: Callable[[str], None] = lambda text: None) -> Merge:
     """Return the proxies of all sets of parts that the runs below `folder` were trained on; write `merge.json`.
 
-    Runs on one source are the units; runs on several of them, by equal weights, are what proxies are held against. All
-    are scored here, on the data of the first.
+    Runs on one source are the units; runs on several sources of equal weight are the reference for proxies. All are
+    scored here, on the data of the first.
 
     Raises:
         ConfigError: there are fewer than two units of a seed, or runs do not go together.
@@ -214,8 +214,8 @@ def _sets(runs: Mapping[tuple[int, Parts], Subject]) -> list[tuple[int, Parts]]:
         names = sorted((parts[0] for its, parts in runs if its == seed and len(parts) == 1), key=order.index)
         found += [(seed, parts) for size in range(2, len(names) + 1) for parts in combinations(names, size)]
     text = (
-        "is on {}, and not each of these has a run of its own with seed {}, or runs have the sources in another order. "
-        "Train those, give all runs the sources in one order, or remove this one."
+        "is on {}: with seed {}, some of these have no separate run, or runs have the sources in another order. Train "
+        "those, give all runs the sources in one order, or remove this run."
     )
     problems = [
         Problem(str(each.folder), text.format(", ".join(parts), seed))

@@ -39,9 +39,9 @@ WHOLE_FILE_SHARE = 0.9
 class Request:
     """`subjects` of the models; `how` they are combined: "" (there is one), "average" or "ensemble".
 
-    `validates`: whether losses are wanted, of the first subject's data; `tasks`: those of lm-eval, or None, of which
-    the first `limit` samples are taken (below 1: that share of them), `batch_size` at once, in `compute_dtype`.
-    `degrees`: of the layout in the first subject's config, which ranks take part in.
+    `validates`: whether losses are wanted, of the first subject's data; `tasks`: lm-eval's tasks, or None; the first
+    `limit` samples of each are used (below 1: that share of them), `batch_size` at once, in `compute_dtype`. `degrees`:
+    of the layout in the first subject's config, which ranks take part in.
     """
 
     subjects: list[Subject]
@@ -86,7 +86,7 @@ def checked_request(
     if batch_size < 1:
         problems.append(Problem("--batch-size", f"is {batch_size}, must be at least 1."))
     if average and ensemble:
-        text = "goes without --average: models are made one by their weights or by what they predict."
+        text = "excludes --average: models are combined by weights or by predictions. Give one of the two."
         problems.append(Problem("--ensemble", text))
     names = [name for word in tasks for name in word.split(",") if name]
     if tasks_only and not names:
@@ -242,10 +242,11 @@ def _check_results(subject: Subject) -> None:
 
 
 def composed_layout(words: Sequence[str], accelerator: str) -> Config:
-    """Return a config with the `parallel`, `trainer.devices` and `world` of `words`, or of the ranks started for it.
+    """Return a config with `parallel`, `trainer.devices` and `world` from the overrides `words` or from the started
+    ranks.
 
     Raises:
-        ConfigError: with what is wrong with the words alone.
+        ConfigError: with the problems of the overrides themselves.
     """
     problems = [
         Problem(word, "is no override here: parallel=NAME, parallel.KEY=VALUE and trainer.devices=N; data: --data.")
@@ -263,10 +264,10 @@ def composed_layout(words: Sequence[str], accelerator: str) -> Config:
 def spread(config: Config, made: Config) -> tuple[Config, Degrees]:
     """Return `config` under the layout of `made`, and that one's degrees.
 
-    Nothing is trained: several ranks have the global batch of which each of a pipeline's stages has a micro-batch.
+    Nothing is trained: the global batch is the smallest that gives each pipeline stage a micro-batch.
 
     Raises:
-        ConfigError: with all by which model and layout do not go together.
+        ConfigError: with every conflict between model and layout.
     """
     degrees = resolve_degrees(made.parallel, made.world or made.trainer.devices)
     data, trainer = config.data, made.trainer

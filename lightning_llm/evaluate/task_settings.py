@@ -12,7 +12,7 @@ from lightning_llm.config.weight_folders import GENERATION
 from lightning_llm.model.generate import Sampler
 
 DEFAULT_NEW_TOKENS = 256
-"""Where a task does not say how much it wants written: lm-eval's own default."""
+"""Number of new tokens for tasks that set none: lm-eval's default."""
 DEFAULT_TOP_K = 50
 """Of a task that samples: the default of transformers' `generate`, which lm-eval's `hf` backend calls."""
 READ = frozenset({"do_sample", "temperature", "top_k", "top_p", "max_length", "until", "max_gen_toks"})

@@ -52,7 +52,7 @@ def tokenizer_of(subject: Subject) -> Tokenizer:
     """
     settings = subject.config.data.tokenizer
     if settings.path is None:
-        text = "is missing, which says what the tokens are. Bring it back from a copy; resume=auto writes it anew."
+        text = "is missing, so the tokens have no meaning. Restore it from a copy; resume=auto also writes it again."
         raise ConfigError(Problem(str(Path(subject.folder, TOKENIZER)), text))
     try:
         tokenizer = Tokenizer(settings.path, settings.end_of_document)

@@ -1,8 +1,8 @@
-"""Products with a master weight that is cast on use, and what becomes of its gradient: rounded on the way back, or not.
+"""Products with an fp32 master weight that is cast on use; its gradient is rounded to the operands' dtype or not.
 
-The GEMM sums dW = dY^T X in fp32. Autograd rounds it to the dtype of X, since the cast weight has that, before it is
-the fp32 master's. Megatron-LM's `gradient_accumulation_fusion` and Transformer Engine's `fuse_wgrad_accumulation` add
-the sums to the fp32 gradient as they are; so does `linear_with_unrounded_wgrad`.
+The GEMM sums dW = dY^T X in fp32. Autograd rounds it to the dtype of X, which is that of the cast weight, before adding
+it to the fp32 master's gradient. Megatron-LM's `gradient_accumulation_fusion` and Transformer Engine's
+`fuse_wgrad_accumulation` add the sums unrounded to the fp32 gradient; so does `linear_with_unrounded_wgrad`.
 """
 
 from collections.abc import Callable
@@ -37,19 +37,19 @@ class _UnroundedWgrad(torch.autograd.Function):
 
 
 def linear_with_unrounded_wgrad(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x weight^T + bias` as `linear` does, of an fp32 `weight`, whose gradient is the GEMM's fp32 sums."""
+    """Return `x weight^T + bias` like `linear` for an fp32 `weight`; its gradient is the GEMM's unrounded fp32 sum."""
     y: Tensor = _UnroundedWgrad.apply(x, weight, bias)
     return y
 
 
 Reduce = Callable[..., Tensor]
-"""Of (multiply, x, weight, bias): what is wanted of a product in its place, as `model.loss.LossOf`."""
+"""Function of (multiply, x, weight, bias) that replaces a product by a reduction of it, such as `model.loss.LossOf`."""
 
 
 class CastOnUse(nn.Module):
-    """Multiplies by its weight, cast to the dtype of what comes in, so that the parameter stays the fp32 master.
+    """Module that casts its fp32 master weight to the dtype of the input in each product.
 
-    `rounds_wgrad`: whether the weight's gradient, summed in fp32, is rounded to that dtype before it is the master's.
+    `rounds_wgrad`: whether the weight's gradient, summed in fp32, is rounded to that dtype before it is accumulated.
     """
 
     rounds_wgrad = True
@@ -62,7 +62,7 @@ class CastOnUse(nn.Module):
         return linear(x, weight.to(x.dtype), bias)
 
     def reduced(self, x: Tensor, weight: Tensor, bias: Tensor | None, reduce: Reduce | None) -> Tensor:
-        """Return what `reduce` makes of the product, the weight cast once for all of it; None: the product."""
+        """Return `reduce` of the product, with the weight cast once; None: the product."""
         if reduce is None:
             return self.multiply(x, weight, bias)
         return reduce(self.multiply, x, weight.to(x.dtype) if self.rounds_wgrad else weight, bias)

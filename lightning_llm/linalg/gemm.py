@@ -1,9 +1,9 @@
-"""Matrix products of 16-bit operands: on a CPU without a unit for them, by its fp32 GEMM.
+"""Matrix products of 16-bit operands; CPUs without a unit for them use the fp32 GEMM.
 
 Torch multiplies bf16 and fp16 on any CPU. Where the CPU cannot (x86 without AVX512-BF16 or AMX: most laptops; without
 AVX512-FP16 or AMX-FP16: nearly all), oneDNN widens bf16 inside its kernel at about a third of the fp32 GEMM's rate, and
 fp16 is multiplied by loops. The product of two such numbers is exact in fp32, so widening first, summing in fp32 and
-rounding once gives what a 16-bit GEMM gives, sums in another order.
+rounding once equals a 16-bit GEMM, except for the order of sums.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def _without_units() -> frozenset[torch.dtype]:
 
 
 widened = _without_units()
-"""The dtypes whose products on the CPU are fp32's here."""
+"""The dtypes that the CPU multiplies in fp32 here."""
 CHUNK_ELEMENTS = 1 << 22
 """Of an fp32 copy of activations, 16 MB: logits over a large vocabulary are never there whole in fp32. Weights are."""
 
@@ -44,7 +44,7 @@ def unwidened() -> Iterator[None]:
 
 
 def operand(x: Tensor) -> Tensor:
-    """Return what `product` multiplies in place of `x`: made once for several products, it is theirs with `torch.bmm`.
+    """Return the operand that `product` uses in place of `x`, to convert it once for several products by `torch.bmm`.
 
     The caller rounds the result to the dtype of `x`.
     """
@@ -72,7 +72,7 @@ def returns_fp32(device: torch.device) -> bool:
 def fp32_product(a: Tensor, b: Tensor) -> Tensor:
     """Return the fp32 sums of `a b` `[M, N]`, not rounded, of `a` `[M, K]` and `b` `[K, N]` of one dtype.
 
-    Without gradients. Where the device's kernels round what they return, operands are widened first: exactly.
+    No gradients. If the device's kernels round their results, operands are widened first, which is exact.
     """
     if a.dtype != torch.float32 and returns_fp32(a.device):
         return torch.mm(a, b, out_dtype=torch.float32)
@@ -83,7 +83,7 @@ def _is_widened(x: Tensor) -> bool:
     return x.dtype in widened and x.device.type == "cpu"
 
 
-# Operators of their own: what checkpointing keeps of them is their 16-bit result, and compilers see no fp32 copies.
+# Custom operators: checkpointing keeps their 16-bit results, and compilers see no fp32 copies.
 @torch.library.custom_op("lightning_llm::wide_product", mutates_args=())
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a.float(), b.float()).to(a.dtype)
@@ -136,7 +136,7 @@ def _differentiate(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor | N
 _wide_linear.register_autograd(_differentiate, setup_context=_keep)
 
 PRODUCTS = (torch.ops.lightning_llm.wide_product.default, torch.ops.lightning_llm.wide_linear.default)
-"""What selective checkpointing keeps the results of, as of torch's own products."""
+"""Operators with results that selective checkpointing keeps, as those of torch's own products."""
 
 
 def _chunks(x: Tensor, other_width: int) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""What of a tensor lies on this rank."""
+"""This rank's part of a tensor."""
 
 from typing import overload
 
@@ -11,5 +11,5 @@ def local(tensor: Tensor) -> Tensor: ...
 @overload
 def local(tensor: Tensor | None) -> Tensor | None: ...
 def local(tensor: Tensor | None) -> Tensor | None:
-    """Return the part of a tensor that lies on this rank: a view of a DTensor's shard, a plain tensor itself."""
+    """Return this rank's part of a tensor: a view of a DTensor's shard, or a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""The one decoder: embedding -> blocks as `model.layers` says -> norm -> head; Llama to Gemma 2 are its configs.
+"""The decoder: embedding -> blocks in the order of `model.layers` -> norm -> head; Llama to Gemma 2 are its configs.
 
 Letters: B sequences, T tokens, D hidden_size, V padded vocabulary. Parameters are fp32 masters, cast where they are
 used; activations, the residual stream included, are in `compute_dtype` from the embedding to the logits. No autocast.
@@ -33,7 +33,7 @@ from lightning_llm.model.structure import block_parts, for_layers, mixer_of, nor
 
 
 class AttentionKind(NamedTuple):
-    """What blocks that share a mask have in common: the window, and who computes (`AttentionSpec.takes_kernels`)."""
+    """Key of blocks that share a mask: the window, and whether they take kernels (`AttentionSpec.takes_kernels`)."""
 
     window: int | None
     takes_kernels: bool
@@ -42,7 +42,7 @@ class AttentionKind(NamedTuple):
 class Block(nn.Module):
     """One layer: `x + mixer(norm(x))`, then `x + feed_forward(norm(x))`; with post_norms each is normed before the sum.
 
-    The mixer is called `attention`, whatever its kind.
+    The mixer of any kind is called `attention`.
     """
 
     attention_norm: nn.Module
@@ -70,7 +70,7 @@ class Block(nn.Module):
         return self._map(x, self.attention(self.attention_norm(x), rope, mask))  # [B, T, D]
 
     def step(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: Any, rows: slice) -> Tensor:
-        """Return `[B, STEP_ROWS, D]` for a block `x` of positions, of which `rows` hold the next tokens.
+        """Return `[B, STEP_ROWS, D]` for a block `x` of positions; `rows` are the next tokens.
 
         `rope` are the tables of the block; `cache` is the mixer's.
         """
@@ -174,9 +174,9 @@ class Decoder(nn.Module):
         return x if self.norm is None else self.project(self.norm(x), loss)  # [B, T, V] or []
 
     def new_cache(self, batch_size: int, length: int) -> DecoderCache:
-        """Return what `step` keeps of `batch_size` sequences of at most `length` tokens.
+        """Return an empty cache for `step`, for `batch_size` sequences of at most `length` tokens.
 
-        Raises ValueError where a mixer keeps nothing, or `length` exceeds `max_sequence_length`.
+        Raises ValueError if a mixer has no cache, or `length` exceeds `max_sequence_length`.
         """
         if length > self.config.max_sequence_length:
             raise ValueError(f"{length} tokens exceed model.max_sequence_length={self.config.max_sequence_length}")
@@ -184,7 +184,7 @@ class Decoder(nn.Module):
         for name, block in self.blocks.items():
             mixer: Any = block.attention
             if not isinstance(mixer, SteppingMixer):
-                raise ValueError(f"{name}: a mixer of {type(mixer).__name__} keeps no cache of what it has seen")
+                raise ValueError(f"{name}: a mixer of {type(mixer).__name__} keeps no cache of earlier tokens")
             cache = mixer.new_cache(batch_size, length)
             made[name] = cache if getattr(mixer, "steps_in_blocks", False) else BlockCache(cache)
         return DecoderCache(made, batch_size, length)
@@ -218,7 +218,7 @@ class Decoder(nn.Module):
         return self.project(self.norm(x))[:, rows]  # [B, n, V]
 
     def seen_keys(self, positions: Tensor, document_ids: Tensor | None, window: int | None) -> SeenKeys | None:
-        """Return which keys queries see, of their document and the last `window` tokens; None: all up to themselves."""
+        """Return the keys that queries see: of their document and the last `window` tokens; None: causal."""
         length = positions.shape[-1]
         if document_ids is None and (window is None or window >= length):
             return None
@@ -289,7 +289,7 @@ class Decoder(nn.Module):
 def mask_padding(logits: Tensor, vocab_size: int, first_id: int = 0) -> Tensor:
     """Return `logits` `[..., V]` with those of ids >= `vocab_size` at the dtype's lowest finite number.
 
-    In place, but for a view, which FSDP2's hooks on what a module returns would lose sight of.
+    In place, except for a view: FSDP2's hooks on module outputs would lose it.
 
     `first_id` is the token id of the first column, for a shard of the vocabulary. A softmax gives the padding exactly
     zero, so losses and gradients are those of the unpadded model.

@@ -15,9 +15,9 @@ COMBINATIONS: tuple[Combine, ...] = ("probabilities", "logits")
 
 
 class Ensemble(nn.Module):
-    """Gives logits whose softmax is the mean of the members' probabilities, or that are the mean of their logits.
+    """Ensemble of models. Its logits give the mean of the members' probabilities, or are the mean of their logits.
 
-    The second is the geometric mean of probabilities, normalised. Of one member `of` makes itself.
+    The mean of logits gives the normalized geometric mean of probabilities. `of` returns a single member unchanged.
     """
 
     def __init__(self, members: Sequence[nn.Module], combine: Combine):

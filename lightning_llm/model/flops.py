@@ -61,10 +61,10 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Return the model FLOPs of training on one token (forward and backward): `6 N + 12 L H K T`.
 
     Chowdhery et al. 2022 (PaLM, arXiv:2204.02311) appendix B. N are the weights that multiply each token: the linears
-    of the blocks and the head (tied or not) over the true vocabulary; the embedding look-ups, biases and norms are
-    left out, and so is padding. The second term is what mixers compute beside their linears; of attention q k^T and
-    the product with v over all T = `sequence_length` keys: the causal half is not taken off, as the paper and most
-    reports of MFU do, but what lies outside a window is. Recomputation never counts.
+    of the blocks and the head (tied or not) over the true vocabulary; embedding look-ups, biases, norms and padding are
+    excluded. The second term is the mixers' work outside their linears. For attention it is q k^T and the product with
+    v over all T = `sequence_length` keys: like the paper and most reports of MFU it includes the acausal half, but it
+    excludes keys outside a window. Recomputation never counts.
     """
     matmul_weights = count_parameters(config).linear + config.vocab_size * config.hidden_size
     layers = range(config.num_layers)

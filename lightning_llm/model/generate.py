@@ -11,14 +11,14 @@ from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.decoder import Decoder
 
 PROMPT_TOKENS = 256
-"""How many tokens of a prompt are taken at once: their logits are all made, and the last alone are wanted."""
+"""Number of prompt tokens per forward pass, which computes the logits of all although only the last are used."""
 
 NextLogits = Callable[[Tensor], Tensor]
 """Of tokens `[B, n]` that follow those of the calls before: logits `[B, V]` of the token that comes after them."""
 
 
 class Model(Protocol):
-    """What gives logits `[B, T or 1, V]` of tokens `[B, T]`: a decoder, or `LanguageModule.whole_model`."""
+    """Model from tokens `[B, T]` to logits `[B, T or 1, V]`: a decoder, or `LanguageModule.whole_model`."""
 
     config: ModelConfig
 
@@ -30,8 +30,8 @@ class Model(Protocol):
 class Sampler:
     """Draws tokens from the softmax of `logits / temperature`; `temperature=0` takes the likeliest.
 
-    Of the `top_k` likeliest where given; of these, of the fewest whose probabilities sum to at least `top_p` (nucleus
-    sampling, Holtzman et al. 2020, arXiv:1904.09751). Raises ValueError for senseless settings.
+    `top_k` limits it to the likeliest k tokens; `top_p` to the smallest set of these with a total probability of at
+    least `top_p` (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751). Raises ValueError for invalid settings.
     """
 
     temperature: float = 1.0
@@ -60,7 +60,7 @@ class Sampler:
 
 
 class CachedLogits:
-    """`NextLogits` of a decoder that keeps what it has seen, of at most `length` tokens in all."""
+    """`NextLogits` of a decoder with a cache of at most `length` tokens."""
 
     def __init__(self, model: Decoder, batch_size: int, length: int):
         """Raises ValueError as `Decoder.new_cache` does."""

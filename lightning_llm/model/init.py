@@ -1,12 +1,11 @@
-"""Initial weights: every element is a function of (seed, parameter name, element index) alone.
+"""Initial weights: every element depends only on (seed, parameter name, element index).
 
-So each layout, and each shard for itself, starts from the same numbers. A parameter is cut row-major into chunks of
-65,536 elements; chunk c comes from a CPU generator of its own, seeded by `hash_words(name_word(name), c, seed=seed)`,
-and is always drawn whole. The numbers are those of torch's CPU sampler: the same for the same torch build and CPU
-instruction set.
+So every layout and shard starts from the same numbers. A parameter is split row-major into chunks of 65,536 elements;
+chunk c comes from a separate CPU generator, seeded by `hash_words(name_word(name), c, seed=seed)`, and is always drawn
+whole. The numbers are those of torch's CPU sampler: the same for the same torch build and CPU instruction set.
 
 Schemes (`model.init`), with std = `model.init_std` and l the layer's index from 0. Biases are 0; norms begin as the
-identity, and other parameters that are no linear's as their kind says (`model.spec`):
+identity; the kind initializes other parameters outside linears (`model.spec`):
 
 - "gpt2": N(0, std) for every weight, embeddings of tokens and positions included; the two linears that write to the
   residual stream (`o_proj`, `down_proj`) N(0, std / sqrt(2 num_layers)). Radford et al. 2019 section 2.3, with the
@@ -37,7 +36,7 @@ CHUNK_ELEMENTS = 65_536
 
 
 def distribution_of(config: ModelConfig, name: str) -> Distribution:
-    """Return what parameter `name` (its full name in a `Decoder`) is drawn from. Raises KeyError for other names."""
+    """Return the distribution of parameter `name` (its full name in a `Decoder`). Raises KeyError for other names."""
     if (within := _IN_BLOCK.fullmatch(name)) is not None:
         return _in_block(config, int(within[1]), within[2])
     ends = {f"{end}.weight": _of_table(config, end) for end in ("embedding", "position_embedding", "head")}

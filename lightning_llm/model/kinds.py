@@ -62,7 +62,7 @@ class RMSNormZeroCentered(Norm):
 
 
 def saved_by_rms_norm(size: int, forward: ForwardPass, width: int) -> list[SavedTensor]:
-    """Return what is kept of a vector of `size` elements of `width` bytes: it, and its inverse root mean square."""
+    """Return the saved tensors of `size` elements of `width` bytes: the input and its inverse root mean square."""
     root = SavedTensor("inverse root mean square", 1, max(width, 4), "outside")
     return [SavedTensor("input", size, width, "outside"), root]
 
@@ -83,7 +83,7 @@ class DenseSpec(FeedForward):
         return [*([gate] if self.gated else []), up, down]
 
     def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
-        """Return the input, what the activation function and the product with it take, and `down_proj`'s input."""
+        """Return the input, the inputs of the activation function and of its product, and the input of `down_proj`."""
         inner, width = model.ffn_hidden_size, forward.width
         first = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
         kept = [SavedTensor("input", model.hidden_size, width, "gathered", linears=first)]

@@ -1,4 +1,4 @@
-"""How many logits the loss makes at once: for `model.loss`, and for the planner, without torch."""
+"""Number of logits that the loss computes at once: for `model.loss`, and for the planner, without torch."""
 
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 27}
 """Logits that the loss takes to fp32 at once, by kind of device."""

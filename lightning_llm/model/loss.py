@@ -25,7 +25,7 @@ from lightning_llm.model.logit_chunks import CHUNK_ELEMENTS, rows_at_once
 
 IGNORED_LABEL = -100
 _planned_for: str | None = None
-"""The kind of device whose chunks are taken, whichever the logits are on; None: theirs."""
+"""Kind of device that decides the chunk size; None: the device of the logits."""
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def chunked_for(kind: str) -> Iterator[None]:
 
 
 def device_kind(tensor: Tensor) -> str:
-    """Return the kind of device whose chunks are taken of `tensor`."""
+    """Return the kind of device that decides the chunk size for `tensor`."""
     return _planned_for or tensor.device.type
 
 
@@ -78,7 +78,7 @@ class _CrossEntropySum(torch.autograd.Function):
             grad.mul_(counted * grad_output)
             if in_place is None:
                 out.copy_(grad)
-            del grad  # or the next chunk's comes beside it
+            del grad  # otherwise it is still allocated while the next chunk's is computed
         return grad_logits, None
 
 
@@ -141,8 +141,8 @@ class _DivergenceSum(torch.autograd.Function):
 def divergence_sum(logits: Tensor, teachers: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """Return the sum of `temperature^2 KL(teachers || student)` over all labels that are not -100, an fp32 scalar.
 
-    `logits` of the student are `[B, T, V]` of any float dtype (fp64 sums in fp64), padding included; `teachers`, whose
-    softmax is what they predict, `[B, T, vocab_size]`; `labels` int64 `[B, T]`. Teachers get no gradient.
+    `logits` of the student are `[B, T, V]` of any float dtype (fp64 sums in fp64), including padding; `teachers`
+    `[B, T, vocab_size]` are the logits of the teachers; `labels` int64 `[B, T]`. Teachers get no gradient.
     """
     real = teachers.shape[-1]
     return _DivergenceSum.apply(logits.flatten(0, -2), teachers.reshape(-1, real), labels.flatten(), temperature)
@@ -153,11 +153,11 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class LossOf:
-    """What a decoder's forward pass is to return in place of logits: the sum of their losses over labels, fp32 [].
+    """Loss that a decoder's forward pass returns instead of logits: the sum over labels, fp32 [].
 
-    `labels`: int64 `[B, T]`, -100 where there is none. `loss_sum`: of logits and labels, also of a part of the rows.
-    `scale` []: what the gradient of the sum will be, which logits' gradients are multiplied by before they are rounded.
-    `finish`: what is done to a projection's logits before the loss.
+    `labels`: int64 `[B, T]`, -100 to ignore. `loss_sum`: function of logits and labels, also of some of the rows.
+    `scale` []: the expected gradient of the sum; logits' gradients are multiplied by it before they are rounded.
+    `finish`: function applied to a projection's logits before the loss.
     """
 
     labels: Tensor
@@ -218,5 +218,5 @@ class _ChunkedLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the gradients of a loss by chunks are given once: take the forward pass again")
         made, ctx.gradients = ctx.gradients, None
-        factor = grad_output / ctx.scale  # 1 where the gradient is what was said
+        factor = grad_output / ctx.scale  # 1 if the gradient is `scale`, as expected
         return *(None if each is None else each.mul_(factor.to(each.dtype)) for each in made), None, None, None

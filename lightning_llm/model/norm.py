@@ -19,7 +19,7 @@ class RMSNorm(nn.Module):
         return self.normalise(x, self.weight)
 
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return what `forward` does, with this weight; there is no bias."""
+        """Return the result of `forward` with this weight; there is no bias."""
         return rms_norm(x, weight.to(x.dtype), self.eps)
 
 
@@ -36,10 +36,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Torch's operators in torch's order, so with its bits; the input is kept, and what is made of it is made again.
+    """RMSNorm with torch's operators in torch's order, so with its bits; saves the input and recomputes the rest.
 
     The gradient of `x` has two terms, that of the product and that of the root. In fp32 torch adds them one by one to
-    what else `x` has; so `again` is `x`, and takes the second. In other dtypes both are summed before they are rounded.
+    the other gradients of `x`; so `again` is `x` and receives the second. In other dtypes both are summed before
+    rounding.
     """
 
     @staticmethod
@@ -79,7 +80,7 @@ class LayerNorm(nn.Module):
         return self.normalise(x, self.weight, self.bias)
 
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return what `forward` does, with this weight and bias."""
+        """Return the result of `forward` with this weight and bias."""
         return F.layer_norm(x, (self.size,), weight.to(x.dtype), None if bias is None else bias.to(x.dtype), self.eps)
 
 
@@ -91,9 +92,9 @@ class RMSNormZeroCentered(RMSNorm):
         self.weight = nn.Parameter(torch.zeros(size))
 
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return what `forward` does, with this weight; there is no bias.
+        """Return the result of `forward` with this weight; there is no bias.
 
-        In fp32, rounded once, as in Gemma: in bf16 1 + weight would step by 2^-7, and small weights be none.
+        In fp32, rounded once, as in Gemma: in bf16, 1 + weight has steps of 2^-7 and would lose small weights.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         return rms_norm(x.to(wide), 1 + weight.to(x.dtype).to(wide), self.eps).to(x.dtype)

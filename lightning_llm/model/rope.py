@@ -14,11 +14,11 @@ from torch.autograd.function import once_differentiable
 from lightning_llm.config.schema.model import ModelConfig, RopeScaling
 
 SHARING_SEQUENCES = 4
-"""From so many sequences of the same positions on, tables are spread over heads: below it that costs what it saves."""
+"""Smallest number of sequences with equal positions for which expanding the tables over heads pays."""
 
 
 def inverse_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
-    """Return the K/2 angular frequencies in radians per position, fp32: `theta^(-2i/K)`, scaled as the config says."""
+    """Return the K/2 angular frequencies in radians per position, fp32: `theta^(-2i/K)`, scaled by the config."""
     size = config.attention_head_dim
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size  # [K/2]
     frequencies = 1.0 / config.rope_theta**exponents  # [K/2]
@@ -71,7 +71,7 @@ def yarn_frequencies(frequencies: Tensor, scaling: RopeScaling, theta: float) ->
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """Return what cosine and sine are multiplied by: YaRN's temperature of the softmax (its equation 22), else 1."""
+    """Return the factor of cosine and sine: YaRN's temperature of the softmax (its equation 22), else 1."""
     if scaling is None or scaling.name != "yarn":
         return 1.0
     return scaling.attention_factor or (0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0)
@@ -109,7 +109,7 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
             torch.addcmul(second * cosine, first, sine),  # [B, T, H, K/2]
         )
         return torch.cat(turned, dim=-1).to(x.dtype)  # [B, T, H, K]
-    # An inner loop runs over what lies alike in all operands: K/2 numbers, or with whole tables a whole sequence.
+    # An inner loop covers the contiguous part of all operands: K/2 numbers, or a whole sequence with expanded tables.
     by_sequence = x.device.type == "cpu" and cosine.ndim == 3 and len(x) >= SHARING_SEQUENCES
     heads = x.shape[2] if by_sequence else 1
     sine = sine.expand(*sine.shape[:-2], heads, -1).contiguous()  # [.., T, heads, K/2]

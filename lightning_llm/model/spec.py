@@ -44,7 +44,7 @@ class Size(NamedTuple):
 class LinearSpec(NamedTuple):
     """A linear: `outputs` x `inputs`. `role`: how a tensor-parallel group shares it, see `Decoder.roles`.
 
-    `depth_scaled`: the schemes of `model.init` that draw its weight the narrower the deeper it lies, see `model.init`.
+    `depth_scaled`: the schemes of `model.init` that draw its weight with a smaller std in deeper layers.
     """
 
     name: str
@@ -72,9 +72,9 @@ class ParameterSpec(NamedTuple):
 class ForwardPass(NamedTuple):
     """The conditions of a forward pass that decide which activations are saved for backward.
 
-    `width`: bytes of an element of the compute dtype. `sequence_length`: tokens of a whole sequence, of which each of
+    `width`: bytes of an element of the compute dtype. `sequence_length`: tokens of a whole sequence; each of
     `context_ranks` computes a part. `documents`: attention stays within documents. `on_gpu`: CUDA's kernels run.
-    `by_blocks`: FlexAttention's, where a mask is wanted.
+    `by_blocks`: FlexAttention computes masked attention.
     """
 
     width: int
@@ -124,7 +124,7 @@ class Part(Group):
 
     auxiliary_losses: ClassVar[Mapping[str, AuxiliaryReduction] | tuple[str, ...]] = {}
     """Auxiliary losses that its module (no norm's) sets in each forward pass, `self.auxiliary_losses = {name: scalar}`:
-    weighted, a mean over the tokens. The value says how the losses of tensor-parallel ranks, each of its own columns,
+    weighted, a mean over the tokens. The value defines how the losses of tensor-parallel ranks, each over some columns,
     combine into the loss of the whole part. "mean": a mean over columns or heads, or a loss of tensors that all ranks
     hold. "sum": a sum over columns or heads. A tuple of names declares neither, and is rejected with parallel.tp > 1.
     The step adds the mean over micro-batches and other ranks to its objective and records `auxiliary/NAME`."""
@@ -142,7 +142,7 @@ class Part(Group):
         return resolve_name(self.module)(self, model)
 
     def flops_per_token(self, model: ModelConfig, sequence_length: int) -> int:
-        """Return the model FLOPs of forward and backward per token beside those of its linears."""
+        """Return the model FLOPs of forward and backward per token, excluding its linears."""
         return 0
 
     def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
@@ -150,7 +150,7 @@ class Part(Group):
         return []
 
     def kernel_outputs(self, model: ModelConfig, width: int, sequence_length: int) -> int:
-        """Return the bytes per token that selective checkpointing keeps beside the linears' outputs; heads share it."""
+        """Return bytes per token that selective checkpointing keeps, excluding linears' outputs; split over heads."""
         return 0
 
     def divisions(self, model: ModelConfig) -> dict[str, tuple[int, str]]:
@@ -158,9 +158,9 @@ class Part(Group):
         return {}
 
     def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
-        """Return the operations beside its linears and its kernel, on elements of `width` bytes.
+        """Return the operations outside its linears and its kernel, on elements of `width` bytes.
 
-        Operator by operator; where they are `compiled`, neighbours read their inputs and write their outputs once.
+        One entry per operator; if `compiled`, fused neighbors read their inputs and write their outputs once.
         """
         return []
 
@@ -181,9 +181,9 @@ class Mixer(Part):
     """
 
     recurrent: ClassVar[bool] = False
-    """Whether it carries a state from token to token and looks at no keys. If so no rope and no mask `[B, 1, T, T]` are
-    made for it: the module is called with `(x, None, document_ids)`. Those are `[B, T]`, equal within a document, whose
-    first token begins a new state; None for whole sequences."""
+    """Whether it carries a state from token to token instead of keys. If so the module gets no rope and no mask
+    `[B, 1, T, T]`: it is called with `(x, None, document_ids)`. `document_ids` `[B, T]` are equal within a document,
+    and a document's first token starts a new state; None for whole sequences."""
 
     context_parallel: ClassVar[bool] = False
     """Whether ranks can share a sequence. If so the module has `attend` and `kernel`, see `parallel.cp`."""

@@ -1,9 +1,9 @@
-"""Steps of a decoder that keeps what it has seen: rows of fixed blocks, so that bits do not show how tokens came in.
+"""Cached decoding in fixed blocks of rows, so that the bits do not depend on how tokens are split into calls.
 
-A matrix product of other shape may be another kernel, which sums in another order: of fp32 `[M, K] x [K, N]` on a CPU
+A matrix product of another shape may use another kernel with another order of sums: of fp32 `[M, K] x [K, N]` on a CPU
 with AVX-512 (torch 2.13, MKL), M = 1 to 15 differ from M >= 16 in the last bits. So a step computes a whole block of
-`STEP_ROWS` positions, the new tokens in the rows of their positions and nothing in the others: whatever is computed for
-a position has one shape and one place, with the prompt in one call or token by token. Bits are equal by construction.
+`STEP_ROWS` positions, with the new tokens in the rows of their positions and zeros elsewhere. Each position is computed
+with one shape in one row, for a prompt in one call or token by token. Bits are equal by construction.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,24 +19,24 @@ STEP_ROWS = 16
 
 @runtime_checkable
 class SteppingMixer(Protocol):
-    """A mixer module that can go on from what it has seen."""
+    """A mixer module that can continue from a cache of earlier tokens."""
 
     def new_cache(self, batch_size: int, length: int) -> Any:
-        """Return what `step` keeps of `batch_size` sequences of at most `length` tokens, before the first of them."""
+        """Return an empty cache for `step`, for `batch_size` sequences of at most `length` tokens."""
 
     def step(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: Any) -> Tensor:
-        """Return `[B, n, D]` for the next n tokens `x` `[B, n, D]`, and keep in `cache` what later ones need.
+        """Return `[B, n, D]` for the next n tokens `x` `[B, n, D]`, and update `cache`.
 
-        `rope` are the tables of their positions. A mixer that says `steps_in_blocks = True` gives the same bits however
-        the tokens come. Any other is called by blocks from their beginning, see `BlockCache`: its `step` puts new
-        tensors into `cache` and leaves those that are there as they are.
+        `rope` are the tables of their positions. A mixer with `steps_in_blocks = True` gives the same bits for any
+        split of the tokens. Any other is called on blocks from their start, see `BlockCache`: its `step` puts new
+        tensors into `cache` and never modifies those in it.
         """
 
 
 class BlockCache:
-    """What a mixer had kept at the beginning of the block in progress, and the block's inputs so far.
+    """Cache of a mixer at the start of the current block, and the block's inputs so far.
 
-    Each step runs the block anew from there, the rows still to come as zeros, which a causal mixer does not look at.
+    Each step recomputes the block from there, with zeros in later rows, which a causal mixer ignores.
     """
 
     def __init__(self, cache: Any):
@@ -56,7 +56,7 @@ class BlockCache:
 
 @dataclass
 class DecoderCache:
-    """What each block's mixer keeps, by the block's name, and how many tokens were seen, of at most `longest`."""
+    """Cache of each block's mixer, by the block's name, and the number of tokens seen, at most `longest`."""
 
     mixers: Mapping[str, Any]
     batch_size: int

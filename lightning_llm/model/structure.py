@@ -12,7 +12,7 @@ from lightning_llm.model.spec import Distribution, FeedForward, LinearSpec, Mixe
 Value = TypeVar("Value")
 
 VOCABULARY = ("embedding.weight", "head.weight")
-"""Parameters whose rows are token ids, those of padding included."""
+"""Parameters with one row per token id, including padding."""
 
 
 def norm_of(model: ModelConfig) -> Norm:
@@ -56,7 +56,7 @@ def first_alike(model: ModelConfig, index: int) -> int:
 def block_parts(model: ModelConfig, index: int) -> Mapping[str, Part]:
     """Return the parts of block `index` by their names in it, in module order.
 
-    The mixer is called "attention", whatever its kind, so that names and globs hold across kinds.
+    The mixer of any kind is called "attention", so that names and globs apply to all kinds.
     """
     return _block_parts(Same(model), first_alike(model, index))
 
@@ -99,7 +99,7 @@ def _block_parameters(same: Same, index: int) -> Sequence[ParameterSpec]:
             name, shape = f"{part_name}.{linear.name}", (linear.outputs.length, linear.inputs.length)
             found.append(ParameterSpec(f"{name}.weight", shape, linear.role, None))
             if linear.bias:
-                # A bias lies with the outputs: every rank has the whole of one whose weight is cut by its inputs.
+                # A bias is split as the outputs are: ranks have all of it if the weight is split by its inputs.
                 role = "replicate" if linear.role == "row" else linear.role
                 found.append(ParameterSpec(f"{name}.bias", shape[:1], role, Distribution()))
         found += [each._replace(name=f"{part_name}.{each.name}") for each in part.own_parameters(model)]
@@ -166,9 +166,9 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def shape_problems(model: ModelConfig) -> list[Problem]:
-    """Return what does not fit together in a model's shape."""
+    """Return the contradictions in a model's shape."""
     found: dict[Problem, None] = {}
-    for index in range(len(model.layers or DEFAULT_LAYERS)):  # says it even where num_layers is wrong
+    for index in range(len(model.layers or DEFAULT_LAYERS)):  # also reports it if num_layers is wrong
         for part in block_parts(model, index).values():
             found |= dict.fromkeys(part.problems(model))
     if model.rope_scaling is not None and model.position != "rope":

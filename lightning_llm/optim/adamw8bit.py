@@ -71,8 +71,8 @@ class AdamW8bit(MatrixOptimizer):
 def quantised(values: Tensor, block_size: int, signed: bool) -> tuple[Tensor, Tensor]:
     """Return uint8 codes [R, C] of fp32 `values` [R, C], and fp32 scales [R, ceil(C / block_size)].
 
-    A block's scale is its largest magnitude; the code is that of the nearest of `dynamic_map`'s values times the scale,
-    of the lower one in the middle of two. What is not finite makes its block's scale so, and with it what is read back.
+    A block's scale is its largest magnitude. The code is that of the nearest of `dynamic_map`'s values times the scale;
+    ties take the lower. A non-finite value makes its block's scale non-finite, and with it all dequantized values.
     """
     columns = values.shape[1]
     blocks = F.pad(values, (0, -columns % block_size)).unflatten(1, (-(-columns // block_size), block_size))
@@ -85,7 +85,7 @@ def quantised(values: Tensor, block_size: int, signed: bool) -> tuple[Tensor, Te
 
 
 def dequantised(codes: Tensor, scales: Tensor, block_size: int, signed: bool) -> Tensor:
-    """Return fp32 values [R, C] of what `quantised` returned."""
+    """Return the fp32 values [R, C] of the codes and scales of `quantised`."""
     values = _table(signed, codes.device)[codes.int()]
     return values.mul_(scales.repeat_interleave(block_size, dim=1)[:, : codes.shape[1]])
 
@@ -94,7 +94,7 @@ def dynamic_map(signed: bool) -> list[float]:
     """Return the 256 values of the dynamic code, ascending, within [-1, 1] or [0, 1] (section 1.3, and 2.2 unsigned).
 
     Leading zeros of a code are a decimal exponent of 0 to -6; the bits left after them and an indicator bit count the
-    middles of equal parts of [0.1, 1]. What needs no sign has one bit more there. 0 and 1 are codes of their own.
+    centers of equal parts of [0.1, 1]. Unsigned codes have one more bit there. 0 and 1 have separate codes.
     """
     values = [0.0, 1.0]
     for exponent in range(7):

@@ -41,10 +41,11 @@ class AdamWConfig(AdamWFields):
 
 @OPTIMIZERS.register
 class AdamW8bitConfig(AdamWFields):
-    """Block-wise 8-bit moments of the matrices of blocks and head; embeddings, norms and biases keep theirs whole.
+    """AdamW with block-wise 8-bit moments for matrices of blocks and head; embeddings, norms and biases use full
+    precision.
 
-    Embeddings do so in the paper, too (section 2.3). A block is `block_size` neighbours within a row of the whole
-    matrix, the last of a row being shorter, so that shards of rows hold whole blocks whatever the layout.
+    So do embeddings in the paper (section 2.3). A block is `block_size` neighbors within a row of the whole matrix (the
+    last of a row may be shorter), so that shards of rows contain whole blocks under every layout.
     """
 
     module: ClassVar[str] = "lightning_llm.optim.adamw8bit:AdamW8bit"
@@ -58,7 +59,7 @@ class AdamW8bitConfig(AdamWFields):
         return 2 * shard.elements + 2 * 4 * shard.rows * -(-shard.columns // self.block_size)
 
     def shard_problem(self, columns: int, parts: int) -> str | None:
-        """Return what is wrong where parts of a row would end within a block."""
+        """Return the problem if `parts` of a row would end within a block, else None."""
         part, rest = divmod(columns, parts)
         if parts == 1 or rest or part % self.block_size == 0:
             return None
@@ -78,7 +79,7 @@ class MuonConfig(AdamWFields):
     module: ClassVar[str] = "lightning_llm.optim.muon:Muon"
     name: Literal["muon"] = "muon"
     adamw_learning_rate: PositiveFloat | None = Field(
-        None, description="peak learning rate of what AdamW updates; null: learning_rate"
+        None, description="peak learning rate of the parameters that AdamW updates; null: learning_rate"
     )
     momentum: Beta = Field(0.95, description="decay of the momentum that is orthogonalised")
     nesterov: bool = Field(True, description="Nesterov's form of it")
@@ -92,7 +93,7 @@ class MuonConfig(AdamWFields):
         return self.adjust_learning_rate == "match_rms_adamw"
 
     def learning_rate_scale(self, rows: int, columns: int) -> float:
-        """Return what the learning rate of a [rows, columns] matrix is multiplied by.
+        """Return the factor of the learning rate of a [rows, columns] matrix.
 
         `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), which gives updates the root mean square of AdamW's, so that
         its learning rate and weight decay serve (Liu et al. 2025, arXiv 2502.16982, eq. 4). `original`:

@@ -1,4 +1,4 @@
-"""The base of optimizers that update matrices by a rule of their own, and every other parameter by AdamW."""
+"""Base of optimizers with a special rule for matrices and AdamW for all other parameters."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from lightning_llm.optim.optimizer import adamw, groups_of, initialise_state, ro
 
 
 class OnWhole(Protocol):
-    """How a rule that needs whole matrices gets them, whatever the layout."""
+    """Access to whole matrices under any layout, for rules that need them."""
 
     def __call__(
         self,
@@ -63,7 +63,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def update(self, group: dict[str, Any]) -> None:
-        """Update the parameters of `group`, all of which have state, in place."""
+        """Update the parameters of `group` in place; all of them have state."""
         raise NotImplementedError
 
     @torch.no_grad()

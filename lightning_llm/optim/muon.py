@@ -1,4 +1,4 @@
-"""Muon on sharded matrices: torch.optim.Muon's update, to the bit, whatever the layout."""
+"""Muon on sharded matrices: the bits of torch.optim.Muon's update under every layout."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -33,7 +33,7 @@ def adamw(
 ) -> AdamW:
     """Return AdamW over `parameters`; `learning_rate`: another peak than the config's.
 
-    Fused kernels: one pass over parameter, gradient and both moments, on CPU and CUDA alike.
+    Fused kernels: one pass over parameter, gradient and both moments, on CPU and CUDA.
     """
     rate = config.learning_rate if learning_rate is None else learning_rate
     betas = (config.beta1, config.beta2)
@@ -41,9 +41,9 @@ def adamw(
 
 
 def groups_of(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> list[dict[str, Any]]:
-    """Return parameter groups with their weight decay: the decayed one, then the other; an empty one is left out.
+    """Return parameter groups with their weight decay: the decayed one, then the other; empty groups are omitted.
 
-    GPT-3's rule leaves norms, biases and embeddings undecayed; each is a key of its own.
+    By GPT-3's rule norms, biases and embeddings do not decay; each has a separate key.
     """
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
@@ -54,12 +54,12 @@ def groups_of(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfi
 
 
 def initialise_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter its state as it is before the first step: what an optimizer otherwise makes within that.
+    """Create the state of every parameter as it is before the first step.
 
-    Whoever asks a fresh optimizer for its state (torch.distributed.checkpoint does so by a step of learning rate 0)
-    would leave it at step 1, with another bias correction from then on. An optimizer that has a method
-    `initialise_state` does it by that. Others take a step of learning rate 0 over gradients of 0, which changes neither
-    weights nor moments; their counters, `step` in a parameter's state and whatever is in a group, are put back.
+    Optimizers create state in their first step. torch.distributed.checkpoint therefore makes a step of learning rate 0,
+    which leaves them at step 1, with another bias correction. This function calls the optimizer's method
+    `initialise_state` if it has one. Others make a step of learning rate 0 with gradients of 0, which changes neither
+    weights nor moments; then their counters (`step` in a parameter's state, values of groups) are reset.
     """
     if (own := getattr(optimizer, "initialise_state", None)) is not None:
         own()

@@ -18,7 +18,7 @@ def learning_rate_factor(config: ScheduleConfig, updates: int, max_steps: int) -
 
 
 def progress(updates: int, start: int, total: int) -> float:
-    """Return how far `updates` lies between `start` (0) and the last update of `total` (1), clipped to [0, 1]."""
+    """Return the position of `updates` between `start` (0) and the last update of `total` (1), clipped to [0, 1]."""
     if updates < start:
         return 0.0
     return min(1.0, (updates - start + 1) / max(1, total - start))

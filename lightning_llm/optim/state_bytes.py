@@ -1,4 +1,4 @@
-"""Bytes of what training keeps of every parameter, by formula: neither torch nor a model is needed."""
+"""Bytes per parameter of the training state, by formula: needs neither torch nor a model."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -6,12 +6,11 @@ With g the reference, g_k what key k of K gave (K = 1 where nothing is random), 
     SQNR      1 / error in dB
     cosine    mean_k <g_k, g> / (|g_k| |g|)
     gain      mean_k <g_k, g> / |g|^2 - 1: below 0, steps along the gradient are too short
-    variance  sum_k |e_k - mean e|^2 / (K - 1) / |g|^2: what other keys would have given otherwise; 0 for K = 1
+    variance  sum_k |e_k - mean e|^2 / (K - 1) / |g|^2: the spread over keys; 0 for K = 1
     bias      |E e| / |g|, what no averaging over keys removes. Its square is estimated without bias by the mean of
               <e_k, e_l> over k != l, (|sum e|^2 - sum |e_k|^2) / (K (K - 1)); for K = 1 the whole error is bias
     floor     two standard errors of that estimate (for a true bias of 0 the products of different pairs are
-              uncorrelated, so its variance is that of one product over their number): a smaller bias cannot be told
-              from none
+              uncorrelated, so its variance is that of one product over their number): a smaller bias may be zero
 """
 
 import math

@@ -2,8 +2,8 @@
 
 The error of a pass is |g' - g|^2 / |g|^2 over every parameter of the model, g the gradient of an fp32 pass over the
 same weights and batches. The gap of a recipe is its error less that of the same pass without any cast (bf16, or the
-recipe's own compute dtype): that part stays whatever is done about the casts. The gap is attributed to slots and
-layers by leaving others out.
+recipe's own compute dtype): that part does not depend on the casts. The gap is attributed to slots and layers by
+switching others off.
 """
 
 from collections.abc import Callable, Mapping, Sequence

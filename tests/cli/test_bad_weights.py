@@ -50,12 +50,12 @@ FAULTS = {
     "no index": (2, lambda folder: (folder / "model.safetensors.index.json").unlink(), VERBS,
                  ["index.json: is missing", "Download the folder again, with its index"]),
     "a shard missing": (2, lambda folder: (folder / SECOND).unlink(), VERBS, [f"{SECOND}: is missing", "again"]),
-    "a shard short": (2, cut, VERBS, [f"{SECOND}: is shorter or longer than its header says", "again"]),
+    "a shard short": (2, cut, VERBS, [f"{SECOND}: is shorter or longer than its header declares", "again"]),
     "fp64": (1, lambda folder: change_tensors(folder, lambda state: {k: v.double() for k, v in state.items()}), VERBS,
              ["(F64)", "weights are read in fp32, bf16, fp16. Convert them first"]),
     "tensors missing and extra": (1, lose_and_add, VERBS, ["has no tensor model.norm.weight", "has the tensor odd"]),
     "code of its own": (1, lambda folder: change_json(folder / "config.json", auto_map={"AutoModel": "m.X"}), VERBS,
-                        ["auto_map: names code of the model's own (trust_remote_code)", "Take a model whose class"]),
+                        ["auto_map: names the model's own code (trust_remote_code)", "Use a model with a class"]),
     "pickled code": (1, lambda folder: pickled(folder, {"a": Code()}), ["import"], ["nothing of it has"]),
     "pickled": (1, lambda folder: pickled(folder, {}), READERS, ["lightning-llm import"]),
     "heads that do not share keys": (1, lambda folder: change_json(folder / "config.json", num_key_value_heads=4,
@@ -70,7 +70,7 @@ FAULTS = {
     "two heads": (1, lambda folder: two_heads(folder), VERBS, ["tie_word_embeddings: is true or left out, which ties"]),
     "a key twice": (1, lambda folder: twice(folder / "config.json"), VERBS, ["'rope_theta' is given twice"]),
     "two sets of weights": (2, lambda folder: shutil.copyfile(folder / SECOND, folder / "model.safetensors"), VERBS,
-                            ["model.safetensors: is there beside model.safetensors.index.json"]),
+                            ["model.safetensors: exists next to model.safetensors.index.json"]),
 }  # fmt: skip
 
 

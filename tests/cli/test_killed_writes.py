@@ -83,7 +83,7 @@ def test_whenever_it_is_killed_a_folder_is_whole_or_not_there(verb, base, tmp_pa
             capsys.readouterr()
             assert main(words) == 2
             said = capsys.readouterr().err
-            for part in ("what it held is put back", ".out.partial was left half-written", "is there already"):
+            for part in ("its old content is restored", ".out.partial was left half-written", "is there already"):
                 assert part in said
             found.append("missing")
         else:

@@ -177,7 +177,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path, capsys):
     wrong += ["--output", str(tmp_path)]
     assert main(["evaluate", *wrong]) == 2
     said = capsys.readouterr().err
-    for part in ("--limit: is 0", "--batch-size: is 0", "--ensemble: goes without --average", "'jsonl' is no KEY=VALUE",
+    for part in ("--limit: is 0", "--batch-size: is 0", "--ensemble: excludes --average", "'jsonl' is no KEY=VALUE",
                  "--tasks-only: leaves nothing to do", "a: does not exist", "b: does not exist",
                  "is a folder. Name a file in it"):  # fmt: skip
         assert part in said, part

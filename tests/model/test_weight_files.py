@@ -55,7 +55,7 @@ def test_missing_short_and_damaged_shards_are_named_together(tmp_path):
     three.write_bytes(b"\xff" * 64)
     said = refusal(folder)
     assert f"{one}: is missing" in said
-    assert f"{two}: is shorter or longer than its header says" in said
+    assert f"{two}: is shorter or longer than its header declares" in said
     assert f"{three}: is no safetensors file, or a damaged one" in said
 
 
@@ -68,7 +68,7 @@ def test_an_index_that_leads_out_of_the_folder(sharded, name):
 def test_an_index_that_says_another_file_than_holds_the_tensor(sharded):
     reindexed(sharded, lambda listed: listed.update({"lm_head.weight": "model-00002-of-00002.safetensors"}))
     reindexed(sharded, lambda listed: listed.update({"not.there": FIRST}))
-    assert "lie where they do not" in refusal(sharded)
+    assert "gives a wrong file for" in refusal(sharded)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000])

@@ -268,7 +268,7 @@ def test_nothing_is_overwritten_or_left_half(places, tmp_path, monkeypatch, caps
         assert said in capsys.readouterr().err
     inside = str(places / "release" / "base")
     assert main(["import", str(places / "release"), "--output", inside]) == 2
-    assert "lies in the folder that is read" in capsys.readouterr().err
+    assert "is in the folder that is read" in capsys.readouterr().err
     (out / "thesis.tex").unlink()
     assert main(["export", source, "--output", str(out), "--force", "--no-parity"]) == 0
     assert "not compared with transformers (--no-parity)" in capsys.readouterr().out

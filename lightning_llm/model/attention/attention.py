@@ -61,7 +61,7 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Return what `torch_attention` does, for a block of `ROWS` queries; on a CPU by the sums of `short_attention`."""
+    """Return `torch_attention` for a block of `ROWS` queries; on a CPU with the sums of `short_attention`."""
     if q.device.type == "cpu":
         return row_attention(q, k, v, mask)
     with any_kernel():
@@ -85,21 +85,21 @@ KERNEL_OPS = (
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
 )
-"""What `dot_product_attention` may run as."""
+"""Operators that `dot_product_attention` may run as."""
 
 
 class Attention(nn.Module):
     """`o_proj(softmax(q k^T / sqrt(K)) v)`, causal. Head counts are read off the tensors, so a shard of heads works."""
 
     kernel_ops = KERNEL_OPS
-    """What selective checkpointing keeps the outputs of, see `parallel.activation`."""
+    """Operators with outputs that selective checkpointing keeps, see `parallel.activation`."""
     steps_in_blocks = True
 
     def __init__(self, spec: kinds.AttentionSpec, config: ModelConfig):
         super().__init__()
         self.head_dim, self.window = config.attention_head_dim, spec.window
-        self.attend: Kernel = dot_product_attention  # replaced where other ranks hold a part of the keys,
-        self.kernel: Kernel = torch_attention  # by what gathers them for this one, which takes any number of keys
+        self.attend: Kernel = dot_product_attention  # parallel.cp replaces it:
+        self.kernel: Kernel = torch_attention  # gathers keys, then calls `kernel` (any number of keys)
         self.block_kernel: Kernel = block_attention  # and for a block of queries behind a cache of keys
         query_size, key_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.q_proj = Linear(config.hidden_size, query_size, bias=config.bias)
@@ -170,13 +170,13 @@ class QKNormAttention(Attention):
 
 
 class SoftCappedAttention(Attention):
-    """`Attention` with `cap x tanh(scores / cap)`, and a scale of the scores of its own: Gemma 2's."""
+    """Gemma 2's `Attention`: `cap x tanh(scores / cap)` and a separate scale of the scores."""
 
     def __init__(self, spec: kinds.SoftCappedAttention, config: ModelConfig):
         super().__init__(spec, config)
         self.kernel = self.attend = self.block_kernel = capped_attention(spec.cap)
         scalar = spec.query_pre_attention_scalar or self.head_dim
-        self.scale = math.sqrt(self.head_dim / scalar)  # of what the kernel divides by sqrt(K)
+        self.scale = math.sqrt(self.head_dim / scalar)  # multiplies the queries; the kernel divides by sqrt(K)
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q if self.scale == 1.0 else q * self.scale, k  # [B, T, H, K], [B, T, G, K]

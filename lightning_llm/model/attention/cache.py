@@ -12,9 +12,9 @@ from lightning_llm.model.attention.cpu_kernel import ROWS
 class KeyValueCache:
     """Room for `length` tokens, or for those that a window still sees, in whole blocks of `ROWS` tokens.
 
-    How many slots a query meets follows from its position alone, so every matrix product of a position has one shape,
-    whatever the tokens came in by. Memory is taken once, at the first `append`, in the dtype and on the device of what
-    comes then.
+    The number of slots that a query sees depends only on its position. So every matrix product of a position has one
+    shape, for any split of the tokens into calls. The first `append` allocates all memory, in the dtype and on the
+    device of its tensors.
     """
 
     def __init__(self, batch_size: int, length: int, window: int | None = None):

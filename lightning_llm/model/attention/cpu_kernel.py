@@ -30,7 +30,7 @@ def is_faster_here(q: Tensor) -> bool:
 def short_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Return `softmax(q k^T / sqrt(K)) v` `[B, T, H, K]` for `q` `[B, T, H, K]` and `k`, `v` `[B, T, G, K]`.
 
-    `mask` is bool `[B, 1, T, T]`, True where a query (row) sees a key; it lies within the causal triangle, and each
+    `mask` is bool `[B, 1, T, T]`, True where a query (row) sees a key: a part of the causal triangle in which each
     query sees at least itself. None is the whole triangle. A compiler sees one operator, not the loop.
     """
     return _forward(q, k, v, mask)
@@ -127,7 +127,7 @@ def _row_blocks(q: Tensor) -> list[tuple[int, int]]:
 
 
 def _parts(q: Tensor, groups: int) -> list[tuple[slice, slice]]:
-    """Return ranges of sequences and of key heads whose scores, of `ROWS` queries each, are `SCORES` at most."""
+    """Return ranges of sequences and key heads with at most `SCORES` scores, at `ROWS` queries each."""
     batch, length, heads, _ = q.shape
     each = heads // groups * ROWS * length
     if groups * each > SCORES:
@@ -144,7 +144,7 @@ def _rows(mask: Tensor | None, sequences: slice, start: int, stop: int) -> Tenso
 
 
 def _room(flat: Tensor, queries: Tensor) -> Tensor:
-    """Return `flat`, or what is long enough for the scores of `queries` `[BG, R, T, K]`, `ROWS` at a time."""
+    """Return `flat`, or a longer buffer if the scores of `queries` `[BG, R, T, K]`, `ROWS` at a time, need it."""
     elements = len(queries) * queries.shape[1] * min(ROWS, queries.shape[2]) * queries.shape[2]
     return flat if flat.numel() >= elements else flat.new_empty(elements)
 
@@ -181,7 +181,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _multiplied(wide: Tensor, like: Tensor) -> Tensor:
-    """Return `wide`, which `like` was widened to, as what products in the dtype of `like` take."""
+    """Return `wide`, the widened `like`, as an operand of products in the dtype of `like`."""
     return wide if operand(like.new_empty(0)).dtype == wide.dtype else wide.to(like.dtype)
 
 

@@ -18,7 +18,7 @@ from lightning_llm.model.attention.kinds import SHORT_KERNEL_TOKENS
 from lightning_llm.model.attention.seen_keys import SeenKeys
 
 Mask = Tensor | BlockMask | None
-"""Which keys queries see: bool that broadcasts to `[B, H, T, S]`, or by blocks (`SeenKeys`); None: up to themselves."""
+"""Keys that queries see: bool that broadcasts to `[B, H, T, S]`, or by blocks (`SeenKeys`); None: causal."""
 
 AUTO, SHORT, FLEX = "auto", "short", "flex"
 BACKENDS = {
@@ -30,16 +30,15 @@ BACKENDS = {
 LOOKED_AT_TOKENS = 4096
 """Of longer sequences as many are looked at: no kernel is refused for more, and a mask grows with their square."""
 TRIED_TOKENS = 256
-"""Of a sequence that FlexAttention is tried on: two blocks of queries, one of which passes over keys."""
+"""Length of the sequence that FlexAttention is tried on: two blocks of queries, one of them skips keys."""
 _chosen = AUTO
 _by_blocks = False
 
 
 class AttentionShape(NamedTuple):
-    """What a kernel is asked for: heads of one rank, elements per head, tokens of a sequence, with a mask or not.
+    """Shape of an attention call: heads of one rank, elements per head, tokens of a sequence, with a mask or not.
 
-    `shared`: each rank has a part of the queries, and keys that it gathers (`parallel.cp`). `compiled`: within blocks
-    that are.
+    `shared`: each rank has a part of the queries and gathers keys (`parallel.cp`). `compiled`: within compiled blocks.
     """
 
     heads: int
@@ -53,7 +52,7 @@ class AttentionShape(NamedTuple):
 
     @property
     def is_short(self) -> bool:
-        """Whether `cpu_kernel` takes it on a CPU unless told otherwise."""
+        """Whether `cpu_kernel` computes it on a CPU by default."""
         return self.tokens <= SHORT_KERNEL_TOKENS and not self.shared
 
 
@@ -63,10 +62,11 @@ class NoKernelError(Exception):
 
 @contextmanager
 def attention_by(name: str, by_blocks: bool = False) -> Iterator[None]:
-    """Run the block with attention over whole sequences by the kernel of that name; "auto": by torch's own choice, and
-    on a CPU `cpu_kernel`'s for short sequences. For the whole process, so that compiled blocks have it too.
+    """Run the block with the attention kernel `name` over whole sequences, also in compiled blocks of this process.
 
-    `by_blocks`: FlexAttention computes what is masked, where a block's attention takes kernels at all.
+    "auto": torch's choice, or `cpu_kernel` for short sequences on a CPU.
+
+    `by_blocks`: FlexAttention computes masked attention, except in blocks that take no kernels.
     """
     global _chosen, _by_blocks
     before, _chosen, _by_blocks = (_chosen, _by_blocks), name, by_blocks
@@ -79,7 +79,7 @@ def attention_by(name: str, by_blocks: bool = False) -> Iterator[None]:
 
 @contextmanager
 def without_blocks() -> Iterator[None]:
-    """Run a model whose blocks are not compiled: FlexAttention would compute all pairs' scores there, at once."""
+    """Run a model with uncompiled blocks without FlexAttention, which would compute the scores of all pairs there."""
     global _by_blocks
     before, _by_blocks = _by_blocks, False
     try:
@@ -108,10 +108,10 @@ def any_kernel() -> AbstractContextManager[None]:
 def kernel_of(name: str, shape: AttentionShape, device: torch.device) -> str:
     """Return the kernel that attention of `shape` takes on `device` under `trainer.attention_kernel=name`.
 
-    Where that is not FlexAttention although nothing else was asked for, the reason stands behind it.
+    If "auto" would be FlexAttention, but it fails here, the name is followed by the reason.
 
     Raises:
-        NoKernelError: it has none there; the text says why, in torch's words.
+        NoKernelError: no such kernel on this device; the text has torch's reason.
     """
     if name == SHORT or (name == AUTO and device.type == "cpu" and shape.is_short):
         return SHORT
@@ -153,6 +153,6 @@ def flex_failure(shape: AttentionShape, device: torch.device) -> str | None:
     try:
         mixed = torch.compile(flex_attention)(q, k, v, block_mask=mask, enable_gqa=heads != kv_heads)
         torch.autograd.grad(mixed.sum(), (q, k, v))
-    except Exception as error:  # whatever a compiler, its tools or a device have against it
+    except Exception as error:  # any error of the compiler, its tools or the device
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return None

@@ -32,7 +32,7 @@ class AttentionSpec(Mixer):
 
     context_parallel: ClassVar[bool] = True
     takes_kernels: ClassVar[bool] = True
-    """Whether `trainer.attention_kernel` says what computes it."""
+    """Whether `trainer.attention_kernel` chooses the kernel."""
 
     window: PositiveInt | None = Field(None, description="tokens up to itself that each token sees; null: all")
 
@@ -51,10 +51,10 @@ class AttentionSpec(Mixer):
         return 12 * model.num_heads * model.attention_head_dim * seen
 
     def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
-        """Return the input of q, k and v, what the kernel keeps, and its output, which `o_proj` takes.
+        """Return the input of q, k and v, the kernel's saved tensors, and its output, the input of `o_proj`.
 
-        Queries and keys are kept as positions turned them, not before. Of torch's kernels, which also keep one fp32
-        log-sum-exp per head and a mask in the compute dtype for every block; `cpu_kernel` keeps neither.
+        Queries and keys are saved after the rotation only. Torch's kernels also save one fp32 log-sum-exp per head and
+        a mask in the compute dtype for every block; `cpu_kernel` saves neither.
         """
         query, width = model.num_heads * model.attention_head_dim, forward.width
         kept = [
@@ -159,7 +159,7 @@ class Attention(AttentionSpec):
 
 @MIXERS.register
 class QKNormAttention(AttentionSpec):
-    """Attention whose queries and keys are normed within each head, as in Qwen3 (arXiv 2505.09388, section 2)."""
+    """Attention with queries and keys normed within each head, as in Qwen3 (arXiv 2505.09388, section 2)."""
 
     module: ClassVar[str] = "lightning_llm.model.attention.attention:QKNormAttention"
     kind: Literal["qk_norm_attention"] = "qk_norm_attention"
@@ -185,9 +185,9 @@ class QKNormAttention(AttentionSpec):
 
 @MIXERS.register
 class SoftCappedAttention(AttentionSpec):
-    """Attention whose scores are capped before the softmax, as in Gemma 2 (arXiv 2408.00118, section 2).
+    """Attention with scores capped before the softmax, as in Gemma 2 (arXiv 2408.00118, section 2).
 
-    No kernel of torch's caps scores, so they are made whole: memory grows with the square of the sequence.
+    No torch kernel caps scores, so all scores are materialized: memory grows with the square of the sequence.
     """
 
     takes_kernels: ClassVar[bool] = False
@@ -199,9 +199,9 @@ class SoftCappedAttention(AttentionSpec):
     )
 
     def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
-        """Return what plain operations keep: of each score the tanh and the probability in fp32, and rounded; a mask.
+        """Return the tensors that plain operations save: per score tanh and probability in fp32, and rounded; a mask.
 
-        Keys and values are kept for all heads, as they are multiplied.
+        Keys and values are saved for all heads, expanded for the products.
         """
         query, width = model.num_heads * model.attention_head_dim, forward.width
         scores = model.num_heads * forward.sequence_length

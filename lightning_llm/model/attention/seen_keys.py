@@ -1,10 +1,10 @@
-"""Which keys each query of causal attention sees: those from the first of its document, or window, up to itself.
+"""Keys that each query of causal attention sees: from the first of its document or window up to itself.
 
-Two positions per query say it all. From them a kernel gets what it takes: a bool for each pair of a query and a key, or
-which blocks of keys a block of queries sees, for kernels that pass over the others (FlexAttention, Dong et al. 2024,
-arXiv:2412.05496, section 3.2).
+Two positions per query define them. A kernel gets a bool for each pair of a query and a key, or the blocks of keys that
+a block of queries sees, for kernels that skip the others (FlexAttention, Dong et al. 2024, arXiv:2412.05496, section
+3.2).
 
-Letters: B sequences, Q queries, S keys, all those of a sequence; M, N blocks of them.
+Letters: B sequences, Q queries, S keys (all of a sequence); M, N blocks of them.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ BLOCK_TOKENS = 128
 
 
 class SeenKeys(NamedTuple):
-    """A query at position p, whose first key is that at f, sees the keys at f, ..., p.
+    """Range of keys per query: a query at position p with first key f sees the keys at f, ..., p.
 
     `first`: int64 `[B or 1, Q]`; `queries` int64 `[Q]` and `keys` int64 `[S]` are positions in the sequence, in the
     order in which attention gets them.
@@ -73,7 +73,7 @@ def first_tokens(document_ids: Tensor) -> Tensor:
 
 
 def document_mask(document_ids: Tensor, window: int | None = None) -> Tensor:
-    """Return bool `[B, 1, T, T]`: which key (last) a query sees, those of its own document up to itself."""
+    """Return bool `[B, 1, T, T]`: whether a query sees a key (last axis): those of its document up to itself."""
     positions = torch.arange(document_ids.shape[1], device=document_ids.device)  # [T]
     return SeenKeys.of(positions, positions, document_ids, window).dense()
 

@@ -32,30 +32,30 @@ class Architecture(ABC):
 
     class_name: ClassVar[str]
     model_type: ClassVar[str | None] = None
-    """The `model_type` of its config.json, by which transformers chooses the class; None: whatever stands there."""
+    """`model_type` of its config.json, by which transformers chooses the class; None: any value."""
     shape: ClassVar[str]
-    """Which configs have this counterpart, as text for messages."""
+    """Description, for messages, of the configs that have this counterpart."""
     block_prefix: ClassVar[str] = "model.layers"
     base_prefix: ClassVar[str] = "model."
-    """What names lack where the model was saved without its head."""
+    """Prefix that names lack in a model saved without its head."""
     ends: ClassVar[Mapping[str, str]] = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-    """Their names of what stands outside the blocks, by ours."""
+    """Their names of the modules outside the blocks, by our names."""
     transposed: ClassVar[bool] = False
-    """Whether weights of linears are kept as [inputs, outputs]."""
+    """Whether weights of linears are stored as [inputs, outputs]."""
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Our linears whose outputs lie side by side in one of theirs, by its name within a block."""
+    """Our linears with outputs concatenated in one of theirs, by its name within a block."""
     buffers: ClassVar[tuple[str, ...]] = (".rotary_emb.inv_freq",)
     """Ends of names of tensors in old files that are no weights."""
     sizes: ClassVar[tuple[str, ...]] = ()
     """Entries of config.json that must be whole numbers."""
     wanted: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Entries of config.json of which this decoder computes some values alone; the first where there is no entry."""
+    """Supported values of entries of config.json; the first is the default of a missing entry."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Entries of config.json by another name that transformers takes as well: they must agree."""
     not_null: ClassVar[tuple[str, ...]] = ()
     """Entries of config.json that may be left out, but not be null."""
     heads_divide: ClassVar[bool] = False
-    """Whether transformers wants heads to divide the width, whatever `head_dim`."""
+    """Whether transformers requires that the heads divide the width, even with `head_dim`."""
     rotary: ClassVar[bool] = True
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Architecture(ABC):
         """Return our `model` keys from a config.json in which `problems` finds nothing."""
 
     def problems(self, values: Mapping[str, Any]) -> Iterator[Problem]:
-        """Yield what in a config.json of this class the decoder does not compute, or what is missing."""
+        """Yield a problem for each entry of a config.json of this class that is missing or not supported."""
         for key in self.sizes:
             if type(values.get(key)) is not int or values[key] < 1:
                 yield Problem(f"config.json {key}", "a whole number must be given.")
@@ -144,13 +144,13 @@ LLAMA_SIZES = (
 
 
 def kinds_of(config: ModelConfig) -> set[tuple[str, str, bool]]:
-    """Return which (mixer, feed-forward, post_norms) the blocks of `config` have."""
+    """Return the (mixer, feed-forward, post_norms) of the blocks of `config`."""
     blocks: list[Any] = [config.block_at(index) for index in range(config.num_layers)]
     return {(block.mixer.kind, block.feed_forward.kind, block.post_norms) for block in blocks}
 
 
 def windows_of(config: ModelConfig) -> set[int | None]:
-    """Return by how many tokens blocks limit what a token sees; None among them where one does not."""
+    """Return the attention windows of the blocks in tokens; None for a block without a window."""
     return {getattr(config.block_at(index).mixer, "window", None) for index in range(config.num_layers)}
 
 
@@ -160,7 +160,7 @@ def is_plain(config: ModelConfig) -> bool:
 
 
 def has_dividing_heads(config: ModelConfig) -> bool:
-    """Return whether query heads divide the width, which some of transformers' classes require, whatever head_dim."""
+    """Return whether query heads divide the width, which some classes of transformers require even with head_dim."""
     return config.hidden_size % config.num_heads == 0
 
 

@@ -36,7 +36,7 @@ def architectures() -> list[Architecture]:
 
 
 def architecture(config: ModelConfig) -> Architecture:
-    """Return which Hugging Face architecture computes what `config` does. Raises ConfigError where none does."""
+    """Return the Hugging Face architecture that is equivalent to `config`. Raises ConfigError if there is none."""
     for each in architectures():
         if each.fits(config):
             return each
@@ -54,20 +54,20 @@ def without_counterpart(config: ModelConfig) -> str:
 
 
 def architecture_named(values: Mapping[str, Any]) -> Architecture:
-    """Return the architecture that a `config.json` is of.
+    """Return the architecture of a `config.json`.
 
     Raises:
-        ConfigError: it is of none that is known, brings code of its own, or is quantised.
+        ConfigError: the architecture is unknown, needs the model's own code, or is quantized.
     """
     problems = []
     if values.get("auto_map"):
         text = (
-            "names code of the model's own (trust_remote_code), and nothing in a folder of weights is run here. Take "
-            "a model whose class transformers has."
+            "names the model's own code (trust_remote_code), but code in a folder of weights is never run. Use a model "
+            "with a class in transformers."
         )
         problems.append(Problem("config.json auto_map", text))
     if values.get("quantization_config") is not None:
-        text = "says that the weights are quantised. Take the weights as they were before, in bf16, fp16 or fp32."
+        text = "is set: the weights are quantized. Use the unquantized weights, in bf16, fp16 or fp32."
         problems.append(Problem("config.json quantization_config", text))
     by_type = [each.class_name for each in architectures() if each.model_type == values.get("model_type") is not None]
     named = values.get("architectures") or by_type or [f"model_type {values.get('model_type')}"]
@@ -86,10 +86,10 @@ def architecture_named(values: Mapping[str, Any]) -> Architecture:
 
 
 def model_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our `model` keys of what a `config.json` describes.
+    """Return our `model` keys for a `config.json`.
 
     Raises:
-        ConfigError: with everything in it that this decoder does not compute.
+        ConfigError: with every entry that this decoder does not support.
     """
     family = architecture_named(values)
     if problems := list(family.problems(values)):
@@ -116,9 +116,9 @@ def model_config_of(values: Mapping[str, Any], name: str) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where one of our parameters lies: in tensor `name`, from row `first` on, there [inputs, outputs] if `transposed`.
+    """Location of one of our parameters: tensor `name` from row `first` on, as [inputs, outputs] if `transposed`.
 
-    `shape` is ours, without rows that pad the vocabulary; `whole` theirs, of which it may be a part.
+    `shape` is ours, without rows that pad the vocabulary; `whole` is the shape of their tensor.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Stored:
 
 
 def stored_as(config: ModelConfig, family: Architecture) -> dict[str, Stored]:
-    """Return where each of our parameters lies in a model of `family`, by our names, in order of the decoder."""
+    """Return the location of each of our parameters in a model of `family`, by our names, in order of the decoder."""
     linears, found = linears_of(config), {}
     for ours, shape in parameter_shapes(config).items():
         module, _, kind = ours.rpartition(".")

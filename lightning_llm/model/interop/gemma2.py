@@ -69,7 +69,7 @@ class Gemma2(Architecture):
             "architectures": [self.class_name],
             "model_type": self.model_type,
             "hidden_activation": "gelu_pytorch_tanh",
-            "pad_token_id": None,  # transformers' default is 0, whose embedding it would not train
+            "pad_token_id": None,  # with its default, 0, transformers would not train the embedding of token 0
             "query_pre_attn_scalar": mixers[0].query_pre_attention_scalar or config.attention_head_dim,
             "attn_logit_softcapping": mixers[0].cap,
             "final_logit_softcapping": config.logit_cap,

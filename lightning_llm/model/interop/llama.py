@@ -127,7 +127,7 @@ class Mistral(Llama):
 
     def layer_type_problems(self, values: Mapping[str, Any]) -> Iterator[Problem]:
         if "layer_types" in values:
-            text = "is given, with which transformers makes a Ministral model of this one. Remove it, if all are alike."
+            text = "is set, so transformers would build a Ministral model. Remove it if all layers are equal."
             yield Problem("config.json layer_types", text)
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:

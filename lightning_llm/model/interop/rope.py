@@ -1,4 +1,4 @@
-"""Rotary positions as config.json has them, and back: transformers 5 keeps theta in the rope entry, 4 beside it."""
+"""Conversion of rotary positions to and from config.json: transformers 5 has theta in the rope entry, 4 next to it."""
 
 from collections.abc import Iterator, Mapping
 from math import log
@@ -41,7 +41,7 @@ SCALING = tuple(dict.fromkeys(theirs for keys in KEYS.values() for theirs in key
 
 
 def rope_entries(config: ModelConfig) -> dict[str, Any]:
-    """Return what config.json says of positions, for transformers 4 and 5."""
+    """Return the entries of config.json about positions, for transformers 4 and 5."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if (scaling := config.rope_scaling) is not None:
         named = {theirs: getattr(scaling, ours) for ours, theirs in KEYS[scaling.name].items()}
@@ -117,7 +117,7 @@ def rope_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what is given twice and differs: transformers takes one of the two, its versions not the same one."""
+    """Yield a problem per entry given twice with different values: the one used depends on transformers' version."""
     entries = {key: values[key] for key in ENTRIES if values.get(key)}
     for name, entry in entries.items():
         if entry.get("type") is not None and entry.get("rope_type") not in (None, entry["type"]):
@@ -140,7 +140,7 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _meaning(values: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what one of the two entries stands for, with what transformers adds to it."""
+    """Return the meaning of one of the two entries, with the defaults of transformers."""
     kind = _kind(entry)
     used = [*KEYS.get(kind, {}).values(), *(MSCALES if kind == "yarn" else ())]
     found = {key: entry[key] for key in used if entry.get(key) is not None}

@@ -1,4 +1,4 @@
-"""Gated linear attention: a matrix-valued state instead of keys, which each token lets decay by gates of its own.
+"""Gated linear attention: a matrix-valued state instead of keys; each token's gates decide its decay.
 
 The layer is that of fla-org/flash-linear-attention (`fla/layers/gla.py`, without its short convolutions), as in the
 paper (Yang et al. 2024, arXiv:2312.06635, section 4.4) but for the norm. Whole sequences are computed chunk by chunk
@@ -50,8 +50,8 @@ def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, document_
 def continue_from(state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs and the state `[B, H, K, V]` after the last token, of tokens that follow on `state`; None: zeros.
 
-    Operands are those of `gated_linear_attention`; a single token is one step of the recurrence. It has no backward
-    pass of its own: autograd follows its operations.
+    Operands are those of `gated_linear_attention`; a single token is one step of the recurrence. Autograd derives the
+    backward pass from its operations.
     """
     if state is None:
         state = g.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])  # [B, H, K, V]
@@ -104,7 +104,7 @@ class _Chunks(NamedTuple):
         )
 
     def unfold(self, x: Tensor, like: Tensor) -> Tensor:
-        """Return `[B, T, H, V]`, in shape and dtype `like` what they were, of `[B, H, N, C, V]`."""
+        """Return `x` `[B, H, N, C, V]` as `[B, T, H, V]`, in the shape and dtype of `like`."""
         return x.flatten(2, 3)[:, :, : like.shape[1]].transpose(1, 2).to(like.dtype).contiguous()
 
 
@@ -189,7 +189,7 @@ def _backward(
     grad_b = chunks.q * grad_q - chunks.k * grad_k  # [B, H, N, C, K]
     grad_g = chunks.unfold(grad_b.flip(-2).cumsum(-2).flip(-2) + at_end[..., None, :], g)
     if chunks.starts is not None:
-        grad_g.masked_fill_(chunks.starts[..., None, None], 0.0)  # what lies before is not there
+        grad_g.masked_fill_(chunks.starts[..., None, None], 0.0)  # earlier tokens have no effect
     grad_q = grad_q / math.sqrt(q.shape[-1])
     return chunks.unfold(grad_q, q), chunks.unfold(grad_k, k), chunks.unfold(grad_v, v), grad_g
 
@@ -239,7 +239,7 @@ KERNEL = torch.ops.lightning_llm.gated_linear_attention.default
 
 @dataclass
 class GLACache:
-    """What generation keeps of the tokens so far, however many: the state `[B, H, K, V]`, fp32; None of no token."""
+    """Cache for generation, of constant size: the state `[B, H, K, V]`, fp32; None before the first token."""
 
     state: Tensor | None = None
 
@@ -288,6 +288,6 @@ class GLA(nn.Module):
         return q, k, self.v_proj(x).unflatten(-1, (-1, self.head_value_dim)), g
 
     def _gated(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """Return `[B, T, D]` of what each head mixed `[B, T, H, V]`: normed, gated by `x` `[B, T, D]`, projected."""
+        """Return `[B, T, D]`: the heads' outputs `mixed` `[B, T, H, V]` normed, gated by `x` `[B, T, D]`, projected."""
         gate = F.silu(self.g_proj(x))  # [B, T, H V]
         return self.o_proj(self.g_norm(mixed).flatten(2) * gate)  # [B, T, D]

@@ -68,9 +68,9 @@ class GLA(Mixer):
         return 12 * self.key_dim(model) * self.value_dim(model) // self.num_heads
 
     def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
-        """Return what the kernel, the norm of each head's values and the gate keep; of decays fp32 tensors.
+        """Return the tensors saved by the kernel, the norm of each head's values and the gate; for decays in fp32.
 
-        Those are the gate's logits, what logsigmoid makes for itself (on a CPU alone), and the logarithms.
+        The fp32 tensors are the gate's logits, logsigmoid's buffer (only on a CPU), and the logarithms.
         """
         key, value, width = self.key_dim(model), self.value_dim(model), forward.width
         normed = norm_of(model).saved_for(value // self.num_heads, forward)
@@ -94,7 +94,7 @@ class GLA(Mixer):
         return {"num_heads of gla": (self.num_heads, "each rank takes whole heads")}
 
     def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
-        """Return the decays, in fp32, and the norm and gate of what heads mixed."""
+        """Return the decays, in fp32, and the norm and gate of the heads' outputs."""
         key, value, wide = self.key_dim(model), width * self.value_dim(model), 4
         if compiled:
             return [MemoryPass((width + wide) * key, (2 * width + wide) * key), MemoryPass(3 * value, 6 * value)]

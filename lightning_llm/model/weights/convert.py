@@ -1,4 +1,4 @@
-"""Weights under our names, or under Hugging Face's: what is to be written of each tensor, made when its file is."""
+"""Conversion of weights to our names or Hugging Face's: each tensor is computed when its file is written."""
 
 from math import prod
 

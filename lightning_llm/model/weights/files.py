@@ -1,7 +1,7 @@
-"""The files that hold a folder's tensors: what is in them by their headers, and parts of a tensor when asked for.
+"""Tensor files of a folder: their contents by the headers, and parts of tensors on request.
 
-Nothing in them is run. Only headers are read to know names, shapes and dtypes, without torch; a tensor's file is mapped
-while a part of it is read and no longer, so that what was read before does not stay in memory.
+Nothing in them is executed. Names, shapes and dtypes come from the headers alone, without torch. A file is mapped only
+while a part of it is read, so that earlier parts do not stay in memory.
 """
 
 import json
@@ -23,10 +23,10 @@ INDEX = f"{SINGLE}.index.json"
 PICKLED = "pytorch_model.bin"
 PICKLED_INDEX = f"{PICKLED}.index.json"
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
-"""What weights may be kept in, by safetensors' names."""
+"""Supported dtypes of weights, by safetensors' names."""
 LARGEST_INDEX_BYTES = 1 << 28
 SHOWN = 3
-"""How many names of a kind a message gives."""
+"""Number of names of a kind in a message."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def open_files(folder: Path, single: str = SINGLE) -> TensorFiles:
     if listed is not None and not problems:
         lost = [name for name, file in listed.items() if name not in entries or entries[name].file.name != file]
         if lost:
-            text = f"says that {some_of(lost)} lie where they do not. Download the folder again."
+            text = f"gives a wrong file for {some_of(lost)}. Download the folder again."
             problems.append(Problem(str(index), text))
     if problems:
         raise ConfigError(problems)
@@ -111,7 +111,7 @@ def open_pickled(folder: Path) -> PickledFiles:
     """Return the tensors of pytorch_model.bin, or of those that its index names. They may only hold tensors.
 
     Raises:
-        ConfigError: with each that is missing, damaged, or names code, none of which has run.
+        ConfigError: with each file that is missing, damaged, or names code (which is never run).
     """
     import torch
 
@@ -132,7 +132,7 @@ def open_pickled(folder: Path) -> PickledFiles:
             text = f"{unpickling_problem(error)}. Take weights that hold tensors alone, and are whole."
             problems.append(Problem(str(file), text))
             continue
-        except Exception as error:  # whatever torch's reader comes upon in damaged bytes
+        except Exception as error:  # torch's reader raises many types for damaged bytes
             problems.append(Problem(str(file), f"cannot be read: {(str(error).splitlines() or [''])[0]}. {AGAIN}"))
             continue
         if not isinstance(loaded, dict) or not all(isinstance(each, torch.Tensor) for each in loaded.values()):
@@ -147,15 +147,15 @@ def open_pickled(folder: Path) -> PickledFiles:
 
 
 def _refuse_two_sets(single: Path, index: Path, listed: dict[str, str] | None) -> None:
-    """Raise ConfigError where an index leads to other files than the one beside it, which transformers takes."""
+    """Raise ConfigError if an index leads to files other than the single file next to it, which transformers reads."""
     if listed is not None and _is_file(single) and set(listed.values()) != {single.name}:
-        text = f"is there beside {index.name}, which names other files. Remove the weights that are not meant."
+        text = f"exists next to {index.name}, which lists other files. Remove the weights that should not be used."
         raise ConfigError(Problem(str(single), text))
 
 
 AGAIN = "Download or copy it again."
 ZIP = b"PK\x03\x04"
-"""How a zip file begins, by which torch tells it, too: a damaged one as well, whose end zipfile would look at."""
+"""First bytes of a zip file. Like torch, look only at these: zipfile needs the end, which a damaged file may lack."""
 
 
 def _is_zip(file: Path) -> bool:
@@ -173,8 +173,8 @@ def _files_of(folder: Path, single: str) -> list[Path]:
     pickled = sorted(each.name for each in folder.glob("*.bin"))
     if parts:
         text = (
-            f"is missing, and {some_of(parts)} {'is' if len(parts) == 1 else 'are'} there: nothing says which tensor "
-            "lies where. Download the folder again, with its index."
+            f"is missing, and {some_of(parts)} {'exists' if len(parts) == 1 else 'exist'}: the files of the "
+            "tensors are unknown. Download the folder again, with its index."
         )
         raise ConfigError(Problem(str(folder / f"{single}.index.json"), text))
     if pickled:
@@ -187,7 +187,7 @@ def _files_of(folder: Path, single: str) -> list[Path]:
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """Return tensor -> file name. Raises ConfigError where it is no index, or names what lies elsewhere."""
+    """Return tensor -> file name. Raises ConfigError if it is no index, or names files outside the folder."""
     try:
         if file.stat().st_size > LARGEST_INDEX_BYTES:
             raise ValueError(f"it has {file.stat().st_size:,} bytes")
@@ -229,7 +229,7 @@ def _header(file: Path) -> Iterator[tuple[str, Entry]]:
 def _in_words(error: Exception) -> str:
     text = (str(error).splitlines() or [""])[0]
     if "incomplete" in text.lower() or "not fully covered" in text.lower() or "MetadataIncompleteBuffer" in text:
-        return f"shorter or longer than its header says ({text})"
+        return f"shorter or longer than its header declares ({text})"
     return f"no safetensors file, or a damaged one ({text})"
 
 

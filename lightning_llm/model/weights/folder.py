@@ -42,11 +42,11 @@ ROWS = 4096
 TORCH_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """Our names of dtypes, by torch's."""
 SHOWN_SHAPES = 6
-"""How many tensors of another shape are named."""
+"""Number of tensors with a wrong shape that a message names."""
 
 
 class Weights(ABC):
-    """Weights of a decoder of `config`, whatever they are kept in. `path` is where; `kind` what that is, in words."""
+    """Base class of stored weights of a decoder of `config`. `path`: location; `kind`: description of the format."""
 
     kind: str
     path: Path
@@ -54,9 +54,9 @@ class Weights(ABC):
     architecture: str | None
     """The class of transformers that they are of, None where there is none."""
     notes: tuple[str, ...] = ()
-    """What was settled as transformers does, or otherwise, and may surprise: a line each."""
+    """One line for each choice that may surprise, such as a difference to transformers."""
     end_tokens: tuple[int, ...] = ()
-    """The ids that the model writes at its end, where files beside the weights name any."""
+    """Ids of end tokens, if files next to the weights name any."""
 
     @abstractmethod
     def rows(self, name: str, first: int, last: int) -> "Tensor":
@@ -67,17 +67,17 @@ class Weights(ABC):
 
     @abstractmethod
     def dtype(self, name: str) -> str:
-        """Return what our parameter `name` is kept in: fp32, bf16 or fp16."""
+        """Return the stored dtype of our parameter `name`: fp32, bf16 or fp16."""
 
     @abstractmethod
     def files(self) -> dict[Path, FileContent | None]:
-        """Return the files that hold the weights, with what was written to each, where that is known."""
+        """Return the files of the weights, with the recorded content of each, if known."""
 
     @abstractmethod
     def verify(self, rank: int = 0, world: int = 1) -> None:
-        """Look at what has not been looked at, of several ranks each at its share.
+        """Verify the files that are not verified yet; each of several ranks verifies a share.
 
-        Raises ConfigError where a file does not hold what was written.
+        Raises ConfigError if a file differs from the recorded content.
         """
 
     @property
@@ -92,10 +92,10 @@ class Weights(ABC):
         return parameter_shapes(self.config)
 
     def digests(self, rank: int = 0, world: int = 1) -> dict[str, str]:
-        """Return 32 hex digits over the bytes of each file, by name; of several ranks each looks at its share.
+        """Return 32 hex digits over the bytes of each file, by name; each of several ranks reads a share.
 
         Raises:
-            ConfigError: a file does not hold what was written.
+            ConfigError: a file differs from the recorded content.
         """
         found: dict[str, str] = {}
         problems = []
@@ -113,12 +113,12 @@ class Weights(ABC):
 
 
 def digest_of(digests: Mapping[str, str]) -> str:
-    """Return 32 hex digits over all files' digests: what the weights are called in a run's summary."""
+    """Return 32 hex digits over all files' digests: the id of the weights in a run's summary."""
     return sha256("\n".join(f"{name} {digest}" for name, digest in sorted(digests.items())).encode()).hexdigest()[:32]
 
 
 class FolderWeights(Weights):
-    """Tensors in files of a folder, of which each of our parameters is one or a part of one."""
+    """Tensors in files of a folder; each of our parameters is one of them or a part of one."""
 
     def __init__(
         self,
@@ -201,13 +201,13 @@ def _refuse_two_heads(path: Path, files: TensorFiles, embedding: str, head: str)
 
 
 def _dtype_notes(values: Mapping[str, Any], weights: FolderWeights) -> Iterator[str]:
-    """Yield that tensors are kept in another dtype than config.json says."""
+    """Yield a note if tensors have another dtype than config.json declares."""
     said = values.get("dtype") or values.get("torch_dtype")
     kept = sorted({weights.dtype(name) for name in weights.shapes})
     if isinstance(said, str) and kept != [TORCH_DTYPES.get(said, said)]:
         yield (
-            f"note   config.json of {weights.path} says {said}, and its tensors are in {', '.join(kept)}: they are "
-            "read as they are kept, where transformers casts them"
+            f"note   config.json of {weights.path} declares {said}, but its tensors are {', '.join(kept)}: they are "
+            "read unchanged; transformers would cast them"
         )
 
 
@@ -242,7 +242,7 @@ def open_imported(path: Path) -> FolderWeights:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return what the manifest of an imported folder says. Raises ConfigError where it is not as it was written."""
+    """Return the manifest of an imported folder. Raises ConfigError if it was changed."""
     file = path / IMPORTED
     try:
         values = unseal(read_regular(file))
@@ -282,7 +282,7 @@ def _is_left_out(family: Architecture, config: ModelConfig, name: str) -> bool:
 def _differences(
     path: Path, files: TensorFiles, stored: Mapping[str, Stored], left_out: Callable[[str], bool]
 ) -> Iterator[Problem]:
-    """Yield what the tensors in the files differ in from those that the config asks for."""
+    """Yield a problem for each difference between the tensors in the files and those of the config."""
     wanted = {each.name: each.whole for each in stored.values()}
     found = {name: entry for name, entry in files.entries.items() if not left_out(name)}
     if missing := [name for name in wanted if name not in found]:

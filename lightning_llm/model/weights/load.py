@@ -13,15 +13,14 @@ from lightning_llm.model.structure import VOCABULARY, parameter_shapes
 from lightning_llm.model.weights.folder import Weights
 
 MEAN_ROWS = 1024
-"""How many rows are read at once where the mean of all is taken."""
+"""Number of rows read at once for the mean of all."""
 
 
 class InitialWeights:
     """Elements of the parameters of a decoder of `config`: those of `weights`, and rows for tokens that these lack.
 
-    A new token's row, of the embedding and of the head alike, is the mean of its pieces' rows, in fp32: of the tokens
-    that its text was before; of all rows where it had none. Rows that pad the vocabulary are zeros: their logits
-    are masked.
+    A new token's row, in embedding and head, is the fp32 mean of the rows of its pieces: the tokens that its text had
+    before; the mean of all rows if it had none. Rows that pad the vocabulary are zeros: their logits are masked.
     """
 
     def __init__(self, weights: Weights, config: ModelConfig, pieces: Mapping[int, Sequence[int]] | None = None):
@@ -85,11 +84,11 @@ def whole_decoder(
     dtype: torch.dtype = torch.float32,
     swap: Callable[[Decoder], object] = lambda model: None,
 ) -> Decoder:
-    """Return a decoder of `config` whose parameters are `weights`, by our names, on `device` (None: the CPU).
+    """Return a decoder of `config` with the parameters `weights`, by our names, on `device` (None: the CPU).
 
-    Activations are in `compute_dtype`, parameters in `dtype`. A tensor that is there already as it is wanted is taken
-    over, not copied. `swap` replaces layers of the decoder while it is on the meta device.
-    Raises RuntimeError where names or shapes are others than the decoder's.
+    Activations are in `compute_dtype`, parameters in `dtype`. A tensor that already has the right dtype and device is
+    reused, not copied. `swap` replaces layers of the decoder while it is on the meta device. Raises RuntimeError if
+    names or shapes differ from the decoder's.
     """
     with torch.device("meta"):
         model = Decoder(config, compute_dtype)

@@ -30,7 +30,7 @@ OURS = re.compile(
 
 @dataclass(frozen=True)
 class ToWrite:
-    """One tensor: its name and bytes, and what makes it when its file is written."""
+    """A tensor to write: its name and bytes, and a function that computes it when its file is written."""
 
     name: str
     size_bytes: int
@@ -56,7 +56,7 @@ def write_tensors(folder: Path, tensors: Sequence[ToWrite], shard_bytes: int = S
         try:
             save_file(made, folder / name, metadata={"format": "pt"})
             _follow_umask(folder / name)
-        except SafetensorError as error:  # in which it wraps what the system says of a full disk
+        except SafetensorError as error:  # wraps the system's error, such as a full disk
             raise OSError(str(error)) from error
     if len(shards) > 1:
         where = {each.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
@@ -90,7 +90,7 @@ def _shard_name(number: int, count: int) -> str:
 def output_problems(output: Path, source: Path, force: bool, needed_bytes: int = 0) -> list[Problem]:
     """Return why `output` cannot be written: it is there, and not to be replaced, is `source`, or there is no room."""
     if source.resolve() in (output.resolve(), *output.resolve().parents):
-        return [Problem("--output", f"{output} lies in the folder that is read. Choose another.")]
+        return [Problem("--output", f"{output} is in the folder that is read. Choose another.")]
     if problems := _existing_problems(output, force):
         return problems
     above = next(each for each in output.parents if each.exists())
@@ -104,7 +104,7 @@ def output_problems(output: Path, source: Path, force: bool, needed_bytes: int =
 
 
 def _existing_problems(output: Path, force: bool) -> list[Problem]:
-    """Return why whatever has the name `output` already may not be replaced; nothing where nothing has it."""
+    """Return why an existing `output` may not be replaced; empty if it may, or does not exist."""
     if not os.path.lexists(output):
         return []
     if not force:
@@ -118,9 +118,9 @@ def _existing_problems(output: Path, force: bool) -> list[Problem]:
 
 
 def undo_killed(output: Path) -> list[str]:
-    """Take back what a command left that was killed while it wrote `output`; return lines that say what was found.
+    """Restore the state before a command that was killed while it wrote `output`; return one line per change.
 
-    Between the two moves that replace a folder nothing has its name: what was there before gets it back.
+    Between the two moves that replace a folder, nothing has its name: the old folder then gets it back.
 
     Raises:
         ConfigError: another command is writing `output` right now, or it cannot be written.
@@ -138,7 +138,7 @@ def undo_killed(output: Path) -> list[str]:
 def _undone(output: Path, partial: Path, old: Path) -> Iterator[str]:
     if old.is_dir() and not os.path.lexists(output):
         os.rename(old, output)
-        yield f"note         {output} was being replaced when a command was killed: what it held is put back"
+        yield f"note         {output} was being replaced when a command was killed: its old content is restored"
     elif old.is_dir():
         shutil.rmtree(old, ignore_errors=True)
         yield f"note         {old} was replaced, and left undeleted by a killed command: it is deleted"
@@ -176,10 +176,9 @@ def _locked(output: Path) -> Iterator[None]:
 
 @contextmanager
 def whole_folder(output: Path, force: bool) -> Iterator[Path]:
-    """Give a folder beside `output` to write into; it takes that name, in one move, when the block has ended well.
+    """Yield a folder next to `output` to write into; it is renamed to `output` if the block succeeds.
 
-    What was there before under the name is moved away then, and deleted once the new one has the name. What a killed
-    process leaves beside it, `undo_killed` takes back.
+    An old `output` is moved away then, and deleted after the renaming. `undo_killed` cleans up after a killed process.
 
     Raises:
         ConfigError: it cannot be written, another command is writing it or, without `force`, has written it since
