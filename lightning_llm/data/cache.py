@@ -59,7 +59,7 @@ def _open(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it or a file differs from what was written; the text says how.
+        ValueError: it or a file was changed; the text names the difference.
     """
     content = (folder / MANIFEST).read_bytes()
     try:
@@ -139,7 +139,7 @@ def _is_known_whole(folder: Path, manifest: dict[str, Any]) -> bool:
 
 
 def _verify(folder: Path, manifest: dict[str, Any]) -> bool:
-    """Return whether every file contains what was written, and record it; otherwise print which file does not."""
+    """Return whether every file has its recorded digest, and record success; otherwise print the name of the file."""
     for name, written in _files(manifest).items():
         if problem := content_problem(folder / name, written):
             _say_damaged(folder, f"{name} {problem}")

@@ -36,7 +36,7 @@ def check_data(config: DataConfig, model_vocab_size: int, world: int) -> list[Pr
 def data_rules(
     data: Callable[[], DataConfig], model_vocab_size: Callable[[], int], world: Callable[[], int]
 ) -> list[Rule]:
-    """Return the rules of `check_data` one by one; each reads what it needs, which another key may have broken."""
+    """Return the rules of `check_data`, run one by one: another key may have broken the input of any of them."""
     return [
         lambda: batch_problems(data(), world()),
         lambda: _mixture_problems(data()),

@@ -55,7 +55,7 @@ class SourceAccount:
         elif len(self.endings) > 1:
             lines.append(read)
         if self.blank_records:
-            lines.append(f"{key}: {_count(self.blank_records, 'record')} left out, whose text is null or blank")
+            lines.append(f"{key}: {_count(self.blank_records, 'record')} with null or blank text skipped")
         if lost := self.shortened_documents + self.emptied_documents:
             dropped = f"the tokenizer has no token for {_count(self.dropped_characters, 'character')} and dropped them"
             of_all = f"{lost:,} of {self.documents:,} documents"
@@ -158,7 +158,7 @@ def planned_phases(config: DataConfig, max_steps: int) -> list[dict[str, Any]]:
 
 
 def data_line(config: Config, corpus: "Corpus") -> str:
-    """Return what the run takes from each source, in tokens and epochs, and how much is held out."""
+    """Return the tokens and epochs that the run takes from each source, and the size of the held-out part."""
     parts = [
         f"{each.name} only watched ({each.validation_tokens:,} tokens)"
         if each.name in config.data.watched
@@ -170,7 +170,7 @@ def data_line(config: Config, corpus: "Corpus") -> str:
 
 
 def phase_lines(config: Config, corpus: "Corpus") -> list[str]:
-    """Return what each phase of the mixture takes from each source, in tokens and epochs, where there are several."""
+    """Return the tokens and epochs that each phase takes from each source, if there are several phases."""
     phases = phase_reports(corpus, config.trainer.max_steps * config.data.global_batch_size)
     if len(phases) == 1:
         return []

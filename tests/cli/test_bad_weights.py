@@ -118,7 +118,7 @@ def test_a_fault_is_named_by_every_verb_and_nothing_is_made(fault, tmp_path, cor
 def test_tensors_in_another_dtype_than_said_are_read_as_they_are_and_said(tmp_path, corpus_folder, capsys):
     shape = compose_config(["model=llama_tiny", "model.num_layers=1", "model.vocab_size=300"]).model
     folder = write_huggingface(tmp_path / "hf", shape, torch_dtype="bfloat16")
-    said = f"config.json of {folder} says bfloat16, and its tensors are in fp32: they are read as they are kept"
+    said = f"config.json of {folder} declares bfloat16, but its tensors are fp32: they are read unchanged"
     data = ["data=jsonl", f"data.sources.jsonl.path={corpus_folder / 'documents.jsonl'}", "data.sequence_length=32"]
     run = [f"run.dir={tmp_path}/run", f"data.cache_dir={tmp_path}/cache", "logger=none", "callbacks=none"]
     steps = ["trainer.max_steps=1", "trainer.validate_every_steps=null", "trainer.accelerator=cpu"]

@@ -1,4 +1,4 @@
-"""What the tests of the data path share."""
+"""Shared fixtures of the data tests."""
 
 from pathlib import Path
 from typing import Any

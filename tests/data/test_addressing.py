@@ -96,7 +96,7 @@ def test_ties_of_remainders_go_to_the_first(weights, total, counts) -> None:
     ],
 )
 def test_a_block_has_ten_samples_of_its_smallest_source(weights, block, counts) -> None:
-    """What a run draws follows from the block's size: another would be other data."""
+    """Draws depend on the block's size: another size would be other data."""
     shares = Shares({f"s{i}": weight for i, weight in enumerate(weights)})
     assert (shares.block, shares.counts) == (block, counts)
 
@@ -169,7 +169,7 @@ def test_known_answers() -> None:
     ),
     weights=st.lists(st.integers(1, 5), min_size=1, max_size=3),
 )
-def test_what_is_left_out_closes_up(ranges, weights):
+def test_sequences_after_an_excluded_one_move_up(ranges, weights):
     """Against a list of the whole order from which the samples are struck."""
     names = [f"source{s}" for s in range(len(weights))]
     shares, windows = Shares(dict(zip(names, map(float, weights), strict=True))), dict.fromkeys(names, 7)

@@ -1,4 +1,4 @@
-"""The corpus against a plain re-packing of the same documents, and what a run relies on."""
+"""The corpus against a plain re-packing of the same documents, and its guarantees to a run."""
 
 import json
 import multiprocessing
@@ -93,7 +93,7 @@ def test_the_global_batch_is_the_same_in_every_layout(
 
 
 def prepare_and_ask(config: DataConfig, step: int) -> tuple[list[int], str, int, int]:
-    """Run in another process: what it gets for one step, and whether this process trained the tokenizer."""
+    """Run in another process: return one step's data, and whether this process trained the tokenizer."""
     trained = []
 
     def slow(*arguments: Any) -> None:
@@ -137,7 +137,7 @@ def test_validation_scores_every_token_it_should_once(cache: Path, two_files: di
         assert scored[source] == packed(file["path"], 0.2)[2][1:]
 
 
-def test_the_loss_without_context_is_the_entropy_of_what_is_scored(corpus: Corpus) -> None:
+def test_the_loss_without_context_is_the_entropy_of_the_scored_tokens(corpus: Corpus) -> None:
     labels = torch.cat([batch.labels.flatten() for batch in corpus.validation_batches(4)])
     counts = torch.bincount(labels[labels >= 0]).double()
     counts = counts[counts > 0]
@@ -173,7 +173,7 @@ def test_a_source_of_tiny_weight_still_has_a_validation_sequence(
     assert corpus.source_fingerprints.keys() == {"a", "b"}
 
 
-def test_what_is_scored_can_be_the_same_for_mixes_that_are_not(cache: Path, two_files: dict[str, Any]) -> None:
+def test_different_training_mixes_can_share_a_validation_mix(cache: Path, two_files: dict[str, Any]) -> None:
     found = []
     for weights in ((3.0, 1.0), (1.0, 1.0)):
         mix = {

@@ -1,4 +1,4 @@
-"""A curriculum: the same windows in the order of a score, whatever the run's length; and its scores' refusals."""
+"""A curriculum: the same windows in the order of a score, for every length of the run; rejected scores."""
 
 import pickle
 from collections import Counter
@@ -40,7 +40,7 @@ def test_windows_are_those_of_the_shuffled_run_in_order(total, blocks):
 
 
 def test_samples_that_are_left_out_move_no_other():
-    """What a run trained on before it went back is what it would train on from the start without them."""
+    """A run that went back trains on the samples of a run that excluded them from the start."""
     windows, shares, skipped = {"a": 60, "b": 25}, Shares({"a": 3.0, "b": 1.0}), (50, 57)
     whole, without = (
         SampleOrder(shares, windows, 7, pace=Pace(4), total=137, skipped=each) for each in ((), (skipped,))

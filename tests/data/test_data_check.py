@@ -84,7 +84,7 @@ def test_files_of_another_format(tmp_path: Path, loader: str, name: str, content
     assert named is None or f"Set {named} data.sources.{named[5:]}.path={tmp_path / name}." in text
 
 
-def test_a_smaller_micro_batch_is_what_to_try_first(tmp_path: Path) -> None:
+def test_the_first_remedy_is_a_smaller_micro_batch(tmp_path: Path) -> None:
     keys = {"global_batch_size": 12, "micro_batch_size": 8}
     _, text = keys_and_text(data_config(tmp_path, {"code": CODE}, **keys), world=2)
     assert "Set data.micro_batch_size=6, or this to a multiple of 16; nearest: 16." in text
@@ -127,7 +127,7 @@ def test_small_vocabularies(tmp_path: Path) -> None:
     assert keys_and_text(config, 256)[0] == ["data.tokenizer.vocab_size"]
 
 
-def test_full_disk_is_told_before_the_run_unless_all_is_there(
+def test_full_disk_is_reported_before_the_run_unless_all_is_cached(
     tmp_path: Path, cache: Path, two_files: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = data_config(tmp_path / "cache", two_files)

@@ -1,4 +1,4 @@
-"""Tokenising in processes: the bits of one, whatever their number and the batches; memory; a process that dies. 2 s."""
+"""Tokenizing in processes: equal bits for every number of processes and batches; memory; a dead process. 2 s."""
 
 import os
 import pickle
@@ -143,7 +143,7 @@ def test_a_writer_holds_no_more_of_a_long_split_than_of_a_short_one(
 
 @pytest.mark.full
 def test_memory_does_not_grow_with_the_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """20 and 200 MB in, and the peak of what this process holds meanwhile, sampled. A minute of two cores."""
+    """20 and 200 MB in, and the sampled peak memory of this process. A minute of two cores."""
     line = words(1, 400)
     peaks = []
     for megabytes in (20, 200):

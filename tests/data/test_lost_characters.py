@@ -1,4 +1,4 @@
-"""Characters without a token are counted, whatever way a tokenizer marks its pieces."""
+"""Characters without a token are counted, for every way in which tokenizers mark pieces."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ END = {END_OF_DOCUMENT: 0}
 
 
 def bpe(characters: str, **keys: Any) -> Backend:
-    """Return BPE over these characters, of which "ab" is merged."""
+    """Return BPE over these characters, with "ab" merged."""
     pieces = {character: number for number, character in enumerate(dict.fromkeys(characters), 1)}
     return Backend(models.BPE(vocab=END | pieces | {"ab": len(pieces) + 1}, merges=[("a", "b")], **keys))
 

@@ -1,4 +1,4 @@
-"""data.max_tokens and data.epochs: which windows there are, how many steps they make, what is refused."""
+"""data.max_tokens and data.epochs: windows, number of steps, rejected settings."""
 
 from collections import Counter
 
@@ -86,11 +86,11 @@ def test_a_runs_file_keeps_and_remakes_the_steps(tmp_path):
         read_file(tmp_path / "config.yaml", ["trainer.max_steps=5"]).checked()
 
 
-def test_what_cannot_be_is_refused(two_files, cache):
+def test_impossible_settings_are_rejected(two_files, cache):
     def said(**keys) -> str:
         return "\n".join(map(str, check_data(data_config(cache, two_files, **keys), 300, 1)))
 
-    assert "data.epochs: is 2, and nothing says how long one is" in said(epochs=2.0)
+    assert "data.epochs: is 2, but the length of an epoch is unknown" in said(epochs=2.0)
     assert "data.max_tokens: is 20, and a sequence of each source takes 32" in said(max_tokens=20)
     phases = {"kind": "phases", "phases": {"one": {}, "two": {"start": 0.5, "weights": {"b": 2}}}}
     silent = {name: {**source, "weight": 0.0 if name == "b" else 1.0} for name, source in two_files.items()}
@@ -113,7 +113,7 @@ def test_what_cannot_be_is_refused(two_files, cache):
         (["data.sequence_length=nan"], "data.sequence_length: is nan, must be a valid integer"),
     ],
 )
-def test_what_is_no_length_of_a_run_is_one_line(words, said):
+def test_a_wrong_run_length_is_one_line(words, said):
     with pytest.raises(ConfigError) as refused:
         compose_config(["recipe=data_constrained", *words])
     (problem,) = refused.value.problems

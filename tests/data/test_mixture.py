@@ -28,7 +28,7 @@ TWO_PHASES = {
     "phases": {"main": {"weights": {"b": 0}}, "anneal": {"start": 0.75, "weights": {"a": 1, "b": 4}}},
 }
 KEYS = {"phases": TWO_PHASES}
-"""What a kind needs beside its name; a table of scores where it asks for one."""
+"""Keys that a kind needs in addition to its name, with a table of scores if it needs one."""
 
 weight = st.one_of(st.just(0.0), st.floats(0.05, 10))
 weights_of_three = st.lists(weight, min_size=3, max_size=3).filter(any)
@@ -62,7 +62,7 @@ def test_phases_are_their_shares_one_after_the_other(drawn: list[tuple[int, list
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_every_mixture_counts_what_it_draws(kind: str, tmp_path: Path, two_files: dict[str, Any]) -> None:
+def test_every_mixture_counts_its_draws(kind: str, tmp_path: Path, two_files: dict[str, Any]) -> None:
     if MIXTURES[kind].shares_by_tokens:
         two_files = {name: {**source, "weight": 1.0} for name, source in two_files.items()}
     keys = {"kind": kind} | KEYS.get(kind, {})
@@ -137,7 +137,11 @@ def test_a_step_may_stand_for_a_share(two_files: dict[str, Any], tmp_path: Path)
         ({"x": {"weights": {"a": 0, "b": 0}}}, "data.mixture.phases.x.weights", "are all 0"),
         ({"x": {"weights": {"a": 1e-9}}}, "data.mixture.phases.x.weights.a", "smallest possible"),
         ({"x": {"weights": {"b": 1e9}}}, "data.sources.a.weight", "smallest possible"),
-        ({"x": {}, "y": {"start": 0.5, "start_step": 3}}, "data.mixture.phases.y.start_step", "stands beside start"),
+        (
+            {"x": {}, "y": {"start": 0.5, "start_step": 3}},
+            "data.mixture.phases.y.start_step",
+            "is given in addition to start",
+        ),
         ({"x": {"weights": {"a": 0}}}, "data.mixture.phases.x.weights.a", "is 0 in every phase"),
     ],
 )
@@ -206,7 +210,7 @@ def test_a_source_needs_a_window_only_if_drawn(cache: Path, two_files: dict[str,
         open_corpus(data_config(cache, two_files | short, mixture=later), 5, VOCABULARY, max_steps=40)
 
 
-def test_hashes_of_what_is_all_drawn_stay_what_earlier_releases_wrote(cache: Path, two_files: dict[str, Any]) -> None:
+def test_hashes_of_fully_drawn_data_equal_those_of_earlier_releases(cache: Path, two_files: dict[str, Any]) -> None:
     corpus = open_corpus(data_config(cache, two_files), 5, VOCABULARY)
     assert corpus.fingerprint == "b8a67142e0ce2d92d924813438410001"
     assert corpus.validation_fingerprint == "d0ca18ef19ee9c23a5dde7defa0d35fe"
@@ -216,7 +220,7 @@ def _both(one: Corpus, other: Corpus) -> Iterator[tuple[ValidationBatch, Validat
     return zip(one.validation_batches(4), other.validation_batches(4), strict=True)
 
 
-def test_what_only_watched_sources_cannot_be(tmp_path: Path, two_files: dict[str, Any]) -> None:
+def test_invalid_validation_only_sources_are_rejected(tmp_path: Path, two_files: dict[str, Any]) -> None:
     watched = {name: source | {"role": "validation"} for name, source in two_files.items()}
     (problem,) = check_data(data_config(tmp_path, watched), VOCABULARY, 1)
     assert problem.key == "data.sources"

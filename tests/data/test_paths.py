@@ -1,4 +1,4 @@
-"""A path names one file, whatever characters are in it; a folder's files are read or reported."""
+"""A path with any characters names one file; a folder's files are read or reported."""
 
 import json
 from collections.abc import Callable

@@ -161,7 +161,7 @@ def test_a_stream_holds_the_documents_as_often_as_their_scores_say(two_files, ca
     assert sum(clusters.values()) == pytest.approx(1)
 
 
-def test_what_is_scored_stays_and_what_is_learned_is_told_apart(two_files, cache, scored):
+def test_scores_change_the_hash_of_training_data_but_not_of_validation(two_files, cache, scored):
     plain = open_corpus(
         data_config(cache, two_files, validation={"fraction": 0.2, "weights": {"a": 0.5, "b": 0.5}}), 0, 300
     )
@@ -187,7 +187,7 @@ def test_refusals(two_files, cache, scored, tmp_path):
     assert "data.sources.a.weight: is 3, and documents are drawn by their scores" in said(weighed)
     assert "data.mixture.ratio: is 1e+09, at most 1000" in said(mixed(cache, two_files, scored, ratio=1e9))
     bounded = mixed(cache, two_files, scored).model_copy(update={"max_tokens": 320})
-    assert "data.max_tokens: is a part of what lies in order, and data.mixture.kind=samplemix chooses" in said(bounded)
+    assert "data.max_tokens: limits sequences in stored order, but data.mixture.kind=samplemix chooses" in said(bounded)
     grown = {
         **two_files,
         "b": {**two_files["b"], "path": str(write_jsonl(tmp_path / "b.jsonl", [words(i, 30) for i in range(9)]))},
@@ -200,7 +200,7 @@ def test_refusals(two_files, cache, scored, tmp_path):
         open_corpus(mixed(cache, two_files, other), 0, 300)
 
 
-def test_what_is_wrong_with_a_table_is_said_by_column_and_row(scored, tmp_path):
+def test_problems_of_a_table_are_reported_by_column_and_row(scored, tmp_path):
     whole = pq.read_table(scored)
 
     def said(**columns) -> str:
@@ -280,7 +280,7 @@ def test_diversity_holds_no_dense_matrix():
     assert peak < 3000 * 4000 * 8 / 3
 
 
-def test_scorers_find_what_they_are_said_to():
+def test_scorers_measure_what_they_document():
     quality, clusters = LengthEntropy().score(["aaaaaaaaaaaa", "the quick brown fox jumps over a lazy dog " * 9, "ab"])
     assert clusters is None
     assert quality.argmax() == 1
@@ -293,7 +293,7 @@ def test_scorers_find_what_they_are_said_to():
     assert (diversity == TfidfKMeans(clusters=2).score(alike + unlike)[0]).all()
 
 
-def test_prepare_scores_what_a_run_then_draws_and_resumes_to_the_bit(small_run, tmp_path, capsys):
+def test_a_run_draws_the_prepared_scores_and_resumes_to_the_bit(small_run, tmp_path, capsys):
     scores = tmp_path / "scores.parquet"
     base = [word for word in small_run(tmp_path) if not word.startswith(("run.", "checkpoint", "callbacks", "logger"))]
     chosen = ["--score", "quality=length_entropy", "diversity=tfidf_kmeans", "diversity.clusters=3"]
@@ -320,6 +320,6 @@ def test_prepare_scores_what_a_run_then_draws_and_resumes_to_the_bit(small_run, 
     assert steps("parts", "resume=auto") == whole
 
 
-def test_a_whole_expectation_is_met_whatever_is_drawn():
+def test_an_integer_expectation_is_met_for_every_draw():
     expected, draws = np.array([2.0, 0.0, 1.5, 1.5, 3.0]), np.array([0.0, 0.0, 0.5, 0.499, 0.999])
     assert realised_copies(expected, draws).tolist() == [2, 0, 1, 2, 3]

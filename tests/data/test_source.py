@@ -1,4 +1,4 @@
-"""Loaders give the documents that are in the files, and say what is wrong with files that are not so."""
+"""Loaders return the documents of files, and report the problems of wrong files."""
 
 import bz2
 import gzip
@@ -92,8 +92,8 @@ def test_huggingface_folder_of_files(tmp_path: Path) -> None:
     assert "'train'" in problem
 
 
-def test_hub_out_of_reach_is_said_at_once() -> None:
-    """In a process of its own: HF_HUB_OFFLINE is read when huggingface_hub is imported."""
+def test_an_unreachable_hub_is_reported_at_once() -> None:
+    """In a separate process, because HF_HUB_OFFLINE is read when huggingface_hub is imported."""
     program = (
         "import time\nfrom lightning_llm.data.sources.source import Source\n"
         "from lightning_llm.base.errors import ConfigError\n"
@@ -255,7 +255,7 @@ def test_compressed_files_are_read_beside_plain_ones(tmp_path: Path) -> None:
             assert f"{file} " in problem_of(loader="jsonl", path=str(file))
 
 
-def test_parquet_is_read_by_one_column_whatever_the_others_are(tmp_path: Path) -> None:
+def test_parquet_reads_one_column_for_any_other_columns(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 

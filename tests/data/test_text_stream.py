@@ -1,4 +1,4 @@
-"""Pieces of text: together what the tokens say, whole characters alone, and nothing of a stop string."""
+"""Pieces of text: together the text of the tokens, in whole characters, without any part of a stop string."""
 
 import pytest
 from hypothesis import given

@@ -112,7 +112,7 @@ def test_full_disk_and_unusable_folder(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_stream_reads_what_was_written(tmp_path: Path, dtype: type[np.unsignedinteger[Any]]) -> None:
+def test_a_stream_reads_the_written_tokens(tmp_path: Path, dtype: type[np.unsignedinteger[Any]]) -> None:
     documents = [[5, 6, 7], [8], [9, 10], [11] * 5]
     writer = TokenWriter(tmp_path, "train", np.dtype(dtype), end_of_document=0)
     for document in documents:
@@ -158,7 +158,7 @@ def test_a_flipped_bit_is_found_and_the_product_built_again(tmp_path, capsys, na
     flipped[bit // 8 % len(whole)] ^= 1 << bit % 8
     times = (folder / name).stat()
     (folder / name).write_bytes(flipped)
-    os.utime(folder / name, ns=(times.st_atime_ns, times.st_mtime_ns))  # as what decays keeps its times
+    os.utime(folder / name, ns=(times.st_atime_ns, times.st_mtime_ns))  # bit rot does not change the times
     assert len(filled_product(tmp_path)[1]) == 1
     told = capsys.readouterr().err
     assert told.count("\n") == 1
@@ -167,7 +167,7 @@ def test_a_flipped_bit_is_found_and_the_product_built_again(tmp_path, capsys, na
     assert filled_product(tmp_path)[1] == []
 
 
-def test_what_was_verified_is_believed_for_a_day(tmp_path, monkeypatch):
+def test_a_verified_cache_is_trusted_for_a_day(tmp_path, monkeypatch):
     folder, _ = filled_product(tmp_path)
     read: list[Path] = []
 

@@ -1,4 +1,4 @@
-"""Bytes, text and pieces of tokens, for tokenizers that mark pieces in every way, held against the text itself."""
+"""Bytes, text and pieces of tokens against the text itself, for every way of marking pieces."""
 
 import json
 from pathlib import Path
@@ -51,18 +51,18 @@ def test_bytes_go_to_the_tokens_that_cover_them(kinds: dict[str, Tokenizer]) -> 
     assert counted("byte-level", "the €") == [2, 1, 2, 1, 1, 0]  # th, e, Ġ and a third of €, and one each
     assert counted("byte-level, prefix space, trimmed offsets", "a a ") == [0, 2, 2, 0]  # Ġ that is no text, aĠ twice
     assert counted("sentencepiece", "the é") == [2, 1, 1, 1, 1, 0]  # ▁th, e, ▁, two bytes of é
-    assert counted("unigram", "the é€ an") == [3, 1, 5, 1, 2, 0]  # ▁the, ▁, what is unknown at once, ▁, an
+    assert counted("unigram", "the é€ an") == [3, 1, 5, 1, 2, 0]  # ▁the, ▁, one unknown token, ▁, an
     assert counted("wordpiece", "The  ÁN ") == [3, 5, 1]  # the, an with both spaces; the last to the end
-    assert counted("word ends", " THE é. ") == [4, 4, 1]  # the</w>; é was dropped, and goes with what follows
+    assert counted("word ends", " THE é. ") == [4, 4, 1]  # the</w>; é was dropped and is counted with the next token
 
 
 def test_a_token_larger_than_two_bytes_can_count_is_counted(kinds: dict[str, Tokenizer]) -> None:
     text = "日" * 70_000 + " the"
     sizes = kinds["unigram"].byte_counts([text])[0]
-    assert (sizes.max(), sizes.sum()) == (209_999, len(text.encode()))  # all but what its space sign shares
+    assert (sizes.max(), sizes.sum()) == (209_999, len(text.encode()))  # all but the byte shared with the space sign
 
 
-def test_plain_bytes_are_told_by_what_they_do_with_text(tmp_path: Path) -> None:
+def test_byte_tokenizers_are_recognized_by_their_encoding_of_text(tmp_path: Path) -> None:
     write_bytes_tokenizer(tmp_path / "tokenizer.json")
     plain = Tokenizer(tmp_path)
     assert plain.is_bytes
@@ -76,7 +76,7 @@ def test_plain_bytes_are_told_by_what_they_do_with_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_added_token_is_shown_as_it_stands(kinds: dict[str, Tokenizer], kind: str) -> None:
+def test_an_added_token_is_shown_unchanged(kinds: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = kinds[kind]
     tokens = tokenizer.encode_batch(["the Straße an the Straße"])[0].tolist()
     (straße,) = tokenizer.encode_batch(["Straße"])[0].tolist()[-1:]
@@ -152,12 +152,12 @@ def test_offsets_beyond_the_text_count_no_bytes(tmp_path: Path) -> None:
     tokenizer = Tokenizer(saved(made, tmp_path))
     texts = ["w0rld", "é", "", "ab 1"]
     (tokens, lost), sizes = tokenizer.encode_counted(texts), tokenizer.byte_counts(texts)
-    assert [len(each) for each in tokens] == [9, 6, 0, 11]  # "</w>" is four tokens of its own
+    assert [len(each) for each in tokens] == [9, 6, 0, 11]  # "</w>" is four tokens
     assert [int(each.sum()) for each in sizes] == [5, 2, 0, 4]
     assert lost == [0, 0, 0, 0]
 
 
-def test_normalizers_do_not_change_what_is_counted(tmp_path: Path) -> None:
+def test_normalizers_do_not_change_the_counts(tmp_path: Path) -> None:
     folds = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()])
     tokenizer = Tokenizer(saved(byte_level(normalizer=folds), tmp_path))
     text = "ÀÉ ǅ ŉ"
@@ -187,7 +187,7 @@ def test_a_validation_counts_the_bytes_of_the_text_it_scores(kind: str, sequence
     assert len(windows) == min(sequences, -(-(len(tokens) - 1) // 16))
     counted = corpus.validation_text()["s"]
     assert counted[0] == sum(len(tokens[w * 16 + 1 : w * 16 + 17]) for w in windows)
-    if sequences == 1_000:  # all but the first token, of which no prediction is scored
+    if sequences == 1_000:  # all but the first token, which is not predicted
         assert counted == (len(tokens) - 1, len(text.encode()) - sizes[0])
     else:
         assert counted[1] == sum(int(sizes[w * 16 + 1 : w * 16 + 17].sum()) for w in windows)

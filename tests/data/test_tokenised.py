@@ -151,7 +151,7 @@ def problem_of(tmp_path: Path, source: dict[str, Any], **keys: Any) -> str:
 
 
 def damage_of_megatron(folder: Path) -> dict[str, tuple[Any, str]]:
-    """Return by name what is done to a sound pair, and what is said."""
+    """Return name -> (damage to a sound pair, expected message)."""
     index, tokens = folder / "x.idx", folder / "x.bin"
     sound, sequences = index.read_bytes(), len(TEXTS)
     lengths, pointers = 34, 34 + 4 * sequences
@@ -224,7 +224,7 @@ def test_tokens_need_the_tokenizer_they_were_made_with(tmp_path: Path) -> None:
     assert "data.sources.s was tokenised before" in problem_of(tmp_path, source, tokenizer={"kind": "bpe"})
 
 
-def test_modes_of_multimodal_datasets_are_passed_over(of_text: Corpus, tmp_path: Path) -> None:
+def test_modes_of_multimodal_datasets_are_skipped(of_text: Corpus, tmp_path: Path) -> None:
     write_megatron(tmp_path / "x", [[ids(text)] for text in TEXTS])
     with (tmp_path / "x.idx").open("ab") as index:
         index.write(bytes(len(TEXTS)))

@@ -118,7 +118,7 @@ def bpe_with(folder: Path, *special: str) -> Path:
     return folder
 
 
-def test_the_end_of_a_document_is_found_by_what_is_declared(tmp_path: Path) -> None:
+def test_the_end_of_document_token_is_found_by_declarations(tmp_path: Path) -> None:
     deepseek = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
     assert Tokenizer(bpe_with(tmp_path, *deepseek)).end_of_document == 3
     assert Tokenizer(bpe_with(tmp_path, "<|im_start|>", "<EOD>")).end_of_document == 3
@@ -131,7 +131,7 @@ def test_the_end_of_a_document_is_found_by_what_is_declared(tmp_path: Path) -> N
         assert tokenizer.end_of_document == 3
     (tmp_path / "run").mkdir()
     tokenizer.declare_end(tokenizer.save(tmp_path / "run").parent)
-    assert Tokenizer(tmp_path / "run").fingerprint == tokenizer.fingerprint  # what a run keeps is enough
+    assert Tokenizer(tmp_path / "run").fingerprint == tokenizer.fingerprint  # a run's copy is enough
     usual = Tokenizer(bpe_with(tmp_path, "<stop>", "</s>"))  # a usual name goes first, as in earlier releases
     assert usual.end_of_document == 3
 

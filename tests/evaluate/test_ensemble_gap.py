@@ -11,7 +11,7 @@ from lightning_llm.evaluate.validation import Gap
 
 
 def test_the_interval_covers_the_true_gap():
-    """Sequences of unlike length whose differences scatter: 95 % of 1,000 intervals hold the true mean per token."""
+    """Sequences of different length and difference: 95 % of 1,000 intervals contain the true mean per token."""
     generator, held = np.random.default_rng(0), 0
     for _ in range(1000):
         tokens = generator.integers(20, 128, 48).astype(float)
@@ -22,7 +22,7 @@ def test_the_interval_covers_the_true_gap():
     assert Gap.of(np.array([-1.0]), np.array([10.0])).low == -np.inf
 
 
-def test_gains_are_differences_of_what_is_evaluated_alone(trained, capsys):
+def test_gains_are_differences_from_members_evaluated_alone(trained, capsys):
     steps = [str(trained / "checkpoints" / f"step={step}") for step in (2, 4)]
 
     def asked(*words) -> dict:

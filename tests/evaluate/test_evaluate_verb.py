@@ -152,7 +152,7 @@ def test_an_average_is_torchs_and_of_one_model_itself(trained, capsys):
     assert both not in (own[2]["val_loss"], own[4]["val_loss"])
 
 
-def test_an_ensemble_is_the_mean_of_what_its_members_predict(trained, capsys):
+def test_an_ensemble_is_the_mean_of_its_members_predictions(trained, capsys):
     models = [model_at(step_folder(trained, step)) for step in (2, 4)]
     tokens = torch.randint(300, (3, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -172,7 +172,7 @@ def test_an_ensemble_is_the_mean_of_what_its_members_predict(trained, capsys):
     )
 
 
-def test_all_that_is_wrong_is_said_at_once(tmp_path, capsys):
+def test_all_problems_are_reported_at_once(tmp_path, capsys):
     wrong = ["--limit=0", "--batch-size=0", "--average", "a", "--ensemble", "b", "--data=jsonl", "--tasks-only"]
     wrong += ["--output", str(tmp_path)]
     assert main(["evaluate", *wrong]) == 2

@@ -25,7 +25,7 @@ def facts_of(capsys, *words):
 
 
 def written(run, tokens, count, temperature=0.8, top_k=50, seed=0):
-    """Return what the model writes after `tokens`, by itself, up to the end of the document."""
+    """Return the tokens that the model generates after `tokens`, up to the end of the document."""
     subject, tokenizer = find_subject(run, [], None), Tokenizer(run)
     model = decoder_of(subject, read_weights(subject), torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
@@ -58,7 +58,7 @@ def test_a_seed_and_a_checkpoint_say_the_text(trained, capsys):
     assert facts_of(capsys, *words, "--top-p", 1e-9, "--seed", 6)["new_tokens"] == greedy
 
 
-def test_what_is_printed_is_prompt_and_text(trained, capsys):
+def test_prompt_and_text_are_printed(trained, capsys):
     words = "--prompt", "the of", "--max-new-tokens", "20"
     text = facts_of(capsys, trained, *words)["text"]
     assert main(["generate", str(trained), *words]) == 0
@@ -76,7 +76,7 @@ def test_a_stop_string_ends_the_text_before_it(trained, capsys):
     assert facts["finish_reason"] == "stop"
 
 
-def test_chat_goes_on_with_what_was_said(trained, capsys, monkeypatch):
+def test_chat_continues_the_conversation(trained, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("the of\nand to\n"))
     assert main(["generate", str(trained), "--chat", "--max-new-tokens", "8", "--temperature", "0"]) == 0
     answers = capsys.readouterr().out
@@ -96,7 +96,7 @@ def test_chat_forgets_when_the_context_is_full(trained, capsys, monkeypatch):
     assert "longer than the context, and left out" in said
 
 
-def test_all_that_is_wrong_is_said_at_once(trained, tmp_path, capsys):
+def test_all_problems_are_reported_at_once(trained, tmp_path, capsys):
     wrong = ["--max-new-tokens", "0", "--temperature", "-1", "--top-k", "-2", "--top-p", "0", "--stop", ""]
     assert main(["generate", str(tmp_path / "nowhere"), *wrong]) == 2
     said = capsys.readouterr().err
@@ -113,7 +113,7 @@ def test_all_that_is_wrong_is_said_at_once(trained, tmp_path, capsys):
         (("--chat", "--json"), "--json: goes without --chat"),
     ],
 )
-def test_what_cannot_be_done_is_refused(trained, capsys, words, said):
+def test_impossible_requests_are_rejected(trained, capsys, words, said):
     assert main(["generate", str(trained), *words]) == 2
     assert said in capsys.readouterr().err
 
@@ -148,8 +148,8 @@ def test_a_run_without_its_tokenizer_or_with_a_damaged_checkpoint_is_refused(tra
 
 @pytest.fixture
 def ending(exported, tmp_path):
-    """A copy of a Hugging Face folder whose tokenizer has no usual name for its end, and a function that says it."""
-    folder = tmp_path / "its, own"  # a comma, and a space: what a path may hold
+    """A copy of a Hugging Face folder with an unusual end token, and a function that declares it."""
+    folder = tmp_path / "its, own"  # a path with a comma and a space
     shutil.copytree(exported, folder)
     file = folder / "tokenizer.json"
     file.write_text(file.read_text().replace("<|endoftext|>", "<|fin▁|>"))
@@ -173,7 +173,7 @@ def test_a_model_ends_with_the_tokens_that_its_files_name(trained, ending, capsy
         assert facts["finish_reason"] == "end_of_document"
 
 
-def test_the_end_of_a_document_is_what_the_files_name_or_the_caller(ending, tmp_path, capsys):
+def test_the_end_of_document_token_is_named_by_files_or_the_caller(ending, tmp_path, capsys):
     folder, base, out = ending([5, 0], None), tmp_path / "base", tmp_path / "out"
     assert load(folder)[1].end_of_document == 5  # the first: none of them has a usual name
     assert main(["import", str(folder), "--output", str(base), "--no-parity"]) == 0
@@ -192,7 +192,7 @@ def test_the_end_of_a_document_is_what_the_files_name_or_the_caller(ending, tmp_
         load(ending("x", None))
 
 
-def test_what_a_run_s_weights_end_with_goes_beside_what_those_it_started_from_did(tmp_path):
+def test_end_tokens_of_a_run_are_added_to_those_of_its_initial_weights(tmp_path):
     file = tmp_path / "generation_config.json"
     for before, ends, after in (
         ({"eos_token_id": 7, "top_p": 0.9}, [5], {"eos_token_id": [5, 7], "top_p": 0.9}),

@@ -1,4 +1,4 @@
-"""lm-eval's tasks over our own weights: the numbers of its own `hf` backend on the exported folder, offline."""
+"""lm-eval's tasks over our weights give the numbers of its `hf` backend on the exported folder, offline."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 PAIRS = [
     ("the of and", " to in"),
     ("", "the of and to"),
-    ("is that for ", "it"),  # whose space goes to what is scored
+    ("is that for ", "it"),  # its space is scored
     ("the of and to in is that for it as was with be by on not he " * 9, " and to the of"),  # beyond the context
     ("was with", " be by on not he the of and to in is that"),
 ]
@@ -73,7 +73,7 @@ def test_so_are_those_of_whole_texts(models):
     assert ours[1] < ours[0] < 0
 
 
-def test_what_is_written_is_theirs(models):
+def test_generated_text_equals_that_of_lm_evals_own_backend(models):
     settings = {"until": ["he"], "max_gen_toks": 24, "do_sample": False}
     arguments = [("the of and", settings), ("was with be", settings | {"until": ["never said"]})]
     ours, theirs = (model.generate_until(requests("generate_until", arguments)) for model in models)
@@ -143,7 +143,7 @@ def test_a_folder_s_own_generation_settings_are_read_by_transformers(tmp_path, m
     assert "transformers, which reads it, is not installed" in ignored
 
 
-def test_a_context_too_small_for_what_a_task_wants_is_noted_once(models, trained, capsys):
+def test_a_context_too_small_for_a_task_is_noted_once(models, trained, capsys):
     model = OwnModel(models[0].model, Tokenizer(trained), CPU, batch_size=1)
     model.generate_until(requests("generate_until", [("the of and", {"until": ["e"]}), ("to in", {"until": ["e"]})]))
     printed = capsys.readouterr().err

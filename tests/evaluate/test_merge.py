@@ -1,4 +1,4 @@
-"""evaluate --merge: proxies against torch's own average, correlations against scipy and simulation, what is refused."""
+"""evaluate --merge: proxies against torch's average, correlations against scipy and simulation, rejected sweeps."""
 
 import json
 from types import SimpleNamespace
@@ -114,7 +114,7 @@ def test_refusals(swept, tmp_path, capsys):
     assert "holds 0 runs on one source" in told("--merge", tmp_path)
 
 
-def test_a_sweep_that_is_no_merge_sweep_is_told_so_once(tmp_path, monkeypatch):
+def test_a_sweep_that_is_no_merge_sweep_is_reported_once(tmp_path, monkeypatch):
     for number in range(4):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "config.yaml").touch()

@@ -1,4 +1,4 @@
-"""Products of 16-bit numbers by way of fp32: against float64, against torch's own, and what is kept for backward."""
+"""Products of 16-bit numbers through fp32: against float64 and torch's own; tensors saved for backward."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ FP32_SUM = 2.0**-22
 
 @pytest.fixture(autouse=True)
 def widened(monkeypatch):
-    """As on a CPU without 16-bit products, whatever this one is."""
+    """Behave like a CPU without 16-bit products."""
     monkeypatch.setattr(gemm, "widened", frozenset(WIDENED))
 
 
@@ -25,7 +25,7 @@ def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torc
 
 
 def rounding(dtype: torch.dtype, exact: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
-    """How far `dtype` may be from `exact`, a sum of numbers of `magnitudes` in all: rounded once, sums in fp32."""
+    """Return the allowed error in `dtype` of the sum `exact`, with `magnitudes` in total: rounded once, fp32 sums."""
     return HALF_UNIT[dtype] * exact.abs() + FP32_SUM * magnitudes + SUBNORMAL
 
 
@@ -77,7 +77,7 @@ def test_no_copy_is_kept_for_the_backward_pass(dtype):
 
 
 @pytest.mark.parametrize("dtype", WIDENED)
-def test_what_needs_no_gradient_gets_none(dtype):
+def test_tensors_without_requires_grad_get_no_gradient(dtype):
     x, w = numbers(8, 32, seed=0, dtype=dtype), numbers(16, 32, seed=1, dtype=dtype).requires_grad_()
     gemm.linear(x, w).sum().backward()
     assert x.grad is None

@@ -1,4 +1,4 @@
-"""Whole state dicts to and from Hugging Face's layout: the reference for what `import` and `export` do by slices."""
+"""Whole state dicts to and from Hugging Face's layout: the reference for the slices of `import` and `export`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ def huggingface_config(config: ModelConfig) -> dict[str, Any]:
 def to_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Return a whole `Decoder`'s state dict under Hugging Face's names and shapes, without padding rows.
 
-    A tied head is no entry of its own, as in the safetensors files of tied models.
+    A tied head has no entry, as in the safetensors files of tied models.
     """
     parts: dict[str, list[Tensor]] = {}
     turned = set()

@@ -1,4 +1,4 @@
-"""Attention kernels by name: what is taken, that it is the same attention, and what is refused. 2 s."""
+"""Attention kernels by name: the kernel that runs, equal results, and rejected settings. 2 s."""
 
 from types import SimpleNamespace
 
@@ -41,7 +41,7 @@ def reference(q, k, v, mask):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("name", "tokens"), [("auto", 40), ("auto", 520), ("short", 520), ("flash", 40), ("math", 40)])
-def test_the_kernel_that_is_told_is_the_one_that_runs(name, tokens, masked):
+def test_the_reported_kernel_is_the_one_that_runs(name, tokens, masked):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, tokens, heads, 16, generator=generator) for heads in (4, 2, 2))
     mask = document_mask((torch.arange(tokens) // 30).expand(2, -1)) if masked else None
@@ -58,7 +58,7 @@ def test_ranks_that_share_a_sequence_take_torchs_kernel():
     assert kernel_of("auto", shape(40, masked=True)._replace(shared=True), CPU) == "flash"
 
 
-def test_what_was_chosen_ends_with_the_run_and_not_within_a_cache():
+def test_the_chosen_kernel_ends_with_the_run_and_does_not_apply_to_caches():
     before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
 
     def interrupted():
@@ -90,7 +90,7 @@ def test_a_kernel_that_does_not_run_is_refused_in_torchs_words(monkeypatch):
         kernel_of("flash", shape(64), CPU)
 
 
-def test_flex_is_taken_for_masks_where_it_runs_and_the_reason_told_where_not(monkeypatch):
+def test_flex_computes_masked_attention_or_the_reason_is_given(monkeypatch):
     """On CUDA, in compiled blocks; here the device is asked by name alone."""
     cuda, asked = SimpleNamespace(type="cuda"), []
     monkeypatch.setattr(attention_kernel, "flex_failure", lambda *_: asked.append(1))
@@ -111,7 +111,7 @@ def test_why_flex_does_not_run_is_torchs_reason():
     assert "backward on CPU" in attention_kernel.flex_failure(shape(64, masked=True, dtype=torch.float32), CPU)
 
 
-def test_long_sequences_are_looked_at_in_part(monkeypatch):
+def test_long_sequences_are_checked_in_part(monkeypatch):
     seen = []
     monkeypatch.setattr(
         torch, "_fused_sdp_choice", lambda q, k, v, mask, *_, **__: seen.append((q.shape, mask.shape)) or 1

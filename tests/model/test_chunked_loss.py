@@ -32,7 +32,7 @@ def given(dtype, seed=0):
 
 
 def gradients(head, x, labels, scale, said=1.0):
-    """Return the loss, and the gradients of its product with `scale`, which it is told to be `said` times as large."""
+    """Return the loss and the gradients of its product with `scale`; the expected gradient is `said` times larger."""
     loss = head(x, LossOf(labels, next_token_loss_sum, torch.tensor(scale * said)))
     head.weight.grad = x.grad = None
     (loss * scale).backward()
@@ -42,7 +42,7 @@ def gradients(head, x, labels, scale, said=1.0):
 @pytest.mark.parametrize("rounds", [True, False])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_it_is_torchs_own_loss_and_gradients(dtype, bound, rounds, limit):
-    """`cross_entropy` of all logits in float64, of the same numbers; whatever the gradient was said to be."""
+    """Against `cross_entropy` of all logits in float64, for right and wrong expected gradients."""
     torch.manual_seed(0)
     head = Linear(D, V, bias=False, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     head.rounds_wgrad = rounds or dtype == torch.float64
@@ -60,7 +60,7 @@ def test_it_is_torchs_own_loss_and_gradients(dtype, bound, rounds, limit):
 
 
 def test_whole_logits_are_the_same_bits(limit):
-    """Where nothing is cut, and, row by row, of the loss's gradient by x in any case."""
+    """If there is one chunk; the rows of the loss's gradient by x in any case."""
     head = Linear(D, V, bias=False)
     x, labels = given(torch.bfloat16)
     loss, grad_x, grad_weight = gradients(head, x, labels, 0.25)
@@ -105,7 +105,7 @@ def test_a_scaled_loss_loses_nothing_to_fp16(monkeypatch):
     assert (lost != 0).float().mean() < 0.3
 
 
-def test_what_is_not_wanted_is_not_made(monkeypatch):
+def test_gradients_that_are_not_needed_are_not_computed(monkeypatch):
     monkeypatch.setitem(logit_chunks.WHOLE_LOGITS, "cpu", 5 * V)
     x, labels = given(torch.float32)
     head = Linear(D, V, bias=False)
@@ -123,7 +123,7 @@ def test_what_is_not_wanted_is_not_made(monkeypatch):
 
 @pytest.mark.parametrize("words", [["model=gemma2_tiny"], ["model=llama_tiny", "model.vocab_size=1001"]])
 def test_a_decoders_loss_is_that_of_its_logits(words, monkeypatch):
-    """Capped logits of a tied embedding, ids of padding: all that stands between projection and loss."""
+    """With capped logits, a tied embedding and padding ids: every operation between projection and loss."""
     config = compose_config([*words, "model.num_layers=2"])
     model = Decoder(config.model)
     initialise(model, 0)

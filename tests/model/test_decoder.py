@@ -1,4 +1,4 @@
-"""What the decoder promises beside its numbers: masks, positions, dtypes, names, roles, meta construction, stages."""
+"""Properties of the decoder apart from its numbers: masks, positions, dtypes, names, roles, meta device, stages."""
 
 import pytest
 import torch
@@ -135,7 +135,7 @@ def test_stages_in_a_row_are_the_whole(config):
     assert torch.equal(last(first(tokens)), whole(tokens))
 
 
-def test_a_stage_says_what_it_lacks():
+def test_a_stage_names_its_missing_modules():
     config = llama(num_layers=1)
     model, tokens = build(config), tokens_of(config)
     model.head = None

@@ -134,13 +134,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("config", "entries", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_the_decoder_does_not_compute_is_named(config, entries, said):
+def test_unsupported_entries_are_named(config, entries, said):
     with pytest.raises(ConfigError) as caught:
         model_config_of({**huggingface_config(config), **entries}, "x")
     assert said in str(caught.value)
 
 
-def test_all_that_is_wrong_is_said_at_once():
+def test_all_problems_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         model_config_of({**huggingface_config(llama()), "mlp_bias": True, "hidden_act": "relu", "vocab_size": 0}, "x")
     assert len(caught.value.problems) == 3

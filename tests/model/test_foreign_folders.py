@@ -1,4 +1,4 @@
-"""Folders written by others, in many variants: what is read computes transformers' logits, or is refused by name.
+"""Folders written by other programs, in many variants: they give transformers' logits or are rejected by name.
 
 Each variant changes entries of config.json, or tensors, as model cards, tools and hands do. 6 seconds.
 """
@@ -271,7 +271,7 @@ EVERY = [case if case in SOON else pytest.param(case, marks=pytest.mark.full) fo
 
 
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: "-".join(case))
-def test_a_folder_computes_what_transformers_does_or_is_refused(case, bases, tmp_path):
+def test_a_folder_gives_the_logits_of_transformers_or_is_rejected(case, bases, tmp_path):
     family, name = case
     folder = varied(bases / family, tmp_path / "folder", VARIANTS[name])
     found, expected = ours(folder), theirs(folder)

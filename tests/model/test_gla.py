@@ -138,7 +138,7 @@ def gla(**changes):
 
 
 def layer_by_hand(layer, x, heads, ids=None):
-    """Return what the layer gives for `x`, as fla-org's GatedLinearAttention computes it without short convolutions."""
+    """Return the layer's output for `x`, computed like fla-org's GatedLinearAttention without short convolutions."""
     weights = dict(layer.named_parameters())
 
     def project(name):
@@ -183,7 +183,7 @@ def test_token_by_token_equals_the_whole_sequence():
     assert cache.state.shape == (2, 4, 8, 16)
 
 
-def test_a_cached_state_is_fp32_whatever_the_activations():
+def test_a_cached_state_is_fp32_for_every_activation_dtype():
     layer = build(gla(num_layers=1), dtype=torch.bfloat16).layers["0"].attention
     cache = layer.new_cache(2, 8)
     assert layer.step(torch.randn(2, 3, 64).bfloat16(), None, cache).dtype == torch.bfloat16
@@ -201,7 +201,7 @@ def test_documents_in_one_sequence_equal_documents_run_apart():
 
 
 class _Largest(TorchDispatchMode):
-    """Finds the largest bool or floating tensor whose last two sizes are both the length."""
+    """Finds the largest bool or floating tensor with both of its last two sizes equal to the length."""
 
     def __init__(self, length):
         super().__init__()

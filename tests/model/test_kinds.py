@@ -1,4 +1,4 @@
-"""Each registered kind against the module that it builds: what is planned of a block is what is there. 20 seconds."""
+"""Each registered kind's plan of a block against the module that it builds. 20 seconds."""
 
 import math
 import re
@@ -26,7 +26,7 @@ from tests.model.model_shapes import build, llama
 LENGTH = 24
 KEYS = {"attention": [{"window": 8}], "soft_capped_attention": [{"window": 8, "query_pre_attention_scalar": 24}]}
 KEYS["gla"] = [{"num_heads": 2, "expand_k": 1.0, "expand_v": 2.0, "gate_low_rank_dim": 8}]
-"""Settings of a kind beside its defaults that are worth a block of their own."""
+"""Settings other than a kind's defaults that are tested with a block."""
 
 
 def blocks_of(sort: str, registry) -> list:
@@ -111,7 +111,7 @@ def by_steps(mixer: nn.Module, x: torch.Tensor, rope: None, document_ids: None) 
 
 @every_kind
 def test_flops_are_those_that_torch_counts(changes, monkeypatch):
-    """Of windows the formula counts what is seen; the plain products that are counted here compute all.
+    """With windows the formula counts visible keys; the plain products counted here compute all.
 
     A recurrent mixer's are those of its steps, token by token.
     """
@@ -134,7 +134,7 @@ def test_flops_are_those_that_torch_counts(changes, monkeypatch):
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("length", "documents"), [(112, False), (112, True), (624, True)])
-def test_what_each_part_saves_is_what_autograd_keeps(changes, length, documents, dtype):
+def test_planned_saved_tensors_are_those_of_autograd(changes, length, documents, dtype):
     """To the byte, part by part. Left out are weights, their casts, rotary tables, and the mask that blocks share."""
     config = llama(**changes, hidden_size=64, head_dim=16, ffn_hidden_size=96, max_sequence_length=length)
     block, (x, rope, mask) = block_and_inputs(config, length, dtype)
@@ -185,7 +185,7 @@ def test_a_uniform_pattern_is_the_model_without_one():
     assert torch.equal(plain(tokens), patterned(tokens))
 
 
-def test_a_window_hides_what_lies_before_it():
+def test_a_window_hides_earlier_tokens():
     """Of one block with a window of 8 tokens, the last position sees what changes among the last 8."""
     config = llama(num_layers=1, blocks={"local": {"mixer": {"kind": "attention", "window": 8}}}, layers=["local"])
     model = build(config)

@@ -12,7 +12,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.structure import block_linears, linear_names
 
 FILES = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
-FILES = [file for file in FILES if file.stem != "from_weights"]  # whose shape weights give
+FILES = [file for file in FILES if file.stem != "from_weights"]  # its shape comes from weights
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -13,7 +13,7 @@ from lightning_llm.model.flops import count_parameters, flops_per_token
 from tests.model.model_shapes import gpt2, llama
 
 FILES = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
-FILES = [file for file in FILES if file.stem != "from_weights"]  # whose shape weights give
+FILES = [file for file in FILES if file.stem != "from_weights"]  # its shape comes from weights
 SIZES = {path.stem: ModelConfig(**yaml.safe_load(path.read_text())) for path in FILES}
 every_size = pytest.mark.parametrize("name", SIZES)
 

@@ -1,4 +1,4 @@
-"""Which keys queries see: by pairs against the definition, by blocks against torch's search through all pairs. 4 s."""
+"""Keys that queries see: by pairs against the definition, by blocks against torch's search through all pairs. 4 s."""
 
 import pytest
 import torch

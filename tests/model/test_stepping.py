@@ -65,12 +65,12 @@ def test_token_by_token_is_the_whole_forward_pass(name):
     logits, whole = stepped(config, tokens, [1] * LENGTH), forward(config, tokens)
     attention = isinstance(build(config).layers["0"].attention, Attention)
     if attention and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        assert torch.equal(logits, whole)  # where M >= 16 rows are multiplied by one kernel, whatever M
+        assert torch.equal(logits, whole)  # one kernel multiplies all M >= 16 rows
     assert far(logits, whole, config.vocab_size) <= ROUNDING
 
 
 class DecayingSum(torch.nn.Module):
-    """A recurrent mixer of one line, whose products have as many rows as tokens come: a sum of decaying inputs."""
+    """A recurrent mixer of one line, a sum of decaying inputs; its products have as many rows as new tokens."""
 
     def __init__(self, size: int):
         super().__init__()

@@ -97,7 +97,7 @@ def test_weights_survive_the_way_there_and_back(config):
     assert torch.equal(back(tokens), ours(tokens))
 
 
-def test_what_has_no_counterpart_is_refused():
+def test_models_without_a_counterpart_are_rejected():
     with pytest.raises(ConfigError, match="no Hugging Face counterpart: norm=layernorm"):
         huggingface_config(llama(norm="layernorm"))
 

@@ -165,7 +165,7 @@ def test_bytes_changed_anywhere_in_the_header_or_cut_are_refused_or_change_no_ru
         files = open_files(folder)
     except ConfigError:  # any other exception fails the test
         return
-    for name, entry in files.entries.items():  # what is taken for whole can be read
+    for name, entry in files.entries.items():  # every accepted file can be read
         if entry.shape:
             files.part(name, 0, entry.shape[0])
 
@@ -203,6 +203,6 @@ def test_any_value_in_config_json_is_read_or_refused(key, value):
         assert model_config_of({**huggingface_config(CONFIG), key: value}, "x").num_layers > 0
 
 
-def test_a_config_whose_shape_makes_no_model_is_refused_whatever_the_tensors(tmp_path):
+def test_a_config_with_an_impossible_shape_is_rejected_for_any_tensors(tmp_path):
     folder = write_huggingface(tmp_path / "hf", CONFIG.model_copy(update={"num_heads": 2, "num_kv_heads": 6}))
     assert "config.json: makes no model: model.num_kv_heads: model.num_heads=2 is no multiple of 6" in refusal(folder)

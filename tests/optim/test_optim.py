@@ -48,7 +48,7 @@ def config(**values: object) -> OptimConfig:
         ("decay_embeddings", {"layers.0.attention.q_proj.weight", "embedding.weight"}),
     ],
 )
-def test_what_is_decayed(key, names):
+def test_decayed_parameters_follow_the_settings(key, names):
     settings = config(**({key: True} if key else {}))
     groups = groups_of(PARAMETERS, settings)
     name_of = {id(parameter): name for name, parameter in PARAMETERS}
@@ -129,7 +129,7 @@ def test_re_warming_rises_to_a_share_of_the_rate_and_decays_to_an_absolute_floor
             assert rates[:4] == pytest.approx([peak * 0.5 * each for each in (0.25, 0.5, 0.75, 1.0)])
             assert rates[19:] == pytest.approx([1e-5] * 6)
             assert optimizer.param_groups[1]["lr"] == pytest.approx(1e-5 / peak)  # falls by the same factor
-            if peak == 2e-4:  # of whose re-warmed peak the floor is a tenth
+            if peak == 2e-4:  # the floor is a tenth of the re-warmed peak
                 assert rates == pytest.approx([peak * learning_rate_factor(plain, each, 20) for each in range(25)])
     with pytest.raises(ValueError, match="relative_to"):
         learning_rate_factor(SCHEDULES["cosine"](final_learning_rate=1e-5), 5, 20)
@@ -209,7 +209,7 @@ def trained(make, dtype=torch.float32, steps=4, look=False):
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "torch SGD", "torch Adagrad", "torch Muon"])
-def test_a_state_that_was_looked_at_before_the_first_step_changes_nothing(name):
+def test_reading_the_state_before_the_first_step_changes_nothing(name):
     def make(named):
         if name in OPTIMIZERS:
             return [OPTIMIZERS[name](learning_rate=0.1).build(named, on_one_rank)]
@@ -273,7 +273,7 @@ def test_muons_updates_are_nearly_orthogonal():
 
 
 def codes_in_numpy(values, block, signed):
-    """Return what a moment becomes when it is kept, as float64: each number of a block by the nearest code."""
+    """Return a stored moment as float64: each number of a block by the nearest code."""
     table = np.array(dynamic_map(signed))
     kept = np.zeros_like(values)
     for row, column in product(range(values.shape[0]), range(0, values.shape[1], block)):
@@ -284,7 +284,7 @@ def codes_in_numpy(values, block, signed):
     return kept
 
 
-def test_8_bit_adamw_is_adamw_in_float64_whose_moments_are_rounded_after_each_step():
+def test_8_bit_adamw_equals_float64_adamw_with_moments_rounded_after_each_step():
     settings = OPTIMIZERS["adamw8bit"](learning_rate=0.01, weight_decay=0.3, block_size=16)
     generator = torch.Generator().manual_seed(3)
     parameter = nn.Parameter(torch.randn(24, 40, generator=generator) * 0.02)

@@ -152,7 +152,7 @@ def rotated(x, how: CastConfig, signs, bf16):
 
 
 def linear(x, w, dy, recipe: PrecisionConfig, noise, signs, delayed, bf16):
-    """(Y, dX, dW) in float64 from the six slots. `noise[slot]` lies like the operand with its contraction axis last.
+    """Return (Y, dX, dW) in float64 from the six slots. `noise[slot]` has the operand's layout, contraction axis last.
 
     `signs[gemm]` or None; `delayed[role]` the multipliers; `bf16` rounds an array to bf16.
     """

@@ -1,4 +1,4 @@
-"""Single-slot recipes: what is taken out is the rounding, and nothing but the rounding."""
+"""Single-slot recipes: only the rounding is removed."""
 
 import pytest
 import torch

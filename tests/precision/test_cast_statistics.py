@@ -16,7 +16,7 @@ LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
 
 
 def casts_seen(recipe, x, weight, dy, scales=None):
-    """Return what an observer is told during forward and backward of one linear."""
+    """Return the reports to an observer during forward and backward of one linear."""
     seen = []
     plan = LinearPlan({**LinearPlan.of(recipe, "eager").casts}, "eager", observe=seen.append)
     x = x.clone().requires_grad_()
@@ -85,7 +85,7 @@ def test_some_recipes_saturate_and_some_underflow():
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_ocp", "fp8_current", "nvfp4"])
-def test_what_is_not_finite_is_counted_and_left_out(name):
+def test_non_finite_elements_are_counted_and_excluded(name):
     x, weight, dy = tensors(1.0)
     x[40, 3], x[50, 7] = math.nan, math.inf
     seen = casts_seen(load(name), x, weight, dy)[0]
@@ -100,7 +100,7 @@ def test_what_is_not_finite_is_counted_and_left_out(name):
 
 
 def test_nearest_rounding_of_a_tie_pattern_leans_and_stochastic_does_not():
-    """2.5 lies between E2M1's 2 and 3: ties to even always give 2, by chance half of them do."""
+    """2.5 is between E2M1's 2 and 3: ties to even always give 2, stochastic rounding in half of the cases."""
     x = torch.full((256, 64), 2.5)
     x[:, ::32] = 4.0  # fixes the scale of every block at 1
 

@@ -34,7 +34,7 @@ def compare_with_eager(cast: CastConfig, axis: int, shapes: list[tuple[int, int]
     for rows, columns in shapes:
         x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
         x.view(-1)[:4] = torch.tensor([0.0, 1e-38, float("nan"), -3e38])
-        if cast.block != "tensor":  # whose scale it would take
+        if cast.block != "tensor":  # it would decide the tensor's scale
             x.view(-1)[-1] = float("inf")
         key, delayed = torch.tensor(1234), torch.tensor(7.5)
         eager = inductor.operand(x, cast, axis, "eager", key=key, delayed=delayed)

@@ -15,7 +15,7 @@ DELAYED = 3.0
 
 
 def near_constant(generator):
-    """Values one unit in the last place of bf16 apart, around a constant of its own in each row."""
+    """Values one unit in the last place of bf16 apart, around a different constant in each row."""
     base = torch.randn(SIZE, 1, generator=generator).mul(3).exp2().bfloat16()
     return torch.where(torch.rand(SIZE, SIZE, generator=generator) < 0.5, base, base * (1 + 2.0**-7))
 

@@ -1,4 +1,4 @@
-"""Whether casts can be compiled here: a compiler that is missing, one that fails, and code that does not round."""
+"""Detection of compilers: missing, failing, or producing code that does not round."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def fails(*_):
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """What is found out is kept for the process: not from one test to the next."""
+    """Clear the results that a process caches, before each test."""
     inductor.why_not.cache_clear()
     inductor.no_compiler.cache_clear()
     yield
@@ -27,7 +27,7 @@ def fresh():
 
 @pytest.fixture
 def nothing_kept(monkeypatch):
-    """What is planted is compiled here, and nothing loaded."""
+    """Compile planted functions, and load nothing from the cache."""
     monkeypatch.setattr(kernel_cache, "folder", lambda: None)
 
 
@@ -57,7 +57,7 @@ def test_a_compiler_that_fails(monkeypatch):
     (lambda x: torch.stack([x, 1 / x.double()]), "(of 1024, 992 bf16 roundings and 0 quotients)"),
     (lambda x: torch.stack([x.bfloat16().float(), (1 / x).nextafter(x)]), "0 bf16 roundings and 1023 quotients)"),
 ])  # fmt: skip
-def test_compiled_code_that_rounds_otherwise(planted, said, monkeypatch):
+def test_compiled_code_that_rounds_differently_is_rejected(planted, said, monkeypatch):
     monkeypatch.setattr(inductor, "no_compiler", lambda device_type: None)
     monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda x: planted(x).float())
     assert inductor.why_not("cpu").startswith("compiled code is not eager's bits (of 1024, ")

@@ -1,4 +1,4 @@
-"""Kept kernels: used by whoever asks for the same again, and by nobody for anything else."""
+"""Cached kernels: used for equal calls only."""
 
 import os
 
@@ -71,13 +71,13 @@ def test_a_kernel_is_compiled_once_and_then_loaded_for_all_shapes_it_holds_for(k
     assert tally.take().startswith("0 kernels compiled and 1 loaded in ")
     assert tally.take() is None
     odd = x[:, :5].contiguous()
-    assert torch.equal(run(later, odd), odd - 1.0)  # whose guards differ
+    assert torch.equal(run(later, odd), odd - 1.0)  # with other guards
     assert later.compiled.times == 1
     assert torch.equal(run(later, x), x * 2.5)
     last = kernels_of(even_or_odd)
     assert torch.equal(run(last, odd), odd - 1.0)
     assert (last.compiled.times, tally.loaded) == (0, 2)
-    assert capsys.readouterr().err == ""  # said once
+    assert capsys.readouterr().err == ""  # reported once
     other = kernels_of(even_or_odd, "another")
     run(other, x)
     assert other.compiled.times == 1
@@ -154,7 +154,7 @@ def test_a_folder_that_is_not_the_users_own_is_not_used(plant, kept, x, capsys):
     assert kernels.compiled.times == 0
 
 
-def test_what_shapes_a_kernel_is_in_its_key(x):
+def test_everything_that_shapes_a_kernel_is_in_its_key(x):
     def kind(*args):
         return repr(signature(args))
 
@@ -206,7 +206,7 @@ class Spied:
 
 @pytest.mark.parametrize("cast", CASTS, ids=lambda cast: f"{cast.format}-{cast.block}-{cast.scale}-{cast.rounding}")
 def test_casts_share_a_kernel_where_they_read_the_same(cast):
-    """A cast's function reads nothing but what its kernel is named by, and square blocks have no direction."""
+    """A cast's function reads only values in its kernel's key, and square blocks have no direction."""
     y = torch.randn(33, 70, generator=torch.Generator().manual_seed(1)).bfloat16()
     key, one = torch.tensor(7), torch.ones(())
     for axis in (0, 1):
@@ -226,7 +226,7 @@ def same(a, b):
     return a is b if a is None or b is None else torch.equal(a, b)
 
 
-def test_warm_clears_what_is_kept_and_nothing_else(kept, capsys, tmp_path):
+def test_warm_clears_kernels_and_nothing_else(kept, capsys, tmp_path):
     assert main(["warm", "--clear"]) == 0
     assert f"removed 0 bytes of kernels in {kept}" in capsys.readouterr().out
     kept.mkdir()
@@ -239,6 +239,6 @@ def test_warm_clears_what_is_kept_and_nothing_else(kept, capsys, tmp_path):
     assert "--clear: removes all kernels" in capsys.readouterr().err
 
 
-def test_warm_refuses_what_no_run_could_have(capsys):
+def test_warm_rejects_impossible_runs(capsys):
     assert main(["warm", "precision=mxfp8,mxfp9"]) == 2
     assert "mxfp9" in capsys.readouterr().err

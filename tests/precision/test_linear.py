@@ -292,7 +292,7 @@ def with_history(recipe, config):
 
 
 def test_layers_are_updated_together_as_each_would_be_alone():
-    """Three with one recipe and one with a shorter history, whose amaxes differ."""
+    """Three with one recipe and one with a shorter history, with different amaxes."""
     recipe = load("fp8_delayed")
     short = with_history(recipe, DelayedConfig(history_length=3, algorithm="most_recent"))
     layers = [layer_of(each) for each in (recipe, short, recipe, recipe)]

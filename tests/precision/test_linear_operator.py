@@ -41,7 +41,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trained(NamedTuple):
-    """What is left of some steps: the same of compiled blocks, but for how often operands were `made`.
+    """Results of some steps: equal for compiled blocks, except the number of operands `made`.
 
     `ways`: of blocks of each kind to run: to train, to validate, and to validate without the casts that there are.
     """

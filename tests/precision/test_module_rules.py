@@ -1,4 +1,4 @@
-"""Which layers a recipe quantises and with which casts: counts, fractions, globs, rules, and their order."""
+"""Layers that a recipe quantizes, and their casts: counts, fractions, globs, rules, and their order."""
 
 import math
 from fractions import Fraction
@@ -43,7 +43,7 @@ def high_blocks(made, num_layers):
     (1, []), (2, []), (3, []), (4, [3]), (8, [7]), (12, [10, 11]), (16, [0, 14, 15]), (32, [0, 28, 29, 30, 31]),
     (62, [0, 1, *range(54, 62)]), (80, [0, 1, 2, *range(70, 80)]),
 ])  # fmt: skip
-def test_nvfp4_keeps_what_nvidia_kept_at_every_depth(num_layers, high):
+def test_nvfp4_leaves_the_blocks_of_nvidias_recipe_unquantized_at_every_depth(num_layers, high):
     """2 and 8 of 62 blocks as published; 4 of 32 at the end as in Megatron-Bridge's Llama 3 8B."""
     assert high_blocks(load("nvfp4"), num_layers) == high
     assert high_blocks(load("nvfp4_all_blocks"), num_layers) == []
@@ -60,7 +60,7 @@ def test_a_fraction_is_the_nearest_count_halves_up(thousandths, num_layers):
     assert 0 <= found <= num_layers
 
 
-def test_what_a_fraction_comes_to_is_said():
+def test_the_blocks_of_a_fraction_are_reported():
     made = recipe(first_fraction_high_precision=0.25, last_fraction_high_precision=0.05)
     reasons = reasons_to_stay_high(names(4), made, 4)
     assert reasons["layers.0.attention.o_proj"] == "modules.first_fraction_high_precision=0.25: 1 of 4 blocks"
@@ -87,7 +87,7 @@ def test_rules_without_a_meaning_are_refused(modules, message):
         recipe(**modules)
 
 
-def test_the_first_rule_that_fits_counts_and_what_stays_high_comes_before_all():
+def test_the_first_matching_rule_applies_after_unquantized_layers():
     made = recipe(
         first_blocks_high_precision=1,
         exclude=["*.5.attention.q_proj"],
@@ -108,7 +108,7 @@ def test_the_first_rule_that_fits_counts_and_what_stays_high_comes_before_all():
     assert reasons["layers.4.attention.o_proj"] == "modules.casts.0 keeps it high"
     assert rule_of("layers.0.attention.o_proj", made.modules, 6) == 1
     assert idle_rules(made, names(6), 6) == {
-        2: "modules.first_blocks_high_precision=1; modules.casts.1 stands before it and fits its layers"
+        2: "modules.first_blocks_high_precision=1; modules.casts.1 comes first and matches its layers"
     }
 
 
@@ -121,7 +121,7 @@ def test_a_rule_sets_its_slots_and_leaves_the_others():
     assert list(made.cast_sets()) == ["", "modules.casts.0", "modules.casts.1"]
 
 
-def test_a_phase_replaces_every_layers_casts_and_leaves_high_what_stays_high():
+def test_a_phase_replaces_all_casts_but_unquantized_layers_stay_so():
     made = recipe(casts=[{"names": ["*.o_proj"], "fprop": {"x": {"format": "e5m2"}}}]).model_dump()
     made = PrecisionConfig.model_validate({**made, "phases": [{"start": 0.5, "fprop": {"w": E4M3}}]})
     assert made.at(4, 10).casts_under(0)["fprop.x"].format == "e5m2"
@@ -153,7 +153,7 @@ def test_rules_that_no_layer_follows_are_problems_and_can_be_taken_out():
     assert {problem.key: problem.text for problem in unmatched(made, names(4), 4)} == {
         "precision.modules.casts.0.names": "has '*.o_prj', which matches no linear layer of this model. Its layers: "
         "layers.*.attention.q_proj, layers.*.attention.o_proj, layers.*.feed_forward.down_proj, head.",
-        "precision.modules.casts.2": "is for no layer: modules.casts.1 stands before it and fits its layers. Put it "
+        "precision.modules.casts.2": "is for no layer: modules.casts.1 comes first and matches its layers. Put it "
         "first, widen it, or drop it.",
         "precision.modules.casts.3": "is for no layer: no layer in the blocks that it names matches. Put it first, "
         "widen it, or drop it.",
@@ -184,7 +184,7 @@ def test_modules_that_are_no_linears_are_refused_with_why_they_are_not_cast(glob
         assert said in problem.text
 
 
-def test_the_hash_is_that_of_what_is_cast_however_a_rule_says_it():
+def test_the_hash_depends_on_the_casts_not_on_how_a_rule_writes_them():
     named = [{"names": ["*.o_proj"], "recipe": "other", **_all_slots(E4M3)}]
     written = [{"names": ["*.o_proj"], **_all_slots(E4M3)}]
     assert recipe(casts=named).recipe_hash == recipe(casts=written).recipe_hash

@@ -32,7 +32,7 @@ def label(cast):
 @given(exponent=st.integers(-20, 20), seed=st.integers(0, 5))
 @settings(max_examples=10, deadline=None)
 def test_scaling_by_a_power_of_two_scales_the_result(cast, exponent, seed):
-    """NVFP4's tensor scale rounds alike too; fp32 block scales divide alike."""
+    """NVFP4's tensor scale rounds equally, and fp32 block scales divide equally."""
     x = sample(32, 128, seed)
     plain, scaled = quantise(x, cast), quantise(x * 2.0**exponent, cast)
     assert torch.equal(scaled.values, plain.values)
@@ -102,7 +102,7 @@ EXACT = [cast for cast in DISTINCT if cast.scale.startswith("e8m0") and not cast
 
 @pytest.mark.parametrize("cast", EXACT, ids=label)
 def test_blocks_of_one_magnitude_have_the_scale_of_the_specification_down_to_the_least(cast):
-    """2^-127 is a scale, and nothing below it: amaxes from there to the largest, at powers of two and beside them."""
+    """The least scale is 2^-127: amaxes from there to the largest, at powers of two and next to them."""
     magnitudes = [
         2.0**exponent * factor
         for exponent in range(-120, 127)
@@ -122,7 +122,7 @@ def test_blocks_of_one_magnitude_have_the_scale_of_the_specification_down_to_the
 
 
 @pytest.mark.parametrize("name", list(NUMBER_FORMATS))
-def test_shared_exponents_of_zero_of_subnormals_and_of_what_is_not_finite(name):
+def test_shared_exponents_of_zero_subnormal_and_non_finite_blocks(name):
     amaxes = torch.tensor([0.0, 2.0**-149, 2.0**-127, 2.0**-126, 2.0**-100, 1.0, 2.0**127, math.inf, math.nan])
     emax = reference.EMAX[name]
     floor = [0, 0, 0, max(1 - emax, 0), 27 - emax, 127 - emax, 254 - emax, 255, 255]
@@ -193,7 +193,7 @@ def sqnr(x, cast):
 
 
 def theory(x, cast):
-    """SQNR in dB of a unit Gaussian whose error is uniform over a step: step^2 / 12 rounded, step^2 / 6 if stochastic.
+    """SQNR in dB of a unit Gaussian with an error uniform over a step: step^2 / 12 rounded, step^2 / 6 if stochastic.
 
     Averaged over the binades of the format (subnormals: one step) under the scales that the blocks of `x` have.
     """
@@ -214,7 +214,7 @@ def theory(x, cast):
     "mxfp8:fprop.x", "fp8_subchannel:fprop.x", "fp8_subchannel_fp32scales:fprop.w", "fp8_current:fprop.x",
     "fp8_current:dgrad.dy", "nvfp4:fprop.x", "nvfp4:dgrad.dy", "mxfp4_sr_norht:dgrad.dy",
 ])  # fmt: skip
-def test_sqnr_of_a_gaussian_is_what_theory_says(which):
+def test_sqnr_of_a_gaussian_equals_theory(which):
     x, cast = sample(1024, 512).float(), CASTS[which]
     assert sqnr(x, cast) == pytest.approx(theory(x, cast), abs=0.6 if cast.format == "e2m1" else 0.25)
 
@@ -228,7 +228,7 @@ def test_formats_without_a_recipe_are_cast_as_the_reference_has_them(cast):
 
 
 def test_block_scales_wait_for_the_product_where_it_may_not_fit_bf16():
-    """Bits of a grid value and of a scale: 2 + 4 and 7 + 0 of bf16's 8, and 24 of an fp32 scale beside any."""
+    """Bits of a grid value and of a scale: 2 + 4 and 7 + 0 of bf16's 8, and 24 of an fp32 scale with any."""
     waits = {label(cast): cast.scales_partial_sums for cast in DISTINCT}
     assert {name for name, found in waits.items() if found} == {
         name for cast, name in DISTINCT.items() if cast.block != "tensor" and cast.scale == "fp32"

@@ -31,7 +31,7 @@ def bits(key, size=SIZE):
     return element_bits(key, torch.arange(size))
 
 
-def test_words_are_the_scalar_hashs():
+def test_random_words_equal_the_scalar_hash():
     generator = random.Random(0)
     for _ in range(100):
         words = [generator.randrange(1 << 32) for _ in range(generator.randrange(1, 6))]
@@ -60,7 +60,7 @@ def test_no_product_leaves_the_signed_range(key, index):
 
 
 def constancy(key, d):
-    """How constant u2(i ^ d) - u1(i) is, modulo 1, over SAMPLES elements of the keys `key` and `key ^ d`.
+    """Return the constancy of u2(i ^ d) - u1(i), modulo 1, over SAMPLES elements of the keys `key` and `key ^ d`.
 
     The length of the mean direction on the circle: 1 for a constant; for unrelated streams its square, times SAMPLES,
     has mean 1.
@@ -70,7 +70,7 @@ def constancy(key, d):
     return float(torch.exp(2j * math.pi * (second - first).double() / 2**32).mean().abs())
 
 
-def test_no_key_has_a_partner_whose_stream_is_its_own_permuted_and_moved():
+def test_no_two_keys_have_streams_that_differ_by_permutation_and_shift():
     """92 % of a run's keys have one within 2^22 elements (k2 = k1 ^ d with d < 2^22) for which this was once 1.000."""
     generator = random.Random(0)
     found = [constancy(generator.randrange(1 << 32), generator.randrange(1, 1 << 22)) for _ in range(200)]

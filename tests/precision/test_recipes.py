@@ -28,7 +28,7 @@ def test_shipped_recipes_are_complete_and_distinct():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_shipped_recipe_says_what_it_is_and_passes_the_lint(name):
+def test_a_shipped_recipe_has_a_description_and_passes_the_lint(name):
     loaded = load(name)
     assert loaded.name == name
     assert loaded.reference
@@ -119,7 +119,7 @@ def test_a_phase_ends_before_the_step_at_its_end_and_the_next_may_begin_there():
     ("fprop: {x: {format: e4m3, clip_gradient: true}}", "clip_gradient goes with scale: quest"),
     ("fprop: {x: {format: e4m3, blokc: 1x32}}", "blokc"),
 ])  # fmt: skip
-def test_what_has_no_meaning_is_refused(text, message):
+def test_meaningless_settings_are_rejected(text, message):
     with pytest.raises(ValidationError, match=message):
         recipe(text)
 
@@ -156,7 +156,7 @@ MX4 = "format: e2m1, block: 1x32, scale: e8m0_floor"
     ("fprop: {w: {format: e5m2}}\nmodules: {casts: [{dgrad: {w: {format: e4m3}}}]}", {},
      ["precision.fprop.w.format"]),  # once, though the rule takes it over
 ])  # fmt: skip
-def test_what_is_known_to_break_is_refused(text, more, keys):
+def test_combinations_known_to_fail_are_rejected(text, more, keys):
     assert [problem.key for problem in lint(recipe(text, **more))] == keys
 
 

@@ -104,8 +104,8 @@ def test_codes_decode_to_the_values_they_came_from(name):
 
 @pytest.mark.parametrize("name", list(NUMBER_FORMATS))
 @pytest.mark.parametrize("rounding", ["stochastic", "stochastic_compare"])
-def test_stochastic_rounding_goes_up_with_the_probability_of_the_remainder(name, rounding):
-    """All 256 noises of eight bits, between every two neighbours: up as often as the remainder says, to 1/256."""
+def test_stochastic_rounding_rounds_up_with_the_probability_of_the_remainder(name, rounding):
+    """All 256 noises of eight bits, between every two neighbours: up as often as the remainder requires, to 1/256."""
     grid = torch.tensor(reference.grid(name))
     low, high = grid[:-1], grid[1:]
     noise = torch.arange(256.0) / 256

@@ -1,4 +1,4 @@
-"""One cast of X for all layers that read it, and only for as long as X is what it was."""
+"""One cast of X for all layers that read it, as long as X does not change."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def made(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "of_dy"), [("mxfp8", 2), ("fp8_current", 1)])
-def test_layers_share_the_casts_of_what_they_all_read(name, of_dy, made):
+def test_layers_share_the_casts_of_a_common_input(name, of_dy, made):
     layers, x, dy = layers_of(name, 3), tensor(1).requires_grad_(), torch.randn(32, 32).bfloat16()
     alone = []
     for layer in layers:
@@ -59,14 +59,14 @@ def test_a_changed_tensor_is_cast_anew():
         first(x)
         x.mul_(-3)
         assert torch.equal(second(x), second(x.clone()))
-        for seed in range(20):  # whose memory is that of the one before
+        for seed in range(20):  # reuses the memory of the previous tensor
             y = second(tensor(seed))
             assert torch.equal(y, second(tensor(seed).clone()))
             del y
 
 
-def test_what_compiled_kernels_write_unseen_is_cast_anew():
-    """Inductor's C++ uses a buffer again, and no version says so: `buf4 = buf0; del buf0  # reuse`."""
+def test_tensors_changed_by_compiled_kernels_are_cast_again():
+    """Inductor's C++ reuses a buffer without changing its version: `buf4 = buf0; del buf0  # reuse`."""
     (layer,), buffer, later = layers_of("mxfp8", 1), tensor(1).float(), tensor(2).float()
     call = torch.ops.lightning_llm.quantised_linear.default
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_what_compiled_kernels_write_unseen_is_cast_anew():
         assert torch.equal(got, call(later, layer.weight, None, None, layer._number, False, False))
 
 
-def test_delayed_scales_take_the_amax_of_what_all_read_once(monkeypatch):
+def test_delayed_scales_take_the_amax_of_a_shared_input_once(monkeypatch):
     taken, right = [], inductor.tensor_amax("eager")
 
     def amax(x):

@@ -1,4 +1,4 @@
-"""Swapping linear layers by name: what is converted, what stays and why; phases and both views of validation."""
+"""Swapping linear layers by name: converted layers, reasons of the others; phases and both views of validation."""
 
 import pytest
 import torch
@@ -142,7 +142,7 @@ def test_globs():
     assert report.kept["layers.0.down_proj"] == "modules.exclude has '*.down_proj'"
 
 
-def test_each_layer_is_what_its_own_recipe_makes_of_it():
+def test_each_layer_equals_a_layer_of_its_own_recipe():
     """NVFP4, MXFP8 and bf16 in one model: every layer's products are those of a model of its recipe alone."""
     rules = [
         {"names": ["*.up_proj"], "last_blocks": 2, **load("mxfp8").model_dump(include={"fprop", "dgrad", "wgrad"})},
@@ -246,7 +246,7 @@ def test_casts_that_must_be_compiled_need_a_compiler(monkeypatch):
     assert choose_backend(load("fp16").model_copy(update={"casts": "compiled"}), "cpu") == ("eager", None)
 
 
-def test_a_phase_changes_the_casts_of_what_was_swapped():
+def test_a_phase_changes_the_casts_of_swapped_layers():
     made, _ = swapped("fp8_current")
     set_recipe(made, load("bf16"))
     layer = made.layers["1"].up_proj

@@ -39,7 +39,7 @@ def test_a_recipes_dw_agrees_with_float64_to_fp32s_precision(name):
     # Quartet's comes from a domain in which fp32 rounds it once before, and its sums take that many terms.
     assert disagreement(dw, wanted, torch.float32, recipe.dgrad.w.source == "quantised") <= allowed(name)
     dtype = TORCH_DTYPES[recipe.compute_dtype]
-    assert disagreement(rounded[2], wanted, torch.float32, False) > 0.5  # what the bound would not let pass
+    assert disagreement(rounded[2], wanted, torch.float32, False) > 0.5  # the bound would reject this
     assert not torch.equal(dw, dw.to(dtype).float())
 
 
@@ -60,8 +60,8 @@ def test_a_linear_without_casts_has_the_same_y_and_dx_and_the_whole_dw(dtype):
     assert whole == 0 < 0.5 < rounded
 
 
-def test_what_small_gradients_add_up_to_is_not_lost():
-    """The reason for it: roundings of 256 micro-batches' gradients, all alike, do not cancel in their sum."""
+def test_the_sum_of_small_gradients_is_not_lost():
+    """The reason for it: equal roundings of 256 micro-batches' gradients do not cancel in their sum."""
     weight = nn.Parameter(torch.zeros(8, 8))
     x, dy = torch.ones(37, 8).bfloat16(), torch.full((37, 8), 1 / 9).bfloat16()
     wanted = 256 * 37 * dy[0, 0].double()

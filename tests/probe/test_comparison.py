@@ -1,4 +1,4 @@
-"""Bias, variance, SQNR and cosine against float64 by the definitions, and on noise whose bias is known."""
+"""Bias, variance, SQNR and cosine against float64 by the definitions, and on noise with known bias."""
 
 import math
 
@@ -52,7 +52,7 @@ def test_a_known_bias_is_found_under_noise_that_is_larger():
 
 
 def test_noise_without_bias_stays_below_the_floor():
-    """The floor is two standard errors: over many trials about one in forty lies above it, not one in two."""
+    """The floor is two standard errors: over many trials about one in forty is above it, not one in two."""
     generator = torch.Generator().manual_seed(2)
     reference = torch.ones(20, 20)
     above = 0
@@ -77,5 +77,5 @@ def test_stochastic_rounding_is_unbiased_and_ties_to_even_are_not():
     assert even["gain"] < -0.1
 
 
-def test_nothing_is_said_of_a_zero_reference():
+def test_a_zero_reference_has_no_figures():
     assert figures(compare(torch.zeros(3), [torch.ones(3)])) == {}

@@ -1,4 +1,4 @@
-"""A small model with what is wrong planted in it: the probe must find it, and its figures must be the definitions'."""
+"""A small model with planted faults: the probe must find them, with figures by the definitions."""
 
 import json
 
@@ -202,7 +202,7 @@ def test_fp16_gradients_are_scaled_as_in_training(weights):
     assert gradient_error(model.quantised(0), reference) < 0.05
 
 
-def test_a_gradient_that_is_not_finite_is_said_to_be(weights):
+def test_a_non_finite_gradient_is_reported(weights):
     """Weights of NaN in one layer: no figure, no share, no layers, and a report all the same."""
     spoilt = {**weights, f"{BAD}.weight": torch.full_like(weights[f"{BAD}.weight"], float("nan"))}
     model = probed(spoilt, shipped("mxfp8"))
@@ -215,7 +215,7 @@ def test_a_gradient_that_is_not_finite_is_said_to_be(weights):
 
 
 def test_layers_with_casts_of_their_own_are_probed_with_these(weights):
-    """What a rule keeps high, or gives MXFP8, is in every figure as in a probe of that recipe alone."""
+    """Layers that a rule leaves unquantized, or gives MXFP8, have the figures of a probe of that recipe."""
     rules = '[{names: ["*.o_proj"], high: true}, {names: ["*.down_proj"], recipe: mxfp8}]'
     model = probed(weights, shipped("mxfp4_rne", f"precision.modules.casts={rules}"))
     model.high()

@@ -116,7 +116,7 @@ def test_all_recipes_are_ranked_and_those_that_do_not_fit_are_named(run_folder, 
     assert "slots" not in facts["recipes"]["mxfp8"]
 
 
-def test_everything_that_is_wrong_is_said_at_once(run_folder, tmp_path, capsys):
+def test_every_problem_is_reported_at_once(run_folder, tmp_path, capsys):
     words = [
         "precision=mxfp4_sr,bf16,mxfp9",
         "--batches",

@@ -25,12 +25,12 @@ def bound_problems(config: DataConfig) -> Iterator[Problem]:
     """Yield why the tokens that there are to be cannot be shared out, or an epoch has no length."""
     if config.max_tokens is None:
         if config.epochs is not None:
-            text = f"is {config.epochs:g}, and nothing says how long one is before data are read: set {KEY}."
+            text = f"is {config.epochs:g}, but the length of an epoch is unknown before data is read: set {KEY}."
             yield Problem("data.epochs", text)
         return
     if config.chosen_mixture.chooses_documents:
         text = (
-            f"is a part of what lies in order, and data.mixture.kind={config.chosen_mixture.kind} chooses documents. "
+            f"limits sequences in stored order, but data.mixture.kind={config.chosen_mixture.kind} chooses documents. "
         )
         yield Problem(KEY, f"{text}Leave one of them out.")
     drawn, length = config.drawn, config.sequence_length

@@ -57,7 +57,7 @@ class PhasedMixture(MixtureConfig):
         for name, phase in self.phases.items():
             here = f"{key}.phases.{name}"
             if phase.start is not None and phase.start_step is not None:
-                yield Problem(f"{here}.start_step", "stands beside start, which says the same: give one of them.")
+                yield Problem(f"{here}.start_step", "is given in addition to start. Give one of them.")
             for source in phase.weights.keys() - weights.keys():
                 text = f"there is no source {source!r} that is trained on.{did_you_mean(source, weights)}"
                 yield Problem(f"{here}.weights.{source}", text)

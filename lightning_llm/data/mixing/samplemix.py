@@ -98,8 +98,8 @@ class ScoredCopies:
         expected = self.config.ratio * len(weights) * weights  # [documents of all sources]
         if (total := expected.sum()) > MOST_COPIES:
             text = (
-                f"asks for {total:,.0f} documents in the training stream, whose order is held in memory: at most "
-                f"{MOST_COPIES:,}. Lower it: the stream is gone through again, as epochs, where it ends before the run."
+                f"asks for {total:,.0f} documents in the training stream, but its order must fit in memory: at most "
+                f"{MOST_COPIES:,}. Lower it: a stream that ends before the run is repeated."
             )
             raise ConfigError(Problem("data.mixture.ratio", text))
         orders, at = {}, 0

@@ -23,7 +23,7 @@ def score_documents(
 ) -> dict[str, Any]:
     """Score the documents of all trained sources together, and write the table `file`; return its columns.
 
-    All texts are in memory at once. `scorers` by measure; one that nobody scores is 0 throughout. `config` has passed
+    All texts are in memory at once. `scorers` by measure; a measure without a scorer is 0. `config` has passed
     `check_data`. Raises ConfigError for what cannot be read or scored.
     """
     names: list[str] = []

@@ -163,7 +163,7 @@ def typed_column(column: Any, kind: str) -> np.ndarray:
     """Return a pyarrow column [rows] without nulls as values of `kind`, a type of `COLUMNS`.
 
     Raises:
-        ValueError: what is wrong, as words that follow the column's name.
+        ValueError: the problem, as text that follows the column's name.
     """
     import pyarrow as pa
 

@@ -63,7 +63,7 @@ def matching_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
 def find_files(path: str, suffixes: tuple[str, ...]) -> FoundFiles:
     """Find the files that `path` (a file, a folder or a glob) names; those of a folder by their endings.
 
-    A path that exists is taken literally, whatever characters it has; any other is a pattern. In a folder, links are
+    A path that exists is used literally, even with wildcard characters; any other is a pattern. In a folder, links are
     followed, each real folder is read once, and hidden files and folders are skipped.
     """
     if not path:

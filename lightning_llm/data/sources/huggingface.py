@@ -129,7 +129,7 @@ def _plain_folder(folder: Path, files: Sequence[Path]) -> Iterator[tuple[Path, d
 
 
 def _rows_of(saved: Any, split: str, key: str, where: Path) -> Any:
-    """Return the rows of `split`, in the notation of `datasets`, of what `save_to_disk` wrote to `where`."""
+    """Return the rows of `split` (`datasets` notation) of a data set that `save_to_disk` wrote to `where`."""
     import datasets
 
     if not isinstance(saved, datasets.DatasetDict):

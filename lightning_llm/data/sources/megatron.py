@@ -27,7 +27,7 @@ DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 
 
 @LOADERS.register
 class MegatronSource(TokenSourceConfig):
-    """What Megatron-LM's `tools/preprocess_data.py` writes: token ids in `PREFIX.bin`, their places in `PREFIX.idx`.
+    """Output of Megatron-LM's `tools/preprocess_data.py`: token ids in `PREFIX.bin`, their places in `PREFIX.idx`.
 
     `path` is a prefix, a file of a pair, a folder or a glob. Whether documents end in the end-of-document token
     (`--append-eod`) makes no difference.
@@ -139,12 +139,12 @@ class MegatronReader:
         ends = lengths.cumsum()  # [sequences], in tokens
         size, item = self.token_files()[number].stat().st_size, header.dtype.itemsize
         if (lengths < 0).any() or (first_bytes != (ends - lengths) * item).any():
-            raise ValueError(f"does not lie as {index.name} says, end to end: the index is damaged")
+            raise ValueError(f"does not match {index.name}, which must cover it end to end: the index is damaged")
         needed = int(ends[-1]) * item if len(ends) else 0
         if size != needed:
             raise ValueError(f"has {size:,} bytes, and {index.name} counts {needed:,}: it is cut short, or another's")
         if not len(firsts) or firsts[0] or firsts[-1] != header.sequences or (np.diff(firsts) < 0).any():
-            raise ValueError(f"has no documents as {index.name} says: its document indices are damaged")
+            raise ValueError(f"does not match the documents of {index.name}: its document indices are damaged")
         bounds = np.append(0, ends)[firsts]  # [documents + 1], in tokens
         starts, stops = bounds[:-1], bounds[1:]
         closed = stops > starts

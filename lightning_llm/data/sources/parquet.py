@@ -15,7 +15,7 @@ READ_ROWS = 4096
 
 @LOADERS.register
 class ParquetSource(LocalFiles, TextSourceConfig):
-    """Parquet files, of which the column `text_key` alone is read."""
+    """Parquet files; only the column `text_key` is read."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
 

@@ -1,9 +1,9 @@
 """loader=python: real text that every Python installation carries, so that nothing is downloaded.
 
 `code` is the standard library's own sources. `prose` is the docstrings of those modules and the language reference in
-`pydoc_data`. Left out is what would make the corpus depend on more than the Python version: installed packages,
+`pydoc_data`. Excluded are texts that would make the corpus depend on more than the Python version: installed packages,
 modules a distribution may ship apart (idlelib, tkinter, lib2to3, ...), files written at build time for one platform;
-and text that teaches a model nothing: test folders and generated character tables.
+and useless text: test folders and generated character tables.
 """
 
 import ast

@@ -193,4 +193,4 @@ def raised_in_a_line() -> Iterator[None]:
         raise ValueError(f"a sample {unpickling_problem(error)}") from error
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{first} (nothing that lies beside data is run here)") from error
+        raise ValueError(f"{first} (code next to data is never run)") from error

@@ -119,7 +119,7 @@ class _Worker:
         environment = os.environ | python_environment()
         environment |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # a core for each
         pipe = subprocess.PIPE
-        # A group of its own: Ctrl-C is for the process that started it, which then closes the pipe.
+        # A separate process group: Ctrl-C goes to the parent process, which then closes the pipe.
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, process_group=0)
         self._send(tokenizer)
 

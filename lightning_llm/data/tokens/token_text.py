@@ -1,7 +1,7 @@
 """The text of tokens, by the offsets, decoder and model of the `tokenizers` library, not by their spelling.
 
-A spelling alone says nothing: "Ã" is a byte to one tokenizer and a letter to another, and "▁", "##", "</w>" and
-"<0x0A>" are marks in some and text in others.
+A spelling is ambiguous: "Ã" is a byte to one tokenizer and a letter to another, and "▁", "##", "</w>" and "<0x0A>" are
+marks in some and text in others.
 
 Also counts the characters that a tokenizer drops: no token, not even one for the unknown, stands for them. BPE without
 an unknown token drops symbols in the middle of a word and shifts the offsets behind them, so its text is encoded once
@@ -31,7 +31,7 @@ NEIGHBORS = "aeinorstzx0"
 PROBE = "\U0010fffdunknown\U0010fffd"
 """An unknown token that no vocabulary has."""
 CUTTING = ("ByteLevel", "Digits", "Punctuation", "Split")
-"""Pre-tokenizers that cut a text and keep all of it, unless their `behavior` is to remove what they cut at."""
+"""Pre-tokenizers that split a text and keep all of it, unless their `behavior` removes the separators."""
 NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 """Normalizers that write the characters of a text in another way, and drop none."""
 JAMO = range(0x1160, 0x1200)
@@ -89,9 +89,9 @@ def decoded(
 def pieces_of_token(ours: "tokenizers.Tokenizer", theirs: "tokenizers.Tokenizer", token: int) -> list[int]:
     """Return the ids of `theirs` for the text of `token`, an id of `ours`; empty if it has none.
 
-    `theirs` is the same tokenizer with fewer tokens. An added token is text as it stands. Another is a piece of the
-    model's: its own model takes it apart, which is exact for part of a character, too. A model that marks where words
-    begin or end cannot: the piece is encoded at such a place of a text.
+    `theirs` is the same tokenizer with fewer tokens. An added token is plain text. Any other is a piece of the model:
+    `theirs`' model splits it, which is exact even for parts of a character. A model that marks the start or end of
+    words cannot: the piece is encoded at such a place of a text.
     """
     added = ours.get_added_tokens_decoder()
     if token in added:
@@ -189,7 +189,7 @@ def _blanks() -> np.ndarray:
 
 
 def _covered(length: int, offsets: np.ndarray) -> np.ndarray:
-    """Return which of `length` characters are within one of `offsets` [tokens, 2], bool [length]."""
+    """Return bool [length]: whether each character is within one of `offsets` [tokens, 2]."""
     starts, ends = (np.bincount(offsets[:, side], minlength=length + 1) for side in (0, 1))
     return (starts - ends).cumsum()[:length] > 0
 

@@ -1,7 +1,7 @@
 """Sources of documents that are tokens already: each file is read once to find them, then mapped in place.
 
 The cache keeps the documents' places and keys, 56 bytes each, and no token. A document is held out by a hash of its
-token ids (as uint32), so what is held out depends neither on the loader nor on the ids' width in the file.
+token ids (as uint32), so the held-out set depends neither on the loader nor on the width of ids in the file.
 """
 
 from collections.abc import Iterator

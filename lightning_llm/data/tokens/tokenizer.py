@@ -65,8 +65,8 @@ def read_vocabulary(file: Path) -> dict[str, int]:
 def find_end_of_document(vocabulary: dict[str, int], name: str | None, file: Path | None = None) -> int | None:
     """Return the id of the token that ends a document; None if absent.
 
-    It is `name`; where that is None, the first token of a usual name, or else the one that the tokenizer.json `file` or
-    the files beside it declare. Raises OSError and ValueError for one of these that cannot be read.
+    It is `name`; if that is None, the first token with a usual name, or else the one declared by the tokenizer.json
+    `file` or the files next to it. Raises OSError and ValueError for one of these that cannot be read.
     """
     names = END_OF_DOCUMENT_NAMES if name is None else (name,)
     found = next((vocabulary[n] for n in names if n in vocabulary), None)
@@ -77,10 +77,10 @@ def find_end_of_document(vocabulary: dict[str, int], name: str | None, file: Pat
 
 
 def unusual_end_of_document(file: Path, ids: Sequence[int]) -> str | None:
-    """Return the token that ends a document for a model that ends with any of `ids`; None where its name is usual.
+    """Return the end-of-document token of a model that ends with any of `ids`; None if its name is usual.
 
-    That is: where `Tokenizer(file)` finds it. Of several ids, one of a usual name goes before the others; an id that
-    names no token says nothing. Raises OSError and ValueError as `read_vocabulary` does.
+    A usual name is one that `Tokenizer(file)` finds. Of several ids, those with a usual name come first; ids without a
+    token are ignored. Raises OSError and ValueError as `read_vocabulary` does.
     """
     vocabulary = read_vocabulary(file)
     tokens = {index: token for token, index in vocabulary.items()}
@@ -178,7 +178,7 @@ class Tokenizer:
         return pieces_of_token(self._backend, smaller._backend, token)
 
     def declare_end(self, folder: Path) -> None:
-        """Write the token that ends a document beside the copy in `folder`, unless tokenizer.json determines it."""
+        """Write the end-of-document token next to the copy in `folder`, unless tokenizer.json determines it."""
         vocabulary = read_vocabulary(self.path)
         name = declared_beside(self.path, vocabulary)
         is_usual = find_end_of_document(vocabulary, None) is not None or declared_within(self.path) is not None

@@ -1,4 +1,4 @@
-"""Files beside or instead of a tokenizer.json: their declarations, and how to convert other formats."""
+"""Files next to or instead of a tokenizer.json: their declarations, and commands that convert other formats."""
 
 import json
 import unicodedata
@@ -14,7 +14,7 @@ END_MEANINGS = ("endoftext", "endofdocument", "endofsentence", "eos", "eod")
 
 
 def declared_beside(file: Path, vocabulary: Mapping[str, int]) -> str | None:
-    """Return the `eos_token` of the files beside a tokenizer.json. Raises OSError and ValueError."""
+    """Return the `eos_token` of the files next to a tokenizer.json. Raises OSError and ValueError."""
     for name in DECLARING:
         if (file.parent / name).is_file():
             token = _mapping(file.parent / name).get("eos_token")
@@ -32,7 +32,7 @@ def declared_within(file: Path) -> str | None:
 
 
 def write_declaration(folder: Path, end_of_document: str) -> None:
-    """Write the token that ends a document beside the tokenizer.json of `folder`, unless a file declares it."""
+    """Write the end-of-document token next to the tokenizer.json of `folder`, unless a file declares it."""
     file = folder / DECLARING[0]
     if not file.exists():
         file.write_text(json.dumps({"eos_token": end_of_document}, ensure_ascii=False), encoding="utf-8")

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_llm.linalg.gemm import operand, product
 
 
-@lru_cache(maxsize=32)  # also of what is on a GPU: a copy to it for each cast would wait for all that it has to do
+@lru_cache(maxsize=32)  # also for GPU tensors: a copy in each cast would wait for all queued work
 def _sylvester(size: int, device: torch.device) -> Tensor:
     """Return H_size / sqrt(size), [size, size] fp32; `size` a power of two."""
     h = torch.ones(1, 1)

@@ -1,7 +1,7 @@
 """The quantisers through Inductor: fused C++ on CPU, Triton on CUDA, the same bits as eager.
 
 Inductor must round where the code rounds (`emulate_precision_casts`): otherwise `x.to(bf16).float()` compiles to
-nothing, which erases what is being emulated. It also keeps Triton from contracting products and sums.
+nothing, which removes the emulated rounding. It also keeps Triton from contracting products and sums.
 """
 
 import functools
@@ -27,12 +27,12 @@ from lightning_llm.precision.cast.scales import BlockShape, Scaled, block_shape,
 
 OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 if torch.__version__ < TorchVersion("2.13"):
-    # There Inductor's pattern matcher joins fp32 -> bf16 -> fp32 to nothing, whatever the option above says.
+    # There Inductor's pattern matcher removes fp32 -> bf16 -> fp32 despite the option above.
     OPTIONS["pattern_matcher"] = False
 P = ParamSpec("P")
 R = TypeVar("R")
 Backend = Literal["eager", "compiled", "shapes"]
-"""How casts run; "shapes": not at all, what they return is allocated and left as it is (see `only_shapes`)."""
+"""How casts run; "shapes": not at all, their results are allocated but not computed (see `only_shapes`)."""
 
 
 # Said of a cast that reads fp16 and gives codes in bf16. All between is fp32, and its bits are those of eager (tests).
@@ -57,10 +57,10 @@ def no_compiler(device_type: str) -> str | None:
 
 @functools.cache
 def why_not(device_type: str) -> str | None:
-    """Return why quantisers cannot be compiled on this kind of device here, or None where a small one was.
+    """Return why quantizers cannot be compiled on this kind of device, or None if compiling a small one succeeded.
 
     The trial costs what the first cast would otherwise pay: loading Inductor and precompiling torch's headers. It is
-    kept as casts are, and what was kept is tried.
+    cached like casts, and the cached kernel is tried.
     """
     reason = no_compiler(device_type)
     if reason is not None:
@@ -68,7 +68,7 @@ def why_not(device_type: str) -> str | None:
     probe = 1 + 2.0**-12 * torch.arange(1024, device=device_type).reshape(2, -1)
     try:
         wrong = (_kept(_trial, "trial", waits=True)(probe) != _trial(probe)).sum((1, 2)).tolist()
-    except Exception as error:  # a broken toolchain raises what it likes; the reason is returned, not lost
+    except Exception as error:  # a broken toolchain may raise any type; the reason is returned
         return f"the compiler fails ({_first_error(error)})"
     if not any(wrong):
         return None
@@ -76,12 +76,12 @@ def why_not(device_type: str) -> str | None:
 
 
 def _trial(x: Tensor) -> Tensor:
-    """Return [2, *x.shape]: what a compiler may leave out or approximate where it is asked, or left, to be fast."""
+    """Return [2, *x.shape]: operations that a compiler in a fast mode may omit or approximate."""
     return torch.stack([x.to(torch.bfloat16).float(), scales.divide(1.0, x)])
 
 
 def _first_error(error: Exception) -> str:
-    """Return the line of a compiler's message that says what is wrong, or else the first."""
+    """Return the line of a compiler's message with the error, or else the first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return next((line for line in lines if "error: " in line), lines[0])
 
@@ -109,9 +109,9 @@ def compiled(function: Callable[P, R], identity: Any = None) -> Callable[P, R]:
 
 
 def _compile(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` compiled whole under a name of its own.
+    """Return `function` compiled whole under a unique name.
 
-    Dynamo counts recompilations per code object, and closures made by one line share theirs: each gets its own.
+    Dynamo counts recompilations per code object, which closures of one line share: each gets a copy.
     """
     if not isinstance(function, FunctionType):
         raise TypeError(f"only Python functions are compiled here, not {function!r}")
@@ -145,7 +145,7 @@ def run_by(backend: Backend, function: Callable[P, R], identity: Any) -> Callabl
 
 
 def only_shapes(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` without its work: what it returns is allocated, each tensor once, on its first one's device.
+    """Return `function` without its work: its results are allocated, each tensor once, on the first argument's device.
 
     It runs once, on the meta device, for each set of shapes, dtypes and other arguments.
     """
@@ -196,7 +196,7 @@ class Cast(NamedTuple):
 
 @functools.cache
 def cast_by(cast: CastConfig, axis: int, backend: Backend, wide: bool = False) -> Cast:
-    """Return what makes `cast` with blocks along `axis`, `wide` in fp32; compiled at its first call, for all shapes."""
+    """Return the function of `cast` with blocks along `axis`, `wide` in fp32; compiled once at its first call."""
     shape = block_shape(cast.block, axis)
     return Cast(_cast_function(quantize.read_by_cast(cast), shape, backend, wide), shape)
 
@@ -228,7 +228,7 @@ def _cast_function(cast: CastConfig, shape: BlockShape, backend: Backend, wide: 
 
 @functools.cache
 def grid_values(cast: CastConfig, backend: Backend) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what rounds `x` [R, C] times a multiplier to the grid of `cast`, whose scales are of whole tensors."""
+    """Return a function that rounds `x` [R, C] times a multiplier to the grid of `cast` (per-tensor scales)."""
     return _grid_values(quantize.read_by_cast(cast), backend)
 
 
@@ -255,9 +255,9 @@ def operand(
 ) -> Operand:
     """Return `x` [R, C] quantised by `cast` along `axis` as a GEMM's operand.
 
-    `key`, `origin`: of stochastic rounding. `delayed`: the kept multiplier. `wide`: the operand is fp32, of the same
-    numbers. `reduce_amax` takes the tensor-level amax to its maximum over the ranks that share the tensor. `observe`
-    gets what was rounded, scales and result.
+    `key`, `origin`: for stochastic rounding. `delayed`: the stored multiplier. `wide`: the operand is fp32, with the
+    same numbers. `reduce_amax` replaces the tensor-level amax by its maximum over the ranks that share the tensor.
+    `observe` receives the rounded tensor, the scales and the result.
     """
     x, amax = x.detach(), None
     if reduce_amax is not None and scales.needs_tensor_amax(cast):

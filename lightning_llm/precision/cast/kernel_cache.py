@@ -1,13 +1,12 @@
-"""Compiled casts that outlive a process: what Dynamo traced and Inductor made of a function, one file per kernel.
+"""Cache of compiled casts on disk: Dynamo's trace and Inductor's code of a function, one file per kernel.
 
 Inductor's own cache spares only the C++ compiler; most of a second start is Dynamo's tracing, which a loaded kernel
-skips. A kernel is named by all that shapes it (`software`, `processor`, `signature`), so that another torch, processor
-or line of source makes another. What is loaded is native code: the folder is the user's own, closed to others, and a
-file is used only if it holds what was written.
+skips. A kernel's name is a hash of everything that shapes it (`software`, `processor`, `signature`), so another torch,
+processor or line of source makes another kernel. Kernels are native code: the folder must belong to the user and be
+closed to others, and a file is used only if its digest matches.
 
-Whatever is left out of a key could give a wrong kernel; whatever is in it for nothing, another compilation. Sizes are
-variables of a kernel, so of them only 0 and 1 are in the key, which Dynamo compiles in; a kernel's own guards say what
-else its arguments have to be.
+A missing part of the key could give a wrong kernel; a superfluous part causes a compilation. Sizes are variables of a
+kernel, so the key has only the sizes 0 and 1, which Dynamo compiles in; a kernel's guards check its other conditions.
 """
 
 import functools
@@ -37,7 +36,7 @@ from lightning_llm.config.schema import casts, number_formats
 
 @functools.cache
 def processor() -> list[str]:
-    """Return what a compiler that builds for this very processor sees of it."""
+    """Return the properties of this processor that a compiler for it may use."""
     kept, file = [torch.backends.cpu.get_cpu_capability(), platform.machine()], Path("/proc/cpuinfo")
     if file.is_file():
         names = ("vendor_id", "cpu family", "model\t", "stepping", "flags", "Features", "CPU part")
@@ -47,7 +46,7 @@ def processor() -> list[str]:
 
 @functools.cache
 def software(device_type: str) -> dict[str, Any]:
-    """Return what shapes a kernel for a kind of device beside the processor and the call: JSON data."""
+    """Return everything else that shapes a kernel for a kind of device, without processor and call, as JSON data."""
     from torch._inductor import config, cpp_builder
 
     compiler = cpp_builder.get_cpp_compiler()
@@ -78,7 +77,7 @@ def _sources() -> str:
 
 
 def signature(args: tuple[Any, ...]) -> tuple[Hashable, ...]:
-    """Return what kind of call this is, as far as other kernels are made for other kinds; its `repr` is stable."""
+    """Return the kind of this call: calls of one kind share kernels. Its `repr` is stable."""
     return (*map(_described, args), *_surroundings())
 
 
@@ -95,7 +94,7 @@ def _described(value: Any) -> Hashable:
 
 
 def _surroundings() -> tuple[Hashable, ...]:
-    """Return the state of torch that kernels are made for, whose guards are not kept with them."""
+    """Return the state of torch that kernels are made for: their guards for it are not stored."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -111,24 +110,24 @@ FOLDER = "LIGHTNING_LLM_KERNELS"
 """The environment variable that names another folder than the user's cache folder."""
 INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 VARIANTS = 8
-"""Kernels per function and kind of call, whose guards differ; for what holds for none, Dynamo compiles."""
+"""Kernels per function and kind of call, with different guards; Dynamo compiles calls that fit none."""
 SEAL_BYTES = 32
 
 
 class Unusable(Exception):
-    """No kernel can be kept or taken: the folder, torch or the function does not allow it. Without text: said before"""
+    """No kernel can be stored or loaded: folder, torch or function do not allow it. Without text: already reported."""
 
 
 @dataclass
 class Tally:
-    """Kernels that this process has loaded and compiled since they were last told of, and in how many seconds."""
+    """Kernels that this process has loaded and compiled since the last report, and the seconds it took."""
 
     loaded: int = 0
     compiled: int = 0
     seconds: float = 0.0
 
     def take(self) -> str | None:
-        """Return what it counts as part of a sentence, None if nothing, and begin anew."""
+        """Return the counts as part of a sentence (None if zero), and reset them."""
         if not self.loaded + self.compiled:
             return None
         text = f"{self.compiled} kernels compiled and {self.loaded} loaded in {self.seconds:.1f} s"
@@ -157,9 +156,9 @@ def clear() -> int:
 
 @functools.cache
 def folder() -> Path | None:
-    """Return the folder of kernels, made if need be; None, said once, where it is not the user's own or unwritable.
+    """Return the folder of kernels, created if needed; None, reported once, if others own it or it is not writable.
 
-    Inductor's files go there too, unless the user has sent them elsewhere: kernels name them.
+    Inductor's files go there too, unless the user has set another folder: kernels refer to them.
     """
     path = folder_path()
     try:
@@ -210,11 +209,11 @@ def _say(text: str) -> None:
 
 
 class Kernels:
-    """The kept kernels of `function`. `identity`: JSON data that tells it from others of the same source.
+    """Cached kernels of `function`. `identity`: JSON data that distinguishes it from others of the same source.
 
-    Of several processes one compiles. Others run `function` itself meanwhile, to the same bits, and compile what comes
-    next: so the cores share the work of ranks, or of a sweep's jobs. They wait on a GPU, whose memory eager casts may
-    not fit, and where `waits` says so.
+    One of several processes compiles. Meanwhile the others run `function` eagerly, with the same bits, and compile the
+    next kernels, so ranks or jobs of a sweep share the work. They wait on a GPU, because eager casts may not fit into
+    its memory, and if `waits` is true.
     """
 
     def __init__(self, identity: Any, function: Callable[..., Any], compiled: Any, waits: bool = False):
@@ -223,7 +222,7 @@ class Kernels:
         self._given_up = False
 
     def of(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-        """Return what runs `args`, a kernel that is loaded or compiled now if need be; None: Dynamo is to, as ever."""
+        """Return a kernel for `args`, loaded or compiled now if needed; None: let Dynamo handle the call."""
         if self._given_up:
             return None
         kind = signature(args)
@@ -275,7 +274,7 @@ def make(file: Path, key: bytes, compiled: Any, args: tuple[Any, ...]) -> Any:
     import torch.fx.experimental._config as shapes
 
     _announce(file.parent)
-    shapes_config: Any = shapes  # whose `patch` a type checker does not see
+    shapes_config: Any = shapes  # type checkers do not see its `patch`
     try:
         # Floats are compiled in: tracing would otherwise start again, which this road cannot. Sizes that happen to be
         # equal are no reason to compile for equal ones.
@@ -292,7 +291,7 @@ def make(file: Path, key: bytes, compiled: Any, args: tuple[Any, ...]) -> Any:
             saved.replace(file)
     except OSError:
         raise
-    except Exception as error:  # of an interface that is young: what it cannot do is compiled as ever, and fails there
+    except Exception as error:  # the interface is new: Dynamo compiles rejected functions
         lines = str(error).splitlines() or [""]
         raise Unusable(f"{type(error).__name__}: {lines[0]}") from error
     tally.compiled += 1
@@ -321,7 +320,7 @@ def load(file: Path, key: bytes) -> Any | None:
         return None
     try:
         kernel = torch.compiler.load_compiled_function(io.BytesIO(content))
-    except Exception as error:  # whatever it is, the kernel is compiled again
+    except Exception as error:  # after any error the kernel is compiled again
         _say(f"{file} cannot be loaded and is built again: {type(error).__name__}: {error}")
         return None
     tally.loaded += 1
@@ -343,7 +342,7 @@ def _native_files() -> dict[str, str]:
 
 
 def _is_whole(file: Path, digest: str) -> bool:
-    """Return whether `file` holds what was written, or is gone and will be written anew; removed if it does not."""
+    """Return whether `file` has the recorded digest, or is gone and will be written again; remove it if it differs."""
     if not file.exists() or digest_of_file(file) == digest:
         return True
     _say(f"{file} is damaged and is built again")

@@ -33,7 +33,7 @@ from lightning_llm.precision.cast.scales import (
 
 
 class BlockScales(NamedTuple):
-    """fp32 scales of an operand [R, C] whose code times scale fits no short format: applied to partial sums.
+    """fp32 scales of an operand [R, C] that are applied to partial sums: code times scale fits no 16-bit format.
 
     `scales`: [R, ceil(C / width)] for contraction `axis` 1, [ceil(R / width), C] for axis 0.
     """
@@ -68,7 +68,7 @@ class Operand(NamedTuple):
         return Operand(self.tensor.T, self.factor, None, blocks)
 
     def dequantised(self) -> Tensor:
-        """Return the numbers that the operand stands for, fp32 [R, C], all scales applied."""
+        """Return the dequantized operand, fp32 [R, C], with all scales applied."""
         numbers = self.tensor.float()
         if self.blocks is not None:
             scales, width, axis = self.blocks
@@ -125,12 +125,11 @@ def round_blocks(
     key: Tensor | None = None,
     origin: Origin = Origin(),  # noqa: B008  (immutable)
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (operand, inside) of what is `blocked` to `shape`: grid value times block scale, exact in bf16.
+    """Return (operand, inside) of a tensor `blocked` to `shape`: grid value times block scale, exact in bf16.
 
-    Where a block's scale is not in the operand (`scales_partial_sums`), it is the grid value. `inside` bf16, for
-    `clip_gradient` only: 1 where the scaled element was within the format's range, else 0. No bool: Inductor's C++ for
-    a CPU takes elements one by one where it writes bools (torch 2.13). `origin`: its `row_stride` is needed where
-    `shape` pads columns.
+    If block scales apply to partial sums (`scales_partial_sums`), the operand is the grid value. `inside` bf16, for
+    `clip_gradient` only: 1 where the scaled element was within the format's range, else 0. Not bool: Inductor's C++ for
+    CPUs does not vectorize writes of bools (torch 2.13). `origin`: its `row_stride` is needed if `shape` pads columns.
     """
     values, elements = _elements(blocks, cast, multiplier, keyed_noise(blocks, cast, key, origin, shape))
     product = values if block is None or cast.scales_partial_sums else values * block
@@ -160,9 +159,9 @@ def cast_blocks(
     origin: Origin,
     wide: bool = False,
 ) -> CastBlocks:
-    """Return the cast of what is `blocked` to `shape`; `amax`: None where the tensor's is that of `blocks`.
+    """Return the cast of a tensor `blocked` to `shape`; `amax` None: the tensor's amax is that of `blocks`.
 
-    `wide`: the operand is fp32, of the same numbers.
+    `wide`: the operand is fp32, with the same numbers.
     """
     check_blocked(blocks, shape)
     if amax is None and needs_tensor_amax(cast):
@@ -221,7 +220,7 @@ def quantise(
         dequantised = values if scaled.block is None else values * scaled.block
         dequantised = dequantised if scaled.tensor is None else dequantised * scaled.tensor
     stored = _stored(scaled, cast)
-    # Transformer Engine's E2M1 codes are negative where x < 0: not for -0, nor for NaN, whose stand-in is +6.
+    # Transformer Engine's E2M1 codes are negative where x < 0: not for -0, nor for NaN, which +6 replaces.
     sign = elements if cast.number_format.has_nan else torch.where(elements < 0, -1.0, 1.0)
     return Quantised(
         unblocked(copy_sign(values.abs(), sign), x, shape),

@@ -1,8 +1,8 @@
 """Keyed random bits as tensors: the counterpart of `lightning_llm.base.keyed_hash`, and per-element noise from a key.
 
 Keys are hashed in int64 masked to 32 bits. A constant c >= 2^31 is used as c - 2^32, which is the same modulo 2^32, so
-that no product leaves the signed 64-bit range: |h * c| < 2^32 * 2^31. Elements are hashed in int32, whose sums and
-products torch's kernels, and those it compiles, keep modulo 2^32: twice as many at once, and without 64-bit products.
+that no product leaves the signed 64-bit range: |h * c| < 2^32 * 2^31. Elements are hashed in int32: torch's kernels,
+also compiled ones, compute its sums and products modulo 2^32, with twice the vector width and without 64-bit products.
 
 `keyed_noise` indexes elements by their place in the whole tensor, so that a shard draws the bits of the whole.
 """
@@ -91,10 +91,10 @@ def random_signs(key: Tensor, size: int) -> Tensor:
 
 
 class Origin(NamedTuple):
-    """Where a shard lies in the whole tensor, so that its elements keep their random bits; stride 0: all columns.
+    """Position of a shard in the whole tensor, so that its elements keep their random bits; stride 0: all columns.
 
-    Where rows are tokens of sequences that ranks share, `positions` (int64) are those of a sequence's tokens that the
-    shard has, of `length` in all.
+    If rows are tokens of sequences that ranks share, `positions` (int64) are the positions of the shard's tokens in a
+    sequence of `length` tokens.
     """
 
     row: int = 0
@@ -115,10 +115,10 @@ class Origin(NamedTuple):
 def keyed_noise(
     x: Tensor, cast: CastConfig, key: Tensor | None, origin: Origin, shape: BlockShape = None
 ) -> Tensor | None:
-    """Return noise for `x` [R, C], or for what is `blocked` to `shape`, in its shape.
+    """Return noise for `x` [R, C], or for a tensor `blocked` to `shape`, in its shape.
 
-    It is a function of `key` (int64 scalar) and each element's place in the whole tensor. None where `cast` draws no
-    random bits. Raises ValueError where it does and there is no key.
+    It is a function of `key` (int64 scalar) and each element's place in the whole tensor. None if `cast` draws no
+    random bits. Raises ValueError if it does and there is no key.
     """
     if not cast.stochastic:
         return None

@@ -19,7 +19,7 @@ BlockShape = tuple[int, int] | None
 
 
 def block_shape(block: str, axis: int) -> BlockShape:
-    """Return the (rows, columns) of a block whose contraction axis is `axis` of a 2-D tensor; None for the whole."""
+    """Return the (rows, columns) of a block of a 2-D tensor with contraction axis `axis`; None for the whole tensor."""
     if block == "tensor":
         return None
     across, along = (int(each) for each in block.split("x"))
@@ -27,7 +27,7 @@ def block_shape(block: str, axis: int) -> BlockShape:
 
 
 def axes_within(shape: BlockShape) -> tuple[int, ...]:
-    """Return which axes of a `blocked` tensor lie within a block."""
+    """Return the axes of a `blocked` tensor that are within a block."""
     if shape is None:
         return (0, 1)
     height, width = shape
@@ -97,7 +97,7 @@ def magnitudes(x: Tensor) -> Tensor:
 
 
 def divide(numerator: float, denominator: Tensor) -> Tensor:
-    """Return the correctly rounded fp32 quotient of two fp32 numbers, whoever compiles this.
+    """Return the correctly rounded fp32 quotient of two fp32 numbers, in eager and compiled code.
 
     torch's scalar / tensor is a reciprocal times a scalar, and fp32 division in a Triton kernel is div.full.f32, up to
     2 ulp off, unless a flag says otherwise; in fp64 both divide as IEEE 754 does. Rounding twice does no harm: it is
@@ -170,9 +170,9 @@ def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
 
 
 def nvfp4_block_scale(block_amax: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (sf, multiplier): block scales on the E4M3 grid, and what elements are multiplied by before E2M1.
+    """Return (sf, multiplier): block scales on the E4M3 grid, and the factor of elements before the cast to E2M1.
 
-    Transformer Engine >= 2.15: sd = a * (S * fp32(1/6)); sf = E4M3(sd); multiplier = 1 / (sf * (1/S)), both held to
+    Transformer Engine >= 2.15: sd = a * (S * fp32(1/6)); sf = E4M3(sd); multiplier = 1 / (sf * (1/S)), both capped at
     the largest fp32. sf may be subnormal or 0.
     """
     scale = round_to_format((block_amax * (tensor_scale * (1.0 / 6.0))).clamp(max=FLOAT_MAX), E4M3, "even")
@@ -221,7 +221,7 @@ def scale(x: Tensor, cast: CastConfig, axis: int, amax: Tensor | None = None, de
 def scale_blocks(
     blocks: Tensor, cast: CastConfig, shape: BlockShape, amax: Tensor | None = None, delayed: Tensor | None = None
 ) -> Scaled:
-    """Return the `scale` of every block of what is already `blocked` to `shape`."""
+    """Return the `scale` of every block of a tensor `blocked` to `shape`."""
     if cast.scale == "delayed":
         if delayed is None:
             raise ValueError("scale: delayed needs the scale kept from earlier steps")
@@ -266,7 +266,7 @@ def _quest(blocked: Tensor, axes: tuple[int, ...], size: int) -> Scaled:
 
 
 def _sum_in_order(x: Tensor, axis: int, size: int) -> Tensor:
-    """Return the sum over an axis of `size` by halving: one order whatever the backend. The axis stays, of size 1."""
+    """Return the sum over an axis of `size` by halving, in one order on all backends. The axis stays, of size 1."""
     while size > 1:
         size //= 2
         x = x.narrow(axis, 0, size) + x.narrow(axis, size, size)

@@ -167,7 +167,7 @@ def mxfp4_stochastic(case: Case) -> Iterator[Check]:
     bound = 5 * step / (2 * draws) ** 0.5 + 3 * step / draws**0.5
     yield Check("std", None if bool((error <= bound).all()) else f"off by up to {float((error / step).max())} steps")
     lattice = (sample - value).abs().amax(0) <= step * (1 + 1e-6)
-    yield Check("step", None if bool(lattice.all()) else "a draw lies more than a step away")
+    yield Check("step", None if bool(lattice.all()) else "a draw differs by more than a step")
 
 
 def quartet(case: Case) -> Iterator[Check]:
@@ -183,7 +183,7 @@ def quartet(case: Case) -> Iterator[Check]:
     yield case.exact("quest_mask", made.inside) if identity else case.close("quest_mask", made.inside, 0.0, excused)
     backward = MXFP4_SR.model_copy(update={"rounding": "stochastic_compare"})
     signs = case.tensor("sr_signs").tile(x.shape[1] // 32)
-    # The signs stand on the output side: they flip the rotated elements, whose magnitudes round alike.
+    # The signs are on the output side: they flip rotated elements, and the rounding of magnitudes does not change.
     draw = case.run.quantise(rotated, backward, noise=case.tensor("sr_u")).dequantised * signs
     yield case.close("sr_out", draw, case.tensor("sr_out").double().abs() * 1e-6, excused)
 

@@ -25,7 +25,7 @@ INPUTS = frozenset(_GIVEN.split())
 
 @dataclass(frozen=True)
 class Verdict:
-    """One case: how many of its checks agreed, and what the others say."""
+    """Result of one case: number of checks that agree, and the texts of the others."""
 
     recipe: str
     case: str
@@ -34,15 +34,15 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether everything recorded was checked, and agreed."""
+        """Whether every recorded array was checked and agrees."""
         return self.checks > 0 and not self.errors
 
 
 def run_conformance(folder: str | Path, compiled: bool) -> list[Verdict]:
     """Return the verdict on every case of `folder`, eagerly or through Inductor.
 
-    A case of an unknown recipe, or with a recorded array that no check covers, fails and says so. Raises ConfigError
-    where the folder is not readable as vectors, or there is no compiler.
+    A case of an unknown recipe, or with a recorded array that no check covers, fails with that reason. Raises
+    ConfigError if the folder has no readable vectors, or there is no compiler.
     """
     folder = Path(folder)
     manifest = _manifest(folder)
@@ -93,7 +93,7 @@ class _Files:
 
 
 def _checker(case: Case) -> Callable[[Case], Iterator[Check]] | None:
-    """Return what checks a case, by its recipe and, where a recipe has several kinds, by its arrays."""
+    """Return the checks of a case, chosen by its recipe and, for recipes with several kinds, by its arrays."""
     by_recipe: dict[str, Callable[[Case], Iterator[Check]]] = {
         "element cast": checks.element_cast,
         "scale cast": checks.scale_cast,

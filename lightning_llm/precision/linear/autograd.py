@@ -50,7 +50,7 @@ class _Forward:
         return self.made[role]
 
     def source(self, slot: str, role: str) -> Tensor:
-        """Return what `slot` quantises: the high-precision tensor, or its quantised form in the same dtype."""
+        """Return the input of `slot`: the high-precision tensor, or its quantized form in the same dtype."""
         if self.call.plan.casts[slot].source == "high_precision":
             return self.tensors[role]()
         return self.operand(role).dequantised().to(self.dtype)
@@ -66,7 +66,7 @@ class _Forward:
 
 
 def _in_dtype(weight: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Return what gives `weight` in `dtype`, in which it is quantised, and casts it once."""
+    """Return a function that returns `weight` in `dtype`, in which it is quantized, and casts it only once."""
     return functools.cache(lambda: weight.to(dtype))
 
 
@@ -81,7 +81,7 @@ def forward(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None, re
 
 
 class Wanted(NamedTuple):
-    """Which gradients a backward pass is to make: those of X and of W, and of b in which dtype, None for none."""
+    """Gradients that a backward pass computes: of X, of W, and the dtype of that of b (None for none)."""
 
     dx: bool
     dw: bool
@@ -158,11 +158,11 @@ def quantised_linear(
 ) -> Tensor:
     """Return x W^T + b, [..., N] in the dtype of `x` [..., K], through `plan`'s six casts, forward and backward.
 
-    Operator by operator: in a compiled block `operator` stands for it.
+    Runs operator by operator; compiled blocks use `operator` instead.
 
-    `keys`: int64 [KEY_COUNT], needed where a cast is stochastic or a rotation's signs are random. `scales`: fp32
-    [len(ROLES)], needed for delayed scaling; `record(role, tensor)` is told what its amax is taken from. Raises
-    ValueError where one is missing or a block or rotation does not fit.
+    `keys`: int64 [KEY_COUNT], needed if a cast is stochastic or a rotation's signs are random. `scales`: fp32
+    [len(ROLES)], needed for delayed scaling; `record(role, tensor)` receives the tensors that amaxes are taken of.
+    Raises ValueError if one is missing or a block or rotation does not fit.
     """
     flat = x.reshape(-1, x.shape[-1])  # [M, K]
     y = _QuantisedLinear.apply(flat, weight, bias, keys, scales, plan, record)  # [M, N]
@@ -178,7 +178,7 @@ class Layer(Protocol):
 
     @property
     def recorder(self) -> Record | None:
-        """What is told the tensors of a call that delayed scales follow, None where there are none."""
+        """Function that receives the tensors of a call that delayed scales depend on; None without such scales."""
         ...
 
 
@@ -204,8 +204,8 @@ def operator(
     return y
 
 
-# Amaxes and observers are told beside what is returned. Nothing of that is lost to a compiler that takes the operator
-# for pure: the result is always used, and no two calls are alike, since each layer has its number.
+# Reports to amaxes and observers are side effects. A compiler that assumes a pure operator does not lose them: the
+# result is always used, and no two calls are equal, because each layer has a number.
 @torch.library.custom_op("lightning_llm::quantised_linear", mutates_args=())
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor | None, layer: Tensor, high: bool, records: bool
@@ -277,11 +277,11 @@ _DISPATCH = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_l
 
 @contextmanager
 def _as_in_a_function() -> Iterator[None]:
-    """Run the block as an autograd function's own code runs, which casts have kernels for.
+    """Run the block like the code of an autograd function, for which casts have kernels.
 
-    An operator's runs below autograd, whose keys a kernel's guards would find missing and have another one compiled.
+    An operator runs below autograd: without its dispatch keys a kernel's guards would fail and another be compiled.
     """
-    shared.forget()  # the graph around the operator writes to memory again, and no version says so
+    shared.forget()  # the graph around the operator reuses memory without changing versions
     try:
         with torch._C._ForceDispatchKeyGuard(*_DISPATCH), torch.no_grad():
             yield
@@ -290,5 +290,5 @@ def _as_in_a_function() -> Iterator[None]:
 
 
 def _in_backward() -> bool:
-    """Return whether a backward pass is running: what runs forward within it repeats an earlier forward pass."""
+    """Return whether a backward pass is running: a forward pass within it is a recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -21,8 +21,8 @@ from lightning_llm.precision.linear.plan import ROLES
 def update(history: Tensor, scale: Tensor, largest: Tensor, config: DelayedConfig) -> tuple[Tensor, Tensor]:
     """Return (history, scale) after an update; `largest` [T]: each format's largest number.
 
-    The fused kernel's rule: a tensor whose row 0 is 0 was not used, so its history does not roll and its scale stays. A
-    scale also stays while the amax it would come from is not finite, until that amax leaves the history.
+    The fused kernel's rule: a tensor with 0 in row 0 was not used, so its history does not roll and its scale stays. A
+    scale also stays while its amax is not finite, until that amax leaves the history.
     """
     last = history[0]
     rolled = torch.cat([history[1:], last[None]])
@@ -56,10 +56,10 @@ def update_delayed(
     reduce_max: Callable[[Tensor], Tensor] | None = None,
     after: Literal["step", "micro_batch"] | None = None,
 ) -> None:
-    """Roll amax histories and set the scales that follow: of layers whose `DelayedConfig.update` is `after`; None: all.
+    """Roll amax histories and update the scales of layers with `DelayedConfig.update` equal to `after`; None: of all.
 
-    To be called once per optimizer step, after the last backward pass, or after each micro-batch's. `reduce_max` takes
-    a flat fp32 tensor to its elementwise maximum over the ranks that share the layers.
+    Call it once per optimizer step, after the last backward pass, or after each micro-batch's. `reduce_max` replaces a
+    flat fp32 tensor by its elementwise maximum over the ranks that share the layers.
     """
     # In a phase without delayed casts histories are kept, and nothing is to be taken from them.
     layers = [
@@ -86,7 +86,7 @@ def update_delayed(
 def _update_alike(
     layers: list[QuantisedLinear], rows: list[Tensor], casts: tuple[CastConfig | None, ...], config: DelayedConfig
 ) -> None:
-    """Update layers with the same casts, whose amaxes since the last one are `rows`. Each then has its columns."""
+    """Update layers with the same casts; `rows` are their amaxes since the last update. Each gets its columns."""
     earlier = [layer.amax_history[1:] for layer in layers if layer.amax_history is not None]
     scales = [layer.scale for layer in layers if layer.scale is not None]
     history = torch.cat([torch.cat(rows)[None], torch.cat(earlier, 1)])  # [L, layers x ROLES]

@@ -1,8 +1,7 @@
-"""A linear's weight that ranks gather as FP8 codes: the codes of a shard, and the operand of the whole.
+"""Weights of linears that ranks gather as FP8 codes: codes of a shard, and operands of the whole.
 
-The codes are those of `quantize.quantise` of the whole weight in the compute dtype. What the layer holds while its
-weight is gathered is their numbers on the format's grid, which any 16-bit dtype holds exactly: both GEMMs multiply
-these, as they multiply the numbers of a cast of their own.
+The codes are those of `quantize.quantise` of the whole weight in the compute dtype. The gathered weight has their
+values on the format's grid, exact in any 16-bit dtype; both GEMMs multiply these like the result of an ordinary cast.
 """
 
 import torch
@@ -20,9 +19,9 @@ from lightning_llm.precision.linear.weight_rules import codes_cast
 
 
 class GatheredWeight(WeightCasts):
-    """The weight of `layer`, of which this rank has rows. `amax`: the largest magnitude over all of it, once agreed.
+    """Weight of `layer`; this rank has some of its rows. `amax`: largest magnitude of the whole weight, once reduced.
 
-    In training steps (`begin_step` to `end_step`) an amax that was agreed on holds; else weights may have moved.
+    A reduced amax is valid within a training step (`begin_step` to `end_step`); outside, weights may have changed.
     """
 
     def __init__(self, layer: QuantisedLinear):
@@ -30,7 +29,7 @@ class GatheredWeight(WeightCasts):
         self.layer = layer
         self.amax: Tensor | None = None
         self.gathered: Scaled | None = None
-        """The scales of what was gathered last, None where that was the weight in the compute dtype."""
+        """Scales of the last gathered codes; None if the weight was gathered in the compute dtype."""
 
     def begin_step(self) -> None:
         """Take the weights for moved; from here on they stay."""
@@ -50,7 +49,7 @@ class GatheredWeight(WeightCasts):
         return inductor.tensor_amax(self.layer.plan.backend)(shard.contiguous())
 
     def scales(self, shard: Tensor, cast: CastConfig) -> Scaled:
-        """Return the scales of the whole weight, of which `shard` [n, K] tells dtype and device alone."""
+        """Return the scales of the whole weight; `shard` [n, K] only gives dtype and device."""
         delayed = None
         if cast.scale == "delayed":
             self.layer.materialise_state(shard.device)
@@ -69,7 +68,7 @@ class GatheredWeight(WeightCasts):
         into.copy_(codes.view(torch_dtype(cast.number_format))).add_(0.0)
 
     def operand(self, wanted: WantedCast) -> Operand:
-        """Return the operand that is `wanted` from what was gathered; made of the weight where that was not codes."""
+        """Return the operand `wanted` from the gathered codes, or cast the weight if it was not gathered as codes."""
         if self.gathered is None:
             return wanted.make()
         weight = wanted.weight()
@@ -79,7 +78,7 @@ class GatheredWeight(WeightCasts):
         return Operand(numbers, self.gathered.tensor)
 
     def known_amax(self) -> Tensor | None:
-        """Return the amax of the weight that was gathered as codes, of which it cannot be taken."""
+        """Return the amax of a weight gathered as codes, which cannot be computed from them."""
         return None if self.gathered is None else self.amax
 
     def check_high(self) -> None:

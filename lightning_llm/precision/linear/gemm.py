@@ -1,12 +1,12 @@
-"""One GEMM of quantised operands: exact numbers in, fp32 accumulation, one cast at the end.
+"""GEMM of quantized operands: exact inputs, fp32 accumulation, one cast at the end.
 
-Codes, and codes times block scales, are exact in bf16, so a bf16 GEMM multiplies what the low-precision hardware would.
-Two kinds of scale come after it: tensor-level factors multiply the product, and fp32 block scales (whose product with
-a code fits no short format) multiply partial sums over one block each, as block-scaled FP8 kernels do.
+Codes, and codes times block scales, are exact in bf16, so a bf16 GEMM multiplies the numbers of the low-precision
+hardware. Two kinds of scale follow: tensor-level factors multiply the product, and fp32 block scales (times a code they
+fit no 16-bit format) multiply partial sums over one block each, as block-scaled FP8 kernels do.
 
-Factors multiply the fp32 sums on CUDA, whose 16-bit `mm` can return them. On a CPU it cannot, so there a factor that is
-no power of two rounds a second time, by half a unit in the last place at most: the same on every CPU, see `gemm`.
-Partial sums need fp32 output, so there the codes go through an fp32 GEMM on either.
+On CUDA, factors multiply the fp32 sums, which 16-bit `mm` can return. On a CPU it cannot, so a factor that is no power
+of two rounds a second time, by at most half a unit in the last place: the same on every CPU, see `gemm`. Partial sums
+need fp32 output, so there the codes go through an fp32 GEMM on either.
 """
 
 import functools
@@ -46,7 +46,7 @@ def _crawls(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def multiplied_in_fp32(x: Tensor, cast: CastConfig) -> bool:
-    """Return whether `multiply` takes the operand that `cast` makes of `x` in fp32, whatever the other one is."""
+    """Return whether `multiply` needs the operand that `cast` makes of `x` in fp32, for any other operand."""
     return cast.scales_partial_sums or _crawls(x.dtype, x.device)
 
 

@@ -24,7 +24,7 @@ HIGH_CASTS = slots_of(PrecisionConfig(name="high", compute_dtype="fp16"))
 
 
 class QuantisedLinear(nn.Linear):
-    """A linear layer whose three GEMMs take operands cast by `plan`. Parameters and their names are nn.Linear's.
+    """Linear layer with the operands of its three GEMMs cast by `plan`. Parameters and their names are nn.Linear's.
 
     `keys` (int64 [KEY_COUNT]) is set by `set_step_key` before a forward pass; calls keep the tensor they saw for their
     backward pass. `bypass` runs all GEMMs in the dtype of the input; `observe` sees every cast. `scale` and
@@ -54,7 +54,7 @@ class QuantisedLinear(nn.Linear):
         return self.reduced(x, self.weight, self.bias, reduce)
 
     def reduced(self, x: Tensor, weight: Tensor, bias: Tensor | None, reduce: Reduce | None) -> Tensor:
-        """Return what `reduce` makes of the product, None: the product."""
+        """Return `reduce` of the product; None: the product."""
         return self.multiply(x, weight, bias) if reduce is None else reduce(self.multiply, x, weight, bias)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -99,7 +99,7 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def recorder(self) -> Record | None:
-        """What merges the amaxes that delayed scales follow; None without such scales.
+        """Function that merges the amaxes for delayed scales; None without such scales.
 
         A recomputation merges the same amax again, which changes nothing.
         """
@@ -174,8 +174,9 @@ def recompute_contexts(
     """Return `context_fn` for `torch.utils.checkpoint.checkpoint` (non-reentrant) over a part of `model`.
 
     The recomputation then sees the keys of the forward pass it repeats, also where other micro-batches ran in between,
-    and no observer sees its casts a second time. It makes as many products as that pass did, whose results selective
-    checkpointing hands out in their order: an observed pass shares no casts, and its repetition does not either.
+    and no observer sees its casts a second time. It computes as many products as that pass, because selective
+    checkpointing returns saved results in order: an observed pass shares no casts, so its recomputation does not
+    either.
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -220,9 +221,9 @@ def high_precision_forward(model: nn.Module) -> Iterator[None]:
 
 
 def set_recipe(model: nn.Module, recipe: PrecisionConfig) -> None:
-    """Change what the quantised layers cast, e.g. where a phase begins: `recipe.at(step, max_steps)`.
+    """Change the casts of the quantized layers, e.g. at the start of a phase: `recipe.at(step, max_steps)`.
 
-    Layers that the swap left high stay so; delayed scales are kept while nothing uses them.
+    Layers that the swap left unquantized stay so; unused delayed scales are kept.
     """
     for layer in quantised_layers(model):
         if not layer.plan.fixed:

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class _Made(NamedTuple):
-    """What was made, and of which numbers: of a storage as it was then. Its memory is not kept by this, its name is."""
+    """A result and its source: the identity and version of a storage, without keeping its memory alive."""
 
     storage: StorageWeakRef
     place: tuple[Any, ...]
@@ -51,13 +51,13 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 
 
 class SharedCasts:
-    """The latest result of each kind, for whoever asks for the same of the same tensor next."""
+    """Cache of the latest result of each kind, for the next call with the same tensor."""
 
     def __init__(self) -> None:
         self._latest: dict[str, _Made] = {}
 
     def of(self, x: Tensor, kind: str, how: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make` makes of `x`, or has just made of it; `how` names all else that it is a function of."""
+        """Return `make()`, or its cached result for `x`; `how` names everything else that the result depends on."""
         if x.device.type != "cpu" or x.is_inference() or type(x) is not Tensor:
             return make()
         latest, place, storage = self._latest.get(kind), _place(x), StorageWeakRef(x.untyped_storage())
@@ -76,7 +76,7 @@ class SharedCasts:
 
 shared = SharedCasts()
 Given = Tensor | Callable[[], Tensor]
-"""A tensor to cast, or what gives it when it is needed: a weight whose cast is kept is not."""
+"""A tensor to cast, or a function that returns it when needed: not for a weight with a cached cast."""
 
 
 class LinearCall(NamedTuple):
@@ -89,7 +89,7 @@ class LinearCall(NamedTuple):
 
     @property
     def knows_amax(self) -> bool:
-        """Whether the weight's amax need not be taken of the weight."""
+        """Whether the weight's amax is known without reading the weight."""
         source = self.plan.weight_casts
         return source is not None and source.known_amax() is not None
 
@@ -114,7 +114,7 @@ class LinearCall(NamedTuple):
         return kept[gemm]
 
     def operand(self, x: Given, slot: str, axis: int) -> Operand:
-        """Return `x` [R, C] rotated and quantised for `slot` along the contraction `axis`, or what stands for it."""
+        """Return `x` [R, C] rotated and quantized for `slot` along the contraction `axis`, or a cached operand."""
         source, cast = self.plan.weight_casts, self.plan.casts[slot]
         if not callable(x) and self._is_shared(slot):
             made_by = inductor.cast_by(cast, axis, self.plan.backend)
@@ -126,7 +126,7 @@ class LinearCall(NamedTuple):
         return source.operand(WantedCast(slot, self.plan.casts, observed, weight, make))
 
     def operands_of(self, dy: Tensor) -> Callable[[str, int], Operand]:
-        """Return what gives `dy`'s operand for a slot and an axis: one where both GEMMs read the same codes."""
+        """Return a function of (slot, axis) to `dy`'s operand; it is made once if both GEMMs read the same codes."""
         casts = self.plan.casts
         cast = casts["dgrad.dy"]
         if not cast.quantises or cast != casts["wgrad.dy"] or cast.block != "tensor" or self.plan.observe is not None:
@@ -137,7 +137,7 @@ class LinearCall(NamedTuple):
         return lambda slot, axis: both()
 
     def _is_shared(self, slot: str) -> bool:
-        """Whether the operand of `slot` is that of all layers that read the same X, on this rank alone."""
+        """Whether all layers that read the same X share the operand of `slot`, on this rank."""
         cast, plan = self.plan.casts[slot], self.plan
         if not slot.endswith(".x") or not cast.quantises or cast.stochastic or cast.scale == "delayed":
             return False
@@ -181,11 +181,11 @@ def _tell(observe: Observe, *seen: Any) -> None:
 def observe_casts(
     x: Tensor, weight: Tensor, y: Tensor, plan: LinearPlan, keys: Tensor | None, scales: Tensor | None
 ) -> None:
-    """Tell `plan.observe` of the casts of y = x W^T where something else makes them: they are made here too, for it.
+    """Repeat the casts of y = x W^T, which other code made, to report them to `plan.observe`.
 
-    `x` [M, K] is in the dtype that is quantised, `weight` [N, K] in its own, and `y` [..., N] gives its gradient by a
-    hook. Nothing is multiplied and no tensor or generator changed. Operands have source high_precision: whatever
-    runs natively does.
+    `x` [M, K] is in the dtype that is quantized, `weight` [N, K] in the parameter's dtype, and a hook gives the
+    gradient of `y` [..., N]. Nothing is multiplied, and no tensor or generator changes. Operands have source
+    high_precision, as in all native runs.
     """
     call, needs_dx, needs_dw = LinearCall(plan, keys, scales), x.requires_grad, weight.requires_grad
     outputs, dtype = weight.shape[0], x.dtype  # and neither tensor, which a checkpointed block is to let go

@@ -1,4 +1,4 @@
-"""What a quantised linear layer is to do: six casts by slot, a backend, and how its tensors lie over ranks."""
+"""Plan of a quantized linear layer: six casts by slot, a backend, and how ranks share its tensors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,12 +22,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def wgrad_dtype_of(recipe: PrecisionConfig) -> torch.dtype | None:
-    """Return what `recipe` rounds the gradients of linear layers' weights to, None for the compute dtype."""
+    """Return the dtype to which `recipe` rounds gradients of linear layers' weights; None for the compute dtype."""
     return None if recipe.wgrad_dtype is None else DTYPES[recipe.wgrad_dtype]
 
 
 class SeenCast(NamedTuple):
-    """One cast as it ran: what `slot` was `given` [R, C], what was `rounded` after the rotation, and to what."""
+    """Record of one cast: `slot`, its input `given` [R, C], the `rounded` tensor after the rotation, and the result."""
 
     slot: str
     given: Tensor
@@ -42,9 +42,9 @@ Observe = Callable[[SeenCast], None]
 
 
 class Shard(NamedTuple):
-    """How a role's local tensor lies in the logical one: its origin, and the maximum over the ranks that share it.
+    """Position of a role's local tensor in the whole one: its origin, and the maximum over the ranks that share it.
 
-    `counts`: false where another rank has the same part, and counts it for both.
+    `counts`: false if another rank holds the same shard and counts it.
     """
 
     origin: Origin = Origin()
@@ -54,12 +54,12 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """What a quantised linear does, beside its weights: six casts by slot name, a backend, the shards by role.
+    """Behavior of a quantized linear without its weights: six casts by slot name, a backend, the shards by role.
 
-    `fixed`: the layer is here for its dtype only (fp16 on a CPU) and stays high in every phase of the recipe.
-    `rule`: which rule of the recipe's `modules.casts` the layer follows, None where the recipe's own slots are its.
-    `observe` is called with every cast, once, and must change nothing. `weight_casts`: None, where all are made here.
-    `wgrad_dtype`: what dW is rounded to, None for the dtype of X.
+    `fixed`: the layer was swapped for its dtype only (fp16 on a CPU) and stays unquantized in every phase of the
+    recipe. `rule`: the rule of the recipe's `modules.casts` for the layer; None: the recipe's own slots. `observe` is
+    called once per cast and must change nothing. `weight_casts`: cache of casts, None for none. `wgrad_dtype`: dtype to
+    which dW is rounded, None for that of X.
     """
 
     casts: Mapping[str, CastConfig]

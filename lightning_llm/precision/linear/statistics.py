@@ -1,12 +1,12 @@
-"""Statistics of casts: sums that add up over layers, micro-batches and ranks, and figures made of them.
+"""Statistics of casts: sums that add up over layers, micro-batches and ranks, and figures from these.
 
-With x what a cast rounds (after a rotation), q what it made of it, and sums over finite elements:
+With x the input of a cast (after a rotation), q its result, and sums over finite elements:
 
     underflow   elements with x != 0 and q = 0, over those with x != 0
     saturation  elements beyond the format's largest number times their scale, over all
     SQNR        sum x^2 / sum (q - x)^2, in dB (Widrow and Kollar, "Quantization Noise", 2008, section 3.2)
     bias        sum sign(x) (q - x) / sum |x|: below 0 magnitudes shrink, by clipping or by rounding to zero
-    scale       1 / what elements are multiplied by: the number that one unit of the format stands for
+    scale       1 / the factor of elements: the value of one unit of the format
 
 Blocks of zeros have a scale by convention only and are left out of its range.
 """
@@ -63,7 +63,7 @@ def cast_sums(seen: SeenCast) -> tuple[Tensor, Tensor]:
 
 
 def _sums(x: Tensor, made: Tensor, largest: Tensor) -> Tensor:
-    """Return what whole tensors come to. A cast flips no sign and leaves zeros, so two counts and two sums tell all.
+    """Return the sums of whole tensors. A cast flips no sign and keeps zeros, so two counts and two sums suffice.
 
     fp32 within a row or a dot product, fp64 beyond. Squares are taken of elements over `largest`, the largest
     magnitude: those of gradients would vanish in fp32.
@@ -97,7 +97,7 @@ def _scale_range(multiplier: Tensor, used: Tensor) -> Tensor:
 
 
 def figures(sums: Mapping[str, float], lowest: float, highest: float) -> dict[str, float]:
-    """Return what `SUMS` and the extreme scales come to; a figure is absent where nothing was measured for it."""
+    """Return the figures for `SUMS` and the extreme scales; a figure without data is absent."""
     made = {"non_finite": sums["non_finite"]}
     if sums["non_zero"]:
         made["underflow_percent"] = 100 * sums["underflowed"] / sums["non_zero"]

@@ -26,7 +26,7 @@ EMULATED = Decision("emulated")
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What was swapped. `kept` says why by name; `note` what the user should hear about how emulated casts run.
+    """Result of a swap. `kept`: name -> reason of unquantized layers; `note`: message about how emulated casts run.
 
     `decision`: whether the converted layers run natively, and why not. `coverage`: the counts; None without casts.
     """
@@ -40,18 +40,18 @@ class SwapReport:
 
 
 def sum_in_fp32() -> None:
-    """Have CUDA's 16-bit GEMMs sum in fp32 over split axes, too, as emulated ones do: for every recipe alike.
+    """Make CUDA's 16-bit GEMMs sum in fp32 over split axes too, as emulated ones do, for every recipe.
 
-    Otherwise the layers that a recipe leaves high would differ from the baseline's.
+    Otherwise unquantized layers of a recipe would differ from the baseline's.
     """
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def choose_backend(recipe: PrecisionConfig, device_type: str) -> tuple[Backend, str | None]:
-    """Return how casts run on this kind of device by `recipe.casts`, and, where that is slow, a note that says why.
+    """Return how casts run on this kind of device by `recipe.casts`, and a note with the reason if that is slow.
 
-    Raises ConfigError where they are to be compiled and cannot be.
+    Raises ConfigError if they should be compiled and cannot be.
     """
     if not recipe.quantises:
         return "eager", None
@@ -76,12 +76,12 @@ def swap_linears(
     decision: Decision = EMULATED,
     sharded: bool = False,
 ) -> SwapReport:
-    """Replace the layers that `recipe` quantises; parameters stay the same objects under the same names.
+    """Replace the layers that `recipe` quantizes; parameters stay the same objects under the same names.
 
-    `num_layers`: blocks of the whole model, since first and last count by global index. `backend` null: what
-    `choose_backend` says. `decision`: whether Transformer Engine runs them; `sharded`: FSDP2 will gather the weights. A
-    recipe in fp16 swaps every linear on a CPU, where an fp16 GEMM is emulated. Raises ConfigError where a recipe that
-    quantises converts nothing, or casts are to be compiled and cannot be.
+    `num_layers`: blocks of the whole model, since first and last count by global index. `backend` None: by
+    `choose_backend`. `decision`: whether Transformer Engine runs them; `sharded`: FSDP2 will gather the weights. A
+    recipe in fp16 swaps every linear on a CPU, where an fp16 GEMM is emulated. Raises ConfigError if a recipe with
+    casts converts no layer, or casts should be compiled and cannot be.
     """
     note = None
     native = recipe.quantises and decision.runs == "native"
@@ -89,7 +89,7 @@ def swap_linears(
         backend = "eager"
     elif backend is None:
         backend, note = choose_backend(recipe, device_type)
-    first = recipe.at(0, 1)  # what is in force at the first step
+    first = recipe.at(0, 1)  # the casts of the first step
     emulate = recipe.compute_dtype == "fp16" and device_type == "cpu"
     casts = slots_of(PrecisionConfig(name="high", compute_dtype=recipe.compute_dtype))
     high = LinearPlan(casts, backend, fixed=True, wgrad_dtype=wgrad_dtype_of(recipe))
@@ -113,7 +113,7 @@ def swap_linears(
 
 
 def _native(name: str, module: nn.Linear, plan: LinearPlan, sharded: bool) -> QuantisedLinear:
-    # Which imports Transformer Engine when it is used.
+    # Imported late, because it imports Transformer Engine.
     from lightning_llm.precision.native.transformer_engine import NativeLinear
 
     return NativeLinear(name, module, plan, sharded)

@@ -11,9 +11,9 @@ from lightning_llm.precision.linear.weight_rules import serve_both, why_not_kept
 
 
 class WantedCast(NamedTuple):
-    """The cast of a weight for `slot` of six `casts`, which `make` makes, and what it makes it of: [N, K].
+    """Request for the cast of a weight [N, K] for `slot` of six `casts`; `make` computes it.
 
-    `observed`: `make` tells an observer.
+    `observed`: `make` reports to an observer.
     """
 
     slot: str
@@ -42,22 +42,22 @@ class WeightCasts:
         return wanted.make()
 
     def known_amax(self) -> Tensor | None:
-        """Return the amax of the weight where it is known, or cannot be taken of what the layer holds; else None."""
+        """Return the amax of the weight if it is known, or if the layer does not hold the weight itself; else None."""
         return None
 
     def tell_amax(self, amax: Tensor) -> None:
         """Take the `amax` of the weight, an fp32 scalar, where it was not known."""
 
     def check_high(self) -> None:
-        """Raise RuntimeError where what the layer holds is not the weight itself."""
+        """Raise RuntimeError if the layer does not hold the weight itself."""
 
 
 class KeptCasts(WeightCasts):
-    """Casts of one weight, kept from a training step's first micro-batch to its last backward pass.
+    """Casts of one weight, cached from a training step's first micro-batch to its last backward pass.
 
-    Weights stay as they are until then, so every micro-batch's casts, and those of a recomputed forward pass, are the
-    same bits, but where random bits or scales differ by micro-batch: these are made each time, and so is whatever an
-    observer is to be told of. One cast is kept where both GEMMs read the same (`serve_both`).
+    Weights do not change until then, so the casts of every micro-batch and recomputation have the same bits. Casts with
+    random bits or scales per micro-batch, and observed casts, are made each time. If both GEMMs read the same cast, one
+    is cached (`serve_both`).
     """
 
     def __init__(self, rotated: bool = True) -> None:
@@ -73,13 +73,13 @@ class KeptCasts(WeightCasts):
         super().begin_step()
 
     def end_step(self) -> None:
-        """Let go of what is kept."""
+        """Drop the cached casts."""
         super().end_step()
         self.kept.clear()
         self._amax = None
 
     def operand(self, wanted: WantedCast) -> Operand:
-        """Return what is kept for the slot, or make it, and keep it."""
+        """Return the cached cast of the slot, or make and cache it."""
         if not self.in_step or wanted.observed or why_not_kept(wanted.casts, wanted.slot, self.rotated) is not None:
             return wanted.make()
         key = "both" if serve_both(wanted.casts) else wanted.slot

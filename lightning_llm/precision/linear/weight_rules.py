@@ -32,7 +32,7 @@ def why_not_kept(casts: Mapping[str, CastConfig], slot: str, rotated: bool = Tru
 
 
 def kept_slots(casts: Mapping[str, CastConfig], rotated: bool = True) -> tuple[str, ...]:
-    """Return the slots whose casts of the weight can be kept, each for itself: one of two that are the same."""
+    """Return the slots with casts of the weight that can be cached separately: one of two equal ones."""
     kept = tuple(slot for slot in WEIGHT_SLOTS if why_not_kept(casts, slot, rotated) is None)
     return kept[:1] if serve_both(casts) else kept
 
@@ -54,10 +54,10 @@ def kept_by_kernel(casts: Mapping[str, CastConfig]) -> bool:
 
 
 def kept_bytes(casts: Mapping[str, CastConfig], rows: int, columns: int, rotated: bool = True) -> int:
-    """Return the bytes of kept casts of a weight [`rows`, `columns`], as the emulation has them.
+    """Return the bytes of the emulation's cached casts of a weight [`rows`, `columns`].
 
-    Numbers take 2 bytes each and, where the gradient is clipped, so does what was inside the format's range; scales
-    of partial sums are fp32, and so is a tensor's.
+    Numbers take 2 bytes each and, if the gradient is clipped, so does the mask of elements within the format's range;
+    scales of partial sums and of a tensor are fp32.
     """
     found = 0
     for slot in kept_slots(casts, rotated):
@@ -77,11 +77,11 @@ def _is_fp32_of_tensor(cast: CastConfig) -> bool:
 
 
 CODES = tuple(row.name for row in NUMBER_FORMATS.values() if row.code_bits == 8)
-"""Formats whose codes are bytes."""
+"""Formats with 8-bit codes."""
 
 
 def codes_cast(casts: Mapping[str, CastConfig]) -> CastConfig | None:
-    """Return the cast whose codes are the weight in both GEMMs that read it; None where there is no such cast."""
+    """Return the cast with codes that both GEMMs can use as the weight; None if there is none."""
     return casts["fprop.w"] if why_not_codes(casts) is None else None
 
 
@@ -102,14 +102,14 @@ def _why_not(cast: CastConfig) -> str | None:
     if cast.source != "high_precision":
         return "is made of fprop's quantised weight, along another axis than its codes"
     if cast.hadamard is not None:
-        return "is rotated along its own GEMM's axis, so that each of the two has codes of its own"
+        return "is rotated along its own GEMM's axis, so the two GEMMs need different codes"
     if cast.block != "tensor":
         rows, columns = cast.block.split("x")
         if rows == columns:
             return f"has blocks of {cast.block}, which the shards cut: no rank has all that a scale is of"
         return f"has blocks of {cast.block}: of rows for one GEMM and columns for the other, and both leave no saving"
     if cast.format not in CODES:
-        return f"is {cast.format}, whose codes are no bytes; {', '.join(CODES)} are"
+        return f"is {cast.format}, which has no 8-bit codes; {', '.join(CODES)} have"
     if cast.stochastic:
         return "is rounded stochastically, by other bits in each micro-batch and each GEMM"
     if cast.delayed is not None and cast.delayed.update == "micro_batch":

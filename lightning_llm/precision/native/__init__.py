@@ -1,1 +1,1 @@
-"""Transformer Engine: what a device offers, which recipes run natively there, and the layers that do."""
+"""Transformer Engine: capabilities of devices, the recipes that run natively there, and native layers."""

@@ -8,15 +8,15 @@ from pathlib import Path
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/proc/driver/nvidia/version")
 """Any of them is there where an NVIDIA driver is (dxg: Windows' subsystem for Linux)."""
 LIBRARY = (2, 20)
-"""The Transformer Engine release whose interface is used here; later ones of the same major number are taken too."""
+"""The Transformer Engine release that this code is written for; later minor releases are accepted."""
 
 
 @dataclass(frozen=True)
 class Capability:
     """One device with its libraries. `device` is "cpu", or "sm_90" for CUDA compute capability 9.0.
 
-    `problem` says why there is no CUDA device, `library_problem` why Transformer Engine cannot be used beside it,
-    `no_compiler` why nothing can be compiled for it.
+    `problem`: why there is no CUDA device. `library_problem`: why Transformer Engine cannot be used. `no_compiler`: why
+    nothing can be compiled for it.
     """
 
     device: str
@@ -35,7 +35,7 @@ class Capability:
 
     @classmethod
     def of_gpu(cls, major: int, minor: int, cuda: tuple[int, int] = (13, 0), library: str = "2.20.2") -> "Capability":
-        """Return a GPU with everything in place: what the matrix of recipes and devices is made for."""
+        """Return a GPU with all libraries, as assumed by the table of recipes and devices."""
         return cls(f"sm_{major}{minor}", (major, minor), cuda, library)
 
 
@@ -57,8 +57,8 @@ HARDWARE = {
     # ROCm's torch calls gfx90a compute capability 9.0; Transformer Engine for CUDA does not run there.
     "mi250x": Capability("gfx90a", (9, 0), problem="gfx90a has no FP8 unit, and no CUDA"),
 }
-"""What `hardware=NAME` plans for, with CUDA and Transformer Engine in place
-(compute capabilities: https://developer.nvidia.com/cuda-gpus)."""
+"""Devices of `hardware=NAME`, with CUDA and Transformer Engine installed (compute capabilities:
+https://developer.nvidia.com/cuda-gpus)."""
 
 
 def version_tuple(text: str) -> tuple[int, int]:
@@ -69,7 +69,7 @@ def version_tuple(text: str) -> tuple[int, int]:
 
 
 def installed_library() -> tuple[str | None, str | None]:
-    """Return (version, problem) of Transformer Engine as its package says, without importing it."""
+    """Return (version, problem) of Transformer Engine from the package's metadata, without importing it."""
     wanted = f"at least {LIBRARY[0]}.{LIBRARY[1]} and below {LIBRARY[0] + 1}"
     try:
         found = version("transformer-engine")
@@ -81,7 +81,7 @@ def installed_library() -> tuple[str | None, str | None]:
 
 
 def device_here(accelerator: str) -> Capability:
-    """Return the GPU that `trainer.accelerator` (auto, cpu, cuda) finds on this machine, whatever its libraries."""
+    """Return the GPU that `trainer.accelerator` (auto, cpu, cuda) finds on this machine, ignoring its libraries."""
     if accelerator == "cpu":
         return Capability.none("trainer.accelerator=cpu")
     if not any(Path(file).exists() for file in DRIVER_FILES):

@@ -1,7 +1,7 @@
-"""Codes and scales that Transformer Engine makes on a device, against the emulation's: a run checks them as it starts.
+"""Comparison of Transformer Engine's codes and scales on a device with the emulation's, at the start of a run.
 
-One small tensor has what a cast may stumble over: many magnitudes, blocks of zeros, an outlier beside which others fall
-to the format's subnormal numbers. Stochastic codes must be one of the two neighbours.
+One small tensor has the difficult cases of a cast: many magnitudes, blocks of zeros, and an outlier that makes its
+neighbors subnormal. Stochastic codes must be one of the two neighbors.
 """
 
 from collections.abc import Iterator
@@ -54,10 +54,10 @@ def quantised_with_bias_gradient(quantizer: Any, tensor: Tensor) -> tuple[Tensor
 
 
 def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> Stored:
-    """Return one direction of a tensor that Transformer Engine quantised, in our layout.
+    """Return one direction of a tensor quantized by Transformer Engine, in our layout.
 
-    Its layouts (2.20): per tensor `_data` [R, C], `_transpose` [C, R] (none from Blackwell on, whose GEMMs read either
-    way) and one `_scale_inv`; per block of 128 columnwise data is transposed, scales of vectors are too, and the last
+    Its layouts (2.20): per tensor `_data` [R, C], `_transpose` [C, R] (none from Blackwell on: its GEMMs read both
+    ways) and one `_scale_inv`; per block of 128 columnwise data is transposed, scales of vectors are too, and the last
     axis of scales is padded to a multiple of 4; MXFP8 has neither data transposed, and pads scales to 128 by 4; NVFP4
     packs two codes to a byte, the first in the low half, has columnwise data and scales transposed, and pads scales as
     MXFP8. Both repeat the scale of a square block for each of its rows, columns for columnwise MXFP8.
@@ -92,9 +92,9 @@ def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> St
 def emulated(
     tensor: Tensor, cast: CastConfig, axis: int, delayed: Tensor | None = None, noise: float | None = None
 ) -> Stored:
-    """Return the same by our quantisers, after the cast's fixed rotation: scales are what is stored beside the codes.
+    """Return the same from our quantizers, after the cast's fixed rotation, with scales as stored with the codes.
 
-    `noise` in [0, 1): of every element, where the cast is stochastic.
+    `noise` in [0, 1) per element, for stochastic casts.
     """
     if (transform := cast.hadamard) is not None and transform.vector is not None:
         signs = fixed_signs(transform.vector, tensor.device)
@@ -103,7 +103,7 @@ def emulated(
     drawn = None if noise is None else torch.full(tensor.shape, noise, device=tensor.device)
     made = quantise(tensor, cast, axis, delayed=delayed, noise=drawn)
     scales = made.stored_scale.float()
-    # Of a whole tensor ours is what elements are multiplied by, unless that is a power of two, and theirs its inverse.
+    # Our scale of a whole tensor is the factor of elements, unless it is a power of two; theirs is the inverse.
     inverted = cast.block == "tensor" and cast.scale != "power_of_two"
     return Stored(made.codes, divide(1.0, scales) if inverted else scales)
 
@@ -116,7 +116,7 @@ def axis_of(slot: str) -> int:
 def sample(device: torch.device, dtype: torch.dtype, largest: int) -> Tensor:
     """Return [SIZE, SIZE]: integers up to `largest`, times a power of two per 16 x 16 tile; some tiles zero.
 
-    With `largest` 15 a rotation over 16 of a tile's elements is exact in bf16, in whatever order it is summed.
+    With `largest` 15 a rotation over 16 of a tile's elements is exact in bf16, for every order of the sum.
     """
     index = torch.arange(SIZE * SIZE, device=device).reshape(SIZE, SIZE)
     numbers = (index * 7919 + index // 251) % (2 * largest + 1) - largest
@@ -137,7 +137,7 @@ def quantizers_of(layer: NativeLinear) -> dict[str, Any]:
 
 
 def difference(theirs: Stored, ours: list[Stored]) -> str | None:
-    """Return how what is native differs from all of `ours` (one, or both neighbours), None where it does not."""
+    """Return how native codes and scales differ from all of `ours` (one, or both neighbors), None if equal."""
     for kind, found, *wanted in zip(("codes", "scales"), theirs, *ours, strict=True):
         if found.shape != wanted[0].shape:
             return f"{kind}: native has shape {tuple(found.shape)}, the emulation {tuple(wanted[0].shape)}"
@@ -153,7 +153,7 @@ def difference(theirs: Stored, ours: list[Stored]) -> str | None:
 
 
 def bias_gradient_difference(found: Tensor, dy: Tensor) -> str | None:
-    """Return how the sum of `dy` [R, C] over its rows is not what was found [C]; None where only the order differs."""
+    """Return how `found` [C] differs from the sum of `dy` [R, C] over its rows; None if only by rounding."""
     wanted = dy.double().sum(0)
     # One rounding to the dtype of dY, and fp32 sums in any order.
     allowed = torch.finfo(dy.dtype).eps * wanted.abs() + len(dy) * 2.0**-24 * dy.double().abs().sum(0)
@@ -164,9 +164,9 @@ def bias_gradient_difference(found: Tensor, dy: Tensor) -> str | None:
 def cast_differences(
     casts: dict[str, CastConfig], dtype: torch.dtype, device: torch.device, bias: bool = False
 ) -> Iterator[str]:
-    """Yield, for each slot of `casts` whose native cast on `device` is not the recipe's, which and how.
+    """Yield the slot and the difference for each of `casts` with a native cast on `device` that is not the recipe's.
 
-    `bias`: linears have one, so that dY is cast by the kernel that sums it as well, whose sums are looked at too.
+    `bias`: linears have one, so the kernel that casts dY also sums it, and its sums are checked too.
     """
     linear = nn.Linear(SIZE, SIZE, bias=bias, device=device)
     layer = NativeLinear("self-check", linear, LinearPlan(casts, "eager"))

@@ -1,4 +1,4 @@
-"""Whether a recipe runs natively on a device, and in layers of these sizes, and why not. Imports no torch."""
+"""Decides whether a recipe runs natively on a device in layers of given sizes, with the reasons. Imports no torch."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ Runs = Literal["native", "emulated", "refused"]
 
 
 def device_problems(native: NativeRecipe, here: Capability) -> list[str]:
-    """Return what this machine lacks for `native`, with the numbers (Transformer Engine 2.20, `check_*_support`)."""
+    """Return the unmet requirements of `native` here, with numbers (`check_*_support`, Transformer Engine 2.20)."""
     if here.compute_capability is None or here.cuda is None:
         return [each for each in (here.problem or "no CUDA device", here.library_problem) if each]
     compute, cuda, problems = here.compute_capability, here.cuda, []
@@ -40,7 +40,7 @@ def device_problems(native: NativeRecipe, here: Capability) -> list[str]:
 
 
 def _four_bit_problems(native: NativeRecipe, compute: tuple[int, int], has: str) -> list[str]:
-    """Return what NVFP4's kernels get wrong beyond compute capability 10.x, where NVIDIA's matrix says "Partial".
+    """Return known faults of NVFP4's kernels beyond compute capability 10.x, "Partial" in NVIDIA's support matrix.
 
     Source: https://nvidia.github.io/TransformerEngine/support_matrix.html; NVIDIA/TransformerEngine issue 3062 (the
     rotation's kernel asks for more shared memory than 12.x has) and pull request 3281 (the rounding instruction is that
@@ -62,7 +62,7 @@ PIPELINED = (
 
 
 def size_problems(native: NativeRecipe, widths: Mapping[str, int]) -> list[Problem]:
-    """Return which sizes of a model's linears (by key) its kernels refuse, with the multiples."""
+    """Return a problem for each size of a model's linears (by key) that its kernels reject, with the multiple."""
     multiple = MULTIPLES[native.kind]
     return [
         Problem(key, f"is {width}, no multiple of {multiple}, as {native.name} needs.")
@@ -72,18 +72,18 @@ def size_problems(native: NativeRecipe, widths: Mapping[str, int]) -> list[Probl
 
 
 def shared_problems(native: NativeRecipe, shared: Mapping[str, str]) -> list[Problem]:
-    """Return which of the degrees of tensor, context and pipeline parallelism, by key, its kernels know nothing of.
+    """Return a problem for each degree of tensor, context and pipeline parallelism, by key, that its kernels ignore.
 
-    Ranks of `tp` and `cp` cast their parts of X, W and dY. That is the recipe's cast of the whole where a scale lies
-    with its block, since no block may be cut (`plan/divisibility.py`), and where it is delayed, since all ranks' amaxes
-    go into one history.
+    Ranks of `tp` and `cp` cast their parts of X, W and dY. This equals the recipe's cast of the whole if scales belong
+    to blocks, which are never split (`plan/divisibility.py`), and if they are delayed, because all ranks' amaxes go
+    into one history.
     """
     problems = []
     for key, degree in shared.items():
         if key == "parallel.pp":
             why = PIPELINED if native.stochastic else None
         elif native.whole_tensors:
-            why = f"and {native.name} takes scales from whole tensors, of which it would see a rank's part alone"
+            why = f"and {native.name} takes scales from whole tensors, but would only see a rank's part"
         elif native.stochastic:
             why = "and ranks would draw the same bits of stochastic rounding for other parts of a tensor"
         else:
@@ -95,9 +95,9 @@ def shared_problems(native: NativeRecipe, shared: Mapping[str, str]) -> list[Pro
 
 @dataclass(frozen=True)
 class Decision:
-    """How a recipe's quantised GEMMs run on one machine, and why not natively (`problems`, empty where they do).
+    """How a recipe's quantized GEMMs run on one machine, and why not natively (`problems`, empty if native).
 
-    `software`: why GEMMs of what is not quantised are emulated as well, None where they are not.
+    `software`: why unquantized GEMMs are emulated as well, None if they are not.
     """
 
     runs: Runs
@@ -111,7 +111,7 @@ class Decision:
         return {"runs": self.runs, "reason": self.reason}
 
     def refusals(self) -> list[Problem]:
-        """Return what to tell who asked for `precision.backend=native` where it cannot be had; empty where it can."""
+        """Return the problems to report for `precision.backend=native` if it is impossible; empty otherwise."""
         if self.runs != "refused":
             return []
         return [
@@ -141,11 +141,10 @@ def decide(
     widths: Mapping[str, int] | None = None,
     shared: Mapping[str, str] | None = None,
 ) -> Decision:
-    """Return how `recipe` runs on `here` for a model whose linears have `widths` (sizes by key; None: sizes that fit).
+    """Return how `recipe` runs on `here` for a model with linears of `widths` (sizes by key; None: sizes that fit).
 
-    `shared`: the degrees above 1 of tensor, context and pipeline parallelism, by key. A recipe whose layers have
-    different casts is native only if all of them are. `precision.backend=native` makes "refused" of what would be
-    emulated.
+    `shared`: the degrees above 1 of tensor, context and pipeline parallelism, by key. A recipe with different casts per
+    layer is native only if all of them are. With `precision.backend=native`, "emulated" becomes "refused".
     """
     if recipe.compute_dtype == "fp16" and here.compute_capability is None:
         software = "on a CPU fp16 is a format, and GEMMs run in fp32"
@@ -166,7 +165,7 @@ def decide(
         return Decision("emulated", problems=(Problem("precision.backend", "precision.backend=emulated asks for it"),))
     if recipe.backend == "native" and problems:
         return Decision("refused", (), tuple(problems))
-    if here.compute_capability is None:  # what else stands in the way matters where there is a GPU
+    if here.compute_capability is None:  # without a GPU other problems do not matter
         return Decision("emulated", problems=(Problem("precision.backend", here.problem or "no CUDA device"),))
     return Decision("emulated", (), tuple(problems)) if problems else Decision("native", natives, library=here.library)
 

@@ -1,8 +1,8 @@
-"""A precision recipe as one of Transformer Engine's, where it is one; else what keeps it from being one. No torch.
+"""Expresses a precision recipe as a configuration of Transformer Engine, or returns the differences. No torch.
 
-A recipe is native only if one configuration of Transformer Engine 2.20 makes its six casts exactly: a candidate is read
-off the recipe, written out as the casts that the library makes of it, and compared slot by slot. What differs, in
-whatever small way, is refused with the reason, and then runs emulated.
+A recipe is native only if one configuration of Transformer Engine 2.20 makes its six casts exactly: a candidate is
+derived from the recipe, expanded into the library's casts, and compared slot by slot. Any difference is reported, and
+the recipe then runs emulated.
 """
 
 import functools
@@ -21,11 +21,11 @@ NAMES: dict[Kind, str] = {
     "mxfp8": "MXFP8BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
 }
-"""What runs each kind, by Transformer Engine's names. DelayedScaling itself is not used: it updates its scales at the
-end of every autocast, over the whole job, and the recipe says when (`DelayedConfig.update`); so the scales are ours."""
+"""Transformer Engine's recipe class of each kind. DelayedScaling itself is not used: it updates its scales at the end
+of every autocast, over the whole job, but the recipe decides when (`DelayedConfig.update`); so the scales are ours."""
 MULTIPLES: dict[Kind, int] = {"delayed": 16, "current": 16, "subchannel": 128, "mxfp8": 32, "nvfp4": 32}
-"""What a linear's sizes must be multiples of (`assert_dim_for_fp8_exec`, each quantiser's `is_quantizable`); every axis
-is some GEMM's contraction axis, so the strictest of the rules holds for all. Tokens are padded with zero rows."""
+"""Required divisors of a linear's sizes (`assert_dim_for_fp8_exec`, each quantiser's `is_quantizable`); every axis is
+some GEMM's contraction axis, so the strictest of the rules holds for all. Tokens are padded with zero rows."""
 TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Its random signs of a 16-point Hadamard transform, which are always the same."""
 
@@ -49,12 +49,12 @@ class NativeRecipe:
 
     @property
     def whole_tensors(self) -> bool:
-        """Whether a scale depends, as a tensor is cast, on the whole of it, of which a rank may have a part."""
+        """Whether a cast's scale depends on the whole tensor, while a rank may have only a part of it."""
         return self.kind in ("current", "nvfp4") and not self.of_parts
 
     @property
     def name(self) -> str:
-        """What runs it, in Transformer Engine's words."""
+        """Name in Transformer Engine."""
         return NAMES[self.kind]
 
 
@@ -95,7 +95,7 @@ def _nvfp4_casts(native: NativeRecipe) -> tuple[CastConfig, CastConfig, CastConf
 
 
 def express(casts: Mapping[str, CastConfig]) -> tuple[NativeRecipe | None, list[tuple[str, str]]]:
-    """Return the configuration that makes exactly `casts`, or None and what differs: (slot, text) pairs."""
+    """Return the configuration that makes exactly `casts`, or None and the differences: (slot, text) pairs."""
     x, dy = casts["fprop.x"], casts["dgrad.dy"]
     kind = _kind(x)
     if x == HIGH:
@@ -118,7 +118,7 @@ def express(casts: Mapping[str, CastConfig]) -> tuple[NativeRecipe | None, list[
     if kind == "delayed" and not backward:
         return None, [("dgrad.dy", "high: Transformer Engine has no delayed scaling of the forward pass alone")]
     if dy.quantises and (dy.number_format.engine_dtype is None or dy.number_format.unit != x.number_format.unit):
-        return None, [("dgrad.dy", f"{_words(dy)}: Transformer Engine has none such beside {_words(x)} inputs")]
+        return None, [("dgrad.dy", f"{_words(dy)}: Transformer Engine does not combine it with {_words(x)} inputs")]
     made = casts_of(candidate)
     differences = [
         (slot, f"{_words(casts[slot])}, and Transformer Engine's {candidate.name} has {_words(made[slot])}")
@@ -142,7 +142,7 @@ def _kind(x: CastConfig) -> Kind | None:
 
 
 def _without_scope(cast: CastConfig) -> CastConfig:
-    """Return `cast` without `amax_scope`, which says nothing where ranks have whole tensors; see `of_parts`."""
+    """Return `cast` without `amax_scope`, which has no effect if ranks have whole tensors; see `of_parts`."""
     return cast.model_copy(update={"amax_scope": "logical"})
 
 

@@ -1,19 +1,19 @@
-"""Transformer Engine 2.20: the one file that imports it, and only when a linear is to run natively.
+"""Linears in Transformer Engine 2.20: the only file that imports it, and only if a linear runs natively.
 
-What differs from its plain use, and why:
+Differences from its usual use, with reasons:
 
-- Weights are masters in the recipe's dtype, ours, and are cast to the activations' dtype before Transformer Engine sees
-  them, once, as the emulation does. Left to itself it would quantise an fp32 weight directly, which is another number.
-  Under FSDP2 the gathered weight has that dtype already, and the cast is none.
-- The kernel object is no submodule: it owns no parameter, and its extra state is in no checkpoint.
+- Weights are our masters in the recipe's dtype. As in the emulation, they are cast once to the activations' dtype
+  before Transformer Engine gets them; by default it would quantize the fp32 weight directly, with other results. Under
+  FSDP2 the gathered weight already has that dtype.
+- The kernel object is not a submodule: it owns no parameter, and its extra state is in no checkpoint.
 - Every argument that an environment variable (NVTE_...) gives a default is passed, so that none changes a recipe.
-- Delayed scales are ours, in the layer as the emulation keeps them: the kernels read the scale and merge the amax in
-  place, and `update_delayed` rolls the history when the recipe says. Transformer Engine's own DelayedScaling rolls at
+- Delayed scales are stored in the layer as in the emulation: the kernels read the scale and merge the amax in
+  place, and `update_delayed` rolls the history when the recipe requires. Transformer Engine's DelayedScaling rolls at
   the end of every autocast and takes the maximum over the whole job.
 - GEMMs of FP8 with a scale per tensor or per 128 accumulate in full fp32 (`use_split_accumulator`); its default for
-  fprop of per-tensor FP8 keeps about 14 bits of a sum. MXFP8's and NVFP4's recipes have no such switch: the library
-  calls their fprop GEMM without it and their backward GEMMs with it (`_2X_ACC_FPROP`, ...), and fast accumulation is
-  Hopper's.
+  fprop of per-tensor FP8 has about 14 bits in a sum. MXFP8's and NVFP4's recipes have no such switch: the library
+  calls their fprop GEMM without it and their backward GEMMs with it (`_2X_ACC_FPROP`, ...); fast accumulation exists
+  only on Hopper.
 """
 
 import functools
@@ -70,7 +70,7 @@ def import_problem() -> str | None:
         return "NVTE_USE_FAST_MATH changes how Transformer Engine quantises: unset it"
     try:
         engine()
-    except Exception as error:  # RuntimeError, OSError, FileNotFoundError: whatever lacks its CUDA libraries raises
+    except Exception as error:  # RuntimeError, OSError, FileNotFoundError: raised if CUDA libraries are missing
         first = (str(error).strip().splitlines() or [""])[0]
         return f"Transformer Engine cannot be imported here ({type(error).__name__}: {first})"
     return None
@@ -100,7 +100,7 @@ def recipe_object(native: NativeRecipe) -> Any:
             nvfp4_4over6="none",
             **common,
         )
-    raise ValueError(f"{e.kind} has no recipe object of its own")
+    raise ValueError(f"{e.kind} has no recipe object")
 
 
 def _with_scales(recipe: Any, power_of_two: bool) -> Any:
@@ -145,11 +145,10 @@ class DelayedQuantizers:
 
 
 class MainGrad:
-    """The fp32 gradient of one use of a weight, from the GEMM that writes it to autograd, which takes it on.
+    """The fp32 gradient of one use of a weight: the GEMM writes it, autograd reads it.
 
-    `fuse_wgrad_accumulation` is made for masters whose gradients the GEMM adds up, in fp32. Here each backward pass
-    gets a tensor of its own when the GEMM asks for it: what adds up over micro-batches and ranks, and in which order,
-    is the layout's business.
+    `fuse_wgrad_accumulation` lets the GEMM add up a master's gradients in fp32. Here each backward pass gets a new
+    tensor when the GEMM asks for it, because the layout sums over micro-batches and ranks, in its order.
     """
 
     def __init__(self) -> None:
@@ -158,11 +157,11 @@ class MainGrad:
 
     @classmethod
     def cast(cls, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `weight` [N, K], a master, in `dtype` for a kernel, whose gradient is what it writes to `main_grad`.
+        """Return the master `weight` [N, K] in `dtype` for a kernel that writes the weight's gradient to `main_grad`.
 
-        Transformer Engine looks for `get_main_grad` where it finds `__fsdp_param__`, and calls it once in the backward
-        pass; `overwrite_main_grad` has it write, not add. It keeps a weak reference to the tensor: this object, which
-        the call keeps, has the strong one.
+        If Transformer Engine finds `__fsdp_param__`, it calls `get_main_grad` once in the backward pass;
+        `overwrite_main_grad` makes it write instead of add. It keeps a weak reference to the tensor: this object, which
+        the call keeps alive, has the strong one.
         """
         main_grad = cls()
         cast: Any = _Cast.apply(weight, dtype, main_grad)
@@ -173,7 +172,7 @@ class MainGrad:
 
     @staticmethod
     def let_go(cast: Any) -> None:
-        """Break the circle of a weight and what makes its gradient, once the call has taken hold of the latter."""
+        """Break the reference cycle of a weight and its gradient's producer, once the call refers to the producer."""
         if "get_main_grad" in vars(cast):
             del cast.get_main_grad
 
@@ -186,13 +185,13 @@ class MainGrad:
         return made
 
     def take(self) -> Tensor | None:
-        """Return what was written, None where nothing was."""
+        """Return the written gradient, None if there is none."""
         made, self._made = self._made, None
         return made
 
 
 class _Cast(torch.autograd.Function):
-    """A cast whose gradient comes beside autograd, in `MainGrad`: what autograd hands it is none."""
+    """A cast that gets its gradient from `MainGrad` instead of autograd, which passes None."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, dtype: torch.dtype, main_grad: MainGrad) -> Tensor:
@@ -218,16 +217,16 @@ class KeptByKernel(WeightCasts):
         super().begin_step()
 
     def end_step(self) -> None:
-        """Let go of what is kept."""
+        """Drop the cached operands."""
         super().end_step()
         self.layer.let_go()
 
 
 class NativeLinear(QuantisedLinear):
-    """A linear layer whose GEMMs run in Transformer Engine. Parameters, names and delayed state are QuantisedLinear's.
+    """Linear layer with GEMMs in Transformer Engine. Parameters, names and delayed state are QuantisedLinear's.
 
-    autocast is entered here, around each call and nowhere else, so that a recomputation in the backward pass, a sample
-    and a validation are in it as well; none of the recipes used keeps state in it.
+    Each call enters autocast, so that recomputations in the backward pass, samples and validations use it too; the
+    recipes in use keep no state in it.
     """
 
     def __init__(self, name: str, linear: nn.Linear, plan: LinearPlan, sharded: bool = False):
@@ -277,7 +276,7 @@ class NativeLinear(QuantisedLinear):
         if padding:  # even of all rows, a slice's gradient is a copy into zeros
             product = product[: rows.shape[0]]
         y = product.reshape(*x.shape[:-1], weight.shape[0])
-        if self.observe is not None:  # kernels keep what they round to themselves
+        if self.observe is not None:  # kernels do not return their casts
             observe_casts(rows, weight, y, replace(self.plan, observe=self.observe), self.keys, self.scale)
         return y
 

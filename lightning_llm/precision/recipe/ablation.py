@@ -51,5 +51,5 @@ def _nested(casts: Mapping[str, CastConfig]) -> dict[str, Any]:
 
 
 def as_yaml_values(recipe: PrecisionConfig) -> dict[str, object]:
-    """Return what a YAML file of the recipe holds: keys that differ from their defaults, in the schema's order."""
+    """Return the contents of the recipe's YAML file: keys that differ from their defaults, in the schema's order."""
     return recipe.model_dump(mode="json", exclude_defaults=True)

@@ -21,12 +21,12 @@ ALWAYS = ("block", "scale", "rounding")
 def precision_facts(
     recipe: PrecisionConfig, decision: Decision, names: Sequence[str], num_layers: int
 ) -> dict[str, Any]:
-    """Return the recipe as data: its identity, what it sets beside the slots, how it runs, its layers and its slots.
+    """Return the recipe as data: its hash, its other keys, how it runs, its layers and its slots.
 
-    `decision` is how its casts run where it would train; each slot has its `format`, how it `runs` and the `reason`;
-    casts also `block`, `scale`, `rounding`, and each key that has not its default. A phase and a rule of
-    `modules.casts` list the slots that differ from the recipe's own. `names`: of the model's linears; `num_layers`: its
-    blocks.
+    `decision`: how its casts run on the device that would train; each slot has its `format`, how it `runs` and the
+    `reason`; casts also have `block`, `scale`, `rounding`, and each key without its default value. A phase and a rule
+    of `modules.casts` list the slots that differ from the recipe's own. `names`: the model's linears; `num_layers`:
+    number of blocks.
     """
     slots = _slots(slots_of(recipe), recipe.compute_dtype, decision)
 

@@ -1,8 +1,8 @@
-"""Combinations that are known to break, as rules over a recipe. Pure: needs neither torch nor a model.
+"""Rules against combinations in a recipe that are known to fail. Needs neither torch nor a model.
 
-Each rule is a function that yields problems; its docstring's first line is what the documentation lists, its `Source`
-line says who found out. The schema refuses what has no meaning; these rules refuse what has one and fails. A recipe
-may break a rule knowingly, by naming it in `allow`, but for those in `NOT_TO_ALLOW`.
+Each rule is a function that yields problems; the documentation lists the first line of its docstring and its `Source`.
+The schema rejects meaningless values; these rules reject meaningful values that fail. A recipe may break a rule
+knowingly by naming it in `allow`, except those in `NOT_TO_ALLOW`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -205,7 +205,7 @@ NOT_TO_ALLOW: tuple[Rule, ...] = (
     _delayed_slots_differ,
     _clip_without_rotated_backward,
 )
-"""What is here computed wrongly, or not at all, if it is broken: no result of another kind is to be had by it."""
+"""Rules without exception: a recipe that breaks one is computed wrongly or not at all."""
 
 
 def rule_name(rule: Rule) -> str:
@@ -214,9 +214,9 @@ def rule_name(rule: Rule) -> str:
 
 
 def lint(recipe: PrecisionConfig) -> list[Problem]:
-    """Return every known-bad combination that `recipe` does not allow, and what its `allow` needs not or may not name.
+    """Return each known-bad combination that `recipe` does not allow, and unneeded or forbidden names in its `allow`.
 
-    Every set of casts is looked at: the recipe's own, those of `modules.casts`, the phases'.
+    All sets of casts are checked: the recipe's own, those of `modules.casts`, and the phases'.
     """
     allowed, problems, own = recipe.allow or (), [], set[Problem]()
     for prefix, casts in recipe.cast_sets().items():
@@ -225,7 +225,7 @@ def lint(recipe: PrecisionConfig) -> list[Problem]:
                 if not prefix:
                     own.add(each)
                 elif prefix.startswith("modules.") and each in own:
-                    continue  # a rule of `modules.casts` takes from them what it does not set
+                    continue  # `modules.casts` inherits it from the recipe's own casts
                 if rule_name(rule) not in allowed or rule in NOT_TO_ALLOW:
                     place = "" if each.key.startswith("loss_scaling") else prefix
                     where = ".".join(part for part in ("precision", place, each.key) if part)
@@ -241,14 +241,14 @@ def _way_round(rule: Rule) -> str:
 
 
 def still_broken(recipe: PrecisionConfig, allowed: Iterable[str]) -> tuple[str, ...] | None:
-    """Return which of the `allowed` rules `recipe` breaks; None for none, as in `allow`."""
+    """Return those of the `allowed` rules that `recipe` breaks; None for none, as in `allow`."""
     sets = recipe.cast_sets().values()
     broken = {rule_name(rule) for rule in RULES for casts in sets if any(True for _ in rule(recipe, casts))}
     return tuple(name for name in allowed if name in broken) or None
 
 
 def _opt_out_problems(recipe: PrecisionConfig) -> list[Problem]:
-    """Return what is wrong with the rules that a recipe names in `allow`."""
+    """Return the problems of the rules that a recipe names in `allow`."""
     known, problems, key = {rule_name(rule): rule for rule in RULES}, [], "precision.allow"
     for name in recipe.allow or ():
         if name not in known:

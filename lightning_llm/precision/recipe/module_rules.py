@@ -45,7 +45,7 @@ def reasons_to_stay_high(names: Iterable[str], recipe: PrecisionConfig, num_laye
 
 
 def _kept_by_modules(name: str, rules: ModuleRules, num_layers: int) -> str | None:
-    """Return why the linear called `name` stays high whatever the casts are, or None."""
+    """Return why the linear `name` stays unquantized under all casts, or None."""
     index = block_of(name)
     if index is None:
         return "it lies outside the blocks (heads and embeddings stay high)"
@@ -68,7 +68,7 @@ def _kept_by_casts(name: str, recipe: PrecisionConfig, num_layers: int) -> str |
 
 
 def block_of(name: str) -> int | None:
-    """Return the global index of the block that the linear called `name` lies in, None outside of blocks."""
+    """Return the global index of the block of the linear `name`, None outside of blocks."""
     found = _BLOCK.search(f"{name}.")
     return None if found is None else int(found.group(1))
 
@@ -135,13 +135,13 @@ def nothing_converted(recipe: PrecisionConfig, reasons: Mapping[str, str | None]
 
 
 NORMS = (
-    "It names norms, which no recipe casts. Fused with the linear behind it (LayerNormLinear), a norm of Transformer "
-    "Engine's hands over its fp32 result to delayed scaling's cast, where the recipe casts what was rounded to "
-    "compute_dtype; under other recipes its cast is the linear's, as here."
+    "It names norms, which no recipe casts. In Transformer Engine's LayerNormLinear, delayed scaling casts the fp32 "
+    "result of the norm; here the recipe casts the result rounded to compute_dtype. Under other recipes its cast is "
+    "the linear's, as here."
 )
 ATTENTION = (
-    "It names attention itself, whose products no slot of a recipe casts; Transformer Engine's FP8 attention (fp8_dpa, "
-    "fp8_mha) has scales of its own for Q, K, V, S and dP. Write {} for its linears."
+    "It names attention itself, but recipes have no slot for its products; Transformer Engine's FP8 attention "
+    "(fp8_dpa, fp8_mha) has separate scales for Q, K, V, S and dP. Write {} for its linears."
 )
 
 
@@ -156,7 +156,7 @@ def _what_it_names(glob: str, names: Iterable[str]) -> str:
 
 
 def _globs_of_nothing(rules: ModuleRules, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (key, glob) of what matches no linear of `names`."""
+    """Yield (key, glob) for each glob that matches no linear of `names`."""
     globs = [("include", rules.include), ("exclude", rules.exclude)]
     globs += [(f"casts.{number}.names", rule.names) for number, rule in enumerate(rules.casts or ())]
     for key, several in globs:
@@ -200,7 +200,7 @@ def idle_rules(recipe: PrecisionConfig, names: Sequence[str], num_layers: int) -
             kept = _kept_by_modules(name, rules, num_layers)
             if kept is None and first == number:
                 break
-            why[kept or f"modules.casts.{first} stands before it and fits its layers"] = None
+            why[kept or f"modules.casts.{first} comes first and matches its layers"] = None
         else:
             found[number] = "; ".join(why) or "no layer in the blocks that it names matches"
     return found
@@ -258,10 +258,10 @@ def coverage(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) -> 
 
 
 def _shortfall(recipe: PrecisionConfig, quantized: int, num_layers: int) -> str:
-    """Return how many blocks stay high and how many the source keeps, if either end has fewer than that; else "".
+    """Return text on the number of unquantized blocks and the source's number, if either end has fewer; else "".
 
-    The source of a shipped recipe is its file, whatever keys were overridden; of any other recipe, its own keys. A
-    fraction above 0 counts as one block at least.
+    The source of a shipped recipe is its file, before overrides; of any other recipe, its own keys. A fraction above 0
+    counts as one block at least.
     """
     source = _shipped_rules(recipe.name) or recipe.modules
     kept = {end: blocks for end, _, _, blocks in _ends(recipe.modules, num_layers)}

@@ -11,7 +11,7 @@ from tests.precision.native import real_engine, stub_kernels
 
 @pytest.fixture
 def engine(monkeypatch):
-    """Transformer Engine's Python, importable, over kernels that stand in; it finds an H100 until told otherwise."""
+    """Transformer Engine's Python, importable, over kernels that stand in; by default it finds an H100."""
     for name, module in real_engine.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     imported = te.engine
@@ -24,7 +24,7 @@ def engine(monkeypatch):
 
 @pytest.fixture
 def hopper(engine, monkeypatch):
-    """A machine whose runs are native where an H100's would be, on the CPU, through the stand-in."""
+    """A CPU that runs natively, through the stand-in, what an H100 would."""
     here = Capability.of_gpu(9, 0)
     monkeypatch.setattr("lightning_llm.plan.resolve.capability_here", lambda accelerator: here)
     monkeypatch.setattr("torch.cuda.manual_seed", lambda word: None)

@@ -1,4 +1,4 @@
-"""Transformer Engine's own Python (2.20.2), importable and running on a CPU: its compiled module alone is a stand-in.
+"""Transformer Engine's Python (2.20.2) on a CPU: only its compiled module is a stand-in.
 
 What is real: recipes, `te.Linear`, its autograd function, quantisers, storage classes, `autocast`, weight caching, and
 the checks of what a device supports. What is not: `transformer_engine_torch`, whose casts and GEMMs are those of
@@ -42,7 +42,7 @@ class Absent:
 
 
 class AbsentModules(MetaPathFinder, Loader):
-    """Finds modules that need a package of their own, empty, while the library is imported."""
+    """Provides empty modules for missing packages while the library is imported."""
 
     def find_spec(self, name, path=None, target=None):
         return ModuleSpec(name, self, is_package=True) if name.startswith(ABSENT) else None
@@ -57,7 +57,7 @@ class AbsentModules(MetaPathFinder, Loader):
 
 
 class Device:
-    """What `torch.cuda` says to the library of a GPU that is not there; tensors are on the CPU (device None)."""
+    """Answers of `torch.cuda` to the library about a simulated GPU; tensors are on the CPU (device None)."""
 
     capability = (9, 0)
 
@@ -120,9 +120,9 @@ def importable():
 
 @functools.cache
 def modules() -> dict[str, ModuleType]:
-    """Import the library, once, and return what `sys.modules` has with it; what is imported is taken out of there.
+    """Import the library once and return its entries of `sys.modules`, which are then removed there.
 
-    Raises FileNotFoundError where it is not there, saying how to get it.
+    Raises FileNotFoundError, with instructions, if it is missing.
     """
     if not (FOLDER / "transformer_engine").is_dir():
         raise FileNotFoundError(MISSING)

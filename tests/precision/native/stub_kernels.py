@@ -1,8 +1,8 @@
-"""A stand-in for `transformer_engine_torch`: the emulation's casts, laid out as kernels lay them out, and plain GEMMs.
+"""A stand-in for `transformer_engine_torch`: the emulation's casts in the kernels' layouts, and plain GEMMs.
 
-A cast fills the library's own storage classes, in the directions that its quantiser is set to and on the device that
-it believes in. A GEMM sees what a storage holds of the direction that its layout asks for, codes and scales, and
-nothing else: a cast that was left out, or that was dropped too early, is an error. `LOG` has every call.
+A cast fills the library's storage classes, in the directions of its quantizer and on the simulated device. A GEMM sees
+only the codes and scales of a storage in the direction of its layout: a cast that is missing, or was dropped too early,
+is an error. `LOG` has every call.
 """
 
 from enum import IntEnum
@@ -74,7 +74,7 @@ def _four_bits(quantizer) -> tuple[CastConfig, CastConfig]:
     cast = CastConfig(format="e2m1", block=block, scale="two_level_e4m3", **noise)
     if not quantizer.with_rht:
         return cast, cast
-    signs = quantizer.rht_matrix[:, 0].float().sign()  # of diag(signs) H / 4, whose H begins with a column of ones
+    signs = quantizer.rht_matrix[:, 0].float().sign()  # of diag(signs) H / 4: H begins with a column of ones
     assert torch.equal(quantizer.rht_matrix.float(), rotation(16, signs, signs.device))
     vector = tuple(int(sign) for sign in signs)
     turn = HadamardConfig(size=16, signs="fixed", vector=vector, round_to="bf16")
@@ -89,7 +89,7 @@ def _turned(x, cast):
 
 
 def _noise(x, cast, slot):
-    """Return what stands for the GPU's own random bits: of dY alone, by torch's seed."""
+    """Return a replacement of the GPU's random bits, for dY only, by torch's seed."""
     return keyed_noise(x, cast, torch.tensor(SLOT_NAMES.index(slot) + torch.initial_seed() % 1000), Origin())
 
 
@@ -164,7 +164,7 @@ def _blocks(x, casts, rows, columns):
 
 
 def _storage(tensor, quantizer, buffers):
-    """Return the library's own object for `buffers`, whose shapes and dtypes must be those that it declares."""
+    """Return the library's object for `buffers`, which must have the declared shapes and dtypes."""
     from transformer_engine.pytorch import tensor as library
 
     name, more = {
@@ -187,7 +187,7 @@ def _storage(tensor, quantizer, buffers):
 
 
 def operand(tensor, rows: bool):
-    """Return what a GEMM reads of `tensor` [R, C]: its rows' codes and scales, or its columns'."""
+    """Return the part of `tensor` [R, C] that a GEMM reads: codes and scales of its rows or columns."""
     from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
     kind = type(tensor).__name__
@@ -264,7 +264,7 @@ def fp8_transpose(data, dtype, out=None):
 
 
 class _Names(type):
-    """A type of the compiled module that the import mentions: an enumeration whose members count up."""
+    """A type of the compiled module that the import mentions: an enumeration with ascending members."""
 
     def __getattr__(cls, name):
         if name == "__members__":
@@ -277,7 +277,7 @@ class _Names(type):
 
 
 def module() -> ModuleType:
-    """Return `transformer_engine_torch`: what is above, and types without meaning for whatever else is named."""
+    """Return `transformer_engine_torch`: the definitions above, and dummy types for all other names."""
     made = ModuleType("transformer_engine_torch")
     for each in (DType, quantize, generic_gemm, bgrad_quantize, fp8_transpose):
         setattr(made, each.__name__, each)

@@ -1,4 +1,4 @@
-"""Which recipes run natively, where, and what is said of the others. Under a second."""
+"""Recipes that run natively per device, and the reasons for the others. Under a second."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def with_cast(name, slot, **keys):
     return recipe.model_copy(update={gemm: part.model_copy(update={operand: cast})})
 
 
-def test_the_matrix_is_what_the_library_admits():
+def test_the_matrix_of_recipes_and_devices_agrees_with_the_library():
     made = decision_matrix(shipped_recipes())
     assert set(made) == set(RECIPES)
     for name, row in made.items():
@@ -64,7 +64,7 @@ def test_the_matrix_is_what_the_library_admits():
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_native_recipe_means_exactly_its_casts(name):
-    """What Transformer Engine then makes of the configuration: `test_transformer_engine.py`."""
+    """`test_transformer_engine.py` tests the casts of Transformer Engine under the configuration."""
     found, differences = express(slots_of(load(name)))
     assert differences == []
     assert casts_of(found) == slots_of(load(name))
@@ -91,7 +91,7 @@ def test_a_native_recipe_means_exactly_its_casts(name):
         ("mxfp8", "fprop.x", {"format": "e2m3"}),
     ],
 )
-def test_whatever_differs_is_refused_and_named(name, slot, keys):
+def test_every_difference_runs_emulated_and_is_named(name, slot, keys):
     decision = decide(with_cast(name, slot, **keys), DEVICES["sm_100"])
     assert decision.runs == "emulated"
     assert f"precision.{slot}" in {problem.key for problem in decision.problems}
@@ -124,7 +124,7 @@ def _gemms(name):
     return {gemm: getattr(load(name), gemm) for gemm in ("fprop", "dgrad", "wgrad")}
 
 
-def test_everything_that_stands_in_the_way_of_native_is_said_at_once_with_the_numbers():
+def test_all_reasons_against_native_are_reported_at_once_with_numbers():
     words = ["precision=fp8_subchannel", "precision.backend=native", "model.hidden_size=200", "model.num_heads=4"]
     config = compose_config([*words, "model.num_kv_heads=2", "model.ffn_hidden_size=640"])
     here = Capability("sm_86", (8, 6), (12, 6), "2.14.0", library_problem="Transformer Engine 2.14.0 is installed")
@@ -164,7 +164,7 @@ SCOPES = [
     ("nvfp4", "sm_100", SCOPES, "ranks would draw the same bits"),
 ])  # fmt: skip
 def test_parts_of_tensors_are_cast_natively_where_that_is_the_cast_of_the_whole(recipe, device, more, said):
-    """Scales of blocks, which no layout may cut, and delayed ones, whose amaxes all ranks merge; or scales of parts."""
+    """Scales of blocks, which no layout splits, and delayed ones, with amaxes merged over ranks; or scales of parts."""
     for axis in ("tp", "cp"):
         words = [f"precision={recipe}", f"parallel.{axis}=2", "model=llama_1b", *more]
         decision = Resolution(compose_config(words), DEVICES[device]).decision
@@ -181,7 +181,7 @@ def test_a_ranks_part_of_a_size_must_fit_the_kernels_too():
 
 
 def test_an_axis_that_cuts_is_named_with_its_degree():
-    """A null axis counts by what it comes to."""
+    """A null axis counts with its resolved degree."""
     for words, said in (
         (["parallel.cp=2"], ["parallel.cp: is 2, and"]),
         (["parallel.tp=2", "parallel.cp=4", "world=8"], ["parallel.tp: is 2, and", "parallel.cp: is 4, and"]),
@@ -226,7 +226,7 @@ def test_each_kernel_has_its_multiple():
     ((12, 1), {"rounding": "even", "noise_bits": 20, "hadamard": None}, "native", ""),
 ])  # fmt: skip
 def test_nvfp4_is_native_only_where_its_kernels_rotate_and_round(device, keys, runs, said):
-    """NVIDIA's matrix says "Partial" of 12.0: plain NVFP4 runs there, the recipe's rotation and rounding do not."""
+    """12.0 is "Partial" in NVIDIA's matrix: plain NVFP4 runs there, the recipe's rotation and rounding do not."""
     recipe = load("nvfp4")
     for slot in ("dgrad.dy", "wgrad.dy", "wgrad.x"):
         gemm, operand = slot.split(".")

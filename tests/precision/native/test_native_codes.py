@@ -1,4 +1,4 @@
-"""The start-up check of native casts, over stand-ins for the library's kernels: quiet, or it says what differs. 4 s."""
+"""The start-up check of native casts, over stand-ins for kernels: silent, or it reports the difference. 4 s."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ NATIVE = [
 
 
 def planted(monkeypatch, change):
-    """Have `change(role's cast, axis, what is stored)` come from the library."""
+    """Make the library return `change(role's cast, axis, stored)`."""
     right = native_codes.stored
 
     def wrong(made, cast, axis, shape):
@@ -43,14 +43,14 @@ def test_it_is_quiet_where_the_casts_are_the_recipes(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_subchannel"], indirect=True)
-def test_it_is_quiet_on_a_newer_device_whose_tensors_are_kept_otherwise(recipe, engine):
+def test_it_is_quiet_on_a_newer_device_with_another_tensor_layout(recipe, engine):
     """From Blackwell on one copy of a tensor serves both directions, where it has one scale."""
     engine.device(10, 0)
     assert check_native_casts(recipe, CPU) is None
 
 
 @pytest.mark.parametrize("recipe", NATIVE, indirect=True)
-def test_a_bias_has_the_gradient_cast_by_another_kernel_which_is_looked_at_too(recipe, monkeypatch):
+def test_the_kernel_that_casts_and_sums_the_gradient_of_a_bias_is_checked_too(recipe, monkeypatch):
     assert check_native_casts(recipe, CPU, bias=True) is None
 
     def off(quantizer, tensor):
@@ -89,7 +89,7 @@ def test_stochastic_codes_are_one_of_two_neighbours_and_scales_are_the_same(reci
     assert "scales differ" in raised.value.problems[0].text
 
 
-def test_the_sample_has_what_casts_stumble_over():
+def test_the_sample_has_the_difficult_cases_of_a_cast():
     given = sample(CPU, torch.bfloat16, 127)
     codes = {slot: native_codes.emulated(given, cast, 1).codes & 127 for slot, cast in
              (("mxfp8", load("mxfp8").fprop.x), ("current", load("fp8_current").fprop.x))}  # fmt: skip

@@ -30,7 +30,7 @@ class Linear(nn.Linear):
 
 
 def pair(recipe, master=torch.float32):
-    """Return a model of two blocks under the emulation, and one with the same weights whose linears are native."""
+    """Return a model of two blocks under the emulation, and one with the same weights and native linears."""
     torch.manual_seed(0)
     block = {"up_proj": Linear(WIDTH, 384, bias=False), "down_proj": Linear(384, WIDTH, bias=False)}
     model = nn.ModuleDict({"layers": nn.ModuleDict({"1": nn.ModuleDict(block)})}).to(master)
@@ -175,7 +175,7 @@ def test_a_phase_gets_its_own_quantisers(engine):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_observers_see_the_emulations_casts_and_change_nothing(name, engine):
-    """What was cast, by which scales and to what, of all six slots; a call without gradients has the first two."""
+    """Inputs, scales and results of the casts of all six slots; a call without gradients has the first two."""
     recipe = load(name)
     engine.device(*compute_capability(recipe))
     emulated, native = pair(recipe)

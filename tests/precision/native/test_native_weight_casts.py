@@ -17,7 +17,7 @@ CASES = [("fp8_current", 0), ("fp8_subchannel", 0), ("mxfp8", 1), ("nvfp4", 0), 
 
 
 def steps_of(model, recipe, dtype):
-    """Return what two steps of `MICRO_BATCHES` make, and how often each called the kernel that casts."""
+    """Return the results of two steps of `MICRO_BATCHES`, and the number of calls of the cast kernel in each."""
     quantisation, left, casts = Quantisation(recipe, 0, 2), [], []
     torch.manual_seed(0)
     for step in range(2):
@@ -37,7 +37,7 @@ def steps_of(model, recipe, dtype):
 
 @pytest.mark.parametrize(("name", "observed"), CASES)
 def test_a_kernel_casts_each_weight_once_per_step(name, observed, engine):
-    """But under delayed scales, whose amax it takes as it casts. An observer sees the emulation's casts, as before."""
+    """Except under delayed scales, because the cast takes the amax. Observers see the emulation's casts, as before."""
     recipe = load(name)
     engine.device(*compute_capability(recipe))
     _, plain = pair(recipe)

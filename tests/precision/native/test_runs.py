@@ -71,7 +71,7 @@ def test_health_of_a_native_run_is_that_of_the_emulated_run(small_run, tmp_path,
     assert curve(tmp_path / "native/run") == curve(tmp_path / "bare/run")
 
 
-def test_a_run_goes_on_with_the_other_backend(small_run, tmp_path, hopper):
+def test_a_run_resumes_with_the_other_backend(small_run, tmp_path, hopper):
     common = ["precision=fp8_delayed", "schedule.total_steps=6", "trainer.validate_every_steps=null"]
     assert train(small_run, tmp_path / "whole", *common) == 0
     for steps, backend, more in ((2, "native", ()), (4, "emulated", ("resume=auto",)), (6, "auto", ("resume=auto",))):
@@ -87,7 +87,7 @@ def test_a_run_goes_on_with_the_other_backend(small_run, tmp_path, hopper):
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-def test_the_backend_is_no_part_of_what_a_run_is():
+def test_the_backend_is_not_in_the_config_hash():
     words = ["precision=mxfp8", "run.name=x"]
     one, other = (compose_config([*words, f"precision.backend={each}"]) for each in ("auto", "native"))
     assert config_hash(one) == config_hash(other)
@@ -110,7 +110,7 @@ def test_auto_falls_back_and_says_why(small_run, tmp_path, monkeypatch, capsys):
         (Capability("sm_90", (9, 0), (13, 0), None, None, "Transformer Engine is not installed"), ["not installed"]),
     ],
 )
-def test_native_that_cannot_be_had_is_exit_code_2(here, said, small_run, tmp_path, monkeypatch, capsys):
+def test_an_impossible_native_backend_is_exit_code_2(here, said, small_run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("lightning_llm.plan.resolve.capability_here", lambda accelerator: here)
     words = ["precision=fp8_subchannel", "precision.backend=native", "model.ffn_hidden_size=200"]
     assert train(small_run, tmp_path, *words) == 2

@@ -60,7 +60,7 @@ def layer_of(recipe, bias=False, sharded=False):
 
 
 def step(layer, recipe):
-    """Run it forward and backward; return what kernels were asked for."""
+    """Run it forward and backward; return the kernel calls."""
     LOG.clear()
     generator = torch.Generator().manual_seed(0)
     x, dy = (
@@ -92,7 +92,7 @@ def test_kernels_are_asked_for_the_recipes_six_casts_and_three_gemms(name, engin
     assert [gemm.layout for gemm in gemms] == ["TN", "NN", "NT"]
     always = native.kind in ("delayed", "current", "subchannel")
     assert [gemm.split_accumulator for gemm in gemms] == [always, True, True]
-    if native.gradient != "high":  # and what the check at the start looks at is these quantisers
+    if native.gradient != "high":  # the check at the start uses these quantizers
         for role, cast in zip(("x", "w", "dy"), casts, strict=True):
             assert casts_of(quantizers_of(layer)[role]) == (cast.rows, cast.columns)
 
@@ -122,7 +122,7 @@ def test_a_gathered_weight_is_cast_anew_for_the_backward_pass(name, engine):
 
 
 def test_a_weight_that_the_library_caches_by_micro_batch_does_not_follow_the_weight(engine):
-    """Which is why the casts are let go when a step is over (`KeptByKernel`): masters move between steps."""
+    """So the casts are dropped at the end of a step (`KeptByKernel`), because masters change between steps."""
     layer = layer_of(load("fp8_current"))
     x = torch.randn(ROWS, INPUTS).bfloat16()
     before = layer(x)
@@ -167,8 +167,8 @@ def test_a_bias_is_added_by_the_gemm_and_its_gradient_is_that_of_dy_before_the_c
 
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_subchannel", "mxfp8", "nvfp4", "high_backward"])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_gradients_that_are_not_rounded_are_what_wgrads_gemm_writes(name, sharded, engine):
-    """Into a tensor of each backward pass, two of which come in the other order here; nothing is kept of them."""
+def test_unrounded_gradients_are_the_output_of_the_wgrad_gemm(name, sharded, engine):
+    """Into a new tensor per backward pass, two of them in reversed order here; none is kept."""
     recipe = variants()[name].model_copy(update={"wgrad_dtype": "fp32"})
     engine.device(*compute_capability(recipe))
     native, emulated = layer_of(recipe, sharded=sharded), layer_of(recipe)
@@ -192,11 +192,11 @@ def test_gradients_that_are_not_rounded_are_what_wgrads_gemm_writes(name, sharde
     assert not torch.equal(native.weight.grad, native.weight.grad.bfloat16().float())
     assert [each() for each in kept if each() is not native.weight.grad] == [None] * len(kept)
     native.weight.requires_grad_(False)
-    step(native, recipe)  # whose GEMMs then are two, and whose gradient nobody asks for
+    step(native, recipe)  # now with two GEMMs and no gradient of the weight
     assert torch.equal(native.weight.grad, emulated.weight.grad)
 
 
-def test_the_library_admits_what_the_plan_admits(engine):
+def test_the_library_accepts_what_the_plan_accepts(engine):
     """On every device. Ours is stricter twice: blocks of 128 from 12.0 on, and NVFP4's rotation and rounding there."""
     asks = {"delayed": "fp8", "current": "fp8", "subchannel": "fp8_block_scaling", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
     for device in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)):
@@ -223,7 +223,7 @@ def test_every_default_that_the_environment_sets_is_passed(engine, monkeypatch):
     for recipe in (load("fp8_current"), load("fp8_subchannel"), load("mxfp8"), load("nvfp4")):
         te.recipe_object(native_recipe(recipe)[0])
     te.DelayedQuantizers(LinearPlan.of(load("fp8_delayed"), "eager").delayed_casts(), torch.device("cpu"))
-    inert = {"nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode"}  # of what nvfp4_4over6="none" turns off
+    inert = {"nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode"}  # without effect under nvfp4_4over6="none"
     for name in names:
         source = getsource(getattr(own, name))
         set_outside = set(re.findall(r"^    (\w+): \w[^\n]*?=[\s(]*os\.getenv", source, re.MULTILINE))
@@ -233,7 +233,7 @@ def test_every_default_that_the_environment_sets_is_passed(engine, monkeypatch):
 
 
 def test_a_norm_fused_with_a_linear_is_handed_the_linears_cast(engine, monkeypatch):
-    """So what is cast is the norm's kernel's business, not the recipe's: which is why none is used."""
+    """The norm's kernel then decides the input of the cast, not the recipe, so no fused norm is used."""
     library, handed = te.engine().pytorch, []
 
     def norm(x, weight, eps, out, quantizer, *_):
@@ -263,7 +263,7 @@ def test_sizes_that_fit_are_the_librarys(name, engine):
     if kind in ("delayed", "current"):
         with pytest.raises(ValueError, match="last dimension to be divisible by 16"):
             te.engine().pytorch.utils.assert_dim_for_fp8_exec(torch.empty(multiple, 3 * multiple + 8))
-    elif kind != "nvfp4":  # whose GEMMs want 32, whatever its casts take
+    elif kind != "nvfp4":  # its GEMMs need 32, its casts do not
         assert not any(
             each.is_quantizable(torch.empty(multiple, multiple // 2)) for each in quantizers_of(layer).values()
         )
