@@ -117,7 +117,7 @@ REFUSED = {
         "is FalconForCausalLM. Read here are GPT2LM",
     ),
     "code of its own": (llama(), {"auto_map": {"AutoModel": "modeling.X"}}, "trust_remote_code"),
-    "quantised": (llama(), {"quantization_config": {"bits": 4}}, "quantised"),
+    "quantised": (llama(), {"quantization_config": {"bits": 4}}, "quantized"),
     "biases": (llama(), {"attention_bias": True}, "attention_bias: is True, and this decoder has False"),
     "an activation": (llama(), {"hidden_act": "gelu"}, "hidden_act: is 'gelu', and this decoder has 'silu'"),
     "longrope": (llama(), {"rope_parameters": {"rope_type": "longrope"}}, "'longrope': which of its two sets"),
