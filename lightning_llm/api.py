@@ -1,6 +1,6 @@
 """The verbs as Python functions, for notebooks and scripts (docs/howto/python.md); the command line calls them.
 
-Nothing here is imported before it is called: composing needs no torch, and a verdict no Hydra.
+Each function imports what it needs when it is called: composing needs no torch, a verdict no Hydra.
 """
 
 import os
@@ -27,11 +27,13 @@ EXIT_INPUT = 2
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A run that came to its end.
+    """A finished run, or one that `trainer.max_time` stopped.
 
-    `summary` is what its summary.json says (status, parameters, versions, final figures), `records` are the lines of
-    metrics.jsonl in order: a mapping per training step ("step", "tokens", "loss" in nats per token, ...), and one per
-    validation ("step", "val_loss", ...).
+    Attributes:
+        folder: the run's folder.
+        summary: contents of summary.json: status, parameters, versions, final figures.
+        records: lines of metrics.jsonl in order: one mapping per training step ("step", "tokens", "loss" in nats per
+            token, ...) and one per validation ("step", "val_loss", ...).
     """
 
     folder: Path
@@ -40,15 +42,15 @@ class TrainResult:
 
 
 def compose(*overrides: str, config: StrPath | None = None, config_dir: StrPath | None = None) -> "Config":
-    """Return the checked config of one run, as `lightning-llm plan` reads it; nothing is started or written.
+    """Return the checked config of one run, as `lightning-llm plan` composes it. Nothing is started or written.
 
     Args:
-        overrides: as they are typed behind `train`: "recipe=quickstart", "precision=mxfp8", "~callbacks.sample".
+        overrides: the words of the command line: "recipe=quickstart", "precision=mxfp8", "~callbacks.sample".
         config: a run's config.yaml to start from instead of the defaults.
-        config_dir: a folder of further config groups and callbacks, which stays open for `train`.
+        config_dir: folder of additional config groups and callbacks; `train` uses it too.
 
     Raises:
-        ConfigError: with all that is wrong with the keys, and between those that are right.
+        ConfigError: lists every wrong key, or else every conflict between keys.
     """
     from lightning_llm.config.workspace import open_config_dir
     from lightning_llm.run.checked_plan import checked_resolution, read_words
@@ -64,21 +66,24 @@ def compose(*overrides: str, config: StrPath | None = None, config_dir: StrPath 
 
 
 def train(config: "Config", *, quiet: bool = False) -> TrainResult:
-    """Train one run, as `lightning-llm train` does, and return what it left; "stopped" if trainer.max_time was over.
+    """Train one run as `lightning-llm train` does.
 
-    With trainer.devices=1 it runs in this process; more ranks are processes of their own on this machine. Interrupting
-    it saves the run's state; `resume=auto` goes on.
+    With trainer.devices=1 it runs in this process; more ranks are separate processes on this machine. An interrupted
+    run saves its state; continue it with `resume=auto`.
 
     Args:
-        config: of `compose`, or a copy of one (`config.model_copy(update=...)`): it is checked here, too.
-        quiet: leave out what the verb prints; what goes wrong is still said on stderr.
+        config: returned by `compose`, or a copy of it (`config.model_copy(update=...)`). It is checked again.
+        quiet: suppress the verb's stdout. Errors still go to stderr.
+
+    Returns:
+        The run's results. The summary's status is "stopped" if `trainer.max_time` ended the run.
 
     Raises:
-        ConfigError: with all that is wrong with the config, the machine, or this process as a place to train from: a
-            rank of torchrun or srun, a thread, one with a process group of its own.
-        RunFailedError: the run began, and failed.
-        KeyboardInterrupt: it was stopped by a signal, with its state saved; by SIGTERM or SIGHUP,
-            `errors.Terminated`, a kind of it.
+        ConfigError: the config or the machine does not allow the run, or a run cannot start in this process (a rank of
+            torchrun or srun, a thread other than the main one, a process with its own process group).
+        RunFailedError: the run started and failed.
+        KeyboardInterrupt: a signal stopped the run after its state was saved (SIGTERM and SIGHUP raise the subclass
+            `errors.Terminated`).
     """
     from lightning_llm.cli.train import train_config
     from lightning_llm.config.schema import Config
@@ -116,25 +121,26 @@ def compare(
     output: StrPath | None = None,
     quiet: bool = False,
 ) -> "Comparison":
-    """Return the verdicts over runs, as `lightning-llm compare` does: report and tables are written beside the runs.
+    """Judge runs against a baseline as `lightning-llm compare` does. Writes report and tables beside the runs.
 
     Args:
-        runs: results of `train`, folders of runs or above runs, sweeps, MLflow ids; none: the last sweep.
-        baseline: what to hold the others against: "precision=bf16"; None: the usual one.
-        best_of: each recipe at its best value of this key, chosen by seeds `choose_by` ("0,1", "all"; None: lowest).
-        margin: the gap in loss, in nats per token, that is still lossless; "2%": tokens more that it may need; None: as
-            declared for the sweep, or 0.01.
-        confidence: of all intervals together; None: as declared, or 0.95.
-        metric: of the validation records: "val_loss", "val_loss/SOURCE"; None: as declared, or "val_loss".
-        tail: the last share of the steps, averaged over; None: as declared, or 0.1.
-        targets: what time to target is measured to: "4.4", or that of one setting, "model=llama_tiny:4.4".
-        all_pairs: every recipe against every other, too.
-        output: a folder for the report, which then goes to no MLflow either.
-        quiet: leave out the table.
+        runs: results of `train`, folders of runs or above runs, sweeps, or MLflow ids. Default: the last sweep.
+        baseline: setting of the baseline, such as "precision=bf16". None: chosen from the runs.
+        best_of: compare each recipe at its best value of this key.
+        choose_by: seeds that choose the best value: "0,1" or "all". None: the lowest seed.
+        margin: largest gap in loss that is lossless, in nats per token, or in additional tokens ("2%"). None: the
+            sweep's own, or 0.01.
+        confidence: simultaneous confidence of the intervals. None: the sweep's own, or 0.95.
+        metric: key of the validation metrics, "val_loss" or "val_loss/SOURCE". None: the sweep's own, or "val_loss".
+        tail: share of the last steps to average over. None: the sweep's own, or 0.1.
+        targets: losses for the time to target: "4.4", or for one setting "model=llama_tiny:4.4".
+        all_pairs: also compare all recipes with each other.
+        output: folder for the report; nothing is written to MLflow then.
+        quiet: do not print the table.
 
     Raises:
-        IncompleteComparisonError: not all could be judged; its `comparison` has the verdicts on the rest.
-        ConfigError: nothing could be judged, with every reason. Flags in its text are the arguments' names here.
+        IncompleteComparisonError: some runs could not be judged; its `comparison` has the verdicts on the others.
+        ConfigError: no run could be judged; lists every reason. A flag in its text is the argument of that name.
     """
     from lightning_llm.compare.best_value import best_of_words
     from lightning_llm.compare.command import compare_named, print_table
@@ -160,20 +166,20 @@ def load(
     compute_dtype: str | None = None,
     end_of_document: str | None = None,
 ) -> tuple["Decoder", "Tokenizer"]:
-    """Return a model, whole, and its tokenizer, as `lightning-llm generate` reads them.
+    """Return a complete model and its tokenizer, as `lightning-llm generate` loads them.
 
-    The model is in evaluation mode, asks for no gradients and casts nothing; it takes tokens int64 `[B, T]` and returns
-    logits fp32 `[B, T, padded_vocab_size]`, of which those from `model.config.vocab_size` on mean nothing.
+    The model is in evaluation mode, has no gradients and applies no casts. It takes tokens int64 `[B, T]` and returns
+    logits fp32 `[B, T, padded_vocab_size]`; those from `model.config.vocab_size` on are padding.
 
     Args:
-        path: a result of `train`, a run's folder (its newest checkpoint), a checkpoint, a folder that `import` made, or
+        path: result of `train`, a run's folder (its newest checkpoint), a checkpoint, a folder written by `import`, or
             a Hugging Face folder.
-        device: cpu, cuda, or auto: a GPU where there is one.
-        compute_dtype: of activations, fp32, bf16 or fp16; None: the run's precision.compute_dtype, else bf16.
-        end_of_document: the token that ends a document; None: what the weights' files say, or one of a usual name.
+        device: "cpu", "cuda" or "auto" (a GPU if there is one).
+        compute_dtype: dtype of activations: fp32, bf16 or fp16. None: the run's precision.compute_dtype, or bf16.
+        end_of_document: token that ends a document. None: from the files of the weights, or one of a usual name.
 
     Raises:
-        ConfigError: with all that is wrong with the arguments, or with what lies there. Nothing of it is executed.
+        ConfigError: an argument or a file is wrong. No code from the folder is executed.
     """
     from lightning_llm.evaluate.weights import load_model
 
@@ -196,25 +202,27 @@ def evaluate(
     layout: Iterable[str] | str = (),
     quiet: bool = False,
 ) -> "Evaluation":
-    """Measure weights that are there, as `lightning-llm evaluate` does; results are kept with their run.
+    """Measure validation losses and lm-eval tasks of weights, as `lightning-llm evaluate` does.
+
+    Results are stored with the run.
 
     Args:
         path: see `load`.
-        tasks: of lm-eval, by name or as a .yaml file.
-        tasks_only: no validation losses.
+        tasks: lm-eval tasks, by name or as .yaml files.
+        tasks_only: skip validation losses.
         data: other data than the run's: "jsonl=FILE", or "KEY=VALUE" with a key below `data`.
-        limit: the first so many samples of each task; below 1, that share of them.
-        average: the mean of these weights, and of `path`'s.
-        ensemble: the mean of what these and `path` predict.
-        batch_size: requests of a task at once.
-        compute_dtype: in tasks; see `load`.
-        device: auto, cpu or cuda.
-        output: a file to write to instead of the run's evaluation/.
-        layout: of ranks that are started to share it: "parallel=zero3", "trainer.devices=2".
-        quiet: leave out the table.
+        limit: samples per task; below 1, a share of them.
+        average: evaluate the mean of these weights and those of `path`.
+        ensemble: evaluate the mean prediction of these and `path`.
+        batch_size: requests of a task per forward pass.
+        compute_dtype: dtype of activations in tasks; see `load`.
+        device: "auto", "cpu" or "cuda".
+        output: file to write instead of one in the run's evaluation/.
+        layout: start ranks that share the work: "parallel=zero3", "trainer.devices=2".
+        quiet: do not print the table.
 
     Raises:
-        ConfigError: with all that is wrong. Flags in its text are the arguments' names here.
+        ConfigError: lists everything that is wrong. A flag in its text is the argument of that name.
         RanksFailedError: a rank failed.
     """
     from lightning_llm.cli.evaluate import evaluated, print_metrics
