@@ -76,3 +76,15 @@ def test_every_page_is_linked_from_the_index_of_its_section(index):
     """Repository browsers show no toctree."""
     linked = {(index.parent / path).resolve() for path, _ in links(index)}
     assert sorted(name(page) for page in set(index.parent.glob("*.md")) - linked - {index}) == []
+
+
+def test_pages_that_code_and_changelog_name_exist():
+    folders = ("lightning_llm", "callbacks", "conf", "recipes", "tests", "benchmarks", "gpu_check", "docs")
+    files = [ROOT / "CHANGELOG.md", *(file for folder in folders for file in (ROOT / folder).rglob("*"))]
+    gone = {}
+    for file in files:
+        if file.suffix in {".py", ".yaml", ".md"}:
+            named = re.findall(r"(?<![\w/.])docs/[\w/]+\.(?:md|py|ipynb|svg)", file.read_text(encoding="utf-8"))
+            if missing := {each for each in named if not (ROOT / each).exists()}:
+                gone[name(file)] = missing
+    assert gone == {}
