@@ -33,7 +33,7 @@ def test_commands_parse_and_sweeps_compose(command, monkeypatch, tmp_path):
         assert len(compose_sweep(arguments.overrides)) >= 6
 
 
-def test_a_margin_in_tokens_can_be_declared_as_it_is_typed(monkeypatch, tmp_path, capsys):
+def test_a_margin_in_tokens_can_be_declared_on_the_command_line(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
     (command,) = (each for each in COMMANDS if "sweep.margin=2% 'sweep.also=" in each)
     words = ["-m", "sweep.max_seeds=3", *shlex.split(command, comments=True)[3:]]  # the first look, and no more
@@ -52,7 +52,7 @@ def test_a_margin_in_tokens_can_be_declared_as_it_is_typed(monkeypatch, tmp_path
     assert f"at three lengths have {3 * len(plan['axes']['precision']) * 3})" in " ".join(SEQUENTIAL.split())
 
 
-def test_the_sweep_that_was_run_to_its_end_has_the_lengths_that_its_margin_takes(monkeypatch, tmp_path, capsys):
+def test_the_measured_sweep_has_the_token_counts_its_margin_needs(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
     (command,) = (each for each in COMMANDS if "sweep.margin=5%" in each)
     assert main(["plan", "sweep.max_seeds=4", "--json", *shlex.split(command)[2:]]) == 0  # the look that decided
@@ -62,7 +62,7 @@ def test_the_sweep_that_was_run_to_its_end_has_the_lengths_that_its_margin_takes
     assert len(words) == 20  # of which one was not run: mxfp8 was decided after three seeds
 
 
-def test_every_free_key_is_named():
+def test_the_reference_lists_every_key_that_is_no_confounder():
     named = set(re.findall(r"`([\w.*]+)`", REFERENCE))
     groups = {"model.name", "data.name", "parallel.name", "precision.name", "trainer.name"}
     descriptions = {"precision.reference", "precision.hardware", "model.parameters_published"}
@@ -71,7 +71,7 @@ def test_every_free_key_is_named():
 
 
 @pytest.mark.parametrize(("recipes", "trials"), [(1, 20_000), (4, 10_000)])
-def test_a_cell_of_the_power_table_is_what_simulation_finds(recipes, trials):
+def test_a_cell_of_the_power_table_agrees_with_simulation(recipes, trials):
     row = next(line for line in SEEDS.splitlines() if line.startswith(f"| 0.005 | {recipes} |"))
     lossless, lossy = (int(each) for each in row.split("|")[4].split("/"))  # 3 seeds
     losses = np.random.default_rng(0).normal(0, 0.005 / 2**0.5, (trials, recipes + 1, 3))

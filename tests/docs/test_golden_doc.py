@@ -23,8 +23,8 @@ TEXT = (ROOT / "docs" / "howto" / "golden.md").read_text(encoding="utf-8")
 WORKFLOW = re.search(r"^```yaml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE).group(1)
 
 
-def test_the_workflow_is_one():
-    """What GitHub's schema wants of this much of a workflow (json.schemastore.org/github-workflow.json)."""
+def test_the_workflow_is_valid():
+    """Check the part of GitHub's schema that applies (json.schemastore.org/github-workflow.json)."""
     assert WORKFLOW.startswith("# .github/workflows/golden.yml\n")
     workflow = yaml.load(WORKFLOW, Loader=yaml.BaseLoader)  # as GitHub reads it: `on` is a word, not YAML 1.1's true
     assert workflow.keys() == {"name", "on", "permissions", "jobs"}
@@ -48,14 +48,14 @@ def steps() -> list[dict]:
     return job["steps"]
 
 
-def test_the_workflow_checks_a_recipe():
+def test_the_workflow_runs_golden_check_on_a_valid_recipe():
     arguments = _parse(command_of_workflow())
     assert (arguments.verb, arguments.action) == ("golden", "check")
     check_config(compose_config(arguments.overrides))
 
 
 @pytest.mark.full
-def test_the_workflows_command_ends_as_it_should(tmp_path, monkeypatch, capsys):
+def test_the_workflows_command_has_the_right_exit_codes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = command_of_workflow()
     assert main(words) == 2  # nothing is recorded yet
@@ -70,7 +70,7 @@ def test_the_workflows_command_ends_as_it_should(tmp_path, monkeypatch, capsys):
     assert main(words) == 1
 
 
-def test_the_numbers_of_the_page_hold():
+def test_the_band_widths_on_the_page_are_correct():
     assert f"`--false-alarms` ({FALSE_ALARMS})" in TEXT
     widths = re.search(
         r"with 3,000 numbers it is (\d+) s of 3 runs, (\d+) s of 6, ([\d.]+) s of 11", " ".join(TEXT.split())
@@ -84,14 +84,14 @@ def test_the_numbers_of_the_page_hold():
         assert f"{band.deviations:.1f}".removesuffix(".0") == told or f"{band.deviations:.0f}" == told
 
 
-def test_commands_are_of_both_kinds():
+def test_the_page_shows_record_and_check():
     shown = re.findall(r"^lightning-llm golden (\w+)", TEXT, re.MULTILINE)
     assert set(shown) == {"record", "check"}
 
 
 @pytest.mark.full
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="has no other kernels to check by")
-def test_another_cpus_kernels_are_within_the_band_and_faults_are_not(capfd):
+def test_other_kernels_are_within_the_band_and_faults_outside(capfd):
     file = ROOT / "docs" / "internals" / "golden_on_other_kernels.py"
     spec = importlib.util.spec_from_file_location("golden_on_other_kernels", file)
     module = importlib.util.module_from_spec(spec)

@@ -35,7 +35,7 @@ def test_commands_parse(command):
         assert (target.name, target.parameters, target.tokens) == ("ladder_8m", 8_278_080, 131_072)
 
 
-def test_the_predictions_are_what_was_said_and_grade_as_they_did(tables):
+def test_recorded_predictions_grade_as_recorded(tables):
     ladder = tables.measured_ladder()
     ledger = read_ledger(tables.PREDICTIONS)  # which holds each to its hash
     assert sum(each.outcome is not None for each in ledger) >= 16
@@ -49,7 +49,7 @@ def test_the_predictions_are_what_was_said_and_grade_as_they_did(tables):
         assert before["made_before_the_runs"] is True
 
 
-def test_sizes_of_the_rungs_are_those_of_the_configs(tables):
+def test_rungs_have_the_parameter_counts_of_their_configs(tables):
     from lightning_llm.config.compose import compose_config
 
     names = ("ladder_240k", "ladder_1m")

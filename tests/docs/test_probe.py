@@ -30,7 +30,7 @@ def test_commands_parse(command):
         compose_config(arguments.overrides)
 
 
-def test_both_ways_are_shown():
+def test_the_page_shows_train_and_probe():
     assert {command.split()[1] for command in COMMANDS} >= {"train", "probe"}
 
 
@@ -42,6 +42,6 @@ def test_every_figure_is_explained():
     assert [name for name in COLUMNS if f"`{name}`" not in FIGURES] == []
 
 
-def test_pictures_are_there():
+def test_pictures_exist():
     for path in re.findall(r"!\[[^]]*\]\(([^)]+)\)", TEXT):
         assert (DOCUMENT.parent / path).is_file()
