@@ -1,7 +1,7 @@
 """Write the generated sections of README.md and docs/**/*.md from the program: recipes, rules, keys, casts, methods.
 
-A section stands between `<!-- generated: NAME -->` and `<!-- /generated -->`. `python docs/generate.py` rewrites all;
-with `--check` nothing is written, and the exit code is 1 where a section is stale.
+A section is between `<!-- generated: NAME -->` and `<!-- /generated -->`. `python docs/generate.py` rewrites all. With
+`--check` it writes nothing and exits with 1 if a section is stale.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def recipe_slots() -> str:
 
 
 def recipe_facts() -> str:
-    """Return the table of what surrounds the slots: what stays high, loss scaling, source, native hardware."""
+    """Return the table of unquantized parts, loss scaling, source and native hardware of every recipe."""
     rows = [
         [f"`{recipe.name}`", stays_high(comment), loss_scaling(recipe.loss_scaling), recipe.reference, recipe.hardware]
         for recipe, comment in recipes()
@@ -124,7 +124,7 @@ def loss_scaling(config: LossScalingConfig | None) -> str:
 
 
 def number_formats() -> str:
-    """Return the table of number formats: the grid, the codes, their source, what runs them."""
+    """Return the table of number formats: grid, codes, source, native or emulated."""
     rows = [
         [
             f"`{row.name}`",
@@ -144,7 +144,7 @@ def number_formats() -> str:
 
 
 def lint_rules() -> str:
-    """Return the lint's rules, one numbered item each: its name, what is refused, and who found out."""
+    """Return the lint's rules, one numbered item each: name, rejected combination, source."""
     items = []
     for number, rule in enumerate(RULES, 1):
         text, _, source = inspect.cleandoc(rule.__doc__ or "").partition("\n\nSource: ")
@@ -156,7 +156,7 @@ def lint_rules() -> str:
 
 
 PAGE_WIDTH = 140
-"""Columns of a line of prose; a row of a table is one line, whatever its length."""
+"""Columns of a line of prose. A row of a table is one line of any length."""
 MARGIN = 0.01
 PAIR_SDS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02)
 POWER_SEEDS = (2, 3, 5, 8)
@@ -195,15 +195,15 @@ def config_keys() -> str:
         tables.setdefault("sweep", []).append([f"`{key}`", _type(field), _default(field), field.description or ""])
     sections = []
     for group, rows in tables.items():
-        title = {"": "Of a run", "sweep": "`sweep`, of `train -m` alone"}.get(group, f"`{group}`")
-        sections.append(f"## {title}\n\n{_table(['key', 'value', 'default', 'what it is'], rows)}")
+        title = {"": "Run", "sweep": "`sweep` (only with `train -m`)"}.get(group, f"`{group}`")
+        sections.append(f"## {title}\n\n{_table(['key', 'value', 'default', 'meaning'], rows)}")
     return "\n".join(sections)
 
 
 def config_fields(group: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every leaf key with its field; the six slots, which are alike, as `precision.GEMM.OPERAND`.
+    """Yield every leaf key with its field; the six equal slots once, as `precision.GEMM.OPERAND`.
 
-    What only one of a registry's kinds has stands as `optim[muon].KEY`.
+    A key of only some kinds of a registry is yielded as `optim[muon].KEY`.
     """
     for name, field in group.model_fields.items():
         if name in ("dgrad", "wgrad"):
@@ -224,7 +224,7 @@ def config_fields(group: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
 
 
 def _kinds(key: str, registry: Registry[Any], base: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the keys of a registry's kinds: first the one that chooses, then what all have, then what some have."""
+    """Yield the keys of a registry's kinds: the one that chooses the kind, those of all kinds, those of some."""
     annotation: Any = Literal[tuple(registry)]
     yield f"{key}.{registry.key}", FieldInfo(annotation=annotation, description=f"a registered {registry.noun}")
     common = {name: field for name, field in base.model_fields.items() if name != registry.key}
@@ -267,7 +267,7 @@ def _members(annotation: Any) -> list[Any]:
 
 
 def _type(field: FieldInfo) -> str:
-    """Return what a key takes, in the words of YAML."""
+    """Return the values that a key takes, in YAML terms."""
     words = {str: "text", int: "integer", float: "number", bool: "true, false", NoneType: "null", Any: "anything"}
     found = [f"`{name}`" for each in field.metadata if isinstance(each, NameIn) for name in each.registry]
     for each in [] if found else _members(field.annotation):

@@ -84,7 +84,7 @@ def draw(found: dict[str, Any]) -> str:
 
 
 def draw_curves(figure: Any, panels: Sequence[CurvePanel], frame: Frame) -> None:
-    """Draw the panels beside each other, with one legend and one label of their common axis."""
+    """Draw the panels in one row, with one legend and one label of their common axis."""
     limits = curve_limits(panels, frame)
     for place, (axes, panel) in enumerate(zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True)):
         draw_curve(axes, panel, frame, limits)

@@ -190,7 +190,7 @@ def stacked(axes: Axes, parts: dict[str, float], unit: str) -> None:
 
 
 def ladder() -> Figure:
-    """Draw measured gaps of two recipes at small sizes, and the predictions for larger ones with what was measured."""
+    """Draw measured gaps of two recipes at small sizes; predicted and measured gaps at larger ones."""
     import ladder_tables
 
     from lightning_llm.ladder.ledger import read_ledger

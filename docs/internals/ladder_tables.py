@@ -24,7 +24,7 @@ def measured_ladder() -> Ladder:
 
 
 def rungs() -> str:
-    """Return the table of rungs: the baseline's loss, and what each recipe lost against it."""
+    """Return the table of rungs: the baseline's loss and each recipe's gap."""
     ladder = measured_ladder()
     columns = ["parameters", "tokens", "seeds", ladder.baseline, *(f"{name}: gap" for name in ladder.recipes)]
     rows = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
@@ -40,7 +40,7 @@ def rungs() -> str:
 
 
 def fits() -> str:
-    """Return the fit over all rungs in a list, and what each recipe costs in tokens at the corners of the ladder."""
+    """Return the fit over all rungs, and each recipe's cost in tokens at the smallest and largest rung."""
     ladder = measured_ladder()
     for name in [name for name in ladder.recipes if too_few_pairs(ladder, name)]:
         for rung in ladder.rungs:

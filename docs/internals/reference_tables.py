@@ -52,7 +52,7 @@ def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
-    """Return the usage, with lines that argparse breaks alike in every terminal and Python version."""
+    """Return the usage, broken into the same lines in every terminal and Python version."""
     words = [parser.prog]
     for action in parser._actions:
         if "--help" in action.option_strings:
@@ -107,7 +107,7 @@ def other_trainers() -> str:
 
 
 def lightning_settings() -> str:
-    """Return the arguments of Lightning's Trainer, and its callbacks, with what replaces each here."""
+    """Return the arguments of Lightning's Trainer and its callbacks with their replacements here."""
     rows = [[f"`Trainer({name}=)`", _code(ours)] for name, ours in TRAINER_KEYS.items()]
     rows += [[f"`{name}`", _code(ours)] for name, ours in REFUSED_CALLBACKS.items()]
     return table(["Lightning", "here"], rows)

@@ -29,7 +29,7 @@ E, A, ALPHA, B, BETA = 1.5, 60.0, 0.30, 300.0, 0.45
 """Of the law that losses are drawn from: 5.7 nats at the smallest rung, 3.7 at the largest."""
 TARGET = (22_000_000, 1_310_000)
 COSTS = (0.03, 0.01, 0.0)
-"""c_D, c_N, c_O of a recipe whose cost does not grow with tokens per parameter."""
+"""c_D, c_N, c_O of a recipe; its cost does not grow with tokens per parameter."""
 GROWING = (0.03, 0.01, 0.03)
 
 

@@ -82,7 +82,7 @@ def sweeps(
     spending: Spending = SPENDING,
     seed: int = 0,
 ) -> Iterator[list[tuple[VerdictInputs, SequentialState]]]:
-    """Yield what each recipe of each simulated sweep comes to at its last look."""
+    """Yield the outcome of each recipe of each simulated sweep at its last look."""
     design = design_of(scenario.recipes, spending)
     seeds = design.last.seeds
     differences = losses(scenario, seeds, trials, seed) + gap
@@ -114,7 +114,7 @@ class Errors:
 
 
 def errors(scenario: Scenario, gap: float, trials: int = TRIALS, spending: Spending = SPENDING) -> Errors:
-    """Return what becomes of simulated sweeps whose recipes all have this true gap."""
+    """Return the outcomes of simulated sweeps in which all recipes have this true gap."""
     found = []
     for recipes in sweeps(scenario, gap, trials, spending):
         decisions = [judged.decision for judged, _ in recipes]

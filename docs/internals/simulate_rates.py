@@ -24,8 +24,14 @@ RATES = 5
 
 @dataclass(frozen=True)
 class Scenario:
-    """`pair_sd`: of a pair's difference, nats, where all runs are alike; `curvature`: nats by which the loss rises one
-    step of the grid from the bottom; `recipe_noise`, `baseline_noise`: times as loud; `tails`: degrees of freedom."""
+    """A simulated grid.
+
+    Attributes:
+        pair_sd: SD of a pair's difference in nats, without extra noise.
+        curvature: nats by which the loss rises one step of the grid from the minimum.
+        recipe_noise, baseline_noise: factors of the noise.
+        tails: degrees of freedom of the noise.
+    """
 
     name: str
     pair_sd: float = 0.004
