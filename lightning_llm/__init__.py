@@ -1,6 +1,6 @@
-"""lightning-llm: compare LLM pre-training recipes; see README.md and docs/howto/python.md (use from Python)."""
+"""lightning-llm: train and compare LLM pre-training recipes. See README.md, and docs/howto/python.md for Python."""
 
-import lightning_llm.base.at_start  # noqa: F401  (before all that takes time)
+import lightning_llm.base.at_start  # noqa: F401  (before slow imports)
 
 # isort: split
 from importlib import import_module
@@ -41,7 +41,7 @@ __all__ = [
 defer_torchmetrics()
 moved.install()
 
-# A bare checkout keeps callbacks/, conf/ and recipes/ at its top; both kinds of installation map them into the package.
+# A plain checkout has callbacks/, conf/ and recipes/ at its top; installations map them into the package.
 _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "pyproject.toml").is_file() and (_checkout / "recipes").is_dir():
     __path__.append(str(_checkout))
@@ -60,7 +60,7 @@ _HOMES = {
     "RanksFailedError": "lightning_llm.base.errors",
     "RunFailedError": "lightning_llm.base.errors",
 }
-"""Public names, and the modules that they are imported from when they are asked for: torch costs seconds."""
+"""Public names and the modules that they are imported from on first use, since importing torch takes seconds."""
 
 
 def __getattr__(name: str) -> Any:
@@ -74,9 +74,9 @@ def __dir__() -> list[str]:
 
 
 class _CallablePackage(ModuleType):
-    """A package whose name is a function of the API, too: `lightning_llm.train.step` is in it, and it can be called.
+    """Package that is also a function of the API: `lightning_llm.train(...)` next to `lightning_llm.train.step`.
 
-    Importing any module of a package makes the package an attribute here, where a function of its name would be lost.
+    Importing a module of a package sets the package as an attribute here, which would replace a function of that name.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""The command `lightning-llm`: takes signals and streams before it imports anything that takes time."""
+"""The command `lightning-llm`. Sets up signals and streams before any slow import."""
 
 import sys
 
@@ -9,7 +9,7 @@ from lightning_llm.base.terminal import open_standard_streams
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb of the words `argv`; return the exit code. None: this process is the command, with its words."""
+    """Run the verb in the arguments `argv`; return the exit code. None: use this process's own arguments."""
     words = sys.argv[1:] if argv is None else argv
     try:
         if argv is not None:
@@ -18,13 +18,13 @@ def main(argv: list[str] | None = None) -> int:
             use_utf8()
             open_standard_streams()
             if not has_working_folder():
-                print("error: the working folder was deleted. Change to one that exists.", file=sys.stderr)
+                print("error: the working directory was deleted. Change to an existing one.", file=sys.stderr)
                 return 2
             leave_working_folder()
             unset_empty_ranks()
             return _run_command(words)
     except BaseException as error:
-        # An import that a signal interrupts may raise an error of its own: libraries in C do.
+        # A signal during an import may surface as another exception, raised by a C extension.
         if not (number := taken(error)):
             raise
         print(stop_line(number, words), end="", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The verbs as Python functions, for notebooks and scripts (docs/howto/python.md); the command line calls them.
+"""The Python API (docs/howto/python.md): the verbs as functions for notebooks and scripts.
 
 Each function imports what it needs when it is called: composing needs no torch, a verdict no Hydra.
 """
@@ -56,7 +56,7 @@ def compose(*overrides: str, config: StrPath | None = None, config_dir: StrPath 
     from lightning_llm.run.checked_plan import checked_resolution, read_words
 
     if wrong := [word for word in overrides if not isinstance(word, str)]:
-        text = f"takes text, such as 'trainer.max_steps=4', and was given {wrong[0]!r}. Lists go as *list."
+        text = f"must be strings such as 'trainer.max_steps=4', got {wrong[0]!r}. Unpack a list with *list."
         raise ConfigError(Problem("overrides", text))
     folder = None if config_dir is None else Path(config_dir)
     if folder is not None:
@@ -90,19 +90,19 @@ def train(config: "Config", *, quiet: bool = False) -> TrainResult:
     from lightning_llm.tracking.files import read_records, summary_of
 
     if not isinstance(config, Config):
-        text = f"is {type(config).__name__}, and must be what lightning_llm.compose(...) returns."
+        text = f"must be a Config from lightning_llm.compose(...), got {type(config).__name__}."
         raise ConfigError(Problem("config", text))
     with _printing(quiet):
         code = train_config(config, quiet=quiet)
     folder = Path(config.run.dir)
     if code == EXIT_INPUT:
-        text = f"{config.trainer.devices} ranks were started and refuse the run; what is wrong stands on stderr."
-        raise ConfigError(Problem("trainer.devices", text))
+        text = "the ranks were started and rejected the run. See stderr for the reasons."
+        raise ConfigError(Problem(f"trainer.devices={config.trainer.devices}", text))
     if code in STOPPED_CODES and code != EXIT_GOES_ON:
         raise KeyboardInterrupt if code == 128 + signal.SIGINT else Terminated(code - 128)
     summary = summary_of(folder)
     if code not in (0, EXIT_GOES_ON):
-        raise RunFailedError(folder, str(summary.get("detail") or "it left no word of why; see stderr"))
+        raise RunFailedError(folder, str(summary.get("detail") or "no reason was recorded; see stderr"))
     return TrainResult(folder, summary, list(read_records(folder / "metrics.jsonl")))
 
 

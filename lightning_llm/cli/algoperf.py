@@ -1,4 +1,4 @@
-"""The verb `algoperf`: runs scored by AlgoPerf's rules, by who reaches a target first."""
+"""The verb `algoperf`: score runs by time to a target, by the rules of AlgoPerf."""
 
 import argparse
 import math
@@ -20,17 +20,17 @@ FILE = "time_to_target.json"
 
 
 def algoperf(arguments: argparse.Namespace) -> int:
-    """Print the scores of runs and write them beside the runs, or to `--output`; return 0.
+    """Print the scores of runs and write them next to the runs, or to `--output`; return 0.
 
     Raises:
-        ConfigError: all that is wrong with the arguments; nothing can be scored; or some runs cannot, after the rest
-            was printed and written.
+        ConfigError: the arguments are invalid; no run can be scored; or some runs cannot, in which case the scores of
+            the others are printed and written first.
     """
     return run_algoperf(arguments)
 
 
 def run_algoperf(arguments: argparse.Namespace, problems: Sequence[Problem] = ()) -> int:
-    """Do what `algoperf` does; `problems`: known to be wrong with the arguments, raised together with all others."""
+    """Implement `algoperf`; `problems` of the arguments found by the caller are raised together with all others."""
     wrong, targets = list(problems), NO_TARGETS
     with gathered(wrong):
         targets = read_targets(arguments.target)

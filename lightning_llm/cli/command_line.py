@@ -1,4 +1,4 @@
-"""The verbs of `lightning-llm VERB [hydra overrides]`. A verb's module is imported when the verb is called."""
+"""Parser and dispatcher of `lightning-llm VERB [overrides]`. A verb's module is imported when the verb is called."""
 
 import argparse
 import re
@@ -20,15 +20,15 @@ from lightning_llm.config.workspace import open_config_dir
 from lightning_llm.run.launch.environment import is_first_rank, say_unless_said
 
 HYDRA_OPTIONS = {
-    "--info": "Write lightning-llm config --group for what can be composed, config for what is.",
-    "--hydra-help": "Write lightning-llm VERB --help.",
-    "--package": "Write lightning-llm config, which prints all groups.",
-    "--resolve": "lightning-llm config prints what is resolved.",
-    "--run": "Leave it out.",
-    "--config-path": "Write --config-dir DIR, for further groups.",
-    "--config-name": "Write recipe=NAME, from --config-dir DIR too.",
-    "--shell-completion": "Write lightning-llm completion bash.",
-    "--experimental-rerun": "Write --config FILE, a run's config.yaml.",
+    "--info": "Use `lightning-llm config --group` to list the groups, `lightning-llm config` to print the config.",
+    "--hydra-help": "Use `lightning-llm VERB --help`.",
+    "--package": "Use `lightning-llm config`, which prints all groups.",
+    "--resolve": "`lightning-llm config` prints resolved values.",
+    "--run": "Remove it.",
+    "--config-path": "Use --config-dir DIR to add config groups.",
+    "--config-name": "Use recipe=NAME, also for files in --config-dir DIR.",
+    "--shell-completion": "Use `lightning-llm completion bash`.",
+    "--experimental-rerun": "Use --config FILE with a run's config.yaml.",
 }
 HYDRA_OPTIONS |= {
     short: HYDRA_OPTIONS[long]
@@ -42,14 +42,14 @@ HYDRA_OPTIONS |= {
         ("-sc", "--shell-completion"),
     )
 }
-"""What to do here in place of an option that Hydra's own programs have."""
+"""Remedy for each option of Hydra programs that this command line does not have."""
 
 
 def without_hydra_options(argv: list[str], verbs: Collection[str]) -> list[str]:
-    """Return the arguments with `--cfg job` behind one of `verbs` made into the verb `config`.
+    """Return the arguments, with `VERB --cfg job` for one of `verbs` replaced by the verb `config`.
 
     Raises:
-        ConfigError: for Hydra's other options, with what to write here.
+        ConfigError: another option of Hydra programs is given; the message names the replacement.
     """
     if not argv or argv[0] not in verbs:
         return argv
@@ -60,10 +60,13 @@ def without_hydra_options(argv: list[str], verbs: Collection[str]) -> list[str]:
         if option in ("--cfg", "-c"):
             value = value or next(arguments, "job")
             if value != "job":
-                raise ConfigError(Problem(f"{option} {value}", "Hydra only composes here. Write lightning-llm config."))
+                text = "not supported. Use `lightning-llm config` to print the config."
+                raise ConfigError(Problem(f"{option} {value}", text))
             verb = "config"
         elif option in HYDRA_OPTIONS:
-            raise ConfigError(Problem(option, f"is Hydra's. {HYDRA_OPTIONS[option]}"))
+            raise ConfigError(
+                Problem(option, f"an option of Hydra that is not supported here. {HYDRA_OPTIONS[option]}")
+            )
         else:
             rest.append(word)
     return [verb, *rest]
@@ -76,7 +79,7 @@ def run_verb(words: list[str]) -> int:
     """Run one verb; return the exit code.
 
     Raises:
-        KeyboardInterrupt: a signal ended it, before or after what the verb saves.
+        KeyboardInterrupt: a signal stopped it; the state of a run is saved.
     """
     try:
         try:
@@ -93,27 +96,27 @@ def run_verb(words: list[str]) -> int:
             except ConfigError as error:
                 return _report(error)
     except OutputGoneError as gone:
-        if gone.reader_left:  # head, a pager: it has seen enough
+        if gone.reader_left:  # `head` or a pager has closed the pipe
             return 128 + signal.SIGPIPE
         print(f"error: {gone}", file=sys.stderr)
         return 1
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as all else here does."""
+    """Argument parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Print `message` and exit with 2."""
         if found := re.match(r"argument VERB: invalid choice: '(.*)' \(choose", message):
             word = found.group(1)
-            verb = f" Write {self.prog} train {word}." if "=" in word else did_you_mean(word, VERBS)
-            verb = f" Write {self.prog} --help." if word == "help" else verb
+            verb = f" Use `{self.prog} train {word}`." if "=" in word else did_you_mean(word, VERBS)
+            verb = f" Use `{self.prog} --help`." if word == "help" else verb
             message = f"there is no verb '{word}'.{verb}"
         self.exit(2, f"error: {message}{'' if message[-1] in '.?' else '.'} See {self.prog} --help\n")
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    """Return the parsed words. Overrides may stand on both sides of an option, which argparse alone refuses."""
+    """Return the parsed arguments. Overrides may precede and follow options, which argparse alone does not allow."""
     parser = _parser()
     completion.answer_shell(parser)
     if not argv:
@@ -125,12 +128,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         hint = f". Overrides have no dashes: key=value{_meant(rest)}" if dashed else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
-        arguments.overrides = [*arguments.overrides, *rest]  # a new list: theirs may be the parser's default
+        arguments.overrides = [*arguments.overrides, *rest]  # a new list, since the old one may be the parser's default
     return arguments
 
 
 def _meant(options: list[str]) -> str:
-    """Return what options that are written as other trainers' are called here."""
+    """Return hints for options with the names of other trainers' options: the key of the same setting here."""
     from lightning_llm.config.schema.aliases import known_elsewhere
 
     names = (word.lstrip("-").partition("=")[0] for word in options if word.startswith("-"))
@@ -141,15 +144,17 @@ def _meant(options: list[str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="lightning-llm",
-        description="Compare LLM pre-training recipes: model size x parallel layout x precision x data mix.",
+        description="Train and compare LLM pre-training recipes: model size x parallel layout x precision x data mix.",
         epilog=OVERRIDES + EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lightning-llm {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = parser.add_subparsers(title="verbs", dest="verb", required=True, metavar="VERB")
     for name, verb in VERBS.items():
         raw = argparse.RawDescriptionHelpFormatter
-        child = verbs.add_parser(name, help=verb.help, description=verb.help, epilog=verb.epilog, formatter_class=raw)
+        child = verbs.add_parser(
+            name, help=verb.help, description=verb.description, epilog=verb.epilog, formatter_class=raw
+        )
         verb.declare(child)
     return parser
 

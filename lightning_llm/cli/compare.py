@@ -1,4 +1,4 @@
-"""The verb `compare`: verdicts over runs. Its flags of earlier releases run the verbs `ladder` and `algoperf`."""
+"""The verb `compare`: verdicts over runs. Flags of earlier releases run the verbs `ladder` and `algoperf`."""
 
 import argparse
 import sys
@@ -17,28 +17,24 @@ NOT_SCORED: Mapping[str, str] = {
     "confidence": "--confidence", "tail": "--tail", "ladder": "--ladder", "predict": "--predict", "grade": "--grade",
     "beyond": "--beyond", "ledger": "--ledger",
 }  # fmt: skip
-"""Flags without an effect beside --time-to-target."""
+"""Flags that have no effect together with --time-to-target."""
 NOT_OF_LADDERS: Mapping[str, str] = {"all_pairs": "--all-pairs", "target": "--target", "trials": "--trials"}
-"""Flags without an effect beside --ladder, --predict and --grade."""
+"""Flags that have no effect together with --ladder, --predict or --grade."""
 
 
 def compare(arguments: argparse.Namespace) -> int:
     """Print the verdicts over runs and write them to files; return 0.
 
     Raises:
-        ConfigError: all that is wrong with the arguments; else as `compare_named`.
+        ConfigError: the arguments are invalid, or as `compare_named`.
     """
     if arguments.time_to_target:
         return _time_to_target(arguments)
     if arguments.ladder or arguments.predict or arguments.grade:
         return _ladder(arguments)
     problems = [
-        Problem(f"--{name}", f"{what}: an option of `lightning-llm {verb}`.")
-        for name, what, verb in (
-            ("trials", "says which runs are trials of one study", "algoperf"),
-            ("beyond", "is of predictions from a ladder", "ladder"),
-            ("ledger", "is of predictions from a ladder", "ladder"),
-        )
+        Problem(f"--{name}", f"an option of `lightning-llm {verb}`. Use that verb, or remove --{name}.")
+        for name, verb in (("trials", "algoperf"), ("beyond", "ladder"), ("ledger", "ladder"))
         if getattr(arguments, name) is not None
     ]
     targets, best_of = NO_TARGETS, None
@@ -70,10 +66,7 @@ def _ladder(arguments: argparse.Namespace) -> int:
     from lightning_llm.cli.ladder import run_ladder
 
     _note("--ladder, --predict and --grade", "ladder")
-    text = (
-        "has no use beside --ladder, --predict and --grade, which say what a recipe costs over sizes and tokens. "
-        "Leave it out."
-    )
+    text = "has no effect together with --ladder, --predict or --grade. Remove it."
     problems = [Problem(flag, text) for flag in _given(arguments, NOT_OF_LADDERS)]
     return run_ladder(arguments, fit=arguments.ladder, problems=problems)
 
@@ -84,13 +77,13 @@ def _time_to_target(arguments: argparse.Namespace) -> int:
 
     _note("--time-to-target", "algoperf")
     given = ", ".join(_given(arguments, NOT_SCORED))
-    text = f"scores runs by when they reached a target, and judges none: leave out {given}. See --trials, --target and"
-    problems = [Problem("--time-to-target", f"{text} --metric.")] if given else []
+    text = f"gives no verdicts, so {given} has no effect. Remove it; --trials, --target and --metric are allowed."
+    problems = [Problem("--time-to-target", text)] if given else []
     return run_algoperf(arguments, problems)
 
 
 def _note(flags: str, verb: str) -> None:
-    print(f"note   compare {flags}: use `lightning-llm {verb}`; the flags will be removed", file=sys.stderr)
+    print(f"note   compare {flags}: deprecated, use `lightning-llm {verb}` instead", file=sys.stderr)
 
 
 def _given(arguments: argparse.Namespace, flags: Mapping[str, str]) -> list[str]:

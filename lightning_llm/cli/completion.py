@@ -1,4 +1,4 @@
-"""Completion in a shell behind `lightning-llm`: argcomplete knows the shells, this the overrides."""
+"""Shell completion: argcomplete handles the shells, this module completes overrides."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def answer_shell(parser: argparse.ArgumentParser) -> None:
-    """Answer a shell that asks for completions, and end; return where none asks. Nothing else is imported first."""
+    """If a shell asks for completions, print them and exit. Called before anything else is imported."""
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
 
@@ -18,7 +18,7 @@ def answer_shell(parser: argparse.ArgumentParser) -> None:
 
 
 def completion(arguments: argparse.Namespace) -> int:
-    """Print the script that a shell's start-up file evaluates. Return 0."""
+    """Print the script for a shell's startup file to evaluate; return 0."""
     import argcomplete
 
     print(argcomplete.shellcode(["lightning-llm"], shell=arguments.shell))
@@ -26,7 +26,7 @@ def completion(arguments: argparse.Namespace) -> int:
 
 
 def complete_override(prefix: str, parsed_args: argparse.Namespace, **_more: Any) -> list[str]:
-    """Return the overrides that `prefix` begins: a key's values behind `=`, keys one level at a time before it."""
+    """Return the overrides that start with `prefix`: keys one level at a time before `=`, a key's values after it."""
     key, equals, value = prefix.partition("=")
     sign = key[: len(key) - len(key.lstrip("+~"))]
     config_dir = getattr(parsed_args, "config_dir", None)
@@ -45,7 +45,7 @@ def complete_group(prefix: str, **_: Any) -> list[str]:
 
 
 def _keys(prefix: str) -> list[str]:
-    """Return "group=", "group." and "key=" on the level that `prefix` is on."""
+    """Return "group=", "group." and "key=" at the level of `prefix`."""
     from lightning_llm.config.schema.declared_types import fields_at
 
     *above, _ = prefix.split(".")

@@ -1,4 +1,4 @@
-"""The verb `config`: what arguments or a file resolve to, differences from the defaults, a group's options."""
+"""The verb `config`: the resolved config, its differences from the defaults, or the values of a group."""
 
 import argparse
 import json
@@ -27,17 +27,17 @@ from lightning_llm.run.checked_plan import problems_beyond, read_arguments
 from lightning_llm.run.resume.branch import settled
 
 MISSING = "(none)"
-"""In the place of a value where there is none."""
+"""Placeholder for a missing value."""
 BARE = re.compile(r"[A-Za-z_/][\w./-]*")
 NOT_TEXT = {"null", "true", "false", "nan", "inf"}
 
 
 def config(arguments: argparse.Namespace) -> int:
-    """Print the config that the arguments compose; with --diff or --group, what the module says. Return 0.
+    """Print the composed config, its differences (--diff) or the values of groups (--group); return 0.
 
     Raises:
-        ConfigError: with all that is wrong with the words or the file; where that is only between keys, which `train`
-            would refuse, the config is printed all the same.
+        ConfigError: the overrides or the file are invalid. If each key is valid and only their combination is not, the
+            config is printed first.
     """
     if arguments.group is not None:
         return _print_groups(arguments)
@@ -62,10 +62,10 @@ def config(arguments: argparse.Namespace) -> int:
 
 
 def _print_sweep(arguments: argparse.Namespace) -> int:
-    """Print the first job's config, and of each further job what it differs in from the first. Return 0."""
+    """Print the first job's config and each other job's differences from it; return 0."""
     if arguments.diff:
-        raise ConfigError(Problem("--diff", "is of one run. Leave out -m, and give the overrides of one job."))
-    from lightning_llm.sweep.jobs import checked_jobs  # imports what one run's config does without
+        raise ConfigError(Problem("--diff", "cannot be used with -m. Remove -m and give the overrides of one job."))
+    from lightning_llm.sweep.jobs import checked_jobs  # slow, and not needed for one run's config
 
     jobs, _, _ = checked_jobs(arguments, to_train=False)
     configs = [found.model_dump(mode="json") for _, found in jobs]
@@ -84,7 +84,7 @@ def _print_sweep(arguments: argparse.Namespace) -> int:
 
 
 def _differing(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the overrides that make `other` of `first`, of groups whose file is another its name alone."""
+    """Yield the overrides that turn `first` into `other`. A group with another file is listed by its name only."""
     differ = [key for key in {**first, **other} if first.get(key, MISSING) != other.get(key, MISSING)]
     groups = [key.removesuffix("name") for key in differ if key.endswith(".name") and key.count(".") == 1]
     for key in differ:
@@ -110,7 +110,7 @@ def _print_difference(arguments: argparse.Namespace, found: Config) -> None:
         print(json.dumps({each.key: {"value": each.value, "default": each.default} for each in changes}, indent=1))
         return
     if found.recipe and not arguments.config:
-        print(f"# recipe={found.recipe} and what was typed come to these overrides of the defaults:")
+        print(f"# recipe={found.recipe} and your overrides are equal to these overrides of the defaults:")
     for each in changes:
         shown = "" if each.default is MISSING else f"  # {override_value(each.default)}"
         print(f"{shlex.quote(each.word)}{shown}", flush=True)
@@ -118,7 +118,7 @@ def _print_difference(arguments: argparse.Namespace, found: Config) -> None:
 
 @dataclass(frozen=True)
 class Difference:
-    """One override of the defaults: `word` as typed, and the values as data, `MISSING` where there is none."""
+    """One override of the defaults: its text `word`, its value and the default (`MISSING` if there is none)."""
 
     key: str
     word: str
@@ -132,13 +132,14 @@ def difference(
     defaults: Mapping[str, str],
     compose: Callable[[list[str]], Mapping[str, Any]],
 ) -> list[Difference]:
-    """Return the overrides that make `tree` of the defaults.
+    """Return the overrides that turn the defaults into `tree`.
 
     Args:
-        tree: values by group and key; unresolved, what follows from another key (`${model.vocab_size}`) is not listed.
-        choices: the groups' files it is made of, which are listed as such, and not key by key.
-        defaults: the files that are taken where nothing is given.
-        compose: the tree that overrides of groups make, of the same kind as `tree`.
+        tree: values by group and key. If it is unresolved, values that follow from another key
+            (`${model.vocab_size}`) are not listed.
+        choices: files of the groups in `tree`; a group with another file is listed by name, not key by key.
+        defaults: default file of each group.
+        compose: returns the tree of given group overrides, in the form of `tree`.
     """
     chosen = [
         Difference(group, f"{group}={name}", name, defaults.get(group, MISSING))
@@ -155,7 +156,7 @@ def difference(
 
 
 def _deleted(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of `before` that `after` lacks, each with its value; what lies below one is not listed again."""
+    """Yield the keys of `before` missing in `after`, each with its value; keys below a missing key are left out."""
     for key, value in before.items():
         if key not in after:
             yield f"{prefix}{key}", value
@@ -168,7 +169,7 @@ def _shown(value: Any) -> Any:
 
 
 def override_value(value: Any) -> str:
-    """Return `value` (JSON data) as Hydra's grammar writes it, so that it reads back as itself."""
+    """Return `value` (JSON data) in Hydra's override grammar, so that parsing it returns the same value."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, str):
@@ -192,14 +193,16 @@ def _resolved_tree(overrides: list[str], config_dir: Path | None) -> dict[str, A
 
 
 def _choices_in(config: Config, config_dir: Path | None) -> dict[str, str]:
-    """Return the files that a resolved config names, where they are there."""
+    """Return the group files named in a resolved config that exist."""
     named = {group: getattr(getattr(config, group, None), "name", None) for group in group_names()}
     return {group: name for group, name in named.items() if name in option_files(group, config_dir)}
 
 
 def _print_groups(arguments: argparse.Namespace) -> int:
     if arguments.config:
-        raise ConfigError(Problem("--config", "is one resolved run, and groups are for composing. Leave it out."))
+        raise ConfigError(
+            Problem("--config", "cannot be used with --group: a run's config.yaml is already composed. Remove it.")
+        )
     groups = group_names()
     if arguments.group and arguments.group not in groups:
         text = f"there is no group '{arguments.group}'.{did_you_mean(arguments.group, groups)}"

@@ -1,4 +1,4 @@
-"""The verb `conformance`: recorded vectors against our quantisers, eager and compiled."""
+"""The verb `conformance`: check our quantizers, eager and compiled, against recorded test vectors."""
 
 import argparse
 from collections import defaultdict
@@ -7,7 +7,7 @@ from lightning_llm.precision.conformance.conformance import Verdict, run_conform
 
 
 def conformance(arguments: argparse.Namespace) -> int:
-    """Print passed and failed cases per recipe, and why each failed; return 1 on any failure."""
+    """Print passed and failed cases per recipe with the reasons of failures; return 1 if any failed."""
     failed = 0
     for compiled in (False,) if arguments.eager else (False, True):
         verdicts = run_conformance(arguments.folder, compiled)
@@ -25,7 +25,7 @@ def _report(verdicts: list[Verdict], mode: str) -> int:
         print(f"{mode:<9}{recipe:<{width}}  {passed:>4} passed, {len(cases) - passed:>3} failed")
         for case in cases:
             if not case.passed:
-                print(f"           {case.case}: {'; '.join(case.errors) or 'nothing was recorded to check'}")
+                print(f"           {case.case}: {'; '.join(case.errors) or 'the case has no recorded values'}")
     failed = sum(not verdict.passed for verdict in verdicts)
     print(f"{mode}: {len(verdicts) - failed} passed, {failed} failed, {sum(v.checks for v in verdicts)} checks")
     return failed

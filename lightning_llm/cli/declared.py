@@ -1,6 +1,6 @@
-"""The verbs of the command line, each declared once: its name, its help and its options.
+"""Table of the verbs of the command line: name, help and options.
 
-The verb NAME is the function NAME in `lightning_llm/cli/NAME.py`, which is imported when the verb is called.
+The verb NAME is the function NAME in `lightning_llm/cli/NAME.py`, imported when the verb is called.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -10,11 +10,15 @@ from importlib import import_module
 
 from lightning_llm.cli import options
 
-EXIT_CODES = (
-    "exit codes: 0 done, 1 the run failed, 2 the config or an input is wrong, "
-    "75 stopped by trainer.max_time or SIGUSR1, to go on, 129/130/143 stopped by SIGHUP, SIGINT or SIGTERM, all with "
-    "state saved"
-)
+EXIT_CODES = """\
+exit codes:
+  0    success
+  1    the run failed
+  2    invalid config or input
+  75   stopped by trainer.max_time or SIGUSR1; resume=auto continues the run
+  129, 130, 143
+       stopped by SIGHUP, SIGINT or SIGTERM; the state of the run is saved
+"""
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,12 @@ class Verb:
     """One verb.
 
     Args:
-        help: its line in the list of verbs.
+        help: one-line description in the list of verbs.
         add_options: declares its options, except for `--json`.
-        prints_data: it takes `--json`.
-        composes: it reads a config from overrides or from a file.
-        prints_result: it fails where its standard output cannot be written; other verbs continue.
-        explains_overrides: its help shows what overrides look like.
+        prints_data: whether it has the option `--json`.
+        composes: whether it reads a config from overrides or from a file.
+        prints_result: whether it fails if its standard output cannot be written; other verbs continue.
+        explains_overrides: whether its help shows examples of overrides.
     """
 
     help: str
@@ -39,52 +43,57 @@ class Verb:
 
     @property
     def epilog(self) -> str:
-        """The text below its help."""
+        """Text below the options in its help."""
         return options.OVERRIDES + EXIT_CODES if self.composes or self.explains_overrides else EXIT_CODES
+
+    @property
+    def description(self) -> str:
+        """Text above the options in its help."""
+        return f"{self.help[0].upper()}{self.help[1:]}."
 
     def declare(self, parser: ArgumentParser) -> None:
         """Add all its options to `parser`."""
         self.add_options(parser)
         if self.prints_data:
-            parser.add_argument("--json", action="store_true", help="print data instead of text")
+            parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 VERBS = {
     "train": Verb(
-        "train one run; -m makes it a sweep over a=1,2",
+        "train one run, or a sweep with -m",
         options.train,
         composes=True,
     ),
     "plan": Verb(
-        "print what a run, or with -m a sweep, would do, without running it",
+        "show what a run or a sweep would do, without running it",
         options.plan,
         composes=True,
         prints_data=True,
         prints_result=True,
     ),
     "config": Verb(
-        "print the composed config, or what a group offers",
+        "print the composed config, or the values of a config group",
         options.config,
         composes=True,
         prints_data=True,
         prints_result=True,
     ),
     "prepare": Verb(
-        "tokenise the data of a config ahead of runs, or score its documents",
+        "tokenize the data of a config in advance, or score its documents",
         options.prepare,
         composes=True,
         prints_data=True,
     ),
     "import": Verb(
-        "convert a Hugging Face model to a folder for model.init_from",
+        "convert a Hugging Face model into a folder for model.init_from",
         options.import_weights,
     ),
     "export": Verb(
-        "convert a run to a folder for transformers, with a model card",
+        "convert a checkpoint into a Hugging Face folder with a model card",
         options.export,
     ),
     "probe": Verb(
-        "measure how precision recipes change the gradients of a checkpoint",
+        "measure how precision recipes change the gradients of trained weights",
         options.probe,
         prints_data=True,
         explains_overrides=True,
@@ -103,7 +112,7 @@ VERBS = {
         prints_result=True,
     ),
     "health": Verb(
-        "measure the ranks and machines of a run: links, devices, memory, disk; are numbers right, who is slow",
+        "check and benchmark the ranks and machines of a run: devices, links, memory, disk",
         options.health,
         prints_data=True,
         composes=True,
@@ -116,39 +125,39 @@ VERBS = {
         prints_result=True,
     ),
     "ladder": Verb(
-        "fit what recipes cost in tokens over model sizes and token counts; predict larger sizes, grade predictions",
+        "fit the cost of recipes over model sizes and token counts, and predict larger sizes",
         options.ladder,
         prints_data=True,
         prints_result=True,
     ),
     "algoperf": Verb(
-        "score runs by AlgoPerf's rules: who reaches a target first",
+        "score runs by time to a target loss, by the rules of AlgoPerf",
         options.algoperf,
         prints_data=True,
         prints_result=True,
     ),
     "diff": Verb(
-        "print how two runs' configs, versions and data differ",
+        "show the differences of two runs: config, versions, code and data",
         options.diff,
         prints_data=True,
         prints_result=True,
     ),
     "golden": Verb(
-        "record a recipe's first steps, or check that it still makes them",
+        "record the first steps of a recipe, or check that they are reproduced",
         options.golden,
         composes=True,
     ),
     "conformance": Verb(
-        "check the quantisers against recorded vectors",
+        "check the quantizers against recorded test vectors",
         options.conformance,
     ),
     "warm": Verb(
-        "compile the emulated casts of precision recipes ahead of runs",
+        "compile the emulated casts of precision recipes in advance",
         options.warm,
         composes=True,
     ),
     "sync": Verb(
-        "bring MLflow up to date with run folders that it missed",
+        "log run folders to MLflow that it missed",
         options.sync,
     ),
     "recipes": Verb(
@@ -158,7 +167,7 @@ VERBS = {
         prints_result=True,
     ),
     "completion": Verb(
-        "print the script that completes words in a shell",
+        "print a shell's completion script",
         options.completion,
         prints_result=True,
     ),

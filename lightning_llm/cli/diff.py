@@ -1,4 +1,4 @@
-"""The verb `diff`: what two runs differ in. Imports no torch."""
+"""The verb `diff`: differences of two runs. Imports no torch."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from lightning_llm.config.config_hash import NOT_IDENTITY, below
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    """Print what two runs' resolved configs, versions, device, code and data differ in; return 0 either way."""
+    """Print the differences of two runs in resolved config, versions, device, code and data; return 0."""
     found: list[RunSelection] = []
     problems: list[Problem] = []
     for word in (arguments.run, arguments.other):
@@ -24,7 +24,7 @@ def diff(arguments: argparse.Namespace) -> int:
         raise ConfigError(problems)
     for word, each in zip((arguments.run, arguments.other), found, strict=True):
         if len(each.folders) > 1:
-            text = f"holds {len(each.folders)} runs; name one of them, e.g. {each.folders[0]}."
+            text = f"contains {len(each.folders)} runs, must be one. Give one of them, e.g. {each.folders[0]}."
             problems.append(Problem(word, text))
     runs, broken = read_all([folder for each in found for folder in each.folders[:1]])
     if problems or broken:

@@ -1,4 +1,4 @@
-"""The verb `evaluate`: validation losses and lm-eval tasks of weights that are there, kept with their run."""
+"""The verb `evaluate`: validation losses and lm-eval tasks of trained weights. Results are saved with their run."""
 
 import argparse
 import json
@@ -22,14 +22,17 @@ from lightning_llm.run.launch.torch_agent import STOP_SECONDS, as_rank, launch_r
 from lightning_llm.run.subject import device_of
 
 GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-"""Of ranks, above this many bytes at once: glibc else keeps twice a shard's memory for weights gathered and let go."""
+"""Environment of ranks: malloc returns blocks above this many bytes to the system when they are freed.
+
+Without it glibc keeps twice a shard's memory after gathered weights are freed.
+"""
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """Measure, print, and write the results into the run's folder; return 0, or what ranks that failed end with."""
+    """Evaluate, print the results and write them to the run's folder; return 0, or the exit code of failed ranks."""
     if arguments.merge is not None:
         return _merge(arguments)
-    # Options that take several paths take the words of the layout behind them, too.
+    # argparse adds layout overrides that follow --average or --ensemble to their paths.
     given = [[arguments.path] if arguments.path else [], arguments.average, arguments.ensemble]
     words = [str(each) for paths in given for each in paths if LAYOUT_WORD.fullmatch(str(each))]
     path, average, ensemble = ([each for each in paths if str(each) not in words] for paths in given)
@@ -57,16 +60,16 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def evaluated(path: Path | None, *, output: Path | None = None, **asked: Any) -> Evaluation:
-    """Measure in this process, or in ranks that are started for it, what `checked_request` takes.
+    """Evaluate in this process, or in ranks started for it; `asked` are the arguments of `checked_request`.
 
     Raises:
-        ConfigError: with all that is wrong.
-        RanksFailedError: a rank failed, which is said.
+        ConfigError: an argument or an input is invalid.
+        RanksFailedError: a rank failed (already reported on stderr).
     """
     if (ranks := rank_environment()) is not None:
         text = (
-            f"is rank {ranks.rank} of {ranks.world}, started by torchrun or srun, and an evaluation from Python starts "
-            "its ranks by itself (layout). Call it in one process, or start lightning-llm evaluate PATH parallel=NAME."
+            f"this is rank {ranks.rank} of {ranks.world}, started by torchrun or srun, but evaluate() starts its own "
+            "ranks (layout=...). Call it in one process, or run `lightning-llm evaluate PATH parallel=NAME`."
         )
         raise ConfigError(Problem("process", text))
     problems = file_problems(output.expanduser()) if output else []
@@ -80,10 +83,10 @@ def evaluated(path: Path | None, *, output: Path | None = None, **asked: Any) ->
     trainer, world = request.subjects[0].config.trainer, request.degrees.world
     if trainer.devices != world:
         text = (
-            f"is {world}, and {trainer.devices} ranks would be started here. Leave it out, set trainer.devices, or "
-            "start the ranks of several machines by torchrun or srun."
+            f"must equal trainer.devices={trainer.devices}, the ranks started here. Remove world, change "
+            "trainer.devices, or start the ranks of several machines with torchrun or srun."
         )
-        raise ConfigError(Problem("world", text))
+        raise ConfigError(Problem(f"world={world}", text))
     with tempfile.TemporaryDirectory(prefix="lightning-llm-evaluation-") as folder:
         result = Path(folder, "result.json")
         words = [*_words(request, output, asked), "--result", str(result)]
@@ -94,7 +97,7 @@ def evaluated(path: Path | None, *, output: Path | None = None, **asked: Any) ->
 
 
 def _words(request: Request, output: Path | None, asked: Mapping[str, Any]) -> list[str]:
-    """Return the command line that asks for the same of the checkpoints found here; ranks judge no ensemble."""
+    """Return the command line of the ranks, with the checkpoints resolved here; ensembles do not use ranks."""
     first, *others = request.members
     words = ["evaluate", first, *asked["layout"]]
     for key in ("tasks", "data"):
@@ -106,7 +109,7 @@ def _words(request: Request, output: Path | None, asked: Mapping[str, Any]) -> l
 
 
 def _rank(path: Path | None, asked: Mapping[str, Any], arguments: argparse.Namespace) -> int:
-    """Measure as one of several ranks; the first says what came of it, or leaves it for the launcher."""
+    """Evaluate as one of several ranks; the first prints the result, or writes it to a file for the launcher."""
     try:
         done = as_rank(lambda: evaluate_models(checked_request(path, **asked), arguments.output))
     except RanksFailedError as error:
@@ -129,7 +132,7 @@ def _say(done: Evaluation, as_json: bool) -> None:
 
 
 def print_metrics(done: Evaluation) -> None:
-    """Print a line per metric."""
+    """Print one line per metric."""
     several = done.how == "ensemble"
     found = {f"mean of {combine}" if several else "value": its for combine, its in done.by_combination.items()}
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -147,10 +150,10 @@ def print_metrics(done: Evaluation) -> None:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    """Score sets of parts of the data by averaged weights; print and write them. Return 0.
+    """Estimate the loss of combinations of data sources by averaged weights; print and write it, return 0.
 
     Raises:
-        ConfigError: with all that is wrong.
+        ConfigError: an argument or the sweep is invalid.
     """
     beside = {
         "PATH": arguments.path,
@@ -161,10 +164,12 @@ def _merge(arguments: argparse.Namespace) -> int:
         "--output": arguments.output,
     }
     problems = [
-        Problem(key, "goes without --merge, which is of a sweep's own runs and data.") for key, v in beside.items() if v
+        Problem(key, "cannot be used with --merge, which uses the sweep's runs and data. Remove it.")
+        for key, value in beside.items()
+        if value
     ]
     if not arguments.merge.expanduser().is_dir():
-        problems.append(Problem("--merge", f"{arguments.merge} is no folder of a sweep."))
+        problems.append(Problem(f"--merge={arguments.merge}", "is not a folder. Give the folder of a sweep."))
     if problems:
         raise ConfigError(problems)
     found = merge(arguments.merge, device_of(arguments.device), show_progress)
@@ -178,7 +183,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _print_merge(found: Merge) -> None:
-    """Print a row per set, the best proxy first, and the rank correlations."""
+    """Print a row per combination, the best proxy first, and the rank correlations."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("parts", "seed", *found.metrics, "true val_loss"):
         table.add_column(name, justify="left" if name == "parts" else "right")
@@ -190,13 +195,13 @@ def _print_merge(found: Merge) -> None:
         table.add_row(parts, str(each.seed), *(f"{each.proxy[name]:.4f}" for name in found.metrics), true)
     new_console().print(table)
     print(
-        "Of several parts: the loss of their units' average, which ranks sets and is not what a run on them would have."
+        "Values of several parts are losses of averaged weights: use them to rank combinations, not as expected losses."
     )
     known = sum(each.true is not None for each in found.candidates)
     if known < 2:
-        print(f"{known} of these sets has a run of its own to hold its proxy against: no rank correlation.")
+        print(f"no rank correlation: only {known} of these combinations has been trained itself, at least 2 are needed")
         return
-    print(f"Spearman's correlation of proxy and run over {known} sets (95 % intervals):")
+    print(f"Spearman correlation of proxy and trained loss over {known} combinations (95 % intervals):")
     for metric in found.metrics:
         print(f"  {metric:<20} {found.correlation(metric).words()}")
     if not math.isnan(found.mean_of_sources):

@@ -1,4 +1,4 @@
-"""The verb `export`: a run's or a checkpoint's weights as a folder that transformers loads, with a model card."""
+"""The verb `export`: write the weights of a run or checkpoint as a transformers folder with a model card."""
 
 import argparse
 import json
@@ -38,7 +38,7 @@ TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Write the folder, compare what transformers makes of it with our own logits, print both; return 0, or 1."""
+    """Write the folder and compare logits of transformers with ours; return 0, or 1 if they differ."""
     output = Path(arguments.output).expanduser().absolute()
     path = Path(arguments.path).expanduser().absolute()
     problems: list[Problem] = []
@@ -83,14 +83,13 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def _entries(weights: Weights, config: Config | None, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json. Raises ConfigError where no architecture of transformers is the model's."""
+    """Return the content of config.json. Raises ConfigError if no architecture of transformers fits the model."""
     try:
         family = architecture(weights.config)
     except ConfigError as error:
         text = (
-            "There is no folder to make of it for transformers; its weights remain where they are, in "
-            f"{weights.path}, and model.init_from takes them from there. An installed package "
-            "may add an Architecture for its kinds (docs/howto/import_export.md)."
+            f"The model cannot be exported to transformers. model.init_from={weights.path} can still load its weights. "
+            "An installed package may add an Architecture for its kinds (docs/howto/import_export.md)."
         )
         raise ConfigError([Problem(each.key, f"{each.text} {text}") for each in error.problems]) from error
     entries = {**family.entries(weights.config), "dtype": TORCH_NAMES[dtype], "torch_dtype": TORCH_NAMES[dtype]}
@@ -100,7 +99,7 @@ def _entries(weights: Weights, config: Config | None, dtype: str) -> dict[str, A
 
 
 def _ends(weights: Weights, config: Config | None) -> tuple[int, ...]:
-    """Return the ids that end a text: those that the weights' files name, else that of the run's tokenizer, if any."""
+    """Return the token ids that end a text: from the weights' files, else from the run's tokenizer, if any."""
     if weights.end_tokens or weights.tokenizer is None:
         return weights.end_tokens
     named = None if config is None else config.data.tokenizer.end_of_document
@@ -111,14 +110,14 @@ def _ends(weights: Weights, config: Config | None) -> tuple[int, ...]:
 
 
 def _eos(ids: Sequence[int]) -> int | list[int] | None:
-    """Return `ids` as transformers' files have them."""
+    """Return `ids` in the form of transformers' files: None, one id or a list."""
     return None if not ids else ids[0] if len(ids) == 1 else list(ids)
 
 
 def _write_tokenizer(folder: Path, weights: Weights, config: Config | None) -> None:
-    """Write tokenizer.json, what transformers needs beside it, and how to generate.
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json.
 
-    Files that came with the weights that a run started from are handed on where its tokenizer is still theirs.
+    Tokenizer files of the weights that a run started from are copied if the run still uses their tokenizer.
     """
     if weights.tokenizer is None:
         return
@@ -135,7 +134,7 @@ def _write_tokenizer(folder: Path, weights: Weights, config: Config | None) -> N
 
 
 def _first_token(file: Path, ids: Sequence[int]) -> str | None:
-    """Return the first of the tokens `ids` that the tokenizer has, None where it has none or cannot be read."""
+    """Return the first token of `ids` that the tokenizer has; None if it has none or cannot be read."""
     try:
         tokens = {index: token for token, index in read_vocabulary(file).items()}
     except (OSError, ValueError):
@@ -144,19 +143,19 @@ def _first_token(file: Path, ids: Sequence[int]) -> str | None:
 
 
 def write_generation(file: Path, ends: Sequence[int]) -> None:
-    """Write how to generate; a `file` that was handed on stays, with `ends` added where it knows none of them."""
+    """Write generation_config.json. An existing `file` is kept; `ends` are added if it contains none of them."""
     try:
         known = parse_object(file.read_bytes()) if file.exists() else {}
-        said = read_ids(known.get(EOS))
+        listed = read_ids(known.get(EOS))
     except ValueError as error:
-        text = f"{error}, in the folder that the run started from. Mend it there, or move it away."
+        text = f"{error}, in the folder that the run started from. Fix it there, or move it away."
         raise ConfigError(Problem(file.name, text)) from error
-    if not file.exists() or (ends and not set(ends) & set(said)):
-        _write_json(file, known | ({EOS: _eos([*ends, *said])} if ends else {}))
+    if not file.exists() or (ends and not set(ends) & set(listed)):
+        _write_json(file, known | ({EOS: _eos([*ends, *listed])} if ends else {}))
 
 
 def _origin_of_tokenizer(weights: Weights) -> Path | None:
-    """Return the folder that has the tokenizer's other files: the weights' own, or that of those a run started from."""
+    """Return the folder of the tokenizer's other files: that of the weights, or of those that the run started from."""
     run = run_of(weights.path)
     if run is None:
         return weights.path

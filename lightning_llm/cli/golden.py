@@ -1,4 +1,4 @@
-"""The verb `golden`: a recipe's first steps recorded in a file, and held against the same steps made anew."""
+"""The verb `golden`: record a recipe's first steps in a file, or compare a rerun of them with it."""
 
 import argparse
 import json
@@ -21,10 +21,10 @@ from lightning_llm.train.spikes.policy import StepNotMadeError
 
 
 def golden(arguments: argparse.Namespace) -> int:
-    """Record, or check; return 0, 1 where a check finds a difference or the run fails, or what failed ranks end with.
+    """Record or check; return 0, 1 if a check finds a difference or the run fails, or the exit code of failed ranks.
 
     Raises:
-        ConfigError: with all that is wrong with the words, the config or the golden file.
+        ConfigError: the arguments, the config or the golden file are invalid.
     """
     try:
         return _record(arguments) if arguments.action == "record" else _check(arguments)
@@ -67,19 +67,19 @@ def _record(arguments: argparse.Namespace) -> int:
 def _record_problems(arguments: argparse.Namespace) -> list[Problem]:
     problems = []
     if arguments.steps < 1:
-        problems.append(Problem("--steps", f"is {arguments.steps}, must be at least 1."))
+        problems.append(Problem(f"--steps={arguments.steps}", "must be at least 1."))
     if arguments.repeats != 0 and arguments.repeats < FEWEST_REPEATS:
-        text = f"is {arguments.repeats}, must be 0, or at least {FEWEST_REPEATS}: of fewer no band can be made."
-        problems.append(Problem("--repeats", text))
+        text = f"must be 0 or at least {FEWEST_REPEATS}: a band needs that many."
+        problems.append(Problem(f"--repeats={arguments.repeats}", text))
     if arguments.nudge and not arguments.repeats:
-        problems.append(Problem("--nudge", "is of repeats, and there are none. Add --repeats 5."))
+        problems.append(Problem("--nudge", "needs repeats. Add --repeats 5."))
     return problems
 
 
 def _check(arguments: argparse.Namespace) -> int:
     problems: list[Problem] = []
     if not 0 < arguments.false_alarms < 1:
-        problems.append(Problem("--false-alarms", f"is {arguments.false_alarms:g}, must be above 0 and below 1."))
+        problems.append(Problem(f"--false-alarms={arguments.false_alarms:g}", "must be above 0 and below 1."))
     with gathered(problems):
         plan = _plan(arguments)
         file = arguments.file or default_file(plan.config)
@@ -90,7 +90,7 @@ def _check(arguments: argparse.Namespace) -> int:
         if not arguments.allow_differences:
             problems += recipe_problems(recipe_changes(recorded, recipe_keys(plan.config)), str(file))
         if arguments.band and (recorded.noise is None or recorded.noise.mean is None):
-            text = f"needs repeats that differed, and {file} has none. Record it by --repeats 5 --nudge --force."
+            text = f"needs a recorded band, and {file} has none. Record it again with --repeats 5 --nudge --force."
             problems.append(Problem("--band", text))
     if problems:
         raise ConfigError(problems)
@@ -112,27 +112,28 @@ def _check(arguments: argparse.Namespace) -> int:
 def _steps_problems(steps: int, recorded: int, file: Path) -> list[Problem]:
     if 1 <= steps <= recorded:
         return []
-    return [Problem("--steps", f"is {steps}; {file} has {recorded} steps. Use 1 to {recorded}.")]
+    return [Problem(f"--steps={steps}", f"must be 1 to {recorded}, the steps in {file}.")]
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    """Return the checked plan; sets what CUDA needs to be told before it is used, as `train` does.
+    """Return the checked plan; sets CUDA's environment variables before CUDA is used, as `train` does.
 
     Raises:
-        ConfigError: what `train` refuses, room for checkpoints aside; or a run that does not begin at step 0.
+        ConfigError: `train` would reject the config (disk space for checkpoints is not checked), or the run would not
+            begin at step 0.
     """
     set_allocator()
     plan = checked_resolution(read_arguments(arguments), to_train=True, saves=False).plan()
     config = plan.config
-    text = "is {}, and golden curves begin at step 0 with the recipe's own weights. Leave it out."
+    text = "not allowed: golden curves begin at step 0 with the recipe's own weights. Remove it."
     problems = [
-        Problem(key, text.format(value))
+        Problem(f"{key}={value}", text)
         for key, value in (("resume", config.resume), ("branch_from", config.branch_from))
         if value is not None
     ]
     if rank_environment() is None and config.world not in (None, config.trainer.devices):
-        words = f"is {config.world}, and {config.trainer.devices} ranks would be started here. Set trainer.devices."
-        problems.append(Problem("world", words))
+        text = f"must equal trainer.devices={config.trainer.devices}, the ranks started here. Set trainer.devices."
+        problems.append(Problem(f"world={config.world}", text))
     if problems:
         raise ConfigError(problems)
     set_missing(wanted(plan))

@@ -1,4 +1,4 @@
-"""The verb `health`: what the ranks and machines of a run do, whether their numbers are right, and who is slow."""
+"""The verb `health`: check and benchmark the ranks and machines of a run; report wrong results and slow ranks."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ from lightning_llm.run.launch.torch_agent import STOP_SECONDS, failure_said, lau
 
 
 def health(arguments: argparse.Namespace) -> int:
-    """Measure on all ranks, print, and write what `plan` reads; return 1 where anything is wrong, slow or too low."""
+    """Measure on all ranks, print, and write files for `plan`; return 1 if anything is wrong, slow or too low."""
     config, thresholds = _asked(arguments)
     if rank_environment() is not None:
         return _rank(config, thresholds, arguments)
@@ -52,7 +52,7 @@ def health(arguments: argparse.Namespace) -> int:
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[Config, list[Threshold]]:
-    """Return the config and the thresholds. Raises ConfigError with all that is wrong with both."""
+    """Return the config and the thresholds. Raises ConfigError with the problems of both."""
     problems: list[Problem] = []
     config: Config | None = None
     thresholds: list[Threshold] = []
@@ -60,9 +60,10 @@ def _asked(arguments: argparse.Namespace) -> tuple[Config, list[Threshold]]:
         with gathered(problems):
             thresholds = read_thresholds(arguments.fail_below)
     if not 0 < arguments.slower_than < float("inf"):
-        problems.append(Problem("--slower-than", f"is {arguments.slower_than:g}. Give a share above 0: 0.1 for 10 %."))
+        text = "must be above 0, for example 0.1 for 10 %."
+        problems.append(Problem(f"--slower-than={arguments.slower_than:g}", text))
     if arguments.output is not None and arguments.output.exists() and not arguments.output.is_dir():
-        problems.append(Problem("--output", f"{arguments.output} is no folder. Choose another name."))
+        problems.append(Problem(f"--output={arguments.output}", "is a file, must be a folder. Choose another name."))
     with gathered(problems):
         config = adopt_world(read_arguments(arguments).checked())
         if rank_environment() is None:
@@ -75,12 +76,12 @@ def _asked(arguments: argparse.Namespace) -> tuple[Config, list[Threshold]]:
 
 
 def _short_problems(thresholds: list[Threshold]) -> list[Problem]:
-    text = "is not measured with --short. Leave one of the two out."
+    text = "is not measured with --short. Remove --short or this threshold."
     return [Problem(OPTION, f"{each.name} {text}") for each in thresholds if each.name in NOT_IN_SHORT]
 
 
 def _options(arguments: argparse.Namespace) -> list[str]:
-    """Return the options of the command for its ranks."""
+    """Return the command-line options to pass to the ranks."""
     words = ["--slower-than", str(arguments.slower_than)]
     words += [f"--{name}" for name in ("short", "json") if getattr(arguments, name)]
     given = {"--fail-below": arguments.fail_below, "--output": arguments.output}
@@ -88,7 +89,7 @@ def _options(arguments: argparse.Namespace) -> list[str]:
 
 
 def _rank(config: Config, thresholds: list[Threshold], arguments: argparse.Namespace) -> int:
-    """Measure as one of several ranks. What it raises beside what it says is kept for the launcher."""
+    """Measure as one of several ranks. Exceptions are recorded for the launcher."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     die_with_launcher()
@@ -100,11 +101,11 @@ def _rank(config: Config, thresholds: list[Threshold], arguments: argparse.Names
     except (KeyboardInterrupt, Exception) as error:
         if isinstance(error, ConfigError) or "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
-        return 130 if isinstance(error, KeyboardInterrupt) else 1  # the launcher says which rank failed first, and why
+        return 130 if isinstance(error, KeyboardInterrupt) else 1  # the launcher reports the first failure
 
 
 def _measure(config: Config, thresholds: list[Threshold], arguments: argparse.Namespace) -> int:
-    """Measure with all ranks; the first prints and writes. Returns the exit code, the same on every rank."""
+    """Measure with all ranks; the first prints and writes. Return the exit code, the same on every rank."""
     with slow_imports():
         from lightning_llm.run.opening import choose_device, joined_ranks
 
@@ -128,29 +129,29 @@ def _measure(config: Config, thresholds: list[Threshold], arguments: argparse.Na
             else:
                 print_report(report)
             print("\n".join(lines), file=sys.stderr if arguments.json else sys.stdout, flush=True)
-        ranks.meet()  # the first to end ends the others, where a launcher sees a failure
+        ranks.meet()  # if a rank exits with a failure first, a launcher would stop the others too early
         return int(bool(report.wrong or report.slow or failing))
     except UnhealthyError as error:
         if error.speaks:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        raise  # for the launcher to know that it is said
+        raise  # tells the launcher that the error is already reported
     finally:
         leave_process_group()
 
 
 def _written(report: HealthReport, devices_per_node: int, output: Path) -> list[str]:
-    """Write what `plan` takes; return what to say of it, or why it could not be written."""
+    """Write the files for `plan`; return lines about them, or the reason that they could not be written."""
     try:
         return write_measured(report, devices_per_node, output)
     except OSError as error:
-        return [f"note       nothing for plan: {output} cannot be written: {error.strerror or error}"]
+        return [f"note       no files for `plan`: {output} cannot be written: {error.strerror or error}"]
 
 
 def _agree_on_thresholds(ranks: Ranks, device: torch.device, thresholds: list[Threshold]) -> None:
-    """Return quietly where every rank's device can be judged by `thresholds`. Collective.
+    """Check on all ranks that `thresholds` apply to their devices. Collective.
 
     Raises:
-        ConfigError: on every rank, with what the devices of any cannot be judged by.
+        ConfigError: on every rank, with the thresholds that do not apply to the device of some rank.
     """
     peaks = {name: peak_tflops(device, name) for name in formats_of(device)}
     found = ranks.share(device_problems(thresholds, device_name(device), peaks, peaks))

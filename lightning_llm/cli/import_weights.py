@@ -1,4 +1,4 @@
-"""The verb `import`: a Hugging Face folder, or a name on the hub, as a folder that `model.init_from` takes."""
+"""The verb `import`: convert a Hugging Face folder, or a model on the Hub, into a folder for `model.init_from`."""
 
 import argparse
 import re
@@ -44,12 +44,12 @@ SIDE_FILES = (
     GENERATION,
     "chat_template.jinja",
 )
-"""What is handed on as it is: how text becomes tokens, and how the model is used. The first alone is read here."""
+"""Files of the tokenizer and of generation that are copied unchanged. Only the first is read here."""
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def import_weights(arguments: argparse.Namespace) -> int:
-    """Check, convert, compare with transformers, and print what was found; return 0, or 1 where logits differ."""
+    """Check, convert, compare with transformers, and print a summary; return 0, or 1 if logits differ."""
     output = Path(arguments.output).expanduser().absolute()
     folder = source_folder(arguments.source, arguments.revision)
     problems: list[Problem] = []
@@ -88,28 +88,26 @@ def import_weights(arguments: argparse.Namespace) -> int:
         return error.report()
     print(f"logits       {logits}")
     if weights.tokenizer is None:
-        print("note         there is no tokenizer.json: save the tokenizer as a fast one to have it checked and used")
+        print("note         no tokenizer.json: save the tokenizer as a fast tokenizer to have it checked and used")
     print(f"written      {output}")
     print(f"start        lightning-llm train model.init_from={output} ...")
     return 0
 
 
 def source_folder(named: str, revision: str | None) -> Path:
-    """Return the folder at the path `named`, or where the hub's model of that name was downloaded to.
+    """Return the folder at the path `named`, or the download of the Hub model with that name.
 
     Raises:
-        ConfigError: it is neither, or cannot be downloaded.
+        ConfigError: there is neither a folder nor a model with that name, or it cannot be downloaded.
     """
     path = Path(named).expanduser().absolute()
     if path.is_dir():
         if revision is not None:
-            raise ConfigError(Problem("--revision", f"goes with a name on the hub, and {path} is a folder."))
+            raise ConfigError(Problem("--revision", f"needs a model on the Hub, but {path} is a folder. Remove it."))
         return path
     if path.exists() or not HUB_NAME.fullmatch(named) or named.startswith("."):
         what = "is a file" if path.exists() else "does not exist"
-        text = (
-            f"{what}. Give a Hugging Face folder (config.json, model.safetensors), or a name on the hub (owner/name)."
-        )
+        text = f"{what}. Give a Hugging Face folder (config.json, model.safetensors) or a Hub model (owner/name)."
         raise ConfigError(Problem(named, text))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -118,40 +116,41 @@ def source_folder(named: str, revision: str | None) -> Path:
         return Path(snapshot_download(named, revision=revision, allow_patterns=[*patterns]))
 
     try:
-        print(f"fetching     {named} (of {path.name}, no folder of that name is here)", file=sys.stderr)
+        print(f"download     {named} from the Hub (there is no folder {path})", file=sys.stderr)
         found = download(("*.safetensors", "*.safetensors.index.json", HUGGINGFACE, *SIDE_FILES))
         if not any(found.glob("*.safetensors")):
             found = download((f"{PICKLED.removesuffix('.bin')}*.bin", PICKLED_INDEX, HUGGINGFACE, *SIDE_FILES))
     except HFValidationError as error:
-        raise ConfigError(Problem(named, f"is no folder, and no name on the hub: {error}")) from error
+        text = f"neither a folder nor a valid name on the Hub: {error}"
+        raise ConfigError(Problem(named, text)) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        text = f"is no folder here, and could not be fetched from the hub: {first}. Check the name, or give a folder."
+        text = f"not a folder, and the download from the Hub failed: {first}. Check the name, or give a folder."
         raise ConfigError(Problem(named, text)) from error
     return found
 
 
 def open_source(folder: Path) -> FolderWeights:
-    """Return the weights of a Hugging Face folder, pickled ones too, if it has no others. Raises ConfigError."""
+    """Return the weights of a Hugging Face folder; pickled ones only if it has no others. Raises ConfigError."""
     pickled = any((folder / name).is_file() for name in (PICKLED, PICKLED_INDEX))
     plain = any((folder / name).is_file() for name in (SINGLE, INDEX))
     return open_huggingface(folder, open_pickled if pickled and not plain else open_files)
 
 
 def tokenizer_problems(weights: Weights) -> list[Problem]:
-    """Return why the tokenizer.json that would be handed on with the weights is none of theirs."""
+    """Return problems if the tokenizer.json next to the weights cannot be read or does not fit them."""
     if weights.tokenizer is None:
         return []
     try:
         vocabulary = read_vocabulary(weights.tokenizer)
     except (OSError, ValueError) as error:
-        text = f"{error}. Save it anew, or take it away, and the weights go on without one."
+        text = f"{error}. Save the tokenizer again, or delete the file to convert the weights without one."
         return [Problem(str(weights.tokenizer), text)]
     return list(rows_problems(vocabulary, weights))
 
 
 def hand_on(source: Path, target: Path, names: Iterable[str] = SIDE_FILES) -> None:
-    """Copy the files `names` that `source` has to `target`."""
+    """Copy the files in `names` that exist in `source` to `target`."""
     for file in _present(source, names):
         shutil.copyfile(file, target / file.name)
 
@@ -174,11 +173,11 @@ def _write_manifest(folder: Path, weights: FolderWeights, source: Path, files: l
 
 
 def shape_line(weights: FolderWeights) -> str:
-    """Return the sizes of the model in a line."""
+    """Return the sizes of the model as one line."""
     model = weights.config
     scaled = f", rope {model.rope_scaling.name}" if model.rope_scaling else ""
     tied = ", tied head" if model.tie_embeddings else ""
     return (
-        f"{model.num_layers} layers of {model.hidden_size}, {model.num_heads} heads ({model.num_kv_heads} of keys), "
+        f"{model.num_layers} layers of {model.hidden_size}, {model.num_heads} heads ({model.num_kv_heads} KV heads), "
         f"vocabulary {model.vocab_size:,}, {model.max_sequence_length:,} tokens{scaled}{tied}"
     )

@@ -1,4 +1,4 @@
-"""The verb `ladder`: the cost of recipes over model sizes and token counts, fitted, predicted and graded."""
+"""The verb `ladder`: fit the cost of recipes over model sizes and token counts; make and grade predictions."""
 
 import argparse
 import sys
@@ -15,22 +15,22 @@ from lightning_llm.ladder.refusal import DECADES
 
 
 def ladder(arguments: argparse.Namespace) -> int:
-    """Print the ladder over runs; with --predict predict from it, with --grade grade what was predicted; return 0.
+    """Print the ladder over runs, predictions from it (--predict) or their grades (--grade); return 0.
 
     Raises:
-        ConfigError: all that is wrong with the arguments; else as `ladder_named`.
+        ConfigError: the arguments are invalid, or as `ladder_named`.
     """
     return run_ladder(arguments, fit=not (arguments.predict or arguments.grade))
 
 
 def run_ladder(arguments: argparse.Namespace, *, fit: bool, problems: Sequence[Problem] = ()) -> int:
-    """Do what `ladder` does.
+    """Implement `ladder`.
 
     Args:
-        fit: fit the ladder where nothing is predicted.
-        problems: known to be wrong with the arguments; raised together with all others.
+        fit: fit the ladder even without predictions.
+        problems: problems of the arguments found by the caller, raised together with all others.
     """
-    # A run may follow --predict, which takes all words there are; no run is called KEY=VALUE.
+    # argparse adds runs that follow --predict to its values; no run is named KEY=VALUE.
     words = arguments.predict or []
     runs = [*arguments.runs, *(word for word in words if "=" not in word)]
     asked = RequestedTerms(arguments.margin, arguments.confidence, arguments.metric, arguments.tail)
@@ -58,18 +58,19 @@ def run_ladder(arguments: argparse.Namespace, *, fit: bool, problems: Sequence[P
 
 
 def _problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Return what is wrong with the options of a ladder, and which have no effect beside the others."""
+    """Return the problems of a ladder's options, including options without an effect."""
     found = []
     if str(arguments.margin or "").strip().endswith("%"):
         text = (
-            f"is {arguments.margin}, and a ladder says what each gap is in tokens. Leave it out, or give nats, for the "
-            "verdicts of its report, and for what is an outlier."
+            "must be in nats: a ladder already reports gaps in tokens. Give nats, which set the verdicts of its report "
+            "and its outliers, or remove the option."
         )
-        found.append(Problem("--margin", text))
+        found.append(Problem(f"--margin={arguments.margin}", text))
     if arguments.beyond is not None and not arguments.predict:
-        found.append(Problem("--beyond", "says how far a prediction may be. Give --predict, too, or leave it out."))
+        found.append(Problem("--beyond", "has no effect without --predict. Add --predict, or remove it."))
     if arguments.beyond is not None and not arguments.beyond > 0:
-        found.append(Problem("--beyond", f"is {arguments.beyond:g}, must be above 0 (powers of ten)."))
+        found.append(Problem(f"--beyond={arguments.beyond:g}", "must be above 0 (powers of ten)."))
     if arguments.ledger is not None and not (arguments.predict or arguments.grade):
-        found.append(Problem("--ledger", "is of predictions. Give --predict or --grade, too, or leave it out."))
+        text = "has no effect without --predict or --grade. Add one of them, or remove it."
+        found.append(Problem("--ledger", text))
     return found

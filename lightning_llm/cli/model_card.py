@@ -1,4 +1,4 @@
-"""The model card of an exported folder: recipe, data and curves, from what the run has recorded."""
+"""Model card of an exported folder: recipe, data and loss curves of the run."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,7 +28,7 @@ def write_card(
     dtype: str,
     logits: str,
 ) -> None:
-    """Write README.md, and for a run with records its curves up to `step`, into `folder`."""
+    """Write README.md into `folder`, and for a run with step metrics its loss curves up to `step`."""
     name = weights.config.name if run is None else run.name
     facts = {
         "architecture": architecture,
@@ -58,7 +58,7 @@ def _run_lines(folder: Path, run: Path, config: Config, step: int) -> Iterator[s
         drawn = ", ".join(f"{count:,} of {name}" for name, count in phase["drawn_tokens"].items())
         yield f"\nPhase {phase['name']}, steps {phase['first_step']:,} to {phase['last_step']:,}: {drawn}."
     if summary.get("data_hash"):
-        yield f"\nThe tokens are those of data_hash `{summary['data_hash']}`."
+        yield f"\ndata_hash of the tokens: `{summary['data_hash']}`."
     if losses := _losses(records):
         yield from ["", "## Losses", "", *_table(losses)]
     if records:
@@ -67,7 +67,7 @@ def _run_lines(folder: Path, run: Path, config: Config, step: int) -> Iterator[s
 
 
 def _origin(source: SourceConfig) -> str:
-    """Return where a source is from, without the folders of this machine."""
+    """Return the origin of a source, without local folder names."""
     keys = source.model_dump()
     path = str(keys.get("path") or "")
     name = path.rstrip("/").rpartition("/")[2] if source.is_local(path) else path
@@ -75,7 +75,7 @@ def _origin(source: SourceConfig) -> str:
 
 
 def _recipe(config: Config, summary: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Return what the model was trained with, by name."""
+    """Return the settings of the training by name."""
     init = summary.get("init") or {}
     started = "random weights"
     if init:
@@ -101,18 +101,18 @@ def _recipe(config: Config, summary: Mapping[str, Any], step: int) -> dict[str, 
 
 
 def _precision(config: Config) -> str:
-    """Return the precision recipe's name, with how much of the model it quantizes."""
+    """Return the precision recipe's name and its coverage of the model."""
     covered = coverage_of(config)
     return f"{config.precision.name}{f'{covered.suffix}: {covered.text}' if covered else ''}"
 
 
 def _weights_name(path: Path) -> str:
-    """Return the name of the weights at `path`: of a checkpoint RUN/step=N."""
+    """Return the name of the weights at `path`; RUN/step=N for a checkpoint."""
     return f"{path.parent.parent.name}/{path.name}" if path.parent.name == "checkpoints" else path.name
 
 
 def _losses(records: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the last losses of the records, in nats per token, with their steps."""
+    """Return the last losses in the step metrics, in nats per token, with their steps."""
     found: dict[str, str] = {}
     for record in records:
         for key, value in record.items():
@@ -124,14 +124,14 @@ def _losses(records: list[dict[str, Any]]) -> dict[str, str]:
 def _summary(run: Path) -> dict[str, Any]:
     try:
         return summary_of(run)
-    except ValueError:  # the card says less, the weights are whole
+    except ValueError:  # damaged: the card is shorter, the weights are not affected
         return {}
 
 
 def _records(run: Path) -> list[dict[str, Any]]:
     try:
         return list(read_records(run / "metrics.jsonl"))
-    except (OSError, ValueError):  # of a run without records, or damaged ones
+    except (OSError, ValueError):  # missing or damaged
         return []
 
 

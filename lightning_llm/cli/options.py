@@ -1,6 +1,6 @@
-"""The options of every verb. Imports nothing that takes time: all of them are declared at each start.
+"""Options of every verb. All are declared at each start, so this module imports nothing slow.
 
-First the options that several verbs share, then one function per verb, named as the verb.
+Options shared by several verbs come first, then one function per verb, named like the verb.
 """
 
 from argparse import SUPPRESS, ArgumentParser
@@ -12,194 +12,224 @@ from lightning_llm.golden import FALSE_ALARMS, STEPS
 from lightning_llm.plan.memory.accounting import ACCOUNTINGS, OURS
 
 WEIGHTS = "a run's folder, a checkpoint, an imported or a Hugging Face folder"
-OVERRIDES = "overrides are Hydra's: recipe=quickstart precision=fp32 trainer.max_steps=200 run.name=mine\n"
-GOLDEN_EXIT_CODES = (
-    "exit codes: 0 recorded, or equal; 1 different, or the run failed; 2 the config or an input is wrong"
-)
+OVERRIDES = """\
+overrides use Hydra's syntax, for example:
+  recipe=quickstart precision=fp32 trainer.max_steps=200 run.name=mine
+
+"""
+GOLDEN_EXIT_CODES = """\
+exit codes:
+  0    recorded, or equal to the recorded steps
+  1    different, or the run failed
+  2    invalid config or input
+"""
 
 
 def add_composition(parser: ArgumentParser) -> None:
-    """Add what a config is composed of: overrides or a file, and the user's folder of groups."""
-    overrides: Any = parser.add_argument("overrides", nargs="*", help="Hydra overrides: key=value, group=name, ~key")
+    """Add the inputs of a config: overrides or a file, and the user's folder of config groups."""
+    overrides: Any = parser.add_argument("overrides", nargs="*", help="Hydra overrides: KEY=VALUE, GROUP=NAME, ~KEY")
     overrides.completer = complete_override
-    parser.add_argument("--config", type=Path, metavar="FILE", help="repeat a run from its config.yaml")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="start from a run's config.yaml instead of the defaults"
+    )
     add_config_dir(parser)
 
 
 def add_config_dir(parser: ArgumentParser) -> None:
-    """Add a user's folder of config groups and callbacks."""
-    text = "further config groups, DIR/recipe/mine.yaml, and callbacks, DIR/callbacks/mine.py"
+    """Add the user's folder of config groups and callbacks."""
+    text = "folder of your own config groups (DIR/recipe/mine.yaml) and callbacks (DIR/callbacks/mine.py)"
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help=text)
 
 
 def add_multirun(parser: ArgumentParser) -> None:
-    """Add the switch for one run per combination."""
-    parser.add_argument("-m", "--multirun", action="store_true", help="one run for each combination of a=1,2")
+    """Add the flag that makes a sweep of one run per combination."""
+    text = "sweep: one run for each combination of comma-separated values (a=1,2)"
+    parser.add_argument("-m", "--multirun", action="store_true", help=text)
 
 
 def add_weights_output(parser: ArgumentParser) -> None:
-    """Add the folder that weights are written into."""
+    """Add the output folder of converted weights and its flags."""
     add = parser.add_argument
-    add("--output", required=True, metavar="DIR", help="the folder to make; there whole, or not at all")
-    add("--force", action="store_true", help="replace DIR if it holds weights already")
-    add("--no-parity", action="store_true", help="leave out the comparison of logits with transformers")
+    add("--output", required=True, metavar="DIR", help="folder to create; it appears only when it is complete")
+    add("--force", action="store_true", help="replace DIR if it already contains weights")
+    add("--no-parity", action="store_true", help="skip the comparison of logits with transformers")
 
 
 def add_device(parser: ArgumentParser) -> None:
     """Add the device to compute on."""
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    text = "device to compute on (default: auto, a GPU if there is one)"
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=text)
 
 
 def train(parser: ArgumentParser) -> None:
-    """Add what `train` composes."""
+    """Add the options of `train`."""
     add_composition(parser)
     add_multirun(parser)
 
 
 def plan(parser: ArgumentParser) -> None:
-    """Add what is planned, and which view of it."""
+    """Add the options of `plan`."""
     add_composition(parser)
-    text = "every precision recipe on every kind of GPU: native or emulated"
+    text = "show for every precision recipe and GPU model whether it runs natively or emulated"
     parser.add_argument("--matrix", action="store_true", help=text)
-    text = "take one step of every rank that differs, on tensors without data: bytes and collectives, counted"
+    text = "run one step of each distinct rank on tensors without data, and count bytes and collectives"
     parser.add_argument("--dry-run", action="store_true", help=text)
-    whose = "the program that memory is counted for, to check its published figures"
-    parser.add_argument("--accounting", choices=ACCOUNTINGS, default=OURS.name, help=whose)
-    text = "write the run as a batch script for Slurm (sbatch FILE), with its config in FILE.yaml"
+    text = f"estimate memory as this program would, to compare with its published figures (default: {OURS.name})"
+    parser.add_argument("--accounting", choices=ACCOUNTINGS, default=OURS.name, help=text)
+    text = "write a Slurm batch script for the run (submit with sbatch FILE) and its config to FILE.yaml"
     parser.add_argument("--script", type=Path, metavar="FILE", help=text)
     _search(parser)
     add_multirun(parser)
 
 
 def _search(parser: ArgumentParser) -> None:
-    """Declare the options of a search."""
+    """Add the options of `plan --search`."""
     add = parser.add_argument
-    add("--search", action="store_true", help="the fastest layout of `world` ranks that fits; keys that are typed stay")
-    planners = "every layout; with recomputation block by block; placed on measured links (exhaustive)"
-    add("--planner", choices=("exhaustive", "galvatron", "pipette"), help=planners)
-    add("--links", type=Path, metavar="FILE", help="for pipette: GB/s between machines, or devices, as YAML or JSON")
-    add("--write", type=Path, metavar="FILE", help="the fastest as DIR/parallel/NAME.yaml, for train parallel=NAME")
+    text = "search for the fastest layout of `world` ranks that fits in memory; keys set on the command line are kept"
+    add("--search", action="store_true", help=text)
+    text = (
+        "how to search: exhaustive tries every layout, galvatron also chooses recomputation block by block, pipette "
+        "also places ranks by measured links (default: exhaustive)"
+    )
+    add("--planner", choices=("exhaustive", "galvatron", "pipette"), help=text)
+    text = "bandwidths between machines or devices in GB/s, YAML or JSON; with --planner pipette"
+    add("--links", type=Path, metavar="FILE", help=text)
+    text = "write the fastest layout to DIR/parallel/NAME.yaml, for `train --config-dir DIR parallel=NAME`"
+    add("--write", type=Path, metavar="FILE", help=text)
     add("--force", action="store_true", help="replace the file of --write")
-    add("--pareto", type=Path, metavar="FILE", help="a picture of seconds and memory, .svg or .png")
-    weights = "which side of each weight of a Hugging Face folder tensor parallelism would share, by names and shapes"
-    add("--tensor-axes", type=Path, metavar="DIR", help=weights)
+    text = "plot step time against memory of all layouts that fit (.svg or .png)"
+    add("--pareto", type=Path, metavar="FILE", help=text)
+    text = "print along which axis tensor parallelism would split each weight of a Hugging Face folder"
+    add("--tensor-axes", type=Path, metavar="DIR", help=text)
 
 
 def config(parser: ArgumentParser) -> None:
-    """Add which part of the composed config is printed."""
+    """Add the options of `config`."""
     add_composition(parser)
     what = parser.add_mutually_exclusive_group()
     group: Any = what.add_argument(
-        "--group", nargs="?", const="", metavar="NAME", help="a group's values, one line each; without NAME all groups"
+        "--group", nargs="?", const="", metavar="NAME", help="list the values of this group, or of all groups"
     )
     group.completer = complete_group
     what.add_argument(
-        "--diff", action="store_true", help="print only the overrides of the defaults that give this config"
+        "--diff", action="store_true", help="print only the overrides of the defaults that produce this config"
     )
     add_multirun(parser)
 
 
 def prepare(parser: ArgumentParser) -> None:
-    """Add what is prepared: tokens, or scores of documents."""
+    """Add the options of `prepare`."""
     add_composition(parser)
     add = parser.add_argument
-    what = "score documents instead: quality=SCORER, diversity=SCORER, MEASURE.KEY=VALUE (docs/howto/data_recipes.md)"
-    add("--score", nargs="+", metavar="MEASURE=SCORER", help=what)
-    add("--output", type=Path, metavar="FILE", help="where to write scores (scores.parquet)")
+    text = "score documents instead: quality=SCORER, diversity=SCORER, MEASURE.KEY=VALUE (docs/howto/data_recipes.md)"
+    add("--score", nargs="+", metavar="MEASURE=SCORER", help=text)
+    add("--output", type=Path, metavar="FILE", help="file of the scores (default: scores.parquet)")
 
 
 def import_weights(parser: ArgumentParser) -> None:
-    """Add to `parser` the weights that are brought in."""
+    """Add the options of `import`."""
     add = parser.add_argument
-    add("source", metavar="FOLDER_OR_NAME", help="a Hugging Face folder, or a model's name on the hub")
-    add("--revision", metavar="REVISION", help="of a name on the hub: a commit, branch or tag (the newest)")
+    add("source", metavar="FOLDER_OR_NAME", help="a Hugging Face folder, or the name of a model on the Hub")
+    add("--revision", metavar="REVISION", help="commit, branch or tag on the Hub (default: the main branch)")
     add_weights_output(parser)
 
 
 def export(parser: ArgumentParser) -> None:
-    """Add to `parser` the weights that go out."""
+    """Add the options of `export`."""
     add = parser.add_argument
-    add("path", metavar="PATH", help="a run's folder (its newest checkpoint), a checkpoint, an imported folder")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the tensors (fp32, as runs keep them)")
+    add("path", metavar="PATH", help="a run's folder (its newest checkpoint), a checkpoint or an imported folder")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the written tensors (default: fp32)")
     add_weights_output(parser)
 
 
 def probe(parser: ArgumentParser) -> None:
-    """Add to `parser` what is probed, and how."""
+    """Add the options of `probe`."""
     add = parser.add_argument
     add("path", type=Path, metavar="PATH", help=WEIGHTS)
     add("overrides", nargs="*", help="precision=NAME[,NAME...]|all, precision.KEY=..., data=...")
-    add("--text", type=Path, metavar="FILE", help="documents for a Hugging Face folder: .txt, .jsonl")
-    add("--batches", type=int, default=2, metavar="N", help="micro-batches to look at (2)")
-    add("--keys", type=int, default=4, metavar="N", help="draws of random numbers to compare (4)")
-    add("--output", type=Path, metavar="DIR", help="where to write (outputs/probe/NAME)")
+    add("--text", type=Path, metavar="FILE", help="documents to use with a Hugging Face folder: .txt or .jsonl")
+    add("--batches", type=int, default=2, metavar="N", help="number of micro-batches (default: 2)")
+    add("--keys", type=int, default=4, metavar="N", help="number of random draws to compare (default: 4)")
+    add("--output", type=Path, metavar="DIR", help="folder of the results (default: outputs/probe/NAME)")
     add_device(parser)
 
 
 def evaluate(parser: ArgumentParser) -> None:
-    """Add to `parser` what is evaluated, and on what."""
+    """Add the options of `evaluate`."""
     add = parser.add_argument
     add("path", nargs="?", type=Path, metavar="PATH", help=WEIGHTS)
-    add("overrides", nargs="*", help="ranks to share it: parallel=NAME, parallel.KEY=VALUE, trainer.devices=N")
-    add("--tasks", action="append", default=[], metavar="TASK", help="of lm-eval, or a .yaml of your own; also A,B")
-    add("--tasks-only", action="store_true", help="no validation losses")
-    add("--data", action="append", default=[], metavar="KEY=VALUE", help="other data: jsonl=FILE, or a key below data")
-    add("--limit", type=float, metavar="N", help="the first N samples of each task; 0.5: the first half of them")
-    add("--average", nargs="+", type=Path, default=[], metavar="PATH", help="the mean of these weights, and PATH's")
-    add("--ensemble", nargs="+", type=Path, default=[], metavar="PATH", help="the mean of what these and PATH predict")
-    merged = (
-        "what sets of parts of the data would give, by the mean of a sweep's models of one part each (ablate/merge)"
-    )
-    add("--merge", type=Path, metavar="SWEEP", help=merged)
-    add("--batch-size", type=int, default=8, metavar="N", help="requests of a task at once (8)")
-    add("--compute-dtype", choices=("fp32", "bf16", "fp16"), help="in tasks (the run's precision.compute_dtype)")
+    add("overrides", nargs="*", help="layout to evaluate with: parallel=NAME, parallel.KEY=VALUE, trainer.devices=N")
+    text = "lm-eval task, or a task's .yaml file; A,B or repeat for several"
+    add("--tasks", action="append", default=[], metavar="TASK", help=text)
+    add("--tasks-only", action="store_true", help="skip validation losses")
+    text = "data to use instead of the run's: jsonl=FILE, or any key below `data`"
+    add("--data", action="append", default=[], metavar="KEY=VALUE", help=text)
+    text = "use the first N samples of each task; below 1, that fraction of them"
+    add("--limit", type=float, metavar="N", help=text)
+    text = "evaluate the average of these weights and PATH's"
+    add("--average", nargs="+", type=Path, default=[], metavar="PATH", help=text)
+    text = "evaluate the average of the predictions of these models and PATH's"
+    add("--ensemble", nargs="+", type=Path, default=[], metavar="PATH", help=text)
+    text = "estimate the loss of combinations of data sources by averaging a sweep's one-source models (ablate/merge)"
+    add("--merge", type=Path, metavar="SWEEP", help=text)
+    add("--batch-size", type=int, default=8, metavar="N", help="task requests per batch (default: 8)")
+    text = "compute dtype in tasks (default: the run's precision.compute_dtype)"
+    add("--compute-dtype", choices=("fp32", "bf16", "fp16"), help=text)
     add_device(parser)
-    add("--output", type=Path, metavar="FILE", help="where to write instead of the run's evaluation/")
-    add("--result", type=Path, help=SUPPRESS)  # where ranks leave what was measured for what started them
+    add("--output", type=Path, metavar="FILE", help="file of the results (default: in the run's evaluation/)")
+    add("--result", type=Path, help=SUPPRESS)  # file in which ranks return the result to their launcher
 
 
 def generate(parser: ArgumentParser) -> None:
-    """Add to `parser` what goes on with which text."""
+    """Add the options of `generate`."""
     add = parser.add_argument
     add("path", type=Path, metavar="PATH", help=WEIGHTS)
-    add("--prompt", metavar="TEXT", help='the text to go on with; "" begins a document')
-    add("--chat", action="store_true", help="go on with each line of the input, and what was said before")
-    add("--max-new-tokens", type=int, metavar="N", help="at most (200, or what the context has room for)")
-    add("--temperature", type=float, default=0.8, metavar="T", help="divides the logits; 0: the likeliest token (0.8)")
-    add("--top-k", type=int, default=50, metavar="K", help="draw among the K likeliest tokens; 0: all (50)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="of these, the fewest of together P (1: all)")
-    add("--seed", type=int, default=0, metavar="N", help="same seed, same text (0)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
-    add("--end-of-document", metavar="TOKEN", help="ends a document (what the weights' files say, or a usual name)")
-    add("--compute-dtype", choices=("fp32", "bf16", "fp16"), help="of activations (the run's precision.compute_dtype)")
+    add("--prompt", metavar="TEXT", help='text to continue; "" starts a new document')
+    add("--chat", action="store_true", help="read lines from stdin and continue the conversation after each")
+    text = "maximum number of tokens to generate (default: 200, or the room left in the context)"
+    add("--max-new-tokens", type=int, metavar="N", help=text)
+    text = "sampling temperature; 0 always takes the likeliest token (default: 0.8)"
+    add("--temperature", type=float, default=0.8, metavar="T", help=text)
+    add("--top-k", type=int, default=50, metavar="K", help="sample from the K likeliest tokens; 0: all (default: 50)")
+    text = "sample from the fewest tokens with total probability P (default: 1, all)"
+    add("--top-p", type=float, default=1.0, metavar="P", help=text)
+    add("--seed", type=int, default=0, metavar="N", help="random seed of sampling (default: 0)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")
+    text = "token that ends a document (default: from the weights' files, or a common name)"
+    add("--end-of-document", metavar="TOKEN", help=text)
+    text = "compute dtype of activations (default: the run's precision.compute_dtype)"
+    add("--compute-dtype", choices=("fp32", "bf16", "fp16"), help=text)
     add_device(parser)
 
 
 def health(parser: ArgumentParser) -> None:
-    """Add what is measured, and the limits of it."""
+    """Add the options of `health`."""
     add_composition(parser)
     add = parser.add_argument
-    least = "the least that figures may be: gemm.bf16.tflops: 60%%, all_reduce.bus_gb_per_second: 300, ..."
-    add("--fail-below", type=Path, metavar="FILE", help=least)
-    share = "a rank is named that is slower than the others by more than this share (0.1)"
-    add("--slower-than", type=float, default=0.1, metavar="SHARE", help=share)
-    add("--short", action="store_true", help="what trainer.health=true looks at: neither pairs of ranks nor the disk")
-    add("--output", type=Path, metavar="DIR", help="for cluster/measured.yaml and links.yaml (run.root/health)")
+    text = "YAML file of minimum values: gemm.bf16.tflops: 60%%, all_reduce.bus_gb_per_second: 300, ..."
+    add("--fail-below", type=Path, metavar="FILE", help=text)
+    text = "report ranks that are slower than the others by more than this fraction (default: 0.1)"
+    add("--slower-than", type=float, default=0.1, metavar="SHARE", help=text)
+    text = "check only as much as trainer.health=true does: no pairs of ranks, no disk"
+    add("--short", action="store_true", help=text)
+    text = "folder of cluster/measured.yaml and links.yaml (default: run.root/health)"
+    add("--output", type=Path, metavar="DIR", help=text)
 
 
 def compare(parser: ArgumentParser) -> None:
-    """Add the runs, the terms of a verdict, and the flags of earlier releases."""
+    """Add the options of `compare`, with the flags of earlier releases."""
     add = parser.add_argument
     _add_runs(parser, "the last sweep")
     _add_terms(parser)
-    text = "compare every arm with every other, too, with simultaneous intervals"
+    text = "also compare every arm with every other, with simultaneous intervals"
     add("--all-pairs", action="store_true", help=text)
-    text = "the value that time to target is measured to: 4.4, or of one setting, model=llama_tiny:4.4; may be repeated"
+    text = "target value of the time-to-target table: 4.4, or model=llama_tiny:4.4 for one setting; may be repeated"
     add("--target", action="append", default=[], metavar="VALUE", help=text)
     _add_output(
-        parser, "folder of compare.json and report.html (compare/ beside the runs); nothing is written to MLflow"
+        parser,
+        "folder of compare.json and report.html; nothing is logged to MLflow (default: compare/ by the runs)",
     )
-    # Modes of earlier releases, which are verbs now.
+    # Flags of earlier releases that are verbs now.
     add("--ladder", action="store_true", help=SUPPRESS)
     _add_predictions(parser, hidden=True)
     add("--time-to-target", action="store_true", help=SUPPRESS)
@@ -207,79 +237,86 @@ def compare(parser: ArgumentParser) -> None:
 
 
 def ladder(parser: ArgumentParser) -> None:
-    """Add the runs, predictions and the terms of a verdict."""
+    """Add the options of `ladder`."""
     _add_runs(parser, "the newest ladder")
     _add_predictions(parser)
     _add_terms(parser)
     _add_output(
-        parser, "folder of compare.json and report.html (compare/ladder/ beside the runs); nothing is written to MLflow"
+        parser,
+        "folder of compare.json and report.html; nothing is logged to MLflow (default: compare/ladder/ by the runs)",
     )
 
 
 def algoperf(parser: ArgumentParser) -> None:
-    """Add the runs, the target and the trials."""
+    """Add the options of `algoperf`."""
     add = parser.add_argument
     _add_runs(parser, "the last sweep")
-    text = "the value to reach: 4.4, or that of one setting, model=llama_tiny:4.4; may be repeated"
+    text = "target value: 4.4, or model=llama_tiny:4.4 for one setting; may be repeated"
     add("--target", action="append", default=[], metavar="VALUE", help=text)
     _add_baseline(parser)
-    text = "keys whose values are the trials of a study (optim.learning_rate where it varies)"
+    text = "keys that tell the trials of a study apart (default: optim.learning_rate if it varies)"
     add("--trials", metavar="KEY[,KEY]", help=text)
-    add("--metric", metavar="KEY", help="the metric of validations to score (val_loss)")
-    _add_output(parser, "folder of time_to_target.json (compare/ beside the runs)")
+    add("--metric", metavar="KEY", help="validation metric to score (default: val_loss)")
+    _add_output(parser, "folder of time_to_target.json (default: compare/ by the runs)")
 
 
 def _add_runs(parser: ArgumentParser, default: str) -> None:
-    text = f"folders of runs or above runs, experiments, SWEEP or SWEEP/N, MLflow ids; none: {default}"
+    text = f"run folder or a folder above it, experiment, SWEEP, SWEEP/N or MLflow id (default: {default})"
     parser.add_argument("runs", nargs="*", metavar="RUN", help=text)
 
 
 def _add_baseline(parser: ArgumentParser) -> None:
-    text = "the arm that all others are compared with; also KEY=VALUE (precision=bf16)"
-    parser.add_argument("--baseline", metavar="GROUP=LEVEL", help=text)
+    text = "arm that all others are compared with, e.g. precision=bf16"
+    parser.add_argument("--baseline", metavar="KEY=VALUE", help=text)
 
 
 def _add_terms(parser: ArgumentParser) -> None:
-    """Add what a verdict is asked for."""
+    """Add the terms of a verdict."""
     add = parser.add_argument
     _add_baseline(parser)
     add(
         "--best-of",
         metavar="KEY",
-        help="compare each arm at its best value of KEY (optim.learning_rate), chosen by other seeds",
+        help="compare each arm at its best value of KEY (optim.learning_rate), chosen on separate seeds",
     )
     text = (
-        "seeds that choose the value with --best-of and are left out of the verdict (the lowest); all: use all for both"
+        "seeds that choose the value of --best-of and are excluded from the verdict (default: the lowest); all: use "
+        "all seeds for both"
     )
     add("--choose-by", metavar="SEEDS", help=text)
-    text = "the largest gap that is still lossless: in nats (as declared, or 0.01) or in extra tokens (2%%)"
+    text = "largest gap that counts as lossless, in nats or in extra tokens, e.g. 2%% (default: the sweep's, or 0.01)"
     add("--margin", metavar="NATS|N%", help=text)
-    add("--confidence", type=float, metavar="P", help="joint confidence of all intervals (as declared, or 0.95)")
+    add(
+        "--confidence",
+        type=float,
+        metavar="P",
+        help="joint confidence of all intervals (default: the sweep's, or 0.95)",
+    )
     add(
         "--metric",
         metavar="KEY",
-        help="the metric of validations to compare (as declared, or val_loss; also val_loss/SOURCE)",
+        help="validation metric to compare: val_loss or val_loss/SOURCE (default: the sweep's, or val_loss)",
     )
     add(
         "--tail",
         type=float,
         metavar="SHARE",
-        help="share of the last steps that the metric is averaged over (as declared, or 0.1)",
+        help="fraction of the last steps to average the metric over (default: the sweep's, or 0.1)",
     )
 
 
 def _add_predictions(parser: ArgumentParser, *, hidden: bool = False) -> None:
-    """Add what to do with a ladder beside fitting it; `hidden`: without help."""
+    """Add the options for predictions from a ladder; `hidden` leaves them out of the help."""
 
     def add(flag: str, text: str, **settings: object) -> None:
         parser.add_argument(flag, help=SUPPRESS if hidden else text, **settings)  # type: ignore[arg-type]
 
-    text = "predict the gaps of a larger size and record them: model=NAME data.tokens=NUMBER"
+    text = "predict the gaps at a larger size and save the prediction: model=NAME data.tokens=NUMBER"
     add("--predict", text, nargs="+", metavar="KEY=VALUE")
-    text = "how far beyond the ladder a prediction may be, in powers of ten (1)"
+    text = "how far beyond the ladder to allow predictions, in powers of ten (default: 1)"
     add("--beyond", text, type=float, metavar="DECADES")
-    add("--grade", "grade earlier predictions by the runs that exist now", action="store_true")
-    text = "the file of predictions (compare/predictions.jsonl beside the runs)"
+    add("--grade", "grade saved predictions against the runs that exist now", action="store_true")
+    text = "file of saved predictions (default: compare/predictions.jsonl by the runs)"
     add("--ledger", text, type=Path, metavar="FILE")
 
 
@@ -288,69 +325,72 @@ def _add_output(parser: ArgumentParser, text: str) -> None:
 
 
 def diff(parser: ArgumentParser) -> None:
-    """Add the two runs."""
-    parser.add_argument("run", metavar="RUN", help="a run's folder, SWEEP/N or MLflow id")
-    parser.add_argument("other", metavar="RUN", help="another")
-    parser.add_argument("--all", action="store_true", help="also where the runs are kept and tracked")
+    """Add the options of `diff`."""
+    parser.add_argument("run", metavar="RUN", help="run folder, SWEEP/N or MLflow id")
+    parser.add_argument("other", metavar="RUN", help="the run to compare it with")
+    parser.add_argument("--all", action="store_true", help="also show keys of storage and tracking")
 
 
 def golden(parser: ArgumentParser) -> None:
     """Add the actions `record` and `check`, each with its own options and those of a config."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="record|check")
     for name, text, add_own in (
-        ("record", "make a recipe's first steps and write them, with what made them, to a golden file", _golden_record),
-        ("check", "make them anew; exit 1 with the first step and parameter that are not as recorded", _golden_check),
+        ("record", "run a recipe's first steps and write them with their provenance to a golden file", _golden_record),
+        ("check", "rerun the recorded steps and report the first step and parameter that differ", _golden_check),
     ):
         epilog, formatter = OVERRIDES + GOLDEN_EXIT_CODES, parser.formatter_class
         child = actions.add_parser(name, help=text, description=text, epilog=epilog, formatter_class=formatter)
         add_composition(child)
-        child.add_argument("--file", type=Path, metavar="FILE", help="the golden file (golden/RECIPE.json)")
-        child.add_argument("--json", action="store_true", help="print data instead of text")
+        child.add_argument("--file", type=Path, metavar="FILE", help="the golden file (default: golden/RECIPE.json)")
+        child.add_argument("--json", action="store_true", help="print JSON instead of text")
         add_own(child)
 
 
 def _golden_record(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--steps", type=int, default=STEPS, metavar="N", help=f"how many steps ({STEPS})")
-    add("--repeats", type=int, default=0, metavar="N", help="further runs, whose scatter makes a band (0: bits alone)")
-    nudge = "move the weights of repeats as far as sums round: a band for other machines"
-    add("--nudge", action="store_true", help=nudge)
+    add("--steps", type=int, default=STEPS, metavar="N", help=f"number of steps (default: {STEPS})")
+    text = "extra runs to measure the tolerance band from (default: 0, compare bits only)"
+    add("--repeats", type=int, default=0, metavar="N", help=text)
+    text = "perturb the weights of repeats by rounding errors, for a band that holds on other machines"
+    add("--nudge", action="store_true", help=text)
     add("--force", action="store_true", help="replace the golden file")
-    add("--result", type=Path, help=SUPPRESS)  # where ranks leave what was measured for what started them
+    add("--result", type=Path, help=SUPPRESS)  # file in which ranks return the result to their launcher
     add("--nudged-by", type=int, help=SUPPRESS)
 
 
 def _golden_check(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--steps", type=int, metavar="N", help="check the first N of the recorded steps (all of them)")
-    add("--band", action="store_true", help="allow the measured band also where bits could be compared")
-    share = f"the share of checks of an unchanged program that may fail, which sets the band's width ({FALSE_ALARMS})"
-    add("--false-alarms", type=float, default=FALSE_ALARMS, metavar="P", help=share)
-    add("--allow-differences", action="store_true", help="compare another recipe, too, and say what differs")
+    add("--steps", type=int, metavar="N", help="check only the first N recorded steps (default: all)")
+    add("--band", action="store_true", help="allow the recorded band even where bits can be compared")
+    text = f"probability that a check of an unchanged program fails; sets the band's width (default: {FALSE_ALARMS})"
+    add("--false-alarms", type=float, default=FALSE_ALARMS, metavar="P", help=text)
+    text = "also compare if the recipe differs from the recorded one, and print the differences"
+    add("--allow-differences", action="store_true", help=text)
 
 
 def conformance(parser: ArgumentParser) -> None:
-    """Add the folder of vectors."""
-    vectors = "vectors: manifest.json and the .npz files it names"
-    parser.add_argument("folder", type=Path, metavar="DIR", help=vectors)
-    parser.add_argument("--eager", action="store_true", help="eager only; otherwise eager and compiled")
+    """Add the options of `conformance`."""
+    text = "folder of test vectors: manifest.json and the .npz files that it lists"
+    parser.add_argument("folder", type=Path, metavar="DIR", help=text)
+    parser.add_argument("--eager", action="store_true", help="check only eager mode, not compiled mode")
 
 
 def warm(parser: ArgumentParser) -> None:
-    """Add the recipes and the device to compile for."""
+    """Add the options of `warm`."""
     add_composition(parser)
     add_device(parser)
-    parser.add_argument("--clear", action="store_true", help="remove all kernels that are kept, and compile none")
+    parser.add_argument("--clear", action="store_true", help="delete all cached kernels and compile none")
 
 
 def sync(parser: ArgumentParser) -> None:
-    """Add the folders to sync and where to."""
-    folders = "folders of runs or above runs, experiments, SWEEP or SWEEP/N; none: every run of the outputs folder"
-    parser.add_argument("folders", nargs="*", metavar="FOLDER", help=folders)
-    text = "another MLflow than the one each run was logged to"
+    """Add the options of `sync`."""
+    text = "run folder or a folder above it, experiment, SWEEP or SWEEP/N (default: the outputs folder)"
+    parser.add_argument("folders", nargs="*", metavar="FOLDER", help=text)
+    text = "MLflow to log to (default: the one each run was logged to)"
     parser.add_argument("--tracking-uri", metavar="URI", help=text)
 
 
 def completion(parser: ArgumentParser) -> None:
-    """Add the shell."""
-    parser.add_argument("shell", choices=SHELLS, help='bash: eval "$(lightning-llm completion bash)"')
+    """Add the options of `completion`."""
+    text = 'shell to print the script for; in bash: eval "$(lightning-llm completion bash)"'
+    parser.add_argument("shell", choices=SHELLS, help=text)

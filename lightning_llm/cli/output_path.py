@@ -1,4 +1,4 @@
-"""Whether a file or a folder that is asked for can be written, before hours are spent on what goes there."""
+"""Check that an output file or folder can be written, before hours of work produce its content."""
 
 import tempfile
 from pathlib import Path
@@ -9,14 +9,14 @@ KEY = "--output"
 
 
 def file_problems(file: Path) -> list[Problem]:
-    """Return why `file` cannot be written, none where it can."""
+    """Return a problem if `file` cannot be written, else an empty list."""
     if file.is_dir():
-        return [Problem(KEY, f"{file} is a folder. Name a file in it.")]
+        return [Problem(f"{KEY}={file}", "is a folder. Give a file in it.")]
     return _problems(file, file.parent)
 
 
 def folder_problems(folder: Path) -> list[Problem]:
-    """Return why no file can be written in `folder`, which may have to be made."""
+    """Return a problem if no file can be written in `folder`, which need not exist yet."""
     return _problems(folder, folder)
 
 
@@ -27,4 +27,4 @@ def _problems(path: Path, folder: Path) -> list[Problem]:
         with tempfile.TemporaryFile(dir=above):
             return []
     except OSError as error:
-        return [Problem(KEY, f"{path} cannot be written ({error.strerror}). Name another.")]
+        return [Problem(f"{KEY}={path}", f"cannot be written ({error.strerror}). Choose another path.")]

@@ -1,4 +1,4 @@
-"""How far imported or exported weights are from what transformers computes with them."""
+"""Comparison of logits with transformers, for imported and exported weights."""
 
 import importlib.util
 import sys
@@ -20,20 +20,21 @@ from lightning_llm.model.weights.load import state_dict_of, whole_decoder
 
 TOKENS = 64
 LARGEST_DIFFERENCE = 1e-3
-"""Of the largest logit, in fp32: what is above is another model, not other roundings (those are below 1e-5)."""
+"""Tolerance in fp32, relative to the largest logit. Rounding differences are below 1e-5."""
 
 
 class AnotherModelError(Exception):
-    """What was converted computes something else than transformers: nothing is written. Exit code 1."""
+    """The converted model and transformers compute different logits: nothing is written. Exit code 1."""
 
     def report(self) -> int:
-        """Say so; return the exit code."""
-        print(f"error: logits {self}: what was converted is another model. Nothing was written", file=sys.stderr)
+        """Print the error; return the exit code."""
+        text = f"error: logits {self}: the converted model is not equivalent. Nothing was written."
+        print(text, file=sys.stderr)
         return 1
 
 
 class Parity(NamedTuple):
-    """The largest difference of a logit from transformers', and transformers' largest logit, in fp32; of `tokens`."""
+    """Largest difference of a logit from transformers, and transformers' largest logit, in fp32 over `tokens`."""
 
     difference: float
     largest_logit: float
@@ -41,12 +42,12 @@ class Parity(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether both compute the same."""
+        """Return whether both models are equivalent."""
         return self.difference <= LARGEST_DIFFERENCE * self.largest_logit
 
     @property
     def line(self) -> str:
-        """What the comparison found."""
+        """The result of the comparison in one line."""
         return (
             f"differ from transformers' by at most {self.difference:.1e} (the largest logit is "
             f"{self.largest_logit:.3g}; fp32, {self.tokens} random tokens)"
@@ -54,29 +55,26 @@ class Parity(NamedTuple):
 
 
 def parity_problems(config: ModelConfig) -> list[Problem]:
-    """Return why the comparison cannot be made here: without transformers, or with a model too large for memory."""
+    """Return problems that prevent the comparison: transformers is missing, or the model is too large for memory."""
     if importlib.util.find_spec("transformers") is None:
-        text = (
-            "is what the weights are compared with, and it is not installed. pip install transformers, or leave the "
-            "comparison out: --no-parity."
-        )
+        text = "is not installed, and the weights are compared with it. pip install transformers, or use --no-parity."
         return [Problem("transformers", text)]
     needed, free = 2 * 4 * count_parameters(config, padded=True).total, psutil.virtual_memory().available
     if needed <= free:
         return []
     text = (
-        f"with transformers in fp32 needs two copies, {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are "
-        "free. Leave the comparison out: --no-parity."
+        f"needs two copies of the model in fp32, {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB of memory are "
+        "free. Skip it with --no-parity."
     )
-    return [Problem("the comparison", text)]
+    return [Problem("comparison with transformers", text)]
 
 
 @torch.no_grad()
 def parity_of(folder: Path, weights: Weights) -> Parity:
-    """Return how far logits of our decoder with `weights` are from those of transformers' model of `folder`, in fp32.
+    """Compare the fp32 logits of our decoder with `weights` and of transformers' model in `folder`.
 
     Raises:
-        ConfigError: transformers cannot load the folder, or fails while it computes.
+        ConfigError: transformers cannot load the folder or compute the logits.
     """
     config = weights.config
     length = min(TOKENS, config.max_sequence_length)
@@ -92,7 +90,7 @@ def _ours(weights: Weights, tokens: Tensor) -> Tensor:
 
 
 def _theirs(folder: Path, tokens: Tensor) -> Tensor:
-    with _transformers_may_fail("cannot load the model", "Leave the comparison out: --no-parity."):
+    with _transformers_may_fail("cannot load the model", "Skip the comparison with --no-parity."):
         from transformers import AutoModelForCausalLM, logging
 
         logging.set_verbosity_error()
@@ -100,7 +98,7 @@ def _theirs(folder: Path, tokens: Tensor) -> Tensor:
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
-            attn_implementation="eager",  # the others do not cap scores
+            attn_implementation="eager",  # others do not support capped attention scores
             local_files_only=True,
             trust_remote_code=False,
         )
@@ -109,10 +107,10 @@ def _theirs(folder: Path, tokens: Tensor) -> Tensor:
 
 
 def check_accepted(entries: Mapping[str, Any]) -> None:
-    """Raise ConfigError where transformers, if it is installed, refuses a config.json with these `entries`."""
+    """Raise ConfigError if transformers is installed and rejects a config.json with these `entries`."""
     if importlib.util.find_spec("transformers") is None:
         return
-    with _transformers_may_fail("refuses the config.json of this model", "Its checkpoints remain."):
+    with _transformers_may_fail("rejects the config.json of this model", "Its checkpoints are kept."):
         from transformers import AutoConfig
 
         AutoConfig.for_model(**entries)
@@ -120,12 +118,12 @@ def check_accepted(entries: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _transformers_may_fail(what: str, remedy: str) -> Iterator[None]:
-    """Turn any exception of transformers into a ConfigError of one line: its classes differ between versions."""
+    """Turn any exception of transformers into a one-line ConfigError; exception classes differ between versions."""
     try:
         yield
     except Exception as error:
         name = f"transformers {metadata.version('transformers')}"
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # Its validators name the field in the first line and the reason in the last.
+        # Validators of transformers name the field in the first line and the reason in the last.
         why = ": ".join([type(error).__name__, *dict.fromkeys([*lines[:1], *lines[-1:]])]).rstrip(".")
         raise ConfigError(Problem(name, f"{what}: {why}. {remedy}")) from error

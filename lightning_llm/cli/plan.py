@@ -1,4 +1,4 @@
-"""The verb `plan`: a run, a sweep or every recipe on every GPU, described; one step of it, dry; a layout, searched."""
+"""The verb `plan`: describe a run, a sweep or every recipe on every GPU; dry-run one step; search for a layout."""
 
 import argparse
 import json
@@ -18,16 +18,16 @@ from lightning_llm.plan.text.report import plan_facts, render
 from lightning_llm.run.checked_plan import checked_plan
 
 CONV1D = "GPT2", "OpenAIGPT"
-"""Architectures of transformers whose linears, c_attn, c_proj and c_fc, keep [inputs, outputs]."""
+"""Architectures of transformers that store the linears c_attn, c_proj and c_fc as [inputs, outputs]."""
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Print the plan of one run; with --matrix, -m, --search or --tensor-axes, what these say.
+    """Print the plan of one run, or the views of --matrix, -m, --search and --tensor-axes; return 0.
 
-    As text or, with --json, as data; with --dry-run, with what its ranks do in one step, counted.
+    Text, or JSON with --json. With --dry-run the plan includes the counts of one simulated step.
 
     Raises:
-        ConfigError: options that do not go together, or else what is wrong with the config.
+        ConfigError: the options exclude each other, or the config is invalid.
     """
     if problems := list(_option_problems(arguments)):
         raise ConfigError(problems)
@@ -74,14 +74,14 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _of_start(config: Config, words: Sequence[str] | None) -> tuple[dict[str, Any], list[str]]:
-    """Return what a run goes on from, another's checkpoint or its own, as data and as lines.
+    """Return the checkpoint that a run resumes or branches from, as data and as lines.
 
     Raises:
-        ConfigError: `train` refuses to.
+        ConfigError: `train` would reject it.
     """
     if config.resume is None and config.branch_from is None and not Path(config.run.dir).is_dir():
         return {}, []
-    from lightning_llm.run.resume.branch import branch_facts  # these import what other plans do without
+    from lightning_llm.run.resume.branch import branch_facts  # slow imports that other plans do not need
     from lightning_llm.run.resume.resume_plan import branch_lines, planned_start
 
     start, lines = planned_start(config, words)
@@ -91,31 +91,31 @@ def _of_start(config: Config, words: Sequence[str] | None) -> tuple[dict[str, An
 
 
 def _option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
-    """Yield which options do not go together: memory is of one run, a dry run of one of this trainer's."""
+    """Yield a problem for each pair of options that exclude each other."""
     many = "--matrix" if arguments.matrix else "-m" if arguments.multirun else None
     foreign = arguments.accounting != OURS.name
     if arguments.dry_run and many:
-        yield Problem("--dry-run", f"is of one run, and {many} of many. Leave one of them out.")
+        yield Problem("--dry-run", f"needs a single run, but {many} covers several. Remove one of them.")
     if foreign and many:
-        yield Problem("--accounting", f"counts the memory of one run, and {many} is of many. Leave one of them out.")
+        yield Problem("--accounting", f"needs a single run, but {many} covers several. Remove one of them.")
     if arguments.dry_run and foreign:
-        text = f"counts what this trainer does, and --accounting {arguments.accounting} is another's. Leave one out."
+        text = f"cannot be used with --accounting {arguments.accounting}, another program. Remove one of them."
         yield Problem("--dry-run", text)
     others = {"-m": arguments.multirun, "--matrix": arguments.matrix, "--search": arguments.search}
     for option in [name for name, given in others.items() if given and arguments.script]:
-        yield Problem("--script", f"writes the job of one run, and {option} is of many. Leave one of them out.")
+        yield Problem("--script", f"needs a single run, but {option} covers several. Remove one of them.")
     yield from _search_problems(arguments)
     if arguments.tensor_axes:
         yield from _tensor_axes_problems(arguments, bool(foreign or many))
 
 
 def _search_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
-    """Yield which options go with a search, or with one planner, alone."""
+    """Yield problems of the options of a search: options without --search, or of another planner."""
     given = {f"--{name}": getattr(arguments, name) for name in ("planner", "links", "write", "force", "pareto")}
     if not arguments.search:
         for option, value in given.items():
             if value:
-                yield Problem(option, "is of a search. Add --search, or leave it out.")
+                yield Problem(option, "has no effect without --search. Add --search, or remove it.")
         return
     for option, chosen in (
         ("--matrix", arguments.matrix),
@@ -124,44 +124,39 @@ def _search_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         ("--accounting", arguments.accounting != OURS.name),
     ):
         if chosen:
-            yield Problem(
-                "--search",
-                f"looks for a layout of this trainer's, and {option} describes given ones. Leave one of them out.",
-            )
+            yield Problem("--search", f"cannot be used with {option}. Remove one of them.")
     if arguments.links and arguments.planner != "pipette":
-        yield Problem("--links", "has the links that --planner pipette places ranks on. Add that, or leave it out.")
+        yield Problem("--links", "has no effect without --planner pipette. Add that, or remove it.")
     if arguments.pareto and arguments.planner == "pipette":
-        text = "draws every layout that fits, and --planner pipette times but the few that it places. Leave one out."
+        text = "plots every layout that fits, but --planner pipette times only a few. Remove one of them."
         yield Problem("--pareto", text)
     if arguments.force and not arguments.write:
-        yield Problem("--force", "replaces the file of --write. Add that, or leave it out.")
+        yield Problem("--force", "has no effect without --write. Add that, or remove it.")
 
 
 def _tensor_axes_problems(arguments: argparse.Namespace, others: bool) -> Iterator[Problem]:
-    """Yield what goes not with --tensor-axes: all but a number of ranks."""
+    """Yield problems of options given together with --tensor-axes, which allows only parallel.tp=N."""
     words = [word for word in arguments.overrides if not word.startswith("parallel.tp=")]
     if words or others or arguments.search or arguments.dry_run or arguments.config or arguments.script:
-        text = f"looks at the weights in {arguments.tensor_axes}, for parallel.tp=N ranks. Leave the rest out."
+        text = "allows only parallel.tp=N with it. Remove the other options and overrides."
         yield Problem("--tensor-axes", text)
     for word in arguments.overrides:
         if word.startswith("parallel.tp=") and not re.fullmatch(r"parallel\.tp=0*[1-9]\d*", word):
-            yield Problem(
-                "parallel.tp", f"is {word.removeprefix('parallel.tp=')!r}, must be a whole number, at least 1."
-            )
+            yield Problem(word, "must be an integer of at least 1.")
 
 
 def _ranks(words: Sequence[str]) -> int:
-    """Return how many ranks share each weight, of the words that `_tensor_axes_problems` lets pass."""
+    """Return the tensor-parallel degree given by `words`, which `_tensor_axes_problems` has checked."""
     return int(words[-1].removeprefix("parallel.tp=")) if words else 1
 
 
 def _print_tensor_axes(folder: Path, ranks: int, *, as_data: bool) -> int:
-    """Print which side of each weight in `folder` a tensor-parallel group of `ranks` would share. Return 0.
+    """Print the axis along which a tensor-parallel group of `ranks` splits each weight in `folder`; return 0.
 
     Raises:
-        ConfigError: there are no safetensors files, or damaged ones.
+        ConfigError: safetensors files are missing or damaged.
     """
-    from lightning_llm.model.weights.files import open_files  # what other plans do without
+    from lightning_llm.model.weights.files import open_files  # slow, and not needed by other plans
     from lightning_llm.plan.axes.tp import alike, style_of, tensor_axes
 
     shapes = {name: entry.shape for name, entry in open_files(folder).entries.items()}

@@ -1,4 +1,4 @@
-"""The verb `prepare`: what a run does with its data before its first step, ahead; and scores of documents."""
+"""The verb `prepare`: tokenize the data of a config in advance, or score its documents."""
 
 import argparse
 import json
@@ -33,10 +33,10 @@ SCORES = Path("scores.parquet")
 
 
 def prepare(arguments: argparse.Namespace) -> int:
-    """Tokenise the data of a config into the cache, or with --score write a table of its documents' scores; return 0.
+    """Tokenize the data of a config into the cache, or with --score write a table of document scores; return 0.
 
     Raises:
-        ConfigError: with all that is wrong.
+        ConfigError: the config, the scorers or the output are invalid.
     """
     given = [word for word in arguments.score or () if _is_of_scores(word)]
     words = [*arguments.overrides, *(word for word in arguments.score or () if not _is_of_scores(word))]
@@ -83,20 +83,21 @@ def _is_of_scores(word: str) -> bool:
 
 
 def chosen_scorers(given: Sequence[str], problems: list[Problem]) -> dict[Measure, ScorerConfig]:
-    """Return the scorers that the words MEASURE=KIND and MEASURE.KEY=VALUE choose; what is wrong goes to `problems`."""
+    """Return the scorers chosen by MEASURE=KIND and MEASURE.KEY=VALUE; problems are added to `problems`."""
     kinds: dict[str, dict[str, Any]] = {}
     for word in given:
         key, equals, value = word.partition("=")
         measure, _, option = key.partition(".")
         if not equals:
-            problems.append(Problem("--score", f"'{word}' is no MEASURE=SCORER, such as quality=length_entropy."))
+            text = "must have the form MEASURE=SCORER, such as quality=length_entropy."
+            problems.append(Problem(f"--score {word}", text))
             continue
         if (option or "kind") in kinds.setdefault(measure, {}):
             problems.append(Problem("--score", f"{key} is given twice. Give it once."))
         kinds[measure][option or "kind"] = _value_of(value)
     if not kinds and not problems:
         known = ", ".join(f"{SCORERS[name].measures}={name}" for name in SCORERS)
-        problems.append(Problem("--score", f"names no scorer: {known}."))
+        problems.append(Problem("--score", f"needs a scorer. Choose from {known}."))
     scorers: dict[Measure, ScorerConfig] = {}
     for measure in MEASURES:
         if (values := kinds.get(measure)) is None:
@@ -105,9 +106,9 @@ def chosen_scorers(given: Sequence[str], problems: list[Problem]) -> dict[Measur
         name = values.get("kind")
         if name not in fitting:
             known = did_you_mean(str(name), fitting)
-            text = f"{measure}={name}: there is no such scorer of {measure}.{known}"
+            text = f"{measure}={name}: unknown scorer.{known}"
             if name is None:
-                text = f"{measure} has keys and no scorer: {measure}={fitting[0]}, say."
+                text = f"{measure} has keys but no scorer. Add one, for example {measure}={fitting[0]}."
             problems.append(Problem("--score", text))
             continue
         try:
@@ -124,14 +125,14 @@ def chosen_scorers(given: Sequence[str], problems: list[Problem]) -> dict[Measur
 def _value_of(text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:  # no number, then, and no name of a scorer
+    except yaml.YAMLError:  # neither a number nor the name of a scorer
         return text
 
 
 def _output_problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Return why scores could not be written where they are to be, before hours are spent on them."""
+    """Return a problem if the file of scores cannot be written, checked before hours of scoring."""
     if arguments.score is None:
-        text = "is where --score writes, and tokens go to data.cache_dir. Leave it out, or score."
+        text = "has no effect without --score; tokens are written to data.cache_dir. Add --score, or remove it."
         return [] if arguments.output is None else [Problem("--output", text)]
     return file_problems(_file_of(arguments))
 
@@ -142,7 +143,7 @@ def _file_of(arguments: argparse.Namespace) -> Path:
 
 def _of_tokens(config: Config) -> list[Problem]:
     names = [name for name, source in config.data.sources.items() if source.tokenised and source.role is None]
-    text = "holds tokens, and scorers read text. Leave it out."
+    text = "contains tokens, but scorers need text. Remove the source."
     return [Problem(f"data.sources.{name}", text) for name in names]
 
 
@@ -168,8 +169,8 @@ def _score(
 
 
 def _command_to_train(config: Config, words: Sequence[str], arguments: argparse.Namespace, scores: Path) -> str:
-    """Return the command that trains on the documents that were scored, by their scores."""
-    if config.data.name == "python":  # whose sources are those of the shipped mix
+    """Return the command that trains on the scored documents."""
+    if config.data.name == "python":  # has the sources of the shipped mix
         return f"lightning-llm train data=samplemix data.mixture.scores={scores}"
     frozen = [] if arguments.config is None else ["--config", str(arguments.config)]
     file = str(scores) if re.fullmatch(r"[\w./-]+", str(scores)) else f"'{scores}'"  # as Hydra reads it
@@ -178,7 +179,7 @@ def _command_to_train(config: Config, words: Sequence[str], arguments: argparse.
 
 
 def _summary(columns: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the size of a source, its mean scores, and in how many clusters it has documents."""
+    """Return the size of a source, its mean scores and its number of clusters."""
     own = np.array(columns["source"]) == name
     clusters = set(columns["cluster"][own].tolist()) - {-1}
     means: dict[str, float] = {measure: float(columns[measure][own].mean()) for measure in MEASURES}

@@ -1,4 +1,4 @@
-"""The verb `probe`: what precision recipes do to the gradients of weights that are already there."""
+"""The verb `probe`: measure how precision recipes change the gradients of trained weights."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ ALL = "all"
 
 
 def probe(arguments: argparse.Namespace) -> int:
-    """Measure, print, and write table, JSON, pictures and recipes; return 0."""
+    """Measure, print, and write the table, JSON, plots and recipes; return 0."""
     subject, configs, skipped, device = _checked(arguments)
     if subject.config.trainer.threads:
         torch.set_num_threads(subject.config.trainer.threads)
@@ -42,10 +42,10 @@ def probe(arguments: argparse.Namespace) -> int:
 
 
 def _checked(arguments: argparse.Namespace) -> tuple[Subject, dict[str, Config], dict[str, str], torch.device]:
-    """Return what is probed, its config under each recipe, why the rest of `all` is not, and on what device."""
+    """Return the weights, their config under each recipe, the skipped recipes with reasons, and the device."""
     names, own, others = _split(arguments.overrides)
     problems = [
-        Problem(f"--{key}", f"is {value}, must be at least 1.")
+        Problem(f"--{key}={value}", "must be at least 1.")
         for key in ("batches", "keys")
         if (value := getattr(arguments, key)) < 1
     ]
@@ -80,7 +80,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[Subject, dict[str, Config],
 
 
 def _split(overrides: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the recipes' names, the overrides of their keys, and those of everything else."""
+    """Split overrides into names of recipes, overrides of their keys, and all others."""
     names: list[str] = []
     own: list[str] = []
     others: list[str] = []
@@ -93,7 +93,7 @@ def _split(overrides: list[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def _shipped() -> list[str]:
-    """Return the names of all shipped recipes that quantise."""
+    """Return the names of all shipped precision recipes that quantize."""
     import yaml
 
     found = []
@@ -128,7 +128,7 @@ def _measure(
     }
     reference: Pass | None = None
     count = f"{len(configs)} recipe{'' if len(configs) == 1 else 's'}"
-    _say(f"{count} on {facts['device']}; casts not compiled here before are compiled first, some minutes at worst")
+    _log(f"{count} on {facts['device']}; casts that are not cached are compiled first, which can take minutes")
     for number, (name, config) in enumerate(configs.items(), start=1):
         title, began = f"{name} ({number} of {len(configs)})", time.monotonic()
         progress = _progress(title)
@@ -140,7 +140,7 @@ def _measure(
         delayed = delayed_state(subject) if same else None
         facts["recipes"][name] = measure(model, reference, delayed, arguments.keys, everything, progress)
         progress("")
-        _say(f"{title}: measured in {time.monotonic() - began:.0f} s")
+        _log(f"{title}: measured in {time.monotonic() - began:.0f} s")
     facts["ranking"] = ranking(facts["recipes"])
     return facts, {name: config.precision for name, config in configs.items()}
 
@@ -154,7 +154,7 @@ def _progress(title: str) -> Callable[[str], None]:
     return lambda text: show_progress(f"{title}: {text}" if text else "")
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"probe  {text}", file=sys.stderr, flush=True)
 
 

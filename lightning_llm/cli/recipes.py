@@ -1,4 +1,4 @@
-"""The verb `recipes`: every shipped recipe with its one line."""
+"""The verb `recipes`: list the presets with their descriptions."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from lightning_llm.config.recipes import describe, folder_problems, recipe_files
 
 
 def recipes(arguments: argparse.Namespace) -> int:
-    """Print every shipped recipe, and those of --config-dir, with its one line."""
+    """Print the shipped presets and those of --config-dir, one line each; return 0."""
     if arguments.config_dir is not None and (problems := folder_problems(arguments.config_dir)):
         raise ConfigError(problems)
     catalog = {name: describe(file) for name, file in recipe_files(arguments.config_dir)}

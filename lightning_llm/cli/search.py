@@ -1,4 +1,4 @@
-"""The verb `plan --search`: the fastest layout that fits, as a table, as data, and as a file of the group parallel."""
+"""`plan --search`: find the fastest layout that fits in memory, and write it as a file of the group `parallel`."""
 
 import argparse
 import json
@@ -28,10 +28,10 @@ PICTURES = (".png", ".svg")
 
 
 def search_layouts(arguments: argparse.Namespace) -> int:
-    """Print the layouts of the config's world that fit, the fastest first; write the first where it is asked for.
+    """Print the layouts of the config's world that fit, the fastest first; write the first with --write. Return 0.
 
     Raises:
-        ConfigError: what is wrong with the config, whatever the layout; no layout at all, or none that fits.
+        ConfigError: the config is invalid under any layout, there is no layout, or none fits.
     """
     planner = arguments.planner or "exhaustive"
     config = settled(read_arguments(arguments)).checked()
@@ -43,7 +43,7 @@ def search_layouts(arguments: argparse.Namespace) -> int:
     if cluster is None:
         raise ConfigError(Problem("cluster", "is none."))
     matrix = _matrix(arguments.links, config, world) if planner == "pipette" else None
-    if matrix is not None and len(matrix.names) < world:  # the layouts to place are those that are fast at its median
+    if matrix is not None and len(matrix.names) < world:  # preselect layouts by the median bandwidth of the links
         between = cluster.between_nodes.model_copy(update={"gb_per_second": matrix.median_gb_per_second})
         cluster = cluster.model_copy(update={"between_nodes": between})
     pricer = Pricer(space, cluster)
@@ -75,20 +75,20 @@ def _output_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         yield from layout_file_problems(arguments.write, arguments.force)
     picture: Path | None = arguments.pareto
     if picture and picture.suffix not in PICTURES:
-        yield Problem("--pareto", f"is {picture}. Give a name that ends with {' or '.join(PICTURES)}.")
+        yield Problem(f"--pareto={picture}", f"must end with {' or '.join(PICTURES)}.")
     elif picture and picture.is_dir():
-        yield Problem("--pareto", f"{picture} is a folder. Choose another name.")
+        yield Problem(f"--pareto={picture}", "is a folder. Choose another name.")
     elif picture and not picture.absolute().parent.is_dir():
-        yield Problem("--pareto", f"{picture.parent} is not there. Make it, or choose another folder.")
+        yield Problem(f"--pareto={picture}", f"the folder {picture.parent} does not exist. Create it first.")
 
 
 def _space_problems(space: Space) -> list[Problem]:
-    """Return what no layout mends: no cluster, no layout of so many ranks, keys that contradict each other."""
+    """Return problems of any layout: no cluster, no layout of that many ranks, contradictory keys."""
     config = space.config
     if config.cluster is None:
-        text = "is none, and a search orders layouts by their time. Set cluster=h100_dgx (or a100_dgx, ...)."
+        text = "is not set, but a search needs it to estimate step times. Set cluster=h100_dgx (or a100_dgx, ...)."
         return [Problem("cluster", text)]
-    listed = list(checkpointing_problems(config.parallel, config.model.num_layers))  # kept as it was typed
+    listed = list(checkpointing_problems(config.parallel, config.model.num_layers))  # the search keeps this key
     first = next(space.choices(), None)
     if first is None:
         return [*no_layout_problems(space), *listed]
@@ -100,8 +100,8 @@ def _space_problems(space: Space) -> list[Problem]:
 def _matrix(file: Path | None, config: Config, world: int) -> LinkMatrix:
     per_node = ranks_per_node(config)
     if config.cluster is None or world % per_node:
-        text = f"is {world}, no multiple of the {per_node} ranks of a machine, which are placed together. Change it."
-        raise ConfigError(Problem("world", text))
+        text = f"must be a multiple of the {per_node} ranks per machine, for --planner pipette."
+        raise ConfigError(Problem(f"world={world}", text))
     machines = world // per_node
     if file is None:
         return uniform_links(machines, config.cluster.between_nodes.gb_per_second)
@@ -109,23 +109,21 @@ def _matrix(file: Path | None, config: Config, world: int) -> LinkMatrix:
 
 
 def _without_a_fastest(found: Found, world: int, arguments: argparse.Namespace) -> Iterator[Problem]:
-    """Yield why a search that timed no layout failed: none fits, or a file was to have the fastest."""
+    """Yield problems of a search that timed no layout: none fits, or --write or --pareto needs a time."""
     if not found.emulated:
         yield _nothing_fits(found, world)
         return
     for option in ("write", "pareto"):
         if getattr(arguments, option):
             text = (
-                "needs a layout with a time, and each that fits is emulated; the reasons are above. Leave it out, or "
-                "take a precision that is native there (plan --matrix)."
+                "needs a layout with a known step time, but all that fit are emulated (reasons above). Remove it, or "
+                "choose a precision that runs natively there (see plan --matrix)."
             )
             yield Problem(f"--{option}", text)
 
 
 def _nothing_fits(found: Found, world: int) -> Problem:
     if not found.missing:
-        return Problem("world", f"is {world}, and the checks refuse every layout of so many ranks; why is said above.")
-    text = (
-        f"is {world}, and no layout of so many ranks fits a device; the nearest stand above. Take more, or larger ones."
-    )
-    return Problem("world", text)
+        return Problem(f"world={world}", "every layout of that many ranks is rejected; the reasons are above.")
+    text = "no layout of that many ranks fits in memory; the closest are above. Use more or larger devices."
+    return Problem(f"world={world}", text)

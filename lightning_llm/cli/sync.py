@@ -1,4 +1,4 @@
-"""The verb `sync`: bring MLflow up to date with run folders that it missed."""
+"""The verb `sync`: log run folders to MLflow that it missed."""
 
 import argparse
 import sys
@@ -15,10 +15,10 @@ from lightning_llm.tracking.mlflow.tracker import tracking_uri
 
 
 def sync(arguments: argparse.Namespace) -> int:
-    """Bring MLflow up to date with each run below the given folders; return 0, or 1 where one could not be logged.
+    """Log each run below the given folders to MLflow; return 0, or 1 if one could not be logged.
 
-    A run whose process died without a word is marked KILLED (and "stopped" in its summary). One that is running is
-    brought up to date and left running. No point is logged twice.
+    A run that was killed is marked KILLED in MLflow (and "stopped" in its summary). A run in progress is updated and
+    left running. No point is logged twice.
     """
     folders = list(_run_folders(arguments.folders or [default_outputs()]))
     if not folders:
@@ -26,7 +26,7 @@ def sync(arguments: argparse.Namespace) -> int:
         raise ConfigError(Problem("FOLDER", f"there is no run (config.yaml and metrics.jsonl) in {where}."))
     failed = 0
     unreachable: set[str] = set()
-    with tempfile.TemporaryDirectory() as elsewhere, chdir(elsewhere):  # MLflow creates ./mlruns where it is
+    with tempfile.TemporaryDirectory() as scratch, chdir(scratch):  # MLflow creates ./mlruns in the working directory
         for folder in folders:
             try:
                 config, own = configs_of(folder, arguments.tracking_uri)
@@ -35,13 +35,13 @@ def sync(arguments: argparse.Namespace) -> int:
                     failed += 1
                 else:
                     print(f"{folder}: {sync_run(folder, config, own)}", flush=True)
-            except Exception as error:  # whatever MLflow raises, the other runs are tried
+            except Exception as error:  # MLflow raises many kinds; the other runs are still tried
                 failed += 1
                 if _is_no_answer(error):
                     unreachable.add(server)
-                    print(f"{server} does not answer: no further run is tried there", file=sys.stderr, flush=True)
+                    print(f"{server} does not answer: its other runs are skipped", file=sys.stderr, flush=True)
                     continue
-                damage = isinstance(error, ValueError | ConfigError)  # of a file, which is named
+                damage = isinstance(error, ValueError | ConfigError)  # a damaged file, named in the message
                 kind = "" if damage else f"{type(error).__name__}: "
                 text = redacted(f"{folder}: not logged: {kind}{error}".splitlines()[0])
                 print(text[:500], file=sys.stderr, flush=True)
@@ -52,7 +52,7 @@ def sync(arguments: argparse.Namespace) -> int:
 def _run_folders(given: Sequence[str]) -> Iterator[Path]:
     seen, outputs = set(), Path(default_outputs())
     named = {word: folders_named(word, outputs) for word in given}
-    text = "is no folder, and no experiment, SWEEP or SWEEP/N in {}."
+    text = "is neither a folder nor an experiment, SWEEP or SWEEP/N in {}."
     missing = [Problem(word, text.format(outputs)) for word, folders in named.items() if not folders]
     if missing:
         raise ConfigError(missing)
@@ -64,8 +64,8 @@ def _run_folders(given: Sequence[str]) -> Iterator[Path]:
 
 
 def _is_no_answer(error: BaseException | None) -> bool:
-    """Return whether a server could not be reached, or did not answer in time: it would not for the next run either."""
-    from requests import exceptions  # by which MLflow's client talks to a server
+    """Return whether a server could not be reached or timed out, which would also happen for the next run."""
+    from requests import exceptions  # MLflow's client uses requests
 
     while error is not None:
         if isinstance(error, exceptions.ConnectionError | exceptions.Timeout):

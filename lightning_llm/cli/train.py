@@ -1,4 +1,4 @@
-"""The verb `train`: compose, check, start. Nothing heavy is imported before the checks are through."""
+"""The verb `train`: compose, check, start. Slow imports come after the checks."""
 
 import argparse
 import os
@@ -27,15 +27,15 @@ from lightning_llm.sweep.run import sweep
 from lightning_llm.train.checkpoint.verification import content_damage
 
 IN_SLURM = {"SLURM_JOB_ID", "SUBMITIT_EXECUTOR"}
-"""Variables of a job's processes: Slurm's, and submitit's with launcher.cluster=local."""
+"""Environment variables of a job's processes: of Slurm, and of submitit with launcher.cluster=local."""
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Train one run, or with -m one for each combination; return the exit code."""
+    """Train one run, or a sweep with -m; return the exit code."""
     with _lasting():
         if arguments.multirun:
             if rank_environment() is not None:
-                text = "starts its jobs, and their ranks, by itself. Call it once, without torchrun or srun."
+                text = "starts its jobs and their ranks itself. Run it once, without torchrun or srun."
                 raise ConfigError(Problem("-m", text))
             return sweep(arguments)
         set_allocator()
@@ -48,17 +48,17 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def train_config(config: Config, *, quiet: bool = False) -> int:
-    """Train one run in this process, or in ranks of its own, for a caller that goes on; return the exit code.
+    """Train one run for a Python caller, in this process or in new ranks; return the exit code.
 
-    `quiet`: ranks that are started write nothing to the standard output.
+    `quiet`: discard the ranks' stdout.
 
     Raises:
-        ConfigError: with all that is wrong with the config, or with this process as a place to train from.
+        ConfigError: the config is invalid, or this process cannot start a run.
     """
     problems = _process_problems()
     set_allocator()
     try:
-        # A copy with other values (pydantic's model_copy) was never looked at.
+        # pydantic's model_copy does not validate.
         reading = read_config(config.model_dump(warnings=False))
         plan = checked_resolution(reading, to_train=True, by_launcher=True).plan()
     except ConfigError as error:
@@ -73,23 +73,23 @@ def train_config(config: Config, *, quiet: bool = False) -> int:
 
 
 def _process_problems() -> list[Problem]:
-    """Return why no run can be started from this process, which does other things, too."""
+    """Return the reasons why this process cannot start a run."""
     problems = []
     if threading.current_thread() is not threading.main_thread():
         name = threading.current_thread().name
-        text = f"is {name}, and a run takes signals, to save and stop. Call it from the main thread."
-        problems.append(Problem("thread", text))
+        text = "a run handles signals, which needs the main thread. Call train() there."
+        problems.append(Problem(f"thread={name}", text))
     if (ranks := rank_environment()) is not None:
         text = (
-            f"is rank {ranks.rank} of {ranks.world}, started by torchrun or srun, and a run from Python starts its "
-            "ranks by itself (trainer.devices). Call it in one process, or start lightning-llm train --config FILE."
+            f"this is rank {ranks.rank} of {ranks.world}, started by torchrun or srun, but train() starts its own "
+            "ranks (trainer.devices). Call it in one process, or run `lightning-llm train --config FILE`."
         )
         problems.append(Problem("process", text))
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         text = (
-            f"has a process group of {distributed.get_world_size()} already, and a run makes its own. Leave it "
-            "(torch.distributed.destroy_process_group()), or train in another process."
+            f"a process group of {distributed.get_world_size()} exists, but a run creates its own. Call "
+            "torch.distributed.destroy_process_group(), or train in another process."
         )
         problems.append(Problem("torch.distributed", text))
     return problems
@@ -97,9 +97,9 @@ def _process_problems() -> list[Problem]:
 
 @contextmanager
 def _lasting() -> Iterator[None]:
-    """Hold what a run of hours needs of its process: threads that wait, and signals."""
-    # CPU threads that spin while they wait for each other starve each other where others want the cores: 50 times
-    # slower here, two threads on two cores under a load of 16. Alone, spinning is twice as fast as sleeping.
+    """Set up the process for a long run: OpenMP's wait policy and signals."""
+    # Spinning OpenMP threads starve each other on a busy machine: 50 times slower with two threads on two cores under
+    # a load of 16. On an idle machine spinning is twice as fast as sleeping.
     if os.getloadavg()[0] > (os.cpu_count() or 1):
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with raised_as_terminated():
@@ -107,15 +107,14 @@ def _lasting() -> Iterator[None]:
 
 
 def _start(plan: Plan, quiet: bool = False) -> int:
-    """Train one run, in this process or in ranks that are started for it."""
+    """Train one run, in this process or in new ranks; return the exit code."""
     config = plan.config
     if config.launcher.name == "slurm" and not IN_SLURM & os.environ.keys():
         text = (
-            "is slurm, and this process is in no job of Slurm: the run would train here. Write its batch script by "
-            "`lightning-llm plan ... --script FILE` and submit it by sbatch; or set launcher=local to train here. "
-            "With -m the jobs of a sweep are submitted."
+            "this process is not in a Slurm job. Write a batch script with `lightning-llm plan ... --script FILE` and "
+            "submit it with sbatch, or set launcher=local to train here. With -m the jobs of a sweep are submitted."
         )
-        raise ConfigError(Problem("launcher.name", text))
+        raise ConfigError(Problem("launcher.name=slurm", text))
     on_ray = config.launcher.name == "ray"
     if problems := list(ray_problems(config)) if on_ray else world_problems(config):
         raise ConfigError(problems)
@@ -123,7 +122,7 @@ def _start(plan: Plan, quiet: bool = False) -> int:
         print(note, file=sys.stderr, flush=True)
     if not on_ray and config.trainer.devices == 1 and config.trainer.max_restarts == 0:
         return _run_alone(plan)
-    start = decide_start(config)  # a first look: the ranks verify what they go on from, and decide
+    start = decide_start(config)  # a quick check; the ranks verify the checkpoint and decide
     if start.finished and decide_start(config, content_damage).finished:
         print(start.nothing_left(config))
         return 0
@@ -137,7 +136,7 @@ def _start(plan: Plan, quiet: bool = False) -> int:
 
 
 def _run_alone(plan: Plan) -> int:
-    """Run the only rank in this process, its start decided before anything heavy is imported."""
+    """Run the only rank in this process; decide where it starts before slow imports."""
     lock = lock_run(Path(plan.config.run.dir))
     try:
         start = decide_start(plan.config, content_damage)
@@ -151,13 +150,13 @@ def _run_alone(plan: Plan) -> int:
         try:
             return run(plan, start)
         finally:
-            leave_process_group()  # of one rank, which a failed run is still in
+            leave_process_group()  # a failed run is still in its group of one rank
     finally:
         lock.release()
 
 
 def _run_rank(plan: Plan) -> int:
-    """Run one of several ranks. What it raises is kept for the launcher, with the time, so that the first is known."""
+    """Run one of several ranks. Exceptions are recorded with their time, so that the launcher can find the first."""
     with slow_imports():
         from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -165,10 +164,10 @@ def _run_rank(plan: Plan) -> int:
 
     try:
         return int(record(run)(plan) or 0)
-    except UnhealthyError as error:  # said by one of those that raise it
+    except UnhealthyError as error:  # already reported by one rank
         error.end_stopped()
         return 1
     except CallbackFailedError as error:
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # srun has started the ranks, and nobody gathers what they say
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # started by srun: no launcher collects errors
             print(f"error: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         return 1

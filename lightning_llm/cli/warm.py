@@ -1,4 +1,4 @@
-"""The verb `warm`: compile the emulated casts of precision recipes ahead, and keep them for the runs to come."""
+"""The verb `warm`: compile the emulated casts of precision recipes in advance and cache them."""
 
 import argparse
 import math
@@ -23,12 +23,12 @@ from lightning_llm.train.quantisation import Quantisation
 
 
 def warm(arguments: argparse.Namespace) -> int:
-    """Run one micro-batch under each recipe, so that all its casts are there; print a line for each. Return 0.
+    """Run one micro-batch under each precision recipe to compile all its casts; print a line for each. Return 0.
 
-    Recipes are those of `precision=A,B`, or of the run whose config.yaml is given, or else all that there are.
+    Recipes are those of `precision=A,B` or of --config; by default all.
 
     Raises:
-        ConfigError: with what is wrong with the configs; casts cannot be compiled or kept here.
+        ConfigError: a config is invalid, or casts cannot be compiled or cached here.
     """
     if arguments.clear:
         return _clear(arguments.overrides)
@@ -42,18 +42,18 @@ def warm(arguments: argparse.Namespace) -> int:
     plans = list(_plans(arguments))
     if kernel_cache.folder() is None:
         raise ConfigError(
-            Problem(kernel_cache.FOLDER, "names no folder to keep kernels in, see above. Choose another.")
+            Problem(kernel_cache.FOLDER, "cannot be used as the folder of kernels (see above). Choose another.")
         )
     width = max(len(plan.config.precision.name) for plan in plans)
     for plan in plans:
         if chosen or plan.config.precision.quantises:
             print(f"{plan.config.precision.name:<{width}}  {_warmed(plan, device)}", flush=True)
-    print(f"kept in {kernel_cache.folder()}")
+    print(f"cached in {kernel_cache.folder()}")
     return 0
 
 
 def _plans(arguments: argparse.Namespace) -> Iterator[Plan]:
-    """Yield the plan of each combination that the overrides name. Raises ConfigError with the problems of all."""
+    """Yield the plan of each combination of the overrides. Raises ConfigError with the problems of all."""
     if arguments.config is not None:
         yield checked_plan(arguments, to_train=False)
         return
@@ -68,7 +68,7 @@ def _plans(arguments: argparse.Namespace) -> Iterator[Plan]:
 def _clear(overrides: list[str]) -> int:
     if overrides:
         raise ConfigError(
-            Problem("--clear", "removes all kernels that are kept, of whatever recipe. Leave out the rest.")
+            Problem("--clear", "deletes the kernels of all recipes and allows no overrides. Remove them.")
         )
     path = kernel_cache.folder_path()
     print(f"removed {kernel_cache.clear():,} bytes of kernels in {path}")
@@ -76,12 +76,12 @@ def _clear(overrides: list[str]) -> int:
 
 
 def _warmed(plan: Plan, device: torch.device) -> str:
-    """Return what was done for one recipe."""
+    """Compile the casts of one recipe; return a summary."""
     config, started = plan.config, time.perf_counter()
     if not config.precision.quantises:
         return "casts nothing"
     if plan.decision.runs == "native":
-        return f"runs natively here, without these kernels ({plan.decision.reason})"
+        return f"runs natively here and needs no kernels ({plan.decision.reason})"
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, plan.decision)
@@ -90,12 +90,12 @@ def _warmed(plan: Plan, device: torch.device) -> str:
         return f"nothing to compile: {quantisation.report.note}"
     for step in _first_steps(config):
         _run_micro_batch(parallel, config, step, device)
-    kernels = kernel_cache.tally.take() or "its kernels are those of recipes above"
+    kernels = kernel_cache.tally.take() or "uses the kernels of the recipes above"
     return f"{kernels}; ready after {time.perf_counter() - started:.1f} s"
 
 
 def _first_steps(config: Config) -> Iterator[int]:
-    """Yield a step of the recipe itself, if it has one, and one of each phase."""
+    """Yield step 0, and the first step during and after each phase of the recipe."""
     steps, phases = config.trainer.max_steps, config.precision.phases
     yield 0
     for phase in phases:
@@ -104,7 +104,7 @@ def _first_steps(config: Config) -> Iterator[int]:
 
 
 def _run_micro_batch(parallel: ParallelModel, config: Config, step: int, device: torch.device) -> None:
-    """Run a micro-batch of `step` forward and backward, as the step does, of whatever tokens."""
+    """Run forward and backward of one micro-batch of arbitrary tokens, as training does at `step`."""
     quantisation, model = parallel.quantisation, parallel.model.train()
     quantisation.begin_step(model, step)
     quantisation.begin_micro_batch(model, step, 0)

@@ -96,7 +96,7 @@ def test_runs_are_scored_over_settings_trials_and_seeds(race, capsys):
     assert main(["compare", str(race), "--time-to-target", *words]) == 0  # as in earlier releases
     out, err = capsys.readouterr()
     assert out == printed
-    assert err.startswith("note   compare --time-to-target: use `lightning-llm algoperf`; the flags will be removed\n")
+    assert err.startswith("note   compare --time-to-target: deprecated, use `lightning-llm algoperf` instead\n")
     found = json.loads(printed)
     assert (found["submissions"], found["trial_keys"]) == (["adamw", "muon"], ["optim.learning_rate"])
     assert found["targets"] == {"model=llama_tiny": 4.0, "model=gla_tiny": 4.0}
@@ -137,7 +137,7 @@ def test_unequal_chances_are_no_fair_score(race, capsys, tmp_path):
             "'model=gpt' is no setting of these runs, which are 'model=llama_tiny'",
         ),
         ("--time-to-target --target 4 --trials optim.beta1", "'optim.beta1' does not vary over these runs"),
-        ("--time-to-target --target 4 --best-of seed", "judges none: leave out --best-of"),
+        ("--time-to-target --target 4 --best-of seed", "so --best-of has no effect"),
         ("--trials optim.learning_rate", "an option of `lightning-llm algoperf`"),
     ],
 )

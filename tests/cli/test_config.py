@@ -207,7 +207,7 @@ def test_a_sweep_is_printed_with_what_its_jobs_differ_in(capsys):
     assert [each["config"]["seed"] for each in jobs] == [0, 1, 0, 1]
     assert jobs[3]["overrides"] == ["precision=nvfp4", "seed=1"]
     assert main(["config", "-m", "--diff", *words]) == 2
-    assert "--diff: is of one run" in capsys.readouterr().err
+    assert "--diff: cannot be used with -m" in capsys.readouterr().err
 
 
 def test_values_are_completed_behind_a_comma_too():

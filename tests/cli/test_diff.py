@@ -18,7 +18,7 @@ def test_diff_says_what_differs(tmp_path, capsys, monkeypatch):
     assert main(["diff", str(one), str(one)]) == 0
     assert "no difference" in capsys.readouterr().out
     assert main(["diff", str(one), str(tmp_path)]) == 2
-    assert "holds 2 runs; name one" in capsys.readouterr().err
+    assert "contains 2 runs, must be one" in capsys.readouterr().err
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path / "outputs"))
     for number in (0, 1):
         make_run(tmp_path / "outputs" / "study" / "20261121-170000" / str(number), f"seed={number}")

@@ -50,7 +50,7 @@ def test_whatever_transformers_raises_is_one_line_and_no_folder(error, run, tmp_
     assert main(words(run, tmp_path / "out")) == 2
     printed = capsys.readouterr().err
     assert f"cannot load the model: {type(error).__name__}" in printed
-    assert printed.strip().endswith("Leave the comparison out: --no-parity.")
+    assert printed.strip().endswith("Skip the comparison with --no-parity.")
     assert "Traceback" not in printed
     assert not any(tmp_path.iterdir())
 
@@ -63,7 +63,7 @@ def test_without_the_comparison_transformers_still_has_to_accept_the_config(run,
 
     monkeypatch.setattr(AutoConfig, "for_model", fail)
     assert main(words(run, tmp_path / "out", "--no-parity")) == 2
-    assert "refuses the config.json of this model" in capsys.readouterr().err
+    assert "rejects the config.json of this model" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
 

@@ -14,20 +14,20 @@ from tests.compare.run_folders import make_sweep, refusal, verdicts
     [
         (
             "--time-to-target --margin 0.1 --confidence 0.9 --tail 0.2 --best-of seed --ladder --target x",
-            ("leave out --best-of, --margin, --confidence, --tail, --ladder", "--target: is 'x'"),
+            ("--best-of, --margin, --confidence, --tail, --ladder has no effect", "--target: is 'x'"),
         ),
         (
             "--ladder --all-pairs --target 4 --trials a --beyond 2 --ledger f --margin 2% --confidence 2 --choose-by 0",
             (
-                "--all-pairs: has no use beside --ladder", "--target: has no use", "--trials: has no use",
-                "--beyond: says how far", "--ledger: is of predictions", "--margin: is 2%, and a ladder says",
+                "--all-pairs: has no effect", "--target: has no effect", "--trials: has no effect",
+                "--beyond: has no effect without --predict", "--ledger: has no effect", "--margin=2%: must be in nats",
                 "--confidence: is 2", "--choose-by: says by which seeds",
             ),
         ),
-        ("--grade --beyond 0", ("--beyond: says how far", "--beyond: is 0, must be above 0")),
+        ("--grade --beyond 0", ("--beyond: has no effect", "--beyond=0: must be above 0")),
         (
             "--beyond 2 --ledger f --trials a --tail 3",
-            ("--beyond: is of predictions", "--ledger: is of predictions", "--trials: says which", "--tail: is 3"),
+            ("--beyond: an option of", "--ledger: an option of", "--trials: an option of", "--tail: is 3"),
         ),
         ("--all-pairs --margin 2%", ("--all-pairs: takes a margin in nats",)),
     ],

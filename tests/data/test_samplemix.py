@@ -246,11 +246,11 @@ def test_scoring_nothing_is_refused(tmp_path, capsys):
         assert said in capsys.readouterr().err
     file = write_jsonl(tmp_path / "d.jsonl", ["a text"])
     for asked, said in (
-        (["--score", "quality=length_entropy", "--output", str(tmp_path)], "is a folder. Name a file in it"),
+        (["--score", "quality=length_entropy", "--output", str(tmp_path)], "is a folder. Give a file in it"),
         (["--score", "quality=length_entropy", "--output", f"{file}/s"], "cannot be written (Not a directory)"),
-        (["--output", str(tmp_path / "s.parquet")], "--output: is where --score writes"),
+        (["--output", str(tmp_path / "s.parquet")], "--output: has no effect without --score"),
         (["--score", "quality=length_entropy", "quality=length_entropy"], "quality is given twice"),
-        (["--score", "diversity.clusters=3"], "diversity has keys and no scorer"),
+        (["--score", "diversity.clusters=3"], "diversity has keys but no scorer"),
     ):
         assert main(["prepare", "data=jsonl", f"data.sources.jsonl.path={file}", *asked]) == 2
         assert said in capsys.readouterr().err

@@ -179,7 +179,7 @@ def test_all_problems_are_reported_at_once(tmp_path, capsys):
     said = capsys.readouterr().err
     for part in ("--limit: is 0", "--batch-size: is 0", "--ensemble: excludes --average", "'jsonl' is no KEY=VALUE",
                  "--tasks-only: leaves nothing to do", "a: does not exist", "b: does not exist",
-                 "is a folder. Name a file in it"):  # fmt: skip
+                 "is a folder. Give a file in it"):  # fmt: skip
         assert part in said, part
     assert main(["evaluate"]) == 2
     assert "PATH: is missing" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_proxies_are_the_losses_of_torchs_average(swept, capsys, tmp_path):
     assert sets["ab"]["true"]["val_loss/a"] == pytest.approx(recorded["val_loss/a"], rel=1e-6)
     assert found["spearman"]["val_loss"]["count"] == 2
     assert main(["evaluate", "--merge", str(swept)]) == 0
-    assert "Spearman's correlation of proxy and run over 2 sets" in capsys.readouterr().out
+    assert "Spearman correlation of proxy and trained loss over 2 combinations" in capsys.readouterr().out
     assert json.loads((swept / "merge.json").read_text()) == found
 
 
@@ -110,7 +110,7 @@ def test_refusals(swept, tmp_path, capsys):
         return capsys.readouterr().err
 
     assert "--merge: /nowhere is no folder" in told("--merge", "/nowhere")
-    assert "--average: goes without --merge" in told("--merge", swept, "--average", swept / "0")
+    assert "--average: cannot be used with --merge" in told("--merge", swept, "--average", swept / "0")
     assert "holds 0 runs on one source" in told("--merge", tmp_path)
 
 

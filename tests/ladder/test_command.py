@@ -119,7 +119,7 @@ def test_flags_of_earlier_releases_run_the_verb(ladder, capsys):
     out, err = capsys.readouterr()
     assert json.loads(out) == {key: value for key, value in found.items() if key != "stderr"}
     assert err.splitlines() == [
-        "note   compare --ladder, --predict and --grade: use `lightning-llm ladder`; the flags will be removed"
+        "note   compare --ladder, --predict and --grade: deprecated, use `lightning-llm ladder` instead"
     ]
 
 

@@ -171,7 +171,7 @@ def choice_task(folder: Path) -> Path:
         (["precision=bf16"], "precision=bf16: is no override here"),
         (["parallel=zero3", "trainer.devices=2", "parallel.compile=true"], "parallel.compile: is true"),
         (["parallel=zero3", "trainer.devices=2", "--ensemble", "RUN"], "--ensemble: goes with one rank"),
-        (["parallel=zero3", "world=4"], "world: is 4, and 1 ranks would be started here"),
+        (["parallel=zero3", "world=4"], "world=4: must equal trainer.devices=1"),
     ],
 )  # fmt: skip
 def test_what_ranks_cannot_share_is_refused_before_they_are_started(words, said, run, launched, capsys):

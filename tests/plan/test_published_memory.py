@@ -71,7 +71,7 @@ def test_a_model_of_340_billion_parameters_holds_6120_gb():
 @pytest.mark.parametrize("many", [["--matrix"], ["-m", "seed=0,1"]])
 def test_another_accounting_is_of_one_run(many, capsys):
     assert main(["plan", *many, "--accounting", "megatron"]) == 2
-    assert f"--accounting: counts the memory of one run, and {many[0]} is of many" in capsys.readouterr().err
+    assert f"--accounting: needs a single run, but {many[0]} covers several" in capsys.readouterr().err
 
 
 def test_plan_prints_another_accounting(capsys):

@@ -43,7 +43,7 @@ def probe(capsys, *words):
     capsys.readouterr()
     code = main(["probe", *map(str, words), "--json"])
     told = capsys.readouterr()
-    assert "casts not compiled here before are compiled first" in told.err
+    assert "casts that are not cached are compiled first" in told.err
     assert told.err.count(": measured in ") == len(json.loads(told.out)["recipes"])
     return code, json.loads(told.out)
 

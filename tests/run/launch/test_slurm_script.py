@@ -84,7 +84,7 @@ def test_what_no_script_can_be_of_is_refused(tmp_path, capsys):
     ray = compose_config([*CLUSTER, "launcher=ray"])
     assert [problem.key for problem in script_problems(ray, tmp_path / "no" / "job")] == ["--script", "launcher.name"]
     assert main(["plan", "-m", "recipe=quickstart", "seed=0,1", "--script", str(tmp_path / "job")]) == 2
-    assert "--script: writes the job of one run, and -m is of many" in capsys.readouterr().err
+    assert "--script: needs a single run, but -m covers several" in capsys.readouterr().err
 
 
 def test_keys_of_another_launcher_are_refused_by_name():

@@ -240,7 +240,7 @@ def test_no_runs_and_no_folder_are_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["sync", str(tmp_path)]) == 2
     assert "there is no run" in capsys.readouterr().err
     assert main(["sync", str(tmp_path / "nowhere")]) == 2
-    assert "is no folder, and no experiment, SWEEP or SWEEP/N" in capsys.readouterr().err
+    assert "is neither a folder nor an experiment, SWEEP or SWEEP/N" in capsys.readouterr().err
 
 
 def test_an_unreachable_server_fails_all_runs_in_a_line_and_changes_none(
@@ -250,7 +250,7 @@ def test_an_unreachable_server_fails_all_runs_in_a_line_and_changes_none(
     before = [summary_of(run_dir) for run_dir in run_dirs]
     assert main(["sync", str(tmp_path), "--tracking-uri", "http://someone:s3cret@127.0.0.1:9"]) == 1
     told = capsys.readouterr()
-    assert missing(told.err, "http://127.0.0.1:9 ", "no further run") == []
+    assert missing(told.err, "http://127.0.0.1:9 ", "its other runs are skipped") == []
     assert told.err.count("\n") == 1
     assert "0 of 2 runs are in MLflow" in told.out
     assert [summary_of(run_dir) for run_dir in run_dirs] == before
@@ -274,7 +274,7 @@ def test_a_server_that_hangs_is_asked_once(
                 asked += 1
     assert asked == 1
     told = capsys.readouterr()
-    assert told.err == f"{address} does not answer: no further run is tried there\n"
+    assert told.err == f"{address} does not answer: its other runs are skipped\n"
     assert "0 of 3 runs are in MLflow" in told.out
 
 
