@@ -187,7 +187,7 @@ def test_a_run_that_fails_or_is_stopped_raises(small_run, tmp_path, monkeypatch)
 
 def test_auto_without_a_name_is_refused_as_the_verb_does(small_run, tmp_path):
     words = [word for word in small_run(tmp_path) if not word.startswith("run.dir")]
-    with pytest.raises(lightning_llm.ConfigError, match=r"resume: is auto, and run.name is made of the time"):
+    with pytest.raises(lightning_llm.ConfigError, match=r"resume=auto: needs an explicit run.name or run.dir"):
         lightning_llm.train(lightning_llm.compose(*words, "resume=auto"))
 
 

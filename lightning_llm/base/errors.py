@@ -91,18 +91,18 @@ class RanksFailedError(Exception):
 
 
 class UnhealthyError(Exception):
-    """Ranks, or the machines under them, are not fit to train: numbers that are wrong, a rank that is slow or away.
+    """Ranks or their machines are not fit to train: wrong results, a slow or a missing rank. Exit code 1.
 
-    `speaks`: whether this rank tells it, of all that raise it. `stopped`: processes of this machine that it waited for,
-    by their numbers, and that no launcher's SIGTERM reaches. Exit code 1.
+    `reports`: whether this rank, of all that raise it, prints the error. `stopped`: ids of stopped processes on this
+    machine that it waited for; a launcher's SIGTERM does not reach them.
     """
 
-    def __init__(self, text: str, speaks: bool, stopped: tuple[int, ...] = ()):
-        self.text, self.speaks, self.stopped = text, speaks, stopped
+    def __init__(self, text: str, reports: bool, stopped: tuple[int, ...] = ()):
+        self.text, self.reports, self.stopped = text, reports, stopped
         super().__init__(text)
 
     def __reduce__(self) -> tuple[type["UnhealthyError"], tuple[str, bool, tuple[int, ...]]]:
-        return type(self), (self.text, self.speaks, self.stopped)
+        return type(self), (self.text, self.reports, self.stopped)
 
     def end_stopped(self) -> None:
         """Kill those processes. To be called last: a launcher that sees one gone ends all others."""

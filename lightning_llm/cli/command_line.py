@@ -17,7 +17,7 @@ from lightning_llm.cli.declared import EXIT_CODES, VERBS, function_of
 from lightning_llm.cli.options import OVERRIDES
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.workspace import open_config_dir
-from lightning_llm.run.launch.environment import is_first_rank, say_unless_said
+from lightning_llm.run.launch.environment import is_first_rank, report_unless_reported
 
 HYDRA_OPTIONS = {
     "--info": "Use `lightning-llm config --group` to list the groups, `lightning-llm config` to print the config.",
@@ -166,5 +166,5 @@ def _report(error: ConfigError) -> int:
     if is_first_rank():
         print(f"error: {lines[0]}", *lines[1:], sep="\n", file=sys.stderr, flush=True)
     else:
-        say_unless_said("\n".join(lines))
+        report_unless_reported("\n".join(lines))
     return 2

@@ -24,7 +24,7 @@ from lightning_llm.config.yaml_file import config_text
 from lightning_llm.plan.resolve import Resolution
 from lightning_llm.plan.step_law import law_notes, law_row
 from lightning_llm.run.checked_plan import problems_beyond, read_arguments
-from lightning_llm.run.resume.branch import settled
+from lightning_llm.run.resume.branch import with_branch_resolved
 
 MISSING = "(none)"
 """Placeholder for a missing value."""
@@ -43,7 +43,7 @@ def config(arguments: argparse.Namespace) -> int:
         return _print_groups(arguments)
     if arguments.multirun:
         return _print_sweep(arguments)
-    found = settled(read_arguments(arguments)).checked()
+    found = with_branch_resolved(read_arguments(arguments)).checked()
     if secrets := list(secret_problems(found)):  # before anything is printed
         raise ConfigError(secrets)
     if arguments.diff:

@@ -30,7 +30,7 @@ from lightning_llm.health.thresholds import (
 from lightning_llm.parallel.process_group import join_process_group, leave_process_group
 from lightning_llm.run.checked_plan import read_arguments
 from lightning_llm.run.launch.environment import adopt_world, die_with_launcher, rank_environment, world_problems
-from lightning_llm.run.launch.torch_agent import STOP_SECONDS, failure_said, launch_ranks
+from lightning_llm.run.launch.torch_agent import STOP_SECONDS, failures_reported, launch_ranks
 
 
 def health(arguments: argparse.Namespace) -> int:
@@ -44,7 +44,7 @@ def health(arguments: argparse.Namespace) -> int:
         words = ["health", "--config", str(file), *config_dir_arguments(), *_options(arguments)]
         trainer = config.trainer
         try:
-            with failure_said(by_ranks=True):
+            with failures_reported(by_ranks=True):
                 launch_ranks(trainer.devices, words, threads=trainer.threads, shutdown_seconds=STOP_SECONDS)
         except RanksFailedError as error:
             return error.code
@@ -132,7 +132,7 @@ def _measure(config: Config, thresholds: list[Threshold], arguments: argparse.Na
         ranks.meet()  # if a rank exits with a failure first, a launcher would stop the others too early
         return int(bool(report.wrong or report.slow or failing))
     except UnhealthyError as error:
-        if error.speaks:
+        if error.reports:
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise  # tells the launcher that the error is already reported
     finally:

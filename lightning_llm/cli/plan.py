@@ -85,7 +85,7 @@ def _of_start(config: Config, words: Sequence[str] | None) -> tuple[dict[str, An
     from lightning_llm.run.resume.resume_plan import branch_lines, planned_start
 
     start, lines = planned_start(config, words)
-    if start.trunk is None:
+    if start.parent is None:
         return {}, lines
     return branch_facts(config, start), [*lines, *branch_lines(config, start)]
 

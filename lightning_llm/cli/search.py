@@ -22,7 +22,7 @@ from lightning_llm.plan.search.search import Found, search
 from lightning_llm.plan.search.space import Space, no_layout_problems, typed_values
 from lightning_llm.plan.time.links import LinkMatrix, read_links, uniform_links
 from lightning_llm.run.checked_plan import read_arguments
-from lightning_llm.run.resume.branch import settled
+from lightning_llm.run.resume.branch import with_branch_resolved
 
 PICTURES = (".png", ".svg")
 
@@ -34,7 +34,7 @@ def search_layouts(arguments: argparse.Namespace) -> int:
         ConfigError: the config is invalid under any layout, there is no layout, or none fits.
     """
     planner = arguments.planner or "exhaustive"
-    config = settled(read_arguments(arguments)).checked()
+    config = with_branch_resolved(read_arguments(arguments)).checked()
     world = config.world or config.trainer.devices
     space = Space(config, world, typed_values(arguments.overrides, config))
     if problems := [*_output_problems(arguments), *_space_problems(space)]:

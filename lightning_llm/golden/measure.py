@@ -28,7 +28,7 @@ from lightning_llm.precision.cast.random_bits import mix
 from lightning_llm.run.build import attention_of, build_module, build_trainer
 from lightning_llm.run.facts import fingerprint, origin_here, run_facts
 from lightning_llm.run.inputs import open_inputs
-from lightning_llm.run.launch.environment import say
+from lightning_llm.run.launch.environment import print_once
 from lightning_llm.run.opening import Rank, open_rank, quiet_lightning
 from lightning_llm.run.resume.start import Start
 from lightning_llm.tracking.provenance import FINGERPRINT, origin_of
@@ -74,7 +74,7 @@ def _without_observers(plan: Plan, folder: Path) -> Plan:
 
 def _first_steps(rank: Rank, steps: int, nudge: int | None) -> Measured:
     config, start = rank.plan.config, Start()
-    say(plan_line(rank.plan, describe_device(rank.device)))
+    print_once(plan_line(rank.plan, describe_device(rank.device)))
     inputs = open_inputs(config, start, rank.device)
     facts = run_facts(config, inputs.corpus, rank.plan.decision) | inputs.facts
     facts |= {FINGERPRINT: fingerprint(rank.device)}

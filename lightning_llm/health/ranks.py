@@ -155,12 +155,12 @@ class Ranks:
         waited = f"the others waited (parallel.timeout_seconds={self.timeout_seconds:g})"
         if not told:
             text = f"the store of the ranks, in rank 0's process or its launcher's, does not answer; {waited} in {name}"
-            return UnhealthyError(text, speaks=self.rank == 1)
+            return UnhealthyError(text, reports=self.rank == 1)
         silent = [rank for rank in range(self.world) if self._is_late(found.get(rank))]
         silent = silent or [rank for rank in range(self.world) if rank not in waiting]
         if not silent:
             text = f"all ranks started it, but it did not end within {self.timeout_seconds:g} s; check the links"
-            return UnhealthyError(f"{name}: {text}", speaks=told == [1])
+            return UnhealthyError(f"{name}: {text}", reports=told == [1])
         beats = {rank: self._last_beat(rank, its) for rank, its in found.items()}
         listed = "; ".join(self._silence(rank, beats.get(rank), found.get(rank)) for rank in silent[:NAMED_RANKS])
         more = f"; and {len(silent) - NAMED_RANKS} more" if len(silent) > NAMED_RANKS else ""

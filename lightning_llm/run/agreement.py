@@ -1,4 +1,4 @@
-"""Agreement of ranks on what they train with and where: facts for summary.json, machines, and the run's folder."""
+"""Agreement of all ranks: facts for summary.json, differences between machines and sessions, the run's folder."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +18,7 @@ from lightning_llm.data.corpus import Corpus
 from lightning_llm.parallel.process_group import gather_objects
 from lightning_llm.run.facts import fingerprint, origin_here, resume_history, run_facts
 from lightning_llm.run.inputs import Inputs
-from lightning_llm.run.launch.environment import is_first_rank, say
+from lightning_llm.run.launch.environment import is_first_rank, print_once
 from lightning_llm.run.launch.lock import lock_made_folder
 from lightning_llm.run.opening import Rank
 from lightning_llm.run.resume.branch import branch_facts
@@ -35,14 +35,14 @@ from lightning_llm.tracking.rank_liveness import clear_beats
 
 CHANGES_NUMBERS = ("versions.", f"{FINGERPRINT}.", "device", "threads", "compiled", "backend", "code_hash")
 SHOWN = 8
-"""How many differences a line names."""
+"""Maximum number of differences listed in a line."""
 
 
 def agree(rank: Rank, start: Start, inputs: Inputs) -> tuple[dict[str, Any], Callable[[], None] | None]:
-    """Return the facts for summary.json, and `prepare_folder`'s writer, once all ranks agree. Collective.
+    """Return the facts for summary.json and the writer returned by `prepare_folder`. Collective.
 
     Raises:
-        ConfigError: on every rank, where machines differ and resume_strict is set, or the folder cannot be written.
+        ConfigError: on every rank, if machines differ and resume_strict is set, or the folder cannot be written.
     """
     config = rank.plan.config
     facts = run_facts(config, inputs.corpus, rank.plan.decision) | start.run.facts() | inputs.facts
@@ -50,33 +50,33 @@ def agree(rank: Rank, start: Start, inputs: Inputs) -> tuple[dict[str, Any], Cal
     facts |= rollback_facts(start.rollbacks, skipped_samples(config, start.rollbacks))
     here = origin_here(rank.plan, rank.device) | facts
     for line in agree_on_fingerprint(config, start, here):
-        say(line)
+        print_once(line)
     if is_first_rank() and (earlier := resume_history(config, start, here)):
         facts["earlier"] = earlier
     return facts, prepare_folder(config, inputs.corpus, start)
 
 
 def agree_on_fingerprint(config: Config, start: Start, here: Mapping[str, Any]) -> list[str]:
-    """Return lines on what differs from the steps before `start`, and between ranks. Collective.
+    """Return lines about differences from the steps before `start` and between ranks. Collective.
 
-    `here` is what the summary will say of this rank: versions, code, device and fingerprint.
+    `here` are the facts of this rank for the summary: versions, code, device and fingerprint.
 
     Raises:
-        AgreedError: on every rank, where a run goes on with `resume_strict` set and something differs.
+        AgreedError: on every rank, if a resumed run has `resume_strict` set and something differs.
     """
     own = _numbers(here)
     ranks = gather_objects(own)
     changed = _since(start, ranks[0])
     others = {rank: origin_changes(ranks[0], each) for rank, each in enumerate(ranks) if each != ranks[0]}
-    strict = config.resume_strict and start.checkpoint is not None and start.trunk is None
+    strict = config.resume_strict and start.checkpoint is not None and start.parent is None
     if strict and (problems := [*_unknown(start), *_refusals(start, changed), *_rank_refusals(others)]):
         raise AgreedError(problems)
     lines = []
     if changed:
-        lines.append(f"note   not as in the steps before: {_listed(changed)} (resume_strict=true refuses)")
+        lines.append(f"note   changed since the previous session: {_listed(changed)} (resume_strict=true forbids this)")
     for differing in {_listed(each): None for each in others.values()}:
-        alike = ", ".join(str(rank) for rank, each in others.items() if _listed(each) == differing)
-        lines.append(f"note   not the same on all ranks: {differing} on rank(s) {alike}")
+        same = ", ".join(str(rank) for rank, each in others.items() if _listed(each) == differing)
+        lines.append(f"note   ranks differ: {differing} on rank(s) {same}")
     return lines
 
 
@@ -85,8 +85,8 @@ def _numbers(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _since(start: Start, now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return {key: (in the steps before, now)}, as far as these have recorded it; a branch is a run of its own."""
-    if start.checkpoint is None or start.step == 0 or start.trunk is not None:
+    """Return {key: (value in the previous session, value now)} of recorded keys; {} for a new run and a branch."""
+    if start.checkpoint is None or start.step == 0 or start.parent is not None:
         return {}
     return origin_changes(_numbers(summary_of(start.checkpoint.run_folder)), now)
 
@@ -104,20 +104,18 @@ def _unknown(start: Start) -> list[Problem]:
     folder = start.checkpoint.run_folder if start.checkpoint else Path()
     if has_fingerprint(origin_of(summary_of(folder))):
         return []
-    text = f"is true, and {folder} has no fingerprint: an earlier release trained it. Set it to false to go on."
-    return [Problem("resume_strict", text)]
+    text = f"cannot be checked: {folder} has no fingerprint (written by an earlier release). Set it to false."
+    return [Problem("resume_strict=true", text)]
 
 
 def _refusals(start: Start, changed: Mapping[str, tuple[Any, Any]]) -> list[Problem]:
     where = start.checkpoint.run_folder if start.checkpoint else ""
-    text = (
-        "is {}, and {} in the steps of {}. Bring it back, or set resume_strict=false: the run then says what changed."
-    )
+    text = "is {}, but was {} in {}. Restore it, or set resume_strict=false to only report the change."
     return [Problem(key, text.format(_word(now), _word(before), where)) for key, (before, now) in changed.items()]
 
 
 def _rank_refusals(others: Mapping[int, Mapping[str, tuple[Any, Any]]]) -> list[Problem]:
-    text = "is {} on rank {}, and {} on rank 0. Make the machines alike, or set resume_strict=false."
+    text = "is {} on rank {}, but {} on rank 0. Use identical machines, or set resume_strict=false."
     return [
         Problem(key, text.format(_word(its), rank, _word(first)))
         for rank, differing in others.items()
@@ -126,18 +124,18 @@ def _rank_refusals(others: Mapping[int, Mapping[str, tuple[Any, Any]]]) -> list[
 
 
 def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[], None] | None:
-    """Make the run's folder with config.yaml and tokenizer.json. Collective.
+    """Create the run's folder with config.yaml and tokenizer.json. Collective.
 
-    Where the run goes on in its folder, what lies there stays as it is: returned is what writes these files, to be
-    called on rank 0 when `start` has loaded on every rank.
+    If the run resumes in its own folder, nothing is written yet: return a function that writes these files, to be
+    called on rank 0 once `start` has loaded on every rank.
 
     Raises:
-        ConfigError: on every rank, where rank 0 cannot write it, or one does not see rank 0's folder.
+        ConfigError: on every rank, if rank 0 cannot write the folder, or a rank does not see it.
     """
     folder = Path(config.run.dir)
     goes_on = start.checkpoint is not None and same_folder(start.checkpoint.run_folder, folder)
-    if start.checkpoint is not None and start.trunk is None and not goes_on:
-        # Until it has saved its own start it begins there, if killed too. Of a branch branch_from says where.
+    if start.checkpoint is not None and start.parent is None and not goes_on:
+        # If killed before its first checkpoint, the run starts there again. For a branch, branch_from records it.
         config = config.model_copy(update={"resume": str(start.checkpoint.folder)})
     rollbacks = () if goes_on else start.rollbacks
     write = partial(_write_first, config, corpus, rollbacks)
@@ -152,7 +150,7 @@ def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[],
         problem = seen[0][1]
         if problem is None and not all(sees for sees, _ in seen):
             blind = ", ".join(str(rank) for rank, (sees, _) in enumerate(seen) if not sees)
-            text = f"{folder} is not seen by rank(s) {blind}. Set run.root to storage that all nodes share."
+            text = f"{folder} is not visible on rank(s) {blind}. Set run.root to storage shared by all nodes."
             problem = Problem("run.dir", text)
     if problem:
         raise AgreedError(problem)
@@ -160,7 +158,7 @@ def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[],
 
 
 def _made(folder: Path, write: Callable[[], None]) -> Problem | None:
-    """Make `folder` and `write` into it; where that fails, leave nothing behind and return why."""
+    """Create `folder` and call `write`; on failure, remove all new files and return the problem."""
     before = set(folder.iterdir()) if folder.is_dir() else None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,7 +169,7 @@ def _made(folder: Path, write: Callable[[], None]) -> Problem | None:
                 left.unlink()
             if before is None:
                 folder.rmdir()
-        text = f"{folder} cannot be written ({error.strerror or error}). Make room there, or choose another run.root."
+        text = f"{folder} cannot be written ({error.strerror or error}). Fix this, or choose another run.root."
         return Problem("run.dir", text)
     return None
 

@@ -1,4 +1,4 @@
-"""Build what trains from a plan: the LightningModule, and the Trainer with its callbacks."""
+"""Build the LightningModule and the Trainer with its callbacks from a plan."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -34,7 +34,7 @@ from lightning_llm.train.strategy import TrainStrategy
 def build_module(
     plan: Plan, corpus: Corpus, initial: InitialSlice | None = None, distillation: Distillation | None = None
 ) -> LanguageModule:
-    """Return the LightningModule; its weights are made when training starts, of the seed or by `initial`."""
+    """Return the LightningModule. Its weights are created when training starts, from the seed or from `initial`."""
     names = list(plan.config.data.sources)
     return LanguageModule(plan.config, corpus.tokenizer, names, plan.decision, initial, distillation)
 
@@ -49,19 +49,19 @@ def build_trainer(
     chosen: Mapping[str, pl.Callback] | None = None,
     adopt: Callable[[], None] | None = None,
 ) -> pl.Trainer:
-    """Return the Trainer, its callbacks in the order: `chosen`, the run folder's writer, checkpointing, and the
-    verdict on a run that skipped its last updates.
+    """Return the Trainer. Order of callbacks: `chosen`, run folder, checkpointing, check for a stalled run.
 
-    `facts` is what the run's summary says of it beside the config. `chosen`: what `build_callbacks` returned, if that
-    was called. `adopt` is called as soon as `start` has loaded on every rank: what was there before may be changed from
-    then on.
+    Args:
+        facts: further facts for the run's summary, besides the config.
+        chosen: the result of `build_callbacks`, if it was already called.
+        adopt: called once `start` has loaded on every rank; from then on the files of the folder may be changed.
     """
     config = plan.config
     chosen = build_callbacks(config) if chosen is None else chosen
     if config.trainer.deterministic:
-        # It would fill every tensor that torch.empty makes, so that whoever reads one before writing it reads NaN: a
-        # search for faults in kernels, and 3.5 % of a quickstart step's operator time on a CPU.
-        settings: Any = torch.utils.deterministic  # a module whose attributes a type checker does not see
+        # Filling every torch.empty with NaN only helps to find faults in kernels; it takes 3.5 % of a quickstart step's
+        # operator time on a CPU.
+        settings: Any = torch.utils.deterministic  # type checkers do not know this module's attributes
         settings.fill_uninitialized_memory = False
     told = [*loggers, *(each for each in chosen.values() if isinstance(each, RunLogger))]
     known, unverified = {**(facts or {}), **config_facts(config)}, _unverified_steps(start, Path(config.run.dir))
@@ -89,19 +89,19 @@ def build_trainer(
         inference_mode=False,  # a block compiled under inference_mode is compiled again to train
         default_root_dir=config.run.dir,
     )
-    # Before each batch it would send a number around and wait for the device to read it: whether SIGTERM came, of
-    # which ranks tell each other with what they read of a step (`TrainStrategy.ask_to_stop`).
+    # Lightning would broadcast before each batch whether SIGTERM was received and wait for the device. Ranks exchange
+    # this with the metrics of a step instead (`TrainStrategy.ask_to_stop`).
     vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
     return trainer
 
 
 def config_facts(config: Config) -> dict[str, Any]:
-    """Return what summaries and manifests say of the config: its seed, a digest of what may not change on resume."""
+    """Return the config's facts for summaries and manifests: the seed, and a digest of keys fixed across resumes."""
     return {"seed": config.seed, "config_digest": config_digest(flatten(config.model_dump()))}
 
 
 def attention_of(plan: Plan, kernels: Mapping[str, str]) -> AbstractContextManager[None]:
-    """Return the context of the run's steps, in which blocks have the attention that `attention_kernels` found."""
+    """Return the context of the run's steps, which selects the kernels found by `attention_kernels`."""
     return attention_by(plan.config.trainer.attention_kernel, by_blocks=FLEX in kernels.values())
 
 
@@ -111,7 +111,7 @@ def _callbacks(plan: Plan, chosen: Mapping[str, pl.Callback], folder: RunFolder,
     return [
         *chosen.values(),
         EarlyEnd(chosen),
-        Superseding(checkpoints, {each.folder for each in start.passed_over if not each.outdated}),
+        Superseding(checkpoints, {each.folder for each in start.skipped if not each.outdated}),
         folder,
         Checkpointing(
             checkpoints,
@@ -129,12 +129,12 @@ def _callbacks(plan: Plan, chosen: Mapping[str, pl.Callback], folder: RunFolder,
 
 
 def _goes_on(start: Start, checkpoints: Path) -> bool:
-    """Return whether the run goes on from a checkpoint of its own folder."""
+    """Return whether the run resumes from a checkpoint in its own folder."""
     return start.checkpoint is not None and same_folder(start.checkpoint.run_folder, checkpoints.parent)
 
 
 def _unverified_steps(start: Start, run_dir: Path) -> int:
-    """Return up to which step an earlier release recorded, which says of its records nothing to verify them by."""
+    """Return the last step recorded by an earlier release, which wrote no checksums of step metrics."""
     if start.checkpoint is None or not _goes_on(start, run_dir / "checkpoints"):
         return 0
     records = start.checkpoint.records
@@ -142,7 +142,7 @@ def _unverified_steps(start: Start, run_dir: Path) -> int:
 
 
 def _resumed_from(config: Config, start: Start) -> int | None:
-    """Return the step that the run's records are cut back to: 0 for one begun afresh in its folder, None if new."""
+    """Return the step that the run's metrics are truncated to: 0 for a restart in its folder, None for a new run."""
     if start.checkpoint is not None:
         return start.checkpoint.step
     return 0 if Path(config.run.dir, "metrics.jsonl").exists() and config.resume is not None else None

@@ -1,4 +1,4 @@
-"""A verb's arguments -> the one plan it is about, past every check; all problems in one list before any work."""
+"""From a verb's arguments to a checked plan. All problems are raised in one list before any work."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,21 +12,21 @@ from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.checkpoints import disk_problems
 from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.run.launch.environment import adopt_world, rank_environment
-from lightning_llm.run.launch.local_ranks import goes_on, is_started_again
-from lightning_llm.run.resume.branch import branch_problems, settled
+from lightning_llm.run.launch.local_ranks import is_started_again, with_auto_resume
+from lightning_llm.run.resume.branch import branch_problems, with_branch_resolved
 from lightning_llm.run.resume.weights import init_problems, unnamed_problems
 
 
 def read_arguments(arguments: argparse.Namespace) -> Reading:
-    """Return the config that --config, or else the overrides and --config-dir, say. Raises ConfigError."""
+    """Return the config given by --config, or by overrides and --config-dir. Raises ConfigError."""
     return read_words(arguments.overrides, arguments.config, arguments.config_dir)
 
 
 def read_words(overrides: Sequence[str], file: Path | None, config_dir: Path | None) -> Reading:
-    """Return the config that `file`, a run's config.yaml, or else the shipped groups and `config_dir` give.
+    """Return the config of `file` (a run's config.yaml), or composed of the shipped groups and `config_dir`.
 
     Raises:
-        ConfigError: where nothing is left to go on with.
+        ConfigError: the input is too broken to return a partial config.
     """
     if file:
         return read_file(file, overrides, config_dir)
@@ -34,11 +34,11 @@ def read_words(overrides: Sequence[str], file: Path | None, config_dir: Path | N
 
 
 def checked_plan(arguments: argparse.Namespace, *, to_train: bool) -> Plan:
-    """Return the plan of one run, as the ranks that were started for it have it where it is `to_train`.
+    """Return the plan of one run; with `to_train`, for the ranks that were started for it.
 
     Raises:
-        ConfigError: with what is wrong with the keys, and between those that are right; against this machine and its
-            disk, too, where it is `to_train`.
+        ConfigError: with invalid keys and conflicts between keys; with `to_train`, also with conflicts with this
+            machine and its disk.
     """
     return checked_resolution(read_arguments(arguments), to_train=to_train).plan()
 
@@ -46,26 +46,26 @@ def checked_plan(arguments: argparse.Namespace, *, to_train: bool) -> Plan:
 def checked_resolution(
     reading: Reading, *, to_train: bool, saves: bool = True, by_launcher: bool = False
 ) -> Resolution:
-    """Return what follows from a config that every check has passed. Raises ConfigError as `checked_plan` does.
+    """Check a config and return it with everything derived from it. Raises ConfigError as `checked_plan` does.
 
-    `saves`: whether checkpoints will be written, for which the disk needs room. `by_launcher`: whether `launcher` says
-    where ranks run: what the machines are on which Ray places them is not known on this one.
+    `saves`: whether checkpoints will be written, which need disk space. `by_launcher`: whether `launcher` decides where
+    ranks run; Ray may place them on machines unlike this one.
     """
     if to_train and (rank_environment() is not None or is_started_again()):
         config = adopt_world(reading.checked())
-        reading = Reading(goes_on(config) if is_started_again() else config)
-    reading = settled(reading)
+        reading = Reading(with_auto_resume(config) if is_started_again() else config)
+    reading = with_branch_resolved(reading)
     if reading.config is None:
         raise ConfigError(reading.problems)
-    elsewhere = by_launcher and rank_environment() is None and reading.config.launcher.name == "ray"
-    found = Resolution(reading.config, to_train=to_train and not elsewhere)
+    on_ray = by_launcher and rank_environment() is None and reading.config.launcher.name == "ray"
+    found = Resolution(reading.config, to_train=to_train and not on_ray)
     if problems := dict.fromkeys([*reading.problems, *problems_beyond(found, saves=saves)]):
         raise ConfigError(problems)
     return found
 
 
 def problems_beyond(found: Resolution, *, jobs: int = 1, saves: bool = True) -> list[Problem]:
-    """Return what the rules between keys say of the sound part of a config, one of `jobs` that share a disk."""
+    """Return the conflicts between the valid keys of a config, one of `jobs` that share a disk."""
     problems = config_problems(found)
     problems += gather([lambda: init_problems(found.config), lambda: branch_problems(found.config)])
     problems += gather([lambda: unnamed_problems(found.config)]) if found.to_train else []

@@ -1,7 +1,7 @@
-"""Facts of a run beside its config, for summary.json: data, casts, machine, and what differs from earlier sessions.
+"""Facts of a run for summary.json: data, casts, machine, and settings that changed since previous sessions.
 
-The fingerprint is what influences a run's numbers beside config, code and data: libraries, processor, torch's flags,
-environment variables.
+The fingerprint covers everything besides config, code and data that influences a run's numbers: libraries, processor,
+torch's flags, environment variables.
 """
 
 import json
@@ -39,7 +39,7 @@ from lightning_llm.tracking.provenance import (
 
 
 def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, Any]:
-    """Return facts that a comparison of runs needs beside the config: size, data, threads, backend, coverage."""
+    """Return the facts that a comparison of runs needs besides the config: size, data, threads, backend, coverage."""
     covered = coverage_of(config)
     return {
         "parameters": count_parameters(config.model).total,
@@ -58,7 +58,7 @@ def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, A
 
 
 def origin_here(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Return what the summary will say of the code and the machine."""
+    """Return the facts about code and machine for the summary."""
     return {
         "versions": versions(),
         "code_hash": code_hash(),
@@ -68,15 +68,15 @@ def origin_here(plan: Plan, device: torch.device) -> dict[str, Any]:
 
 
 def resume_history(config: Config, start: Start, summary: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return {key: values that earlier parts of the run had and this one has not}; {} for a run that begins here.
+    """Return {key: values in previous sessions that differ from this one}; {} for a new run.
 
-    So does a branch: what its trunk had otherwise stands in the summary as what the branch changed.
+    Also {} for a branch: its differences from the parent run are in `summary["branch"]["changed"]`.
 
-    Keys are those of the config that may change on resume, and of where the numbers come from (versions, device, code,
-    threads, backend), as `summary` says it for this part. `trainer.max_steps` is among them only where the learning
-    rate or the casts of a step that is kept followed from it. To be asked before the folder's config.yaml is replaced.
+    Keys are those of the config that may change on resume, and those of the origin of numbers in `summary` (versions,
+    device, code, threads, backend). `trainer.max_steps` is included only if the learning rate or the casts of a kept
+    step depend on it. Call this before the folder's config.yaml is replaced.
     """
-    if start.checkpoint is None or start.trunk is not None or start.step == 0:
+    if start.checkpoint is None or start.parent is not None or start.step == 0:
         return {}
     origin = start.checkpoint.run_folder
     before = summary_of(origin)
@@ -90,13 +90,13 @@ def resume_history(config: Config, start: Start, summary: dict[str, Any]) -> dic
     for key in sorted(changed):
         found.setdefault(key, []).append(was.get(key))
     for key, (earlier, _) in origin_changes(origin_of(before), origin_of(summary)).items():
-        if key != SKIPPED_SAMPLES:  # what differs there lies ahead: `rollback.other_samples`
+        if key != SKIPPED_SAMPLES:  # differs only in later steps, see `rollback.other_samples`
             found.setdefault(key, []).append(earlier)
     return {key: _distinct(values) for key, values in found.items()}
 
 
 def _same_course(old: Config, new: Config, steps: int) -> bool:
-    """Whether the first `steps` steps had the learning rates, casts and data that they have in the run as it is now."""
+    """Return whether learning rates, casts and data of the first `steps` steps are the same in both configs."""
 
     def course(config: Config, step: int) -> tuple[float, list[bool]]:
         last = config.trainer.max_steps
@@ -125,13 +125,13 @@ VARIABLES = re.compile(
     r"CUDA_DEVICE_MAX_CONNECTIONS|NCCL_(ALGO|PROTO|NVLS_ENABLE|COLLNET_ENABLE|\w+_NCHANNELS)|"
     r"(ONEDNN|DNNL|MKL|KMP|CUBLAS|CUBLASLT|CUDNN|NVTE|ROCBLAS|HIPBLASLT|PYTORCH_TUNABLEOP|TORCHINDUCTOR)_\w+)"
 )
-"""Environment variables that change which kernels run, or how they round and sum; those of logs, threads and places
-do not."""
+"""Environment variables that select kernels or change their rounding or summation, without those for logs, threads and
+paths."""
 SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def fingerprint(device: torch.device) -> dict[str, str]:
-    """Return it flat, as this process has it by now: what is not there (CUDA on a CPU) is left out."""
+    """Return the fingerprint of this process as flat keys; keys that do not apply (CUDA on a CPU) are left out."""
     found = {
         "os": f"{platform.system()} {platform.release()}",
         "libc": " ".join(platform.libc_ver()),
@@ -151,7 +151,7 @@ def _multiplied_as(dtype: torch.dtype) -> str:
 
 
 def _libraries(built: str) -> dict[str, str]:
-    """Return the versions of MKL and oneDNN from what torch says of how it was built."""
+    """Return the versions of MKL and oneDNN from torch's build settings."""
     patterns = {"mkl": r"Math Kernel Library Version (\S+)", "onednn": r"(?:MKL-DNN|oneDNN) v(\S+)"}
     found = {name: re.search(pattern, built) for name, pattern in patterns.items()}
     return {name: match.group(1) for name, match in found.items() if match}
@@ -182,6 +182,6 @@ def _of_cuda() -> dict[str, str]:
 
 
 def driver_version(text: str) -> str:
-    """Return "570.124.06" of what an NVIDIA driver says in /proc/driver/nvidia/version, "" where it says nothing."""
+    """Return the driver version, such as "570.124.06", in the text of /proc/driver/nvidia/version, or ""."""
     found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
     return found.group(1) if found else ""

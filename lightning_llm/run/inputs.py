@@ -1,4 +1,4 @@
-"""Inputs of a run, the same on all ranks: data, weights at `model.init_from`, teachers; each known by a digest."""
+"""Inputs of a run: data, weights at `model.init_from`, teachers. Digests verify that they are equal on all ranks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ from lightning_llm.model.weights.load import InitialWeights, frozen_decoder, sta
 from lightning_llm.parallel.process_group import gather_objects
 from lightning_llm.plan.teachers import KEY as TEACHERS
 from lightning_llm.plan.teachers import teacher_differences
-from lightning_llm.run.launch.environment import is_first_rank, say
+from lightning_llm.run.launch.environment import is_first_rank, print_once
 from lightning_llm.run.opening import listed, problems_of_ranks
 from lightning_llm.run.resume.branch import check_branch_tokenizer
 from lightning_llm.run.resume.rollback import skipped_samples
@@ -34,7 +34,7 @@ from lightning_llm.train.distillation import Distillation
 class Inputs(NamedTuple):
     """Data and weights that a run reads before its first step, the same on all ranks.
 
-    `initial`: None: weights come from the seed or a checkpoint. `facts`: what summary.json records of the weights.
+    `initial` is None if weights come from the seed or a checkpoint. `facts` about the weights go to summary.json.
     """
 
     corpus: Corpus
@@ -44,18 +44,18 @@ class Inputs(NamedTuple):
 
 
 def open_inputs(config: Config, start: Start, device: torch.device) -> Inputs:
-    """Open the data, the weights that a run begins with, and its teachers; print what they are. Collective.
+    """Open and print the data, the initial weights and the teachers of a run. Collective.
 
     Raises:
-        ConfigError: on every rank, where any cannot read them, ranks see different ones, or those of the steps before
-            `start` were others.
+        ConfigError: on every rank, if a rank cannot read them, ranks see different ones, or they changed since the
+            steps before `start`.
     """
     skipped = skipped_samples(config, start.rollbacks)
     data = config.data.model_copy(update={"skip_samples": skipped or None})
     corpus = open_corpus(data, config.seed, config.model.vocab_size, config.trainer.max_steps, progress=is_first_rank())
     more = (*phase_lines(config, corpus), *chosen_lines(corpus), *account_lines(corpus))
     for line in (data_line(config, corpus), *more):
-        say(line)
+        print_once(line)
     agree_on_data(corpus.fingerprint, start)
     check_branch_tokenizer(start, corpus.tokenizer.path)
     initial, init_facts = open_initial(config, start, corpus.tokenizer.path)
@@ -64,52 +64,51 @@ def open_inputs(config: Config, start: Start, device: torch.device) -> Inputs:
 
 
 def agree_on_data(fingerprint: str, start: Start) -> None:
-    """Return quietly where all ranks have the same data, and those of the steps before `start`. Collective.
+    """Verify that all ranks have the same data, and the data of the steps before `start`. Collective.
 
     Raises:
-        AgreedError: on every rank.
+        AgreedError: on every rank, if the data differ.
     """
     found = gather_objects(fingerprint)
     if others := [rank for rank, each in enumerate(found) if each != found[0]]:
-        text = f"are others on rank(s) {listed(others)} than on rank 0. Give every node the same files."
+        text = f"differ on rank(s) {listed(others)} from rank 0. Give every node the same files."
         raise AgreedError(Problem("data", text))
     if start.checkpoint is not None and start.data_hash not in (None, fingerprint):
         text = (
-            f"are not those that {start.checkpoint.folder} was trained on (data_hash {fingerprint[:8]}, and "
-            f"{str(start.data_hash)[:8]} then): text, tokenizer or held-out documents changed. Bring them back as they "
-            "were, or start a new run."
+            f"changed since {start.checkpoint.folder} was trained (data_hash {str(start.data_hash)[:8]} -> "
+            f"{fingerprint[:8]}): text, tokenizer or held-out documents. Restore them, or start a new run."
         )
         raise AgreedError(Problem("data", text))
 
 
 def agree_on_inputs(names: Mapping[str, str], refusal: ConfigError | None) -> None:
-    """Return quietly where all ranks see the same: `names` say of each input what lies there, digests say. Collective.
+    """Verify that all ranks see the same inputs: `names` maps each input to its name and digest. Collective.
 
-    `refusal` is what this rank finds wrong.
+    `refusal` is a problem found by this rank.
 
     Raises:
-        AgreedError: on every rank.
+        AgreedError: on every rank, if a rank has a problem or inputs differ.
     """
     here = tuple(refusal.problems) if refusal is not None else (), dict(names)
     found = gather_objects(here)
     if refused := problems_of_ranks([problems for problems, _ in found]):
         raise AgreedError(refused)
     first = found[0][1]
-    text = "are others on rank(s) {} than on rank 0. Give every node the same files."
+    text = "differ on rank(s) {} from rank 0. Give every node the same files."
     others = {key: [rank for rank, (_, its) in enumerate(found) if its[key] != name] for key, name in first.items()}
     if problems := [Problem(key, text.format(listed(ranks))) for key, ranks in others.items() if ranks]:
         raise AgreedError(problems)
 
 
 def open_initial(config: Config, start: Start, tokenizer: Path) -> tuple[InitialWeights | None, dict[str, Any]]:
-    """Return what the run starts from and what its summary is to say of it. Every file is read once, for its digest.
+    """Return the initial weights and the facts about them for the summary. Every file is read once, for its digest.
 
-    `summary.json` says under "init": `named` and the `path` it led to, `kind`, `architecture`, `digest` of the content,
-    `new_tokens`. A run that goes on from a checkpoint starts from that; weights named at another path must be those
-    that its first part began with. Collective.
+    Facts under "init": `named` and the resolved `path`, `kind`, `architecture`, `digest` of the content, `new_tokens`.
+    A resumed run takes its weights from the checkpoint; if model.init_from is another path now, its content must be
+    the same. Collective.
 
     Raises:
-        ConfigError: on every rank, with what any finds wrong, or where they do not see the same weights.
+        ConfigError: on every rank, if a rank finds a problem, or ranks see different weights.
     """
     if config.model.init_from is None:
         return None, {}
@@ -121,7 +120,7 @@ def open_initial(config: Config, start: Start, tokenizer: Path) -> tuple[Initial
     weights, digest = agreed_weights(str(config.model.init_from), INIT_FROM, lambda _: init_problems(config))
     try:
         initial = InitialWeights(weights, config.model, pieces_of_new_tokens(config, weights, tokenizer))
-    except ConfigError as error:  # of the same files on every rank
+    except ConfigError as error:  # the same files, so the same error, on every rank
         raise AgreedError(error.problems) from error
     facts = {
         "named": config.model.init_from,
@@ -134,18 +133,18 @@ def open_initial(config: Config, start: Start, tokenizer: Path) -> tuple[Initial
     _announce(config, weights, facts)
     without = sum(not pieces for pieces in initial.pieces.values())
     if without:
-        text = "have no pieces in the weights' vocabulary: their rows are the mean of all rows"
-        say(f"note   {without:,} of the new tokens {text}")
+        text = "cannot be split into tokens of the weights' vocabulary; their rows start as the mean of all rows"
+        print_once(f"note   {without:,} of the new tokens {text}")
     return initial, {INIT: facts}
 
 
 def _check_same(config: Config, known: dict[str, Any]) -> None:
-    """Raise AgreedError where the weights at another path are not those that the run began with."""
+    """Raise AgreedError if the weights at another path are not those that the run started from."""
     weights, digest = agreed_weights(str(config.model.init_from), INIT_FROM, lambda _: init_problems(config))
     if digest != known.get("digest"):
         text = (
-            f"is {weights.path}, whose content (digest {digest[:8]}) is not that of {known.get('path')}, which the run "
-            f"started from ({str(known.get('digest'))[:8]}). Set it back, or start a new run."
+            f"is {weights.path} (digest {digest[:8]}), but the run started from {known.get('path')} (digest "
+            f"{str(known.get('digest'))[:8]}). Set it back, or start a new run."
         )
         raise AgreedError(Problem(INIT_FROM, text))
 
@@ -153,22 +152,24 @@ def _check_same(config: Config, known: dict[str, Any]) -> None:
 def _announce(config: Config, weights: Weights, facts: dict[str, Any]) -> None:
     named = f", {facts['architecture']}" if facts["architecture"] else ""
     added = f", {facts['new_tokens']:,} new tokens" if facts["new_tokens"] else ""
-    say(f"init   {weights.path} ({weights.kind}{named}, digest {facts['digest'][:8]}{added})")
+    print_once(f"init   {weights.path} ({weights.kind}{named}, digest {facts['digest'][:8]}{added})")
     for note in filter(None, (length_note(config, weights), *weights.notes)):
-        say(note)
+        print_once(note)
     if weights.tokenizer is None:
-        say("note   the weights bring no tokenizer.json: nothing says that data.tokenizer is theirs")
+        print_once("note   the weights have no tokenizer.json: cannot verify that data.tokenizer is their tokenizer")
 
 
 def open_teachers(
     config: Config, start: Start, tokenizer: Tokenizer, device: torch.device
 ) -> tuple[Distillation | None, dict[str, Any]]:
-    """Return the teachers on `device`, and what the summary is to say of them: under "distil", each one's `path`,
-    `kind`, `step` and `digest`. Their casts are left out: they predict in the student's compute dtype. Collective.
+    """Return the teachers on `device` and the facts about them for the summary. Collective.
+
+    Facts under "distil": `path`, `kind`, `step` and `digest` of each teacher. Teachers are not quantized; they compute
+    in the student's compute dtype.
 
     Raises:
-        ConfigError: on every rank, where weights cannot be read, predict other tokens, or are not those of the steps
-            before `start`.
+        ConfigError: on every rank, if weights cannot be read, predict other tokens, or changed since the steps before
+            `start`.
     """
     distil = config.distil
     if distil is None:
@@ -181,10 +182,10 @@ def open_teachers(
         facts.append({"path": str(weights.path), "kind": weights.kind, "step": step, "digest": digest})
         try:
             state = state_dict_of(weights)
-        except ConfigError as error:  # of the same files on every rank
+        except ConfigError as error:  # the same files, so the same error, on every rank
             raise AgreedError(error.problems) from error
         decoders.append(frozen_decoder(weights.config, state, DTYPES[config.precision.compute_dtype], device))
-        say(f"teacher {weights.path} ({weights.kind}, digest {digest[:8]})")
+        print_once(f"teacher {weights.path} ({weights.kind}, digest {digest[:8]})")
     _check_known(start, [str(each["digest"]) for each in facts])
     teachers = Ensemble.of(decoders, distil.combine)
     return Distillation(distil, teachers, config.model.vocab_size), {DISTIL: facts}
@@ -195,7 +196,7 @@ def _differences(weights: Weights, config: Config, tokenizer: Tokenizer) -> list
     own = weights.tokenizer
     if own is None:
         problems.append(
-            Problem(TEACHERS, f"{weights.path} has no tokenizer.json: nothing says what tokens it predicts.")
+            Problem(TEACHERS, f"{weights.path} has no tokenizer.json, so its vocabulary is unknown. Add the file.")
         )
         return problems
     try:
@@ -204,7 +205,7 @@ def _differences(weights: Weights, config: Config, tokenizer: Tokenizer) -> list
         return [*problems, Problem(str(own), f"{error}.")]
     if not same:
         text = (
-            f"{weights.path} has another tokenizer than the run: its tokens mean something else. Take its own: "
+            f"{weights.path} has a different tokenizer than the run. Use the teacher's: "
             f"data.tokenizer.kind=file data.tokenizer.path={own} data.tokenizer.vocab_size=null."
         )
         problems.append(Problem(TEACHERS, text))
@@ -212,31 +213,31 @@ def _differences(weights: Weights, config: Config, tokenizer: Tokenizer) -> list
 
 
 def _check_known(start: Start, digests: list[str]) -> None:
-    """Raise AgreedError where the run goes on from steps that learned from others."""
-    if start.checkpoint is None or start.trunk is not None:
+    """Raise AgreedError if a resumed run had other teachers before."""
+    if start.checkpoint is None or start.parent is not None:
         return
     known = summary_of(Path(start.checkpoint.run_folder)).get(DISTIL)
     if known and [each.get("digest") for each in known] != digests:
         text = (
-            f"hold other weights than when {start.checkpoint.folder} was made. Name the checkpoints themselves "
-            "(RUN/checkpoints/step=N), or bring them back."
+            f"weights changed since {start.checkpoint.folder} was saved. Give the same checkpoints "
+            "(RUN/checkpoints/step=N), or restore them."
         )
         raise AgreedError(Problem(TEACHERS, text))
 
 
 def agreed_weights(named: str, key: str, problems_of: Callable[[Weights], Iterable[Problem]]) -> tuple[Weights, str]:
-    """Return the weights at `named` and the digest of their whole content, of which each rank reads its share.
+    """Return the weights at `named` and the digest of their content; each rank reads its share. Collective.
 
-    `key` is the config's that names them; `problems_of` says why the run cannot use them. Collective.
+    `key` is the config key with their path. `problems_of` returns the reasons why the run cannot use them.
 
     Raises:
-        AgreedError: any rank finds something wrong with them, or sees other files.
+        AgreedError: a rank finds a problem with them, or ranks see different files.
     """
     weights, problems = None, []
     digests: dict[str, str] = {}
     try:
         weights = open_weights(weights_path(named))
-        problems = list(problems_of(weights))  # they may have changed since the first look, or be others here
+        problems = list(problems_of(weights))  # they may have changed since the first check, or differ on this machine
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         digests = weights.digests(rank, world)
     except ConfigError as error:
@@ -248,8 +249,8 @@ def agreed_weights(named: str, key: str, problems_of: Callable[[Weights], Iterab
     if refused := dict.fromkeys(problem for problems, _, _ in found for problem in problems):
         raise AgreedError(list(refused))
     if others := [str(rank) for rank, (_, sizes, _) in enumerate(found) if sizes != found[0][1]]:
-        text = f"leads to other files on rank(s) {', '.join(others)} than on rank 0. Give every node the same folder."
+        text = f"files on rank(s) {', '.join(others)} differ from rank 0. Give every node the same folder."
         raise AgreedError(Problem(key, text))
     if weights is None:
-        raise RuntimeError("no rank refuses the weights, and this one has none")
+        raise RuntimeError("this rank has no weights, but no rank reported a problem")
     return weights, digest_of({name: digest for _, _, its in found for name, digest in its.items()})

@@ -1,4 +1,4 @@
-"""Open one rank of a run: device, callbacks, layout, kernels, health, one plan on all ranks."""
+"""Open one rank of a run: device, callbacks, layout, kernels, health check, and one plan on all ranks."""
 
 import logging
 import time
@@ -35,12 +35,12 @@ from lightning_llm.precision.cast.inductor import no_compiler
 from lightning_llm.precision.linear.swap import choose_backend
 from lightning_llm.precision.native.codes import check_native_casts
 from lightning_llm.precision.native.decide import Decision
-from lightning_llm.run.launch.environment import rank_environment, say
+from lightning_llm.run.launch.environment import print_once, rank_environment
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a run, after all checks that precede any change to its folder. `attention`: kernel by block."""
+    """One rank of a run, checked before its folder is changed. `attention`: kernel of each kind of block."""
 
     plan: Plan
     device: torch.device
@@ -50,10 +50,10 @@ class Rank:
 
 
 def open_rank(plan: Plan) -> Rank:
-    """Open this rank of `plan`: its device, callbacks and kernels, joined with the other ranks. Collective.
+    """Open this rank of `plan`: choose device and kernels, build callbacks, join the other ranks. Collective.
 
     Raises:
-        ConfigError: on every rank, what any of them refuses; at once where this one has no device to join them with.
+        ConfigError: on every rank, with the problems of all ranks; immediately if this rank has no device.
     """
     config = plan.config
     device = choose_device(config)
@@ -78,34 +78,32 @@ def open_rank(plan: Plan) -> Rank:
 
 
 def choose_device(config: Config) -> torch.device:
-    """Return the device of this rank: the CUDA device of its local number, or the CPU.
+    """Return the device of this rank: the CUDA device of its local rank, or the CPU.
 
     Raises:
-        ConfigError: trainer.accelerator=cuda where torch finds no CUDA device, or fewer than ranks.
+        ConfigError: trainer.accelerator=cuda without a CUDA device, or fewer CUDA devices than ranks.
     """
     wanted, found = config.trainer.accelerator, torch.cuda.is_available()
     if wanted == "cuda" and not found:
-        text = f"is 'cuda', and torch {torch.__version__} finds no CUDA device. Set auto or cpu."
-        raise ConfigError(Problem("trainer.accelerator", text))
+        text = f"torch {torch.__version__} finds no CUDA device. Use auto or cpu."
+        raise ConfigError(Problem("trainer.accelerator=cuda", text))
     if not found or wanted == "cpu":
         return torch.device("cpu")
     environment = rank_environment()
     if config.trainer.devices > torch.cuda.device_count():
-        text = (
-            f"is {config.trainer.devices}, and this machine has {torch.cuda.device_count()} CUDA device(s). Lower it."
-        )
-        raise ConfigError(Problem("trainer.devices", text))
+        text = f"must be at most {torch.cuda.device_count()}, the CUDA devices of this machine."
+        raise ConfigError(Problem(f"trainer.devices={config.trainer.devices}", text))
     device = torch.device("cuda", environment.local_rank if environment else 0)
     torch.cuda.set_device(device)
     return device
 
 
 def build_callbacks(config: Config) -> dict[str, pl.Callback]:
-    """Return the callbacks of the config by name. Source text was checked before; this is the class itself.
+    """Import and build the callbacks of the config; return them by name.
 
     Raises:
-        ConfigError: with each that cannot be imported or made, is none, or would fight the strategy, and where two have
-            state under one key.
+        ConfigError: with each target that cannot be imported or built, is not a callback, or conflicts with the
+            strategy, and with callbacks that share a state key.
     """
     made: dict[str, pl.Callback] = {}
     problems = []
@@ -115,12 +113,12 @@ def build_callbacks(config: Config) -> dict[str, pl.Callback]:
         key = f"callbacks.{name}"
         try:
             callback = instantiate(node, _convert_="all")
-        except (Exception, SystemExit) as error:  # an import, or whatever a constructor has against its arguments
+        except (Exception, SystemExit) as error:  # an import or a constructor may raise anything
             cause = error.__cause__ or error
-            if isinstance(cause, ConfigError):  # one of ours says which argument, and what to change
+            if isinstance(cause, ConfigError):  # raised by a shipped callback, names the argument and the remedy
                 problems += [Problem(f"{key}.{each.key}", each.text) for each in cause.problems]
                 continue
-            text = f"{node['_target_']} cannot be made: {type(cause).__name__}: {one_line(str(cause))}"
+            text = f"{node['_target_']} cannot be built: {type(cause).__name__}: {one_line(str(cause))}"
             problems.append(Problem(key, text))
             continue
         lineage = [f"{each.__module__}.{each.__qualname__}" for each in type(callback).__mro__]
@@ -129,43 +127,44 @@ def build_callbacks(config: Config) -> dict[str, pl.Callback]:
         made[name] = callback
     stateful = [each.state_key for each in made.values() if type(each).state_dict is not pl.Callback.state_dict]
     for key in sorted({each for each in stateful if stateful.count(each) > 1}):
-        text = f"hold two with state under '{key}'. Give their class a state_key that tells them apart."
+        text = f"two callbacks have the state key '{key}'. Define a distinct state_key in their class."
         problems.append(Problem("callbacks", text))
     if sum(isinstance(each, WeightAveraging) for each in made.values()) > 1:
-        problems.append(Problem("callbacks", "hold two that average weights, which validation can see but one of."))
+        text = "two callbacks average weights, but validation can use only one. Remove one of them."
+        problems.append(Problem("callbacks", text))
     if problems:
         raise ConfigError(problems)
     return made
 
 
 def check_casts(config: Config, decision: Decision, device: torch.device) -> None:
-    """Raise ConfigError where the recipe's casts cannot run on `device`, or natively are not the recipe's."""
-    if decision.runs == "refused":  # a rank may find another machine than the one that was checked
+    """Raise ConfigError if the recipe's casts cannot run on `device`, or native casts differ from the recipe."""
+    if decision.runs == "refused":  # this rank's machine may differ from the one that was checked
         raise ConfigError(decision.refusals())
     if decision.runs == "emulated":
         choose_backend(config.precision, device.type)
     elif decision.natives:
         unchecked = check_native_casts(config.precision, device, has_bias(config.model))
         if unchecked is not None:
-            say(unchecked)
+            print_once(unchecked)
 
 
 def check_compiler(config: Config, device: torch.device) -> None:
-    """Raise ConfigError where blocks are to be compiled and `device` has no compiler."""
+    """Raise ConfigError if blocks are to be compiled and there is no compiler for `device`."""
     reason = no_compiler(device.type) if config.parallel.compile else None
     if reason is not None:
-        text = f"is true, and {reason}. Mend that, or set trainer.compile=false, which it follows."
-        raise ConfigError(Problem("parallel.compile", text))
+        text = f"{reason}. Fix this, or set trainer.compile=false, its default."
+        raise ConfigError(Problem("parallel.compile=true", text))
 
 
 def open_layout(plan: Plan, device: torch.device) -> Layout:
-    """Return this rank's layout, with the process group joined that it needs; one rank that shards nothing has none."""
+    """Return this rank's layout and join its process group; a single rank that shards nothing needs none."""
     return Layout.joined(plan.parallel, plan.degrees, device, ranks_per_node(plan.config))
 
 
 class RankReport(NamedTuple):
-    """What one rank says of itself. `runs`: how casts would run there; `compiled`: whether blocks would be;
-    `problems`: what it refuses."""
+    """Facts of one rank. `runs`: how casts would run there; `compiled`: whether blocks would be compiled; `problems`:
+    reasons why it cannot train."""
 
     devices: int
     config_hash: str
@@ -175,13 +174,14 @@ class RankReport(NamedTuple):
 
 
 def agree_on_plan(plan: Plan, refusal: ConfigError | None = None) -> Plan:
-    """Return the plan with rank 0's config: of those composed apart, names made of the time may differ. Collective.
+    """Return the plan with rank 0's config. Collective.
 
-    `refusal` is why this rank cannot train.
+    Ranks compose their configs separately, so default names, which contain a timestamp, may differ. `refusal` is the
+    reason why this rank cannot train.
 
     Raises:
-        ConfigError: on every rank, with what any refuses; or where one was started with something else, or would run
-            casts otherwise than rank 0.
+        ConfigError: on every rank, with the problems of all ranks, or if ranks have different configs or would run
+            casts differently.
     """
     if not dist.is_initialized():
         if refusal is not None:
@@ -194,26 +194,26 @@ def agree_on_plan(plan: Plan, refusal: ConfigError | None = None) -> Plan:
         raise AgreedError(refused)
     if len({each.devices for each in found}) > 1:
         devices = sorted({each.devices for each in found})
-        text = f"ranks per machine are {', '.join(map(str, devices))}. Start as many on each."
+        text = f"ranks per machine differ: {', '.join(map(str, devices))}. Start the same number on each."
         raise AgreedError(Problem("trainer.devices", text))
     if others := [rank for rank, each in enumerate(found) if each.config_hash != found[0].config_hash]:
-        text = f"of rank(s) {listed(others)} differs from rank 0's. Start all with the same words."
-        raise AgreedError(Problem("the config", text))
+        text = f"rank(s) {listed(others)} differ from rank 0. Start all ranks with the same arguments."
+        raise AgreedError(Problem("config", text))
     if others := [rank for rank, each in enumerate(found) if each.runs != found[0].runs]:
         text = (
-            f"casts would be {found[0].runs} on rank 0 and {found[others[0]].runs} on rank(s) {listed(others)}. Set "
-            "emulated, or start all ranks on machines that are alike."
+            f"casts would be {found[0].runs} on rank 0 and {found[others[0]].runs} on rank(s) {listed(others)}. Use "
+            "emulated, or start all ranks on identical machines."
         )
         raise AgreedError(Problem("precision.backend", text))
     if others := [rank for rank, each in enumerate(found) if each.compiled != found[0].compiled]:
         compiled, not_compiled = ("rank 0", f"rank(s) {listed(others)}")[:: 1 if found[0].compiled else -1]
-        text = f"blocks would be compiled on {compiled} and not on {not_compiled}. Set true or false."
+        text = f"blocks would be compiled on {compiled}, but not on {not_compiled}. Set it to true or false."
         raise AgreedError(Problem("parallel.compile", text))
     return replace(plan, config=object_of_first(plan.config))
 
 
 def problems_of_ranks(problems: list[tuple[Problem, ...]]) -> list[Problem]:
-    """Return each rank's problems once, with the ranks that have it where not all do."""
+    """Return the distinct problems of all ranks, each with its ranks unless all have it."""
     found: dict[Problem, list[int]] = {}
     for rank, its in enumerate(problems):
         for each in dict.fromkeys(its):
@@ -225,38 +225,38 @@ def problems_of_ranks(problems: list[tuple[Problem, ...]]) -> list[Problem]:
 
 
 def listed(ranks: list[int]) -> str:
-    """Return "1, 4, 5" for a message."""
+    """Return ranks as "1, 4, 5"."""
     return ", ".join(map(str, ranks))
 
 
 def joined_ranks(config: Config) -> Ranks:
-    """Return the ranks that have joined, as a check of them meets them. Collective."""
+    """Return the joined ranks for a health check. Collective."""
     here = rank_environment()
     local_rank, local_world = (here.local_rank, here.local_world) if here else (0, 1)
     return Ranks(local_rank, local_world, config.parallel.timeout_seconds)
 
 
 def refuse_unhealthy(ranks: Ranks, device: torch.device) -> str:
-    """Check all ranks in short; return what to say where nothing is wrong. Collective.
+    """Run the short health check on all ranks; return its result as a line. Collective.
 
     Raises:
-        UnhealthyError: on every rank, with what is wrong, on which rank of which machine.
+        UnhealthyError: on every rank, with each problem and its rank and machine.
     """
     start = time.perf_counter()
     report = check_health(ranks, device, SHORT[device.type])
-    if device.type == "cuda":  # what the check held is not the run's
+    if device.type == "cuda":  # release the memory of the check
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     if faults := [*report.wrong, *report.slow_lines()]:
-        raise UnhealthyError(f"trainer.health: {'; '.join(faults)}", speaks=ranks.rank == 0)
+        raise UnhealthyError(f"trainer.health: {'; '.join(faults)}", reports=ranks.rank == 0)
     seconds = time.perf_counter() - start
-    return f"health {ranks.world} rank{'s' if ranks.world > 1 else ''}: values right, none slow ({seconds:.1f} s)"
+    return f"health {ranks.world} rank{'s' if ranks.world > 1 else ''}: results correct, no slow rank ({seconds:.1f} s)"
 
 
 def quiet_lightning() -> None:
-    """Keep Lightning's hints about settings that are chosen here on purpose out of the user's terminal; FSDP2's, too.
+    """Hide Lightning's hints about settings that are chosen here on purpose, and a warning of FSDP2.
 
-    It warns of views that modules return, which nothing here writes to.
+    FSDP2 warns about modules that return views. Nothing here writes to them.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
@@ -264,10 +264,10 @@ def quiet_lightning() -> None:
 
 
 def attention_kernels(plan: Plan, device: torch.device) -> dict[str, str]:
-    """Return the kernel of each kind of block with softmax attention, as `trainer.attention_kernel` has it here.
+    """Return the kernel that `trainer.attention_kernel` selects here for each kind of block with softmax attention.
 
     Raises:
-        ConfigError: the kernel that is asked for does not run on `device` with these heads, for torch's reasons.
+        ConfigError: the requested kernel does not support `device` or these heads.
     """
     config, degrees, found = plan.config, plan.degrees, dict[str, str]()
     model, name = config.model, config.trainer.attention_kernel
@@ -275,7 +275,7 @@ def attention_kernels(plan: Plan, device: torch.device) -> dict[str, str]:
         if not isinstance(mixer, AttentionSpec):
             continue
         if not mixer.takes_kernels:
-            found[layer] = "operations of its own"
+            found[layer] = "built-in operations"
             continue
         shape = AttentionShape(
             model.num_heads // degrees.width, model.num_kv_heads // degrees.width, model.attention_head_dim,
@@ -285,15 +285,15 @@ def attention_kernels(plan: Plan, device: torch.device) -> dict[str, str]:
         try:
             found[layer] = kernel_of(name, shape, device)
         except NoKernelError as error:
-            text = f"is {name}, and blocks of {layer} cannot have it on {device}: {error} Set auto, or another kernel."
-            raise ConfigError(Problem(KEY, text)) from error
+            text = f"not available for blocks of {layer} on {device}: {error} Use auto or another kernel."
+            raise ConfigError(Problem(f"{KEY}={name}", text)) from error
     return found
 
 
 def kernel_line(kernels: dict[str, str], name: str) -> str | None:
-    """Return the opening line on `kernels`; None where no block has softmax attention."""
+    """Return the line about `kernels` for the start of a run; None if no block has softmax attention."""
     if not kernels:
         return None
     taken = set(kernels.values())
     each = taken.pop() if len(taken) == 1 else ", ".join(f"{layer}: {kernel}" for layer, kernel in kernels.items())
-    return f"kernel attention by {each} ({KEY}={name})"
+    return f"kernel attention: {each} ({KEY}={name})"

@@ -1,11 +1,11 @@
-"""One rank of one run, from a checked config to an exit code: open, prepare, agree, fit.
+"""One rank of a run, from a checked config to an exit code: open, prepare, agree, fit.
 
-- open (`opening.open_rank`): this rank's device, callbacks and layout; all ranks have one plan.
-- prepare (`inputs.open_inputs`): the data, and weights from elsewhere.
-- agree (`agreement.agree`): facts, machines and the run's folder, the same for all ranks.
+- open (`opening.open_rank`): this rank's device, callbacks and layout; all ranks get the same plan.
+- prepare (`inputs.open_inputs`): data, and weights of other runs.
+- agree (`agreement.agree`): facts, machines and the run's folder, the same on all ranks.
 - fit (`build`, `watch`): module and Trainer, until the last step, a signal or a failure.
 
-The last three are repeated from an earlier checkpoint where spikes.policy=rollback asks for it.
+With spikes.policy=rollback the last three are repeated from an earlier checkpoint.
 """
 
 import gc
@@ -35,7 +35,7 @@ from lightning_llm.plan.text.report import origin_lines, plan_line
 from lightning_llm.run.agreement import agree
 from lightning_llm.run.build import attention_of, build_module, build_trainer
 from lightning_llm.run.inputs import Inputs, open_inputs
-from lightning_llm.run.launch.environment import die_with_launcher, is_first_rank, rank_environment, say
+from lightning_llm.run.launch.environment import die_with_launcher, is_first_rank, print_once, rank_environment
 from lightning_llm.run.launch.lock import RunLock
 from lightning_llm.run.launch.slurm import requeue
 from lightning_llm.run.opening import (
@@ -65,15 +65,15 @@ from lightning_llm.train.spikes.policy import SpikeRollback, StepNotMadeError
 
 
 def run(plan: Plan, start: Start | None = None) -> int:
-    """Train from `start`, or as all ranks decide together; return 0, `exit_code` of the signal that ended it, or 1.
+    """Train from `start`, by default decided with all ranks; return 0, `exit_code` of the signal that stopped it, or 1.
 
-    1: a step was not finite, spikes.policy ended the run, a callback failed, the run's folder could not be written any
-    more, a rank hangs, or trainer.health found what is no good.
+    1: a step was not finite, spikes.policy ended the run, a callback failed, the run's folder could not be written, a
+    rank hangs, or trainer.health found a problem.
 
     Raises:
-        UnhealthyError: where others have started this rank: one of all that raise it has said why.
-        CallbackFailedError: on ranks other than the first, for the launcher to know.
-        Exception: any other failure: its traceback is the message, and the run's folder says "failed".
+        UnhealthyError: if a launcher started this rank; one of the ranks that raise it has reported it.
+        CallbackFailedError: on ranks other than the first, for the launcher.
+        Exception: any other failure. Its traceback is the message, and the summary's status is "failed".
     """
     folder = plan.config.run.dir
     locks: list[RunLock] = []
@@ -87,18 +87,18 @@ def run(plan: Plan, start: Start | None = None) -> int:
             config = rank.plan.config
             folder = config.run.dir
             if config.trainer.health:
-                say(refuse_unhealthy(joined_ranks(config), rank.device))
+                print_once(refuse_unhealthy(joined_ranks(config), rank.device))
             start = start or decide_with_ranks(config, locks)
             if start.finished:
-                say(start.nothing_left(config))
+                print_once(start.nothing_left(config))
             else:
                 with alarm_after(plan.config.trainer.max_time):
                     train_with_rollbacks(rank, start)
         except UnhealthyError as error:
-            if error.speaks:
-                print(f"error: {error}. No step was made.", file=sys.stderr, flush=True)
+            if error.reports:
+                print(f"error: {error}. Training was not started.", file=sys.stderr, flush=True)
             if rank_environment() is not None:
-                raise  # for the launcher to know that it is said
+                raise  # tells the launcher that the error is already reported
             return 1
         except (StoppedBySignal, StepNotMadeError, StorageError, CallbackFailedError, RankSilentError) as error:
             if isinstance(error, CallbackFailedError) and not is_first_rank():
@@ -106,23 +106,23 @@ def run(plan: Plan, start: Start | None = None) -> int:
             return report_end(error, folder)
     leave_process_group()
     if not start.finished:
-        say_where(config)
+        print_locations(config)
     return 0
 
 
 def train_with_rollbacks(rank: Rank, start: Start) -> None:
-    """Train from `start`, and again from a checkpoint before it where spikes.policy=rollback has the run go back."""
+    """Train from `start`, and again from an earlier checkpoint after each rollback (spikes.policy=rollback)."""
     while (spike := _rollback_asked(rank, start)) is not None:
-        gc.collect()  # the model that was is in cycles, and there is no room for two
+        gc.collect()  # frees the old model, which is in reference cycles; two do not fit in memory
         if rank.device.type == "cuda":
             torch.cuda.empty_cache()
         plan, start, made = go_back(rank.plan, start, spike)
-        say(rollback_line(plan, start, spike, made.skipped), sys.stderr)
+        print_once(rollback_line(plan, start, spike, made.skipped), sys.stderr)
         rank = replace(rank, plan=plan, callbacks=build_callbacks(plan.config))
 
 
 def _rollback_asked(rank: Rank, start: Start) -> SpikeRollback | None:
-    """Train from `start`; return what has the run go back, without the frames that hold all of its memory."""
+    """Train from `start`; return the spike that asks for a rollback, without its traceback, which holds memory."""
     try:
         train_from(rank, start)
     except SpikeRollback as spike:
@@ -134,18 +134,18 @@ def train_from(rank: Rank, start: Start) -> None:
     """Prepare, agree and fit: open the data and weights, make the run's folder, and train in it from `start`.
 
     Raises:
-        SpikeRollback: it has to go back to a checkpoint, and nobody has asked it to stop.
-        StoppedBySignal: somebody has.
+        SpikeRollback: the run has to go back to a checkpoint, and no signal has asked it to stop.
+        StoppedBySignal: a signal has asked it to stop.
     """
     for line in filter(None, opening_lines(rank, start)):
-        say(line)
+        print_once(line)
     inputs = open_inputs(rank.plan.config, start, rank.device)
     facts, write_first_files = agree(rank, start, inputs)
     fit(rank, start, inputs, facts, write_first_files)
 
 
 def opening_lines(rank: Rank, start: Start) -> Iterator[str]:
-    """Yield the opening lines of a run: its plan, its kernels, and where it resumes or branches."""
+    """Yield the first lines of a run's output: its plan, its kernels, and where it resumes or branches."""
     plan, config = rank.plan, rank.plan.config
     yield plan_line(plan, describe_device(rank.device))
     yield kernel_line(rank.attention, config.trainer.attention_kernel) or ""
@@ -154,13 +154,13 @@ def opening_lines(rank: Rank, start: Start) -> Iterator[str]:
     if not is_among_jobs():
         yield from notes(plan, to_train=True)
         yield from origin_lines(config) if start.checkpoint is None else ()
-    yield from resume_lines(config, start) if start.trunk is None else branch_lines(config, start)
+    yield from resume_lines(config, start) if start.parent is None else branch_lines(config, start)
 
 
 def fit(
     rank: Rank, start: Start, inputs: Inputs, facts: dict[str, Any], write_first_files: Callable[[], None] | None
 ) -> None:
-    """Build module and Trainer, and train. Raises as `train_from`."""
+    """Build the module and the Trainer, and train. Raises as `train_from`."""
     plan, config = rank.plan, rank.plan.config
     module = build_module(plan, inputs.corpus, inputs.initial, inputs.distillation)
     module.spikes.rollbacks_made = len(start.rollbacks)
@@ -174,48 +174,51 @@ def fit(
         with attention_of(plan, rank.attention), watched, marked, checkpointing.awaited():
             trainer.fit(module, CorpusDataModule(inputs.corpus, config))
     except SpikeRollback as spike:
-        if number := trainer.strategy.stop_signal:  # it came in the step that spiked: all ranks know of it
+        if number := trainer.strategy.stop_signal:  # received in the same step, and known to all ranks
             raise StoppedBySignal(number, checkpointing.saved_step) from spike
         raise
     if ended := module.ended_early:
-        say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")
+        print_once(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")
 
 
 def report_end(error: BaseException, folder: str) -> int:
-    """Say why the run in `folder` ended, and how it goes on; return its exit code. Silent ranks are named already."""
+    """Report why the run in `folder` ended and how to resume it; return its exit code.
+
+    Silent ranks are already reported.
+    """
     gone = next((each for each in (error, error.__cause__) if isinstance(each, FolderGoneError)), None)
     if gone is not None:
         further = how_to_go_on(gone.now) if gone.now else ""
-        say("; ".join(filter(None, (f"error: {error}", further))), sys.stderr)
+        print_once("; ".join(filter(None, (f"error: {error}", further))), sys.stderr)
         return 1
     further = how_to_go_on(folder)
     if isinstance(error, StoppedBySignal):
-        if error.saved_step is None and (saved := step_folders(Path(folder) / "checkpoints")):  # by an earlier start
+        if error.saved_step is None and (saved := step_folders(Path(folder) / "checkpoints")):  # by an earlier session
             error = StoppedBySignal(error.number, step_of(saved[0]))
-        say("; ".join(filter(None, (str(error), further))), sys.stderr)
+        print_once("; ".join(filter(None, (str(error), further))), sys.stderr)
         if error.number in GOES_ON and is_first_rank() and (line := requeue()):
-            say(line, sys.stderr)
+            print_once(line, sys.stderr)
         return exit_code(error.number)
     if isinstance(error, StorageError):
-        text = f"what was saved before is whole, and once the folder can be written again, {further}"
-        say(f"error: {redacted(str(error))}; {text}", sys.stderr)
+        text = f"earlier checkpoints are intact; once the folder can be written again, {further}"
+        print_once(f"error: {redacted(str(error))}; {text}", sys.stderr)
     elif not isinstance(error, RankSilentError):
-        say(f"error: {redacted(str(error))}", sys.stderr)
-        say(further, sys.stderr)
+        print_once(f"error: {redacted(str(error))}", sys.stderr)
+        print_once(further, sys.stderr)
     return 1
 
 
-def say_where(config: Config) -> None:
-    """Print where the run lies, and how to look at it."""
-    say(f"run    {config.run.dir}")
+def print_locations(config: Config) -> None:
+    """Print the run's folder, and how to view its curves."""
+    print_once(f"run    {config.run.dir}")
     if config.logger.name == "mlflow" and not is_among_jobs():
         tracked = mlflow_facts(Path(config.run.dir))
         for line in ui_lines(tracking_uri(config), tracked.get("experiment_id")):
-            say(line)
+            print_once(line)
 
 
 def run_loggers(config: Config) -> list[RunLogger]:
-    """Return where the run's records go beside its own folder; rank 0 alone tracks."""
+    """Return the loggers of the run besides its own folder; only rank 0 has any."""
     if config.logger.name == "none" or not is_first_rank():
         return []
     logger = MLflowTracker if config.logger.name == "mlflow" else LightningRunLogger
@@ -224,7 +227,7 @@ def run_loggers(config: Config) -> list[RunLogger]:
 
 @contextmanager
 def _process_restored(locks: list[RunLock]) -> Iterator[None]:
-    """Release `locks`, and put back threads and memory, at the end: whoever called a run in this process goes on."""
+    """Release `locks` and restore threads and memory at the end, for a Python caller that continues."""
     threads = torch.get_num_threads()
     try:
         yield
@@ -237,9 +240,9 @@ def _process_restored(locks: list[RunLock]) -> Iterator[None]:
 
 @contextmanager
 def _signals_stop_training() -> Iterator[set[signal.Signals]]:
-    """Have signals raise StoppedBySignal until training handles them; yield those that this process ignores.
+    """Let signals raise StoppedBySignal until training handles them; yield the signals that this process ignores.
 
-    An ignored SIGINT ends the wait for ranks, too: a script's `&` must not make that wait deaf.
+    An ignored SIGINT, as in a script's background job, also ends the wait for other ranks.
     """
     handlers = {number: signal.getsignal(number) for number in STOPPING}
     ignored = set(STOPPING) - set(not_ignored(STOPPING))

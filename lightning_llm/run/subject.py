@@ -1,4 +1,4 @@
-"""Subject of an evaluation, a probe or a generation: the trained weights at PATH, with their model's config."""
+"""Subject of `evaluate`, `probe` and `generate`: the trained weights at PATH with their config."""
 
 import sys
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ HUGGINGFACE_TOKENS = 256  # per sequence, the default of data.sequence_length
 
 @dataclass(frozen=True)
 class Subject:
-    """Opened `weights` and their `config`: their run's, or one with the text that was given.
+    """Opened `weights` and their `config`: that of their run, or one composed for a given text.
 
-    `kind` is "run" or "huggingface". A folder that `import` made is a Hugging Face folder here: weights and a
-    tokenizer, without text. `folder` is the run's, or that of the weights.
+    `kind` is "run" or "huggingface"; an imported folder counts as "huggingface" (weights and a tokenizer, no text).
+    `folder` is that of the run, or of the weights.
     """
 
     folder: Path
@@ -41,39 +41,40 @@ class Subject:
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """The checkpoint of a run that the weights are in, None for a Hugging Face folder."""
+        """The checkpoint that contains the weights; None for a Hugging Face folder."""
         return self.weights.checkpoint if isinstance(self.weights, CheckpointWeights) else None
 
     @property
     def step(self) -> int | None:
-        """Optimizer steps of the weights' training, None if unknown."""
+        """Number of optimizer steps that the weights were trained for; None if unknown."""
         return None if self.checkpoint is None else self.checkpoint.step
 
     @property
     def name(self) -> str:
-        """A name for the output's folder."""
+        """Name of the output folder."""
         return self.folder.name if self.step is None else f"{self.folder.name}-step={self.step}"
 
 
 def find_subject(path: Path, arguments: Sequence[str], text: Path | None, needs_data: bool = True) -> Subject:
     """Return the subject at `path`; `arguments` are overrides of its config, `text` a file of documents.
 
-    Raises ConfigError where it holds no weights, or the arguments or the file do not go with it; where `needs_data`, a
-    Hugging Face folder needs one of them.
+    With `needs_data`, a Hugging Face folder needs data overrides or `text`. Raises ConfigError if there are no weights,
+    or the arguments or the file do not fit them.
     """
     path = path.expanduser().absolute()
     if is_folder_of_files(path):
         return _huggingface(path, arguments, text, needs_data)
-    # All ranks must choose the same checkpoint of a run; of one that is named each looks at a share.
+    # All ranks must choose the same checkpoint of a run. Given one checkpoint, each verifies its share of the files.
     weights = open_weights(path, content_damage if (path / "config.yaml").is_file() else _damage)
     if not isinstance(weights, CheckpointWeights):
-        raise TypeError(f"{path} holds {weights.kind}, and no file that names one")
+        raise TypeError(f"{path} contains {weights.kind} weights, but no file of that format")
     if text is not None:
-        raise ConfigError(Problem("--text", "goes with a Hugging Face folder; a run's own validation data is taken."))
+        text_problem = "needs a Hugging Face folder; a run is measured on its own validation data. Remove it."
+        raise ConfigError(Problem("--text", text_problem))
     run, file = weights.checkpoint.run_folder, weights.tokenizer
     own = [] if file is None else _tokenizer_words(file)
     config = load_config(run / "config.yaml", ["trainer.devices=1", "world=null", *own, *arguments])
-    alone = compose_config([]).parallel  # how the run was spread is no matter here
+    alone = compose_config([]).parallel  # the layout of the training run does not matter here
     if config.model != weights.config:
         weights = CheckpointWeights(weights.checkpoint, config.model)  # raises if the model does not fit these weights
     return Subject(run, "run", config.model_copy(update={"parallel": alone}), weights)
@@ -85,15 +86,15 @@ def _huggingface(path: Path, arguments: Sequence[str], text: Path | None, needs_
     with gathered(problems):
         weights = open_weights(path)
     if not (path / TOKENIZER).is_file():
-        problems.append(Problem(str(path / TOKENIZER), "is missing: save the tokenizer as a fast one."))
+        problems.append(Problem(str(path / TOKENIZER), "is missing. Save the tokenizer as a fast tokenizer."))
     has_data = any(word.startswith("data=") for word in arguments)
     if text is None and not has_data and needs_data:
-        given = "give --text FILE (.txt, .md, .jsonl), or data=... overrides: a Hugging Face folder brings no text."
+        given = "is missing: a Hugging Face folder has no text. Give --text FILE (.txt, .md, .jsonl) or data=..."
         problems.append(Problem("data", given))
     elif text is not None and has_data:
-        problems.append(Problem("--text", "goes without data=... overrides. Give one of them."))
+        problems.append(Problem("--text", "cannot be used with data=... overrides. Remove one of them."))
     elif text is not None and not text.expanduser().is_file():
-        problems.append(Problem("--text", f"{text} is no file."))
+        problems.append(Problem(f"--text={text}", "is not a file."))
     if problems or weights is None:
         raise ConfigError(problems)
     for note in weights.notes if is_first_rank() else ():
@@ -121,12 +122,12 @@ def _text_words(text: Path | None) -> list[str]:
 
 
 def read_weights(subject: Subject) -> dict[str, Tensor]:
-    """Return the model's parameters by our names, fp32, on the CPU. Raises ConfigError as `verified_weights` does."""
+    """Return the model's parameters by our names, fp32 on the CPU. Raises ConfigError as `verified_weights` does."""
     return dict(state_dict_of(verified_weights(subject), subject.config.model))
 
 
 def verified_weights(subject: Subject) -> Weights:
-    """Return the weights, to be read by rows; each of several ranks has verified its share of the files.
+    """Verify this rank's share of the files; return the weights, to be read by rows.
 
     Raises ConfigError if a file cannot be read or is damaged.
     """
@@ -135,7 +136,7 @@ def verified_weights(subject: Subject) -> Weights:
 
 
 def _share() -> tuple[int, int]:
-    """Return this process's number among the ranks that were started, and theirs."""
+    """Return this process's rank and the number of ranks."""
     ranks = rank_environment()
     return (0, 1) if ranks is None else (ranks.rank, ranks.world)
 
@@ -146,7 +147,7 @@ def _damage(checkpoint: Checkpoint) -> list[Damage]:
 
 
 def delayed_state(subject: Subject) -> dict[str, dict[str, Tensor]]:
-    """Return the delayed scales that the checkpoint holds, by layer; empty where it holds none."""
+    """Return the delayed scales in the checkpoint by layer; {} if there are none."""
     if subject.checkpoint is None:
         return {}
     nested: dict[str, dict[str, Tensor]] = {}
@@ -157,12 +158,12 @@ def delayed_state(subject: Subject) -> dict[str, dict[str, Tensor]]:
 
 
 def device_of(wanted: str) -> torch.device:
-    """Return the device that --device names: auto, cpu or cuda. Raises ConfigError where it is not here."""
+    """Return the device for --device (auto, cpu or cuda). Raises ConfigError if it is not available."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        text = f"is 'cuda', and torch {torch.__version__} finds no CUDA device."
-        raise ConfigError(Problem("--device", text))
+        text = f"torch {torch.__version__} finds no CUDA device. Use auto or cpu."
+        raise ConfigError(Problem("--device=cuda", text))
     if wanted not in ("auto", "cpu", "cuda"):
-        raise ConfigError(Problem("--device", f"is '{wanted}', must be auto, cpu or cuda."))
+        raise ConfigError(Problem(f"--device={wanted}", "must be auto, cpu or cuda."))
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(wanted)

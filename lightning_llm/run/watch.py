@@ -1,4 +1,4 @@
-"""A run watched from within: signs of life of its ranks, silent ranks by name, callbacks that fail, in one line."""
+"""Monitoring of a run in its own processes: heartbeats of ranks, silent ranks, and failures of callbacks."""
 
 import sys
 import traceback
@@ -20,23 +20,23 @@ from lightning_llm.tracking.rank_liveness import (
     RankHeartbeat,
     RankSilentError,
     absent_ranks,
+    absent_text,
     last_collective,
-    say_absent,
-    say_silent,
     silent_ranks,
+    silent_text,
 )
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.spikes.policy import SpikeRollback, StepNotMadeError
 
 OTHER_ENDINGS = (ConfigError, StorageError, StepNotMadeError)
-"""What says by itself why a run ended, whoever raises it."""
+"""Errors that explain by themselves why a run ended."""
 
 
 @contextmanager
 def watched_ranks(config: Config, module: LanguageModule) -> Iterator[None]:
-    """Give a sign of life of this rank meanwhile; what one rank alone does nobody waits for.
+    """Write heartbeats of this rank during the block; does nothing in a run of one rank.
 
-    A run that fails leaves the signs in its folder; one that goes back to a checkpoint has not failed.
+    A failed run leaves the heartbeats in its folder; a rollback to a checkpoint is not a failure.
 
     Raises:
         RankSilentError: the run failed because other ranks are silent.
@@ -50,7 +50,7 @@ def watched_ranks(config: Config, module: LanguageModule) -> Iterator[None]:
     heartbeat.start()
     try:
         yield
-    except SpikeRollback:  # this process goes on
+    except SpikeRollback:  # this process continues
         heartbeat.stop()
         raise
     except Exception as error:
@@ -63,10 +63,10 @@ def watched_ranks(config: Config, module: LanguageModule) -> Iterator[None]:
 
 
 def name_silent_ranks(config: Config, error: Exception) -> None:
-    """Look for ranks that this one has waited for in vain, when its run fails; the first of the others speaks.
+    """After `error`, find ranks that this one has waited for in vain; the first of the other ranks reports them.
 
     Raises:
-        RankSilentError: there are some, and they are named on stderr and in the summary; `error` is but what followed.
+        RankSilentError: there are such ranks. They are reported on stderr and in the summary as the cause of `error`.
     """
     missed, text = _missed(Path(config.run.dir), config.parallel.timeout_seconds)
     if not missed:
@@ -80,30 +80,31 @@ def name_silent_ranks(config: Config, error: Exception) -> None:
 
 
 def _missed(folder: Path, timeout: float) -> tuple[list[Beat], str]:
-    """Return the ranks that this one has waited for, silent ones or else such as live and do not come, and the error.
+    """Return the ranks that this one has waited for, and the error text.
 
-    None of the latter where this rank has begun a collective of late: it has failed for another reason.
+    These are the silent ranks or, if there are none, live ranks that did not join the collective. The latter only if
+    this rank has been in its collective for long; otherwise it has failed for another reason.
     """
     kept = collectives()
     waited_in = last_collective(kept[-1:])
     if silent := silent_ranks(folder, timeout):
-        return silent, say_silent(silent, timeout, waited_in)
+        return silent, silent_text(silent, timeout, waited_in)
     if waited_in is None or waited_in["age_seconds"] < timeout / 2:
         return [], ""
     absent = [each for each in absent_ranks(folder, timeout) if each.rank != dist.get_rank()]
-    return absent, say_absent(absent, timeout, waited_in) if absent else ""
+    return absent, absent_text(absent, timeout, waited_in) if absent else ""
 
 
 @contextmanager
 def failures_marked(config: Config, chosen: Mapping[str, pl.Callback]) -> Iterator[None]:
-    """Turn what one of the callbacks `chosen`, by its name in the config, raises meanwhile into one line for people.
+    """Turn an exception of one of the callbacks `chosen` (by name in the config) into one line.
 
-    The line goes into the summary. The whole traceback goes to `traceback.txt` in the run's folder, or
-    `traceback-RANK.txt` of any rank but the first.
+    The line goes into the summary. The whole traceback goes to `traceback.txt` in the run's folder, or to
+    `traceback-RANK.txt` on other ranks than the first.
 
     Raises:
-        CallbackFailedError: it raised something, or left the process (SystemExit), whatever the exit code.
-        RuntimeError: something else left the process, which is no end of a run either.
+        CallbackFailedError: a callback raised an exception or SystemExit, with any exit code.
+        RuntimeError: something else raised SystemExit.
     """
     folder, rank = Path(config.run.dir), dist.get_rank() if dist.is_initialized() else 0
     try:
@@ -112,23 +113,25 @@ def failures_marked(config: Config, chosen: Mapping[str, pl.Callback]) -> Iterat
         raise
     except (Exception, SystemExit) as error:
         interrupted = isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
-        cause = error.__context__ if interrupted and error.__context__ else error  # Lightning exits upon that
+        cause = (
+            error.__context__ if interrupted and error.__context__ else error
+        )  # Lightning exits after KeyboardInterrupt
         if (where := _place(cause, chosen)) is None:
             if isinstance(error, SystemExit):
-                text = f"something ended the process within training: SystemExit({error.code})"
+                text = f"SystemExit({error.code}) was raised during training"
                 raise RuntimeError(text) from error
             raise
         reason = f"{where}: {type(cause).__name__}: {one_line(redacted(str(cause)))}"
-        failure = CallbackFailedError(f"{reason} | whole traceback: {_keep(cause, folder, rank)}")
-        # Its own on_exception may have failed, before the run folder's; what fails after the last step ends no run.
-        # One that fails in setup does so before there is a summary.
+        failure = CallbackFailedError(f"{reason} | full traceback: {_keep(cause, folder, rank)}")
+        # The callback's on_exception may have failed before that of the run folder. A failure after the last step
+        # does not change the status of the run. There is no summary yet if it fails in setup.
         if rank == 0 and summary_of(folder).get("status", "running") in ("running", "failed"):
             mark_failed(folder, f"{type(failure).__name__}: {failure}")
         raise failure from error
 
 
 def _place(error: BaseException, chosen: Mapping[str, pl.Callback]) -> str | None:
-    """Return which of `chosen` was running when `error` was raised, its hook and its line; None where none was."""
+    """Return the callback of `chosen` that raised `error`, with its hook and line; None if it was none of them."""
     frames = list(traceback.walk_tb(error.__traceback__))
     for index, (frame, line) in enumerate(frames):
         owner = frame.f_locals.get("self")
@@ -136,7 +139,7 @@ def _place(error: BaseException, chosen: Mapping[str, pl.Callback]) -> str | Non
         if name is None:
             continue
         file = frame.f_code.co_filename
-        for inner, number in frames[index:]:  # the last line of the same file: what it called elsewhere is no news
+        for inner, number in frames[index:]:  # report the last line in the callback's own file
             if inner.f_code.co_filename == file:
                 line = number
         kind = f"{type(owner).__module__}.{type(owner).__qualname__}"

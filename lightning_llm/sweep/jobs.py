@@ -16,7 +16,7 @@ from lightning_llm.plan.text.notes import notes
 from lightning_llm.run.checked_plan import problems_beyond
 from lightning_llm.run.launch.ray_cluster import in_sweep, ray_problems
 from lightning_llm.run.launch.relay import Relay
-from lightning_llm.run.resume.branch import settled
+from lightning_llm.run.resume.branch import with_branch_resolved
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time, runs_elsewhere
 from lightning_llm.sweep.local import run_here
 from lightning_llm.sweep.progress import Progress, SearchPhase
@@ -34,7 +34,7 @@ PLACES = {"run.name", "run.root", "run.dir"}
 
 
 def left_to_do(jobs: Iterable[Job]) -> list[Job]:
-    """Return the jobs that are neither settled nor running elsewhere, and print what the others are."""
+    """Return the jobs that are neither with_branch_resolved nor running elsewhere, and print what the others are."""
     todo = []
     for job in jobs:
         state = settled_state(job.folder)
@@ -83,7 +83,7 @@ def checked_jobs(
     if arguments.config:
         raise ConfigError(Problem("--config", "is one resolved run; a sweep (-m) is composed. Give overrides instead."))
     composed = read_sweep(arguments.overrides, arguments.config_dir)
-    read = [(words, settled(reading)) for words, reading in composed]
+    read = [(words, with_branch_resolved(reading)) for words, reading in composed]
     problems = dict.fromkeys(problem for _, reading in read for problem in reading.problems)
     configs = [reading.config for _, reading in read if reading.config]
     for config in _one_of_each_kind(configs):

@@ -238,12 +238,12 @@ def absent_ranks(run_dir: Path, timeout_seconds: float) -> list[Beat]:
     return [each for each in beats(run_dir) if each.idle_seconds > timeout_seconds / 2]
 
 
-def say_silent(silent: list[Beat], timeout_seconds: float, waited_in: Collective | None = None) -> str:
+def silent_text(silent: list[Beat], timeout_seconds: float, waited_in: Collective | None = None) -> str:
     """Return the error that names `silent`; the others waited for them in `waited_in`, if that is known."""
     return _say(list(map(str, silent)), timeout_seconds, waited_in)
 
 
-def say_absent(absent: list[Beat], timeout_seconds: float, waited_in: Collective | None = None) -> str:
+def absent_text(absent: list[Beat], timeout_seconds: float, waited_in: Collective | None = None) -> str:
     """Return the error that names ranks that live, and have not come to `waited_in`."""
     return _say([each.absence() for each in absent], timeout_seconds, waited_in)
 
@@ -255,7 +255,7 @@ def _say(named: list[str], timeout_seconds: float, waited_in: Collective | None)
     return f"{listed}{more}. The others waited for it{where} (parallel.timeout_seconds={timeout_seconds:g})"
 
 
-def says_silent(detail: str) -> bool:
-    """Return whether `detail`, of a run's summary, is what `say_silent` or `say_absent` returned."""
+def is_silent_text(detail: str) -> bool:
+    """Return whether `detail`, of a run's summary, is what `silent_text` or `absent_text` returned."""
     said = r"rank \d+ \(.* has (given no sign of life for|not come to what the others wait in:) "
     return re.match(said, detail) is not None

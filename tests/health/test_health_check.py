@@ -199,7 +199,7 @@ def waits_in_vain() -> list[str]:
         try:
             check_health(here, CPU, WRONG_ONLY)
         except UnhealthyError as error:
-            said = f"{error}{'!' if error.speaks else ''}"
+            said = f"{error}{'!' if error.reports else ''}"
     found = [""] * here.world
     dist.all_gather_object(found, said)
     return found

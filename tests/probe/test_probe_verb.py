@@ -130,7 +130,7 @@ def test_every_problem_is_reported_at_once(run_folder, tmp_path, capsys):
     said = capsys.readouterr().err
     for part in (
         "--batches: is 0",
-        "--text: goes with a Hugging Face folder",
+        "--text: needs a Hugging Face folder",
         "there is no 'mxfp9'. Did you mean 'mxfp8'?",
     ):
         assert part in said
@@ -163,8 +163,8 @@ def test_paths_that_hold_nothing_to_probe(run_folder, tmp_path, capsys):
         tmp_path / "nowhere": "does not exist. Give a folder that `import` made",
         run_folder / "config.yaml": "is a file",
         bare: "holds no weights. Give a folder",
-        weightless: "holds no checkpoint, so no weights",
-        lost: "belongs to no run",
+        weightless: "contains no checkpoint",
+        lost: "not in a run's folder",
     }.items():
         assert main(["probe", str(path), "precision=mxfp8"]) == 2
         assert part in capsys.readouterr().err
@@ -187,7 +187,7 @@ def test_huggingface_folders_that_cannot_be_probed(huggingface_folder, tmp_path,
         "is FalconForCausalLM. Read here are",
         "pytorch_model.bin is pickled, which is not read by slices",
         "tokenizer.json: is missing",
-        "give --text FILE",
+        "Give --text FILE",
     ):
         assert part in said
     for values, part in (

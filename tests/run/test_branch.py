@@ -14,7 +14,7 @@ from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema.strict import Reading
 from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.data.mixing.addressing import SampleOrder
-from lightning_llm.run.resume.branch import first_step, settled
+from lightning_llm.run.resume.branch import first_step, with_branch_resolved
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.mlflow.tracker import writer_job
 from lightning_llm.train.checkpoint.manifest import TENSORS
@@ -60,7 +60,7 @@ def test_it_is_the_trunk_s_config_and_the_words(trunk, tmp_path, monkeypatch):
 
 def test_other_data_keep_the_trunk_s_tokenizer_and_batches(trunk):
     words = [f"branch_from={step(trunk, 2)}", "data=python", "data.micro_batch_size=1"]
-    config = settled(Reading(compose_config(words))).checked()
+    config = with_branch_resolved(Reading(compose_config(words))).checked()
     was = load_config(trunk / "config.yaml", []).data
     assert list(config.data.sources) == ["code", "prose"]
     assert (config.data.sequence_length, config.data.global_batch_size) == (was.sequence_length, was.global_batch_size)
@@ -92,15 +92,15 @@ def test_all_that_must_be_the_trunk_s_is_named_at_once(trunk, tmp_path, capsys):
     words += ["model.init_from=/nowhere", "trainer.max_steps=2", f"run.root={tmp_path}"]
     said = refused(capsys, f"branch_from={step(trunk, 3)}", *words)
     for part in (
-        f"model.num_layers: is 3, and 2 in the trunk {trunk}.",
-        f"model.vocab_size: is 330, and 320 in the trunk {trunk}",
+        f"model.num_layers: is 3, but 2 in the parent run {trunk}.",
+        f"model.vocab_size: is 330, but 320 in the parent run {trunk}",
         "model.init_from: stands beside branch_from",
-        "optim.name: is 'muon', and 'adamw' in the trunk",
-        "data.sequence_length: is 64, and 32 in the trunk",
-        "data.global_batch_size: is 8, and 4 in the trunk",
-        f"data.tokenizer: is another than that of the trunk {trunk}",
-        f"trainer.max_steps: is 2, and {step(trunk, 3)} is at step 3: no step is left.",
-        f"go on from an earlier one: branch_from={step(trunk, 1)}.",
+        "optim.name: is 'muon', but 'adamw' in the parent run",
+        "data.sequence_length: is 64, but 32 in the parent run",
+        "data.global_batch_size: is 8, but 4 in the parent run",
+        f"data.tokenizer: differs from the tokenizer of the parent run {trunk}",
+        f"trainer.max_steps=2: must be above 3, the step of {step(trunk, 3)}.",
+        f"branch from an earlier checkpoint: branch_from={step(trunk, 1)}.",
     ):
         assert part in said, part
     assert "8 problems" in said or "9 problems" in said
@@ -109,16 +109,18 @@ def test_all_that_must_be_the_trunk_s_is_named_at_once(trunk, tmp_path, capsys):
 
 def test_a_trunk_that_is_none_is_named(trunk, tmp_path, capsys):
     said = refused(capsys, f"branch_from={trunk / 'checkpoints' / 'step=9'}")
-    assert "does not exist. There are those of step 1, 2, 3, 4." in said
+    assert "does not exist. There are checkpoints of step 1, 2, 3, 4." in said
     for nothing, shown in (("", "''"), (f"[{trunk}]", f"['{trunk}']")):
         assert f"branch_from: is {shown}. Give a run's folder" in refused(capsys, f"branch_from={nothing}")
     said = refused(capsys, f"branch_from={tmp_path}")
-    assert f"{tmp_path} holds no run. Give a run's folder" in said
+    assert f"{tmp_path} contains no run. Give a run's folder" in said
     begun = tmp_path / "begun"
     begun.mkdir()
     shutil.copy(trunk / "config.yaml", begun)
     assert f"{begun} has no checkpoint yet" in refused(capsys, f"branch_from={begun}")
-    assert f"trainer.max_steps: is 4, and {step(trunk, 4)} is at step 4" in refused(capsys, f"branch_from={trunk}")
+    assert f"trainer.max_steps=4: must be above 4, the step of {step(trunk, 4)}" in refused(
+        capsys, f"branch_from={trunk}"
+    )
     assert "precision: there is no 'mxfp9'" in refused(capsys, f"branch_from={trunk}", "precision=mxfp9")
     said = refused(capsys, f"branch_from={trunk}", "model=from_weights")
     assert "model: is from_weights, and a branch goes on with its trunk's model" in said
@@ -133,7 +135,7 @@ def test_a_damaged_checkpoint_is_passed_over_or_named(trunk, tmp_path, capsys):
     tensors.write_bytes(content)
     said = refused(capsys, f"branch_from={step(copy, 4)}", "trainer.max_steps=6")
     assert str(tensors) in said
-    assert f"step=4 cannot be taken; the next older good one: branch_from={step(copy, 3)}." in said
+    assert f"step=4 cannot be used. The next older intact one is branch_from={step(copy, 3)}." in said
     assert main(["plan", "--json", f"branch_from={copy}", "trainer.max_steps=6", "precision=mxfp8"]) == 0
     out, err = capsys.readouterr()
     assert "skipped step=4, which is damaged" in err
@@ -153,7 +155,7 @@ def test_a_damaged_summary_of_the_trunk_is_named(trunk, tmp_path, capsys):
     (copy / "summary.json").write_text("{")
     said = refused(capsys, f"branch_from={step(copy, 3)}")
     assert f"branch_from: {copy / 'summary.json'} is damaged" in said
-    assert "remove that file to branch without what it says" in said
+    assert "remove it to branch without its facts" in said
     (copy / "summary.json").unlink()
     assert main(["plan", f"branch_from={step(copy, 3)}"]) == 0
     capsys.readouterr()
@@ -167,15 +169,18 @@ def test_plan_refuses_to_go_on_where_train_does(trunk, small_run, tmp_path, caps
     other = tmp_path / "other"
     shutil.copytree(trunk, other)
     for words, told in (
-        ([f"branch_from={step(trunk, 2)}", f"resume={other}", *named], f"and None in the run of {other}. Set it back"),
-        ([f"branch_from={step(trunk, 2)}", f"resume={trunk}", *named], f"and None in the run of {trunk}. Set it back"),
-        ([*own, f"resume={tmp_path}"], f"resume: {tmp_path} holds no checkpoint. Give a .../checkpoints/step=N folder"),
-        ([*own, f"resume={step(trunk, 4)}"], "seed: is 0, and 3 in the run of"),
+        ([f"branch_from={step(trunk, 2)}", f"resume={other}", *named], f"but None in the run in {other}. Set it back"),
+        ([f"branch_from={step(trunk, 2)}", f"resume={trunk}", *named], f"but None in the run in {trunk}. Set it back"),
+        (
+            [*own, f"resume={tmp_path}"],
+            f"resume: {tmp_path} contains no checkpoint. Give a .../checkpoints/step=N folder",
+        ),
+        ([*own, f"resume={step(trunk, 4)}"], "seed: is 0, but 3 in the run in"),
         (
             ["--config", trunk / "config.yaml", f"resume={trunk}", "trainer.max_steps=2"],
             "trainer.max_steps: is 2, and the",
         ),
-        (["recipe=quickstart", "resume=auto"], "resume: is auto, and run.name is made of the time"),
+        (["recipe=quickstart", "resume=auto"], "resume=auto: needs an explicit run.name or run.dir"),
         ([f"branch_from={step(trunk, 2)}", "resume=auto", f"run.dir={trunk}"], "branch_from: is"),
     ):
         assert told in refused(capsys, *words), words
@@ -187,7 +192,7 @@ def test_plan_says_how_a_run_goes_on(trunk, tmp_path, capsys):
     assert main(again) == 0
     assert f"resume from step 3: {step(trunk, 3)}" in capsys.readouterr().out
     assert main(["plan", "recipe=quickstart", f"run.dir={trunk}"]) == 0  # which may be free where it is to train
-    assert f"note   train refuses run.dir: {trunk} already holds a run." in capsys.readouterr().out
+    assert f"note   `train` would reject run.dir: {trunk} already contains a run." in capsys.readouterr().out
     assert main(["plan", "--config", str(trunk / "config.yaml")]) == 0
     assert "train refuses" not in capsys.readouterr().out
 
@@ -199,7 +204,7 @@ def test_plan_says_what_a_branch_changes(trunk, capsys):
     assert f"branch from step 2 of 4 to 4: {step(trunk, 2)}" in out
     assert "optim.learning_rate 0.003 -> 0.0001" in out or "optim.learning_rate 0.001 -> 0.0001" in out
     assert "parallel single -> zero3" in out
-    assert "note   the next update's learning rate is" in out
+    assert "note   the learning rate of the next update is" in out
 
 
 def drawn(config, total):
@@ -218,20 +223,22 @@ def test_another_mix_goes_on_where_each_source_was_left(trunk):
     """Annealing on more of a source: no window that the trunk has seen comes again, and none is left out."""
     at, width = 3, 4
     words = [f"branch_from={step(trunk, at)}", "data.sources.jsonl.weight=0.5", "data.sources.other.weight=0.5"]
-    branch = settled(Reading(compose_config([*words, "trainer.max_steps=9"]))).checked()
+    branch = with_branch_resolved(Reading(compose_config([*words, "trainer.max_steps=9"]))).checked()
     was = load_config(trunk / "config.yaml", [])
     assert drawn(branch, at * width) == drawn(was, at * width)
     later = drawn(branch, 9 * width)
     assert {name: len(each) for name, each in later.items()} == {"jsonl": 12 + 12, "other": 12}
     whole = drawn(was, 24)["jsonl"]
     assert later["jsonl"] == whole  # the same windows in the same order, more slowly
-    again = settled(Reading(branch)).checked()
-    assert again == branch  # what is settled stays so
+    again = with_branch_resolved(Reading(branch)).checked()
+    assert again == branch  # what is with_branch_resolved stays so
 
 
 def test_a_second_branch_appends_its_phase(trunk, tmp_path):
     words = [f"branch_from={step(trunk, 2)}", "data.sources.other.weight=1.0", "data.sources.jsonl.weight=1.0"]
-    first = settled(Reading(compose_config([*words, f"run.root={tmp_path}", "run.experiment=x", "run.name=y"])))
+    first = with_branch_resolved(
+        Reading(compose_config([*words, f"run.root={tmp_path}", "run.experiment=x", "run.name=y"]))
+    )
     assert main(["train", *words, f"run.root={tmp_path}", "run.experiment=x", "run.name=y"]) == 0
     run = tmp_path / "x" / "y"
     made = load_config(run / "config.yaml", [])
@@ -246,7 +253,7 @@ def test_a_second_branch_appends_its_phase(trunk, tmp_path):
     assert main(["train", *more, f"run.dir={tmp_path / 'z'}", f"run.root={tmp_path}", "trainer.max_steps=5"]) == 0
     roots = [summary_of(each)["branch"]["root_run_id"] for each in (run, tmp_path / "z")]
     assert roots == [summary_of(trunk)["run_id"]] * 2
-    second = settled(Reading(compose_config(more))).checked()
+    second = with_branch_resolved(Reading(compose_config(more))).checked()
     assert list(second.data.mixture.phases) == ["trunk", "from_step_2", "from_step_4"]
     assert drawn(second, 16) == drawn(made, 16)
 
@@ -255,9 +262,7 @@ def test_a_mixture_that_is_given_stays_and_what_it_reads_twice_is_said(trunk, ca
     given = "+data.mixture={kind: phases, phases: {all: {weights: {jsonl: 1.0, other: 1.0}}}}"
     assert main(["plan", f"branch_from={step(trunk, 3)}", given, "data.sources.other.weight=1.0"]) == 0
     out = capsys.readouterr().out
-    assert (
-        "note   data.sources.jsonl: the trunk has drawn 12 sequences of it, and this mixture counts 6 at step 3" in out
-    )
+    assert "note   data.sources.jsonl: the parent run has used 12 sequences by step 3, but this mixture counts 6" in out
 
 
 def test_sweeps_take_several_trunks(trunk, tmp_path, capsys):

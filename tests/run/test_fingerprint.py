@@ -94,8 +94,9 @@ def test_it_goes_on_elsewhere_with_a_line_and_keeps_both(begun, tmp_path, monkey
     changed(monkeypatch, mkl="2099.1")
     assert go_on(begun, tmp_path, "trainer.max_steps=3") == 0
     was = fingerprint(CPU)["mkl"]
-    assert f"note   not as in the steps before: fingerprint.mkl {was} -> 2099.1 (resume_strict=true refuses)" in (
-        capsys.readouterr().out
+    assert (
+        f"note   changed since the previous session: fingerprint.mkl {was} -> 2099.1 (resume_strict=true forbids this)"
+        in (capsys.readouterr().out)
     )
     assert summary_of(tmp_path / "run")["earlier"]["fingerprint.mkl"] == [was]
 
@@ -123,7 +124,7 @@ def test_strictly_a_run_of_an_earlier_release_is_refused_with_the_reason(begun, 
     assert go_on([tmp_path / "old", begun[1]], tmp_path / "strict", "trainer.max_steps=3", "resume_strict=true") == 2
     assert "resume_strict: is true, and " in capsys.readouterr().err
     assert go_on([tmp_path / "old", begun[1]], tmp_path / "again", "trainer.max_steps=3") == 0
-    assert "not as in the steps before" not in capsys.readouterr().out
+    assert "changed since the previous session" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("where", ["fingerprint", "versions"])

@@ -99,7 +99,7 @@ def test_a_run_goes_on_with_the_same_weights_elsewhere_and_not_with_others(place
     again = [each.replace(str(moved), str(other)) for each in again]
     capsys.readouterr()
     assert main(["train", *again, "trainer.max_steps=3"]) == 2
-    assert "is not that of" in capsys.readouterr().err
+    assert "but the run started from" in capsys.readouterr().err
 
 
 def test_all_that_differs_from_the_weights_is_named_before_anything_is_made(places, small_run, tmp_path, capsys):
@@ -117,7 +117,7 @@ def test_all_that_differs_from_the_weights_is_named_before_anything_is_made(plac
     assert not (tmp_path / "run").exists()
     same_depth = [*words, "model.num_layers=2"]
     assert main(["plan", *same_depth]) == 2
-    assert "model.layers: block 0 is another than in the weights (mixer)" in capsys.readouterr().err
+    assert "model.layers: block 0 differs from the weights (mixer)" in capsys.readouterr().err
 
 
 def test_another_tokenizer_is_named_by_its_tokens(places, small_run, tmp_path):
@@ -125,7 +125,7 @@ def test_another_tokenizer_is_named_by_its_tokens(places, small_run, tmp_path):
     config = compose_config(words_of(small_run, tmp_path, places / "base", *kind))
     assert config.data.tokenizer.kind == "bytes"  # what is typed stays
     (problem,) = init_problems(config)
-    assert "tokens of the weights' own tokenizer the ids differ ('<|endoftext|>' is id 256, and 0 there" in problem.text
+    assert "tokens have other ids in the weights' tokenizer ('<|endoftext|>' is id 256, but 0 there" in problem.text
 
 
 def test_what_changes_positions_alone_may_differ_and_is_said(places, small_run, tmp_path, capsys):

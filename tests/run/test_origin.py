@@ -77,7 +77,7 @@ def test_weights_and_their_tokenizer_are_named(small_run, tmp_path, capsys):
     (folder / "tokenizer.json").unlink()
     assert main(["plan", *kept, f"model.init_from={folder}"]) == 2
     printed = capsys.readouterr().err
-    assert "data.tokenizer.kind: is 'bpe', which trains a tokenizer on the data" in printed
+    assert "data.tokenizer.kind: is 'bpe', which would train a new tokenizer" in printed
     assert "data.tokenizer.kind=file data.tokenizer.path=FILE" in printed
 
 

@@ -90,13 +90,13 @@ def test_a_run_of_another_machine_is_stopped_once_it_is_silent(
     write_config(job.config, job.folder / "config.yaml")
     silent(job.folder, 90)
     assert state_of(job.folder) == "running"
-    with pytest.raises(ConfigError, match="being trained right now, by process 4242 of the machine node17"):
+    with pytest.raises(ConfigError, match="process 4242 of the machine node17 is training in"):
         decide_start(job.config)  # which wants a folder without a run, whatever becomes of that one
 
     silent(job.folder, 90)
     sign = threading.Timer(0.7, os.utime, [job.folder / "summary.json"])
     sign.start()
-    with pytest.raises(ConfigError, match="being trained right now, by process 4242 of the machine node17"):
+    with pytest.raises(ConfigError, match="process 4242 of the machine node17 is training in"):
         decide_start(again)
     sign.join()
     silent(job.folder, 99)  # as where a killed job is started again on another node, at once

@@ -16,12 +16,12 @@ from lightning_llm.tracking.provenance import process_mark
 from lightning_llm.tracking.rank_liveness import (
     RankHeartbeat,
     absent_ranks,
+    absent_text,
     beats,
     clear_beats,
-    say_absent,
-    say_silent,
-    says_silent,
+    is_silent_text,
     silent_ranks,
+    silent_text,
 )
 
 TIMEOUT = 60.0
@@ -68,7 +68,7 @@ def test_the_rank_that_is_stopped_is_named_and_ended(tmp_path, sleeper):
     write(tmp_path, 1, mark_of(sleeper), 58.0)
     stop(sleeper)
     (silent,) = silent_ranks(tmp_path, TIMEOUT)
-    said = say_silent([silent], TIMEOUT)
+    said = silent_text([silent], TIMEOUT)
     assert said.startswith(
         f"rank 1 (process {sleeper.pid} of this machine, which is stopped) has given no sign of life"
     )
@@ -92,8 +92,8 @@ def test_a_silent_process_that_is_not_stopped_or_is_another_now_is_left_alone(tm
     for each in silent_ranks(tmp_path, TIMEOUT):
         each.end_if_stopped()
     assert sleeper.poll() is None
-    assert "rank 3 (process " in say_silent(silent_ranks(tmp_path, TIMEOUT), TIMEOUT)
-    assert "of the machine elsewhere) has given no sign of life for 59 s" in say_silent(beats(tmp_path), TIMEOUT)
+    assert "rank 3 (process " in silent_text(silent_ranks(tmp_path, TIMEOUT), TIMEOUT)
+    assert "of the machine elsewhere) has given no sign of life for 59 s" in silent_text(beats(tmp_path), TIMEOUT)
 
 
 def test_ranks_that_live_are_not_named_whatever_their_clock(tmp_path):
@@ -122,11 +122,11 @@ def test_a_rank_that_lives_and_does_not_come_is_named_with_what_it_was_last_in(t
     write(tmp_path, 3, process_mark(), 0.0)  # nobody keeps its collectives
     assert silent_ranks(tmp_path, TIMEOUT) == []
     (absent,) = absent_ranks(tmp_path, TIMEOUT)
-    said = say_absent([absent], TIMEOUT, waits)
+    said = absent_text([absent], TIMEOUT, waits)
     assert said.startswith(f"rank 1 (process {os.getpid()} of this machine) has not come to what the others wait in: ")
     assert "begun no collective for 61 s, and is in step 4, at test_rank_heartbeat.py:" in said
     assert ", last in gloo:all_reduce 12 of group default_pg. The others waited for it in gloo:all_reduce 13 of" in said
-    assert says_silent(said)
+    assert is_silent_text(said)
     assert any(line.startswith("test_rank_heartbeat.py:") for line in absent.stack)
 
 

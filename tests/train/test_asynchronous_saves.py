@@ -103,7 +103,9 @@ def test_a_failure_is_reported_after_the_next_step(tmp_path, small_run, monkeypa
     assert main(["train", *words]) == 1
     told = capsys.readouterr().err
     assert len(told.splitlines()) == 1, told
-    assert told.startswith("error: the state of step 2 was not saved: No space left on device; what was saved before")
+    assert told.startswith(
+        "error: the state of step 2 was not saved: No space left on device; earlier checkpoints are intact"
+    )
     assert [each["step"] for each in read_metrics(tmp_path / "run")] == [1, 2, 3]
     summary = summary_of(tmp_path / "run")
     assert summary["status"] == "failed"

@@ -176,10 +176,12 @@ def test_records_that_are_missing_are_named_and_nothing_is_changed(run, tmp_path
     assert told in said
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
     if not lost:
-        advised = shlex.split(said.partition("(without these records, in a new folder: ")[2].partition(")")[0])
+        advised = shlex.split(
+            said.partition("(to continue in a new folder without these metrics: ")[2].partition(")")[0]
+        )
         words = [*advised[advised.index("train") :], f"run.root={tmp_path}"]
         assert main([*words, "trainer.max_steps=6"]) == 2  # the checkpoint's step
-        assert "in a new folder no step is left" in capsys.readouterr().err
+        assert "the step of the checkpoint, for a new folder" in capsys.readouterr().err
         assert main(words) == 0
         assert steps_saved(tmp_path / "default" / "NEW") == [6, 7]
 
@@ -264,7 +266,10 @@ def test_a_copied_or_moved_run_continues_in_the_folder_of_its_config(run, whole,
 
     before = {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()}
     assert resume(run, "trainer.max_steps=7", "trainer.validate_every_steps=null") == 0
-    assert f"the run was in {whole} before, and continues in {run}. {whole} holds a run, too" in capsys.readouterr().out
+    assert (
+        f"the run was moved from {whole} and continues in {run}. {whole} still contains a run"
+        in capsys.readouterr().out
+    )
     assert {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()} == before
     assert load_config(run / "config.yaml", []).run.dir == str(run)
     moved = run.rename(tmp_path / "moved")
@@ -318,7 +323,7 @@ def test_a_damaged_tokenizer_is_noticed_and_written_anew(run, whole, tmp_path, s
         assert f"{file}: {'does not hold what was written' if file.is_file() else 'is missing'}" in said
     shutil.rmtree(run / "checkpoints" / "step=6")
     assert main(["train", *small_run(tmp_path, "resume=auto")]) == 0
-    assert f"note   {file} is missing; it is written anew" in capsys.readouterr().out
+    assert f"note   {file} is missing; it is written again" in capsys.readouterr().out
     assert file.read_bytes() == (whole / "tokenizer.json").read_bytes()
 
 

@@ -128,7 +128,7 @@ def test_a_cool_down_counts_from_the_trunk_s_first_step(tmp_path, small_run, cap
     assert main(["train", *branch_words(step, tmp_path, *cool, "trainer.max_steps=8")]) == 0
     out = capsys.readouterr().out
     assert "branch changes schedule constant -> wsd; trainer.max_steps 6 -> 8" in out
-    assert "note   the next update's learning rate is" in out
+    assert "note   the learning rate of the next update is" in out
     rates = [line["lr"] for line in read_metrics(tmp_path / "run") if "lr" in line]
     peak = max(line.get("lr", 0.0) for line in read_metrics(tmp_path / "trunk" / "run"))
     assert rates == pytest.approx([peak * (1 - k / 4) for k in (1, 2, 3, 4)])

@@ -233,7 +233,7 @@ def test_a_description_that_does_not_fit_changes_nothing(run, tmp_path, small_ru
 
 def test_a_checkpoint_of_the_first_release_goes_on(old_run, capsys):
     assert resume_old(old_run, "checkpoint.keep_last=2") == 0
-    assert "step=4 was written before checkpoints had digests" in capsys.readouterr().out
+    assert "step=4 is from an earlier release without digests" in capsys.readouterr().out
     made = [(each["step"], each["loss"]) for each in read_metrics(old_run) if "loss" in each and each["step"] > 4]
     assert made == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in FIRST_RELEASE_STEPS]
     new = open_checkpoint(old_run / "checkpoints" / "step=6")
@@ -273,11 +273,11 @@ def test_auto_without_a_name_says_what_it_could_go_on_with(whole, tmp_path, smal
 
     assert main(["train", *unnamed("resume=auto")]) == 2
     told = capsys.readouterr().err
-    assert "resume: is auto, and run.name is made of the time" in told
+    assert "resume=auto: needs an explicit run.name or run.dir" in told
     assert "No unfinished run" in told
     earlier = Path(shutil.copytree(whole, tmp_path / "default" / "earlier"))
     assert main(["train", *unnamed("resume=auto", "trainer.max_steps=7")]) == 2
-    assert f"Set run.dir={earlier}, which is the newest run" in capsys.readouterr().err
+    assert f"Set run.dir={earlier} to resume the newest matching run" in capsys.readouterr().err
     assert list((tmp_path / "default").iterdir()) == [earlier]
     assert main(["train", *unnamed("resume=auto", "run.name=earlier")]) == 0
     assert "is finished at step 6" in capsys.readouterr().out

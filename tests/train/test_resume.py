@@ -49,13 +49,13 @@ def test_an_end_that_is_nearer_than_was_planned_is_said(whole, tmp_path, small_r
     summary = summary_of(tmp_path / "run")
     write_json(tmp_path / "run" / "summary.json", {**summary, "status": "stopped"})
     assert main(["train", *small_run(tmp_path, "resume=auto", "trainer.max_steps=5")]) == 2
-    assert "trainer.max_steps: is 5, and the checkpoint is at step 6. Raise it." in capsys.readouterr().err
+    assert "trainer.max_steps=5: must be at least 6, the step of the checkpoint. Raise it." in capsys.readouterr().err
     assert main(["train", *small_run(tmp_path, "resume=auto")]) == 0
-    assert "note   trainer.max_steps=6 is the step that is made: no other follows" in capsys.readouterr().out
+    assert "note   trainer.max_steps=6 is already reached" in capsys.readouterr().out
     assert summary_of(tmp_path / "run")["status"] == "finished"
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step=6")
     assert main(["train", *small_run(tmp_path, "resume=auto", "trainer.max_steps=5")]) == 0
-    assert "note   trainer.max_steps was 6 and is 5: the run ends at step 5" in capsys.readouterr().out
+    assert "note   trainer.max_steps changed from 6 to 5: the run ends at step 5" in capsys.readouterr().out
 
 
 def test_a_damaged_summary_of_the_first_part_is_named(whole, tmp_path, small_run, capsys):
@@ -72,7 +72,7 @@ def test_a_finished_run_without_its_checkpoints_is_not_begun_afresh(whole, tmp_p
     assert main(["train", *small_run(tmp_path, "resume=auto")]) == 0
     assert "is finished at step 6" in capsys.readouterr().out
     assert main(["train", *small_run(tmp_path, "resume=auto", "trainer.max_steps=8")]) == 2
-    assert "is finished at step 6 and its checkpoints are gone" in capsys.readouterr().err
+    assert "is finished at step 6 and its checkpoints were deleted" in capsys.readouterr().err
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
@@ -81,7 +81,7 @@ def test_a_second_process_is_kept_away_before_the_first_has_written_anything(who
     two_ranks = ["trainer.devices=2", "parallel=ddp"]
     for words in ([], ["resume=auto"], two_ranks):
         assert main(["train", *small_run(tmp_path, *words)]) == 2
-        assert "is being trained right now, by another process" in capsys.readouterr().err
+        assert "another process is training in" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     beat = tmp_path / "run" / "ranks" / "0.json"
     beat.parent.mkdir(parents=True)

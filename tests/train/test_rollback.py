@@ -115,7 +115,7 @@ def test_one_that_dies_on_its_way_back_goes_on_the_same_way(every, back_to, told
     capsys.readouterr()
     assert main(["train", *words, "resume=auto"]) == 0
     said = capsys.readouterr().out
-    assert "skipped step=39, which was trained on some of the samples 152 to 159, which are left out now" in said
+    assert "skipped step=39, which was trained on some of the samples 152 to 159, which are skipped now" in said
     assert (f"resume from {back_to}" in said) == (every == "10")
     assert same(run, told)
 
@@ -139,7 +139,7 @@ def test_what_is_left_out_by_hand_is_not_to_lie_behind(told, tmp_path, small_run
     assert main(["train", *words, "resume=auto", "data.skip_samples=[[0,3]]"]) == 2
     said = capsys.readouterr().err
     assert "checkpoints" in said
-    assert "was trained on some of the samples 0 to 3, which are left out now" in said
+    assert "was trained on some of the samples 0 to 3, which are skipped now" in said
     assert main(["train", *words, f"resume={run}/checkpoints/step=40", "data.skip_samples=[[9,3]]"]) == 2
     assert "data.skip_samples: [9, 3] ends before it begins" in capsys.readouterr().err
     assert main(["train", *words, f"resume={run}/checkpoints/step=40", "data.skip_samples=null"]) == 2

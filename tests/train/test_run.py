@@ -67,7 +67,7 @@ def test_asked_to_be_deterministic_a_run_has_the_same_bits_and_fills_no_buffers(
 
 def test_attention_by_another_kernel_is_told_and_learns_the_same(whole, tmp_path, small_run, capsys):
     assert main(["train", *small_run(tmp_path, "trainer.attention_kernel=math")]) == 0
-    assert "kernel attention by math (trainer.attention_kernel=math)" in capsys.readouterr().out.splitlines()
+    assert "kernel attention: math (trainer.attention_kernel=math)" in capsys.readouterr().out.splitlines()
     for ours, theirs in zip(curve(tmp_path / "run"), curve(whole), strict=True):
         if ours[2] is not None:
             assert ours[2] == pytest.approx(theirs[2], rel=2e-6)

@@ -100,7 +100,7 @@ def test_skipping_leaves_the_update_out_and_survives_a_stop(whole_runs, tmp_path
     assert same_weights(run, whole, STEPS)
     assert progress(run, STEPS)["spikes"] == progress(whole, STEPS)["spikes"]
     assert main(["train", *skipping, f"trainer.max_steps={STEPS + 1}", "spikes.policy=log", "resume=auto"]) == 2
-    assert "spikes.policy: is 'log', and 'skip' in the run of" in capsys.readouterr().err
+    assert "spikes.policy: is 'log', but 'skip' in the run in" in capsys.readouterr().err
 
 
 def test_stop_saves_before_the_update_and_goes_on_as_any_policy(whole_runs, tmp_path, small_run, capsys):

@@ -96,14 +96,14 @@ def test_a_config_that_was_edited_before_the_resume_is_refused_with_each_key(run
     for resume in ("auto", run):
         assert main(["train", "--config", str(file), f"run.dir={run}", f"resume={resume}"]) == 2
         told = capsys.readouterr().err
-        assert f"precision.name: is 'bf16' in {file}, and was {was[0]!r} in training up to step=6. Set it back" in told
-        assert f"optim.learning_rate: is {was[1] / 2!r} in {file}, and was {was[1]!r}" in told
-        assert f"seed: is 7 in {file}, and was 0" in told
+        assert f"precision.name: is 'bf16' in {file}, but was {was[0]!r} when step=6 was saved. Set it back" in told
+        assert f"optim.learning_rate: is {was[1] / 2!r} in {file}, but was {was[1]!r}" in told
+        assert f"seed: is 7 in {file}, but was 0" in told
         assert "max_steps" not in told
     other = ["run.dir=" + str(run.parent / "other"), "run.name=other", "trainer.max_steps=8"]
     for words in ([f"branch_from={run}"], [f"resume={run}"], [f"model.init_from={run}"]):
         assert main(["train", "--config", str(file), *other, *words]) == 2
-        assert f"is 7 in {file}, and was 0 in training" in capsys.readouterr().err
+        assert f"is 7 in {file}, but was 0 when" in capsys.readouterr().err
     assert main(["probe", str(run), "precision=mxfp8"]) == 2
     assert f"seed: is 7 in {file}" in capsys.readouterr().err
     assert sorted(run.rglob("*")) == before

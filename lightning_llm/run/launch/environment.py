@@ -1,4 +1,4 @@
-"""This process's rank, where torchrun or Slurm started it, and which rank prints for all. Imports no torch."""
+"""Rank of this process under torchrun or Slurm, and printing once for all ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.signals import die_with_parent
 
 if TYPE_CHECKING:
-    from lightning_llm.config.schema import Config  # pydantic, which --help does without
+    from lightning_llm.config.schema import Config  # imports pydantic, which is slow and not needed for --help
 
 TORCHRUN = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world": "WORLD_SIZE", "local_world": "LOCAL_WORLD_SIZE"}
 NO_RANK = {"rank": 0, "local_rank": 0, "world": 1, "local_world": 1}
-"""Values that any process may have which is alone."""
+"""Values that are also valid for a single process."""
 INTERACTIVE_NAMES = ("bash", "zsh", "sh", "interactive")
-"""Names of jobs that are shells (lightning.fabric.plugins.environments.slurm knows two of them)."""
+"""Names of Slurm jobs that are interactive shells (two are from lightning.fabric.plugins.environments.slurm)."""
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Slurm numbers the batch script's and an interactive shell's own step from here on: those are no srun."""
+"""Step numbers from here on are batch scripts and interactive shells, not srun."""
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """This process among the ranks of one run: `world` in all, `local_world` on this machine."""
+    """Rank of this process in a run of `world` ranks, `local_world` of them on this machine."""
 
     rank: int
     local_rank: int
@@ -37,12 +37,13 @@ class RankEnvironment:
 
 
 def rank_environment() -> RankEnvironment | None:
-    """Return the rank of torchrun's variables, or of srun's, which are put under torchrun's names; None without them.
+    """Return the rank given by the variables of torchrun or srun; None if there are none.
 
-    An empty variable counts as unset. A world of one process needs no variables.
+    Variables of srun are also set under torchrun's names. An empty variable counts as unset. A single process needs no
+    variables.
 
     Raises:
-        ConfigError: variables are missing or contradict each other: this process may be one of several ranks.
+        ConfigError: variables are missing or contradictory, so this process may be one of several ranks.
     """
     given = {field: value for field, name in TORCHRUN.items() if (value := os.environ.get(name, "").strip())}
     if len(given) < len(TORCHRUN) and _slurm_number("SLURM_NTASKS", 1) > 1 and _is_srun():
@@ -58,31 +59,31 @@ def rank_environment() -> RankEnvironment | None:
 
 
 def _variable_problems(given: dict[str, str], numbers: dict[str, int]) -> Iterator[Problem]:
-    """Yield what is wrong with torchrun's variables, `given` and those of them that are `numbers`, by field."""
+    """Yield the problems of torchrun's variables: their values `given`, and `numbers` if they are integers."""
     missing = [name for field, name in TORCHRUN.items() if field not in given]
     if missing:
         known = " ".join(f"{TORCHRUN[field]}={value}" for field, value in given.items())
         text = (
-            f"is not set, and {known} is: whether this process is one of several ranks is unclear. Start the ranks by "
-            "torchrun (in a PyTorchJob of Kubeflow, too) or srun; or set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1, RANK and "
-            f"WORLD_SIZE where each machine or pod has one rank; or unset {' '.join(TORCHRUN[each] for each in given)} "
-            "for a run of this process alone."
+            f"not set, although {known} is set: it is unclear if this process is one of several ranks. Start ranks "
+            "with torchrun (also in a Kubeflow PyTorchJob) or srun. With one rank per machine or pod, set LOCAL_RANK=0 "
+            "LOCAL_WORLD_SIZE=1, RANK and WORLD_SIZE. To train in this process only, unset "
+            f"{' '.join(TORCHRUN[each] for each in given)}."
         )
         yield Problem(", ".join(missing), text)
         return
     for field in given.keys() - numbers.keys():
-        yield Problem(TORCHRUN[field], f"is {given[field]!r}, and must be a whole number. Set it as torchrun does.")
+        yield Problem(f"{TORCHRUN[field]}={given[field]}", "must be an integer, as torchrun sets it.")
     if len(numbers) < len(TORCHRUN):
         return
     for rank, world in (("rank", "world"), ("local_rank", "local_world"), ("local_world", "world")):
         if numbers[rank] > numbers[world] - (0 if rank == "local_world" else 1):
             most = f"{TORCHRUN[world]}={numbers[world]}"
-            text = f"is {numbers[rank]}, and {most}. Set both as torchrun does, or unset all of torchrun's variables."
-            yield Problem(TORCHRUN[rank], text)
+            text = f"too large for {most}. Set both as torchrun does, or unset all of torchrun's variables."
+            yield Problem(f"{TORCHRUN[rank]}={numbers[rank]}", text)
 
 
 def is_first_rank() -> bool:
-    """Return whether this process speaks for the run: rank 0, or one that is no rank, or does not know."""
+    """Return whether this process reports for the run: rank 0, a process without ranks, or one of unknown rank."""
     try:
         environment = rank_environment()
     except ConfigError:
@@ -91,43 +92,43 @@ def is_first_rank() -> bool:
 
 
 def interactive_note() -> str | None:
-    """Return that an interactive shell of Slurm starts one process, None outside of such a shell."""
+    """Return a note that an interactive Slurm shell starts only one process; None outside of such a shell."""
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if not _is_interactive() or tasks == "1":
         return None
     return (
-        f"note   an interactive shell of Slurm is no rank: this process trains alone, and not as one of SLURM_NTASKS="
-        f"{tasks}. srun in front of the command starts ranks"
+        f"note   interactive Slurm shell: training in this process only, not in SLURM_NTASKS={tasks} ranks. Put srun "
+        "in front of the command to start them"
     )
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Print `text` once for all ranks."""
+def print_once(text: str, stream: TextIO | None = None) -> None:
+    """Print `text` on the first rank only."""
     if is_first_rank():
         print(text, file=stream, flush=True)
 
 
 def die_with_launcher() -> None:
-    """Have Linux send this rank SIGTERM, on which it saves and stops, when the process that started it is gone.
+    """Let Linux send SIGTERM to this rank when its launcher dies, so that it saves and stops.
 
-    A launcher that is killed cannot end its ranks, which would train on unseen, and write where a resumed run does
-    (prctl(2), PR_SET_PDEATHSIG). Nothing happens in a process that is no rank.
+    A killed launcher cannot end its ranks. They would continue unnoticed and write to the folder of a resumed run
+    (prctl(2), PR_SET_PDEATHSIG). Does nothing in a process that is not a rank.
     """
     if rank_environment() is not None:
         die_with_parent()
 
 
 def adopt_world(config: Config) -> Config:
-    """Return `config` with trainer.devices and world as the ranks that were started for it.
+    """Return `config` with trainer.devices and world set to the number of ranks that were started.
 
     Raises:
-        ConfigError: trainer.devices or world was set to something else.
+        ConfigError: trainer.devices or world was set to another number.
     """
     environment = rank_environment()
     if environment is None:
         return config
     problems = [
-        Problem(key, f"is {value}, and {found} ranks were started {where}. Set {key}={found}, or start {value}.")
+        Problem(f"{key}={value}", f"but {found} ranks were started {where}. Set {key}={found}, or start {value} ranks.")
         for key, value, found, where in (
             ("trainer.devices", config.trainer.devices, environment.local_world, "on this machine"),
             ("world", config.world or environment.world, environment.world, "in all"),
@@ -141,14 +142,14 @@ def adopt_world(config: Config) -> Config:
 
 
 def world_problems(config: Config) -> list[Problem]:
-    """Return what is wrong with `world` where one command starts the ranks of this machine, which are all."""
+    """Return a problem if `world` differs from the ranks that this command starts, all on this machine."""
     if config.world in (None, config.trainer.devices):
         return []
     text = (
-        f"is {config.world}, and {config.trainer.devices} ranks would be started here. Set world=null, set "
-        f"trainer.devices={config.world}, or start the ranks of several machines by torchrun or srun."
+        f"must equal trainer.devices={config.trainer.devices}, the ranks started here. Set world=null or "
+        f"trainer.devices={config.world}, or start the ranks of several machines with torchrun or srun."
     )
-    return [Problem("world", text)]
+    return [Problem(f"world={config.world}", text)]
 
 
 def _is_srun() -> bool:
@@ -156,9 +157,9 @@ def _is_srun() -> bool:
 
 
 def _is_interactive() -> bool:
-    """Return whether a shell of `srun --pty` started this process, as Lightning knows it by the job's name.
+    """Return whether a shell of `srun --pty` started this process, by the job's name, as in Lightning.
 
-    srun in such a shell inherits its variables; its tasks are children of Slurm's own process.
+    An srun in such a shell inherits its variables, but its tasks are children of slurmstepd.
     """
     named = os.environ.get("SLURM_JOB_NAME") in INTERACTIVE_NAMES or bool(os.environ.get("SLURM_PTY_PORT"))
     return named and _name_of_parent() != "slurmstepd"
@@ -182,7 +183,7 @@ def _from_slurm() -> RankEnvironment:
 
     node, nodes = int(os.environ["SLURM_NODEID"]), os.environ.get("SLURM_STEP_NODELIST", os.environ["SLURM_NODELIST"])
     os.environ.setdefault("MASTER_ADDR", SLURMEnvironment.resolve_root_node_address(nodes))
-    # Free on the first node of this job, and the same on all: jobs that share a node have other numbers.
+    # The same port on all nodes; jobs that share a node have different job ids, so different ports.
     os.environ.setdefault("MASTER_PORT", str(15000 + int(os.environ["SLURM_JOB_ID"]) % 10000))
     found = RankEnvironment(
         rank=int(os.environ["SLURM_PROCID"]),
@@ -205,17 +206,18 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 AGENT, HANDED_ON = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
-"""What torch's agent, torchrun's or ours, sets for the ranks that it starts."""
+"""Variables that torch's agent, torchrun's or ours, sets for its ranks."""
 SECONDS = 20.0
-"""In which the first rank has found, on the busiest machine, what all ranks find, and said it."""
+"""Time for the first rank to find and report a problem of all ranks, even on a busy machine."""
 
 
-def say_unless_said(text: str) -> None:
-    """Print `text`, of this rank, once the first rank has had its time to print the same.
+def report_unless_reported(text: str) -> None:
+    """Wait until the first rank has had time to report the same problem, then print `text` for this rank.
 
-    torch's agent ends all ranks with the first that fails: one that ended at once would keep the first rank, which may
-    be slower, from saying why. What it finds alone (a file that its machine lacks) it says itself. Ranks wait one after
-    the other, so one of a machine speaks. Of ranks that srun has started, which ends no other, the first of a machine.
+    torch's agent ends all ranks when the first one fails. A rank that exits immediately would keep a slower first rank
+    from reporting the problem. A problem of this rank only (a missing file on its machine) is printed here. Ranks wait
+    for different times, so one per machine prints. srun does not end other ranks, so there only the first rank of each
+    machine prints.
     """
     rank = rank_environment()
     if rank is None or _is_handed_on():
@@ -227,6 +229,6 @@ def say_unless_said(text: str) -> None:
 
 
 def _is_handed_on() -> bool:
-    """Return whether what was raised is written down for the launcher, which says it."""
+    """Return whether the exception is recorded for the launcher, which reports it."""
     file = os.environ.get(HANDED_ON)
     return bool(file) and Path(str(file)).is_file() and Path(str(file)).stat().st_size > 0

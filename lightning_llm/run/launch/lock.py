@@ -1,7 +1,7 @@
-"""The lock of a run's folder: one process at a time trains there. Imports no torch.
+"""Lock of a run's folder, so that only one process trains there. Imports no torch.
 
-It is a lock of two parts. A file beside the folder, found by the resolved path, is there before the folder is. The
-folder's own inode is locked, too, so that a second name of it (a bind mount) leads to the same lock.
+The lock has two parts. A lock file next to the folder, found by the resolved path, exists before the folder does. The
+folder's inode is locked too, so that a second path to it (a bind mount) shares the lock.
 """
 
 import fcntl
@@ -15,12 +15,12 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.tracking.sweep_file import LOCKS
 
 LOOKED_AT_SECONDS = 1.0
-"""In which those who look whether the lock is taken have let go again."""
+"""Timeout to acquire the lock; processes that only check it release it within this time."""
 LOOKED_EVERY_SECONDS = 0.05
 
 
 class RunLock:
-    """The lock of one run's folder, held from `acquire` until `release` or the end of this process."""
+    """Lock of one run's folder, held from `acquire` until `release` or the end of this process."""
 
     def __init__(self, folder: Path):
         self.folder = Path(os.path.realpath(folder))
@@ -29,15 +29,15 @@ class RunLock:
 
     @property
     def is_locked(self) -> bool:
-        """Whether this process holds it."""
+        """Whether this process holds the lock."""
         return self._file.is_locked
 
     def acquire(self) -> None:
-        """Take the lock; of a folder that is not there yet, `lock_inode` takes the second part.
+        """Acquire the lock. If the folder does not exist yet, `lock_inode` locks it later.
 
         Raises:
             Timeout: another process holds it.
-            OSError: it cannot be made.
+            OSError: the lock cannot be created.
         """
         self._file.acquire(timeout=LOOKED_AT_SECONDS)
         _HELD[self.folder] = self
@@ -48,7 +48,7 @@ class RunLock:
             raise
 
     def lock_inode(self) -> None:
-        """Lock the folder itself, where it exists and its file system can. Raises Timeout: another process did."""
+        """Lock the folder's inode if it exists and its file system supports it. Raises Timeout if it is taken."""
         if self._inode is not None or not self.folder.is_dir():
             return
         self._inode = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -59,7 +59,7 @@ class RunLock:
             raise Timeout(str(self.folder))
 
     def release(self) -> None:
-        """Let go of both parts."""
+        """Release both parts."""
         _HELD.pop(self.folder, None)
         if self._inode is not None:
             os.close(self._inode)
@@ -68,11 +68,11 @@ class RunLock:
 
 
 _HELD: dict[Path, RunLock] = {}
-"""The locks that this process holds, by resolved folder."""
+"""Locks of this process by resolved folder."""
 
 
 def lock_made_folder(folder: Path) -> Problem | None:
-    """Lock the inode of a folder that was made under a lock of this process; return what is wrong, None if nothing."""
+    """Lock the inode of a folder created under a lock of this process; return the problem, or None."""
     held = _HELD.get(Path(os.path.realpath(folder)))
     try:
         if held is not None:
@@ -83,10 +83,10 @@ def lock_made_folder(folder: Path) -> Problem | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process holds the lock of a run's folder: it trains there, or is about to.
+    """Return whether a process holds the lock of a run's folder, because it trains there or is about to.
 
-    Several may look at once: each shares the lock for an instant. False, too, where the lock cannot be opened, which
-    `lock_run` says as the run starts.
+    Several processes may check at once; each takes a shared lock for an instant. Also False if the lock cannot be
+    opened, which `lock_run` reports when the run starts.
     """
     folder = Path(os.path.realpath(folder))
     file = _lock_file(folder)
@@ -106,10 +106,10 @@ def _is_held(path: Path, lock_file: Path | None) -> bool:
 
 
 def _flocked(file: int, kind: int) -> bool | None:
-    """Lock an open file; return whether another process holds it, None where the file system cannot lock it."""
+    """Lock an open file; return whether another process holds it, None if the file system has no locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # EAGAIN, of some file systems EACCES
+    except (BlockingIOError, PermissionError):  # EAGAIN, or EACCES on some file systems
         return True
     except OSError:
         return None
@@ -117,7 +117,7 @@ def _flocked(file: int, kind: int) -> bool | None:
 
 
 def _is_held_without_flock(file: Path) -> bool:
-    """Return whether the lock is held on a file system that has no flock, where FileLock does otherwise."""
+    """Return whether the lock is held on a file system without flock, where FileLock uses another method."""
     lock = FileLock(file)
     try:
         lock.acquire(timeout=0)
@@ -134,16 +134,16 @@ def _lock_file(folder: Path) -> Path:
 
 
 def _is_taken(folder: Path) -> Problem:
-    return Problem("run.dir", f"{folder} is being trained right now, by another process. Wait, or stop it.")
+    return Problem("run.dir", f"another process is training in {folder}. Wait, or stop it.")
 
 
 def lock_run(folder: Path) -> RunLock:
-    """Return the lock of a run's folder, taken: held until its process ends, or it is released.
+    """Acquire and return the lock of a run's folder. It is held until it is released or this process ends.
 
-    `summary.json` says "running" only once the data are ready; until then the lock keeps a second process away.
+    The status in `summary.json` becomes "running" only once the data are ready; the lock protects the time before.
 
     Raises:
-        ConfigError: another process holds it, or it cannot be made.
+        ConfigError: another process holds it, or it cannot be created.
     """
     lock = RunLock(folder)
     try:
@@ -152,6 +152,6 @@ def lock_run(folder: Path) -> RunLock:
     except Timeout as error:
         raise ConfigError(_is_taken(folder)) from error
     except OSError as error:
-        text = f"{folder} cannot be written ({error.strerror}). Choose a folder that can."
+        text = f"{folder} cannot be written ({error.strerror}). Choose another folder."
         raise ConfigError(Problem("run.dir", text)) from error
     return lock

@@ -1,6 +1,6 @@
-"""`python -m lightning_llm.run.launch.node_agent REPORT`: the ranks of one machine, of a run that Ray has placed.
+"""`python -m lightning_llm.run.launch.node_agent REPORT`: run the ranks of one machine for Ray.
 
-Reads its `Task` from the standard input as JSON; runs torch's agent; leaves in the file REPORT what has failed.
+Reads its `Task` from stdin as JSON, runs torch's agent, and writes failures to the file REPORT.
 """
 
 import json
@@ -28,7 +28,7 @@ from lightning_llm.run.launch.torch_agent import Node, launch_ranks
 
 @dataclass(frozen=True)
 class Task:
-    """What a machine is to run: `config` as YAML, `cpus` for its ranks, `node` among others or null."""
+    """Work of one machine: `config` as YAML, `cpus` for its ranks, `node` in a run of several machines or None."""
 
     config: str
     config_dir: list[str]
@@ -37,16 +37,16 @@ class Task:
     quiet: bool
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as data."""
+        """Return the task as JSON data."""
         return asdict(self)
 
 
 def main() -> int:
-    """Run the ranks until all have ended; return 0, or 1 and a report where one failed or a signal came.
+    """Run the ranks until all have ended; return 0, or write a report and return 1 after a failure or a signal.
 
-    2: the config is refused on this machine, which is said on stderr.
+    2: the config is not valid on this machine (reported on stderr).
     """
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # a thread of Ray's, which started it, has SIGINT blocked
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # it is started by a thread of Ray with SIGINT blocked
     die_with_parent()
     report, task = Path(sys.argv[1]), Task(**json.load(sys.stdin))
     try:
@@ -71,7 +71,7 @@ def _read(task: Task) -> Config:
 
 
 def _run(config: Config, task: Task) -> dict[str, Any]:
-    """Return {} where all ranks ended well, else the signal that came, or each failure by its rank."""
+    """Return {} if all ranks succeeded, else the received signal or the failures by rank."""
     with slow_imports():
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,4 +1,4 @@
-"""A Ray cluster (https://docs.ray.io) that ranks are placed on: reaching it, and asking it. Imports no torch."""
+"""Connection to a Ray cluster (https://docs.ray.io) and its resources. Imports no torch."""
 
 import logging
 import os
@@ -14,45 +14,45 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.run import LauncherConfig
 
 ADDRESS = "RAY_ADDRESS"
-"""Ray's own variable: `ray job submit` sets it for what it starts."""
+"""Ray's environment variable with the cluster's address, set by `ray job submit`."""
 OWN = "LIGHTNING_LLM_RAY_ADDRESS"
-"""Of a Ray that a sweep has started here, for its jobs."""
+"""Environment variable with the address of a Ray that a sweep has started for its jobs."""
 NAMESPACE = "lightning-llm"
 OF_THIS_MACHINE = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_worker_niceness": "0",
 }
-"""For a Ray that is started here: it reports to nobody, and listens on the loopback interface alone, as it does by
-default on systems that it makes no clusters of (ray/_private/services.py, get_node_ip_address). Its workers, and what
-they start, are no nicer than others: 15 is its default."""
+"""Environment of a Ray that is started here: no usage statistics, loopback interface only, and no niceness of workers
+(default: 15). Ray uses only the loopback interface on systems where it does not support clusters
+(ray/_private/services.py, get_node_ip_address)."""
 
 ONE_TRY = "RAY_NUM_REDIS_GET_RETRIES", "1"
-"""Where something else listens at an address, Ray says so after 40 seconds: 20 tries of them are its default (2.60)."""
+"""Try once if something else listens at the address. A try takes 40 seconds, and Ray 2.60 makes 20 by default."""
 
 
 def ray_problems(config: Config) -> Iterator[Problem]:
-    """Yield what keeps ranks from being placed by Ray."""
+    """Yield the reasons why Ray cannot place the ranks."""
     launcher, devices = config.launcher, config.trainer.devices
     if launcher.name != "ray":
         return
     if find_spec("ray") is None:
-        yield Problem("launcher.name", "is ray, which needs Ray: pip install 'lightning-llm[ray]'.")
+        yield Problem("launcher.name=ray", "needs Ray. Install it: pip install 'lightning-llm[ray]'.")
     if (launcher.address or "").startswith("ray://"):
-        text = f"is {launcher.address}, of Ray's client. Start on a machine of the cluster with address=auto, or by "
-        yield Problem("launcher.address", text + "ray job submit, which sets RAY_ADDRESS.")
+        text = "Ray client addresses are not supported. Start on a machine of the cluster with address=auto, or with "
+        yield Problem(f"launcher.address={launcher.address}", text + "`ray job submit`, which sets RAY_ADDRESS.")
     if config.world is not None and config.world % devices:
-        text = f"is {config.world}, no multiple of trainer.devices={devices}, the ranks of each machine. Set either."
-        yield Problem("world", text)
+        text = f"must be a multiple of trainer.devices={devices}, the ranks of each machine. Change either."
+        yield Problem(f"world={config.world}", text)
 
 
 def machines(config: Config) -> int:
-    """Return how many machines a run's ranks are placed on, `trainer.devices` ranks on each."""
+    """Return the number of machines of a run, with `trainer.devices` ranks each."""
     return max(1, (config.world or config.trainer.devices) // config.trainer.devices)
 
 
 def bundle(config: Config, gpus_there: bool) -> dict[str, float]:
-    """Return what the ranks of one machine ask Ray for; `gpus_there`: whether the cluster has any GPU."""
+    """Return the resources to request from Ray for one machine's ranks; `gpus_there`: whether the cluster has GPUs."""
     launcher, devices = config.launcher, config.trainer.devices
     accelerator = config.trainer.accelerator
     on_gpus = accelerator == "cuda" or (accelerator == "auto" and gpus_there)
@@ -65,17 +65,17 @@ def bundle(config: Config, gpus_there: bool) -> dict[str, float]:
 
 
 def in_words(asked: dict[str, float]) -> str:
-    """Return a bundle for a message: "2 CPU, 1 GPU"."""
+    """Return resources as text: "2 CPU, 1 GPU"."""
     shown = {name: amount / 2**30 if "memory" in name else amount for name, amount in asked.items()}
     return ", ".join(f"{amount:g} {'GiB of memory' if name == 'memory' else name}" for name, amount in shown.items())
 
 
 @contextmanager
 def connected(launcher: LauncherConfig) -> Iterator[Any]:
-    """Yield the module `ray`, connected to `launcher.address`, RAY_ADDRESS, or a Ray that is started here meanwhile.
+    """Yield the module `ray`, connected to `launcher.address`, RAY_ADDRESS, or a Ray started here for the block.
 
     Raises:
-        ConfigError: there is no Ray at that address, or none can be started.
+        ConfigError: Ray cannot be reached at the address, or cannot be started.
     """
     address = address_of(launcher)
     if address is None:
@@ -85,7 +85,7 @@ def connected(launcher: LauncherConfig) -> Iterator[Any]:
         os.environ.setdefault(*ONE_TRY)
     import ray
 
-    if ray.is_initialized():  # by whoever called, from Python
+    if ray.is_initialized():  # by a Python caller
         yield ray
         return
     own = {"include_dashboard": False} if address is None else {}
@@ -95,8 +95,8 @@ def connected(launcher: LauncherConfig) -> Iterator[Any]:
         ray.init(address or "local", namespace=NAMESPACE, **quiet, **own)
     except (ConnectionError, RuntimeError, ValueError, OverflowError, OSError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        what = f"is {address}, and no Ray is to be reached there" if address else "is null, and no Ray can start here"
-        raise ConfigError(Problem("launcher.address", f"{what}: {why}")) from error
+        what = "Ray cannot be reached there" if address else "Ray cannot be started here"
+        raise ConfigError(Problem(f"launcher.address={address or 'null'}", f"{what}: {why}")) from error
     try:
         yield ray
     finally:
@@ -104,15 +104,15 @@ def connected(launcher: LauncherConfig) -> Iterator[Any]:
 
 
 def _knock(ray: Any, address: str) -> None:
-    """Raise OSError, or what `socket` raises of a bad name, if `address` is HOST:PORT and nobody listens there.
+    """Raise OSError, or another error of `socket` for a bad name, if `address` is HOST:PORT and nothing listens there.
 
-    Ray would look for a quarter of an hour. `ray start` returns once the head of a cluster listens.
+    Ray would try for 15 minutes. `ray start` returns once the head of the cluster listens.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         return
     host = host.strip("[]")
-    if host in ("localhost", "127.0.0.1", "::1"):  # Ray takes them for this machine's address in the cluster
+    if host in ("localhost", "127.0.0.1", "::1"):  # Ray replaces them by this machine's address in the cluster
         with suppress(OSError):
             socket.create_connection((ray.util.get_node_ip_address(), int(port)), timeout=10).close()
             return
@@ -121,7 +121,7 @@ def _knock(ray: Any, address: str) -> None:
 
 @contextmanager
 def in_sweep(launcher: LauncherConfig) -> Iterator[None]:
-    """Have the jobs of a sweep share one Ray, where one is to be started here; each reaches it by itself."""
+    """Let the jobs of a sweep share one Ray if it has to be started here; each job connects to it itself."""
     if launcher.name != "ray" or address_of(launcher) is not None:
         yield
         return
@@ -134,20 +134,20 @@ def in_sweep(launcher: LauncherConfig) -> Iterator[None]:
 
 
 def too_small(ray: Any, count: int, asked: dict[str, float]) -> str | None:
-    """Return why the cluster, as it is, can never hold `count` machines' ranks, None if it can."""
+    """Return why the cluster is too small for the ranks of `count` machines; None if it is large enough."""
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     fit = sum(all(node.get(name, 0) >= amount for name, amount in asked.items()) for node in alive)
     if fit >= count:
         return None
     has = "; ".join(in_words({name: node.get(name, 0) for name in asked}) for node in alive)
-    return f"{count} machine{'s' if count > 1 else ''} with {in_words(asked)} each, and Ray has {len(alive)}: {has}"
+    return f"{count} machine{'s' if count > 1 else ''} with {in_words(asked)} each, but Ray has {len(alive)}: {has}"
 
 
 def address_of(launcher: LauncherConfig) -> str | None:
-    """Return where the cluster is, by the config or by RAY_ADDRESS; None: one is started on this machine."""
+    """Return the cluster's address from the config or RAY_ADDRESS; None: start Ray on this machine."""
     return launcher.address or os.environ.get(ADDRESS) or None
 
 
 def is_own(launcher: LauncherConfig) -> bool:
-    """Return whether the cluster is one that was started here, of this machine alone: no other will ever join it."""
+    """Return whether Ray was started here for this machine only, so that no other machine can join."""
     return address_of(launcher) in (None, os.environ.get(OWN))

@@ -1,4 +1,4 @@
-"""One machine's part in a run that Ray has placed: an actor that starts torch's agent there. Standard library alone."""
+"""Ray actor that runs torch's agent on one machine. Imports only the standard library."""
 
 import contextlib
 import json
@@ -15,21 +15,21 @@ from typing import IO, Any
 from lightning_llm.base.interpreter import python_environment, python_module
 
 Event = tuple[str, Any]
-"""("out" or "err", a text that the ranks wrote), and last ("end", the exit code and what the agent reported)."""
+"""("out" or "err", text written by the ranks); the last event is ("end", exit code and report of the agent)."""
 ENDS = 2
-"""Streams that a process has to close."""
+"""Number of streams to read until their end."""
 
 
 class RayNode:
-    """Runs one command, handing on what it writes. `run` takes a thread of the actor's own, the rest another."""
+    """Run one command and forward its output. `run` occupies one thread of the actor; other methods use another."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._before: list[int] = []  # signals that came before it was started
+        self._before: list[int] = []  # signals received before the command was started
         self._changing = threading.Lock()
 
     def endpoint(self) -> str:
-        """Return an address of this machine with a port that is free."""
+        """Return an address of this machine with a free port."""
         import ray
 
         address = ray.util.get_node_ip_address()
@@ -39,13 +39,13 @@ class RayNode:
     def run(
         self, task: Mapping[str, Any], environment: Mapping[str, str], command: Sequence[str] | None = None
     ) -> Iterator[Event]:
-        """Run `command`, by default this machine's `agent_command`, with a file for its report. Yield its events.
+        """Run `command`, by default this machine's `agent_command`, with `task` as JSON on stdin. Yield its events.
 
-        It reads `task` as JSON.
-        Linux signals what dies with its parent when the *thread* that started it ends: this one stays until then.
+        Linux sends the parent-death signal when the *thread* that started a process ends, so this thread stays until
+        the command has ended.
         """
-        command = command or agent_command()  # here: the driver's Python may lie elsewhere
-        own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray's, of one rank
+        command = command or agent_command()  # resolved here: Python may have another path on the driver's machine
+        own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray sets it for itself
         with tempfile.TemporaryDirectory(prefix="lightning-llm-ray-") as folder:
             report = Path(folder) / "report.json"
             pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -66,7 +66,7 @@ class RayNode:
             yield "end", {"code": process.wait(), **found}
 
     def send_signal(self, number: int) -> None:
-        """Send the command a signal, once it runs."""
+        """Send a signal to the command, once it runs."""
         with self._changing:
             if self._process is None:
                 self._before.append(number)
@@ -74,7 +74,7 @@ class RayNode:
                 self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill the command and all that it has started, stopped ones too."""
+        """Kill the command and all its descendants, including stopped ones."""
         import psutil
 
         if self._process is None:
@@ -99,7 +99,7 @@ def _events(process: subprocess.Popen[str], task: str) -> Iterator[Event]:
     for reader in readers:
         reader.start()
     if process.stdin is not None:
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, and says why
+        with contextlib.suppress(BrokenPipeError):  # the command has already ended and reports why
             process.stdin.write(task)
             process.stdin.close()
     ended = 0
@@ -111,5 +111,5 @@ def _events(process: subprocess.Popen[str], task: str) -> Iterator[Event]:
 
 
 def agent_command() -> list[str]:
-    """Return the command that each machine runs, by the Python that Ray's workers have there."""
+    """Return the command that each machine runs, with the Python of Ray's workers there."""
     return python_module("lightning_llm.run.launch.node_agent")

@@ -1,6 +1,6 @@
-"""The ranks of a run, placed by Ray on as many machines as it needs: started, watched, started again where lost.
+"""Ranks of a run placed by Ray on one or more machines: start, watch, restart after a loss.
 
-A machine's ranks are torch's agent's, as where torchrun starts them (`node_agent`); Ray says where that is.
+On each machine torch's agent starts the ranks, as under torchrun (`node_agent`); Ray chooses the machines.
 """
 
 import json
@@ -27,11 +27,11 @@ from lightning_llm.config.workspace import config_dir_arguments
 from lightning_llm.config.yaml_file import config_text
 from lightning_llm.run.launch.local_ranks import (
     SAVE_SECONDS,
-    Ended,
+    ExitStatus,
     Restarts,
     ended_by_failure,
     ended_by_signal,
-    goes_on,
+    with_auto_resume,
 )
 from lightning_llm.run.launch.lock import lock_run
 from lightning_llm.run.launch.node_agent import Task
@@ -43,46 +43,46 @@ from lightning_llm.tracking.files import mark_failed
 from lightning_llm.tracking.rank_liveness import clear_beats
 
 FAILING_SECONDS = 30.0
-"""How long the other machines' ranks may take to end by themselves, after those of one have failed.
+"""Time for the ranks of other machines to end by themselves after those of one have failed.
 
-After those of one were stopped by a signal, they may take as long as any to save.
+After a signal they get the time to save instead.
 """
 COMMAND: list[str] | None = None
-"""What each machine runs; None: its own `agent_command`."""
+"""Command that each machine runs; None: its own `agent_command`."""
 NOTED_AFTER_SECONDS = 10.0
 PASSED_ON = re.compile(r"PYTHONPATH|(LIGHTNING_LLM|MLFLOW|WANDB|HF|AWS|GLOO|NCCL|TORCH|TORCHINDUCTOR|PYTORCH)_\w+")
-"""Variables of this process that ranks elsewhere are given: they go to Ray's actors alone, and into no log of Ray's."""
+"""Environment variables passed on to ranks. They are sent only to Ray's actors and appear in no log of Ray."""
 
 
 def start_ranks_on_ray(config: Config, quiet: bool = False) -> int:
-    """Run `world` ranks on `world / trainer.devices` machines, again where they are lost; return the run's exit code.
+    """Run `world` ranks on `world / trainer.devices` machines and restart them if lost; return the run's exit code.
 
     Raises:
-        ConfigError: there is no such Ray, or it has no room.
+        ConfigError: Ray cannot be reached, or has not enough resources.
     """
     with connected(config.launcher) as ray, signals_passed_on() as relay:
         restarts = Restarts(config)
         while restarts.again(ended := _run_once(ray, config, relay, quiet)):
-            config = goes_on(config)
+            config = with_auto_resume(config)
         return ended.code
 
 
-def _run_once(ray: Any, config: Config, relay: Relay, quiet: bool) -> Ended:
+def _run_once(ray: Any, config: Config, relay: Relay, quiet: bool) -> ExitStatus:
     folder = Path(config.run.dir)
-    lock_run(folder).release()  # signs of life there are another process's while it holds this
+    lock_run(folder).release()  # raises if another process trains there: its heartbeats must stay
     clear_beats(folder)
     asked = bundle(config, ray.cluster_resources().get("GPU", 0) > 0)
     with _placed(ray, config, asked, relay) as nodes:
         if not nodes:
-            return Ended(exit_code(relay.received))
+            return ExitStatus(exit_code(relay.received))
         start = PlacedRanks(ray, nodes)
         relay.processes.add(start)
         try:
             for number in (relay.received,) if relay.received else ():
-                start.send_signal(number)  # it came while they were placed
+                start.send_signal(number)  # received while the ranks were being placed
             start.run(config, int(asked["CPU"]), quiet)
         except ray.exceptions.RayError as error:
-            return _lost(f"Ray lost a machine before its ranks had started: {_first_line(error)}", folder)
+            return _lost(f"Ray lost a machine before its ranks started: {_first_line(error)}", folder)
         finally:
             relay.processes.discard(start)
     return _how_it_ended(start, config)
@@ -90,16 +90,17 @@ def _run_once(ray: Any, config: Config, relay: Relay, quiet: bool) -> Ended:
 
 @contextmanager
 def _placed(ray: Any, config: Config, asked: dict[str, float], relay: Relay) -> Iterator[list[Any]]:
-    """Yield an actor on each machine, one bundle of the group's each; [] where a signal came first.
+    """Yield one actor per machine, each in one bundle of a placement group; [] if a signal was received first.
 
     Raises:
-        ConfigError: a Ray of this machine alone has no room, or another has had none in `launcher.timeout_minutes`.
+        ConfigError: Ray on this machine is too small, or a cluster had no room within `launcher.timeout_minutes`.
     """
     count, launcher = machines(config), config.launcher
     key = "launcher.cpus_per_task" if count == 1 else "world"
     small = too_small(ray, count, asked)
     if small and len(ray.nodes()) == 1 and is_own(launcher):
-        raise ConfigError(Problem(key, f"the ranks need {small}. Ask for less (launcher.*), or name a cluster."))
+        text = f"the ranks need {small}. Request less (launcher.*), or set launcher.address to a cluster."
+        raise ConfigError(Problem(key, text))
     spread = "STRICT_SPREAD" if count > 1 else "PACK"
     group = ray.util.placement_group([asked] * count, strategy=spread)
     actors: list[Any] = []
@@ -108,12 +109,13 @@ def _placed(ray: Any, config: Config, asked: dict[str, float], relay: Relay) -> 
         while not relay.received and not group.wait(timeout_seconds=1):
             waited = time.monotonic() - began
             if waited > launcher.timeout_minutes * 60:
-                text = f"the ranks need {small or f'{count} x {in_words(asked)}'}, for which there was no room."
-                raise ConfigError(Problem("launcher.timeout_minutes", f"is over: {text}"))
+                needed = small or f"{count} x {in_words(asked)}"
+                text = f"timeout: Ray had no room for the ranks, which need {needed}. Request less, or wait longer."
+                raise ConfigError(Problem(f"launcher.timeout_minutes={launcher.timeout_minutes}", text))
             if waited > NOTED_AFTER_SECONDS and not noted:
                 noted = True
-                what = small or f"{count} x {in_words(asked)}, and others have it"
-                print(f"note   waiting for Ray to have room: {what}", file=sys.stderr, flush=True)
+                what = small or f"{count} x {in_words(asked)}, in use by others"
+                print(f"note   waiting for resources of Ray: {what}", file=sys.stderr, flush=True)
         if not relay.received:
             actors += [_actor(ray, group, number, asked) for number in range(count)]
         yield actors
@@ -132,7 +134,7 @@ def _actor(ray: Any, group: Any, number: int, asked: dict[str, float]) -> Any:
 
 
 class PlacedRanks:
-    """One start of a run's ranks on their machines, `nodes`. It is `Started`: a signal goes to all of them."""
+    """One start of a run's ranks on the machines `nodes`. Implements `Started`: a signal goes to all of them."""
 
     def __init__(self, ray: Any, nodes: list[Any]):
         self.ray, self.nodes = ray, nodes
@@ -143,11 +145,11 @@ class PlacedRanks:
         self.addresses: list[str] = []
 
     def send_signal(self, number: int, /) -> None:
-        """Take a signal, within a handler: it goes out from `run`."""
+        """Queue a signal, within a handler; `run` sends it."""
         self._signals.put(number)
 
     def run(self, config: Config, cpus: int, quiet: bool) -> None:
-        """Start all machines' ranks, hand on what they write, and return when all have ended."""
+        """Start the ranks of all machines, forward their output, and return when all have ended."""
         environment = {name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name)}
         for number, task in enumerate(self._tasks(config, cpus, quiet)):
             stream = self.nodes[number].run.options(num_returns="streaming")
@@ -197,15 +199,15 @@ class PlacedRanks:
 
     @property
     def failures(self) -> dict[int, dict[str, Any]]:
-        """What failed by rank, over all machines."""
+        """Failures by rank, over all machines."""
         found: dict[int, dict[str, Any]] = {}
         for report in self.reports.values():
             found |= {int(rank): each for rank, each in report.get("failures", {}).items()}
         return found
 
 
-def _how_it_ended(start: PlacedRanks, config: Config) -> Ended:
-    """Return how a run ended by what its machines reported; say what failed first."""
+def _how_it_ended(start: PlacedRanks, config: Config) -> ExitStatus:
+    """Return how a run ended from the reports of its machines; report the first failure."""
     folder = Path(config.run.dir)
     reports = start.reports.values()
     if start.lost:
@@ -221,26 +223,26 @@ def _how_it_ended(start: PlacedRanks, config: Config) -> Ended:
         return ended_by_signal(signals[0], folder)
     codes = [report["code"] for report in reports if report["code"]]
     if 2 in codes:
-        return Ended(2)  # what is wrong with the config there is said: it would be again
+        return ExitStatus(2)  # the config's problems on that machine are already reported, and would recur
     if codes:
-        return _lost(f"torch's agent on a machine of Ray's ended with {codes[0]}", folder)
-    return Ended(0)
+        return _lost(f"torch's agent on a machine of Ray exited with {codes[0]}", folder)
+    return ExitStatus(0)
 
 
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _lost(detail: str, folder: Path) -> Ended:
+def _lost(detail: str, folder: Path) -> ExitStatus:
     print(f"error: {detail}", file=sys.stderr)
     mark_failed(folder, detail)
     if hint := how_to_go_on(folder):
         print(hint, file=sys.stderr)
-    return Ended(1, detail)
+    return ExitStatus(1, detail)
 
 
 def _child_failed(failures: dict[int, dict[str, Any]]) -> Any:
-    """Return torch's ChildFailedError of all machines' failures, as one agent would have raised it."""
+    """Return torch's ChildFailedError for the failures of all machines, as one agent would raise it."""
     with slow_imports():
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 

@@ -1,4 +1,4 @@
-"""Signals to a command that are for what it has started: jobs of a sweep, ranks that Ray has placed."""
+"""Forwarding of signals from a command to the jobs of a sweep or the ranks placed by Ray."""
 
 import signal
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from lightning_llm.base.signals import not_ignored
 
 
 class Started(Protocol):
-    """What a signal is handed to: a process, or what stands for those of other machines."""
+    """Receiver of signals: a process, or a stand-in for processes of other machines."""
 
     def send_signal(self, number: int, /) -> None:
-        """Take a signal, in the midst of whatever the main thread does."""
+        """Receive a signal. Called in a signal handler of the main thread."""
 
 
 class Relay:
-    """Hands a signal to the jobs under way, whenever it comes; `received`: the first, or 0."""
+    """Forward signals to the running jobs; `received` is the first signal, or 0."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -25,11 +25,11 @@ class Relay:
         self.of_job: dict[int, Started] = {}
 
     def runs(self, number: int) -> bool:
-        """Return whether the job of this number is under way here."""
+        """Return whether job `number` is running here."""
         return number in self.of_job
 
     def stop(self, number: int) -> None:
-        """Have the job of this number, if it is under way, save and stop."""
+        """Let job `number` save and stop, if it is running."""
         if (process := self.of_job.get(number)) is not None:
             process.send_signal(signal.SIGTERM)
 
@@ -41,7 +41,7 @@ class Relay:
 
 @contextmanager
 def signals_passed_on() -> Iterator[Relay]:
-    """Catch these signals for the jobs while the context lasts."""
+    """Forward signals to the jobs during the block."""
     relay = Relay()
     before: dict[Any, Any] = {
         number: signal.signal(number, relay)

@@ -1,6 +1,6 @@
-"""Where the ranks of one machine meet: a store that listens on the loopback interface alone.
+"""Rendezvous of the ranks of one machine, with a store that listens only on the loopback interface.
 
-torch's own rendezvous (`c10d`) has its store listen on every interface of the machine, for whoever comes by.
+The store of torch's own rendezvous (`c10d`) listens on every interface of the machine.
 """
 
 import socket
@@ -18,11 +18,11 @@ from torch.distributed.elastic.rendezvous import (
 NAME = "lightning-llm-loopback"
 ADDRESS = "127.0.0.1"
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
-"""What has gloo's sockets between ranks on that interface, too (torch's documentation of torch.distributed)."""
+"""Environment that puts gloo's sockets on the same interface (documentation of torch.distributed)."""
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """A rendezvous of the one agent that there is, on any free port."""
+    """Rendezvous of a single agent, on any free port."""
 
     def __init__(self, run_id: str):
         self._run_id = run_id
@@ -31,15 +31,15 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks take this store, and make none of their own."""
+        """True: ranks use this store and create none of their own."""
         return True
 
     def get_backend(self) -> str:
-        """Return what the agent's log calls this."""
+        """Return the name in the agent's log."""
         return NAME
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store, and that this is the first of one machine."""
+        """Return the store, with rank 0 of 1."""
         if self._store is None:
             listener = socket.create_server((ADDRESS, 0))
             port = listener.getsockname()[1]
@@ -48,23 +48,23 @@ class LoopbackRendezvous(RendezvousHandler):
         return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, where)
 
     def is_closed(self) -> bool:
-        """Return whether the agent has ended it."""
+        """Return whether the agent has closed it."""
         return self._closed
 
     def set_closed(self) -> None:
-        """End it."""
+        """Close it."""
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Return 0: nobody else comes."""
+        """Return 0, since no other agent can join."""
         return 0
 
     def get_run_id(self) -> str:
-        """Return what tells this start from others."""
+        """Return the id of this start."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """End it, as the agent does last."""
+        """Close it, called by the agent at the end."""
         self._closed = True
         return True
 
@@ -74,6 +74,6 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def register() -> str:
-    """Let torch's agent know of this rendezvous; return its name. A second call does nothing."""
+    """Register this rendezvous with torch's agent; return its name. May be called again."""
     rendezvous_handler_registry.register(NAME, _create)
     return NAME

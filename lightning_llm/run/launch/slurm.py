@@ -1,4 +1,4 @@
-"""Slurm: the batch script of a planned run (nodes, ranks, GPUs, time, caches), and `scontrol requeue` of its job."""
+"""Slurm: the batch script of a planned run (nodes, ranks, GPUs, time, caches), and requeueing of its job."""
 
 import math
 import os
@@ -17,26 +17,26 @@ from lightning_llm.config.yaml_file import write_config
 from lightning_llm.plan.nodes import ranks_per_node
 
 MARK = "# Written by lightning-llm plan --script"
-"""The second line of a script that another one may replace."""
+"""Second line of a script; a file with it may be overwritten."""
 WARNED_SECONDS = 300
-"""How long before its time is up a job is sent SIGUSR1, on which it saves: a step and a save must fit."""
+"""Time before a job's limit at which it gets SIGUSR1 and saves; one step and a save must fit in."""
 SPARE = 1.25
-"""A job's time over that of its steps: the start, validation and saves come on top."""
+"""Ratio of a job's time to the time of its steps, to allow for the start, validation and saves."""
 START_MINUTES = 15
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
-"""Folders that each machine has for itself."""
+"""Folders that are local to each machine."""
 
 
 def script_problems(config: Config, file: Path) -> list[Problem]:
-    """Return what keeps the batch script of `config` from being written to `file`."""
+    """Return the reasons why the batch script of `config` cannot be written to `file`."""
     return [*_file_problems(file), *_config_problems(config)]
 
 
 def write_script(config: Config, file: Path, run_seconds: float | None) -> list[str]:
-    """Write the script and the frozen config beside it; return lines on what was written.
+    """Write the script and its frozen config; return lines about them.
 
-    `run_seconds`: the planned time of all steps; None where it is unknown. The job is given `launcher.timeout_minutes`
-    at most, and is queued again where that is too short.
+    `run_seconds`: the planned time of all steps, None if unknown. The job's time limit is at most
+    `launcher.timeout_minutes`; if that is too short, it is requeued.
 
     Raises:
         ConfigError: as `script_problems`.
@@ -50,14 +50,14 @@ def write_script(config: Config, file: Path, run_seconds: float | None) -> list[
     file.chmod(0o755)
     nodes, per_node = _nodes(config)
     ranks = f"{nodes} node{'s' if nodes > 1 else ''} with {per_node} rank{'s' if per_node > 1 else ''} each"
-    lines = [f"script            {file}: {ranks}; submit it: {shlex.join(['sbatch', str(file)])}"]
+    lines = [f"script            {file}: {ranks}; submit with: {shlex.join(['sbatch', str(file)])}"]
     if local := _node_local(config):
-        lines.append(f"note   {', '.join(local)}: each machine has its own, and the job needs storage that all share")
+        lines.append(f"note   {', '.join(local)}: local to each machine, but the job needs shared storage")
     return lines
 
 
 def frozen_config(file: Path) -> Path:
-    """Return the file that the ranks of the script `file` read their config from."""
+    """Return the config file of the ranks of the script `file`."""
     return file.with_name(f"{file.name}.yaml")
 
 
@@ -90,11 +90,11 @@ def _script(config: Config, file: Path, frozen: Path, run_seconds: float | None)
     return "\n".join(
         [
             "#!/bin/bash",
-            f"{MARK}; its ranks read {shlex.quote(frozen.name)}, and it goes on where an earlier job stopped.",
+            f"{MARK}; its ranks read {shlex.quote(frozen.name)}, and it resumes where an earlier job stopped.",
             *asked,
             "",
             *launcher.setup,
-            "# Kernels, on storage that all nodes see: compiled once, and kept for later jobs.",
+            "# Compiled kernels on shared storage, kept for later jobs.",
             f"export LIGHTNING_LLM_KERNELS={shlex.quote(_kernels())}",
             *spread,
             *made,
@@ -115,13 +115,13 @@ def _srun(config: Config, frozen: Path) -> str:
 
 
 def _nodes(config: Config) -> tuple[int, int]:
-    """Return the machines, and the ranks of each."""
+    """Return the number of machines, and of ranks on each."""
     per_node = ranks_per_node(config)
     return (config.world or config.trainer.devices) // per_node, per_node
 
 
 def _gpus(config: Config) -> int | None:
-    """Return the GPUs of a machine: those asked for, or one per rank where the run is planned for GPUs."""
+    """Return the GPUs per machine: as configured, or one per rank if the run is planned for GPUs."""
     accelerator = config.trainer.accelerator
     planned = accelerator == "cuda" or (accelerator == "auto" and config.planned_hardware is not None)
     return config.launcher.gpus_per_node or (ranks_per_node(config) if planned else None)
@@ -140,24 +140,24 @@ def _time(minutes: int) -> str:
 
 
 def _kernels() -> str:
-    """Return the folder of kernels and compiled code; tokens are in `data.cache_dir`."""
+    """Return the folder of compiled kernels; tokens are in `data.cache_dir`."""
     return str(Path(os.environ.get("LIGHTNING_LLM_KERNELS") or user_cache_dir() / "kernels").absolute())
 
 
 def _written(config: Config) -> list[str]:
-    """Return the folders that ranks of all nodes write to."""
+    """Return the folders that the ranks of all nodes write to."""
     return [config.run.root, config.run.dir, config.data.cache_dir or str(user_cache_dir()), _kernels()]
 
 
 def _made_folders(config: Config) -> list[str]:
-    """Return the folders that must exist before a container starts: those that ranks write to, or make theirs in."""
+    """Return the folders that must exist before a container starts: folders that ranks write to, or their parents."""
     folder = Path(config.run.dir)
     outside = [] if folder.is_relative_to(config.run.root) else [str(folder.parent)]
     return [*outside, *(each for each in _written(config) if each != config.run.dir)]
 
 
 def _mounted(config: Config, frozen: Path) -> Iterator[str]:
-    """Yield the paths that a container mounts under their own names: folders written to, and paths of the config."""
+    """Yield the paths that a container mounts unchanged: folders that are written to, and paths in the config."""
     yield from (str(frozen.parent), *_made_folders(config), *config_dir_arguments()[1:])
     for value in texts_in(config.model_dump()):
         if value.startswith("/") and Path(value).exists():
@@ -171,45 +171,44 @@ def _node_local(config: Config) -> list[str]:
 
 def _file_problems(file: Path) -> Iterator[Problem]:
     if not file.absolute().parent.is_dir():
-        yield Problem("--script", f"{file.parent} is not there. Make it, or choose another folder.")
+        yield Problem("--script", f"the folder {file.parent} does not exist. Create it first.")
     elif file.is_dir():
-        yield Problem("--script", f"{file} is a folder. Give the name of a file.")
+        yield Problem("--script", f"{file} is a folder. Give a file in it.")
     elif file.exists() and MARK not in file.read_text(encoding="utf-8", errors="replace"):
-        yield Problem("--script", f"{file} is there, and no script of plan's. Remove it, or choose another name.")
+        text = f"{file} exists and was not written by `plan --script`. Remove it, or choose another name."
+        yield Problem("--script", text)
 
 
 def _config_problems(config: Config) -> Iterator[Problem]:
     launcher, world = config.launcher, config.world or config.trainer.devices
     if launcher.name == "ray":
-        text = "is ray, and --script writes a job of Slurm. Use launcher=slurm, or train with launcher=ray."
+        text = "is ray, but --script writes a Slurm job. Use launcher=slurm, or train with launcher=ray."
         yield Problem("launcher.name", text)
     if world % ranks_per_node(config):
-        text = f"is {world}, no multiple of the {ranks_per_node(config)} ranks of a machine. Change it."
+        text = f"is {world}, must be a multiple of the {ranks_per_node(config)} ranks of a machine."
         yield Problem("world", text)
     for key in ("partition", "account", "qos", "constraint", "container"):
         if (value := getattr(launcher, key)) and any(letter in value for letter in "\n\r\0"):
-            yield Problem(f"launcher.{key}", f"is {value!r}, and must be one line.")
+            yield Problem(f"launcher.{key}", f"is {value!r}, must be one line.")
 
 
 REQUEUE_SECONDS = 30
 
 
 def requeue() -> str | None:
-    """Queue this Slurm job again; return a line on that, None where this is no job of Slurm's.
+    """Requeue this Slurm job; return a line about it, or None if this is not a Slurm job.
 
-    It then starts with SLURM_RESTART_COUNT set, which a run takes for resume=auto.
+    The job then starts with SLURM_RESTART_COUNT set, which implies resume=auto.
     """
     if "SLURM_JOB_ID" not in os.environ:
         return None
     job = os.environ["SLURM_JOB_ID"]
-    if "SLURM_ARRAY_JOB_ID" in os.environ:  # scontrol(1): a job array's task by the array's number
+    if "SLURM_ARRAY_JOB_ID" in os.environ:  # scontrol(1): a task of a job array is named by the array's id
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     command = ["scontrol", "requeue", job]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=REQUEUE_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
         why = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        return (
-            f"note   Slurm did not queue job {job} again ({' '.join(command)}: {why[0] if why else 'no reason given'})"
-        )
-    return f"note   Slurm queues job {job} again"
+        return f"note   Slurm did not requeue job {job} ({' '.join(command)}: {why[0] if why else 'no reason given'})"
+    return f"note   Slurm job {job} was requeued"

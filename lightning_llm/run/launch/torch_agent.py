@@ -1,4 +1,4 @@
-"""Starting this machine's ranks of one command by torch.distributed.run's agent, and saying why they ended."""
+"""Start the ranks of a command on this machine with torch.distributed.run's agent, and report their failures."""
 
 import logging
 import os
@@ -28,18 +28,18 @@ AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that torch's agent handles, unless they are ignored (LaunchConfig.signals_to_handle)."""
 
 FOLLOWING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGABRT)
-"""What ranks end by once another has failed: the agent's signals, and NCCL's watchdog."""
+"""Signals that end ranks after another has failed: those of the agent, and of NCCL's watchdog."""
 
 STOP_SECONDS = 10
-"""How long ranks that have nothing to save may take to end after a signal."""
+"""Time for ranks without a state to save to end after a signal."""
 
 LOST_PEER = re.compile(r"gloo/transport|Connection (closed|reset) by peer|remote process exited|DistNetworkError")
-"""What gloo, NCCL and torch's store say on a rank whose peer is gone."""
+"""Errors of gloo, NCCL and torch's store on a rank that has lost a peer."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One of `count` machines whose ranks are one group, the `rank`-th. Agents meet at `endpoint` of the first."""
+    """Machine `rank` of `count` machines in one group. Agents connect to `endpoint` on the first."""
 
     rank: int
     count: int
@@ -60,15 +60,19 @@ def launch_ranks(
 ) -> None:
     """Run `lightning-llm WORDS` as `count` ranks on this machine, until all have ended.
 
-    The agent watches the ranks: when one fails it ends the others, and passes SIGINT and SIGTERM on to all, which then
-    have `shutdown_seconds`. `threads`: of each on the CPU; None: cores are shared out. `quiet`: nobody sees what they
-    print on the standard output. `first_alone`: nor anything that ranks but the first print. `environment`: of the
-    ranks, where this process has none of a variable. `node`: this machine among others; None: ranks are here alone, and
-    so are their sockets.
+    The agent ends all ranks when one fails, and forwards SIGINT and SIGTERM to them.
+
+    Args:
+        threads: CPU threads of each rank; None: split the cores among ranks.
+        shutdown_seconds: time for the ranks to end after a signal.
+        quiet: discard the ranks' stdout.
+        first_alone: also discard all output of ranks other than the first.
+        environment: default values of environment variables of the ranks.
+        node: this machine in a group of several; None: all ranks are here and use only the loopback interface.
 
     Raises:
-        ChildFailedError: of torch.distributed.elastic, a rank failed.
-        SignalException: the same, this process was asked to stop.
+        ChildFailedError: a rank failed (from torch.distributed.elastic).
+        SignalException: this process received a signal (from torch.distributed.elastic).
     """
     with slow_imports():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -78,8 +82,8 @@ def launch_ranks(
         from lightning_llm.run.launch.rendezvous import LOOPBACK
 
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they report is printed by the caller, in a line
-    logs = tempfile.mkdtemp(prefix="lightning-llm-ranks-")  # ranks leave there what they raised
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the caller reports failures in one line
+    logs = tempfile.mkdtemp(prefix="lightning-llm-ranks-")  # ranks write their exceptions there
     hidden = dict.fromkeys(range(count), Std.OUT if quiet else Std.NONE)
     hidden |= dict.fromkeys(range(1, count), Std.ALL) if first_alone else {}
     settings = LaunchConfig(
@@ -103,7 +107,7 @@ def launch_ranks(
 
 
 def _meeting(node: Node | None) -> dict[str, Any]:
-    """Return the part of torch's LaunchConfig that says where agents meet."""
+    """Return the rendezvous settings of torch's LaunchConfig."""
     if node is None:
         from lightning_llm.run.launch.rendezvous import register
 
@@ -126,24 +130,24 @@ def launch_reported(
     shutdown_seconds: int,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Run `lightning-llm WORDS` as `launch_ranks` does, the first rank alone heard; say which failed first, and why.
+    """Run `launch_ranks` with only the first rank's output; report the first failed rank and its reason.
 
     Raises:
-        RanksFailedError: a rank failed.
-        KeyboardInterrupt: this process was asked to stop; Terminated where not by SIGINT.
+        RanksFailedError: a rank failed (already reported on stderr).
+        KeyboardInterrupt: SIGINT was received; its subclass Terminated for other signals.
     """
     seconds = shutdown_seconds
-    with failure_said():
+    with failures_reported():
         launch_ranks(count, words, threads=threads, shutdown_seconds=seconds, first_alone=True, environment=environment)
 
 
 def as_rank(work: Callable[[], Result]) -> Result:
-    """Return what `work` does on one of the ranks of `launch_reported`, or of torchrun or srun.
+    """Run `work` as one of the ranks of `launch_reported`, torchrun or srun; return its result.
 
     Raises:
-        ConfigError: what `work` refuses.
-        RanksFailedError: it failed, and the launcher says which rank did first, and why. Where nobody gathers what
-            ranks say, what it raised comes through.
+        ConfigError: as `work`.
+        RanksFailedError: `work` failed; the launcher reports the first failure. Without a launcher that collects
+            errors, the exception of `work` is raised instead.
     """
     with slow_imports():
         from torch.distributed.elastic.multiprocessing.errors import record
@@ -158,14 +162,14 @@ def as_rank(work: Callable[[], Result]) -> Result:
 
 
 @contextmanager
-def failure_said(*, by_ranks: bool = False) -> Iterator[None]:
-    """Say which rank failed first, and why, where `launch_ranks` in the block fails; signals are this process's again.
+def failures_reported(*, by_ranks: bool = False) -> Iterator[None]:
+    """Report the first failed rank and its reason if `launch_ranks` in the block fails.
 
-    `by_ranks`: one that ends with 1 and hands nothing on has said why.
+    `by_ranks`: a rank that exits with 1 and records no exception has already reported the reason.
 
     Raises:
-        RanksFailedError: a rank failed, which is said.
-        KeyboardInterrupt: or Terminated, for the signal that asked this process to stop.
+        RanksFailedError: a rank failed (already reported on stderr).
+        KeyboardInterrupt: SIGINT was received; its subclass Terminated for other signals.
     """
     with slow_imports():
         from torch.distributed.elastic.multiprocessing import SignalException
@@ -177,10 +181,10 @@ def failure_said(*, by_ranks: bool = False) -> Iterator[None]:
         raise (KeyboardInterrupt() if stop.sigval == signal.SIGINT else Terminated(stop.sigval)) from stop
     except ChildFailedError as error:
         rank, failure = first_failure(error)
-        refused, handed_on = say_refused(rank, failure), isinstance(failure.message, dict)
-        said = by_ranks and failure.exitcode == 1 and not handed_on
-        if not refused and not said and not found_unhealthy(error):
-            if handed_on:
+        refused, recorded = report_refused(rank, failure), isinstance(failure.message, dict)
+        reported = by_ranks and failure.exitcode == 1 and not recorded
+        if not refused and not reported and not found_unhealthy(error):
+            if recorded:
                 print(redacted(failure.message["extraInfo"]["py_callstack"]), file=sys.stderr)
             print(f"error: {failure_line(rank, failure)}", file=sys.stderr)
         raise RanksFailedError(2 if refused else 1, failure_line(rank, failure)) from error
@@ -188,9 +192,9 @@ def failure_said(*, by_ranks: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _for_ranks(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set the ranks' environment; take back what they and the agent change of this process, which may go on.
+    """Set the ranks' environment; afterwards restore this process's environment and signal handlers.
 
-    The agent makes every signal that it handles a SignalException, and leaves it so.
+    The agent installs signal handlers that raise SignalException and does not remove them.
     """
     handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS}
     before = dict(os.environ)
@@ -206,9 +210,9 @@ def _for_ranks(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def _add_failures(error: Any, logs: Path, first_rank: int) -> None:
-    """Add to the failures that the agent has seen those of ranks that had written down theirs and had not ended yet.
+    """Add to the agent's failures those of ranks that had recorded an exception but not yet exited.
 
-    A rank takes a moment to end, in which its peers lose it, fail and may end before it. `first_rank`: of this machine.
+    While a failed rank exits, its peers lose the connection, fail and may exit first. `first_rank`: of this machine.
     """
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -219,25 +223,26 @@ def _add_failures(error: Any, logs: Path, first_rank: int) -> None:
 
 
 def first_failure(error: Any) -> tuple[int, Any]:
-    """Return the rank that failed first, and its failure, of a ChildFailedError.
+    """Return the rank that failed first and its failure, from a ChildFailedError.
 
-    The agent knows the second of each. Of those within one, a rank that has lost a peer was not the first.
+    The agent's times are in seconds. Among failures of the same second, a rank that has lost a peer was not the first.
     """
     rank, first = error.get_first_failure()
     if not LOST_PEER.search(message_of(first)):
         return rank, first
     for each, other in sorted(error.failures.items(), key=lambda item: item[1].timestamp):
-        said = isinstance(other.message, dict) and not LOST_PEER.search(message_of(other))
+        recorded = isinstance(other.message, dict) and not LOST_PEER.search(message_of(other))
         killed = other.exitcode < 0 and -other.exitcode not in FOLLOWING
-        if (said or killed) and other.timestamp <= first.timestamp + 1:
+        if (recorded or killed) and other.timestamp <= first.timestamp + 1:
             return each, other
     return rank, first
 
 
-def say_refused(rank: int, failure: Any) -> bool:
-    """Say what is wrong with an input where another rank than the first found it; return whether an input is wrong.
+def report_refused(rank: int, failure: Any) -> bool:
+    """Return whether the failure is an invalid input; report it if only a rank other than the first has found it.
 
-    Of what all ranks found, which rank 0 says, the first to write it down may end by the agent's signal, not with 2.
+    Problems found by all ranks are reported by rank 0; the rank that recorded them may end by the agent's signal
+    instead of with exit code 2.
     """
     kind, _, text = message_of(failure).partition(": ")
     if kind == AgreedError.__name__:
@@ -248,16 +253,16 @@ def say_refused(rank: int, failure: Any) -> bool:
 
 
 def found_unhealthy(error: Any) -> bool:
-    """Return whether a rank of a ChildFailedError found others unfit, which it has said, whoever failed first."""
+    """Return whether any rank of a ChildFailedError raised UnhealthyError, which it has already reported."""
     return any(message_of(each).startswith(UnhealthyError.__name__) for each in error.failures.values())
 
 
 def message_of(failure: Any) -> str:
-    """Return what a failed rank raised, or the agent says of it."""
+    """Return the exception of a failed rank, or the agent's message about it."""
     return redacted(str(failure.message["message"] if isinstance(failure.message, dict) else failure.message))
 
 
 def failure_line(rank: int, failure: Any) -> str:
-    """Return in a line which rank failed first, how and why."""
+    """Return one line: the rank that failed first, how and why."""
     how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
     return f"rank {rank} failed first ({how}): {escaped(message_of(failure).strip().splitlines()[0])}"

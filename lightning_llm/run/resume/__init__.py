@@ -1,1 +1,1 @@
-"""What a run starts from: its own checkpoints, a trunk, or weights."""
+"""Start of a run: from its own checkpoints, a parent run, or weights."""

@@ -1,7 +1,7 @@
-"""A branch: a run that continues from a trunk's checkpoint with keys changed on purpose. Imports no torch.
+"""Branches: runs that continue from a parent run's checkpoint with changed keys. Imports no torch.
 
-`settled` completes the config: the checkpoint is pinned, and the data continue where the trunk stopped. Keys that must
-be the trunk's are checked here; `decide_start` decides from which checkpoint it starts, as for any other run.
+`with_branch_resolved` completes the config: it pins the checkpoint and continues the data where the parent stopped.
+Keys that must equal the parent's are checked here. `decide_start` chooses the checkpoint, as for any other run.
 """
 
 import sys
@@ -29,19 +29,19 @@ from lightning_llm.train.checkpoint.manifest import MANIFEST, Checkpoint, Damage
 from lightning_llm.train.checkpoint.verification import Verify, content_damage, skipped_lines
 
 BRANCH = "branch"
-"""The key of summary.json that says which trunk the run branched off, where, and what was changed."""
+"""Key of summary.json with the parent run, the step of the branch and the changed keys."""
 FIXED = {
-    "data.sequence_length": "tokens and the position in the data are counted in it",
-    "data.global_batch_size": "the position in the data is the number of steps times it",
-    "optim.name": "each optimizer keeps a state of its own",
+    "data.sequence_length": "the position in the data is counted in sequences of this length",
+    "data.global_batch_size": "the position in the data is the number of steps times this size",
+    "optim.name": "the optimizer state cannot be converted",
 }
-"""Keys that a branch has as its trunk, and why."""
-WEIGHTS_ALONE = "Set it back; model.init_from takes the trunk's weights alone, into a run of any such key."
+"""Keys that a branch must have in common with its parent run, and why."""
+WEIGHTS_ALONE = "Set it back, or use model.init_from, which loads only the weights."
 _looked: dict[tuple[Path, int], list[Damage]] = {}
 
 
-def settled(reading: Reading) -> Reading:
-    """Return the config with its branch settled, or with what is wrong with the trunk; any other as it is."""
+def with_branch_resolved(reading: Reading) -> Reading:
+    """Return the config with its branch resolved, or with the parent run's problems; other configs are unchanged."""
     config = reading.config
     try:
         if config is None or config.branch_from is None:
@@ -49,36 +49,36 @@ def settled(reading: Reading) -> Reading:
         return Reading(_settled(config), reading.problems)
     except ConfigError as error:
         return Reading(config, (*reading.problems, *error.problems))
-    except BrokenKeyError:  # a wrong key, which is reported already
+    except BrokenKeyError:  # an invalid key, already reported
         return reading
 
 
 def _settled(config: Config) -> Config:
-    """Return `config` with `branch_from` naming one checkpoint, the one that its folder's run began at if it does.
+    """Return `config` with `branch_from` set to one checkpoint: where the run in its folder began, if it resumes.
 
     Raises:
-        ConfigError: there is none, or none of those that are there is good.
+        ConfigError: there is no checkpoint, or all are damaged.
     """
     path, run = Path(str(config.branch_from)), run_of(Path(str(config.branch_from)))
     goes_on = not begins_anew(config)
     if goes_on and run is None:
-        return config  # its trunk is gone, and not needed any more
+        return config  # the parent run was deleted and is not needed to resume
     pinned = _pinned_before(config, path)
     if pinned is None:
-        pinned = path if goes_on and path != run else trunk_checkpoint(path, look_once).folder
+        pinned = path if goes_on and path != run else parent_checkpoint(path, look_once).folder
     config = config.model_copy(update={KEY: str(pinned)})
-    trunk = _trunk_of(pinned)
+    parent = _parent_of(pinned)
     data = config.data.model_copy(
         update={
-            "mixture": _mixture(config, trunk, step_of(pinned)),
-            "tokenizer": _tokenizer(config, trunk, pinned),
+            "mixture": _mixture(config, parent, step_of(pinned)),
+            "tokenizer": _tokenizer(config, parent, pinned),
         }
     )
     return config.model_copy(update={"data": data})
 
 
 def _pinned_before(config: Config, path: Path) -> Path | None:
-    """Return the checkpoint that the run in the config's folder began at, where it is to go on and `path` agrees."""
+    """Return the checkpoint where the run in the config's folder began, if it is resumed and `path` agrees; or None."""
     file = Path(config.run.dir) / "config.yaml"
     if config.resume != "auto" or not file.is_file():
         return None
@@ -86,15 +86,15 @@ def _pinned_before(config: Config, path: Path) -> Path | None:
     return Path(known) if known is not None and path in (Path(known), run_of(Path(known))) else None
 
 
-def _trunk_of(pinned: Path) -> Config:
+def _parent_of(pinned: Path) -> Config:
     run = run_of(pinned)
     if run is None:
-        raise ConfigError(Problem(KEY, f"{pinned} belongs to no run. Give {EXPECTED}."))
+        raise ConfigError(Problem(KEY, f"{pinned} is not in a run's folder. Give {EXPECTED}."))
     return load_config(run / "config.yaml", [])
 
 
 def look_once(checkpoint: Checkpoint) -> list[Damage]:
-    """Find what is wrong with the content, once in a process; the ranks of a run share that out among them."""
+    """Verify the checkpoint's content, once per process. Ranks of a run verify it together, later."""
     if rank_environment() is not None:
         return sizes_alone(checkpoint)
     key = (checkpoint.folder, (checkpoint.folder / MANIFEST).stat().st_mtime_ns)
@@ -103,31 +103,31 @@ def look_once(checkpoint: Checkpoint) -> list[Damage]:
     return _looked[key]
 
 
-def trunk_checkpoint(path: Path, verify: Verify) -> Checkpoint:
-    """Return the checkpoint at `path`, or the newest good one of the run whose folder it is; says what it passes over.
+def parent_checkpoint(path: Path, verify: Verify) -> Checkpoint:
+    """Return the checkpoint at `path`, or the newest intact one of the run at `path`; report skipped ones.
 
     Raises:
-        ConfigError: there is none there, or it is damaged: with each file, and the next older good one.
+        ConfigError: there is no checkpoint, or it is damaged: with each damaged file and the next older intact one.
     """
     run = run_of(path)
     if run is None:
-        what = "holds no run" if path.is_dir() else "is a file" if path.exists() else "does not exist"
+        what = "contains no run" if path.is_dir() else "is a file" if path.exists() else "does not exist"
         above = path.parent.parent
         there = _steps_there(above) if path.name.startswith("step=") and (above / "config.yaml").is_file() else ""
         raise ConfigError(Problem(KEY, f"{path} {what}. {there or f'Give {EXPECTED}.'}"))
     if path != run and not path.is_dir():
         raise ConfigError(Problem(KEY, f"{path} does not exist. {_steps_there(run)}"))
     try:
-        found, passed_over = checkpoint_at(path, verify)
+        found, skipped = checkpoint_at(path, verify)
     except ConfigError as error:
         problems = [Problem(KEY, _for_branches(each.text)) if each.key == "resume" else each for each in error.problems]
         if older := _older_good(path, verify):
-            problems.append(Problem(KEY, f"{path.name} cannot be taken; the next older good one: {KEY}={older}."))
+            problems.append(Problem(KEY, f"{path.name} cannot be used. The next older intact one is {KEY}={older}."))
         raise ConfigError(problems) from error
-    for line in skipped_lines(passed_over):
-        _say_once(line)
+    for line in skipped_lines(skipped):
+        _report_once(line)
     if found is None:
-        text = f"{path} has no checkpoint yet. It needs one: checkpoint.every_steps, or its last step."
+        text = f"{path} has no checkpoint yet. Wait for its last step, or set its checkpoint.every_steps."
         raise ConfigError(Problem(KEY, text))
     return found
 
@@ -137,13 +137,13 @@ def _for_branches(text: str) -> str:
 
 
 def _steps_there(run: Path) -> str:
-    """Return which steps the run has checkpoints of, in a sentence."""
+    """Return a sentence with the steps of the run's checkpoints."""
     steps = [str(step_of(each)) for each in reversed(step_folders(run / "checkpoints"))]
-    return f"There are those of step {', '.join(steps)}." if steps else f"{run} has no checkpoint."
+    return f"There are checkpoints of step {', '.join(steps)}." if steps else f"{run} has no checkpoint."
 
 
 def _older_good(path: Path, verify: Verify) -> Path | None:
-    """Return the newest good checkpoint beside the one at `path` and before it."""
+    """Return the newest intact checkpoint of the same run before the one at `path`; None if there is none."""
     if not path.name.startswith("step="):
         return None
     for each in step_folders(path.parent):
@@ -157,25 +157,26 @@ def _older_good(path: Path, verify: Verify) -> Path | None:
 
 
 @cache
-def _say_once(line: str) -> None:
+def _report_once(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _mixture(config: Config, trunk: Config, step: int) -> Any:
-    """Return the branch's mixture: with other weights, phases in which each source goes on where the trunk left it.
+def _mixture(config: Config, parent: Config, step: int) -> Any:
+    """Return the branch's mixture.
 
-    One that is given stays, and so does the kind of another package.
+    If source weights changed, the mixture has phases in which each source continues where the parent run left it. A
+    mixture that is given, or of another package, is kept.
     """
-    now, before = config.data.trained_weights, trunk.data.trained_weights
-    mixture = trunk.data.mixture
+    now, before = config.data.trained_weights, parent.data.trained_weights
+    mixture = parent.data.mixture
     if config.data.mixture != mixture or now == before:
         return config.data.mixture
     if mixture is not None and not isinstance(mixture, PhasedMixture):
         return mixture
     if not any(before.get(name) for name in now) or any(weight and name not in now for name, weight in before.items()):
-        return mixture  # sources that are gone have no share to give to the steps before
+        return mixture  # sources that were removed have no share in earlier steps
     phases: dict[str, WeightPhase] = {}
-    for name, start, weights in _phases_before(mixture, before, trunk.trainer.max_steps, step):
+    for name, start, weights in _phases_before(mixture, before, parent.trainer.max_steps, step):
         given = {source: weights.get(source, 0.0) for source in now}
         phases[name] = WeightPhase(start_step=start or None, weights=given)
     phases[f"from_step_{step}"] = WeightPhase(start_step=step)
@@ -185,7 +186,7 @@ def _mixture(config: Config, trunk: Config, step: int) -> Any:
 def _phases_before(
     mixture: PhasedMixture | None, weights: Mapping[str, float], max_steps: int, step: int
 ) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """Yield name, first step and weights of each phase that the trunk had begun by `step`."""
+    """Yield name, first step and weights of each phase that the parent run had begun before `step`."""
     if mixture is None:
         yield "trunk", 0, dict(weights)
         return
@@ -196,32 +197,32 @@ def _phases_before(
             yield name, start, {source: phase.weights.get(source, weight) for source, weight in weights.items()}
 
 
-def _tokenizer(config: Config, trunk: Config, pinned: Path) -> Any:
-    """Return the branch's tokenizer: the trunk's own file where one would be trained on other sources."""
+def _tokenizer(config: Config, parent: Config, pinned: Path) -> Any:
+    """Return the branch's tokenizer: the parent run's file if a new one would be trained on other sources."""
     tokenizer = config.data.tokenizer
 
     def texts(each: Config) -> dict[str, Any]:
         return {name: source.model_dump(exclude={"weight"}) for name, source in each.data.sources.items()}
 
-    if tokenizer.kind != "bpe" or tokenizer != trunk.data.tokenizer or texts(config) == texts(trunk):
+    if tokenizer.kind != "bpe" or tokenizer != parent.data.tokenizer or texts(config) == texts(parent):
         return tokenizer
     path = str(Path(str(run_of(pinned))) / TOKENIZER)
     return tokenizer.model_copy(update={"kind": "file", "path": path, "vocab_size": None})
 
 
 def branch_problems(config: Config) -> list[Problem]:
-    """Return why the run cannot go on from its trunk: every key that must be the trunk's, and what is wrong with it."""
+    """Return why the run cannot branch from its parent run: damage, and every key that must equal the parent's."""
     if config.branch_from is None or not begins_anew(config):
         return []
     try:
-        checkpoint = trunk_checkpoint(Path(config.branch_from), look_once)
-        trunk = config_of_run(checkpoint)
-        summary_of(checkpoint.run_folder)  # the branch's names its trunk's run id and data by it
+        checkpoint = parent_checkpoint(Path(config.branch_from), look_once)
+        parent = config_of_run(checkpoint)
+        summary_of(checkpoint.run_folder)  # the branch's summary records the parent's run id and data
     except ConfigError as error:
         return list(error.problems)
     except ValueError as error:
-        return [Problem(KEY, f"{error}. Bring it back, or remove that file to branch without what it says.")]
-    return [*_end_problems(config, checkpoint), *_key_problems(config, trunk, checkpoint.run_folder)]
+        return [Problem(KEY, f"{error}. Restore the file, or remove it to branch without its facts.")]
+    return [*_end_problems(config, checkpoint), *_key_problems(config, parent, checkpoint.run_folder)]
 
 
 def _end_problems(config: Config, checkpoint: Checkpoint) -> Iterator[Problem]:
@@ -229,63 +230,61 @@ def _end_problems(config: Config, checkpoint: Checkpoint) -> Iterator[Problem]:
     if checkpoint.step < steps:
         return
     earlier = [each for each in step_folders(checkpoint.folder.parent) if step_of(each) < min(steps, checkpoint.step)]
-    others = f", or go on from an earlier one: {KEY}={earlier[0]}" if earlier else ""
-    text = f"is {steps}, and {checkpoint.folder} is at step {checkpoint.step}: no step is left. Raise it{others}."
-    yield Problem("trainer.max_steps", text)
+    others = f", or branch from an earlier checkpoint: {KEY}={earlier[0]}" if earlier else ""
+    text = f"must be above {checkpoint.step}, the step of {checkpoint.folder}. Raise it{others}."
+    yield Problem(f"trainer.max_steps={steps}", text)
 
 
-def _key_problems(config: Config, trunk: Config, run: Path) -> Iterator[Problem]:
-    """Yield each key that must be as in the trunk, and is not."""
-    same = "Set it back: a branch has its trunk's model."
-    yield from shape_differences(trunk.model, config.model, whose=f"the trunk {run}", same=same)
-    if config.model.vocab_size > trunk.model.vocab_size:
-        text = f"is {config.model.vocab_size}, and {trunk.model.vocab_size} in the trunk {run}. {same}"
+def _key_problems(config: Config, parent: Config, run: Path) -> Iterator[Problem]:
+    """Yield a problem for each key that must equal the parent run's and does not."""
+    same = "Set it back: a branch keeps the model of its parent run."
+    yield from shape_differences(parent.model, config.model, whose=f"the parent run {run}", same=same)
+    if config.model.vocab_size > parent.model.vocab_size:
+        text = f"is {config.model.vocab_size}, but {parent.model.vocab_size} in the parent run {run}. {same}"
         yield Problem("model.vocab_size", text)
-    if config.model.init_from != trunk.model.init_from:
-        text = f"stands beside {KEY}, which gives weights and optimizer state. Leave one of them out."
+    if config.model.init_from != parent.model.init_from:
+        text = f"cannot be used with {KEY}, which loads weights and optimizer state. Remove one of them."
         yield Problem("model.init_from", text)
     for key, why in FIXED.items():
         group, _, name = key.partition(".")
-        now, before = (getattr(getattr(each, group), name) for each in (config, trunk))
+        now, before = (getattr(getattr(each, group), name) for each in (config, parent))
         if now != before:
-            yield Problem(key, f"is {now!r}, and {before!r} in the trunk {run}: {why}. {WEIGHTS_ALONE}")
-    if (now := config.chosen_algorithm.name) != (before := trunk.chosen_algorithm.name):
-        text = f"is {now!r}, and {before!r} in the trunk {run}: each keeps a state of its own. {WEIGHTS_ALONE}"
+            yield Problem(key, f"is {now!r}, but {before!r} in the parent run {run}: {why}. {WEIGHTS_ALONE}")
+    if (now := config.chosen_algorithm.name) != (before := parent.chosen_algorithm.name):
+        text = f"is {now!r}, but {before!r} in the parent run {run}: its state cannot be converted. {WEIGHTS_ALONE}"
         yield Problem("algorithm.name", text)
-    if not _same_tokenizer(config, trunk, run):
+    if not _same_tokenizer(config, parent, run):
         take = f"data.tokenizer.kind=file data.tokenizer.path={run / TOKENIZER} data.tokenizer.vocab_size=null"
-        text = (
-            f"is another than that of the trunk {run}, whose weights know its ids alone. Leave it out, or take {take}."
-        )
+        text = f"differs from the tokenizer of the parent run {run}. Remove the override, or set {take}."
         yield Problem("data.tokenizer", text)
 
 
-def _same_tokenizer(config: Config, trunk: Config, run: Path) -> bool:
+def _same_tokenizer(config: Config, parent: Config, run: Path) -> bool:
     tokenizer = config.data.tokenizer
-    if tokenizer == trunk.data.tokenizer:
+    if tokenizer == parent.data.tokenizer:
         return True
-    if tokenizer.kind != "file" or tokenizer.end_of_document != trunk.data.tokenizer.end_of_document:
+    if tokenizer.kind != "file" or tokenizer.end_of_document != parent.data.tokenizer.end_of_document:
         return False
     try:
         return digest_of_file(tokenizer_file(tokenizer.path or "")) == digest_of_file(run / TOKENIZER)
-    except OSError:  # of the given file the rules of data say so
+    except OSError:  # a missing given file is reported by the checks of data
         return not (run / TOKENIZER).is_file()
 
 
 def branch_facts(config: Config, start: Start) -> dict[str, Any]:
-    """Return what summary.json is to say of the branch, {} for a run that is none.
+    """Return the facts about the branch for summary.json; {} for other runs.
 
-    Under "branch": the `trunk`'s folder, run id, seed and `max_steps`, the `root_run_id` of the whole run that trunks
-    which are branches themselves go back to, the `step` and `checkpoint` that the branch begins at, the `digest` of
-    that state, and `changed`: {key: [the trunk's value, the branch's]}.
+    Under "branch": `trunk` (folder of the parent run), its run id, seed and `max_steps`, the `root_run_id` of the run
+    at the start of a chain of branches, the `step`, `checkpoint` and state `digest` where the branch begins, and
+    `changed`: {key: [value in the parent run, value in the branch]}.
     """
     if config.branch_from is None or start.checkpoint is None:
         return {}
     checkpoint = start.checkpoint
-    if start.trunk is None:  # it goes on, in its own folder or from it
+    if start.parent is None:  # the branch is resumed
         known = summary_of(checkpoint.run_folder).get(BRANCH)
         return {BRANCH: known} if known else {}
-    trunk, run = start.trunk, checkpoint.run_folder
+    parent, run = start.parent, checkpoint.run_folder
     above = summary_of(run).get(BRANCH) or {}
     return {
         BRANCH: {
@@ -293,27 +292,27 @@ def branch_facts(config: Config, start: Start) -> dict[str, Any]:
             "run_id": checkpoint.run_id,
             "root_run_id": above.get("root_run_id", checkpoint.run_id),
             "mlflow_run_id": summary_of(run).get("mlflow_run_id"),
-            "seed": trunk.seed,
-            "max_steps": trunk.trainer.max_steps,
+            "seed": parent.seed,
+            "max_steps": parent.trainer.max_steps,
             "step": checkpoint.step,
             "checkpoint": str(checkpoint.folder),
             "digest": checkpoint.digest,
-            "changed": {key: list(values) for key, values in changed_keys(trunk, config).items()},
+            "changed": {key: list(values) for key, values in changed_keys(parent, config).items()},
         }
     }
 
 
 def check_branch_tokenizer(start: Start, tokenizer: Path) -> None:
-    """Raise AgreedError where the branch's data were made tokens of by another tokenizer than its trunk's."""
-    if start.trunk is None or start.checkpoint is None:
+    """Raise AgreedError if the branch's data were tokenized with another tokenizer than the parent run's."""
+    if start.parent is None or start.checkpoint is None:
         return
     known = summary_of(start.checkpoint.run_folder).get(TOKENIZER_DIGEST)
     if known is not None and digest_of_file(tokenizer) != known:
         run = start.checkpoint.run_folder
-        text = f"comes to another than the trunk's {run / TOKENIZER}, whose ids the weights know. Take that file."
+        text = f"differs from the parent run's tokenizer. Use {run / TOKENIZER}."
         raise AgreedError(Problem("data.tokenizer", text))
 
 
 def first_step(config: Config) -> int:
-    """Return the steps that a settled config's run does not make itself: those of its trunk, 0 without one."""
+    """Return the step at which a run with a resolved branch begins: the step of its checkpoint, 0 without a branch."""
     return 0 if config.branch_from is None else step_of(Path(config.branch_from))

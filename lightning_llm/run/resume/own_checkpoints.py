@@ -1,5 +1,4 @@
-"""Looks at a checkpoint beyond its own bytes: whose it is, what config it was trained with, and the records of its
-steps. Imports no torch."""
+"""Checks of a checkpoint beyond its own bytes: its run, its config and the metrics of its steps. Imports no torch."""
 
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ POLICY = "spikes.policy"
 
 
 def of_its_run(verify: Verify) -> Verify:
-    """Return `verify` for checkpoints of the run whose folder they lie in, as far as its summary says which it is."""
+    """Return `verify` that first rejects checkpoints of another run, if the folder's summary identifies its run."""
 
     def of_its_run(checkpoint: Checkpoint) -> list[Damage]:
         run = RunIdentity.of_summary(known_summary(checkpoint.run_folder))
@@ -30,9 +29,9 @@ def of_its_run(verify: Verify) -> Verify:
 
 
 def with_records(config: Config, verify: Verify) -> Verify:
-    """Return `verify` with a look at the records of the steps before: a checkpoint goes on from those, too.
+    """Return `verify` that first checks the metrics of the steps before a checkpoint, which a resumed run continues.
 
-    Where an earlier release began the folder nothing says after which step: where it was resumed last, or before.
+    For folders of earlier releases, the first step of the metrics is unknown: at most the step of the last resume.
     """
     folder = Path(config.run.dir)
     summary = known_summary(folder)
@@ -44,18 +43,18 @@ def with_records(config: Config, verify: Verify) -> Verify:
         after = at_latest if begun is None else begun
         problem = damaged_record(folder / METRICS, checkpoint.step, after, begun is None, checkpoint.records)
         if problem:
-            elsewhere = resume_elsewhere_command(checkpoint.folder, folder, config.trainer.max_steps)
-            problem += f" (without these records, in a new folder: {elsewhere})"
+            command = resume_elsewhere_command(checkpoint.folder, folder, config.trainer.max_steps)
+            problem += f" (to continue in a new folder without these metrics: {command})"
         return [*([Damage(checkpoint.folder, METRICS, problem)] if problem else []), *verify(checkpoint)]
 
     return with_records
 
 
 def config_of_run(checkpoint: Checkpoint) -> Config:
-    """Return the config of the run that `checkpoint` lies in, which is the one that it was trained with.
+    """Return the config that `checkpoint` was trained with, from its run's folder.
 
     Raises:
-        ConfigError: its config.yaml cannot be read, or was changed since, with each key.
+        ConfigError: config.yaml cannot be read, or was changed since, with each key.
     """
     file = checkpoint.run_folder / "config.yaml"
     config = load_config(file, [])
@@ -69,25 +68,25 @@ def config_of_run(checkpoint: Checkpoint) -> Config:
 
 
 def edited_text(file: Path, checkpoint: Checkpoint, trained: Any, now: Any) -> str:
-    """Return what to say of a key of config.yaml that was changed after `checkpoint` was saved."""
-    return f"is {now!r} in {file}, and was {trained!r} in training up to {checkpoint.folder.name}. Set it back there."
+    """Return the problem of a key of config.yaml that was changed after `checkpoint` was saved."""
+    return f"is {now!r} in {file}, but was {trained!r} when {checkpoint.folder.name} was saved. Set it back there."
 
 
 def changed_since(checkpoint: Checkpoint, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return {key: (value that `checkpoint` was trained with, value in `config`)} of what may not change on resume.
+    """Return {key: (value that `checkpoint` was trained with, value in `config`)} of keys that are fixed on resume.
 
-    {} where the checkpoint does not say, as those of earlier releases.
+    {} for checkpoints of earlier releases, which do not record them.
     """
     if checkpoint.frozen_config is None:
         return {}
     was, now = checkpoint.frozen_config, frozen_values(flatten(config.model_dump()))
-    decided = checkpoint.events > 0  # spikes.policy decides nothing before
+    decided = checkpoint.events > 0  # spikes.policy has no effect before the first event
     keys = [key for key in sorted(was.keys() | now.keys()) if not may_move(key) and (decided or key != POLICY)]
     return {key: (was.get(key), now.get(key)) for key in keys if was.get(key) != now.get(key)}
 
 
 def known_summary(folder: Path) -> dict[str, Any]:
-    """Return the folder's summary, {} where it is damaged: that is reported by whoever needs what it says."""
+    """Return the folder's summary, {} if it is damaged, which is reported by code that needs it."""
     try:
         return summary_of(folder)
     except ValueError:

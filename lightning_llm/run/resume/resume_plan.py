@@ -1,4 +1,4 @@
-"""How a run will resume or branch: whether it can, and the lines of `train` and `plan` on it. Imports no torch."""
+"""Outlook on how a run will resume or branch, and the lines of `train` and `plan` about it. Imports no torch."""
 
 import json
 import re
@@ -24,18 +24,18 @@ from lightning_llm.tracking.run_state import is_among_jobs, state_of
 from lightning_llm.train.checkpoint.manifest import UNSEALED, step_folders
 from lightning_llm.train.checkpoint.verification import skipped_lines
 
-MADE_OF_TIME = re.compile(r"-\d{8}-\d{6}$")
-"""The end of a run.name that conf/config.yaml makes."""
+WITH_TIMESTAMP = re.compile(r"-\d{8}-\d{6}$")
+"""End of the default run.name in conf/config.yaml."""
 
 
 def planned_start(config: Config, words: Sequence[str] | None) -> tuple[Start, list[str]]:
-    """Return how `train` would start the run, and what to say of that.
+    """Return how `train` would start the run, and lines about it.
 
-    `words` are those that were typed; None: the config is a file's. A new run is planned whatever lies in its folder,
-    which may be on another machine; what `train` refuses there is said.
+    `words` are the overrides; None: the config is from a file. A new run is planned even if its folder is not empty,
+    since it may run on another machine; a note reports that `train` would reject the folder.
 
     Raises:
-        ConfigError: `train` could not go on as `resume` says, or not from the run's trunk.
+        ConfigError: `train` could not resume, or not branch from the parent run.
     """
     if config.resume is not None:
         if config.resume == "auto" and words is not None:
@@ -48,34 +48,36 @@ def planned_start(config: Config, words: Sequence[str] | None) -> tuple[Start, l
         of_folder = [each for each in error.problems if each.key == "run.dir"]
         if len(of_folder) < len(error.problems):
             raise
-    return first_start(config, look_once), [f"note   train refuses run.dir: {each.text}" for each in of_folder if words]
+    lines = [f"note   `train` would reject run.dir: {each.text}" for each in of_folder if words]
+    return first_start(config, look_once), lines
 
 
 def refuse_unnamed_resume(config: Config, overrides: Sequence[str]) -> None:
-    """Return quietly unless the run's name is made of the time, under which there can be nothing to go on with.
+    """Reject resume=auto for a default run.name, which contains a timestamp, so that no earlier run has it.
 
     Raises:
-        ConfigError: it is; with the newest run of the experiment that would go on.
+        ConfigError: with the newest run of the experiment that could be resumed.
     """
-    if any(typed_value(overrides, key) for key in ("run.name", "run.dir")) or not MADE_OF_TIME.search(config.run.name):
+    named = any(typed_value(overrides, key) for key in ("run.name", "run.dir"))
+    if named or not WITH_TIMESTAMP.search(config.run.name):
         return
-    text = f"is auto, and run.name is made of the time ({config.run.name}): no earlier run can be found by it. "
+    text = f"needs an explicit run.name or run.dir, because the default ({config.run.name}) contains a timestamp. "
     found = resumable_runs(config)
     if found:
-        text += f"Set run.dir={shlex.quote(str(found[0]))}, which is the newest run that this config goes on with"
+        text += f"Set run.dir={shlex.quote(str(found[0]))} to resume the newest matching run"
         text += f" (of {len(found)})." if len(found) > 1 else "."
     else:
-        text += f"Set run.name or run.dir. No unfinished run in {Path(config.run.dir).parent} has this config."
-    raise ConfigError(Problem("resume", text))
+        text += f"No unfinished run in {Path(config.run.dir).parent} has this config."
+    raise ConfigError(Problem("resume=auto", text))
 
 
 def resumable_runs(config: Config) -> list[Path]:
-    """Return the folders of the experiment's runs that `resume=auto` would go on with, the newest first."""
+    """Return the folders of the experiment's runs that `resume=auto` could resume, the newest first."""
     found = []
     for file in Path(config.run.dir).parent.glob("*/config.yaml"):
         try:
             old = load_config(file, [])
-        except ConfigError:  # of another version, say: not one to go on with
+        except ConfigError:  # for example of another version: cannot be resumed
             continue
         state = state_of(file.parent)
         unfinished = state in ("stopped", "failed") or old.trainer.max_steps < config.trainer.max_steps
@@ -86,67 +88,67 @@ def resumable_runs(config: Config) -> list[Path]:
 
 
 def resume_lines(config: Config, start: Start) -> list[str]:
-    """Return where the run goes on from, and what going further does to a schedule that ends with trainer.max_steps."""
-    if config.resume is None or (start.checkpoint is None and is_among_jobs()):  # which all ask to go on
+    """Return lines about the checkpoint that the run resumes from, and the effects of a changed trainer.max_steps."""
+    if config.resume is None or (start.checkpoint is None and is_among_jobs()):  # all jobs of a sweep have resume=auto
         return []
-    lines = list(skipped_lines(start.passed_over))
+    lines = list(skipped_lines(start.skipped))
     if start.checkpoint is None:
         which = "other checkpoint" if lines else "checkpoint"
-        return [*lines, f"resume none: {config.run.dir} holds no {which}, so the run begins at step 0"]
+        return [*lines, f"resume none: no {which} in {config.run.dir}, the run begins at step 0"]
     lines.append(f"resume from step {start.step}: {start.checkpoint.folder}")
     folder = Path(config.run.dir)
     own = same_folder(start.checkpoint.run_folder, folder)
     if own and (left := moved_from(folder / "config.yaml")):
-        both = f". {left} holds a run, too, and stays as it is" if is_run_file(left / "config.yaml") else ""
-        lines.append(f"note   the run was in {left} before, and continues in {folder}{both}")
+        both = f". {left} still contains a run and is not changed" if is_run_file(left / "config.yaml") else ""
+        lines.append(f"note   the run was moved from {left} and continues in {folder}{both}")
     if own and (problem := tokenizer_problem(folder)):
-        lines.append(f"note   {folder / TOKENIZER} {problem}; it is written anew")
+        lines.append(f"note   {folder / TOKENIZER} {problem}; it is written again")
     if start.checkpoint.version == UNSEALED:
         lines.append(
-            f"note   {start.checkpoint.folder.name} was written before checkpoints had digests: its tensors were held "
-            "against their CRC-32, the rest of it cannot be verified"
+            f"note   {start.checkpoint.folder.name} is from an earlier release without digests: only its tensors were "
+            "verified (by CRC-32)"
         )
     before = load_config(start.checkpoint.run_folder / "config.yaml", []).trainer.max_steps
     lines += _end_lines(start, before, config.trainer.max_steps)
     schedule, now = config.schedule, config.trainer.max_steps
     if schedule.name != "constant" and schedule.total_steps is None and before != now:
         lines.append(
-            f"note   the schedule ends with trainer.max_steps, which was {before} and is {now}: the learning rate goes "
-            f"on as in a run of {now} steps. schedule.total_steps={before} keeps it as it was"
+            f"note   trainer.max_steps changed from {before} to {now}, and the schedule follows it: the learning rate "
+            f"continues as in a run of {now} steps. Set schedule.total_steps={before} to keep the old schedule"
         )
     mixture = config.data.chosen_mixture
     if mixture.follows_max_steps and before != now:
-        what = "phases start at shares of" if mixture.pace is None else "order is that of a run of"
+        what = "phases follow" if mixture.pace is None else "order follows"
         lines.append(
-            f"note   data.mixture's {what} trainer.max_steps, which was {before} and is {now}: they "
-            f"begin at other steps than before. data.mixture.total_steps={before} keeps them as they were"
+            f"note   trainer.max_steps changed from {before} to {now}, and data.mixture's {what} it. Set "
+            f"data.mixture.total_steps={before} to keep them"
         )
     if config.precision.phases and before != now:
         lines.append(
-            f"note   precision.phases are shares of trainer.max_steps, which was {before} and is {now}: they begin and "
+            f"note   trainer.max_steps changed from {before} to {now}, and precision.phases follow it: they begin and "
             "end at other steps than before"
         )
     return lines
 
 
 def branch_lines(config: Config, start: Start) -> list[str]:
-    """Return what a branch prints as it starts: its trunk, what was changed, and what that does to rate and data."""
-    checkpoint, trunk = start.checkpoint, start.trunk
-    if checkpoint is None or trunk is None:
+    """Return the lines at the start of a branch: parent run, changed keys, effects on learning rate and data."""
+    checkpoint, parent = start.checkpoint, start.parent
+    if checkpoint is None or parent is None:
         return []
     updates = checkpoint.step - int(checkpoint.progress["skipped_steps"])
     return [
-        f"branch from step {checkpoint.step} of {trunk.trainer.max_steps} to {config.trainer.max_steps}: "
+        f"branch from step {checkpoint.step} of {parent.trainer.max_steps} to {config.trainer.max_steps}: "
         f"{checkpoint.folder}",
-        f"branch changes {'; '.join(_changes(trunk, config)) or 'nothing: it goes on as the trunk does'}",
-        *_rate_lines(trunk, config, updates),
-        *_data_lines(trunk, config, checkpoint.step),
+        f"branch changes {'; '.join(_changes(parent, config)) or 'nothing'}",
+        *_rate_lines(parent, config, updates),
+        *_data_lines(parent, config, checkpoint.step),
     ]
 
 
-def _changes(trunk: Config, config: Config) -> Iterator[str]:
-    """Yield what was changed: a group whose name is another by its names, else key by key."""
-    changed = changed_keys(trunk, config)
+def _changes(parent: Config, config: Config) -> Iterator[str]:
+    """Yield the changes: a group with another name by its names, other changes key by key."""
+    changed = changed_keys(parent, config)
     renamed = [key.removesuffix(".name") for key in changed if key.endswith(".name") and key.count(".") == 1]
     for group in renamed:
         before, after = changed[f"{group}.name"]
@@ -160,24 +162,24 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _rate_lines(trunk: Config, config: Config, updates: int) -> Iterator[str]:
-    """Yield that the learning rate of the next update is another than it would be in the trunk."""
+def _rate_lines(parent: Config, config: Config, updates: int) -> Iterator[str]:
+    """Yield a note if the learning rate of the next update differs from the parent run's."""
 
     def rate(each: Config) -> float:
         schedule = each.schedule.relative_to(each.optim.learning_rate)
         return each.optim.learning_rate * learning_rate_factor(schedule, updates, each.trainer.max_steps)
 
-    before, after = rate(trunk), rate(config)
+    before, after = rate(parent), rate(config)
     if before != after:
-        yield f"note   the next update's learning rate is {after:.4g}, where the trunk's would be {before:.4g}"
+        yield f"note   the learning rate of the next update is {after:.4g}, in the parent run {before:.4g}"
 
 
-def _data_lines(trunk: Config, config: Config, step: int) -> Iterator[str]:
-    """Yield which sources do not go on where the trunk left them."""
+def _data_lines(parent: Config, config: Config, step: int) -> Iterator[str]:
+    """Yield a note for each source that does not continue where the parent run left it."""
     drawn = []
-    if any(each.data.chosen_mixture.shares_by_tokens for each in (trunk, config)):
-        return  # known once documents are chosen
-    for each in (trunk, config):
+    if any(each.data.chosen_mixture.shares_by_tokens for each in (parent, config)):
+        return  # unknown until documents are chosen
+    for each in (parent, config):
         width = each.data.global_batch_size
         mixture: Mixture = each.data.chosen_mixture.build(each.data.trained_weights, width, each.trainer.max_steps)
         drawn.append(dict(zip(mixture.names, mixture.drawn(step * width), strict=True)))
@@ -185,15 +187,15 @@ def _data_lines(trunk: Config, config: Config, step: int) -> Iterator[str]:
     for name in sorted(after):
         if name in before and after[name] != before[name]:
             yield (
-                f"note   data.sources.{name}: the trunk has drawn {before[name]:,} sequences of it, and this mixture "
-                f"counts {after[name]:,} at step {step}: some are read twice, or left out, in this epoch"
+                f"note   data.sources.{name}: the parent run has used {before[name]:,} sequences by step {step}, but "
+                f"this mixture counts {after[name]:,}: some are repeated or skipped in this epoch"
             )
 
 
 def _end_lines(start: Start, before: int, now: int) -> list[str]:
-    """Return what to say of a run that ends where it is, or earlier than was planned `before`."""
+    """Return notes for a run that ends at the resumed step, or earlier than planned `before`."""
     if start.step == now:
-        return [f"note   trainer.max_steps={now} is the step that is made: no other follows, and the run ends here"]
+        return [f"note   trainer.max_steps={now} is already reached: the run ends without another step"]
     if now < before:
-        return [f"note   trainer.max_steps was {before} and is {now}: the run ends at step {now}"]
+        return [f"note   trainer.max_steps changed from {before} to {now}: the run ends at step {now}"]
     return []

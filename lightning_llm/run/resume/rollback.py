@@ -1,7 +1,8 @@
-"""Rollbacks of a run (`spikes.policy=rollback`): kept beside its records, since these are cut back. Imports no torch.
+"""Rollbacks of a run (`spikes.policy=rollback`). Imports no torch.
 
-A run's order of samples is that of its config without those that the config or a rollback leaves out. A checkpoint is
-one that it can go on from if it was trained on the same samples, in the same order, as the run would take up to there.
+They are stored in a separate file, since a rollback truncates the metrics. A run takes its samples in the config's
+order, without those skipped by the config or a rollback. It can resume from a checkpoint that was trained on the same
+samples in the same order.
 """
 
 import json
@@ -20,16 +21,16 @@ ROLLBACKS = "rollbacks.json"
 
 
 class Rollback(NamedTuple):
-    """One: the `record` of the step that was out of the ordinary, and the samples left out because of it."""
+    """One rollback: the metrics `record` of the step with a spike, and the range of samples skipped because of it."""
 
     record: dict[str, Any]
     skipped: Range
 
     @classmethod
     def of(cls, record: dict[str, Any], config: Config, skipped: Sequence[Range]) -> Self:
-        """Return the rollback of a run that leaves out `skipped` already, for the step of `record`.
+        """Return the rollback for the step of `record`, in a run that already skips `skipped`.
 
-        Left out are the samples of that step and of those before it, `spikes.rollback_skip_steps` steps in all.
+        It skips the samples of that step and of the steps before it, `spikes.rollback_skip_steps` steps in total.
         """
         width, step = config.data.global_batch_size, int(record["step"])
         first = max(0, step - config.spikes.rollback_skip_steps) * width
@@ -37,10 +38,10 @@ class Rollback(NamedTuple):
 
 
 def read_rollbacks(folder: Path) -> tuple[Rollback, ...]:
-    """Return the rollbacks of the run in `folder`, in their order.
+    """Return the rollbacks of the run in `folder`, in order.
 
     Raises:
-        ConfigError: the file does not hold what was written.
+        ConfigError: the file is damaged.
     """
     file = folder / ROLLBACKS
     try:
@@ -49,22 +50,22 @@ def read_rollbacks(folder: Path) -> tuple[Rollback, ...]:
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, KeyError, TypeError) as error:
-        text = f"{file} cannot be read ({error}), and says which samples the run leaves out. Bring it back from a copy."
+        text = f"{file} cannot be read ({error}), but lists the samples that the run skips. Restore it from a copy."
         raise ConfigError(Problem("run.dir", text)) from error
 
 
 def write_rollbacks(folder: Path, rollbacks: Iterable[Rollback]) -> None:
-    """Write all of a run's rollbacks, at once or not at all."""
+    """Write all rollbacks of a run atomically."""
     write_json(folder / ROLLBACKS, {"rollbacks": [each._asdict() for each in rollbacks]})
 
 
 def skipped_samples(config: Config, rollbacks: Iterable[Rollback]) -> tuple[Range, ...]:
-    """Return all samples that a run of `config` leaves out after `rollbacks`."""
+    """Return all samples that a run of `config` skips after `rollbacks`."""
     return merged([*(config.data.skip_samples or ()), *(each.skipped for each in rollbacks)])
 
 
 def rollback_facts(rollbacks: Sequence[Rollback], skipped: Sequence[Range]) -> dict[str, Any]:
-    """Return what summary.json says of them, and of all samples that are left out; nothing where there is nothing."""
+    """Return the facts for summary.json: rollbacks and all skipped samples, each only if there are any."""
     listed = [
         {"step": each.record["step"], "event": each.record.get("event"), "skipped": each.skipped} for each in rollbacks
     ]
@@ -73,10 +74,10 @@ def rollback_facts(rollbacks: Sequence[Rollback], skipped: Sequence[Range]) -> d
 
 
 def with_same_samples(config: Config, verify: Verify) -> Verify:
-    """Return `verify` with a look at the samples that a checkpoint was trained on, and those that its run leaves out.
+    """Return `verify` that first checks that a checkpoint was trained on the samples that its run does not skip.
 
     Raises, when it is called:
-        ConfigError: nothing says what these are.
+        ConfigError: the file of rollbacks is damaged.
     """
 
     def same_samples(checkpoint: Checkpoint) -> list[Damage]:
@@ -88,9 +89,9 @@ def with_same_samples(config: Config, verify: Verify) -> Verify:
 
 
 def other_samples(checkpoint: Checkpoint, now: Sequence[Range], global_batch_size: int) -> str | None:
-    """Return what the checkpoint was trained on and the run leaves out `now`, or the other way round; None if nothing.
+    """Return how the samples of the checkpoint differ from those of a run that skips `now`; None if they are the same.
 
-    The rest of a sentence.
+    The text continues a sentence with the checkpoint as its subject.
     """
     then = merged(checkpoint.progress.get(SKIPPED_SAMPLES, ()))
     if checkpoint.step == 0:
@@ -101,7 +102,7 @@ def other_samples(checkpoint: Checkpoint, now: Sequence[Range], global_batch_siz
         return None
     if any(each not in was for each in would):
         extra = [each for each in now if each[0] < end and each not in then]
-        return f"was trained on some of the samples {_words(extra)}, which are left out now"
+        return f"was trained on some of the samples {_words(extra)}, which are skipped now"
     return f"was trained without the samples {_words([each for each in was if each not in would])}"
 
 

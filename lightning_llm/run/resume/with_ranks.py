@@ -1,4 +1,4 @@
-"""The start of a run as all its ranks decide it, and its rollbacks to an earlier checkpoint in the same processes."""
+"""Decision of all ranks where a run starts, and rollbacks to an earlier checkpoint in the same processes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from lightning_llm.data.mixing.skipped import Range
 from lightning_llm.parallel.process_group import gather_objects, object_of_first
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.launch.environment import is_first_rank
-from lightning_llm.run.launch.local_ranks import goes_on
+from lightning_llm.run.launch.local_ranks import with_auto_resume
 from lightning_llm.run.launch.lock import RunLock, lock_run
 from lightning_llm.run.resume.rollback import Rollback, skipped_samples, write_rollbacks
 from lightning_llm.run.resume.start import Start, decide_start
@@ -22,12 +22,12 @@ from lightning_llm.train.spikes.policy import SpikeRollback
 
 
 def decide_with_ranks(config: Config, locks: list[RunLock] | None = None) -> Start:
-    """Return how the run starts, as rank 0 finds its folder. Each rank verifies its share of a checkpoint's files.
+    """Return how the run starts, decided by rank 0. Each rank verifies its share of a checkpoint's files.
 
-    `locks`: rank 0 first locks the run's folder, and adds the lock here; None: it is locked already.
+    `locks`: rank 0 first locks the run's folder and appends the lock; None: it is already locked.
 
     Raises:
-        ConfigError: on every rank, what rank 0 found wrong.
+        ConfigError: on every rank, with the problems found by rank 0.
     """
     if not dist.is_initialized():
         return _decide_locked(config, content_damage, locks)
@@ -39,7 +39,7 @@ def decide_with_ranks(config: Config, locks: list[RunLock] | None = None) -> Sta
             decision = error
         object_of_first(decision)
     else:
-        nothing: Any = None  # rank 0's value comes in its place
+        nothing: Any = None  # replaced by rank 0's value
         while isinstance(asked := object_of_first(nothing), Checkpoint):
             _verify_share(asked)
         decision = asked
@@ -55,41 +55,41 @@ def _decide_locked(config: Config, verify: Verify, locks: list[RunLock] | None) 
 
 
 def _verify_on_all_ranks(checkpoint: Checkpoint) -> list[Damage]:
-    """Return what all ranks together find wrong; called by rank 0, while the others wait to be asked for their share.
+    """Return the damage found by all ranks. Called by rank 0 while the others wait in `decide_with_ranks`.
 
     Raises:
-        ConfigError: a rank does not see the checkpoint's folder.
+        ConfigError: the checkpoint's folder is not visible on a rank.
     """
     object_of_first(checkpoint)
     found = _verify_share(checkpoint)
     if blind := [str(rank) for rank, damage in enumerate(found) if damage is None]:
-        text = f"{checkpoint.folder} is not seen by rank(s) {', '.join(blind)}. It must lie where all nodes see it."
+        text = f"{checkpoint.folder} is not visible on rank(s) {', '.join(blind)}. Use storage shared by all nodes."
         raise ConfigError(Problem("resume", text))
     return [each for damage in found for each in damage or ()]
 
 
 def _verify_share(checkpoint: Checkpoint) -> list[list[Damage] | None]:
-    """Return what each rank finds wrong with its share of the files, None from one that sees none. Collective."""
+    """Return the damage in each rank's share of the files, None from ranks that do not see them. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     return gather_objects(content_damage(checkpoint, rank, world) if checkpoint.folder.is_dir() else None)
 
 
 def go_back(plan: Plan, start: Start, spike: SpikeRollback) -> tuple[Plan, Start, Rollback]:
-    """Write down the rollback that `spike` asks a run that began from `start` for; return how it goes on. Collective.
+    """Save the rollback after `spike` in a run that began from `start`; return how the run continues. Collective.
 
-    What is written decides alone from where it does: so a run that dies on the way goes on in the same way.
+    The file alone determines where the run continues, so a run that is killed now resumes in the same way.
 
     Raises:
-        ConfigError: on every rank, where it cannot be written, or no checkpoint verifies.
+        ConfigError: on every rank, if it cannot be written, or no checkpoint is intact.
     """
-    config = goes_on(plan.config)
+    config = with_auto_resume(plan.config)
     made = Rollback.of(spike.record, config, skipped_samples(config, start.rollbacks))
     problem = None
     if is_first_rank():
         try:
             write_rollbacks(Path(config.run.dir), [*start.rollbacks, made])
         except OSError as error:
-            problem = Problem("run.dir", f"{config.run.dir} cannot be written ({error.strerror}). Make room there.")
+            problem = Problem("run.dir", f"{config.run.dir} cannot be written ({error.strerror}). Fix this and resume.")
     problem = object_of_first(problem)
     if problem is not None:
         raise AgreedError(problem) if dist.is_initialized() else ConfigError(problem)
@@ -97,10 +97,10 @@ def go_back(plan: Plan, start: Start, spike: SpikeRollback) -> tuple[Plan, Start
 
 
 def rollback_line(plan: Plan, start: Start, spike: SpikeRollback, skipped: Range) -> str:
-    """Return what to say of a run that goes back to `start`."""
+    """Return the line about a rollback to `start`."""
     spikes = plan.config.spikes
     first, last = skipped
     return (
-        f"back   {spike}: to step {start.step}, without the samples {first} to {last} "
+        f"back   {spike}: rolled back to step {start.step}, skipping the samples {first} to {last} "
         f"(rollback {len(start.rollbacks)} of at most {spikes.max_rollbacks}, spikes.max_rollbacks)"
     )

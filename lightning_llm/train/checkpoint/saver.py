@@ -101,7 +101,7 @@ class Saver:
         if late is not None and under_way and not awaited:
             self._tell_of_waiting(late.step, step, time.monotonic() - began)
         snapshot = take(module, optimizer)
-        if is_first_rank():
+        if is_global_zero():
             snapshot = replace(snapshot, about=self.about(step))
         self.taken_step = step
         if awaited or not self.asynchronous:
@@ -140,7 +140,7 @@ class Saver:
             self._abandoned.set()
         self._writing.join(ABANDONED_SECONDS if at_once else None)
         failure, self._writing = self._writing.failure, None
-        if failure is not None and not at_once and is_first_rank():
+        if failure is not None and not at_once and is_global_zero():
             text = str(failure) if isinstance(failure, StorageError) else f"{type(failure).__name__}: {failure}"
             print(f"note   {text}", file=sys.stderr, flush=True)
 
@@ -160,14 +160,14 @@ class Saver:
             snapshot.copies.wait()
         write(self.folder, snapshot, self.run, self.config_hash, group, self._abandoned, self.check_folder)
         self.saved_step = snapshot.step
-        if is_first_rank():
+        if is_global_zero():
             try:
                 prune(self.folder, self.config, self.run, val_losses)
             except OSError as error:  # a checkpoint that is not removed costs only disk space
                 print(f"note   an old checkpoint could not be removed: {error}", file=sys.stderr, flush=True)
 
     def _tell_of_waiting(self, earlier: int, step: int, seconds: float) -> None:
-        if is_first_rank() and not self._told_of_waiting:
+        if is_global_zero() and not self._told_of_waiting:
             text = f"step={earlier} was still being written when step={step} was due: training waited {seconds:.1f} s"
             print(f"note   {text}. Increase checkpoint.every_steps to avoid this. Reported once", flush=True)
         self._told_of_waiting = True
@@ -216,7 +216,7 @@ def write(
     """
     step = snapshot.step
     partial = folder / f".step={step}.partial"
-    first = is_first_rank()
+    first = is_global_zero()
     failed = f"the state of step {step} was not saved"
     # A thread must not restore warning filters, because they belong to the whole process.
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -247,7 +247,7 @@ def write(
         raise
 
 
-def is_first_rank() -> bool:
+def is_global_zero() -> bool:
     """Return whether this rank writes files and messages for all ranks."""
     return not dist.is_initialized() or dist.get_rank() == 0
 

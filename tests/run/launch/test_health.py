@@ -61,7 +61,7 @@ def test_what_a_user_gets_wrong_is_said_at_once(tmp_path, capsys):
     (tmp_path / "least.yaml").write_text("p2p.gb_per_second: 1\n")
     assert main(["health", CPU, "world=4", "--short", f"--fail-below={tmp_path / 'least.yaml'}"]) == 2
     said = capsys.readouterr().err
-    assert "world: is 4, and 1 ranks would be started here" in said
+    assert "world=4: must equal trainer.devices=1" in said
     assert "p2p.gb_per_second is not measured with --short" in said
 
 
@@ -74,7 +74,7 @@ def test_trainer_health_is_in_no_hash_and_free_on_resume():
 def test_a_run_does_not_start_on_wrong_numbers(small_run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(SquareProduct, "wrong_elements", lambda product: 3 * (product.number_format == "bf16"))
     assert main(["train", *small_run(tmp_path, "trainer.health=true")]) == 1
-    expected = f"error: trainer.health: bf16 GEMM: 3 elements on rank 0 ({HERE}) are wrong. No step was made.\n"
+    expected = f"error: trainer.health: bf16 GEMM: 3 elements on rank 0 ({HERE}) are wrong. Training was not started.\n"
     assert capsys.readouterr().err == expected
     assert not (tmp_path / "run").exists()
 
@@ -85,7 +85,7 @@ def test_ranks_that_are_checked_train_to_the_same_bits(small_run, tmp_path, capf
     for name, more in (("without", []), ("checked", ["trainer.health=true"])):
         assert main(["train", *small_run(tmp_path / name, *words, "data.micro_batch_size=1", *more)]) == 0
     assert curve(tmp_path / "without" / "run") == curve(tmp_path / "checked" / "run")
-    assert capfd.readouterr().out.count("health 2 ranks: values right, none slow (") == 1
+    assert capfd.readouterr().out.count("health 2 ranks: results correct, no slow rank (") == 1
 
 
 @pytest.mark.full
@@ -97,7 +97,7 @@ def test_ranks_that_are_no_good_are_named_once_and_no_run_starts(small_run, tmp_
     said = capfd.readouterr().err
     assert said.count("error: ") == 1
     assert said.startswith(f"error: trainer.health: rank 1 ({HERE}) takes ")
-    assert said.rstrip().endswith("No step was made.")
+    assert said.rstrip().endswith("Training was not started.")
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 

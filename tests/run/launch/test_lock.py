@@ -39,7 +39,7 @@ def test_two_names_of_one_folder_are_one_lock(tmp_path):
     (tmp_path / "link").symlink_to(folder)
     held = lock_run(tmp_path / "link")
     assert is_locked(folder)
-    with pytest.raises(ConfigError, match="is being trained right now"):
+    with pytest.raises(ConfigError, match="another process is training in"):
         lock_run(folder)
     held.release()
     assert not is_locked(tmp_path / "link")
@@ -53,10 +53,10 @@ def test_a_folder_that_is_mounted_under_another_parent_is_locked_by_its_inode(tm
     folder.mkdir()
     inode = os.open(folder, os.O_RDONLY)  # what a process does that knows the folder by another path
     fcntl.flock(inode, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert "is being trained right now" in str(lock.lock_made_folder(folder))
+    assert "another process is training in" in str(lock.lock_made_folder(folder))
     made_later.release()
     assert is_locked(folder)
-    with pytest.raises(ConfigError, match="is being trained right now"):
+    with pytest.raises(ConfigError, match="another process is training in"):
         lock_run(folder)
     os.close(inode)
     held = lock_run(folder)

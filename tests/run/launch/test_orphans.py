@@ -28,7 +28,7 @@ def test_ranks_of_a_killed_launcher_save_and_stop_and_the_run_goes_on_to_the_sam
             time.sleep(0.05)
         ranks = psutil.Process(launcher.pid).children(recursive=True)
         assert main(["train", *words, "parallel=ddp", "trainer.devices=2", "resume=auto"]) == 2
-        assert "is being trained right now" in capsys.readouterr().err
+        assert "is training in" in capsys.readouterr().err
         os.kill(launcher.pid, signal.SIGKILL)
     gone, alive = psutil.wait_procs(ranks, timeout=60)
     assert (len(gone) >= 2, alive) == (True, [])

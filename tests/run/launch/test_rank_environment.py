@@ -24,7 +24,7 @@ from lightning_llm.run.launch.environment import (
     rank_environment,
     world_problems,
 )
-from lightning_llm.run.launch.local_ranks import Ended, crowd_note, ended_by_failure, start_ranks
+from lightning_llm.run.launch.local_ranks import ExitStatus, crowd_note, ended_by_failure, start_ranks
 from lightning_llm.run.launch.torch_agent import first_failure, launch_ranks
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
@@ -126,7 +126,7 @@ def test_the_world_in_a_runs_config_gives_way_to_other_devices(tmp_path):
     assert load_config(tmp_path / "config.yaml", ["trainer.devices=1", "world=2"]).world == 2
     write_config(compose_config([*of_two, "world=4"]), tmp_path / "config.yaml")
     (problem,) = world_problems(load_config(tmp_path / "config.yaml", ["trainer.devices=1"]))
-    assert "Set world=null, set trainer.devices=4, or" in problem.text
+    assert "Set world=null or trainer.devices=4, or" in problem.text
     for word in ("world=null", "trainer.devices=4"):  # as it says
         assert world_problems(load_config(tmp_path / "config.yaml", ["trainer.devices=1", word])) == []
 
@@ -146,7 +146,7 @@ def test_what_another_rank_than_the_first_finds_wrong_is_said(tmp_path, capsys):
         error = SimpleNamespace(
             failures={rank: failure}, get_first_failure=lambda rank=rank, failure=failure: (rank, failure)
         )
-        assert ended_by_failure(error, tmp_path, 600.0) == Ended(2)
+        assert ended_by_failure(error, tmp_path, 600.0) == ExitStatus(2)
         assert capsys.readouterr().err == said
 
 
@@ -193,7 +193,7 @@ def test_a_callback_that_fails_on_another_rank_is_said_once(first_too, tmp_path,
     (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "detail": detail}))
     failure = SimpleNamespace(exitcode=1, message={"message": text})
     error = SimpleNamespace(failures={1: failure}, get_first_failure=lambda: (1, failure))
-    assert ended_by_failure(error, tmp_path, 600.0) == Ended(1)
+    assert ended_by_failure(error, tmp_path, 600.0) == ExitStatus(1)
     said = r"rank 1 failed first (exit code 1): CallbackFailedError: callbacks.own failed: \x1b[31m"
     printed = capsys.readouterr().err
     assert printed.splitlines()[:1] == ([] if first_too else [f"error: {said}"])

@@ -20,7 +20,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.run.launch import ray_ranks
-from lightning_llm.run.launch.local_ranks import Ended
+from lightning_llm.run.launch.local_ranks import ExitStatus
 from lightning_llm.run.launch.node_agent import Task
 from lightning_llm.run.launch.ray_cluster import OF_THIS_MACHINE, OWN, bundle, connected, is_own, machines, ray_problems
 from lightning_llm.run.launch.ray_node import RayNode
@@ -97,7 +97,7 @@ def test_what_ray_runs_is_heard_started_again_and_stopped(
     ]
     assert said.err.count("complains") == 3
     assert "error: rank 0 failed first (exit code 1): RuntimeError: planted" in said.err
-    assert "error: torch's agent on a machine of Ray's ended with -9" in said.err
+    assert "error: torch's agent on a machine of Ray exited with -9" in said.err
     restarts = summary_of(run)["restarts"]
     assert [each["reached_step"] for each in restarts] == [3, 5]
     assert not [pid for pid in range(3) if psutil.pid_exists(int((tmp_path / f"start-{pid}").read_text()))]
@@ -162,7 +162,7 @@ def test_a_config_that_a_machine_refuses_is_said_and_not_tried_again(capfd: pyte
     assert "a value must be given" in said
     start = PlacedRanks(None, [None])
     start.reports[0] = found[-1][1]
-    assert ray_ranks._how_it_ended(start, compose_config([])) == Ended(2)
+    assert ray_ranks._how_it_ended(start, compose_config([])) == ExitStatus(2)
 
 
 def test_what_a_user_gets_wrong(
@@ -170,7 +170,7 @@ def test_what_a_user_gets_wrong(
 ) -> None:
     of_three = "parallel=ddp", "data.global_batch_size=6"
     assert main(["train", *small_run(tmp_path, "launcher=ray", "world=3", "trainer.devices=2", *of_three)]) == 2
-    assert "world: is 3, no multiple of trainer.devices=2" in capsys.readouterr().err
+    assert "world=3: must be a multiple of trainer.devices=2" in capsys.readouterr().err
     monkeypatch.setattr("lightning_llm.run.launch.ray_cluster.find_spec", lambda name: None)
     words = small_run(tmp_path, "launcher=ray")
     for more in ([], ["-m", "seed=0,1"]):
@@ -321,10 +321,10 @@ def test_no_ray_and_no_room_are_said(small_run: Any, tmp_path: Path, capfd: pyte
     words = small_run(tmp_path, "launcher=ray")
     assert main(["train", *words, "launcher.address=127.0.0.1:9"]) == 2
     said = capfd.readouterr().err
-    assert "launcher.address: is 127.0.0.1:9, and no Ray is to be reached there: " in said
+    assert "launcher.address=127.0.0.1:9: Ray cannot be reached there: " in said
     assert "Connection refused" in said  # before Ray tries for a quarter of an hour
     assert main(["train", *words, "launcher.cpus_per_task=512"]) == 2
     assert (
-        "launcher.cpus_per_task: the ranks need 1 machine with 512 CPU each, and Ray has 1: " in capfd.readouterr().err
+        "launcher.cpus_per_task: the ranks need 1 machine with 512 CPU each, but Ray has 1: " in capfd.readouterr().err
     )
     assert not (tmp_path / "run").exists()

@@ -89,7 +89,7 @@ def test_a_job_whose_time_is_up_is_queued_again_and_goes_on(number, slurm, small
     name = "trainer.max_time" if number == signal.SIGALRM else "SIGUSR1"
     assert f"{name}: stopping after this step, which is saved" in said
     assert f"stopped by {name}, state saved at step 3" in said
-    assert "note   Slurm queues job 16_2 again" in said
+    assert "note   Slurm job 16_2 was requeued" in said
     assert (slurm / "requeued").read_text() == "requeue 16_2\n"
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
     assert (summary_of(run)["status"], steps_saved(run)) == ("stopped", [3])
@@ -106,7 +106,7 @@ def test_the_timer_runs_and_slurms_refusal_is_told(small_run, tmp_path, slurm, m
     assert main(["train", *small_run(tmp_path, *STEPS, *more)]) == 75
     said = capsys.readouterr().err
     assert re.search(r"stopped by trainer.max_time, (state saved at step \d+|nothing was saved yet)", said)
-    assert "did not queue job 17 again (scontrol requeue 17: scontrol: error: Access denied)" in said
+    assert "did not requeue job 17 (scontrol requeue 17: scontrol: error: Access denied)" in said
 
 
 def test_a_launcher_passes_the_signal_on_to_its_ranks(small_run, tmp_path, forked_ranks, slurm, capfd):

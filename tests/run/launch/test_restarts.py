@@ -13,7 +13,7 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.run.checked_plan import checked_plan
-from lightning_llm.run.launch.local_ranks import Ended, Restarts
+from lightning_llm.run.launch.local_ranks import ExitStatus, Restarts
 from lightning_llm.tracking.files import summary_of
 from tests.run_metrics import curve
 
@@ -47,7 +47,7 @@ def test_a_killed_rank_is_named_and_the_group_goes_on_to_the_same_bits(lost, und
     assert code == 0, said.err
     assert curve(run) == curve(undisturbed)
     assert "error: rank 1 failed first (SIGKILL)" in said.err
-    assert "note   start 1 of at most 2 again, from the newest checkpoint that verifies" in said.err
+    assert "note   restart 1 of at most 2, from the newest intact checkpoint" in said.err
     assert "resume from step 2: " in said.out
     summary = summary_of(run)
     (restart,) = summary["restarts"]
@@ -65,7 +65,7 @@ def test_a_single_rank_is_started_again_too(lost, undisturbed):
 def test_one_that_dies_at_the_same_step_again_is_not_started_for_ever(lost, capfd):
     code, run = lost(1, 3, 9, "parallel=ddp", "trainer.devices=2", "trainer.max_restarts=5")
     assert code == 1
-    assert re.search(r"not started again: the last start came no further than step [23] either", capfd.readouterr().err)
+    assert re.search(r"no restart: the previous restart did not get beyond step [23]", capfd.readouterr().err)
     summary = summary_of(run)
     assert summary["status"] == "failed"
     assert len(summary["restarts"]) in (1, 2)
@@ -94,16 +94,16 @@ def test_how_often(small_run, tmp_path, capsys):
     config = compose_config(small_run(tmp_path, "trainer.max_restarts=2"))
     (run := tmp_path / "run").mkdir()
     restarts = Restarts(config)
-    assert not restarts.again(Ended(1, "rank 0 was lost")), "it had not begun"
+    assert not restarts.again(ExitStatus(1, "rank 0 was lost")), "it had not begun"
     (run / "config.yaml").touch()
     tries = []
     for step in (4, 8, 12):
         (run / "metrics.jsonl").write_text(json.dumps({"step": step, "loss": 1.0}) + "\n")
-        tries.append(restarts.again(Ended(1, f"lost after {step}")))
+        tries.append(restarts.again(ExitStatus(1, f"lost after {step}")))
     assert tries == [True, True, False]
     assert [each["reached_step"] for each in summary_of(run)["restarts"]] == [4, 8]
-    assert "trainer.max_restarts=2 starts are used up" in capsys.readouterr().err
-    assert not Restarts(config).again(Ended(2))
+    assert "trainer.max_restarts=2 is used up" in capsys.readouterr().err
+    assert not Restarts(config).again(ExitStatus(2))
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
@@ -119,7 +119,7 @@ def test_a_name_made_of_the_time_is_refused_there(small_run, tmp_path, monkeypat
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     words = [word for word in small_run(tmp_path) if not word.startswith("run.dir=")]
     assert main(["train", *words]) == 2
-    assert "run.name is made of the time" in capsys.readouterr().err
+    assert "contains a timestamp" in capsys.readouterr().err
     assert not os.listdir(tmp_path)
 
 
