@@ -97,7 +97,7 @@ def train(config: "Config", *, quiet: bool = False) -> TrainResult:
     folder = Path(config.run.dir)
     if code == EXIT_INPUT:
         text = "the ranks were started and rejected the run. See stderr for the reasons."
-        raise ConfigError(Problem(f"trainer.devices={config.trainer.devices}", text))
+        raise ConfigError(Problem("trainer.devices", text, config.trainer.devices))
     if code in STOPPED_CODES and code != EXIT_GOES_ON:
         raise KeyboardInterrupt if code == 128 + signal.SIGINT else Terminated(code - 128)
     summary = summary_of(folder)

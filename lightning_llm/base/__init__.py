@@ -1,1 +1,1 @@
-"""What every other package stands on: errors, files, processes, the terminal. Imports nothing of ours."""
+"""Foundation of all other packages: errors, files, processes, the terminal. Imports none of our packages."""

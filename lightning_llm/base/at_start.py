@@ -1,6 +1,6 @@
-"""The first milliseconds of the command: Ctrl-C ends the process without a traceback, until `early_signals` takes it.
+"""First import of the command: Ctrl-C ends the process without a traceback, until `early_signals` handles signals.
 
-Only in a process of the command: importing the package changes nothing in another. Imports Python's own modules alone.
+Has no effect when another program imports the package. Imports only Python's standard modules.
 """
 
 import signal

@@ -1,6 +1,6 @@
-"""Errors of users, reported so that they can be fixed.
+"""Errors reported to users.
 
-A message names the key, the value, what is allowed and what to change. Everything that is wrong is reported at once, so
+A message names the key, the value, the allowed values and the remedy. All problems are reported at once, so
 `ConfigError` carries a list. The command line prints it without a traceback and exits with 2.
 """
 
@@ -13,18 +13,23 @@ from difflib import get_close_matches
 from pathlib import Path
 
 MOST_MEANT = 6
-"""Of names that a shorter one may mean."""
+"""Maximum number of suggestions for an incomplete name."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: `key` is the dotted config key, a path or a flag; `text` a full sentence or two."""
+    """One problem, printed as `key=value: text`.
+
+    `key`: dotted config key, path or flag; `text`: the problem, what is allowed and the remedy; `value`: None if it is
+    not known or part of the text.
+    """
 
     key: str
     text: str
+    value: object = None
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.text}"
+        return f"{self.key}{'' if self.value is None else f'={self.value}'}: {self.text}"
 
 
 class ConfigError(Exception):
@@ -35,12 +40,12 @@ class ConfigError(Exception):
         super().__init__("\n".join(map(str, self.problems)))
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[Problem]]]:
-        return type(self), (self.problems,)  # it goes from rank to rank; an exception's own way loses its problems
+        return type(self), (self.problems,)  # it is sent between ranks; the default would lose the problems
 
 
 @contextmanager
 def gathered(problems: list[Problem]) -> Iterator[None]:
-    """Run the block; the problems of a ConfigError that it raises are added to `problems`, and what follows goes on."""
+    """Run the block; add the problems of a ConfigError to `problems` instead of raising it."""
     try:
         yield
     except ConfigError as error:
@@ -48,15 +53,15 @@ def gathered(problems: list[Problem]) -> Iterator[None]:
 
 
 class AgreedError(ConfigError):
-    """A ConfigError that every rank raises alike: rank 0 prints it, and nobody else has to."""
+    """ConfigError that is raised on every rank and printed only by rank 0."""
 
 
 class CallbackFailedError(Exception):
-    """A callback of the config raised something, or ended the process. Exit code 1."""
+    """A callback of the config raised an exception or exited. Exit code 1."""
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal that asks to end, `number`, came where nothing has to be saved, or all is. Exit code 128 + `number`."""
+    """Signal `number` asked the process to end, and no state is left to save. Exit code 128 + `number`."""
 
     def __init__(self, number: int = signal.SIGTERM):
         self.number = number
@@ -67,7 +72,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class RunFailedError(Exception):
-    """A run that was started from Python failed; why stands in `folder`'s summary.json, too. Exit code 1."""
+    """A run started from Python failed; summary.json in `folder` has the reason, too. Exit code 1."""
 
     def __init__(self, folder: Path, detail: str):
         self.folder = folder
@@ -79,7 +84,7 @@ class RunFailedError(Exception):
 
 
 class RanksFailedError(Exception):
-    """Ranks that were started for a command failed; what they had to say is said. Exit code `code`."""
+    """Ranks of a command failed (already reported on stderr). Exit code `code`."""
 
     def __init__(self, code: int, detail: str):
         self.code = code
@@ -105,21 +110,20 @@ class UnhealthyError(Exception):
         return type(self), (self.text, self.reports, self.stopped)
 
     def end_stopped(self) -> None:
-        """Kill those processes. To be called last: a launcher that sees one gone ends all others."""
+        """Kill the stopped processes. Call this last, since a launcher then ends all other ranks."""
         for number in self.stopped:
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
 
 
 class StorageError(Exception):
-    """What a run leaves cannot be written any more: a full disk, a folder that became read-only. Exit code 1."""
+    """The run's files cannot be written: the disk is full or the folder is read-only. Exit code 1."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for those of `known` that `word` begins, has the parts of, or is nearest to.
+    """Return " Did you mean 'x'?" for the names in `known` with the prefix `word`, the same parts, or the closest name.
 
-    Where nothing is near, the list of what is known; of a folder that is ("sweep/nope") what lies in it, since a folder
-    in common makes no two names alike.
+    If none is close, return the list of known names; for "sweep/nope" only those in the folder `sweep`.
     """
     known = sorted(known)
     folder = word[: word.rfind("/") + 1]

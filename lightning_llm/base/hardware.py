@@ -1,7 +1,7 @@
-"""Names and peak speeds of devices: the denominator of model FLOPs utilisation.
+"""Names and peak speeds of devices, the denominator of model FLOPs utilization.
 
-Peaks are dense (the figures that datasheets star as "with sparsity" are halved), with accumulation in fp32 where a
-vendor lists two. A device or format that is not in the table has no peak: `None`, never a neighbour's figure.
+Peaks are dense (figures "with sparsity" in datasheets are halved), with fp32 accumulation if a vendor lists two. For a
+device or format that is not in the table the peak is `None`, never that of a similar device.
 """
 
 import os
@@ -30,7 +30,7 @@ _MI250X = "https://www.amd.com/content/dam/amd/en/documents/instinct-business-do
 _V100 = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
 
 PEAK_TFLOPS: dict[str, tuple[dict[str, float], str]] = {
-    # whole name that CUDA reports, as a pattern: ({format: dense TFLOP/s}, source)
+    # pattern of the full name reported by CUDA: ({format: dense TFLOP/s}, source)
     r"NVIDIA A100[- ]SXM4-\d+GB|NVIDIA A100-PCIE-40GB|NVIDIA A100 80GB PCIe": (
         {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312},
         _A100,
@@ -58,7 +58,7 @@ PEAK_TFLOPS: dict[str, tuple[dict[str, float], str]] = {
     r"AMD Instinct MI250X": (
         {"fp32": 47.9, "bf16": 191.5, "fp16": 191.5},
         _MI250X,
-    ),  # one of its two dies, a device each
+    ),  # one of its two dies; each is a device
     r"Tesla T4": ({"fp32": 8.1, "fp16": 65}, _T4),
     r"Tesla V100-SXM2-\d+GB(-LS)?": ({"fp32": 15.7, "fp16": 125}, _V100),
 }
@@ -77,9 +77,9 @@ MEMORY_GIB: dict[str, int] = {
     "rtx5090": 32,
     "mi250x": 64,
 }
-"""Memory of a device that `hardware=NAME` plans for, by the datasheets above (RTX 5090: nvidia.com/geforce), which
-write GB for GiB. Of the A100 the larger, of the H100 the SXM, of the GH200 the one with HBM3, of
-the MI250X one die of two, which is a device to ROCm and to a rank."""
+"""Memory of the device planned for by `hardware=NAME`, from the datasheets above (RTX 5090: nvidia.com/geforce), which
+write GB for GiB. The A100 is the larger one, the H100 the SXM, the GH200 the one with HBM3; the MI250X is one die of
+two, which is one device in ROCm."""
 PLANNED_DEVICES = {
     "a100": "NVIDIA A100-SXM4-80GB",
     "l4": "NVIDIA L4",
@@ -93,27 +93,27 @@ PLANNED_DEVICES = {
     "gb200": "NVIDIA GB200",
     "mi250x": "AMD Instinct MI250X",
 }
-"""What `hardware=NAME` calls itself: the key of `PEAK_TFLOPS`, which knows no RTX 5090."""
+"""Device name for `hardware=NAME` in `PEAK_TFLOPS`, which has no RTX 5090."""
 COMPUTE_UNITS = {
     "a100": 108,  # https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf
     "h100": 132,  # SXM5; https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper
     "h200": 132,
     "gh200": 132,
-    "b200": 148,  # of both dies, as CUDA counts them; https://chipsandcheese.com/p/nvidias-b200-keeping-the-cuda-juggernaut
+    "b200": 148,  # both dies, as counted by CUDA; https://chipsandcheese.com/p/nvidias-b200-keeping-the-cuda-juggernaut
     "gb200": 148,
-    "mi250x": 110,  # of one die; https://rocm.docs.amd.com/en/latest/reference/gpu-arch-specs.html
+    "mi250x": 110,  # one die; https://rocm.docs.amd.com/en/latest/reference/gpu-arch-specs.html
 }
-"""Streaming multiprocessors, or AMD's compute units, of a device: a GEMM's tiles run in waves of so many."""
+"""Streaming multiprocessors or AMD compute units of a device: the size of a wave of GEMM tiles."""
 
 
 def planned_peak_flops(hardware: str, number_format: str) -> float | None:
-    """Return the dense peak of the device that `hardware=NAME` plans for, in FLOP/s; None where no table has it."""
+    """Return the dense peak of the device planned for by `hardware=NAME`, in FLOP/s; None if unknown."""
     name = PLANNED_DEVICES.get(hardware)
     return None if name is None else peak_flops_per_second(name, number_format)
 
 
 def planned_hardware(device_name: str) -> str | None:
-    """Return the NAME of `hardware=NAME` that plans for `device_name`, as CUDA reports it; None where none does."""
+    """Return the NAME in `hardware=NAME` for a `device_name` reported by CUDA; None if there is none."""
     for pattern in PEAK_TFLOPS:
         if re.fullmatch(pattern, device_name):
             return next((key for key, name in PLANNED_DEVICES.items() if re.fullmatch(pattern, name)), None)
@@ -121,7 +121,7 @@ def planned_hardware(device_name: str) -> str | None:
 
 
 def memory_bytes_here(device_type: str) -> int | None:
-    """Return the memory of this machine's first CUDA device, or of the machine ("cpu"); None where torch sees none."""
+    """Return the memory of this machine's first CUDA device, or of the machine ("cpu"); None without a device."""
     if device_type == "cuda":
         import torch
 
@@ -130,9 +130,9 @@ def memory_bytes_here(device_type: str) -> int | None:
 
 
 def peak_flops_per_second(device_name: str, number_format: str) -> float | None:
-    """Return the dense peak of `device_name`, as CUDA reports it, in FLOP/s; formats: fp32 tf32 bf16 fp16 fp8 fp4.
+    """Return the dense peak of a `device_name` reported by CUDA, in FLOP/s; formats: fp32 tf32 bf16 fp16 fp8 fp4.
 
-    None where the table has no figure: other devices, slices of a GPU (MIG), formats the device has no unit for.
+    None if the table has no figure: other devices, slices of a GPU (MIG), formats that the device does not support.
     """
     for pattern, (peaks, _) in PEAK_TFLOPS.items():
         if re.fullmatch(pattern, device_name):
@@ -142,7 +142,7 @@ def peak_flops_per_second(device_name: str, number_format: str) -> float | None:
 
 
 def gemm_format(compute_dtype: str, device: "torch.device") -> str:
-    """Return the format whose peak bounds GEMMs in `compute_dtype`: fp32 ones run as tf32 where torch is allowed to."""
+    """Return the format of the peak for GEMMs in `compute_dtype`: tf32 for fp32 if torch allows it."""
     import torch
 
     if compute_dtype == "fp32" and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
@@ -151,7 +151,7 @@ def gemm_format(compute_dtype: str, device: "torch.device") -> str:
 
 
 def device_name(device: "torch.device") -> str:
-    """Return the model name of `device`: CUDA's, or the processor's."""
+    """Return the model name of `device`: of the CUDA device or of the processor."""
     import torch
 
     if device.type == "cuda":
@@ -160,7 +160,7 @@ def device_name(device: "torch.device") -> str:
 
 
 def describe_device(device: "torch.device", ranks: int = 1) -> str:
-    """Return one line on what a run runs on: name, memory or threads, and the number of ranks."""
+    """Return a line about the devices of a run: name, memory or threads, and the number of ranks."""
     import torch
 
     if device.type == "cuda":
@@ -171,9 +171,9 @@ def describe_device(device: "torch.device", ranks: int = 1) -> str:
 
 
 def host_peak_bytes() -> int:
-    """Return the largest resident set this process has had, in bytes.
+    """Return the peak resident set size of this process, in bytes.
 
-    Linux's VmHWM where there is one: getrusage's figure is inherited from the process that started this one.
+    Uses Linux's VmHWM if available, because the value of getrusage is inherited from the parent process.
     """
     status = Path("/proc/self/status")
     if status.exists():

@@ -1,11 +1,10 @@
 """Faster imports of torch, Lightning and MLflow, which take seconds.
 
-`slow_imports` keeps the garbage collector out of them: it would take a quarter of the time.
+`slow_imports` disables the garbage collector during imports, which would take a quarter of the time.
 
-`defer_torchmetrics` runs torchmetrics only when a metric is asked for. Lightning imports `Metric` and
-`MetricCollection` to recognize them. Python runs a package's `__init__` before any module in it, and that of
-torchmetrics imports every metric: language models for BERTScore, signal processing for audio, 2.8 of 7.4 CPU seconds of
-every start of a command and of a rank.
+`defer_torchmetrics` loads torchmetrics only when a metric is used. Lightning imports `Metric` and `MetricCollection` to
+recognize them. That runs the package's `__init__`, which imports every metric (language models for BERTScore, signal
+processing for audio): 2.8 of 7.4 CPU seconds at every start of a command and of a rank.
 """
 
 import gc
@@ -24,22 +23,22 @@ _depth = 0
 
 
 def take_process() -> None:
-    """Mark this process as running one command and nothing else: what it imports, it keeps to its end."""
+    """Mark this process as running only one command, so that its imports stay until its end."""
     global _own_process
     _own_process = True
 
 
 def is_importing() -> bool:
-    """Return whether this process, of a command alone, is within `slow_imports`."""
+    """Return whether this process runs only a command and is within `slow_imports`."""
     return _depth > 0
 
 
 @contextmanager
 def slow_imports() -> Iterator[None]:
-    """Import without looking for garbage, among half a million objects that are none, and not among them later.
+    """Disable garbage collection during imports, which create half a million permanent objects, and freeze these.
 
-    In the process of a command alone (`take_process`). Another's, a notebook's say, has objects of its own, which
-    would never be collected either.
+    Only in the process of a command (`take_process`). Elsewhere, as in a notebook, freezing would also keep other
+    objects forever.
     """
     if not _own_process:
         yield
@@ -57,34 +56,34 @@ def slow_imports() -> Iterator[None]:
 
 _NAME = "torchmetrics"
 _HOMES = {"__version__": f"{_NAME}.__about__", "Metric": f"{_NAME}.metric", "MetricCollection": f"{_NAME}.collections"}
-"""What Lightning asks of the package, and the modules that have it."""
+"""Names that Lightning imports from the package, and the modules that define them."""
 
 
 class _UnrunPackage(ModuleType):
-    """The package before its `__init__` ran: asked for more than Lightning does, it becomes itself."""
+    """Package that runs its `__init__` on access to an attribute other than those that Lightning imports."""
 
     __loader__: Loader
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_logger":  # what the base classes' own modules ask of the package
+        if name == "_logger":  # used by the modules of the base classes
             return logging.getLogger(_NAME)
         if name in _HOMES:
             try:
                 if name != "__version__":
-                    import_module(f"{_NAME}.utilities")  # before `metric`, with which it imports in a circle
+                    import_module(f"{_NAME}.utilities")  # first, because it has an import cycle with `metric`
                 return getattr(import_module(_HOMES[name]), name)
-            except ImportError:  # a version whose modules ask for more of the package
+            except ImportError:  # a version with modules that use more of the package
                 for module in [module for module in sys.modules if module.startswith(f"{_NAME}.")]:
                     del sys.modules[module]
-        elif name.startswith("__"):  # Python's own questions
+        elif name.startswith("__"):  # special attributes of Python
             raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
-        self.__class__ = ModuleType  # type: ignore[assignment]  # what it is from now on
+        self.__class__ = ModuleType  # type: ignore[assignment]  # from now on a normal module
         self.__loader__.exec_module(self)
         return getattr(self, name)
 
 
 class _UnrunLoader(Loader):
-    """Loads the package unrun, and leaves it its own loader."""
+    """Loader that creates the package without running it and keeps its original loader."""
 
     def __init__(self, spec: ModuleSpec, loader: Loader):
         self._spec, self._loader = spec, loader
@@ -108,9 +107,9 @@ class _Finder(MetaPathFinder):
 
 
 def defer_torchmetrics() -> None:
-    """Let the next import of torchmetrics run its `__init__` only when more than a base class is asked of it.
+    """Let the next import of torchmetrics run its `__init__` only when more than a base class is used.
 
-    Whatever is asked of it later is there, as ever. Where it has been imported already, nothing changes.
+    All attributes remain available. Does nothing if torchmetrics is already imported.
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -1,8 +1,8 @@
-"""Does a file hold what was written? Getting it to the disk, digests of content, and JSON files with their own.
+"""Integrity of files: syncing to disk, digests of content, and checksummed JSON files.
 
-XXH3 with 128 bits (https://xxhash.com): a checkpoint must be verified in less time than it is read, and on one core it
-goes at 5 GB/s where SHA-256 takes 0.9. It finds what decays, is torn or mixed up; it is no proof against a forger, who
-would write the digest anew: reading must be safe by the format alone.
+Digests are XXH3-128 (https://xxhash.com), which runs at 5 GB/s on one core (SHA-256: 0.9 GB/s), so that verifying a
+checkpoint takes less time than reading it. They detect corruption, torn writes and mix-ups, but not forgery, since a
+digest can be recomputed: file formats must be safe to read by themselves.
 """
 
 import errno
@@ -20,12 +20,12 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 
 BLOCK_BYTES = 1 << 20
 SEAL = "digest"
-"""The key of a sealed JSON file that holds the digest of all the rest."""
+"""Key of a checksummed JSON file with the digest of its other content."""
 
 
 @dataclass(frozen=True)
 class FileContent:
-    """What a file was written with: its size and 32 hex digits over its bytes, None where none were taken."""
+    """Size of a file and digest of its bytes (32 hex digits), None if unknown, as they were written."""
 
     size_bytes: int
     digest: str | None
@@ -37,9 +37,9 @@ class FileContent:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Return when what was written to the file, or the names in the folder, at `path` are on the disk. Raises OSError.
+    """Wait until the content of the file, or the names in the folder, at `path` are on disk. Raises OSError.
 
-    A file under its new name is safe from a power failure only when its folder is, too.
+    A renamed file is safe from a power failure only once its folder is synced, too.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -49,7 +49,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def digest_of_file(file: Path) -> str:
-    """Return 32 hex digits over the bytes of `file`. Raises OSError."""
+    """Return the digest of the bytes of `file` (32 hex digits). Raises OSError."""
     digest, block = xxh3_128(), bytearray(BLOCK_BYTES)
     view = memoryview(block)
     with file.open("rb", buffering=0) as opened:
@@ -59,8 +59,8 @@ def digest_of_file(file: Path) -> str:
 
 
 def read_regular(file: Path) -> bytes:
-    """Return the content of `file`. Raises OSError for a pipe or a device, too, which might never end."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would wait for one
+    """Return the content of `file`. Raises OSError, also for a pipe or a device, which might never end."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # do not wait for the writer of a pipe
     with open(descriptor, "rb") as opened:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", str(file))
@@ -68,16 +68,16 @@ def read_regular(file: Path) -> bytes:
 
 
 def file_mark(file: Path) -> list[int]:
-    """Return size, times and inode of `file`: they change when it is written to or replaced. Raises OSError.
+    """Return size, times and inode of `file`, which change when it is written or replaced. Raises OSError.
 
-    The change time (ctime) is there because programs such as `cp -p` and `rsync -t` set the modification time.
+    The change time (ctime) is included because programs such as `cp -p` and `rsync -t` set the modification time.
     """
     its = file.stat()
     return [its.st_size, its.st_mtime_ns, its.st_ctime_ns, its.st_ino]
 
 
 def size_problem(file: Path, written: FileContent) -> str | None:
-    """Return what is wrong with the size of `file`, None if nothing is."""
+    """Return the problem of the size of `file`, or None."""
     try:
         found = file.stat().st_size
     except FileNotFoundError:
@@ -90,12 +90,12 @@ def size_problem(file: Path, written: FileContent) -> str | None:
 
 
 def content_problem(file: Path, written: FileContent) -> str | None:
-    """Return what is wrong with `file` by its size and bytes, None if it holds what was written."""
+    """Return the problem of the size or bytes of `file`, or None if it is unchanged."""
     return size_problem(file, written) or digest_problem(file, written.digest)
 
 
 def digest_problem(file: Path, written: str | None) -> str | None:
-    """Return what is wrong with `file` by its bytes, None if they have the digest `written`, or that is unknown."""
+    """Return the problem of the bytes of `file`, or None if they have the digest `written` or it is unknown."""
     try:
         found = digest_of_file(file)
     except FileNotFoundError:
@@ -104,7 +104,7 @@ def digest_problem(file: Path, written: str | None) -> str | None:
         return f"cannot be read ({error.strerror})"
     if written in (None, found):
         return None
-    return f"does not hold what was written (digest {found[:8]}, {str(written)[:8]} when written)"
+    return f"was changed or is damaged (digest {found[:8]}, {str(written)[:8]} when written)"
 
 
 def seal(values: Mapping[str, Any]) -> bytes:
@@ -113,16 +113,16 @@ def seal(values: Mapping[str, Any]) -> bytes:
 
 
 def unseal(content: bytes) -> dict[str, Any]:
-    """Return what was sealed, without its digest.
+    """Verify a checksummed JSON object and return it without its digest.
 
     Raises:
-        ValueError: what is wrong, as the rest of a sentence that begins with the file.
+        ValueError: the problem, as the rest of a sentence that begins with the file's name.
     """
     values = parse_object(content)
     if values.pop(SEAL, None) is None:
-        raise ValueError("has no digest: an earlier release wrote it, or it is damaged")
+        raise ValueError("has no digest: it is damaged or from an earlier release")
     if seal(values) != content:
-        raise ValueError("does not hold what was written (its own digest differs)")
+        raise ValueError("was changed or is damaged (its digest differs)")
     return values
 
 
@@ -131,14 +131,14 @@ def parse_object(content: bytes) -> dict[str, Any]:
     try:
         values = json.loads(content, object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is no JSON ({error})") from error
+        raise ValueError(f"is not JSON ({error})") from error
     if not isinstance(values, dict):
-        raise ValueError("is no JSON object")
+        raise ValueError("is not a JSON object")
     return values
 
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises ValueError where it has a key twice, of which readers take either."""
+    """Return a JSON object. Raises ValueError for a duplicate key, which JSON readers treat differently."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
@@ -151,6 +151,6 @@ def _encoded(values: Mapping[str, Any]) -> bytes:
 
 
 def unpickling_problem(error: pickle.UnpicklingError) -> str:
-    """Return what `torch.load(weights_only=True)` refused, as the rest of a sentence, less its advice to trust it."""
+    """Return why `torch.load(weights_only=True)` rejected a file, as the rest of a sentence, without its advice."""
     named = re.search(r"GLOBAL (\S+)", str(error))
-    return f"names {named[1]}, which is no data; nothing of it has run" if named else "holds no data that can be read"
+    return f"refers to {named[1]}, which is code; it was not run" if named else "contains no readable data"

@@ -1,8 +1,7 @@
-"""Commands of new Python interpreters: every process of this program that runs Python is started by `python_module`.
+"""Starting Python interpreters: every Python process of this program is started with `python_module`.
 
-The working folder is the user's: a `random.py` or `json.py` in it must not replace a library. `-P` (safe path) keeps
-the folder off the module path of the process, PYTHONSAFEPATH off those of the processes that it starts. Standard
-library only.
+A user's `random.py` or `json.py` in the working directory must not replace a library. `-P` (safe path) keeps the
+directory off the module path of a process, PYTHONSAFEPATH off those of its children. Standard library only.
 """
 
 import os
@@ -12,25 +11,25 @@ from pathlib import Path
 SAFE_PATH = "PYTHONSAFEPATH"
 UTF8 = "PYTHONUTF8"
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-"""Variables that Lightning reads as whole numbers when it is imported."""
+"""Variables that Lightning parses as integers when it is imported."""
 ROOT = Path(__file__).resolve().parents[2]
-"""The folder of this package: of a checkout, or site-packages."""
+"""The folder that contains this package: a checkout or site-packages."""
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs `module` in a new interpreter. Give the process `python_environment()`, too."""
+    """Return the command that runs `module` in a new interpreter; use it with `python_environment()`."""
     return [sys.executable, *module_arguments(module, *arguments)]
 
 
 def module_arguments(module: str, *arguments: str) -> list[str]:
-    """Return the arguments with which an interpreter runs `module`."""
+    """Return the interpreter's arguments to run `module`."""
     return ["-P", "-m", module, *arguments]
 
 
 def python_environment() -> dict[str, str]:
-    """Return the variables that a new interpreter needs beside those of this process.
+    """Return the environment variables that a new interpreter needs in addition to those of this process.
 
-    A checkout that was never installed is found by the module path alone, often as the working folder.
+    A checkout that is not installed is found only through the module path, often as the working directory.
     """
     found = {SAFE_PATH: "1"}
     if (ROOT / "pyproject.toml").is_file() and any(Path(each or os.curdir).resolve() == ROOT for each in sys.path):
@@ -40,10 +39,10 @@ def python_environment() -> dict[str, str]:
 
 
 def use_utf8() -> None:
-    """Start this command again in Python's UTF-8 mode where its locale knows ASCII alone, and its children in it.
+    """If the locale is ASCII, restart this command in Python's UTF-8 mode, which its children inherit.
 
-    Arguments, names of files and files that libraries open without an encoding could hold no other letters. Python
-    takes that mode by itself in the locale C, unless PYTHONUTF8=0 forbids it.
+    Otherwise arguments, file names and files that libraries open without an encoding would be limited to ASCII. Python
+    uses that mode by default in the locale C, unless PYTHONUTF8=0 forbids it.
     """
     if sys.getfilesystemencoding() == "ascii" and os.environ.get(UTF8) != "1":
         os.environ[UTF8] = "1"
@@ -51,7 +50,7 @@ def use_utf8() -> None:
 
 
 def has_working_folder() -> bool:
-    """Return whether the working folder still exists: another shell may have deleted it."""
+    """Return whether the working directory still exists; it may have been deleted."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -60,9 +59,9 @@ def has_working_folder() -> bool:
 
 
 def leave_working_folder() -> None:
-    """Take the working folder off the module path of this process, which `python -m` puts there, and of its children.
+    """Remove the working directory, which `python -m` adds, from the module path of this process and its children.
 
-    For the process of a command. PYTHONPATH and installed packages stay.
+    For the process of a command. PYTHONPATH and installed packages are kept.
     """
     os.environ.update(python_environment())
     first = Path(sys.path[0] or os.curdir).resolve()
@@ -71,7 +70,7 @@ def leave_working_folder() -> None:
 
 
 def unset_empty_ranks() -> None:
-    """Remove rank variables that are empty: a template of a job sets them so, and Lightning's import would raise."""
+    """Remove empty rank variables, which job templates may set and which make Lightning's import fail."""
     for name in RANKS:
         if not os.environ.get(name, "0").strip():
             del os.environ[name]

@@ -1,9 +1,9 @@
 """Random words as a pure function of a key: MurmurHash3_x86_32 (A. Appleby, public domain) over 32-bit words.
 
-Nothing that shapes a run draws from a stream: initial weights, the order of the data and the bits of stochastic
-rounding are hashes of what they belong to (seed, step, micro-batch, name, element, ...). So they are the same under
-every layout, after every resume, and for any one of them asked for alone. All arithmetic is unsigned modulo 2^32,
-written in Python integers; the tensor form in `precision` must give the same words (known answers in the tests).
+Runs use no random streams: initial weights, the order of the data and the bits of stochastic rounding are hashes of
+their key (seed, step, micro-batch, name, element, ...). So they are the same under every layout and after every resume,
+and each can be computed alone. All arithmetic is unsigned modulo 2^32, in Python integers; the tensor version in
+`precision` must give the same words (the tests have known answers).
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ def _rotate_left(x: int, bits: int) -> int:
 
 
 def mix(h: int) -> int:
-    """Return MurmurHash3's 32-bit finaliser of `h`, a bijection on [0, 2^32)."""
+    """Return MurmurHash3's 32-bit finalizer of `h`, a bijection on [0, 2^32)."""
     h ^= h >> 16
     h = h * 0x85EBCA6B & MASK_32
     h ^= h >> 13
@@ -42,7 +42,7 @@ def name_word(name: str) -> int:
 
 @dataclass(frozen=True)
 class StepKey:
-    """What one micro-batch's random bits are keyed by: free of the layout, so every layout draws the same.
+    """Key of the random bits of one micro-batch, independent of the layout.
 
     `step` counts optimizer steps from 0; `micro_batch` is the index within the step over all data-parallel ranks.
     """

@@ -1,6 +1,6 @@
-"""Import paths of earlier releases that keep working for one release, with a DeprecationWarning.
+"""Import paths of the previous release, which keep working for one release with a DeprecationWarning.
 
-The first finder of `sys.meta_path` knows these paths and imports the module that took over.
+The first finder of `sys.meta_path` maps these paths to their new modules.
 """
 
 import sys
@@ -22,11 +22,11 @@ MOVED = {
     "lightning_llm.model.ffn.dense_spec": "lightning_llm.model.kinds",
     "lightning_llm.registry": "lightning_llm.base.registry",
 }
-"""Old path -> new path of the modules and packages that `docs/howto/extend.md` named in the previous release."""
+"""Old path -> new path of modules and packages in the previous release's `docs/howto/extend.md`."""
 
 
 def new_path(old: str) -> str | None:
-    """Return the path that took over from `old`, or None if it has not moved."""
+    """Return the new path of `old`, or None if it has not moved."""
     package, _, module = old.rpartition(".")
     return MOVED.get(old) or (f"{MOVED[package]}.{module}" if package in MOVED else None)
 
@@ -39,10 +39,10 @@ class MovedModules:
         return ModuleSpec(name, self, is_package=True) if new_path(name) else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Let Python make an empty module, which `exec_module` replaces."""
+        """Let Python create an empty module, which `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module that took over in the place of `module`, after a warning."""
+        """Replace `module` by the new module, after a warning."""
         old = module.__name__
         new = str(new_path(old))
         text = f"{old} has moved to {new}; the old path is removed in the next release"

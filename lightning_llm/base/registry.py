@@ -1,12 +1,12 @@
 """Registries: the kinds of each extension point by name. Imports no torch.
 
-A kind (a mixer, an optimizer, ...) is a config class. Its fields are the keys that YAML may set; one of them, the key,
-is a `Literal` with the kind's name. Its methods tell the planner sizes and costs without torch. What trains is named
-by a string, such as `module: ClassVar[str] = "lightning_llm.model.norm:RMSNorm"`, and imported by `build` alone.
+A kind (a mixer, an optimizer, ...) is a config class. Its fields are the keys that YAML may set; one of them is a
+`Literal` with the kind's name. Its methods return sizes and costs to the planner without torch. The torch class is
+named by a string, such as `module: ClassVar[str] = "lightning_llm.model.norm:RMSNorm"`, and imported only by `build`.
 
-The classes register when their module is imported: each registry names the modules of the built-in kinds, and an
-installed package names its own by entry points of the group `lightning_llm.components`. A config chooses among
-registered kinds; nothing that it contains is ever imported.
+Classes register when their module is imported. Each registry lists the modules of the built-in kinds; an installed
+package lists its own with entry points of the group `lightning_llm.components`. A config chooses among registered
+kinds and never causes other imports.
 """
 
 from collections.abc import Iterator
@@ -22,34 +22,34 @@ from pydantic_core import CoreSchema, core_schema
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 
 ENTRY_POINTS = "lightning_llm.components"
-"""The group of entry points by which an installed package adds kinds."""
+"""Group of entry points with which an installed package adds kinds."""
 
 Kind = TypeVar("Kind", bound=BaseModel)
 Registered = TypeVar("Registered", bound=BaseModel)
 
 
 class Registry(Generic[Kind]):
-    """Registry of one extension point: name -> class. `Annotated[Base, registry]` types a key that holds one of them.
+    """Registry of one extension point: name -> class. `Annotated[Base, registry]` is the type of a config key.
 
-    The config schema takes the kinds when the first config is read; later none can be added.
+    The config schema is built when the first config is read; no kinds can be added later.
     """
 
     def __init__(self, noun: str, *modules: str, key: str = "kind"):
-        """`noun`: what messages call a kind; `modules`: torch-free, register the built-in ones; `key`: names the kind.
+        """`noun`: a kind in messages; `modules`: torch-free modules of built-in kinds; `key`: field with the name.
 
-        The modules are given by dotted name and imported on first use, for they import this registry.
+        The modules are given by dotted name and imported on first use, because they import this registry.
         """
         self.noun, self.modules, self.key = noun, modules, key
         self._kinds: dict[str, type[Kind]] = {}
         self._loaded = self._in_use = False
 
     def register(self, kind: type[Registered]) -> type[Registered]:
-        """Add the class `kind`, as a decorator, under the name that its field `key` declares.
+        """Decorator: add the class `kind` under the name in its field `key`.
 
         Raises:
-            TypeError: the field is missing or no `Literal` of one name.
+            TypeError: the field is missing or not a `Literal` of one name.
             ValueError: another class has that name.
-            RuntimeError: configs were read already.
+            RuntimeError: configs have already been read.
         """
         field = kind.model_fields.get(self.key)
         names = get_args(field.annotation) if field and get_origin(field.annotation) is Literal else ()
@@ -57,15 +57,17 @@ class Registry(Generic[Kind]):
             raise TypeError(f'{kind.__qualname__} needs a field {self.key}: Literal["NAME"] = "NAME"')
         known = self._kinds.get(names[0])
         if known is not None:
-            raise ValueError(f"{self.noun} '{names[0]}' is {known.__module__}.{known.__qualname__} already")
+            raise ValueError(f"{self.noun} '{names[0]}' is already {known.__module__}.{known.__qualname__}")
         if self._in_use:
-            raise RuntimeError(f"{self.noun} '{names[0]}' comes after the first config was read: use an entry point")
+            raise RuntimeError(
+                f"{self.noun} '{names[0]}' was registered after the first config was read: use an entry point"
+            )
         added: Any = kind
         self._kinds[names[0]] = added
         return kind
 
     def __getitem__(self, name: str) -> type[Kind]:
-        """Return the class called `name`. Raises KeyError."""
+        """Return the class with that `name`. Raises KeyError."""
         return self._all()[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -79,19 +81,17 @@ class Registry(Generic[Kind]):
         return len(self._all())
 
     def default(self, name: str) -> Kind:
-        """Return the kind called `name` with its defaults. Raises ValueError, in words, where that cannot be."""
+        """Return the kind with that `name` and default values. Raises ValueError if a key has no default."""
         if name not in self:
             raise ValueError(self.unknown(name))
         try:
             return self[name]()
         except ValidationError as error:
             keys = ", ".join(".".join(map(str, each["loc"])) for each in error.errors())
-            raise ValueError(
-                f"{self.noun} '{name}' has no default for {keys}, and its name alone stands here"
-            ) from error
+            raise ValueError(f"{self.noun} '{name}' cannot be given by name alone: no default for {keys}") from error
 
     def unknown(self, name: object) -> str:
-        """Return the sentence that says that no kind is called `name`, with the nearest or with all names."""
+        """Return the message that there is no kind `name`, with the closest or all names."""
         return f"there is no {self.noun} {name!r}.{did_you_mean(str(name), self)}"
 
     def _all(self) -> dict[str, type[Kind]]:
@@ -111,7 +111,7 @@ class Registry(Generic[Kind]):
 
 @dataclass(frozen=True)
 class NameIn:
-    """`Annotated[str, NameIn(registry)]`: the type of a key that names a kind, which then has its defaults."""
+    """`Annotated[str, NameIn(registry)]`: the type of a key with the name of a kind that uses its defaults."""
 
     registry: Registry[Any]
 
@@ -125,18 +125,18 @@ class NameIn:
 
 @cache
 def load_installed() -> None:
-    """Import the modules that installed packages name in the group `lightning_llm.components`, once.
+    """Import the modules of installed packages in the group `lightning_llm.components`, once.
 
     Raises:
-        ConfigError: one cannot be imported, or registers what is there already.
+        ConfigError: one cannot be imported, or registers an existing name.
     """
     for point in entry_points(group=ENTRY_POINTS):
         try:
             point.load()
-        except Exception as error:  # the code of others, which may raise anything
+        except Exception as error:  # third-party code may raise anything
             package = point.dist.name if point.dist else "a package"
             text = (
-                f"'{point.name}' of {package} ({point.value}) fails: {type(error).__name__}: {error}. Upgrade that "
-                "package, or uninstall it."
+                f"importing '{point.name}' of {package} ({point.value}) failed: {type(error).__name__}: {error}. "
+                "Upgrade or uninstall that package."
             )
             raise ConfigError(Problem(f"entry point {ENTRY_POINTS}", text)) from error

@@ -1,13 +1,13 @@
 """Signals that stop a run between two steps, and signals that end a command before and after its run.
 
-A run stops between two steps and saves its state. SIGHUP is a closed terminal; SIGALRM is `trainer.max_time`, by this
-process's own timer; SIGUSR1 is a scheduler's notice that the time is nearly up. After either of the last two the run
-continues later, so the exit code is EX_TEMPFAIL of sysexits.h, and a Slurm job requeues itself (`run.launch.slurm`).
+A run stops between two steps and saves its state. SIGHUP is a closed terminal, SIGALRM the timer of
+`trainer.max_time`, SIGUSR1 a scheduler's notice that the time is nearly up. After the last two the run should be
+resumed, so the exit code is EX_TEMPFAIL of sysexits.h, and a Slurm job requeues itself (`run.launch.slurm`).
 
 Outside of a run or a sweep (`early_signals`), the first signal ends the command with one line and the exit code
-128 + signal; a second one ends the process at once. During imports the first does so, too: an exception might be lost
-in the callbacks of Python's import system, or become another one. A signal that is ignored when the process starts
-(`nohup`) stays ignored. Imports nothing that takes time.
+128 + signal; a second one ends the process immediately. During imports the first one does, too, because an exception
+could be lost or replaced in Python's import system. Signals that are ignored when the process starts (`nohup`) stay
+ignored. No slow imports.
 """
 
 import ctypes
@@ -25,14 +25,14 @@ from lightning_llm.base.imports import is_importing
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
 GOES_ON = (signal.SIGUSR1, signal.SIGALRM)
-"""Those after which the run is to be started again."""
+"""Signals after which the run should be resumed."""
 PR_SET_PDEATHSIG = 1
 EXIT_GOES_ON = 75
 STOPPED_CODES = frozenset({EXIT_GOES_ON, *(128 + number for number in STOPPING if number not in GOES_ON)})
-"""Exit codes of runs that a signal stopped."""
+"""Exit codes of runs stopped by a signal."""
 MAX_TIME = re.compile(r"(?:(\d+):)?(\d+):([0-5]?\d):([0-5]?\d)")
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a command: Ctrl-C; a scheduler or `kill`; a terminal that was closed."""
+"""Signals that end a command: Ctrl-C, a scheduler or `kill`, a closed terminal."""
 
 _received = 0
 _words: list[str] = []
@@ -42,39 +42,40 @@ def seconds_of(max_time: str) -> int:
     """Return the seconds of "[DD:]HH:MM:SS".
 
     Raises:
-        ValueError: it is none, or no time at all.
+        ValueError: it has another format, or is zero.
     """
     found = MAX_TIME.fullmatch(max_time)
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
     total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if not total:
-        raise ValueError(f"{max_time!r} is no time: give HH:MM:SS or DD:HH:MM:SS, 12:00:00 say")
+        raise ValueError(f"{max_time!r} is not a time: give HH:MM:SS or DD:HH:MM:SS, for example 12:00:00")
     return total
 
 
 def not_ignored(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
-    """Return those of `numbers` that this process was not started to ignore, as `nohup` has SIGHUP ignored.
+    """Return the signals in `numbers` that were not ignored when this process started.
 
-    The timer's is this process's own. For processes that a script starts with `&`, a shell has SIGINT ignored.
+    `nohup` ignores SIGHUP, and a shell ignores SIGINT for background processes of a script. The timer's signal is never
+    ignored.
     """
     return [each for each in numbers if each == signal.SIGALRM or signal.getsignal(each) is not signal.SIG_IGN]
 
 
 def die_with_parent() -> None:
-    """Have Linux send this process SIGTERM when the one that started it is gone."""
+    """Let Linux send SIGTERM to this process when its parent dies."""
     if not sys.platform.startswith("linux"):
         return
     launcher = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if launcher == 1:
         return  # a container's own first process, or started by it
-    if os.getppid() != launcher:  # it died in between
+    if os.getppid() != launcher:  # the parent died in the meantime
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
 def alarm_after(max_time: str | None) -> Iterator[None]:
-    """Have this process get SIGALRM once `max_time` is over, as long as the context lasts."""
+    """Send SIGALRM to this process when `max_time` is over, unless the block ends before."""
     if max_time is None:
         yield
         return
@@ -86,18 +87,18 @@ def alarm_after(max_time: str | None) -> Iterator[None]:
 
 
 def what_came(number: int) -> str:
-    """Return in a few words what a run was stopped by."""
+    """Return the reason why a run was stopped, for a message."""
     return "trainer.max_time" if number == signal.SIGALRM else signal.Signals(number).name
 
 
 def exit_code(number: int) -> int:
-    """Return the exit code of a run that was stopped by the signal."""
+    """Return the exit code of a run stopped by the signal."""
     return EXIT_GOES_ON if number in GOES_ON else 128 + number
 
 
 @contextmanager
 def early_signals(words: list[str]) -> Iterator[None]:
-    """Take the signals for a process that runs the command `words` alone; from its end on they end it at once."""
+    """Handle signals in a process that only runs the command `words`; afterwards they end it immediately."""
     global _words
     _words = words
     for number in ENDING:
@@ -111,7 +112,7 @@ def early_signals(words: list[str]) -> Iterator[None]:
 
 @contextmanager
 def raised_as_terminated() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise `Terminated` in a process that goes on, as SIGINT raises KeyboardInterrupt."""
+    """Let SIGTERM and SIGHUP raise `Terminated` in the block, as SIGINT raises KeyboardInterrupt."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     mine = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, _end_process)]
     for number in mine:
@@ -124,22 +125,22 @@ def raised_as_terminated() -> Iterator[None]:
 
 
 def taken(error: BaseException) -> int:
-    """Return the signal that `error` is of, 0 where it is none."""
+    """Return the signal that caused `error`, 0 if none did."""
     if isinstance(error, Terminated):
         return error.number
     return signal.SIGINT if isinstance(error, KeyboardInterrupt) else _received
 
 
 def stop_line(number: int, words: list[str]) -> str:
-    """Return the line that says that `number` ended the command `words`, "" where another process says it.
+    """Return the line that reports that `number` ended the command `words`, "" if another process reports it.
 
-    Of several ranks the first speaks. An agent ends its ranks by SIGTERM where one has failed, and says why.
+    Of several ranks only the first reports it. An agent that ends its ranks by SIGTERM after a failure reports that.
     """
     ranks = [os.environ.get(name) for name in ("RANK", "SLURM_PROCID")]
     of_agent = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
     if of_agent or next(filter(None, ranks), "0") != "0":
         return ""
-    what = "; no step was under way, and what is saved stays as it is" if words[:1] == ["train"] else ""
+    what = "; no step was interrupted, and saved files are unchanged" if words[:1] == ["train"] else ""
     return f"stopped by {signal.Signals(number).name}{what}\n"
 
 

@@ -1,4 +1,4 @@
-"""Addresses of SQLite databases, as SQLAlchemy writes and reads them: in those, "?" and "%" of a path mean another."""
+"""Addresses of SQLite databases in SQLAlchemy's format, where "?" and "%" have a special meaning."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ SQLITE = "sqlite:///"
 
 
 def sqlite_address(file: Path) -> str:
-    """Return the address of the database `file`, which is made absolute."""
+    """Return the address of the database `file`, with an absolute path."""
     path = str(file.absolute())
     plain = f"{SQLITE}{path}"
     if "?" not in path and "%" not in path:  # sqlalchemy takes 0.3 seconds to import
@@ -17,7 +17,7 @@ def sqlite_address(file: Path) -> str:
 
 
 def sqlite_file(address: str) -> Path | None:
-    """Return the file of the database at `address`, None where that is no `sqlite:///`."""
+    """Return the file of the database at `address`, None if it does not begin with `sqlite:///`."""
     if not address.startswith(SQLITE):
         return None
     if "?" not in address and "%" not in address:
@@ -28,7 +28,7 @@ def sqlite_file(address: str) -> Path | None:
 
 
 def absolute_address(address: str) -> str:
-    """Return `address` with the path of an SQLite database absolute; any other address stays."""
+    """Return `address` with an absolute path if it is an SQLite database; other addresses are unchanged."""
     file = sqlite_file(address)
     if file is None or file.is_absolute():
         return address

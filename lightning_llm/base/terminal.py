@@ -1,7 +1,7 @@
-"""Output on a terminal: safe text, rich consoles, progress, and standard streams that outlive their readers.
+"""Output on a terminal: safe text, rich consoles, progress, and standard streams that survive a closed reader.
 
-Text from elsewhere (a model's, an exception's) may contain any byte; `escaped`, `shown`, `excerpt` and `one_line` make
-it safe and short. `lasting_output` keeps a run going when its output can no longer be written (`| head -3`, a closed
+Untrusted text (of a model, of an exception) may contain any byte; `escaped`, `shown`, `excerpt` and `one_line` make it
+safe and short. With `lasting_output` a run continues when its output can no longer be written (`| head -3`, a closed
 descriptor or terminal, a full disk).
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
 _DIRECTION = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""They let text read otherwise than it is (Unicode TR 36)."""
+"""Characters that can make text appear different (Unicode TR 36)."""
 _CLOSED = "was closed before the start"
 
 
@@ -39,7 +39,7 @@ def _escape(letter: str) -> str:
 
 
 def shown(value: Any) -> Any:
-    """Return nested data with all text, keys included, escaped: a newline or tab, too, so that no line is forged."""
+    """Return nested data with all strings escaped, including keys, newlines and tabs, so that no line is forged."""
     if isinstance(value, str):
         return value if value.isprintable() else escaped(value).replace("\n", "\\n").replace("\t", "\\t")
     if isinstance(value, Mapping):
@@ -48,22 +48,22 @@ def shown(value: Any) -> Any:
 
 
 def excerpt(text: str, max_lines: int = 40, max_columns: int = 400) -> tuple[str, int]:
-    """Return `text` escaped, runs of blank lines as one, cut after `max_lines`; and how many lines that leaves out."""
+    """Return `text` escaped, without repeated blank lines, up to `max_lines`; and the number of omitted lines."""
     lines = _BLANK_LINES.sub("\n\n", escaped(text).strip("\n")).splitlines()
     shown = [line if len(line) <= max_columns else f"{line[:max_columns]} ..." for line in lines[:max_lines]]
     return "\n".join(shown), max(0, len(lines) - max_lines)
 
 
 def one_line(text: str, max_columns: int = 600) -> str:
-    """Return `text` escaped, in one line of at most `max_columns`."""
+    """Return `text` escaped, as one line of at most `max_columns` characters."""
     line = " ".join(escaped(text).split())
     return line if len(line) <= max_columns else f"{line[:max_columns]} ..."
 
 
 def new_console(**options: Any) -> "Console":
-    """Return a console of rich with these options, which writes to `sys.stdout` as it is at that moment.
+    """Return a rich console with these options that writes to the current `sys.stdout`.
 
-    In a notebook, rich's own default bypasses `sys.stdout`: it ignores `redirect_stdout`, and so `quiet=True`.
+    In a notebook, rich bypasses `sys.stdout` by default and would ignore `redirect_stdout` and so `quiet=True`.
     """
     from rich.console import Console
 
@@ -71,10 +71,9 @@ def new_console(**options: Any) -> "Console":
 
 
 class Waiting:
-    """Prints to stderr what is being done and how much of it is done.
+    """Progress of a long operation on stderr.
 
-    On a terminal one line that is rewritten, and cleared at the end; elsewhere a line every `every_seconds`, the first
-    after as long.
+    On a terminal one line is rewritten and cleared at the end; otherwise a line is printed every `every_seconds`.
     """
 
     def __init__(self, what: str, of: int | None = None, every_seconds: float = 30.0):
@@ -83,7 +82,7 @@ class Waiting:
         self._last = time.monotonic()
 
     def tell(self, done: int, more: str = "") -> None:
-        """Report that `done` of whatever is counted are done, if it is time to; `more` follows the count."""
+        """Report that `done` items are done, if it is time to; `more` follows the count."""
         if (now := time.monotonic()) - self._last < self.every_seconds:
             return
         self._last = now
@@ -101,28 +100,28 @@ class Waiting:
 
 
 def show_progress(text: str) -> None:
-    """Write `text` over the line that stands on stderr, "" to clear it; on a terminal alone."""
+    """Overwrite the current line of stderr with `text`, "" to clear it; only on a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 class OutputGoneError(Exception):
-    """The standard output cannot be written, and is all that the verb is for. `reader_left`: its reader has ended."""
+    """stdout, the only output of the verb, cannot be written. `reader_left`: its reader has closed the pipe."""
 
     def __init__(self, reason: str, reader_left: bool):
         self.reader_left = reader_left
-        super().__init__(f"the standard output cannot be written: {reason}. Nothing else keeps what it would have held")
+        super().__init__(f"stdout cannot be written: {reason}. The output is lost")
 
 
 class LastingStream:
-    """A text stream as it is, until it cannot be written: then `on_gone` is told, and what follows is dropped."""
+    """Text stream that calls `on_gone` when it can no longer be written, and drops further output."""
 
     def __init__(self, stream: TextIO, on_gone: Callable[[OSError | ValueError], None]):
         self._stream = stream
         self._on_gone = on_gone
 
     def write(self, text: str) -> int:
-        """Write `text`, or drop it; characters that the stream's encoding lacks as escapes."""
+        """Write `text`, or drop it; characters outside of the stream's encoding are escaped."""
         try:
             return self._stream.write(text)
         except UnicodeEncodeError as error:
@@ -137,7 +136,7 @@ class LastingStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Flush what was written, or drop it."""
+        """Flush the stream, or drop its content."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
@@ -146,11 +145,11 @@ class LastingStream:
     def _drop(self, error: OSError | ValueError) -> None:
         try:
             number = self._stream.fileno()
-        except (OSError, ValueError):  # it has no descriptor, or lost it
+        except (OSError, ValueError):  # it has no descriptor
             self._stream = _nothing()
         else:
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, number)  # for what lies in the stream's buffer, and for child processes
+            os.dup2(null, number)  # for the stream's buffer and child processes
             os.close(null)
         self._on_gone(error)
 
@@ -159,15 +158,15 @@ class LastingStream:
 
 
 def open_standard_streams() -> None:
-    """Have this process's standard streams open, on nothing where they were closed, and write any character.
+    """Open closed standard streams of this process on /dev/null, and let them write any character.
 
-    Descriptors 0 to 2 would otherwise be those of the next files that are opened.
+    Otherwise the next opened files would get the descriptors 0 to 2.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free: `number`
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -175,26 +174,26 @@ def open_standard_streams() -> None:
 
 @contextmanager
 def lasting_output(*, needed: bool = False) -> Iterator[None]:
-    """Have sys.stdout and sys.stderr drop what cannot be written any more, and say so once on the other of the two.
+    """Let sys.stdout and sys.stderr drop output that can no longer be written, with one note on the other stream.
 
     Raises:
-        OutputGoneError: `needed`, and the standard output cannot be written.
+        OutputGoneError: `needed` is set and stdout cannot be written.
     """
 
     def note(gone: str, other: TextIO | None) -> Callable[[OSError | ValueError], None]:
-        def said(error: OSError | ValueError) -> None:
-            with suppress(OSError, ValueError):  # nobody is left to read it
-                print(f"note   nobody reads this run's {gone} any more: it goes on without", file=other, flush=True)
+        def report(error: OSError | ValueError) -> None:
+            with suppress(OSError, ValueError):  # the other stream may be closed, too
+                print(f"note   {gone} can no longer be written: the run continues", file=other, flush=True)
 
-        return said
+        return report
 
     def refuse(error: OSError | ValueError) -> None:
         raise OutputGoneError(getattr(error, "strerror", None) or str(error), isinstance(error, BrokenPipeError))
 
     if sys.stdout is None and needed:
         raise OutputGoneError(_CLOSED, reader_left=False)
-    out = LastingStream(sys.stdout or _nothing(), refuse if needed else note("output", sys.stderr))
-    errors = LastingStream(sys.stderr or _nothing(), note("errors", None if needed else sys.stdout))
+    out = LastingStream(sys.stdout or _nothing(), refuse if needed else note("stdout", sys.stderr))
+    errors = LastingStream(sys.stderr or _nothing(), note("stderr", None if needed else sys.stdout))
     with redirect_stdout(out), redirect_stderr(errors):
         try:
             yield
@@ -205,5 +204,5 @@ def lasting_output(*, needed: bool = False) -> Iterator[None]:
 
 @cache
 def _nothing() -> TextIO:
-    """Return a stream to nowhere, open to the end of the process: libraries keep what they find as sys.stderr."""
+    """Return a stream to /dev/null that stays open, since libraries keep a reference to sys.stderr."""
     return open(os.devnull, "w", encoding="utf-8")

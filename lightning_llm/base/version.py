@@ -1,3 +1,3 @@
-"""The version: of `lightning-llm --version`, the package's metadata, and what is recorded of a run."""
+"""The version in `lightning-llm --version`, in the package's metadata and in summaries of runs."""
 
 __version__ = "0.1.0"

@@ -64,9 +64,7 @@ def without_hydra_options(argv: list[str], verbs: Collection[str]) -> list[str]:
                 raise ConfigError(Problem(f"{option} {value}", text))
             verb = "config"
         elif option in HYDRA_OPTIONS:
-            raise ConfigError(
-                Problem(option, f"an option of Hydra that is not supported here. {HYDRA_OPTIONS[option]}")
-            )
+            raise ConfigError(Problem(option, f"this option of Hydra is not supported. {HYDRA_OPTIONS[option]}"))
         else:
             rest.append(word)
     return [verb, *rest]

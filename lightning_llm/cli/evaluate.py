@@ -86,7 +86,7 @@ def evaluated(path: Path | None, *, output: Path | None = None, **asked: Any) ->
             f"must equal trainer.devices={trainer.devices}, the ranks started here. Remove world, change "
             "trainer.devices, or start the ranks of several machines with torchrun or srun."
         )
-        raise ConfigError(Problem(f"world={world}", text))
+        raise ConfigError(Problem("world", text, world))
     with tempfile.TemporaryDirectory(prefix="lightning-llm-evaluation-") as folder:
         result = Path(folder, "result.json")
         words = [*_words(request, output, asked), "--result", str(result)]
@@ -169,7 +169,7 @@ def _merge(arguments: argparse.Namespace) -> int:
         if value
     ]
     if not arguments.merge.expanduser().is_dir():
-        problems.append(Problem(f"--merge={arguments.merge}", "is not a folder. Give the folder of a sweep."))
+        problems.append(Problem("--merge", "is not a folder. Give the folder of a sweep.", arguments.merge))
     if problems:
         raise ConfigError(problems)
     found = merge(arguments.merge, device_of(arguments.device), show_progress)

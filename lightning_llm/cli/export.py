@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def _entries(weights: Weights, config: Config | None, dtype: str) -> dict[str, A
             f"The model cannot be exported to transformers. model.init_from={weights.path} can still load its weights. "
             "An installed package may add an Architecture for its kinds (docs/howto/import_export.md)."
         )
-        raise ConfigError([Problem(each.key, f"{each.text} {text}") for each in error.problems]) from error
+        raise ConfigError([replace(each, text=f"{each.text} {text}") for each in error.problems]) from error
     entries = {**family.entries(weights.config), "dtype": TORCH_NAMES[dtype], "torch_dtype": TORCH_NAMES[dtype]}
     if weights.tokenizer is not None:
         entries |= {EOS: _eos(_ends(weights, config)), "bos_token_id": None}

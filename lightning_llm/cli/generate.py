@@ -120,16 +120,16 @@ def _checked(arguments: argparse.Namespace) -> tuple[Subject, Sampler, torch.dev
     limits = {"--max-new-tokens": (arguments.max_new_tokens, 1), "--top-k": (arguments.top_k, 0)}
     for key, (value, least) in limits.items():
         if value is not None and value < least:
-            problems.append(Problem(f"{key}={value}", f"must be at least {least}."))
+            problems.append(Problem(key, f"must be at least {least}.", value))
     if not 0 <= arguments.temperature < float("inf"):
         text = "must be at least 0; 0 always takes the likeliest token."
-        problems.append(Problem(f"--temperature={arguments.temperature}", text))
+        problems.append(Problem("--temperature", text, arguments.temperature))
     if not 0 < arguments.top_p <= 1:
-        problems.append(Problem(f"--top-p={arguments.top_p}", "must be above 0 and at most 1."))
+        problems.append(Problem("--top-p", "must be above 0 and at most 1.", arguments.top_p))
     if "" in arguments.stop:
         problems.append(Problem("--stop", "must not be empty. Give a text, or remove the option."))
     if not -(2**63) <= arguments.seed < 2**64:
-        problems.append(Problem(f"--seed={arguments.seed}", "must fit into 64 bits."))
+        problems.append(Problem("--seed", "must fit into 64 bits.", arguments.seed))
     if arguments.prompt is None and not arguments.chat:
         problems.append(Problem("--prompt", "is missing. Give --prompt TEXT or --chat."))
     if arguments.chat and arguments.json:
@@ -158,7 +158,7 @@ def _stop_problems(stops: list[str], tokenizer: Tokenizer) -> Iterator[Problem]:
         decoded = tokenizer.decode(tokenizer.encode_batch([stop])[0])
         if stop.strip() not in decoded:
             text = f"can never match: the tokenizer writes it as {decoded!r}. Use that, or another text."
-            yield Problem(f"--stop={stop!r}", text)
+            yield Problem("--stop", text, f"{stop!r}")
 
 
 def _tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:

@@ -67,10 +67,10 @@ def _record(arguments: argparse.Namespace) -> int:
 def _record_problems(arguments: argparse.Namespace) -> list[Problem]:
     problems = []
     if arguments.steps < 1:
-        problems.append(Problem(f"--steps={arguments.steps}", "must be at least 1."))
+        problems.append(Problem("--steps", "must be at least 1.", arguments.steps))
     if arguments.repeats != 0 and arguments.repeats < FEWEST_REPEATS:
         text = f"must be 0 or at least {FEWEST_REPEATS}: a band needs that many."
-        problems.append(Problem(f"--repeats={arguments.repeats}", text))
+        problems.append(Problem("--repeats", text, arguments.repeats))
     if arguments.nudge and not arguments.repeats:
         problems.append(Problem("--nudge", "needs repeats. Add --repeats 5."))
     return problems
@@ -79,7 +79,7 @@ def _record_problems(arguments: argparse.Namespace) -> list[Problem]:
 def _check(arguments: argparse.Namespace) -> int:
     problems: list[Problem] = []
     if not 0 < arguments.false_alarms < 1:
-        problems.append(Problem(f"--false-alarms={arguments.false_alarms:g}", "must be above 0 and below 1."))
+        problems.append(Problem("--false-alarms", "must be above 0 and below 1.", f"{arguments.false_alarms:g}"))
     with gathered(problems):
         plan = _plan(arguments)
         file = arguments.file or default_file(plan.config)
@@ -112,7 +112,7 @@ def _check(arguments: argparse.Namespace) -> int:
 def _steps_problems(steps: int, recorded: int, file: Path) -> list[Problem]:
     if 1 <= steps <= recorded:
         return []
-    return [Problem(f"--steps={steps}", f"must be 1 to {recorded}, the steps in {file}.")]
+    return [Problem("--steps", f"must be 1 to {recorded}, the steps in {file}.", steps)]
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
@@ -127,13 +127,13 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     config = plan.config
     text = "not allowed: golden curves begin at step 0 with the recipe's own weights. Remove it."
     problems = [
-        Problem(f"{key}={value}", text)
+        Problem(key, text, value)
         for key, value in (("resume", config.resume), ("branch_from", config.branch_from))
         if value is not None
     ]
     if rank_environment() is None and config.world not in (None, config.trainer.devices):
         text = f"must equal trainer.devices={config.trainer.devices}, the ranks started here. Set trainer.devices."
-        problems.append(Problem(f"world={config.world}", text))
+        problems.append(Problem("world", text, config.world))
     if problems:
         raise ConfigError(problems)
     set_missing(wanted(plan))

@@ -61,9 +61,9 @@ def _asked(arguments: argparse.Namespace) -> tuple[Config, list[Threshold]]:
             thresholds = read_thresholds(arguments.fail_below)
     if not 0 < arguments.slower_than < float("inf"):
         text = "must be above 0, for example 0.1 for 10 %."
-        problems.append(Problem(f"--slower-than={arguments.slower_than:g}", text))
+        problems.append(Problem("--slower-than", text, f"{arguments.slower_than:g}"))
     if arguments.output is not None and arguments.output.exists() and not arguments.output.is_dir():
-        problems.append(Problem(f"--output={arguments.output}", "is a file, must be a folder. Choose another name."))
+        problems.append(Problem("--output", "is a file, must be a folder. Choose another name.", arguments.output))
     with gathered(problems):
         config = adopt_world(read_arguments(arguments).checked())
         if rank_environment() is None:

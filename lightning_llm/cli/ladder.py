@@ -65,11 +65,11 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
             "must be in nats: a ladder already reports gaps in tokens. Give nats, which set the verdicts of its report "
             "and its outliers, or remove the option."
         )
-        found.append(Problem(f"--margin={arguments.margin}", text))
+        found.append(Problem("--margin", text, arguments.margin))
     if arguments.beyond is not None and not arguments.predict:
         found.append(Problem("--beyond", "has no effect without --predict. Add --predict, or remove it."))
     if arguments.beyond is not None and not arguments.beyond > 0:
-        found.append(Problem(f"--beyond={arguments.beyond:g}", "must be above 0 (powers of ten)."))
+        found.append(Problem("--beyond", "must be above 0 (powers of ten).", f"{arguments.beyond:g}"))
     if arguments.ledger is not None and not (arguments.predict or arguments.grade):
         text = "has no effect without --predict or --grade. Add one of them, or remove it."
         found.append(Problem("--ledger", text))

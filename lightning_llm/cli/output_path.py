@@ -11,7 +11,7 @@ KEY = "--output"
 def file_problems(file: Path) -> list[Problem]:
     """Return a problem if `file` cannot be written, else an empty list."""
     if file.is_dir():
-        return [Problem(f"{KEY}={file}", "is a folder. Give a file in it.")]
+        return [Problem(KEY, "is a folder. Give a file in it.", file)]
     return _problems(file, file.parent)
 
 
@@ -27,4 +27,4 @@ def _problems(path: Path, folder: Path) -> list[Problem]:
         with tempfile.TemporaryFile(dir=above):
             return []
     except OSError as error:
-        return [Problem(f"{KEY}={path}", f"cannot be written ({error.strerror}). Choose another path.")]
+        return [Problem(KEY, f"cannot be written ({error.strerror}). Choose another path.", path)]

@@ -142,7 +142,7 @@ def _tensor_axes_problems(arguments: argparse.Namespace, others: bool) -> Iterat
         yield Problem("--tensor-axes", text)
     for word in arguments.overrides:
         if word.startswith("parallel.tp=") and not re.fullmatch(r"parallel\.tp=0*[1-9]\d*", word):
-            yield Problem(word, "must be an integer of at least 1.")
+            yield Problem("parallel.tp", "must be an integer of at least 1.", word.removeprefix("parallel.tp="))
 
 
 def _ranks(words: Sequence[str]) -> int:

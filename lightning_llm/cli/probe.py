@@ -45,7 +45,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[Subject, dict[str, Config],
     """Return the weights, their config under each recipe, the skipped recipes with reasons, and the device."""
     names, own, others = _split(arguments.overrides)
     problems = [
-        Problem(f"--{key}={value}", "must be at least 1.")
+        Problem(f"--{key}", "must be at least 1.", value)
         for key in ("batches", "keys")
         if (value := getattr(arguments, key)) < 1
     ]
@@ -75,7 +75,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[Subject, dict[str, Config],
     if problems or subject is None or device is None:
         raise ConfigError(dict.fromkeys(problems))
     if not configs:
-        raise ConfigError([Problem(f"precision={name}", reason) for name, reason in skipped.items()])
+        raise ConfigError([Problem("precision", reason, name) for name, reason in skipped.items()])
     return subject, configs, skipped, device
 
 

@@ -75,11 +75,11 @@ def _output_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         yield from layout_file_problems(arguments.write, arguments.force)
     picture: Path | None = arguments.pareto
     if picture and picture.suffix not in PICTURES:
-        yield Problem(f"--pareto={picture}", f"must end with {' or '.join(PICTURES)}.")
+        yield Problem("--pareto", f"must end with {' or '.join(PICTURES)}.", picture)
     elif picture and picture.is_dir():
-        yield Problem(f"--pareto={picture}", "is a folder. Choose another name.")
+        yield Problem("--pareto", "is a folder. Choose another name.", picture)
     elif picture and not picture.absolute().parent.is_dir():
-        yield Problem(f"--pareto={picture}", f"the folder {picture.parent} does not exist. Create it first.")
+        yield Problem("--pareto", f"the folder {picture.parent} does not exist. Create it first.", picture)
 
 
 def _space_problems(space: Space) -> list[Problem]:
@@ -101,7 +101,7 @@ def _matrix(file: Path | None, config: Config, world: int) -> LinkMatrix:
     per_node = ranks_per_node(config)
     if config.cluster is None or world % per_node:
         text = f"must be a multiple of the {per_node} ranks per machine, for --planner pipette."
-        raise ConfigError(Problem(f"world={world}", text))
+        raise ConfigError(Problem("world", text, world))
     machines = world // per_node
     if file is None:
         return uniform_links(machines, config.cluster.between_nodes.gb_per_second)
@@ -124,6 +124,6 @@ def _without_a_fastest(found: Found, world: int, arguments: argparse.Namespace) 
 
 def _nothing_fits(found: Found, world: int) -> Problem:
     if not found.missing:
-        return Problem(f"world={world}", "every layout of that many ranks is rejected; the reasons are above.")
+        return Problem("world", "every layout of that many ranks is rejected; the reasons are above.", world)
     text = "no layout of that many ranks fits in memory; the closest are above. Use more or larger devices."
-    return Problem(f"world={world}", text)
+    return Problem("world", text, world)

@@ -78,7 +78,7 @@ def _process_problems() -> list[Problem]:
     if threading.current_thread() is not threading.main_thread():
         name = threading.current_thread().name
         text = "a run handles signals, which needs the main thread. Call train() there."
-        problems.append(Problem(f"thread={name}", text))
+        problems.append(Problem("thread", text, name))
     if (ranks := rank_environment()) is not None:
         text = (
             f"this is rank {ranks.rank} of {ranks.world}, started by torchrun or srun, but train() starts its own "
@@ -114,7 +114,7 @@ def _start(plan: Plan, quiet: bool = False) -> int:
             "this process is not in a Slurm job. Write a batch script with `lightning-llm plan ... --script FILE` and "
             "submit it with sbatch, or set launcher=local to train here. With -m the jobs of a sweep are submitted."
         )
-        raise ConfigError(Problem("launcher.name=slurm", text))
+        raise ConfigError(Problem("launcher.name", text, "slurm"))
     on_ray = config.launcher.name == "ray"
     if problems := list(ray_problems(config)) if on_ray else world_problems(config):
         raise ConfigError(problems)

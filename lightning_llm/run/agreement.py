@@ -105,7 +105,7 @@ def _unknown(start: Start) -> list[Problem]:
     if has_fingerprint(origin_of(summary_of(folder))):
         return []
     text = f"cannot be checked: {folder} has no fingerprint (written by an earlier release). Set it to false."
-    return [Problem("resume_strict=true", text)]
+    return [Problem("resume_strict", text, "true")]
 
 
 def _refusals(start: Start, changed: Mapping[str, tuple[Any, Any]]) -> list[Problem]:

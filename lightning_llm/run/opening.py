@@ -86,13 +86,13 @@ def choose_device(config: Config) -> torch.device:
     wanted, found = config.trainer.accelerator, torch.cuda.is_available()
     if wanted == "cuda" and not found:
         text = f"torch {torch.__version__} finds no CUDA device. Use auto or cpu."
-        raise ConfigError(Problem("trainer.accelerator=cuda", text))
+        raise ConfigError(Problem("trainer.accelerator", text, "cuda"))
     if not found or wanted == "cpu":
         return torch.device("cpu")
     environment = rank_environment()
     if config.trainer.devices > torch.cuda.device_count():
         text = f"must be at most {torch.cuda.device_count()}, the CUDA devices of this machine."
-        raise ConfigError(Problem(f"trainer.devices={config.trainer.devices}", text))
+        raise ConfigError(Problem("trainer.devices", text, config.trainer.devices))
     device = torch.device("cuda", environment.local_rank if environment else 0)
     torch.cuda.set_device(device)
     return device
@@ -116,7 +116,7 @@ def build_callbacks(config: Config) -> dict[str, pl.Callback]:
         except (Exception, SystemExit) as error:  # an import or a constructor may raise anything
             cause = error.__cause__ or error
             if isinstance(cause, ConfigError):  # raised by a shipped callback, names the argument and the remedy
-                problems += [Problem(f"{key}.{each.key}", each.text) for each in cause.problems]
+                problems += [replace(each, key=f"{key}.{each.key}") for each in cause.problems]
                 continue
             text = f"{node['_target_']} cannot be built: {type(cause).__name__}: {one_line(str(cause))}"
             problems.append(Problem(key, text))
@@ -154,7 +154,7 @@ def check_compiler(config: Config, device: torch.device) -> None:
     reason = no_compiler(device.type) if config.parallel.compile else None
     if reason is not None:
         text = f"{reason}. Fix this, or set trainer.compile=false, its default."
-        raise ConfigError(Problem("parallel.compile=true", text))
+        raise ConfigError(Problem("parallel.compile", text, "true"))
 
 
 def open_layout(plan: Plan, device: torch.device) -> Layout:
@@ -219,7 +219,7 @@ def problems_of_ranks(problems: list[tuple[Problem, ...]]) -> list[Problem]:
         for each in dict.fromkeys(its):
             found.setdefault(each, []).append(rank)
     return [
-        each if len(ranks) == len(problems) else Problem(each.key, f"on rank(s) {listed(ranks)} {each.text}")
+        each if len(ranks) == len(problems) else replace(each, text=f"on rank(s) {listed(ranks)} {each.text}")
         for each, ranks in found.items()
     ]
 
@@ -286,7 +286,7 @@ def attention_kernels(plan: Plan, device: torch.device) -> dict[str, str]:
             found[layer] = kernel_of(name, shape, device)
         except NoKernelError as error:
             text = f"not available for blocks of {layer} on {device}: {error} Use auto or another kernel."
-            raise ConfigError(Problem(f"{KEY}={name}", text)) from error
+            raise ConfigError(Problem(KEY, text, name)) from error
     return found
 
 

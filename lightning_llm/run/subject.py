@@ -94,7 +94,7 @@ def _huggingface(path: Path, arguments: Sequence[str], text: Path | None, needs_
     elif text is not None and has_data:
         problems.append(Problem("--text", "cannot be used with data=... overrides. Remove one of them."))
     elif text is not None and not text.expanduser().is_file():
-        problems.append(Problem(f"--text={text}", "is not a file."))
+        problems.append(Problem("--text", "is not a file.", text))
     if problems or weights is None:
         raise ConfigError(problems)
     for note in weights.notes if is_first_rank() else ():
@@ -161,9 +161,9 @@ def device_of(wanted: str) -> torch.device:
     """Return the device for --device (auto, cpu or cuda). Raises ConfigError if it is not available."""
     if wanted == "cuda" and not torch.cuda.is_available():
         text = f"torch {torch.__version__} finds no CUDA device. Use auto or cpu."
-        raise ConfigError(Problem("--device=cuda", text))
+        raise ConfigError(Problem("--device", text, "cuda"))
     if wanted not in ("auto", "cpu", "cuda"):
-        raise ConfigError(Problem(f"--device={wanted}", "must be auto, cpu or cuda."))
+        raise ConfigError(Problem("--device", "must be auto, cpu or cuda.", wanted))
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(wanted)

@@ -32,13 +32,13 @@ from lightning_llm.sweep.job_locks import Outcome, await_elsewhere, one_at_a_tim
 from lightning_llm.sweep.jobs import left_to_do, opened, start
 from lightning_llm.tracking.reading import Run, read_run
 from lightning_llm.tracking.run_state import SETTLED, state_of
-from lightning_llm.tracking.sweep_definition import Job, Sweep, Typed, define, tracked, write_sweep
+from lightning_llm.tracking.sweep_definition import Job, Sweep, SweepSource, define, tracked, write_sweep
 from lightning_llm.tracking.sweep_file import DESIGN, FILE
 from lightning_llm.tracking.sweep_jobs import kind_of
 
 HIGH_PRECISION = "val_loss_high_precision"
 LENGTH = "trainer.max_steps"
-Composed = tuple[list[tuple[list[str], Config]], str | None, Typed]
+Composed = tuple[list[tuple[list[str], Config]], str | None, SweepSource]
 Definition = Callable[[], Sweep]
 
 

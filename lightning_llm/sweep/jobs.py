@@ -24,7 +24,7 @@ from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
 from lightning_llm.tracking.mlflow.sweep import parent_job, write_parent
 from lightning_llm.tracking.mlflow.tracker import tracking_uri
 from lightning_llm.tracking.run_state import SETTLED, settled_state
-from lightning_llm.tracking.sweep_definition import Job, Sweep, Typed, tracked, write_sweep
+from lightning_llm.tracking.sweep_definition import Job, Sweep, SweepSource, tracked, write_sweep
 
 NOT_CHECKED = {"seed", "resume", "run"}
 """Jobs that differ in these alone are checked once: each gets a folder of its own in the sweep's, and no rule reads the
@@ -72,7 +72,7 @@ def start(jobs: Sequence[Job], relay: Relay, phase: SearchPhase | None = None) -
 
 def checked_jobs(
     arguments: argparse.Namespace, *, to_train: bool = True
-) -> tuple[list[tuple[list[str], Config]], str | None, Typed]:
+) -> tuple[list[tuple[list[str], Config]], str | None, SweepSource]:
     """Return the composed jobs that the arguments name, the name given to their sweep, and the arguments, for `define`.
 
     Every job is checked: against this machine, too, where it is `to_train`.
@@ -96,7 +96,7 @@ def checked_jobs(
     if problems:
         raise ConfigError(problems)
     jobs = [(arguments, plan_of(reading.checked()).config) for arguments, reading in read]
-    typed = Typed(tuple(arguments.overrides), arguments.config_dir)
+    typed = SweepSource(tuple(arguments.overrides), arguments.config_dir)
     return jobs, typed_value(arguments.overrides, "run.name"), typed
 
 

@@ -1,9 +1,9 @@
-"""`evaluation/step=N.json` of a run's folder: what its weights after N steps came to, by metric. Imports no torch.
+"""Evaluations of a run: `evaluation/step=N.json` with the metrics of its weights after N steps. Imports no torch.
 
     {"step": 4, "metrics": {"hellaswag/acc": {"value": 0.31, "higher_is_better": true, "of": "...", ...}, ...}}
 
-`of` says what was measured on (the data's fingerprint, or the task's version and limit): numbers of one metric compare
-where it is the same.
+`of` identifies the data (the data's fingerprint, or the task's version and limit). Numbers of a metric are comparable
+only if it is equal.
 """
 
 import json
@@ -15,13 +15,13 @@ from lightning_llm.tracking.files import NON_FINITE, summary_of, write_json
 
 FOLDER = "evaluation"
 PREFIX = "eval/"
-"""Before a metric's name in summary.json, MLflow and `compare --metric`."""
+"""Prefix of a metric's name in summary.json, MLflow and `compare --metric`."""
 
 Metrics = dict[str, dict[str, Any]]
 
 
 def read_evaluations(folder: Path) -> dict[int, Metrics]:
-    """Return the metrics of a run's folder by step, ascending. Raises ValueError naming a file that is damaged."""
+    """Return the metrics in a run's folder by ascending step. Raises ValueError with the name of a damaged file."""
     found: dict[int, Metrics] = {}
     for file in (folder / FOLDER).glob("step=*.json"):
         try:
@@ -37,19 +37,18 @@ def read_evaluations(folder: Path) -> dict[int, Metrics]:
 def _number(value: Any) -> float:
     value = NON_FINITE.get(value, value) if isinstance(value, str) else value
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{str(value)[:40]!r} is no number")
+        raise ValueError(f"{str(value)[:40]!r} is not a number")
     return float(value)
 
 
 def record_evaluation(
     folder: Path, step: int, metrics: Mapping[str, Mapping[str, Any]], ended: bool, unknown: Collection[str] = ()
 ) -> Path:
-    """Add `metrics` to those of `step`, replacing those of the same names, in one move; return the file.
+    """Add `metrics` to those of `step` atomically, replacing those of the same names; return the file.
 
-    Earlier values of metrics that are now `unknown` are removed.
-
-    The summary of a run that has `ended` says the newest step's, as "eval/NAME"; another's is its own process's.
-    Raises ValueError where what is there is damaged.
+    Earlier values of metrics that are now `unknown` are removed. The metrics of the newest step are also written to the
+    summary as "eval/NAME" if the run has `ended`; otherwise the training process owns the summary. Raises ValueError if
+    an existing file is damaged.
     """
     known = read_evaluations(folder)
     earlier = {name: each for name, each in known.get(step, {}).items() if name not in unknown}
@@ -67,7 +66,7 @@ def record_evaluation(
 
 
 def evaluation_points(folder: Path) -> list[dict[str, Any]]:
-    """Return a record for each step evaluated: its `step`, and each metric's number as "eval/NAME"."""
+    """Return a record for each evaluated step: its `step`, and each metric's number as "eval/NAME"."""
     return [
         {"step": step, **{f"{PREFIX}{name}": each["value"] for name, each in metrics.items()}}
         for step, metrics in read_evaluations(folder).items()

@@ -16,19 +16,19 @@ from lightning_llm.tracking.chain import DIGEST_BYTES, RECORDS, ChainHead
 
 Record = Mapping[str, Any]
 Status = Literal["finished", "failed", "stopped"]
-"""How a run ended; while it has not, its summary says "running"."""
+"""Final status of a run. Until then the status in its summary is "running"."""
 
 SHOWN_STRETCHES = 3
-"""How many stretches of missing steps a message names."""
+"""Maximum number of ranges of missing steps in a message."""
 
 SOURCE_HASHES = "validation_hashes"
-"""The key of summary.json with a hash of what a validation scores of each source, by its name."""
+"""Key of summary.json with the hash of each source's validation data, by name."""
 
 RESTARTS = "restarts"
-"""The key of summary.json that lists when ranks were lost and started again, and who was."""
+"""Key of summary.json with the list of restarts after lost ranks."""
 
 STRAGGLER = "straggler"
-"""The `event` of a step by which ranks or links have become slow. It says nothing of the loss, as others do."""
+"""`event` of a step at which ranks or links have become slow. Unlike other events it is not about the loss."""
 
 SUMMARY_KINDS: Mapping[str, type] = {
     **dict.fromkeys(("status", "detail", "host", "process", "device", "run_id", "started_at", "ended_at"), str),
@@ -38,10 +38,10 @@ SUMMARY_KINDS: Mapping[str, type] = {
     **dict.fromkeys(("begun_at_step", "resumed_from_step", "starts", "parameters", "seed"), int),
     "config_digest": str,
 }
-"""What keys of summary.json hold that other code reads, where they are there and not null."""
+"""Types of the keys of summary.json that other code reads, unless they are missing or null."""
 
 NOT_FINITE = ("NonFiniteError", "NoUpdateError")
-"""Errors, as `detail` in a summary begins, that end a run over its numbers."""
+"""Errors that end a run because of its numbers; `detail` in the summary begins with their names."""
 
 FACTS = (
     "run_id", "begun_at_step", "seed", "config_digest",
@@ -49,28 +49,28 @@ FACTS = (
     "skipped_samples", "rollbacks", "versions", "git", "code_hash", "device", "threads", "compiled", "backend",
     "precision", "fingerprint", "init", "distil", "branch", "earlier", "ended_by", "parameters",
 )  # fmt: skip
-"""Keys of `summary.json` that comparisons rely on and that nobody changes once the run has ended."""
+"""Keys of `summary.json` that comparisons rely on and that do not change once the run has ended."""
 
 END = ("status", "detail")
-"""Such keys that `mark_failed` alone changes, where a run failed after its own rank 0 had ended."""
+"""Keys that only `mark_failed` changes, if a run failed after its rank 0 had ended."""
 
 LARGEST_STEP = 2**53
-"""Of a record: the largest that is exact as a float."""
+"""Largest step of a record: the largest integer that is exact as a float."""
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode(record: Record) -> bytes:
     """Return `record` as one line of JSON. NaN and infinities become the strings "nan", "inf", "-inf".
 
-    Python prints a float with as many digits as bring the same float64 back, so an fp32 value comes back to its bits.
+    Python prints enough digits to restore the same float64, so fp32 values keep their bits.
     """
     return json.dumps(_safe(record), allow_nan=False).encode() + b"\n"
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """Return the record of one line, with non-finite numbers as floats again. Raises ValueError if it is none."""
+    """Return the record of one line, with non-finite numbers as floats again. Raises ValueError if it is invalid."""
     try:
-        text = line.decode("utf-8")  # of bytes, json would guess the encoding
+        text = line.decode("utf-8")  # json would guess the encoding of bytes
         record = _DECODER.decode(text)
     except RecursionError as error:
         raise ValueError("not a record: nested too deep") from error
@@ -80,45 +80,45 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 def number_of(record: Record, key: str, default: float = math.nan) -> float:
-    """Return the number under `key` as a float, `default` where there is none. Raises ValueError if it is no number."""
+    """Return the number at `key` as a float, or `default`. Raises ValueError if it is not a number."""
     value = record.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"'{key}' at step {record['step']} is no number: {str(value)[:40]!r}")
+        raise ValueError(f"'{key}' at step {record['step']} is not a number: {str(value)[:40]!r}")
     try:
         return float(value)
     except OverflowError as error:
-        raise ValueError(f"'{key}' at step {record['step']} is no number of this world: {value:.3e}") from error
+        raise ValueError(f"'{key}' at step {record['step']} exceeds the range of a float: {value:.3e}") from error
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"not a record: {name} is no JSON")
+    raise ValueError(f"not a record: {name} is not JSON")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=each_once)
-"""Of all lines: `json.loads` with these arguments would make one for each line."""
+"""Shared decoder; `json.loads` with these arguments would create one for each line."""
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of `path` in order; a last line that was cut off while being written is left out.
+    """Yield the records in `path` in order. An incomplete last line is ignored.
 
-    Raises ValueError naming the line where anything but the last line is broken.
+    Raises ValueError with the line number if any other line is damaged.
     """
     for _, record in read_lines(path):
         yield record
 
 
 def cut_back(path: Path, step: int, first: Callable[[], None] | None = None) -> int:
-    """Leave only the records up to `step` in `path`, replacing it in one move; return how many stayed.
+    """Truncate `path` to the records up to `step`, atomically; return their number.
 
-    Called when a run has resumed from the checkpoint of `step`: what came after it will be computed again, so it may
-    be damaged. `first` is called when all is ready for the move. Raises ValueError naming the line where anything
-    before is damaged.
+    Called when a run has resumed from the checkpoint of `step`. Later lines may be damaged, since their steps are
+    computed again. `first` is called just before the file is replaced. Raises ValueError with the line number if an
+    earlier line is damaged.
     """
     kept = 0
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         for line, record in read_lines(path) if path.exists() else ():
-            if record["step"] > step or not step:  # a run begun afresh validates before its first step, too
+            if record["step"] > step or not step:  # a new run validates before its first step
                 break
             file.write(line)
             kept += 1
@@ -133,16 +133,16 @@ def cut_back(path: Path, step: int, first: Callable[[], None] | None = None) -> 
 def damaged_record(
     path: Path, step: int, begun_at_step: int, or_earlier: bool = False, written: ChainHead | None = None
 ) -> str | None:
-    """Return what is wrong with the records up to `step` in `path`, None if nothing is.
+    """Return the problem of the records up to `step` in `path`, or None.
 
-    There must be one of each training step after `begun_at_step`; with `or_earlier`, after one up to that. `written`:
-    the head of their hash chain, where that is known.
+    Every training step after `begun_at_step` must have a record; with `or_earlier`, the first step may be smaller.
+    `written`: the head of their hash chain, if known.
     """
     steps: list[int] = []
     head = ChainHead()
     try:
         for line, record in read_lines(path) if path.exists() else ():
-            if record["step"] > step or not step:  # a run begun afresh validates before its first step, too
+            if record["step"] > step or not step:  # a new run validates before its first step
                 break
             head = head.after(line)
             if "loss" in record:
@@ -152,40 +152,40 @@ def damaged_record(
     if or_earlier and steps:
         begun_at_step = min(begun_at_step, steps[0] - 1)
     if missing := sorted(set(range(begun_at_step + 1, step + 1)).difference(steps)):
-        lacks = "lacks" if path.exists() else "is missing, and with it"
-        return f"{lacks} the record{'s' if len(missing) > 1 else ''} of {steps_in_words(missing)}"
+        lacks = "has no" if path.exists() else "is missing, with the"
+        return f"{lacks} record{'s' if len(missing) > 1 else ''} of {steps_in_words(missing)}"
     return written.problem(head, f" up to step {step}") if written is not None and step else None
 
 
 def chain_of(path: Path) -> ChainHead:
-    """Return the head of the hash chain over the whole lines of `path`. Raises ValueError as `read_records` does."""
+    """Return the head of the hash chain over the complete lines of `path`. Raises ValueError as `read_records`."""
     return ChainHead.over(line for line, _ in read_lines(path)) if path.exists() else ChainHead()
 
 
 def sealed_records(head: ChainHead, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry `RECORDS` of the summary of a run that has ended: the chain's head, digests of facts and end."""
+    """Return `RECORDS` for the summary of a run that has ended: the chain's head, digests of facts and end."""
     return {**head.as_data(), "facts": facts_digest(summary), "end": facts_digest(summary, END)}
 
 
 def facts_digest(summary: Mapping[str, Any], keys: Sequence[str] = FACTS) -> str:
-    """Return 32 hex digits over these `keys` of a summary."""
+    """Return a digest (32 hex digits) of `keys` of a summary."""
     facts = _safe({key: summary[key] for key in keys if key in summary})
     return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def steps_in_words(steps: Sequence[int]) -> str:
-    """Return ascending `steps` as "steps 3-4, 7": the first few stretches of them."""
+    """Return ascending `steps` as text such as "steps 3-4, 7", limited to the first few ranges."""
     known = set(steps)
     firsts = [each for each in steps if each - 1 not in known]
     lasts = [each for each in steps if each + 1 not in known]
     stretches = [str(one) if one == last else f"{one}-{last}" for one, last in zip(firsts, lasts, strict=True)]
     shown, others = stretches[:SHOWN_STRETCHES], len(stretches) - SHOWN_STRETCHES
-    more = f" and {others} more stretch{'es' if others > 1 else ''}" if others > 0 else ""
+    more = f" and {others} more range{'s' if others > 1 else ''}" if others > 0 else ""
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(shown)}{more}"
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """Return the `summary.json` of a run's folder, {} where there is none yet. Raises ValueError if it is damaged."""
+    """Return the `summary.json` of a run's folder, {} if there is none. Raises ValueError if it is damaged."""
     file = folder / "summary.json"
     if not file.exists():
         return {}
@@ -194,7 +194,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
     if not isinstance(summary, dict):
-        raise ValueError(f"{file} is damaged: it holds no object")
+        raise ValueError(f"{file} is damaged: it is not a JSON object")
     for key, kind in SUMMARY_KINDS.items():
         if summary.get(key) is not None and not isinstance(summary[key], kind):
             raise ValueError(f"{file} is damaged: '{key}' is {str(summary[key])[:40]!r}")
@@ -205,18 +205,15 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 
 def ended_not_finite(summary: Mapping[str, Any]) -> bool:
-    """Return whether the run ended because its loss or gradients were not finite, the gradients to the last step.
+    """Return whether the run ended because its loss was not finite, or its gradients until the last step.
 
-    That is a result: the same run would end so again.
+    That is a result: the same run would end the same way again.
     """
     return summary.get("status") == "failed" and str(summary.get("detail", "")).startswith(NOT_FINITE)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write `value` to `path` as indented JSON in one move: a reader sees the old file or the new one, whole.
-
-    So does one after a power cut: what is moved is on the disk.
-    """
+    """Write `value` to `path` as indented JSON, atomically, also if the power fails (the file is synced first)."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(json.dumps(_safe(value), indent=2, allow_nan=False).encode() + b"\n")
@@ -226,14 +223,14 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write `content` to `path` in one move: a reader sees the old file or the new one, whole."""
+    """Write `content` to `path` atomically: readers see the old file or the complete new one."""
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(content)
     os.replace(partial, path)
 
 
 def overwrite_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write `value` over the file at `path`, which exists: on a full disk, or in a folder that takes no new file."""
+    """Overwrite the existing file at `path` with `value`, for a full disk or a folder where no file can be created."""
     with path.open("r+b") as file:
         file.write(json.dumps(_safe(value), indent=2, allow_nan=False).encode() + b"\n")
         file.truncate()
@@ -242,9 +239,9 @@ def overwrite_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def mark_failed(folder: Path, detail: str) -> None:
-    """Say in `summary.json` why the run of `folder` failed, where its rank 0 did not, or could not, know.
+    """Write to `summary.json` why the run in `folder` failed, if its rank 0 could not do so.
 
-    One that failed before it had a summary gets one; a folder that holds no run stays as it is.
+    Creates the summary if the run failed before it had one. Does nothing if the folder contains no run.
     """
     if (folder / "config.yaml").is_file() or (folder / "summary.json").is_file():
         before = summary_of(folder)
@@ -263,7 +260,7 @@ def _safe(value: Any) -> Any:
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each whole line of `path` with its record, as `read_records` does."""
+    """Yield each complete line of `path` with its record, as `read_records` does."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -276,11 +273,13 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 TOKENIZER_DIGEST = "tokenizer_digest"
-"""The key of summary.json. Runs of earlier releases have none."""
+"""Key of summary.json with the digest of tokenizer.json; missing in runs of earlier releases."""
 
 
 def tokenizer_problem(folder: Path) -> str | None:
-    """Return what is wrong with the file by its bytes, as the rest of a sentence; None where nothing is known of it.
+    """Return how tokenizer.json differs from its digest, or None, also if no digest is known.
+
+    The text continues a sentence.
 
     Raises:
         ValueError: the summary is damaged.
@@ -290,16 +289,16 @@ def tokenizer_problem(folder: Path) -> str | None:
 
 
 def run_tokenizer(folder: Path) -> Path | None:
-    """Return the file, None where there is none and the run's summary says nothing of one.
+    """Return the run's tokenizer.json, or None if it never had one.
 
     Raises:
-        ConfigError: it is not the one that the run was trained with.
+        ConfigError: it is missing or differs from the one that the run was trained with.
     """
     try:
         problem = tokenizer_problem(folder)
     except ValueError as error:
         raise ConfigError(Problem(str(folder), f"{error}.")) from error
     if problem:
-        text = f"{problem}. Bring the run's own back from a copy; resume=auto on the run writes it anew."
+        text = f"{problem}. Restore it from a copy, or resume the run with resume=auto, which writes it again."
         raise ConfigError(Problem(str(folder / TOKENIZER), text))
     return folder / TOKENIZER if (folder / TOKENIZER).is_file() else None

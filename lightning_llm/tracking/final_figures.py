@@ -1,4 +1,4 @@
-"""Summary of a run's records: figures for `summary.json`, curves of `loss.png`, the rule for a stalled run."""
+"""Summary of a run's step metrics: figures for `summary.json`, curves of `loss.png`, the rule for stalled runs."""
 
 import math
 from collections import Counter
@@ -13,11 +13,11 @@ SMOOTHING_SHARE = 0.02
 
 
 def final_figures(records: Iterable[Record]) -> dict[str, Any]:
-    """Return the figures a reader compares runs by. A key is absent where nothing was measured for it.
+    """Return the final figures for comparing runs. Keys without a measurement are absent.
 
-    Medians, `data_wait_share` (of the steps' time, waiting for batches) and `step_jitter` (by how much of the median
-    the 95th percentile of a step's time exceeds it) leave out the records that say `timing_warmup`, unless there are no
-    others. `useful_seconds` are those of steps whose update was made; `event/<kind>` counts steps out of the ordinary.
+    Medians, `data_wait_share` (share of the steps' time spent waiting for batches) and `step_jitter` (95th percentile
+    of the step time over the median, minus 1) ignore records with `timing_warmup`, unless there are no others.
+    `useful_seconds` is the time of steps with an update; `event/<kind>` counts steps with an event.
     """
     steps: list[Record] = []
     validations: list[Record] = []
@@ -48,7 +48,7 @@ def final_figures(records: Iterable[Record]) -> dict[str, Any]:
 
 
 def _steadiness(steps: list[Record]) -> dict[str, float]:
-    """Return how even the steps' time is, and what share of it passed waiting for data."""
+    """Return the jitter of the step time and the share of it spent waiting for data."""
     seconds = sorted(record["step_seconds"] for record in steps if "step_seconds" in record)
     waiting = [(record["data_seconds"], record["step_seconds"]) for record in steps if "data_seconds" in record]
     figures = {}
@@ -84,7 +84,7 @@ def draw_losses(records: Iterable[Record], path: Path, title: str) -> None:
         axes.plot(*zip(*_running_mean(train), strict=True), color="C0", label="training, running mean")
     by_source = [key for key in losses if key.startswith("val_loss/")]
     if len(by_source) == 1 and losses[by_source[0]] == losses.get("val_loss"):
-        del losses[by_source[0]]  # of the only source, which would hide the line under it
+        del losses[by_source[0]]  # the only source's curve would hide the equal total
     for index, (key, points) in enumerate(sorted(losses.items()), start=1):
         axes.plot(*zip(*points, strict=True), color=f"C{index}", marker="o", markersize=3, label=key)
     if train or losses:
@@ -107,13 +107,13 @@ def _running_mean(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 STALLED_STEPS = 10
 STALLED_SHARE = 100
-"""One step in so many."""
+"""A run is stalled if its last steps / STALLED_SHARE were skipped, see `stalled`."""
 
 
 def stalled(steps: int, skipped_in_a_row: int) -> bool:
-    """Return whether a run of `steps` steps skipped the update of each of its last max(10, 1 %) steps, or of all.
+    """Return whether a run of `steps` steps skipped the updates of all its last max(10, 1 %) steps.
 
-    `skipped_in_a_row`: steps up to the last one whose updates were skipped. A loss scale that starts too high skips a
-    few updates, and then makes some.
+    `skipped_in_a_row`: number of consecutive skipped updates at the end. A loss scale that starts too high skips only a
+    few updates.
     """
     return steps > 0 and skipped_in_a_row >= min(steps, max(STALLED_STEPS, math.ceil(steps / STALLED_SHARE)))

@@ -1,4 +1,4 @@
-"""Lightning's loggers beside the run's folder, `logger=csv|tensorboard|wandb`: each gets the lines of metrics.jsonl."""
+"""Lightning's loggers (`logger=csv|tensorboard|wandb`), which receive the records of metrics.jsonl."""
 
 import logging
 import shutil
@@ -19,11 +19,11 @@ WANDB_ID_FILE = "wandb_run_id.txt"
 
 
 class LightningRunLogger:
-    """A `RunLogger` that hands every number of a record to one of Lightning's loggers, at the record's step.
+    """`RunLogger` that logs every number of a record with one of Lightning's loggers, at the record's step.
 
-    `csv/metrics.csv` is written anew from metrics.jsonl when a run resumes. In `tensorboard/` what came after the
-    checkpoint is hidden (SummaryWriter's purge_step). wandb's run goes on under its id, offline unless logger.offline
-    is false. A logger that fails is reported once, and left alone.
+    When a run resumes, `csv/metrics.csv` is written again from metrics.jsonl, `tensorboard/` hides steps after the
+    checkpoint (SummaryWriter's purge_step), and wandb continues the run of the same id, offline unless logger.offline
+    is false. A failure of a logger is reported once, and the logger is not used again.
     """
 
     def __init__(self, config: Config, run_dir: Path):
@@ -34,11 +34,11 @@ class LightningRunLogger:
 
     @property
     def experiment(self) -> Any:
-        """What the logger writes to: TensorBoard's SummaryWriter, wandb's Run; None before the run began."""
+        """TensorBoard's SummaryWriter or wandb's Run; None before the run begins."""
         return self._logger.experiment if self._logger is not None else None
 
     def open(self, facts: Mapping[str, Any], resumed_from_step: int | None) -> None:
-        """Make the logger, and tell it the config."""
+        """Create the logger and log the config."""
 
         def make() -> None:
             self._logger = getattr(self, f"_{self.config.logger.name}")(resumed_from_step)
@@ -50,7 +50,7 @@ class LightningRunLogger:
         self._attempt(make)
 
     def record(self, record: Record) -> None:
-        """Hand the record on."""
+        """Log the record."""
         if self._logger is not None:
             self._attempt(lambda: self._write(record))
 
@@ -70,7 +70,7 @@ class LightningRunLogger:
         self._logger = None
 
     def summary_fields(self) -> dict[str, Any]:
-        """Return which logger, and what went wrong with it."""
+        """Return the name of the logger and its problem, if any."""
         about = {"name": self.config.logger.name}
         return {"logger": about | ({"problem": self._problem} if self._problem else {})}
 
@@ -106,8 +106,10 @@ class LightningRunLogger:
     def _attempt(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # a view may fail, the run does not notice
+        except Exception as error:  # a failing logger must not stop the run
             self._problem, self._logger = f"{type(error).__name__}: {error}", None
             log.warning(
-                "logger=%s is left alone: %s. metrics.jsonl has it all.", self.config.logger.name, self._problem
+                "logger=%s failed and is disabled: %s. metrics.jsonl is complete.",
+                self.config.logger.name,
+                self._problem,
             )

@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 
 PREFIX = "lightning_llm_"
 IDENTITY = ("experiment", "run")
-"""Labels of every sample: several runs may be read from one machine."""
+"""Labels of every sample, which tell runs on one machine apart."""
 
 
 class Family(NamedTuple):
-    """One metric: what it says, its `kind`, and its `label` beside `IDENTITY`, if it has one.
+    """One metric: its help text, its `kind`, and its `label` besides `IDENTITY`, if any.
 
-    `key` is of records: the metric is that number times `scale`. A key that ends with a slash is a prefix, and what
-    follows it is the value of `label`.
+    The metric is the number at `key` of a record times `scale`. A key that ends with a slash is a prefix; the rest of
+    the record's key is the value of `label`.
     """
 
     text: str
@@ -43,70 +43,70 @@ class Family(NamedTuple):
 FAMILIES = {
     "run_info": Family("Recipe, precision, model, config hash and version of the run, as labels; 1", kind="info"),
     "running": Family("1 while the run trains, 0 once it has ended"),
-    "end_status": Family("1 under the status that the run ended with: finished, stopped or failed", label="status"),
-    "start_timestamp_seconds": Family("When this start of the run began, since the epoch"),
-    "end_timestamp_seconds": Family("When it ended, since the epoch"),
-    "heartbeat_timestamp_seconds": Family("When these figures were written, since the epoch"),
-    "last_record_timestamp_seconds": Family("Time of the newest record, before the first that of the start"),
-    "max_steps": Family("Step that the run ends at"),
-    "starts_total": Family("Starts of the run in its folder", kind="counter"),
-    "rollbacks_total": Family("Times that spikes.policy=rollback has gone back, over all starts", kind="counter"),
-    "restarts_total": Family("Times that lost ranks were started again, over all starts", kind="counter"),
-    "steps_total": Family("Optimizer steps made by this start", kind="counter"),
-    "tokens_total": Family("Tokens trained on by this start", kind="counter"),
-    "skipped_steps_total": Family("Steps of this start whose update was left out", kind="counter"),
-    "events_total": Family("Records of this start with an event, by its kind", label="kind", kind="counter"),
-    "step": Family("Newest step, over all starts", "step"),
-    "trained_tokens": Family("Tokens trained on up to the newest step, over all starts", "tokens"),
+    "end_status": Family("1 for the status that the run ended with: finished, stopped or failed", label="status"),
+    "start_timestamp_seconds": Family("Start time of this session, seconds since the epoch"),
+    "end_timestamp_seconds": Family("End time of this session, seconds since the epoch"),
+    "heartbeat_timestamp_seconds": Family("Time when these metrics were written, seconds since the epoch"),
+    "last_record_timestamp_seconds": Family("Time of the newest record, or of the start if there is none"),
+    "max_steps": Family("Last step of the run (trainer.max_steps)"),
+    "starts_total": Family("Sessions of the run in its folder", kind="counter"),
+    "rollbacks_total": Family("Rollbacks by spikes.policy=rollback, over all sessions", kind="counter"),
+    "restarts_total": Family("Restarts of lost ranks, over all sessions", kind="counter"),
+    "steps_total": Family("Optimizer steps of this session", kind="counter"),
+    "tokens_total": Family("Tokens trained on in this session", kind="counter"),
+    "skipped_steps_total": Family("Steps of this session with a skipped update", kind="counter"),
+    "events_total": Family("Records of this session with an event, by kind", label="kind", kind="counter"),
+    "step": Family("Newest step, over all sessions", "step"),
+    "trained_tokens": Family("Tokens trained on up to the newest step, over all sessions", "tokens"),
     "loss": Family("Training loss of the newest step, nats per token", "loss"),
     "grad_norm": Family("Gradient norm of the newest step before clipping", "grad_norm"),
     "learning_rate": Family("Learning rate of the newest step", "lr"),
     "loss_scale": Family("Loss scale of fp16", "loss_scale"),
     "val_loss": Family("Validation loss over all sources, nats per token", "val_loss"),
     "val_loss_by_source": Family("Validation loss of a source, nats per token", "val_loss/", label="source"),
-    "forgetting": Family("Validation loss of a source less its first one, nats per token", "forgetting/", 1, "source"),
+    "forgetting": Family("Validation loss of a source minus its first one, nats per token", "forgetting/", 1, "source"),
     "step_seconds": Family("Wall time of the newest step", "step_seconds"),
-    "data_seconds": Family("Of that, waiting for the batch", "data_seconds"),
-    "compute_seconds": Family("Of that, forward, backward and update", "compute_seconds"),
+    "data_seconds": Family("Part of it spent waiting for the batch", "data_seconds"),
+    "compute_seconds": Family("Part of it spent on forward, backward and update", "compute_seconds"),
     "tokens_per_second": Family("Tokens per second of the newest step, all ranks", "tokens_per_second"),
     "flops_per_second": Family("Model FLOP/s of the newest step, all ranks", "tflops_per_second", 1e12),
     "mfu_ratio": Family("Model FLOP/s over the devices' dense peak", "mfu"),
-    "rank_compute_seconds": Family("A rank's computing in a step, of late: median", "rank_compute_seconds/", 1, "rank"),
-    "rank_wait_seconds": Family("A rank's waiting for others in a step: mean", "rank_wait_seconds/", 1, "rank"),
-    "rank_data_seconds": Family("A rank's waiting for its batch in a step: mean", "rank_data_seconds/", 1, "rank"),
-    "rank_jitter_ratio": Family("95th percentile of its computing over the median, less 1", "rank_jitter/", 1, "rank"),
-    "straggler_ratio": Family("Share of a step that others wait for it; 0: no more", "straggler/", 1, "rank"),
-    "timing_warmup": Family("1 where the newest step is no measure of speed", "timing_warmup"),
+    "rank_compute_seconds": Family("A rank's recent compute time per step: median", "rank_compute_seconds/", 1, "rank"),
+    "rank_wait_seconds": Family("A rank's time waiting for others per step: mean", "rank_wait_seconds/", 1, "rank"),
+    "rank_data_seconds": Family("A rank's time waiting for its batch per step: mean", "rank_data_seconds/", 1, "rank"),
+    "rank_jitter_ratio": Family("95th percentile of its compute time / median - 1", "rank_jitter/", 1, "rank"),
+    "straggler_ratio": Family("Share of a step that others wait for it; 0: recovered", "straggler/", 1, "rank"),
+    "timing_warmup": Family("1 if the newest step does not count for timing", "timing_warmup"),
     "host_memory_bytes": Family("Resident memory of rank 0", "system/rss_bytes"),
-    "host_memory_peak_bytes": Family("Its peak", "host_memory_peak_bytes"),
-    "host_available_bytes": Family("Memory that rank 0's machine has left", "system/available_bytes"),
+    "host_memory_peak_bytes": Family("Peak resident memory of rank 0", "host_memory_peak_bytes"),
+    "host_available_bytes": Family("Available memory of rank 0's machine", "system/available_bytes"),
     "host_cpu_ratio": Family("Share of the machine's processor time in use", "system/cpu_percent", 0.01),
     "process_cpu_cores": Family("Processor cores that rank 0 keeps busy", "system/process_cpu_percent", 0.01),
     "device_memory_bytes": Family("Memory in use on rank 0's GPU", "system/gpu_memory_bytes"),
-    "device_memory_peak_bytes": Family("Peak of PyTorch's allocator on it", "device_memory_peak_bytes"),
-    "device_busy_ratio": Family("Share of the time that a kernel ran on it", "system/gpu_percent", 0.01),
+    "device_memory_peak_bytes": Family("Peak of PyTorch's allocator on that GPU", "device_memory_peak_bytes"),
+    "device_busy_ratio": Family("Share of time with a running kernel on that GPU", "system/gpu_percent", 0.01),
     "device_power_watts": Family("Power of rank 0's GPU", "system/gpu_watts"),
-    "checkpoint_step": Family("Step of the newest whole checkpoint in the run's folder"),
-    "checkpoint_timestamp_seconds": Family("When that was saved, since the epoch"),
-    "disk_free_bytes": Family("Bytes left where the run's folder lies"),
-    "disk_size_bytes": Family("Bytes of that file system"),
-    "record": Family("Newest value of any other number of metrics.jsonl, by its key there", label="key"),
+    "checkpoint_step": Family("Step of the newest complete checkpoint in the run's folder"),
+    "checkpoint_timestamp_seconds": Family("Time when it was saved, seconds since the epoch"),
+    "disk_free_bytes": Family("Free bytes on the file system of the run's folder"),
+    "disk_size_bytes": Family("Size of that file system in bytes"),
+    "record": Family("Newest value of any other number in metrics.jsonl, by key", label="key"),
 }
 """All metrics by their names without `PREFIX`."""
 
 EVENT_KINDS = ("spike", "plateau_shift", "divergence", "non_finite", "forgetting", "straggler")
-"""Those that are counted from 0 on: an increase is only seen of what was there before."""
+"""Counters that are published as 0 from the start, so that Prometheus sees the first increase."""
 UNMADE = ("stop", "rollback")
-"""Values of `event_action` in the record of a step that was not made."""
+"""Values of `event_action` in the record of a step without an update."""
 APART = ("time", "skipped")
-"""Numbers of records that are told otherwise: as last_record_timestamp_seconds and skipped_steps_total."""
+"""Numbers of records published under other names: last_record_timestamp_seconds and skipped_steps_total."""
 
 _BY_KEY = {each.key: name for name, each in FAMILIES.items() if each.key and not each.key.endswith("/")}
 _BY_PREFIX = {each.key: name for name, each in FAMILIES.items() if each.key.endswith("/")}
 
 
 def metric_of(key: str) -> tuple[str, str]:
-    """Return the metric of the number at `key` of a record, without `PREFIX`, and its label's value ("": none)."""
+    """Return the metric for the number at `key` of a record, without `PREFIX`, and the label's value ("" if none)."""
     if key in _BY_KEY:
         return _BY_KEY[key], ""
     for prefix, name in _BY_PREFIX.items():
@@ -116,10 +116,10 @@ def metric_of(key: str) -> tuple[str, str]:
 
 
 class RunMetrics:
-    """What the metrics of one run say by now. Training tells, other threads read.
+    """Current metrics of one run. The training thread writes them, other threads read them.
 
-    `identity` has the values of `IDENTITY`, `info` those of run_info's labels. `facts` is what summary.json says at the
-    start. A number keeps its newest value, but those of steps that had an event: they go with the next record.
+    `identity` has the values of `IDENTITY`, `info` the labels of run_info. `facts` is the content of summary.json at
+    the start. A number keeps its newest value, except numbers of steps with an event, which the next record removes.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class RunMetrics:
         self._tokens: float | None = None
 
     def take(self, record: Record) -> None:
-        """Take one record."""
+        """Update the metrics with one record."""
         numbers = {key: each for key, each in record.items() if isinstance(each, int | float) and key not in APART}
         found = {(name, label): self._scaled(name, numbers[key]) for key in numbers for name, label in [metric_of(key)]}
         with self._lock:
@@ -162,14 +162,14 @@ class RunMetrics:
         if record.get("event_action") in UNMADE:
             return
         step, tokens = record["step"], record.get("tokens", 0)
-        before = tokens * (step - 1) / step if self._tokens is None else self._tokens  # of the first: a step's share
+        before = tokens * (step - 1) / step if self._tokens is None else self._tokens  # assume equal steps
         self._tokens = tokens
         self._values["steps_total", ""] += 1
         self._values["tokens_total", ""] += tokens - before
         self._values["skipped_steps_total", ""] += bool(record.get("skipped"))
 
     def set(self, **values: float | None) -> None:
-        """Set metrics without a label of their own; None: it is not known any more."""
+        """Set metrics that have no label; None: unknown."""
         with self._lock:
             for name, value in values.items():
                 if value is None:
@@ -178,7 +178,7 @@ class RunMetrics:
                     self._values[name, ""] = value
 
     def end(self, status: Status) -> None:
-        """Say that the run has ended."""
+        """Set the status that the run has ended with."""
         with self._lock:
             self._values |= {("running", ""): 0, ("end_status", status): 1, ("end_timestamp_seconds", ""): time.time()}
 
@@ -208,17 +208,17 @@ class RunMetrics:
 
 
 START_SECONDS = 2.0
-"""How long a run waits for the endpoint to be there, at its start."""
+"""Maximum time to wait for the endpoint at the start of a run."""
 CLOSE_SECONDS = 10.0
-"""How long an ending run waits for its last figures to be written."""
+"""Maximum time to wait for the last metrics to be written at the end of a run."""
 REQUEST_SECONDS = 10.0
-"""How long a request may take: one that never ends would keep its thread."""
+"""Timeout of a request, so that it cannot block its thread forever."""
 
 _LISTENING: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the sockets in a process that is forked, a loader's worker say: the port would be its parent's no more."""
+    """Close the sockets in a forked process, such as a loader's worker, which would keep the port in use."""
     for each in list(_LISTENING):
         each.close()
 
@@ -227,7 +227,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Saved(NamedTuple):
-    """The newest checkpoint: its step, and when it was written, in seconds since the epoch."""
+    """Newest checkpoint: its step and the time it was written, in seconds since the epoch."""
 
     step: int
     time: float
@@ -235,9 +235,10 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Wishes:
-    """Where metrics go: `textfile` is a path, `targets` the file that tells Prometheus of the endpoint.
+    """Destinations of metrics.
 
-    `port` None: no endpoint, 0: any free port.
+    `textfile`: file to write. `targets`: file that announces the endpoint to Prometheus. `port`: None for no endpoint,
+    0 for any free port.
     """
 
     host: str
@@ -248,9 +249,9 @@ class Wishes:
 
 
 class MetricsPublisher:
-    """Publishes `metrics` of the run in `run_dir` between `start` and `stop`; `saved` finds its newest checkpoint.
+    """Publish `metrics` of the run in `run_dir` between `start` and `stop`; `saved` returns its newest checkpoint.
 
-    `name` is how messages name what asked for it. A failure is said once, and tried again every `every_seconds`.
+    `name` is the config key in messages. A failure is reported once and retried every `every_seconds`.
     """
 
     def __init__(
@@ -268,42 +269,42 @@ class MetricsPublisher:
         self._said: set[str] = set()
 
     def start(self) -> None:
-        """Begin; the endpoint is there, or could not be made, where that took less than `START_SECONDS`."""
+        """Start the thread; wait up to `START_SECONDS` for the endpoint."""
         self._thread.start()
         self._first.wait(START_SECONDS)
 
     def stop(self) -> None:
-        """Close the endpoint and write the file a last time, within `CLOSE_SECONDS`."""
+        """Close the endpoint and write the file once more, within `CLOSE_SECONDS`."""
         self._stopping.set()
-        self._attempt(self._leave, "the endpoint")  # here: the thread may wait for a disk
+        self._attempt(self._leave, "the endpoint")  # not in the thread, which may wait for a disk
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            log.warning("%s: its last figures take longer than %g s to write: left alone", self.name, CLOSE_SECONDS)
+            log.warning("%s: writing the last metrics took longer than %g s: not waiting", self.name, CLOSE_SECONDS)
 
     def _publish(self) -> None:
         while True:
             self._attempt(self._serve, "the endpoint")
             self._first.set()
-            self._attempt(self._tell_targets, "the file of targets")
-            self._attempt(self._look, "the figures of the run's folder")
+            self._attempt(self._tell_targets, "the targets file")
+            self._attempt(self._look, "the metrics of the run's folder")
             self._attempt(self._write, "the text file")
             if self._stopping.wait(self.wishes.every_seconds):
                 break
-        self._attempt(self._forget_targets, "the file of targets")
-        self._attempt(self._look, "the figures of the run's folder")
+        self._attempt(self._forget_targets, "the targets file")
+        self._attempt(self._look, "the metrics of the run's folder")
         self._attempt(self._write, "the text file")
 
     def _attempt(self, action: Callable[[], None], what: str) -> None:
         try:
             action()
-        except Exception as error:  # whatever it is, the run goes on
+        except Exception as error:  # must not stop the run
             if isinstance(error, OSError) and error.strerror:
                 text = error.strerror + (f": {error.filename}" if error.filename else "")
             else:
                 text = f"{type(error).__name__}: {error}"
-            self._say(f"{what} failed ({redacted(text)}). Training goes on, and it is tried again")
+            self._warn_once(f"{what} failed ({redacted(text)}). Training continues, and it is retried")
 
-    def _say(self, text: str) -> None:
+    def _warn_once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
             log.warning("%s: %s", self.name, text)
@@ -317,9 +318,9 @@ class MetricsPublisher:
         try:
             server, thread = start_http_server(port, host, self._registry)
         except OSError as error:
-            again = f"Training goes on, and it is tried again every {self.wishes.every_seconds:g} s"
-            text = f"port {port} of {host} cannot be listened on ({error.strerror}). Set {self.name}.port to another, "
-            self._say(f"{text}or to 0 for any free one. {again}")
+            again = f"Training continues, and it is retried every {self.wishes.every_seconds:g} s"
+            text = f"cannot listen on port {port} of {host} ({error.strerror}). Set {self.name}.port to another port, "
+            self._warn_once(f"{text}or to 0 for any free one. {again}")
             return
         handler = cast(type, server.RequestHandlerClass)
         server.RequestHandlerClass = type("Handler", (handler,), {"timeout": REQUEST_SECONDS})
@@ -328,11 +329,11 @@ class MetricsPublisher:
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{server.server_port}"
         print(f"scrape http://{self.address}/metrics", flush=True)
-        if self._stopping.is_set():  # while a name was looked up, say
+        if self._stopping.is_set():  # for example while a host name was resolved
             self._leave()
 
     def _leave(self) -> None:
-        """Close the endpoint; done twice it is done once."""
+        """Close the endpoint; may be called again."""
         if self._server is None:
             return
         server, thread = self._server
@@ -345,7 +346,7 @@ class MetricsPublisher:
         server, file = self._server, self.wishes.targets
         if server is None or file is None:
             return
-        # What others reach it by, where it listens on all addresses: the machine's name.
+        # An endpoint on all addresses is announced by the machine's name.
         everywhere = self.wishes.host in ("0.0.0.0", "::")
         address = f"{socket.gethostname()}:{server[0].server_port}" if everywhere else self.address
         replace_file(file, json.dumps([{"targets": [address]}]).encode() + b"\n")

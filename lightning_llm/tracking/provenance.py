@@ -1,4 +1,4 @@
-"""Provenance of a run: its code, and its process."""
+"""Provenance of a run: its code, versions and process."""
 
 import getpass
 import os
@@ -17,11 +17,11 @@ from lightning_llm.config.workspace import PACKAGE, checkout
 
 RECORDED_PACKAGES = ("torch", "lightning", "mlflow", "transformer-engine")
 FINGERPRINT = "fingerprint"
-"""The key of summary.json that says what of the machine and its libraries has a part in the numbers."""
+"""Key of summary.json with the properties of machine and libraries that influence the numbers."""
 
 
 def versions() -> dict[str, str]:
-    """Return {package: version} of what shapes a run's numbers; packages that are not installed are left out."""
+    """Return {package: version} of installed packages that influence a run's numbers."""
     return dict(_versions())
 
 
@@ -37,9 +37,9 @@ def _versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any]:
-    """Return {"sha", "dirty"} of the checkout the package runs from; both None for a wheel, or without git.
+    """Return {"sha", "dirty"} of the checkout that the package runs from; both None for a wheel or without git.
 
-    As they are when a process asks first, as `code_hash` is.
+    The result of the first call in a process is kept, as for `code_hash`.
     """
     return dict(_git_state())
 
@@ -54,22 +54,22 @@ def _git_state() -> dict[str, Any]:
 
 @cache
 def code_hash() -> str:
-    """Return 12 hex digits of the Python text that training runs, in a checkout or a wheel.
+    """Return a hash (12 hex digits) of the Python source used in training, in a checkout or a wheel.
 
-    As it is on disk when a process asks first: what is changed there later, the process has not loaded.
+    The result of the first call in a process is kept: later changes on disk are not loaded by the process.
     """
     files = {file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")}
-    if root := checkout():  # which keeps callbacks/ beside the package
+    if root := checkout():  # with callbacks/ next to the package
         files |= {file.relative_to(root).as_posix(): file for file in (root / "callbacks").rglob("*.py")}
     digest = blake2b(digest_size=6)
     for name, file in sorted(files.items()):
-        if not name.startswith(("compare/", "ladder/")):  # which judge runs and take no part in them
+        if not name.startswith(("compare/", "ladder/")):  # these only judge runs
             digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
 def origin_of(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `summary.json` says of where a run's numbers come from, flat; what was not recorded is left out."""
+    """Return the recorded facts of `summary.json` about the origin of a run's numbers, as flat keys."""
     found = {f"versions.{key}": value for key, value in (summary.get("versions") or {}).items() if key != "mlflow"}
     if isinstance(summary.get("device"), str):
         name = summary["device"].rpartition(",")[0] or summary["device"]  # "2 x NVIDIA H100, 80 GiB"
@@ -80,7 +80,7 @@ def origin_of(summary: Mapping[str, Any]) -> dict[str, Any]:
         if summary.get(key) is not None:
             found[key] = summary[key]
     if (summary.get("init") or {}).get("digest"):
-        found["init_digest"] = summary["init"]["digest"]  # of the weights that the run started from
+        found["init_digest"] = summary["init"]["digest"]  # digest of the initial weights
     if teachers := summary.get("distil"):
         found["teachers"] = ", ".join(str(each.get("digest")) for each in teachers)
     branch = summary.get("branch") or {}
@@ -89,14 +89,14 @@ def origin_of(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_fingerprint(origin: Mapping[str, Any]) -> bool:
-    """Return whether what `origin_of` returned has a fingerprint: runs of earlier releases have none."""
+    """Return whether a result of `origin_of` has a fingerprint; runs of earlier releases have none."""
     return any(key.startswith(f"{FINGERPRINT}.") for key in origin)
 
 
 def origin_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return {key: (before, now)} of what differs between two `origin_of`, None where one has none.
+    """Return {key: (before, now)} of the differences between two results of `origin_of`.
 
-    Of the fingerprint, where both have one, all that either has; of the rest what both have recorded.
+    Keys of the fingerprint are compared if both have one, with None for a missing key; other keys if both have them.
     """
     keys = before.keys() & now.keys()
     if has_fingerprint(before) and has_fingerprint(now):
@@ -105,13 +105,13 @@ def origin_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 
 
 def git_of(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the commit that `summary.json` names and whether files were changed, flat; {} where it says nothing."""
+    """Return the commit in `summary.json` and whether files were changed, as flat keys; {} if not recorded."""
     git = summary.get("git") or {}
     return {f"git.{key}": git[key] for key in ("sha", "dirty") if git.get(key) is not None}
 
 
 def user_name() -> str:
-    """Return who runs this, as MLflow's column of users shows; the number of one that has no name here."""
+    """Return the user's name for MLflow; the user id if it has no name here."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user without an entry in /etc/passwd
@@ -119,35 +119,35 @@ def user_name() -> str:
 
 
 def process_mark() -> str:
-    """Return a name of this process that no later one gets: host, number, and when it was started (seconds)."""
+    """Return a unique name of this process: host, process id and start time (seconds)."""
     return f"{platform.node()} {os.getpid()} {psutil.Process().create_time():.0f}"
 
 
 def is_of_this_machine(fingerprint: str) -> bool:
-    """Return whether the process of `fingerprint` is, or was, one of this machine; no fingerprint is of none."""
+    """Return whether the process of `fingerprint` is or was on this machine; False for an empty fingerprint."""
     return fingerprint.partition(" ")[0] == platform.node()
 
 
 def has_ended(fingerprint: str) -> bool:
-    """Return whether the process of `fingerprint` is known to be gone; False for another machine's, or for none."""
+    """Return whether the process of `fingerprint` is known to have ended; False for other machines or if empty."""
     number, _, started = fingerprint.partition(" ")[2].partition(" ")
     if not is_of_this_machine(fingerprint) or not number.isdigit():
         return False
     try:
         process = psutil.Process(int(number))
-        # Boot time, and with it this number, may move by a second when the clock is set.
+        # The boot time, and so the start time, may shift by a second when the clock is set.
         return abs(process.create_time() - float(started)) > 2 or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
 
 def send_signal(fingerprint: str, number: int) -> bool:
-    """Send a signal to the process of `fingerprint`; return whether there is one on this machine that takes it."""
+    """Send a signal to the process of `fingerprint`; return whether it was sent to a process of this machine."""
     if not is_of_this_machine(fingerprint) or has_ended(fingerprint):
         return False
     try:
         os.kill(int(fingerprint.split()[1]), number)
-    except (ProcessLookupError, PermissionError):  # it has ended since, or is another user's
+    except (ProcessLookupError, PermissionError):  # it has ended in the meantime, or belongs to another user
         return False
     return True
 

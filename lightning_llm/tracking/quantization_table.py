@@ -1,4 +1,4 @@
-"""Table of what `QuantisationHealth` measured, the worst tensors first."""
+"""Table of the measurements of `QuantisationHealth`, the worst tensors first."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -20,20 +20,20 @@ COLUMNS = (
 
 
 def worst(tensors: Tensors, count: int) -> list[tuple[str, str]]:
-    """Return the (module, slot) of the `count` worst: those with NaN or Inf first, then by rising SQNR."""
+    """Return (module, slot) of the `count` worst tensors: those with NaN or Inf first, then by ascending SQNR."""
     measured = {key: figures for key, figures in tensors.items() if "sqnr_db" in figures or figures.get("non_finite")}
     return sorted(measured, key=lambda key: (-measured[key]["non_finite"], measured[key].get("sqnr_db", 0.0)))[:count]
 
 
 def table(tensors: Tensors, step: int, count: int) -> str:
-    """Return the worst tensors as lines, each with how far its SQNR lies from the median of its slot."""
+    """Return the worst tensors as lines, each with the difference of its SQNR from the median of its slot."""
     chosen = worst(tensors, count)
     if not chosen:
-        return f"quantisation health at step {step}: every cast was exact"
+        return f"quantization health at step {step}: every cast was exact"
     medians = slot_medians(tensors)
     head = ["module", "slot", *(title for title, _, _ in COLUMNS), "vs slot dB"]
     rows = [_row(key, tensors[key], medians) for key in chosen]
-    title = f"quantisation health at step {step}: the {len(rows)} worst of {len(tensors)} tensors, by SQNR"
+    title = f"quantization health at step {step}: the {len(rows)} worst of {len(tensors)} tensors, by SQNR"
     return "\n".join([title, *aligned([head, *rows])])
 
 
@@ -53,7 +53,7 @@ def slot_medians(tensors: Tensors) -> dict[str, float]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines: the first two columns to the left, numbers to the right."""
+    """Return rows of cells as lines; the first two columns are left-aligned, numbers right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

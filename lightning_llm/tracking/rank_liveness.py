@@ -1,9 +1,9 @@
-"""Signs of life of every rank, so that a run which waits in vain can name the rank it waits for.
+"""Heartbeats of every rank, so that a run that waits in vain can name the rank it waits for.
 
-`ranks/RANK.json` in the run's folder: process, last step, the stack of its main thread, and its current or last
-collective. A thread writes the file: it continues while the rank waits in a collective, and ends when the process is
-stopped, killed or its machine gone. A rank that has begun no collective for half of the timeout also writes
-`ranks/gloo_RANK`: its last collectives, and the stacks of all its threads.
+`ranks/RANK.json` in the run's folder contains the process, its last step, the stack of its main thread, and its current
+or last collective. A thread writes the file while the rank waits in a collective; it stops when the process is stopped
+or killed or the machine fails. A rank that has started no collective for half of the timeout also writes
+`ranks/gloo_RANK`: its last collectives and the stacks of all threads.
 """
 
 import contextlib
@@ -28,31 +28,31 @@ from lightning_llm.tracking.provenance import has_ended, is_of_this_machine, pro
 
 FOLDER = "ranks"
 NAMED_RANKS = 8
-"""How many ranks an error names, of thousands."""
+"""Maximum number of ranks named in an error."""
 STACK_LINES = 40
 Collective = Mapping[str, Any]
-"""What `parallel.process_group` tells of one."""
+"""Facts about one collective, from `parallel.process_group`."""
 
 
 class RankSilentError(Exception):
-    """A collective failed, and a rank that it needed has given no sign of life for long."""
+    """A collective failed because a rank has given no sign of life or did not join it."""
 
 
 def last_collective(kept: Sequence[Collective]) -> Collective | None:
-    """Return the one that a rank waits in, the oldest of several, or else the last that it has ended."""
+    """Return the oldest collective that the rank waits in, or else the last one that it has completed."""
     return next((each for each in kept if not each["ended"]), kept[-1] if kept else None)
 
 
 def collective_line(collective: Collective) -> str:
-    """Return which one it is, for a reader: ranks of a group number theirs alike."""
+    """Return a name of the collective as text. Numbers are the same on all ranks of a group."""
     name, number, group = (collective[key] for key in ("profiling_name", "collective_seq_id", "group"))
     return f"{name} {number} of group {group}"
 
 
 class RankHeartbeat:
-    """Writes this rank's file every `interval_seconds`, between `start` and `stop`.
+    """Thread that writes this rank's file every `interval_seconds` between `start` and `stop`.
 
-    `collectives` gives the last ones of this rank, the oldest first; none where nobody keeps them.
+    `collectives` returns the last collectives of this rank, the oldest first; by default none.
     """
 
     def __init__(
@@ -74,22 +74,22 @@ class RankHeartbeat:
         self._thread = threading.Thread(target=self._beat, name="rank heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begin; the first file is there on return."""
+        """Write the first file and start the thread."""
         self._write()
         self._thread.start()
 
     def stop(self) -> None:
-        """End, and leave no file: nobody is going to wait for this rank."""
+        """Stop and delete the file, since no rank will wait for this one."""
         self._stopped.set()
-        self._thread.join()  # which may be about to write one more
+        self._thread.join()  # it may be about to write once more
         self.file.unlink(missing_ok=True)
         self.dump.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others have theirs
+        with contextlib.suppress(OSError):  # not empty: files of other ranks
             self.file.parent.rmdir()
 
     def _beat(self) -> None:
         while not self._stopped.wait(self.interval_seconds):
-            with contextlib.suppress(OSError):  # storage that is away for a while does not end the run
+            with contextlib.suppress(OSError):  # unreachable storage does not end the run
                 self._write()
 
     def _write(self) -> None:
@@ -112,15 +112,15 @@ class RankHeartbeat:
 
 
 def _own_line(frame: FrameType | None) -> str:
-    """Return the innermost line that is not torch's or Lightning's, as "file.py:12 function"."""
-    passed_over = ("/torch/", "/lightning/", __file__)
-    while frame is not None and any(part in frame.f_code.co_filename for part in passed_over):
+    """Return the innermost line outside of torch and Lightning, as "file.py:12 function"."""
+    skipped = ("/torch/", "/lightning/", __file__)
+    while frame is not None and any(part in frame.f_code.co_filename for part in skipped):
         frame = frame.f_back
     return "?" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def _stack(frame: FrameType | None) -> list[str]:
-    """Return the lines of a thread, the innermost first."""
+    """Return the stack of a thread as lines, the innermost first."""
     lines = [(each.f_code, number) for each, number in traceback.walk_stack(frame)] if frame is not None else []
     return [_line(code.co_filename, number, code.co_name) for code, number in lines[:STACK_LINES]]
 
@@ -130,7 +130,7 @@ def _line(file: str, number: int, function: str) -> str:
 
 
 def _is_waiting(frame: FrameType | None) -> bool:
-    """Return whether a thread is in torch.distributed, or at a line that waits: a pipeline's messages are not kept."""
+    """Return whether a thread is in torch.distributed or calls wait(), since messages of pipelines are not recorded."""
     if frame is None:
         return False
     file = frame.f_code.co_filename
@@ -139,9 +139,10 @@ def _is_waiting(frame: FrameType | None) -> bool:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last said, `age_seconds` before the last that any rank did. `step`: optimizer steps it had made.
+    """Last heartbeat of a rank, `age_seconds` older than the newest of all ranks.
 
-    `stack`: what its main thread was at, the innermost line first; `waits`: it was waiting for others there.
+    `step`: number of its completed optimizer steps. `stack`: stack of its main thread, the innermost line first.
+    `waits`: whether it was waiting for other ranks.
     """
 
     rank: int
@@ -155,7 +156,7 @@ class Beat:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is a process of this machine that SIGSTOP holds."""
+        """Whether it is a process of this machine stopped by SIGSTOP."""
         if not is_of_this_machine(self.process) or has_ended(self.process):
             return False
         try:
@@ -165,11 +166,11 @@ class Beat:
 
     @property
     def number(self) -> int:
-        """The process' number on its machine."""
+        """Process id on its machine."""
         return int(self.process.split()[1])
 
     def end_if_stopped(self) -> None:
-        """Kill the process if it is stopped: a launcher's SIGTERM does not reach it, and its run is over."""
+        """Kill the process if it is stopped, since a launcher's SIGTERM does not reach it and its run has ended."""
         if self.is_stopped:
             with contextlib.suppress(psutil.Error):
                 psutil.Process(self.number).kill()
@@ -178,21 +179,21 @@ class Beat:
         state = ", which is stopped" if self.is_stopped else ""
         return (
             f"rank {self.rank} ({whose(self.process)}{state}) has given no sign of life for {self.age_seconds:.0f} s; "
-            f"it was last heard of in step {self.step + 1}, at {self.at}{self._last_collective()}"
+            f"its last heartbeat is from step {self.step + 1}, at {self.at}{self._last_collective()}"
         )
 
     @property
     def idle_seconds(self) -> float:
-        """How long it has begun no collective, and waited in none; 0 where that is not known."""
+        """Time without starting or waiting in a collective; 0 if unknown."""
         if self.waits or self.collective is None or not self.collective["ended"]:
             return 0.0
         return float(self.collective["age_seconds"]) + self.age_seconds
 
     def absence(self) -> str:
-        """Return what is known of a rank that lives, and has not come to what others wait in."""
+        """Return the description of a live rank that did not join the collective of the others."""
         return (
-            f"rank {self.rank} ({whose(self.process)}) has not come to what the others wait in: it has begun no "
-            f"collective for {self.idle_seconds:.0f} s, and is in step {self.step + 1}, at {self.at}"
+            f"rank {self.rank} ({whose(self.process)}) has not joined the collective of the other ranks: it has "
+            f"started no collective for {self.idle_seconds:.0f} s and is in step {self.step + 1}, at {self.at}"
             f"{self._last_collective()}"
         )
 
@@ -204,12 +205,12 @@ class Beat:
 
 
 def clear_beats(run_dir: Path) -> None:
-    """Remove what ranks of an earlier start have left."""
+    """Delete heartbeats of a previous session."""
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
 
 
 def beats(run_dir: Path) -> list[Beat]:
-    """Return the last signs of all ranks, oldest first. Ages are by the storage's clock, so that no two clocks meet."""
+    """Return the last heartbeats of all ranks, oldest first. Ages are by the storage's clock only."""
     found = []
     for file in (run_dir / FOLDER).glob("*.json"):
         with contextlib.suppress(OSError, ValueError):
@@ -220,42 +221,42 @@ def beats(run_dir: Path) -> list[Beat]:
 
 
 def signal_ranks(run_dir: Path, number: int) -> bool:
-    """Send a signal to those processes of this machine that train in `run_dir`; return whether there are any."""
-    sent = [send_signal(each.process, number) for each in beats(run_dir)]  # an earlier start's have ended
+    """Send a signal to the processes of this machine that train in `run_dir`; return whether there are any."""
+    sent = [send_signal(each.process, number) for each in beats(run_dir)]  # those of a previous session have ended
     return any(sent) or send_signal(str(summary_of(run_dir).get("process", "")), number)
 
 
 def silent_ranks(run_dir: Path, timeout_seconds: float) -> list[Beat]:
-    """Return the ranks that have been silent for more than half of what the others wait."""
+    """Return the ranks without a heartbeat for more than half of the timeout."""
     return [each for each in beats(run_dir) if each.age_seconds > timeout_seconds / 2]
 
 
 def absent_ranks(run_dir: Path, timeout_seconds: float) -> list[Beat]:
-    """Return the ranks that live, and for more than half of what the others wait have come to no collective.
+    """Return the live ranks that have started no collective for more than half of the timeout.
 
-    Those of a pipeline that wait for a message of another's are none: their main thread is in torch.distributed.
+    Ranks of a pipeline that wait for a message do not count: their main thread is in torch.distributed.
     """
     return [each for each in beats(run_dir) if each.idle_seconds > timeout_seconds / 2]
 
 
 def silent_text(silent: list[Beat], timeout_seconds: float, waited_in: Collective | None = None) -> str:
-    """Return the error that names `silent`; the others waited for them in `waited_in`, if that is known."""
-    return _say(list(map(str, silent)), timeout_seconds, waited_in)
+    """Return the error text about `silent` ranks; `waited_in`: collective in which the others waited, if known."""
+    return _error_text(list(map(str, silent)), timeout_seconds, waited_in)
 
 
 def absent_text(absent: list[Beat], timeout_seconds: float, waited_in: Collective | None = None) -> str:
-    """Return the error that names ranks that live, and have not come to `waited_in`."""
-    return _say([each.absence() for each in absent], timeout_seconds, waited_in)
+    """Return the error text about live ranks that have not joined the collective `waited_in`."""
+    return _error_text([each.absence() for each in absent], timeout_seconds, waited_in)
 
 
-def _say(named: list[str], timeout_seconds: float, waited_in: Collective | None) -> str:
+def _error_text(named: list[str], timeout_seconds: float, waited_in: Collective | None) -> str:
     more = f"; and {len(named) - NAMED_RANKS} more" if len(named) > NAMED_RANKS else ""
     where = "" if waited_in is None else f" in {collective_line(waited_in)}"
     listed = "; ".join(named[:NAMED_RANKS])
-    return f"{listed}{more}. The others waited for it{where} (parallel.timeout_seconds={timeout_seconds:g})"
+    return f"{listed}{more}. The other ranks waited{where} (parallel.timeout_seconds={timeout_seconds:g})"
 
 
 def is_silent_text(detail: str) -> bool:
-    """Return whether `detail`, of a run's summary, is what `silent_text` or `absent_text` returned."""
-    said = r"rank \d+ \(.* has (given no sign of life for|not come to what the others wait in:) "
-    return re.match(said, detail) is not None
+    """Return whether `detail` of a run's summary is a text of `silent_text` or `absent_text`."""
+    pattern = r"rank \d+ \(.* has (given no sign of life for|not joined the collective of the other ranks:) "
+    return re.match(pattern, detail) is not None

@@ -1,4 +1,4 @@
-"""A run as the verdict sees it: what its folder says in `config.yaml`, `metrics.jsonl` and `summary.json`."""
+"""Reading a run for comparisons, from `config.yaml`, `metrics.jsonl` and `summary.json` in its folder."""
 
 import math
 from collections.abc import Mapping
@@ -42,18 +42,21 @@ from lightning_llm.tracking.provenance import origin_of
 
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 WRITTEN = (*(key for key, each in Config.model_fields.items() if each.is_required()), "seed")
-"""Keys that stand in the `config.yaml` of every run, the last of them near its end."""
+"""Keys in the `config.yaml` of every run; the last of them is near its end."""
 MOST_MISSING = 1000
-"""Of missing steps that are looked for: a message names a few."""
+"""Maximum number of missing steps to find for a message."""
 EARLIER = "earlier."
-"""Before the key of what a resumed run had otherwise in an earlier part: "earlier.code_hash"."""
+"""Prefix of keys with other values in previous sessions of a resumed run: "earlier.code_hash"."""
 
 
 @dataclass
 class Run:
-    """One run. `validations`: {"val_loss" and its kin: {step: loss in nats per token}}; by step of a validation also
-    `tokens` seen and `train_seconds`, validations left out. Counts are of optimizer steps; `spikes`: of those with an
-    `event`, which is a spike, a shift of the loss's level, or a divergence."""
+    """One run.
+
+    `validations`: {"val_loss", "val_loss/SOURCE", ...: {step: loss in nats per token}}. `tokens` seen and
+    `train_seconds` (without validations) are also by step of a validation. Counts are numbers of optimizer steps;
+    `spikes` counts steps with an `event`: a spike, a level shift of the loss, or a divergence.
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -62,59 +65,59 @@ class Run:
     tokens: dict[int, int] = field(default_factory=dict)
     train_seconds: dict[int, float] = field(default_factory=dict)
     first_step: int = 0
-    """Of its records, above 1 where an earlier part lies in another folder (resume=PATH); 0 where there are none."""
+    """First step of its records; above 1 after a resume from another folder (resume=PATH); 0 without records."""
     last_step: int = 0
     last_loss: float = math.nan
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-    """Of these, the last ones: no update followed."""
+    """Number of skipped steps at the end, without a later update."""
     stopping_event: str = ""
-    """What the step was, by the spike detector, before whose update the run was ended."""
+    """Event of the step that ended the run before its update, from the spike detector."""
     spikes: int = 0
     typed: Config | None = None
     evaluated_on: dict[str, str] = field(default_factory=dict)
-    """Of metrics that `evaluate` measured, "eval/NAME": what on."""
+    """Identity of the data of each metric of `evaluate`, by "eval/NAME"."""
     higher_is_better: set[str] = field(default_factory=set)
-    """Of these, those that a better model has more of."""
+    """The metrics of `evaluate` for which higher is better."""
     unverified: str = ""
-    """Why its records could not be verified, empty where they were."""
+    """Why its records could not be verified, "" if they were."""
     words: tuple[str, ...] = ()
-    """Of a job of a sweep of which they are all that is known: its config, which is empty but for the seed, is not."""
+    """Overrides of a sweep's job, if nothing else is known about it; its config then contains only the seed."""
 
     @property
     def name(self) -> str:
-        """The folder's last two names, enough to know it by: "20261121-170000/3"."""
+        """The folder's last two names, such as "20261121-170000/3"."""
         return str(shown("/".join(self.folder.parts[-2:])))
 
     @property
     def seed(self) -> int:
-        """The block that the run belongs to."""
+        """The seed, which is the run's block in comparisons."""
         return int(self.config.get("seed", 0))
 
     @property
     def branch(self) -> dict[str, Any]:
-        """What the summary says of the trunk that the run branched off; {} of one that did not."""
+        """Facts in the summary about the parent run of a branch; {} for other runs."""
         found = self.summary.get("branch")
         return found if isinstance(found, dict) else {}
 
     @property
     def branch_step(self) -> int:
-        """The step that the run branched off at; 0 of one that did not."""
+        """Step at which a branch begins; 0 for other runs."""
         step = self.branch.get("step")
         return step if isinstance(step, int) else 0
 
     @property
     def status(self) -> str:
-        """How the run ended, "running" where it has not, as far as its summary says."""
+        """Status in the summary: how the run ended, or "running"."""
         if self.summary.get("ended_by"):
             return "ended early"
         if self.summary:
             return str(self.summary.get("status", "running"))
-        return "it has no summary.json" if self.last_step else "never begun"
+        return "no summary.json" if self.last_step else "not started"
 
     @property
     def started_at(self) -> str:
-        """When the run began, in ISO 8601, which sorts."""
+        """Start time in ISO 8601 format."""
         return str(self.summary.get("started_at", ""))
 
     @property
@@ -124,7 +127,7 @@ class Run:
 
     @property
     def non_finite(self) -> bool:
-        """Whether it ended, or went on, with a loss or a gradient that is no number."""
+        """Whether the run had a loss or gradient that was not finite."""
         stopped = ended_not_finite(self.summary)
         losses = self.validations.get("val_loss", {})
         last = losses[max(losses)] if losses else 0.0
@@ -134,17 +137,17 @@ class Run:
 
     @property
     def lost_its_loss(self) -> bool:
-        """Whether it diverged on the way: not finite, or ended by `spikes.policy` because of it.
+        """Whether the run diverged: not finite, or ended by `spikes.policy` because of a divergence.
 
-        That is a stop on a divergence, or any under policy=skip, which stops where as many updates in a row were left
-        out as it may. One by policy=stop on a single spike or a shift says nothing of the kind: the run is unfinished.
+        The latter is a stop on a divergence, or any stop under policy=skip, which stops after too many skipped updates
+        in a row. A stop under policy=stop on a single spike or level shift only leaves the run unfinished.
         """
         gave_up = bool(self.stopping_event) and self.config.get("spikes.policy") == "skip"
         return self.non_finite or self.stopping_event == "divergence" or gave_up
 
     @cached_property
     def parameters(self) -> int | None:
-        """Parameters of the model, over its true vocabulary; None where the config has no whole model."""
+        """Number of parameters of the model with its unpadded vocabulary; None if the config has no complete model."""
         if self.typed is not None:
             return count_parameters(self.typed.model).total
         model = {key.removeprefix("model."): value for key, value in self.config.items() if key.startswith("model.")}
@@ -156,7 +159,7 @@ class Run:
 
     @cached_property
     def bitwise_layout(self) -> bool:
-        """Whether the layout trains to the bits of a single rank (docs/explanation/same_bits.md)."""
+        """Whether the layout gives bitwise the results of a single rank (docs/explanation/same_bits.md)."""
         if self.typed is None:
             return False
         try:
@@ -167,7 +170,7 @@ class Run:
             return False
 
     def figure(self, key: str) -> float | None:
-        """Return a final figure of the summary, None where it was not measured or is no finite number."""
+        """Return a final figure of the summary, None if it is missing or not finite."""
         value = self.summary.get(key)
         value = NON_FINITE.get(value, value) if isinstance(value, str) else value
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -179,7 +182,7 @@ class Run:
 
     @cached_property
     def at_once(self) -> int:
-        """How many jobs of its sweep ran on its machine at the same time, at most; 1 for a run that is of no sweep."""
+        """Maximum number of jobs of its sweep at the same time on its machine; 1 for a run outside of a sweep."""
         in_sweep = (self.folder.parent / "sweep.json").is_file() and self.config.get(
             "launcher.name", "local"
         ) == "local"
@@ -188,17 +191,17 @@ class Run:
 
     @property
     def peak_memory_bytes(self) -> float | None:
-        """The device's peak where there is one, else the host's."""
+        """Peak memory of the device, or else of the host."""
         return self.figure("device_memory_peak_bytes") or self.figure("host_memory_peak_bytes")
 
 
 def read_run(folder: Path) -> Run:
-    """Return the run of `folder`, its records verified as far as it says what they were (`Run.unverified`).
+    """Return the run in `folder`, with its records verified as far as possible (`Run.unverified`).
 
-    Text from its files is escaped: it may come from anywhere, and goes to terminals and reports.
+    Text from its files is escaped, because it is untrusted and is shown in terminals and reports.
 
     Raises:
-        ConfigError: a file is missing, cannot be read as what it should be, or is not what the run wrote.
+        ConfigError: a file is missing, damaged, or was changed after the run.
     """
     try:
         if not (folder / "config.yaml").exists():
@@ -212,85 +215,85 @@ def read_run(folder: Path) -> Run:
         _check_end(run)
     except yaml.YAMLError as error:
         why = " ".join(str(error).split())[:300]
-        raise ConfigError(Problem(str(folder), f"cannot be read as a run: config.yaml is no YAML ({why})")) from error
+        raise ConfigError(Problem(str(folder), f"cannot be read as a run: config.yaml is not YAML ({why})")) from error
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(Problem(str(folder), f"cannot be read as a run: {why}")) from error
     try:
         run.typed = Config.model_validate(tree)
         run.config = flatten(run.typed.model_dump(mode="json"))
-    except ValidationError:  # of another version: its own words are all there is to compare by
+    except ValidationError:  # of another version: only its raw values can be compared
         pass
     run.config, run.summary = shown(run.config), shown(run.summary)
     return run
 
 
 def _verify(run: Run, head: ChainHead) -> str:
-    """Return why the records are not verified, "" where they are; `head`: of the hash chain over metrics.jsonl.
+    """Return why the records are not verified, "" if they are; `head`: head of the hash chain of metrics.jsonl.
 
     Raises:
-        ValueError: a file is not what the run wrote.
+        ValueError: a file was changed after the run.
     """
     summary = run.summary
     sealed, digest = summary.get(RECORDS), summary.get("config_digest")
     if digest is not None:
         if summary.get("seed") != run.config["seed"]:
             raise ValueError(
-                f"config.yaml was changed: seed is {run.config['seed']!r}, the run's {summary.get('seed')!r}"
+                f"config.yaml was changed: seed is {run.config['seed']!r}, but the run had {summary.get('seed')!r}"
             )
         if digest != config_digest(run.config):
-            raise ValueError("config.yaml was changed: it is not the config that the run recorded (config_digest)")
+            raise ValueError("config.yaml was changed: it does not match config_digest in summary.json")
     if sealed is None:
         if digest is None:
             return "an earlier release wrote them, or their digests were removed"
         if run.status in ("finished", "ended early"):
-            raise ValueError(f"summary.json was changed: it lacks '{RECORDS}', which the end of a run writes")
-        return "the run did not come to its end"
+            raise ValueError(f"summary.json was changed: '{RECORDS}', which every ended run has, is missing")
+        return "the run has not ended"
     written = ChainHead.from_data(sealed)
     if problem := written.problem(head):
         raise ValueError(f"metrics.jsonl {problem}")
     if sealed.get("facts") != facts_digest(summary):
-        raise ValueError("summary.json was changed: its seed, hashes or versions are not those that the run recorded")
+        raise ValueError("summary.json was changed: its seed, hashes or versions do not match their digest")
     if sealed.get("end", end := facts_digest(summary, END)) != end:
-        raise ValueError("summary.json was changed: its status or detail is not the one that the run recorded")
+        raise ValueError("summary.json was changed: its status or detail does not match its digest")
     steps = written.unverified_steps
     return f"an earlier release wrote those up to step {steps}" if steps else ""
 
 
 def _check_end(run: Run) -> None:
-    """Raise ValueError where the records end elsewhere than the summary and the config say."""
+    """Raise ValueError if the records of a finished run do not end at its last step."""
     if not run.finished:
         return
     if not run.last_step:
-        raise ValueError("its summary says that it finished, and metrics.jsonl is missing or empty")
-    steps, last = run.config.get("trainer.max_steps"), run.last_step  # one that a callback ended has not `finished`
+        raise ValueError("its status is finished, but metrics.jsonl is missing or empty")
+    steps, last = run.config.get("trainer.max_steps"), run.last_step  # a run ended by a callback is not `finished`
     if isinstance(steps, int) and last != steps:
-        raise ValueError(f"its summary says that it finished, and metrics.jsonl ends at step {last} of {steps}")
+        raise ValueError(f"its status is finished, but metrics.jsonl ends at step {last} of {steps}")
     if max(run.validations.get("val_loss", {}), default=last) != last:
-        raise ValueError(f"its summary says that it finished, and metrics.jsonl lacks the validation of step {last}")
+        raise ValueError(f"its status is finished, but metrics.jsonl has no validation at step {last}")
 
 
 def _whole_config(text: str) -> dict[str, Any]:
-    """Return what `config.yaml` holds; the rest of one that was cut off is YAML, too, and another recipe.
+    """Return the content of `config.yaml`. A truncated file may still be valid YAML, so required keys are checked.
 
     Raises:
-        ValueError: it is no mapping, or lacks what every run has written.
+        ValueError: it is not a mapping, or required keys are missing.
     """
     tree = without_escapes(yaml.load(text, Loader))
     if not isinstance(tree, dict):
-        raise ValueError("config.yaml holds no mapping")
+        raise ValueError("config.yaml is not a mapping")
     if lacking := [key for key in WRITTEN if key not in tree]:
-        raise ValueError(f"config.yaml lacks {', '.join(lacking)}, so it was cut off or changed")
+        raise ValueError(f"config.yaml has no {', '.join(lacking)}: it was truncated or changed")
     if type(tree["seed"]) is not int:
-        raise ValueError(f"config.yaml has seed {str(tree['seed'])[:40]!r}, which is no whole number")
+        raise ValueError(f"config.yaml has seed {str(tree['seed'])[:40]!r}, which is not an integer")
     return tree
 
 
 def _read_metrics(run: Run, path: Path) -> ChainHead:
-    """Add what the records say; return the head of their hash chain.
+    """Read the records into `run`; return the head of their hash chain.
 
     Raises:
-        ValueError: they contradict each other: a step twice or missing, out of order, a validation beyond the last.
+        ValueError: they are inconsistent: a step twice, missing or out of order, or a validation after the last step.
     """
     seconds, head, last, size = 0.0, ChainHead(), 0, 0
     missing: list[int] = []
@@ -303,7 +306,7 @@ def _read_metrics(run: Run, path: Path) -> ChainHead:
             _add_validation(run, record, seconds)
             continue
         run.spikes += record.get("event", STRAGGLER) != STRAGGLER
-        if record.get("event_action") == "stop":  # its update was not made
+        if record.get("event_action") == "stop":  # a step without an update
             run.stopping_event = str(record.get("event"))
             continue
         if step == run.last_step and run.first_step:
@@ -315,20 +318,18 @@ def _read_metrics(run: Run, path: Path) -> ChainHead:
         run.skipped_steps += bool(record.get("skipped"))
         run.skipped_in_a_row = run.skipped_in_a_row + 1 if record.get("skipped") else 0
         loss = number_of(record, "loss")
-        if not record.get("skipped"):  # what was left out did not reach the weights
+        if not record.get("skipped"):  # a skipped update does not change the weights
             run.last_loss = loss
     begun = run.summary.get("begun_at_step")
     if isinstance(begun, int) and run.first_step > begun + 1:
         missing = [*range(begun + 1, min(run.first_step, begun + 1 + MOST_MISSING)), *missing]
     if missing:
-        raise ValueError(
-            f"metrics.jsonl lacks the record{'s' if len(missing) > 1 else ''} of {steps_in_words(missing)}"
-        )
+        raise ValueError(f"metrics.jsonl has no record{'s' if len(missing) > 1 else ''} of {steps_in_words(missing)}")
     validated = max((step for losses in run.validations.values() for step in losses), default=0)
     if run.last_step and validated > run.last_step:
-        raise ValueError(f"metrics.jsonl has a validation at step {validated}, beyond its last step, {run.last_step}")
+        raise ValueError(f"metrics.jsonl has a validation at step {validated}, after its last step {run.last_step}")
     if run.finished and path.exists() and path.stat().st_size != size:
-        raise ValueError("metrics.jsonl ends in a line that was cut off")
+        raise ValueError("metrics.jsonl ends in an incomplete line")
     return head
 
 
@@ -343,7 +344,7 @@ def _add_validation(run: Run, record: Record, seconds: float) -> None:
         known[step] = value
     tokens = record.get("tokens", 0)
     if type(tokens) is not int:
-        raise ValueError(f"metrics.jsonl has tokens = {str(tokens)[:40]!r} at step {step}, which is no whole number")
+        raise ValueError(f"metrics.jsonl has tokens = {str(tokens)[:40]!r} at step {step}, which is not an integer")
     run.tokens[step] = tokens
     run.train_seconds[step] = seconds
 
@@ -354,7 +355,7 @@ def _read_evaluations(run: Run) -> None:
         for name, each in metrics.items():
             key = shown(f"{PREFIX}{name}")
             run.validations.setdefault(key, {})[step] = each["value"]
-            run.evaluated_on[key] = shown(str(each.get("of", "")))  # the newest step's
+            run.evaluated_on[key] = shown(str(each.get("of", "")))  # of the newest step
             if each.get("higher_is_better"):
                 run.higher_is_better.add(key)
         if all(isinstance(each, int) for each in step_tokens):
@@ -362,10 +363,10 @@ def _read_evaluations(run: Run) -> None:
 
 
 def measured_on(run: Run, metric: str) -> str | None:
-    """Return what tells the data that `metric` was measured on from any other; None where no record of the run says.
+    """Return the identity of the data that `metric` was measured on; None if it is not recorded.
 
-    Of one source's loss ("val_loss/prose") that is a hash of what was scored of it, of another validation the hash of
-    all that its mean is over, and of what `evaluate` measured ("eval/...") its own words.
+    For the loss of one source ("val_loss/prose") this is the hash of its validation data, for other validations the
+    hash over all sources, and for metrics of `evaluate` ("eval/...") a text.
     """
     if metric in run.evaluated_on:
         return run.evaluated_on[metric] or None
@@ -377,12 +378,12 @@ def measured_on(run: Run, metric: str) -> str | None:
 
 
 def facts(run: Run) -> Mapping[str, Any]:
-    """Return what the run's summary says of where its numbers come from, flat; what was not recorded is left out.
+    """Return the recorded facts about the origin of the run's numbers, as flat keys.
 
-    Of a resumed run also what earlier parts of it had otherwise.
+    For a resumed run they include values that differ in previous sessions.
     """
     earlier = run.summary.get("earlier") or {}
-    asked: dict[str, Any] = {"compiled": bool(run.config.get("parallel.compile"))}  # all that earlier summaries leave
+    asked: dict[str, Any] = {"compiled": bool(run.config.get("parallel.compile"))}  # of earlier releases
     if skipped := run.config.get("data.skip_samples"):
         asked[SKIPPED_SAMPLES] = skipped
     return asked | origin_of(run.summary) | {f"{EARLIER}{key}": values for key, values in earlier.items()}

@@ -11,20 +11,20 @@ from lightning_llm.tracking.reading import read_run
 
 State = Literal["new", "finished", "diverged", "failed", "stopped", "running"]
 SETTLED: tuple[State, State] = ("finished", "diverged")
-"""Nothing is left to do: a run that diverged would do so again."""
+"""States in which nothing is left to do. A run that diverged would do so again."""
 JOB_VARIABLE = "LIGHTNING_LLM_SWEEP_JOB"
-"""Set for a job that speaks on the terminal of its sweep."""
+"""Environment variable of a job that prints to the terminal of its sweep."""
 
 
 def is_among_jobs() -> bool:
-    """Return whether the sweep says on this terminal what holds for all its jobs, so that one says its own alone."""
+    """Return whether this is a job of a sweep on its terminal, which should not repeat lines common to all jobs."""
     return JOB_VARIABLE in os.environ
 
 
 def state_of(folder: Path) -> State:
-    """Return what `summary.json` in `folder` says; a run whose process is gone is "stopped", whatever it says.
+    """Return the state of the run in `folder`, from `summary.json` and the liveness of its process.
 
-    So is one whose summary is damaged: it did begin, and nothing says that it came to an end.
+    A run is "stopped" if its process has ended without writing a status, or if its summary is damaged.
     """
     try:
         summary = summary_of(folder)
@@ -40,19 +40,19 @@ def state_of(folder: Path) -> State:
 
 
 def _diverged(folder: Path, summary: dict[str, Any]) -> bool:
-    """Return whether the run lost its loss, as `compare` sees it: not finite, or ended by spikes.policy over it."""
+    """Return whether the run diverged, as in `compare`: not finite, or ended by spikes.policy because of it."""
     if ended_not_finite(summary):
         return True
     if summary.get("status") != "failed" or not str(summary.get("detail", "")).startswith("SpikeStop"):
         return False
     try:
         return read_run(folder).lost_its_loss
-    except ConfigError:  # its records are damaged: `compare` says so
+    except ConfigError:  # its records are damaged, which `compare` reports
         return False
 
 
 def settled_state(folder: Path) -> State:
-    """Return `state_of`, "running" only on a sign of life: one from another machine is waited for, for minutes."""
+    """Return `state_of`, but "running" only after a heartbeat, which may take minutes for another machine."""
     state = state_of(folder)
     if state == "running" and not await_sign(folder, summary_of(folder).get("process", "")):
         return state_of(folder)
@@ -60,7 +60,7 @@ def settled_state(folder: Path) -> State:
 
 
 def detail_of(folder: Path) -> str:
-    """Return the last line of why the run ended, "" where nothing says so; or that its summary is damaged."""
+    """Return the last line of the reason why the run ended, or that its summary is damaged; "" if unknown."""
     try:
         lines = str(summary_of(folder).get("detail", "")).splitlines()
     except ValueError as error:
@@ -69,7 +69,7 @@ def detail_of(folder: Path) -> str:
 
 
 def mlflow_facts(folder: Path) -> dict[str, Any]:
-    """Return what the run's summary says of MLflow, {} where it says nothing or is damaged."""
+    """Return the facts about MLflow in the run's summary; {} if there are none or it is damaged."""
     try:
         return dict(summary_of(folder).get("mlflow") or {})
     except ValueError:

@@ -1,4 +1,4 @@
-"""Definition of a sweep: its jobs, their shared folder, `sweep.json` as written, commands that resume it. No torch."""
+"""Definition of a sweep: its jobs, its folder, writing `sweep.json`, and commands that resume it. No torch."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from lightning_llm.tracking.files import write_json
 from lightning_llm.tracking.sweep_file import DESIGN, FILE, OTHER_KEYS, SEARCH, TOLD, read_sweep_file
 from lightning_llm.tracking.sweep_jobs import (
     UNHASHED,
-    Asked,
+    RequestedJob,
     axes_of,
     check_declared_jobs,
     key_of,
@@ -36,7 +36,7 @@ GIVEN_ANEW = ("seed", "run.name", "run.root", "run.dir")
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep. `words` tell it from the others; `key` names it over all starts of the sweep."""
+    """One run of a sweep. `words`: the overrides that identify it; `key`: its name in all sessions of the sweep."""
 
     number: int
     words: tuple[str, ...]
@@ -45,7 +45,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The number and the words."""
+        """The number and the overrides."""
         return f"{self.number} {' '.join(self.words)}".strip()
 
     @property
@@ -55,10 +55,10 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Typed:
-    """What a sweep was composed of: the overrides as they were typed, and the folder of further groups.
+class SweepSource:
+    """Source of a sweep: the overrides on its command line, and the user's folder of config groups.
 
-    `folder`: where they were typed.
+    `folder`: the working directory of the command.
     """
 
     overrides: tuple[str, ...] = ()
@@ -67,12 +67,12 @@ class Typed:
 
     @property
     def only_from(self) -> str | None:
-        """The folder that a command with these overrides must be typed in, None where any will do."""
+        """The working directory that a command with these overrides needs, None if any will do."""
         paths = (is_data_path(key) or key == "branch_from" for key in map(key_of, self.overrides))
         return str(self.folder) if any(paths) else None
 
     def without_seeds_and_place(self) -> dict[str, Any]:
-        """Return it as `sweep.json` keeps it, less what `command_with_seeds` gives anew."""
+        """Return its JSON data in `sweep.json`, without the keys that `command_with_seeds` sets."""
         words = [redact_uri(word) for word in self.overrides if key_of(word) not in GIVEN_ANEW]
         in_folder = {} if self.only_from is None else {"folder": self.only_from}
         return {
@@ -84,15 +84,15 @@ class Typed:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Jobs in one folder. `hash` is the definition's, whatever the folder is called."""
+    """Jobs in one folder. `hash` is the hash of the definition, independent of the folder's name."""
 
     folder: Path
     hash: str
     jobs: tuple[Job, ...]
     parent_run_id: str | None = None
-    typed: Typed | None = None
+    typed: SweepSource | None = None
     declared: Mapping[str, Any] = field(default_factory=dict)
-    """What was laid down before the first run, by its key in `FILE`: `DESIGN`, `SEARCH`."""
+    """Terms declared before the first run, by key in `FILE`: `DESIGN`, `SEARCH`."""
 
     @property
     def experiment(self) -> str:
@@ -101,31 +101,31 @@ class Sweep:
 
     @property
     def axes(self) -> dict[str, list[str]]:
-        """The values that jobs differ in, by key."""
+        """Keys that differ between jobs, with their values."""
         return axes_of(job.words for job in self.jobs)
 
 
 def define(
     jobs: Sequence[tuple[list[str], Config]],
     name: str | None,
-    typed: Typed | None = None,
+    typed: SweepSource | None = None,
     declared: Mapping[str, Any] | None = None,
 ) -> Sweep:
-    """Return the sweep of composed `jobs`, in `run.root/experiment/<name>/`; by default a name of the recipe and hash.
+    """Return the sweep of composed `jobs` in `run.root/experiment/<name>/`.
 
-    The hash is over the jobs' keys, so the same command finds its folder again, whatever callbacks only watch. Where
-    the folder holds a sweep already, jobs keep the numbers they have there and new ones are added behind: a sweep given
-    a name can grow. One of an earlier version, whose keys told observers apart, goes on under the keys it has.
-    `declared` is part of the hash, and what the folder holds has to have been declared alike; what was derived from it
-    then ("derived", in its values) stays.
+    The default name consists of the preset and the hash. The hash is over the jobs' keys, which ignore callbacks that
+    only observe, so the same command finds its folder again. If the folder already contains a sweep, its jobs keep
+    their numbers and new jobs are appended. A sweep of an earlier version, where observers were part of the keys, keeps
+    its keys. `declared` is part of the hash and must equal the terms in the folder; values derived from them when the
+    sweep began ("derived") are kept.
 
     Raises:
-        ConfigError: jobs of several experiments, or the folder holds something that is no sweep, or one that was begun
-            with something else declared, or with looks declared for other recipes.
+        ConfigError: jobs have several experiments; the folder contains something else than a sweep, or a sweep that was
+            begun with other declared terms, or with looks declared for other arms.
     """
     first = jobs[0][1]
     if len({config.run.experiment for _, config in jobs}) > 1:
-        raise ConfigError(Problem("run.experiment", "is one for all jobs of a sweep. Start one sweep per experiment."))
+        raise ConfigError(Problem("run.experiment", "must be the same for all jobs. Start one sweep per experiment."))
     keys, former = keys_of_jobs(jobs, training_hash, UNHASHED), keys_of_jobs(jobs, config_hash)
     digest, former_digest = (_digest(each, declared) for each in (keys, former))
     recipe, above = (first.recipe or "sweep").rpartition("/")[2], Path(first.run.root) / first.run.experiment
@@ -138,9 +138,9 @@ def define(
     numbers = {each["key"]: each["number"] for each in known.get("jobs", [])}
     keys = [before if before in numbers else key for key, before in zip(keys, former, strict=True)]
     if DESIGN in known:
-        asked = [Asked(key, kind_of(job[1]), *job) for key, job in zip(keys, jobs, strict=True)]
+        asked = [RequestedJob(key, kind_of(job[1]), *job) for key, job in zip(keys, jobs, strict=True)]
         check_declared_jobs(folder, known, asked, by_looks=by_looks)
-    following = max([*numbers.values(), *_numbered_folders(folder)], default=-1) + 1  # a file from a copy knows fewer
+    following = max([*numbers.values(), *_numbered_folders(folder)], default=-1) + 1  # sweep.json may be an older copy
     made = []
     for key, (words, config) in zip(keys, jobs, strict=True):
         if key not in numbers:
@@ -158,38 +158,38 @@ def _digest(keys: list[str], declared: Mapping[str, Any] | None) -> str:
 
 
 def _terms_alone(declared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was declared without what follows from it, which another machine may round otherwise."""
+    """Return the declared terms without derived values, which may be rounded differently on another machine."""
     return {key: {k: v for k, v in each.items() if k not in ("derived", "hash")} for key, each in declared.items()}
 
 
 def _as_declared(known: dict[str, Any], declared: Mapping[str, Any] | None, folder: Path) -> dict[str, Any]:
-    """Return what is declared for the sweep in `folder`. Raises ConfigError where it was begun with something else."""
+    """Return the declared terms of the sweep in `folder`. Raises ConfigError if it was begun with other terms."""
     before = {key: known[key] for key in (DESIGN, SEARCH) if key in known}
     if declared is None or not known:
         return before or dict(declared or {})
     ours, theirs = (json.loads(json.dumps(_terms_alone(each))) for each in (declared, before))
-    if OTHER_KEYS not in theirs.get(SEARCH, {OTHER_KEYS: ""}):  # an earlier version's, which did not note it
+    if OTHER_KEYS not in theirs.get(SEARCH, {OTHER_KEYS: ""}):  # not recorded by an earlier version
         ours.get(SEARCH, {}).pop(OTHER_KEYS, None)
     if ours == theirs:
         return before
     if not before:
-        text = f"{folder} was begun without: it has to be declared before the first run. Give another run.name."
+        text = f"{folder} was begun without declared terms, which must precede the first run. Give another run.name."
     else:
         is_now, was = (flatten(each) for each in (ours, theirs))
         values = [each.get(SEARCH, {}).get("derived", {}).get(OTHER_KEYS) for each in (declared, before)]
-        if None not in values:  # said key by key, and not as their hash
+        if None not in values:  # report each key instead of their hash
             is_now, was = (
                 {key: value for key, value in {**each, **own}.items() if key != f"{SEARCH}.{OTHER_KEYS}"}
                 for each, own in zip((is_now, was), json.loads(json.dumps(values)), strict=True)
             )
         keys = sorted(key for key in is_now.keys() | was.keys() if is_now.get(key) != was.get(key))
-        others = "; ".join(f"{key} was {was.get(key)}, is {is_now.get(key)}" for key in keys)
-        text = f"{folder} was begun with others declared ({others}). Give these again, or another run.name."
+        others = "; ".join(f"{key} {was.get(key)} -> {is_now.get(key)}" for key in keys)
+        text = f"{folder} was begun with other terms ({others}). Restore them, or give another run.name."
     raise ConfigError(Problem("sweep", text))
 
 
 def tracked(sweep: Sweep, parent_run_id: str | None) -> Sweep:
-    """Return the sweep with its MLflow parent run, which every job names in its tags."""
+    """Return the sweep with its MLflow parent run, which is also set in the tags of every job."""
     tags = {"sweep": sweep.folder.name, "sweep_hash": sweep.hash}
     if parent_run_id:
         tags["mlflow.parentRunId"] = parent_run_id
@@ -205,9 +205,9 @@ def _numbered_folders(folder: Path) -> list[int]:
 
 
 def write_sweep(sweep: Sweep, told: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Write and return `sweep.json`, beside the jobs' folders; jobs of earlier definitions there stay listed.
+    """Write and return `sweep.json` in the sweep's folder; jobs of earlier definitions stay listed.
 
-    `told`: how the sweep ended, where MLflow has been told.
+    `told`: how the sweep ended, if this was logged to MLflow.
     """
     before = read_sweep_file(sweep.folder)
     known = {each["key"]: each for each in before.get("jobs", [])}
@@ -231,49 +231,48 @@ def write_sweep(sweep: Sweep, told: Mapping[str, Any] | None = None) -> dict[str
 
 
 def _axes_of_all(listed: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the axes over jobs of all starts. A start of one seed has no word for it, which is an axis once there are
-    several."""
+    """Return the axes over the jobs of all sessions, with an axis for the seed if there are several seeds."""
     axes = axes_of(each.get("words", ()) for each in listed)
     seeds = list(dict.fromkeys(str(each["seed"]) for each in listed if "seed" in each))
     return {**axes, "seed": seeds} if len(seeds) > 1 else axes
 
 
-def _merged(starts: list[dict[str, Any]], typed: Typed | None) -> list[dict[str, Any]]:
-    """Return how the sweep was composed over all its starts; one that only added seeds is no other."""
+def _merged(starts: list[dict[str, Any]], typed: SweepSource | None) -> list[dict[str, Any]]:
+    """Return the distinct sources of the sweep over all sessions, ignoring seeds."""
     now = typed.without_seeds_and_place() if typed else None
     return starts if now is None or now in starts else [*starts, now]
 
 
 def _described(job: Job) -> dict[str, Any]:
-    """Return a job as `sweep.json` lists it; those of one `kind` differ in seed and trunk alone."""
+    """Return a job's entry in `sweep.json`; jobs of one `kind` differ only in seed and parent run."""
     digest = kind_of(job.config)
-    trunk = {} if job.config.branch_from is None else {"branch_from": job.config.branch_from}
+    begun = {} if job.config.branch_from is None else {"branch_from": job.config.branch_from}
     return {
-        "number": job.number, "words": list(job.words), "key": job.key, "seed": job.config.seed, "kind": digest, **trunk
+        "number": job.number, "words": list(job.words), "key": job.key, "seed": job.config.seed, "kind": digest, **begun
     }  # fmt: skip
 
 
 def command_with_seeds(folder: Path, seeds: Iterable[int]) -> str:
-    """Return the command that runs the sweep in `folder` with `seeds`, in the same folder, repeating no finished job.
+    """Return the command that runs the sweep in `folder` with `seeds` in the same folder, without finished jobs.
 
-    A sweep that grew by other overrides under one name has a command for each, joined by " && ". "" where its
-    `sweep.json` says nothing of how it was composed (written by an earlier version), or cannot be read.
+    A sweep composed of several sets of overrides has a command for each, joined by " && ". Returns "" if `sweep.json`
+    cannot be read or has no record of them (earlier versions).
     """
     return _command_adding(folder, seeds, {})
 
 
 def command_with_values(folder: Path, key: str, values: Iterable[float], seeds: Iterable[int]) -> str:
-    """Return the command that adds jobs of other `values` of `key` to the sweep in `folder`, at its `seeds`.
+    """Return the command that adds jobs with other `values` of `key` to the sweep in `folder`, with `seeds`.
 
-    As `command_with_seeds`.
+    See `command_with_seeds`.
     """
     return _command_adding(folder, seeds, {key: ",".join(f"{value:g}" for value in values)})
 
 
 def command_for_the_rest(folder: Path) -> str:
-    """Return the command that runs what is left of the sweep in `folder`, "" where there is none.
+    """Return the command that runs the remaining jobs of the sweep in `folder`; "" if there is none.
 
-    Of a sweep that looks at seeds as it goes, with all that its looks may need.
+    For a sequential sweep it contains all seeds that its looks may need.
     """
     known = _readable(folder)
     looked_at = known.get(DESIGN, {}).get("seeds", [])
@@ -297,19 +296,19 @@ def _command_adding(folder: Path, seeds: Iterable[int], choices: Mapping[str, st
 def _readable(folder: Path) -> dict[str, Any]:
     try:
         return read_sweep_file(folder)
-    except ConfigError:  # whoever asks for a command has said so, of the jobs
+    except ConfigError:  # already reported when the jobs were read
         return {}
 
 
 def command_to_go_on(sweep: Sweep) -> str:
-    """Return the command that starts what is left of `sweep`, wherever it is typed."""
-    typed = sweep.typed or Typed()
+    """Return the command that starts the remaining jobs of `sweep`, from any working directory."""
+    typed = sweep.typed or SweepSource()
     words = [redact_uri(word) for word in typed.overrides if key_of(word) not in ("run.name", "run.root", "run.dir")]
     config_dir = typed.config_dir and typed.config_dir.absolute()
     return sweep_command([*words, *_folder_overrides(sweep.folder)], config_dir, typed.only_from)
 
 
 def _folder_overrides(folder: Path) -> list[str]:
-    """Return the overrides that lead to the folder of a sweep from anywhere."""
+    """Return the overrides that select the folder of a sweep from any working directory."""
     root = folder.absolute().parent.parent
     return [f"run.name={folder.name}", *([] if str(root) == default_outputs() else [f"run.root={root}"])]

@@ -1,4 +1,4 @@
-"""Files of a sweep's folder: `sweep.json`, checked, and `search.json` with the trials of a search. No torch."""
+"""Files of a sweep's folder: `sweep.json` (validated), and `search.json` with the trials of a search. No torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,70 +10,70 @@ from lightning_llm.tracking.files import write_json
 
 FILE = "sweep.json"
 LOCKS = ".claims"
-"""The folder, beside `FILE`, of locks that starts of the sweep and its runs hold."""
+"""Folder, next to `FILE`, of locks held by sessions of the sweep and its runs."""
 DESIGN = "sequential"
-"""The key, in `FILE`, of the looks that were declared before the first run (`compare.looks`)."""
+"""Key in `FILE` of the looks declared before the first run (`compare.looks`)."""
 SEARCH = "search"
-"""The key, in `FILE`, of what a search was told to look for."""
+"""Key in `FILE` of the declared terms of a search."""
 OTHER_KEYS = "all_other_keys"
-"""The key, there, of the hash of what its trials share; the values that it is of are below "derived"."""
+"""Key there of the hash of the settings that all trials share; the settings are below "derived"."""
 TOLD = "mlflow_was_told"
-"""The key, in `FILE`, of how the sweep ended as MLflow was told; a start that goes on takes it out."""
+"""Key in `FILE` of the end of the sweep as logged to MLflow; removed when the sweep is resumed."""
 BEGINNING = (LOCKS, f"{FILE}.partial")
-"""What is there before `FILE` is, while another start writes it."""
+"""Content of the folder before `FILE` exists, while another session creates it."""
 
 
 def checked_sweep(about: Any) -> dict[str, Any]:
-    """Return the content of `sweep.json`. Raises ValueError where it is not what `write` wrote."""
+    """Validate and return the content of `sweep.json`. Raises ValueError if it is damaged."""
     jobs = about.get("jobs") if isinstance(about, dict) else None
     if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
-        raise ValueError("it is damaged: no list of jobs")
+        raise ValueError("it is damaged: there is no list of jobs")
     numbers, keys = [job.get("number") for job in jobs], [job.get("key") for job in jobs]
     if not all(type(number) is int and number >= 0 for number in numbers) or len(set(numbers)) < len(numbers):
-        raise ValueError("it is damaged: jobs without a number of their own")
+        raise ValueError("it is damaged: jobs without a unique number")
     if not all(isinstance(key, str) for key in keys) or len(set(keys)) < len(keys):
-        raise ValueError("it is damaged: jobs without a key of their own")
+        raise ValueError("it is damaged: jobs without a unique key")
     words = [job.get("words") for job in jobs]
     if not all(isinstance(each, list) and all(isinstance(word, str) for word in each) for each in words):
         raise ValueError("it is damaged: jobs without words")
     if not all(type(job.get("seed")) is int and isinstance(job["kind"], str) for job in jobs if "kind" in job):
-        raise ValueError("it is damaged: jobs whose seed or kind is none")
+        raise ValueError("it is damaged: jobs with an invalid seed or kind")
     if not all(isinstance(job.get("branch_from"), str | None) for job in jobs):
-        raise ValueError("it is damaged: jobs whose branch_from is no path")
+        raise ValueError("it is damaged: jobs with an invalid branch_from")
     for key in (DESIGN, SEARCH):
         if key in about and not (isinstance(about[key], dict) and about[key]):
-            raise ValueError(f"it is damaged: '{key}' holds nothing that was declared")
+            raise ValueError(f"it is damaged: '{key}' is not a mapping of declared terms")
     return dict(about)
 
 
 def read_sweep_file(folder: Path) -> dict[str, Any]:
-    """Return the checked content of `sweep.json` in `folder`, {} where no sweep has begun there.
+    """Return the validated content of `sweep.json` in `folder`, {} if no sweep has begun there.
 
     Raises:
-        ConfigError: the folder holds something that is no sweep.
+        ConfigError: the folder contains something else than a sweep.
     """
     if not folder.exists() or (folder.is_dir() and all(path.name in BEGINNING for path in folder.iterdir())):
         return {}
     try:
         return checked_sweep(json.loads((folder / FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
-        text = f"{folder} holds something that is no sweep ({FILE}: {error}). Give another run.name, or move it away."
+        text = f"{folder} does not contain a valid sweep ({FILE}: {error}). Give another run.name, or move it away."
         raise ConfigError(Problem("run.name", text)) from error
 
 
 def read_declared(folder: Path) -> dict[str, Any]:
-    """Return what was declared for the sweep in `folder`, {} where nothing was, or its file cannot be read."""
+    """Return the declared terms of the sweep in `folder`; {} if there are none or the file cannot be read."""
     known = _as_it_is(folder)
     return {key: known[key] for key in (DESIGN, SEARCH) if key in known}
 
 
 def parent_of_sweep(folder: Path) -> str | None:
-    """Return the id of the MLflow run of the sweep in `folder`, None where it has none, or its file cannot be read."""
+    """Return the id of the MLflow parent run of the sweep in `folder`; None if unknown."""
     return _as_it_is(folder).get("mlflow_run_id")
 
 
 def title_of(run_folder: Path) -> str:
-    """Return a title for a run: its folder's name; of a sweep's job the sweep, its number and what it differs in."""
+    """Return a title for a run: its folder's name, or for a sweep's job the sweep, its number and its overrides."""
     jobs = _as_it_is(run_folder.parent).get("jobs")
     for job in jobs if isinstance(jobs, list) else ():
         if isinstance(job, dict) and str(job.get("number")) == run_folder.name and isinstance(job.get("words"), list):
@@ -82,7 +82,7 @@ def title_of(run_folder: Path) -> str:
 
 
 def _as_it_is(folder: Path) -> dict[str, Any]:
-    """Return the unchecked content of the file in `folder`, {} where it cannot be read, of which `compare` tells."""
+    """Return the content of the file in `folder` without validation; {} if it cannot be read (see `compare`)."""
     try:
         known = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -92,18 +92,18 @@ def _as_it_is(folder: Path) -> dict[str, Any]:
 
 SEARCH_FILE = "search.json"
 ENDED_AT = "ended_at"
-"""The key, in a trial's or recipe's row, of the `step` it was ended at and its `gap` there; null where it was not."""
+"""Key in the row of a trial or arm with the `step` at which it was ended and its `gap` there; null if it was not."""
 
 
 def write_results(folder: Path, trials: Sequence[Mapping[str, Any]], ended: Mapping[int, str]) -> None:
-    """Write the trials, and {job number: why it, or its recipe, was ended early}: those that are not compared."""
+    """Write the trials, and {job number: reason} of jobs that were ended early and are not compared."""
     write_json(
         folder / SEARCH_FILE, {"trials": list(trials), "ended": {str(number): why for number, why in ended.items()}}
     )
 
 
 def ended_by_search(folder: Path) -> dict[Path, str]:
-    """Return {a job's folder: why the search in `folder` ended it early}; {} where there is no search.
+    """Return {folder of a job: reason} of jobs that the search in `folder` ended early; {} without a search.
 
     Raises:
         ValueError: its file cannot be read.
@@ -112,19 +112,19 @@ def ended_by_search(folder: Path) -> dict[Path, str]:
 
 
 def read_trials(folder: Path) -> list[dict[str, Any]]:
-    """Return the trials, or recipes, of the search in `folder`, a row each; [] where there is no search.
+    """Return the trials or arms of the search in `folder`, one row each; [] without a search.
 
     Raises:
         ValueError: its file cannot be read.
     """
     rows: list[dict[str, Any]] = _part(folder, "trials", list)
     if not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{folder / SEARCH_FILE} is damaged: a trial is no object")
+        raise ValueError(f"{folder / SEARCH_FILE} is damaged: a trial is not an object")
     return rows
 
 
 def _part(folder: Path, key: str, kind: type) -> Any:
-    """Return one part of the file, empty without one. Raises ValueError."""
+    """Return one part of the file; empty if there is no file. Raises ValueError if it is damaged."""
     file = folder / SEARCH_FILE
     if not file.is_file():
         return kind()
@@ -133,5 +133,5 @@ def _part(folder: Path, key: str, kind: type) -> Any:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
     if not isinstance(found, kind):
-        raise ValueError(f"{file} is damaged: {key} is no {'list' if kind is list else 'object'}")
+        raise ValueError(f"{file} is damaged: {key} is not {'a list' if kind is list else 'an object'}")
     return found

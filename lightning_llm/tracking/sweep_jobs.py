@@ -1,6 +1,6 @@
-"""Jobs of a sweep: their keys over repeated starts, and which jobs may join a sweep with declared looks. No torch.
+"""Jobs of a sweep: their keys over all sessions, and which jobs may join a sweep with declared looks. No torch.
 
-The declared error rate holds for the declared recipes alone, so no other recipe joins later; seeds may.
+The declared error rate holds only for the declared arms, so other arms cannot be added later; seeds can.
 """
 
 import json
@@ -16,11 +16,11 @@ from lightning_llm.config.schema import Config
 from lightning_llm.tracking.sweep_file import DESIGN
 
 UNHASHED = ("callbacks.",)
-"""Of which `training_hash` leaves some out."""
+"""Prefixes of keys that `training_hash` covers only in part."""
 
 
 def kind_of(config: Config) -> str:
-    """Return what a job shares with those of other seeds and trunks, and with no other: 12 hex digits."""
+    """Return a hash (12 hex digits) that jobs share if they differ only in seed and parent run."""
     flat = flatten(config.model_dump(mode="json"))
     rest = (*RUN_LOCATION, "recipe", "seed", "branch_from")
     kind = {key: value for key, value in flat.items() if value is not None and not below(key, rest)}
@@ -30,10 +30,10 @@ def kind_of(config: Config) -> str:
 def keys_of_jobs(
     jobs: Sequence[tuple[list[str], Config]], hash_of: Callable[[Config], str], partly: tuple[str, ...] = ()
 ) -> list[str]:
-    """Return what names each job: its hash, and the words that jobs differ in and that the hash leaves out.
+    """Return the key of each job: its hash, and the overrides that differ between jobs but are not in the hash.
 
-    Such a word is `precision.backend=auto`, or one below `partly`. A second run of the same (to compare it with itself)
-    gets "-1", ...
+    Such overrides are `precision.backend=auto` and those below `partly`. Repetitions of a job (to compare it with
+    itself) get the suffix "-1", ...
     """
     unhashed = [
         {word for word in words if not in_hash(key_of(word)) or below(key_of(word), partly)} for words, _ in jobs
@@ -54,7 +54,7 @@ def key_of(word: str) -> str:
 
 
 def axes_of(words_of_jobs: Iterable[Sequence[str]]) -> dict[str, list[str]]:
-    """Return the values that jobs differ in, by key, from the words of each."""
+    """Return the keys that differ between jobs with their values, from the overrides of each job."""
     found: dict[str, dict[str, None]] = {}
     for words in words_of_jobs:
         for word in words:
@@ -63,11 +63,11 @@ def axes_of(words_of_jobs: Iterable[Sequence[str]]) -> dict[str, list[str]]:
 
 
 SHOWN_KEYS = 5
-"""How many keys that differ from a declared job's a message names."""
+"""Maximum number of keys named in a message about differences from a declared job."""
 
 
-class Asked(NamedTuple):
-    """A job that is asked for: its `key` over all starts, its `kind`, as `kind_of` says, its words and config."""
+class RequestedJob(NamedTuple):
+    """A requested job: its `key` over all sessions, its `kind` (see `kind_of`), overrides and config."""
 
     key: str
     kind: str
@@ -75,11 +75,13 @@ class Asked(NamedTuple):
     config: Config
 
 
-def check_declared_jobs(folder: Path, known: Mapping[str, Any], asked: Sequence[Asked], *, by_looks: bool) -> None:
-    """Raise ConfigError where `asked` has a recipe that was not among those declared for the sweep in `folder`.
+def check_declared_jobs(
+    folder: Path, known: Mapping[str, Any], asked: Sequence[RequestedJob], *, by_looks: bool
+) -> None:
+    """Raise ConfigError if `asked` contains an arm that was not declared for the sweep in `folder`.
 
-    `known`: its `sweep.json`, which has had all jobs of the first look since before the first run. `by_looks`: jobs
-    are run as looks ask for them; one of a kind without a seed of the first is of no recipe, but an A/A run.
+    `known`: its `sweep.json`, which contains all jobs of the first look. `by_looks`: jobs run as the looks need them; a
+    job of a kind without a seed of the first look is an A/A run, not an arm.
     """
     design = known[DESIGN]
     first = set(design["seeds"][: design["looks"][0]])
@@ -92,9 +94,8 @@ def check_declared_jobs(folder: Path, known: Mapping[str, Any], asked: Sequence[
     others = dict.fromkeys(_recipe(each.words) for each in foreign)
     differing = _differing(folder, listed.values(), foreign[0])
     text = (
-        f"{folder} was begun with looks declared for {_list(declared)}, and this asks for {_list(others)}{differing}: "
-        "its intervals hold together over the recipes that were declared before the first run. Give those again, or "
-        "another run.name."
+        f"{folder} was begun with looks declared for {_list(declared)}, so {_list(others)}{differing} cannot be added: "
+        "its error rate holds only for the arms declared before the first run. Use those, or give another run.name."
     )
     raise ConfigError(Problem("run.name", text))
 
@@ -107,19 +108,19 @@ def _list(recipes: Collection[str]) -> str:
     return "; ".join(recipes)
 
 
-def _differing(folder: Path, listed: Collection[Mapping[str, Any]], asked: Asked) -> str:
-    """Return what the job of the same words has otherwise, "" where there is none, or it has not begun."""
+def _differing(folder: Path, listed: Collection[Mapping[str, Any]], asked: RequestedJob) -> str:
+    """Return the differences from the job with the same overrides; "" if there is none or it has not begun."""
     same = [each for each in listed if _recipe(each["words"]) == _recipe(asked.words)]
     file = next((file for each in same if (file := folder / str(each["number"]) / "config.yaml").is_file()), None)
     if file is None:
         return ""
-    from lightning_llm.config.from_file import load_config  # Hydra: half a second that readers of sweeps do without
+    from lightning_llm.config.from_file import load_config  # imports Hydra, which takes half a second
 
     try:
         was, now = (hashed_values(without_observers(each)) for each in (load_config(file, []), asked.config))
-    except ConfigError:  # a damaged file: whoever reads the run says so
+    except ConfigError:  # a damaged file, reported when the run is read
         return ""
     keys = sorted(key for key in was.keys() | now.keys() if was.get(key) != now.get(key) and key != "seed")
-    shown = [f"{key} was {was.get(key)}, is {now.get(key)}" for key in keys[:SHOWN_KEYS]]
+    shown = [f"{key} {was.get(key)} -> {now.get(key)}" for key in keys[:SHOWN_KEYS]]
     more = [f"{len(keys) - SHOWN_KEYS} more keys"] if len(keys) > SHOWN_KEYS else []
     return f" ({'; '.join([*shown, *more])})" if keys else ""

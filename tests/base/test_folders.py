@@ -43,5 +43,5 @@ def test_rays_sockets_and_a_short_folder(long_folder, monkeypatch):
 
 def test_without_a_short_folder_the_variable_is_named(long_folder, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(ConfigError, match=r"TMPDIR: is .*Set TMPDIR to a folder of at most \d+ bytes"):
+    with pytest.raises(ConfigError, match=r"TMPDIR: is .*Set TMPDIR to a folder with at most \d+ bytes"):
         folders.use_short_sockets()

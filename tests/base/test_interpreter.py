@@ -88,5 +88,5 @@ def test_a_working_folder_that_was_deleted_is_named(tmp_path):
     command = ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", *interpreter.python_module("lightning_llm", "config")]
     done = subprocess.run(command, cwd=tmp_path / "gone", capture_output=True, check=False, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert missing(done.stderr, "error: ", "working folder", "deleted", "Change to an existing one") == []
+    assert missing(done.stderr, "error: ", "working directory", "deleted", "Change to an existing one") == []
     assert done.stderr.count("\n") == 1

@@ -117,7 +117,7 @@ def test_a_name_alone_needs_a_kind_whose_keys_all_have_defaults(shapes):
         kind: Literal["line"] = "line"
         length: int
 
-    with pytest.raises(ValidationError, match="shape 'line' has no default for length, and its name alone stands here"):
+    with pytest.raises(ValidationError, match="shape 'line' cannot be given by name alone: no default for length"):
         drawing_of(shapes).model_validate({"shape": {"kind": "square"}, "name": "line"})
 
 

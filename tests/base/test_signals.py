@@ -38,7 +38,7 @@ def test_the_first_signal_ends_in_a_line_and_another_ends_at_once(number, monkey
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     assert main() == 128 + number
     assert capsys.readouterr().err == (
-        f"stopped by {number.name}; no step was under way, and what is saved stays as it is\n"
+        f"stopped by {number.name}; no step was interrupted, and saved files are unchanged\n"
     )
 
 

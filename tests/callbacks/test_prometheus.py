@@ -163,8 +163,8 @@ def test_a_port_in_use_is_said_once_and_taken_when_it_is_free(publish, caplog):
         time.sleep(0.01)
     assert scraped(f"127.0.0.1:{port}")["running"] == {"": 1}
     (line,) = caplog.messages
-    assert f"callbacks.prometheus: port {port} of 127.0.0.1 cannot be listened on (Address already in use)" in line
-    assert "Set callbacks.prometheus.port to another, or to 0 for any free one. Training goes on" in line
+    assert f"callbacks.prometheus: cannot listen on port {port} of 127.0.0.1 (Address already in use)" in line
+    assert "Set callbacks.prometheus.port to another port, or to 0 for any free one. Training continues" in line
 
 
 def test_a_process_that_is_forked_does_not_hold_the_port(publish):
@@ -209,7 +209,7 @@ def test_the_file_is_whole_whenever_it_is_read(tmp_path, publish, monkeypatch, c
     publisher.stop()
     assert len(parsed(file.read_text())["record"]) == 100
     assert caplog.messages == [
-        "callbacks.prometheus: the text file failed (No space left on device). Training goes on, and it is tried again"
+        "callbacks.prometheus: the text file failed (No space left on device). Training continues, and it is retried"
     ]
 
 

@@ -86,7 +86,7 @@ def test_looks_that_were_declared_and_are_gone_are_damage(declared, tmp_path, ca
     words = ["-m", "model=llama_tiny", "data=python", "precision=bf16,mxfp8", "logger=none", "run.name=s"]
     place = [f"run.root={tmp_path / 'outputs'}", "run.experiment=e"]
     assert main(["plan", *words, *place]) == 2
-    assert "it is damaged: 'sequential' holds nothing that was declared" in capsys.readouterr().err
+    assert "it is damaged: 'sequential' is not a mapping of declared terms" in capsys.readouterr().err
 
 
 def test_all_pairs_are_in_every_form_of_the_report(sweep, capsys, tmp_path):

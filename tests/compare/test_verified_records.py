@@ -217,12 +217,12 @@ def test_contradictions_are_named_without_digests_too(tmp_path):
     twice = damaged(lambda r: r.append({**r[-1], "val_loss": 4.0}))
     assert twice.startswith("metrics.jsonl has val_loss twice at step 100: 3.0")
     assert twice.endswith(" and 4.0")
-    assert damaged(lambda r: r.__delitem__(slice(20, 51))) == "metrics.jsonl lacks the records of steps 18-43"
+    assert damaged(lambda r: r.__delitem__(slice(20, 51))) == "metrics.jsonl has no records of steps 18-43"
     assert damaged(lambda r: r.append({**r[-1], "step": 120})) == (
-        "metrics.jsonl has a validation at step 120, beyond its last step, 100"
+        "metrics.jsonl has a validation at step 120, after its last step 100"
     )
     assert damaged(lambda r: r.__delitem__(-1)) == (
-        "its summary says that it finished, and metrics.jsonl lacks the validation of step 100"
+        "its status is finished, but metrics.jsonl has no validation at step 100"
     )
     assert damaged(lambda r: r.__setitem__(5, {**r[5], "val_loss": True})) == (
         "'val_loss' at step 5 is no number: 'True'"
@@ -234,7 +234,7 @@ def test_a_torn_run_is_refused_and_named_by_the_command(tmp_path, capsys):
     file = sweep / "3" / "metrics.jsonl"
     file.write_bytes(file.read_bytes()[:-20])
     found = verdicts(capsys, sweep, expect=2)
-    assert f"{sweep}/3: cannot be read as a run: metrics.jsonl ends in a line that was cut off" in found["stderr"]
+    assert f"{sweep}/3: cannot be read as a run: metrics.jsonl ends in an incomplete line" in found["stderr"]
     row = found["by_name"]["mxfp8"]
     assert (row["qualified"], row["damaged"]) == ("inconclusive (damaged runs)", [str(sweep / "3")])
     assert "another run is damaged, so nothing is called lossless" in row["line"]
@@ -293,7 +293,7 @@ def test_an_edited_end_is_named_and_a_failure_found_later_is_no_edit(tmp_path):
     known = json.loads((run / "summary.json").read_text())
     for edit in ({"status": "stopped"}, {"status": "failed", "detail": "NonFiniteError: step 3"}, {"detail": "x"}):
         (run / "summary.json").write_text(json.dumps(known | edit))
-        with pytest.raises(ConfigError, match=r"summary.json was changed: its status or detail is not"):
+        with pytest.raises(ConfigError, match=r"summary.json was changed: its status or detail does not"):
             read_run(run)
     mark_failed(run, "OSError: rank 1")  # what was edited before stays so
     with pytest.raises(ConfigError, match="its status or detail"):
@@ -341,7 +341,7 @@ def test_a_run_copied_over_another_job_of_its_sweep_is_named(tmp_path, capsys):
 def test_an_odd_job_of_a_sweep_is_a_damaged_sweep(edit):
     job = {"number": 0, "words": [], "key": "k", "seed": 0, "kind": "a"}
     assert checked_sweep({"jobs": [job]})["jobs"] == [job]
-    with pytest.raises(ValueError, match="it is damaged: jobs whose"):
+    with pytest.raises(ValueError, match="it is damaged: jobs with an invalid"):
         checked_sweep({"jobs": [job | edit]})
 
 

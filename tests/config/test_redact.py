@@ -17,7 +17,7 @@ from lightning_llm.config.redact import WHOLE_URIS_VARIABLE, redact_uri, with_cr
 from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.run import rank as run
 from lightning_llm.tracking.mlflow.tracker import MLflowTracker, tracking_uri
-from lightning_llm.tracking.sweep_definition import Typed, command_with_seeds, define, write_sweep
+from lightning_llm.tracking.sweep_definition import SweepSource, command_with_seeds, define, write_sweep
 
 URI = "http://someone:s3cret@127.0.0.1:9"
 
@@ -93,7 +93,7 @@ def test_a_run_writes_and_prints_no_password(
 
 def test_a_sweep_writes_no_password(tmp_path: Path) -> None:
     words = [f"run.root={tmp_path}", "seed=0,1", f"logger.tracking_uri={URI},{URI}/other"]
-    sweep = define(compose_sweep(words), None, Typed(tuple(words)))
+    sweep = define(compose_sweep(words), None, SweepSource(tuple(words)))
     write_sweep(sweep)
     assert files_with("s3cret", tmp_path) == []
     assert "s3cret" not in json.dumps([job.config.model_dump() for job in sweep.jobs])

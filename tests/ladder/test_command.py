@@ -103,7 +103,7 @@ def test_a_place_too_far_is_refused_and_nothing_written(ladder, capsys):
         (("--predict", "data.tokens=1e6"), "names no model"),
         (("--predict", "model=llama_1b", "data.tokens=many"), "data.tokens=many is no number of tokens"),
         (("--predict", "model=llama_1b", "steps=3", "data.tokens=1e6"), "'steps=3' says neither a model"),
-        (("--ladder", "--beyond", "0"), "is 0, must be above 0"),
+        (("--ladder", "--beyond", "0"), "--beyond=0: must be above 0"),
         (("--margin", "2 percent"), "is 2 percent, must be above 0"),
         (("--margin", "80%"), "at most 50%"),
     ],

@@ -129,7 +129,7 @@ def test_every_problem_is_reported_at_once(run_folder, tmp_path, capsys):
     assert main(["probe", str(run_folder), *words]) == 2
     said = capsys.readouterr().err
     for part in (
-        "--batches: is 0",
+        "--batches=0: must",
         "--text: needs a Hugging Face folder",
         "there is no 'mxfp9'. Did you mean 'mxfp8'?",
     ):

@@ -88,7 +88,7 @@ def test_ranks_train_on_one_text_and_a_resumed_run_on_its_own(ranks):
         others = ranks(2).call(told_of_data, ["aaaa", "bbbb"], start)
         assert others == ["data: differ on rank(s) 1 from rank 0. Give every node the same files."] * 2
     changed = ranks(2).call(told_of_data, ["bbbb", "bbbb"], resumed)
-    assert ["are not those that /run/checkpoints/step=4 was trained on" in text for text in changed] == [True, True]
+    assert ["data: changed since /run/checkpoints/step=4 was trained" in text for text in changed] == [True, True]
 
 
 def test_a_refusal_reaches_another_process_whole():

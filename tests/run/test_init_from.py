@@ -108,9 +108,9 @@ def test_all_that_differs_from_the_weights_is_named_before_anything_is_made(plac
     assert main(["train", *words]) == 2
     said = capsys.readouterr().err
     for part in (
-        "model.num_layers: is 3, and 2 in the weights",
-        "model.norm_eps: is 0.001, and 1e-05 in the weights",
-        "model.vocab_size: is 310, and the weights have 320 rows",
+        "model.num_layers: is 3, but 2 in the weights",
+        "model.norm_eps: is 0.001, but 1e-05 in the weights",
+        "model.vocab_size: is 310, must be at least 320, the rows of the weights",
         "data.tokenizer.kind: is 'bpe', ",
     ):
         assert part in said
@@ -133,7 +133,7 @@ def test_what_changes_positions_alone_may_differ_and_is_said(places, small_run, 
     assert main(["train", *words_of(small_run, tmp_path, places / "base", *longer)]) == 0
     said = capsys.readouterr().out
     assert (
-        "model.max_sequence_length is 1024, and 512 in the weights; model.rope_theta is 500000.0, and 10000.0" in said
+        "model.max_sequence_length is 1024, but 512 in the weights; model.rope_theta is 500000.0, but 10000.0" in said
     )
 
 
@@ -147,7 +147,7 @@ def test_init_from_is_part_of_the_identity_and_alone_gives_the_shape(places, sma
     for path, said in (
         (tmp_path / "no", "does not exist"),
         (Path(__file__), "is a file"),
-        (tmp_path, "holds no weights"),
+        (tmp_path, "contains no weights"),
     ):
         tmp_path.mkdir(exist_ok=True)
         with pytest.raises(ConfigError, match=f"{said}. Give a folder that") as caught:
@@ -218,9 +218,9 @@ def test_an_imported_folder_whose_bytes_changed_is_refused(places, small_run, tm
     content[-1] ^= 1
     file.write_bytes(content)
     assert main(["train", *words_of(small_run, tmp_path, folder)]) == 2
-    assert "does not hold what was written" in capsys.readouterr().err
+    assert "was changed or is damaged" in capsys.readouterr().err
     assert main(["export", str(folder), "--output", str(tmp_path / "out")]) == 2
-    assert "does not hold what was written" in capsys.readouterr().err
+    assert "was changed or is damaged" in capsys.readouterr().err
     (folder / "weights.json").write_text("{}")
     assert main(["plan", *words_of(small_run, tmp_path, folder)]) == 2
     assert "weights.json: has no digest" in capsys.readouterr().err
@@ -307,7 +307,7 @@ def test_a_name_on_the_hub_is_taken_from_its_cache_offline(places, tmp_path, mon
     assert main(["import", "me/other", "--output", "base2", "--no-parity"]) == 2
     assert "me/other: not a folder, and the download from the Hub failed" in capsys.readouterr().err
     assert main(["import", "me//x", "--output", "base2"]) == 2
-    assert "nor a valid name on the Hub" in capsys.readouterr().err
+    assert "or a Hub model (owner/name)" in capsys.readouterr().err
 
 
 def test_without_transformers_the_comparison_is_refused_not_skipped(places, tmp_path, monkeypatch, capsys):

@@ -131,7 +131,7 @@ def test_other_terms_than_the_declared_do_not_have_their_error(tmp_path, monkeyp
     part = verdicts(capsys, *(f"{folder}/{number}" for number in range(6)))
     assert any("not all of the sweep's" in note for note in part["notes"])
     assert main(["train", *words(tmp_path, "sweep.margin=0.01")]) == 2
-    assert "begun with others declared (sequential.margin was 0.02, is 0.01)" in capsys.readouterr().err
+    assert "begun with other terms (sequential.margin 0.02 -> 0.01)" in capsys.readouterr().err
 
     file = Path(folder) / "sweep.json"
     file.write_text(file.read_text().replace('"margin": 0.02', '"margin": 0.05'))
@@ -232,7 +232,7 @@ def test_a_sweep_that_was_begun_without_looks_cannot_declare_them(tmp_path, monk
     plain = [word for word in words(tmp_path) if not word.startswith("sweep.")]
     assert main(["train", *plain, "seed=0,1,2"]) == 0
     assert main(["train", *words(tmp_path)]) == 2
-    assert "was begun without: it has to be declared before the first run" in capsys.readouterr().err
+    assert "was begun without declared terms, which must precede the first run" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "default")
 
 

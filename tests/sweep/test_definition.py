@@ -16,7 +16,7 @@ from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.tracking import sweep_definition as definition
 from lightning_llm.tracking.sweep_definition import (
     Sweep,
-    Typed,
+    SweepSource,
     command_to_go_on,
     command_with_seeds,
     define,
@@ -120,7 +120,7 @@ def test_more_seeds_by_the_printed_command_repeat_nothing(
     root = tmp_path / "runs of mine"
 
     def typed(*words: str) -> Sweep:
-        return define(compose_sweep(words, recipes), typed_value(words, "run.name"), Typed(words, recipes))
+        return define(compose_sweep(words, recipes), typed_value(words, "run.name"), SweepSource(words, recipes))
 
     first = typed("recipe=mine", f"run.root={root}", "seed=0,1", "optim.learning_rate=2e-3", "logger.tags.who=a b")
     write_sweep(first)
@@ -154,7 +154,7 @@ def test_a_printed_command_with_a_relative_path_says_where_to_type_it(
     words = ["data=jsonl", "data.sources.jsonl.path=a.jsonl", "seed=0,1", f"run.root={tmp_path}"]
 
     def typed(*words: str) -> Sweep:
-        return define(compose_sweep(words), typed_value(words, "run.name"), Typed(words))
+        return define(compose_sweep(words), typed_value(words, "run.name"), SweepSource(words))
 
     monkeypatch.chdir(place)
     first = typed(*words)

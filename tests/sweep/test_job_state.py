@@ -68,7 +68,7 @@ def test_a_damaged_summary_is_a_stopped_run_that_says_so(damage: bytes, tmp_path
     assert detail_of(job.folder).startswith(f"{file} is damaged: ")
     write_config(job.config, job.folder / "config.yaml")
     for resume in (None, "auto"):
-        with pytest.raises(ConfigError, match=rf"run\.dir: {re.escape(str(file))} is damaged.*remove that file"):
+        with pytest.raises(ConfigError, match=rf"run\.dir: {re.escape(str(file))} is damaged.*remove the file"):
             decide_start(job.config.model_copy(update={"resume": resume}))
     file.unlink()
     assert decide_start(job.config.model_copy(update={"resume": "auto"})) == Start()
@@ -101,7 +101,7 @@ def test_a_run_of_another_machine_is_stopped_once_it_is_silent(
     sign.join()
     silent(job.folder, 99)  # as where a killed job is started again on another node, at once
     assert decide_start(again) == Start()
-    assert "waiting for a sign of it, 1 s at most" in capsys.readouterr().out
+    assert "waiting up to 1 s for its heartbeat" in capsys.readouterr().out
     assert state_of(job.folder) == "stopped"
     silent(job.folder, 1e6)
     summary(job, "running", process_mark())  # of this machine, its number says more than its silence
@@ -123,7 +123,7 @@ def test_a_sign_from_the_future_is_waited_for_no_longer_than_any_other(
     assert settled_state(job.folder) == "running"
     sign.join()
     assert settled_state(job.folder) == "stopped"
-    assert "waiting for a sign of it, 0 s at most" in capsys.readouterr().out
+    assert "waiting up to 0 s for its heartbeat" in capsys.readouterr().out
     assert state_of(job.folder) == "stopped"
 
 

@@ -72,8 +72,8 @@ def test_the_rank_that_is_stopped_is_named_and_ended(tmp_path, sleeper):
     assert said.startswith(
         f"rank 1 (process {sleeper.pid} of this machine, which is stopped) has given no sign of life"
     )
-    assert "for 58 s; it was last heard of in step 4, at test_rank_heartbeat.py:" in said
-    assert said.endswith("The others waited for it (parallel.timeout_seconds=60)")
+    assert "for 58 s; its last heartbeat is from step 4, at test_rank_heartbeat.py:" in said
+    assert said.endswith("The other ranks waited (parallel.timeout_seconds=60)")
     silent.end_if_stopped()
     assert sleeper.wait(timeout=30) == -signal.SIGKILL
 
@@ -123,9 +123,11 @@ def test_a_rank_that_lives_and_does_not_come_is_named_with_what_it_was_last_in(t
     assert silent_ranks(tmp_path, TIMEOUT) == []
     (absent,) = absent_ranks(tmp_path, TIMEOUT)
     said = absent_text([absent], TIMEOUT, waits)
-    assert said.startswith(f"rank 1 (process {os.getpid()} of this machine) has not come to what the others wait in: ")
-    assert "begun no collective for 61 s, and is in step 4, at test_rank_heartbeat.py:" in said
-    assert ", last in gloo:all_reduce 12 of group default_pg. The others waited for it in gloo:all_reduce 13 of" in said
+    assert said.startswith(
+        f"rank 1 (process {os.getpid()} of this machine) has not joined the collective of the other ranks: "
+    )
+    assert "started no collective for 61 s and is in step 4, at test_rank_heartbeat.py:" in said
+    assert ", last in gloo:all_reduce 12 of group default_pg. The other ranks waited in gloo:all_reduce 13 of" in said
     assert is_silent_text(said)
     assert any(line.startswith("test_rank_heartbeat.py:") for line in absent.stack)
 

@@ -91,9 +91,9 @@ def lines_of(steps: range) -> dict[int, list[bytes]]:
     [
         (range(1, 13), 12, 0, False, None),
         (range(1, 13), 9, 0, False, None),  # what comes after is computed again
-        (range(1, 13), 13, 0, False, "lacks the record of step 13"),
+        (range(1, 13), 13, 0, False, "has no record of step 13"),
         (range(9, 13), 12, 8, False, None),
-        (range(9, 13), 12, 7, False, "lacks the record of step 8"),
+        (range(9, 13), 12, 7, False, "has no record of step 8"),
         (range(9, 13), 12, 10, False, None),
         (range(9, 13), 12, 10, True, None),  # an earlier release began the folder: at step 8, or later
         (range(9, 13), 12, 4, True, "lacks the records of steps 5-8"),
@@ -109,7 +109,7 @@ def test_a_checkpoint_goes_on_from_the_records_of_all_steps_before(
     assert damaged_record(path, upto, begun, or_earlier) == problem
     missing = damaged_record(tmp_path / "none", max(upto, 1), 0)
     assert missing is not None
-    assert missing.startswith("is missing, and with it the record")
+    assert missing.startswith("is missing, with the record")
 
 
 def test_the_chain_is_over_the_records_up_to_the_step_of_a_checkpoint(tmp_path: Path) -> None:

@@ -159,9 +159,9 @@ def without(file: Path, *steps: int) -> None:
 @pytest.mark.parametrize(
     ("lost", "told"),
     [
-        ((1,), "step=4/metrics.jsonl: lacks the record of step 1"),
+        ((1,), "step=4/metrics.jsonl: has no record of step 1"),
         ((2, 3, 6), "step=6/metrics.jsonl: lacks the records of steps 2-3, 6"),
-        ((), "step=6/metrics.jsonl: is missing, and with it the records of steps 1-6"),
+        ((), "step=6/metrics.jsonl: is missing, with the records of steps 1-6"),
     ],
 )
 def test_records_that_are_missing_are_named_and_nothing_is_changed(run, tmp_path, small_run, capsys, lost, told):
@@ -189,7 +189,7 @@ def test_records_that_are_missing_are_named_and_nothing_is_changed(run, tmp_path
 def test_a_gap_after_a_checkpoint_leaves_that_one_whole(run, whole, tmp_path, small_run, capsys):
     without(run / "metrics.jsonl", 5)
     assert main(["train", *small_run(tmp_path, "resume=auto")]) == 0
-    assert "skipped step=6, which is damaged: metrics.jsonl lacks the record of step 5" in capsys.readouterr().out
+    assert "skipped step=6, which is damaged: metrics.jsonl has no record of step 5" in capsys.readouterr().out
     assert curve(run) == curve(whole)
 
 
@@ -202,7 +202,7 @@ def test_records_begin_where_the_folder_does(run, tmp_path, small_run, capsys):
     without(new / "metrics.jsonl", 5)
     assert main(["train", *words, "resume=auto", "trainer.max_steps=8"]) == 0
     told = capsys.readouterr().out
-    assert "skipped step=7, which is damaged: metrics.jsonl lacks the record of step 5" in told
+    assert "skipped step=7, which is damaged: metrics.jsonl has no record of step 5" in told
     assert "resume from step 4" in told
 
 
@@ -212,7 +212,7 @@ def test_what_an_earlier_release_left_open(tmp_path):
     file.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (3, 4, 6)))
     assert damaged_record(file, 4, 4, or_earlier=True) is None
     assert damaged_record(file, 4, 2) is None
-    assert damaged_record(file, 4, 1) == "lacks the record of step 2"
+    assert damaged_record(file, 4, 1) == "has no record of step 2"
     assert damaged_record(file, 9, 0) == "lacks the records of steps 1-2, 5, 7-9"
     assert damaged_record(file, 15, 4, or_earlier=True) == "lacks the records of steps 5, 7-15"
     assert damaged_record(tmp_path / "none", 4, 4, or_earlier=True) is None
@@ -274,7 +274,7 @@ def test_a_copied_or_moved_run_continues_in_the_folder_of_its_config(run, whole,
     assert load_config(run / "config.yaml", []).run.dir == str(run)
     moved = run.rename(tmp_path / "moved")
     assert main(["train", "--config", str(moved / "config.yaml"), "resume=null"]) == 2
-    assert f"run.dir: {moved} already holds a run. Set resume=auto" in capsys.readouterr().err
+    assert f"run.dir: {moved} already contains a run. Set resume=auto" in capsys.readouterr().err
     assert resume(moved) == 0
     assert "is finished at step 7" in capsys.readouterr().out
     assert not run.exists()
@@ -310,7 +310,7 @@ def test_other_data_under_the_same_name_are_refused(run, corpus_folder, tmp_path
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
     words = small_run(tmp_path, "resume=auto", "trainer.max_steps=7", f"data.sources.jsonl.path={other}")
     assert main(["train", *words]) == 2
-    assert f"data: are not those that {run / 'checkpoints' / 'step=6'} was trained on" in capsys.readouterr().err
+    assert f"data: changed since {run / 'checkpoints' / 'step=6'} was trained" in capsys.readouterr().err
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
@@ -320,7 +320,7 @@ def test_a_damaged_tokenizer_is_noticed_and_written_anew(run, whole, tmp_path, s
         damage()
         assert main(["probe", str(run), "precision=mxfp8"]) == 2
         said = capsys.readouterr().err
-        assert f"{file}: {'does not hold what was written' if file.is_file() else 'is missing'}" in said
+        assert f"{file}: {'was changed or is damaged' if file.is_file() else 'is missing'}" in said
     shutil.rmtree(run / "checkpoints" / "step=6")
     assert main(["train", *small_run(tmp_path, "resume=auto")]) == 0
     assert f"note   {file} is missing; it is written again" in capsys.readouterr().out

@@ -61,7 +61,7 @@ def test_a_run_goes_back_and_is_the_run_that_was_told(told, tmp_path, small_run,
     assert main(["train", *small_run(tmp_path, *WORDS)]) == 0
     run, said = tmp_path / "run", capsys.readouterr().err
     assert f"back   step {BAD} is out of the ordinary (spike: loss" in said
-    assert f"to step 30, without the samples {SPOILT[0]} to {SPOILT[1]} (rollback 1 of at most 3" in said
+    assert f"to step 30, skipping the samples {SPOILT[0]} to {SPOILT[1]} (rollback 1 of at most 3" in said
     assert same(run, told)
     assert not any("event" in record for record in read_metrics(run))
     (made,) = read_rollbacks(run)

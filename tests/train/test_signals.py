@@ -21,7 +21,7 @@ from lightning_llm.train.run_folder import RunFolder
 from tests.forked_main import ForkedMain
 from tests.run_metrics import curve, read_metrics, same_weights, steps_saved
 
-AS_IT_IS = "no step was under way, and what is saved stays as it is"
+AS_IT_IS = "no step was interrupted, and saved files are unchanged"
 ROOT = Path(__file__).parents[2]
 
 
@@ -160,7 +160,7 @@ def test_an_output_that_cannot_be_written_ends_no_run(how, small_run, tmp_path, 
         words = ["callbacks.progress._target_=lightning_llm.callbacks.progress.ProgressLine"]
         assert main(["train", *small_run(tmp_path, *words, "callbacks.progress.line_seconds=0.0")]) == 0
     monkeypatch.undo()
-    assert (tmp_path / "errors").read_text().count("nobody reads this run's output any more") == 1
+    assert (tmp_path / "errors").read_text().count("stdout can no longer be written") == 1
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
 
 

@@ -119,7 +119,7 @@ def test_records_that_were_edited_are_not_gone_on_from(run, whole, tmp_path, sma
     words = small_run(tmp_path, "resume=auto")
     assert main(["train", *words]) == 0
     told = capsys.readouterr().out
-    changed = f"metrics.jsonl does not hold what was written up to step 6: one of its {len(lines)} lines was changed"
+    changed = f"metrics.jsonl was changed up to step 6: one of its {len(lines)} lines was edited"
     assert f"skipped step=6, which is damaged: {changed}" in told
     assert curve(run) == curve(whole)
     assert same_weights(run, whole, 6)

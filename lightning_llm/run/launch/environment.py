@@ -72,14 +72,14 @@ def _variable_problems(given: dict[str, str], numbers: dict[str, int]) -> Iterat
         yield Problem(", ".join(missing), text)
         return
     for field in given.keys() - numbers.keys():
-        yield Problem(f"{TORCHRUN[field]}={given[field]}", "must be an integer, as torchrun sets it.")
+        yield Problem(TORCHRUN[field], "must be an integer, as torchrun sets it.", given[field])
     if len(numbers) < len(TORCHRUN):
         return
     for rank, world in (("rank", "world"), ("local_rank", "local_world"), ("local_world", "world")):
         if numbers[rank] > numbers[world] - (0 if rank == "local_world" else 1):
             most = f"{TORCHRUN[world]}={numbers[world]}"
             text = f"too large for {most}. Set both as torchrun does, or unset all of torchrun's variables."
-            yield Problem(f"{TORCHRUN[rank]}={numbers[rank]}", text)
+            yield Problem(TORCHRUN[rank], text, numbers[rank])
 
 
 def is_first_rank() -> bool:
@@ -128,7 +128,7 @@ def adopt_world(config: Config) -> Config:
     if environment is None:
         return config
     problems = [
-        Problem(f"{key}={value}", f"but {found} ranks were started {where}. Set {key}={found}, or start {value} ranks.")
+        Problem(key, f"but {found} ranks were started {where}. Set {key}={found}, or start {value} ranks.", value)
         for key, value, found, where in (
             ("trainer.devices", config.trainer.devices, environment.local_world, "on this machine"),
             ("world", config.world or environment.world, environment.world, "in all"),
@@ -149,7 +149,7 @@ def world_problems(config: Config) -> list[Problem]:
         f"must equal trainer.devices={config.trainer.devices}, the ranks started here. Set world=null or "
         f"trainer.devices={config.world}, or start the ranks of several machines with torchrun or srun."
     )
-    return [Problem(f"world={config.world}", text)]
+    return [Problem("world", text, config.world)]
 
 
 def _is_srun() -> bool:

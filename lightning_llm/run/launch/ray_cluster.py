@@ -37,13 +37,13 @@ def ray_problems(config: Config) -> Iterator[Problem]:
     if launcher.name != "ray":
         return
     if find_spec("ray") is None:
-        yield Problem("launcher.name=ray", "needs Ray. Install it: pip install 'lightning-llm[ray]'.")
+        yield Problem("launcher.name", "needs Ray. Install it: pip install 'lightning-llm[ray]'.", "ray")
     if (launcher.address or "").startswith("ray://"):
         text = "Ray client addresses are not supported. Start on a machine of the cluster with address=auto, or with "
-        yield Problem(f"launcher.address={launcher.address}", text + "`ray job submit`, which sets RAY_ADDRESS.")
+        yield Problem("launcher.address", text + "`ray job submit`, which sets RAY_ADDRESS.", launcher.address)
     if config.world is not None and config.world % devices:
         text = f"must be a multiple of trainer.devices={devices}, the ranks of each machine. Change either."
-        yield Problem(f"world={config.world}", text)
+        yield Problem("world", text, config.world)
 
 
 def machines(config: Config) -> int:
@@ -96,7 +96,7 @@ def connected(launcher: LauncherConfig) -> Iterator[Any]:
     except (ConnectionError, RuntimeError, ValueError, OverflowError, OSError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         what = "Ray cannot be reached there" if address else "Ray cannot be started here"
-        raise ConfigError(Problem(f"launcher.address={address or 'null'}", f"{what}: {why}")) from error
+        raise ConfigError(Problem("launcher.address", f"{what}: {why}", address or "null")) from error
     try:
         yield ray
     finally:

@@ -111,7 +111,7 @@ def _placed(ray: Any, config: Config, asked: dict[str, float], relay: Relay) -> 
             if waited > launcher.timeout_minutes * 60:
                 needed = small or f"{count} x {in_words(asked)}"
                 text = f"timeout: Ray had no room for the ranks, which need {needed}. Request less, or wait longer."
-                raise ConfigError(Problem(f"launcher.timeout_minutes={launcher.timeout_minutes}", text))
+                raise ConfigError(Problem("launcher.timeout_minutes", text, launcher.timeout_minutes))
             if waited > NOTED_AFTER_SECONDS and not noted:
                 noted = True
                 what = small or f"{count} x {in_words(asked)}, in use by others"

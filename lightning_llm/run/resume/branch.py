@@ -232,7 +232,7 @@ def _end_problems(config: Config, checkpoint: Checkpoint) -> Iterator[Problem]:
     earlier = [each for each in step_folders(checkpoint.folder.parent) if step_of(each) < min(steps, checkpoint.step)]
     others = f", or branch from an earlier checkpoint: {KEY}={earlier[0]}" if earlier else ""
     text = f"must be above {checkpoint.step}, the step of {checkpoint.folder}. Raise it{others}."
-    yield Problem(f"trainer.max_steps={steps}", text)
+    yield Problem("trainer.max_steps", text, steps)
 
 
 def _key_problems(config: Config, parent: Config, run: Path) -> Iterator[Problem]:

@@ -68,7 +68,7 @@ def refuse_unnamed_resume(config: Config, overrides: Sequence[str]) -> None:
         text += f" (of {len(found)})." if len(found) > 1 else "."
     else:
         text += f"No unfinished run in {Path(config.run.dir).parent} has this config."
-    raise ConfigError(Problem("resume=auto", text))
+    raise ConfigError(Problem("resume", text, "auto"))
 
 
 def resumable_runs(config: Config) -> list[Path]:

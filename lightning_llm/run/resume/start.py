@@ -143,13 +143,13 @@ def _decide(config: Config, verify: Verify) -> Start:
         checkpoint, skipped = _at_path(config, folder, holds_run, verify)
     if checkpoint is not None and checkpoint.step > config.trainer.max_steps:
         text = f"must be at least {checkpoint.step}, the step of the checkpoint. Raise it."
-        raise ConfigError(Problem(f"trainer.max_steps={config.trainer.max_steps}", text))
+        raise ConfigError(Problem("trainer.max_steps", text, config.trainer.max_steps))
     if checkpoint is None:
         start = first_start(config, verify)
         return replace(start, skipped=(*skipped, *start.skipped))
     if checkpoint.step == config.trainer.max_steps and not holds_run:
         text = f"must be above {checkpoint.step}, the step of the checkpoint, for a new folder. Raise it."
-        raise ConfigError(Problem(f"trainer.max_steps={config.trainer.max_steps}", text))
+        raise ConfigError(Problem("trainer.max_steps", text, config.trainer.max_steps))
     done = checkpoint.step >= config.trainer.max_steps and state_of(folder) == "finished"
     run, data_hash = _identity(checkpoint, folder), summary_of(checkpoint.run_folder).get("data_hash")
     return Start(checkpoint, done, skipped=skipped, run=run, data_hash=data_hash)

@@ -99,8 +99,8 @@ def unnamed_problems(config: Config) -> list[Problem]:
     if config.model.init_from != UNNAMED:
         return []
     text = (
-        f"must be given, since this preset continues from weights: {EXPECTED}. Or set model.init_from=null to train "
-        "from random weights."
+        f"a value must be given, since this preset continues from weights: {EXPECTED}. Or set model.init_from=null to "
+        "train from random weights."
     )
     return [Problem(INIT_FROM, text)]
 

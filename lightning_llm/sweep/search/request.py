@@ -8,7 +8,7 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.sweep.jobs import checked_jobs
-from lightning_llm.tracking.sweep_definition import Typed
+from lightning_llm.tracking.sweep_definition import SweepSource
 from lightning_llm.tracking.sweep_jobs import kind_of
 
 ComposedJob = tuple[list[str], Config]
@@ -22,13 +22,13 @@ class SearchRequest:
     keys: SweepConfig
     to_train: bool = True
 
-    def jobs_at(self, words: Sequence[str]) -> tuple[list[ComposedJob], str | None, Typed]:
+    def jobs_at(self, words: Sequence[str]) -> tuple[list[ComposedJob], str | None, SweepSource]:
         """Return the checked jobs, one per seed, of the arguments with `words` behind them, as `checked_jobs` does."""
         overrides = [*self.arguments.overrides, *words]
         whole = argparse.Namespace(overrides=overrides, config=None, config_dir=self.arguments.config_dir)
         jobs, name, _ = checked_jobs(whole, to_train=self.to_train)
         named = [([*words, *(each for each in own if each not in words)], config) for own, config in jobs]
-        return named, name, Typed(tuple(self.arguments.overrides), self.arguments.config_dir)
+        return named, name, SweepSource(tuple(self.arguments.overrides), self.arguments.config_dir)
 
 
 def check_launcher(config: Config) -> None:

@@ -1,1 +1,1 @@
-"""MLflow: the store, the process that writes to it, what runs and sweeps log, late syncing, its pages."""
+"""MLflow: the store, the process that writes to it, logging of runs and sweeps, later syncing, links to its pages."""

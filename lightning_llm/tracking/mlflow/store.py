@@ -1,4 +1,4 @@
-"""An MLflow store opened so that many processes may do so at once, and what dead processes left in it. No torch."""
+"""Opening an MLflow store from many processes at once, and cleanup after dead processes. No torch."""
 
 import contextlib
 import os
@@ -14,22 +14,21 @@ from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.liveness import has_died
 from lightning_llm.tracking.provenance import has_ended
 
-LARGEST_VALUE = {"params": 6000, "tags": 8000}  # mlflow.utils.validation; beyond it mlflow cuts without a word
+LARGEST_VALUE = {"params": 6000, "tags": 8000}  # mlflow.utils.validation; mlflow silently truncates longer values
 STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
-"""MLflow's words for how a run ended."""
-ORPHANED = "its process died without saying how it ended"
+"""MLflow's status for each of ours."""
+ORPHANED = "its process ended without recording a status"
 PATIENCE = {
-    # Without these an unreachable server is tried for minutes before anyone hears of it.
+    # By default an unreachable server is tried for minutes without any message.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""Of the environment, where it does not say otherwise. Set before MLflow is imported, which is when it begins to report
-its use."""
+"""Default environment variables for MLflow, set before it is imported, since telemetry starts at import."""
 
 
 def own_process(module: str) -> tuple[list[str], dict[str, str]]:
-    """Return command and environment of a process that runs our `module` and talks to MLflow in one thread."""
+    """Return command and environment of a process that runs our `module` and uses MLflow in one thread."""
     return python_module(module), {**PATIENCE, "OMP_NUM_THREADS": "1", **os.environ, **python_environment()}
 
 
@@ -43,27 +42,27 @@ def _client(uri: str) -> Any:
 
 
 def existing_store(uri: str) -> Any:
-    """Return a client of a store that must be there already, in this process.
+    """Return a client of an existing store, in this process.
 
     Raises:
-        FileNotFoundError: there is no such database.
+        FileNotFoundError: the database does not exist.
     """
     if (database := sqlite_file(uri)) is not None and not database.exists():
-        raise FileNotFoundError(f"there is no {uri}")
+        raise FileNotFoundError(f"{uri} does not exist")
     return _client(uri)
 
 
 def open_store(uri: str, experiment_name: str) -> tuple[Any, str]:
-    """Return (client, id of the experiment), both made where they are not there yet."""
+    """Return (client, id of the experiment); create the database and the experiment if needed."""
     lock: Any = contextlib.nullcontext()
     options = {}
     if (database := sqlite_file(uri)) is not None:
-        # Several processes that meet a fresh database would all create its tables, and all but one fail.
+        # Several processes would all create the tables of a new database, and all but one would fail.
         from filelock import FileLock
 
         database.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{database}.lock", timeout=60)
-        # Unless told otherwise MLflow puts artifacts where the process happens to have been started.
+        # By default MLflow puts artifacts into the working directory of the process.
         options = {"artifact_location": (database.parent / "mlartifacts").absolute().as_uri()}
     with lock:
         if database is not None and not database.exists():
@@ -76,7 +75,7 @@ def open_store(uri: str, experiment_name: str) -> tuple[Any, str]:
             return client, experiment.experiment_id
         try:
             return client, client.create_experiment(experiment_name, **options)
-        except MlflowException:  # on a server another run may have created it in between
+        except MlflowException:  # on a server, another run may have created it in the meantime
             experiment = client.get_experiment_by_name(experiment_name)
             if experiment is None:
                 raise
@@ -84,19 +83,20 @@ def open_store(uri: str, experiment_name: str) -> tuple[Any, str]:
 
 
 def _create(database: Path) -> None:
-    """Make MLflow's tables in a file beside `database`, which appears whole: a writer killed on the way would leave
-    tables half made, and no MLflow goes on from those.
+    """Create MLflow's tables in a temporary file and move it to `database`.
+
+    A writer killed before would otherwise leave incomplete tables, which MLflow cannot use.
     """
     partial = database.with_name(f"{database.name}.partial")
     for left in (partial, partial.with_name(f"{partial.name}-journal")):
         left.unlink(missing_ok=True)
-    partial.touch()  # SQLite would make it 0644 at most, whatever the umask leaves to a group
+    partial.touch()  # SQLite creates files with mode 0644 at most, even if the umask allows the group to write
     _client(sqlite_address(partial)).search_experiments(max_results=1)
     os.replace(partial, database)
 
 
 def noted_id(file: Path) -> str | None:
-    """Return the id of an MLflow run that `file` holds; None where there is none, or it is damaged."""
+    """Return the MLflow run id in `file`; None if there is none or the file is damaged."""
     try:
         text = file.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -105,7 +105,7 @@ def noted_id(file: Path) -> str | None:
 
 
 def known_run(client: Any, run_id: str | None) -> Any:
-    """Return the run of that id, or None if this store does not have it, or has it deleted."""
+    """Return the run with that id, or None if this store does not have it or it was deleted."""
     from mlflow.exceptions import MlflowException
 
     if not run_id:
@@ -113,14 +113,14 @@ def known_run(client: Any, run_id: str | None) -> Any:
     try:
         run = client.get_run(run_id)
     except MlflowException as error:
-        if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # another store than the one it was begun in
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # the run was created in another store
             return None
         raise
     return run if run.info.lifecycle_stage == "active" else None
 
 
 def all_runs(client: Any, experiment_id: str, condition: str = "") -> Iterator[Any]:
-    """Yield every run of an experiment that `condition` holds for, over all pages."""
+    """Yield every run of an experiment that satisfies `condition`, over all pages."""
     token = None
     while True:
         page = client.search_runs([experiment_id], condition, max_results=1000, page_token=token)
@@ -130,12 +130,10 @@ def all_runs(client: Any, experiment_id: str, condition: str = "") -> Iterator[A
 
 
 def mark_orphans(client: Any, experiment_id: str, but: str) -> list[str]:
-    """Mark runs that say RUNNING and whose process is gone; return their ids. Run `but` stays.
+    """Mark RUNNING runs of processes that have ended, except `but`; return their ids.
 
-    They are KILLED, unless their folder says how they ended.
-
-    A process of another machine is known to be gone where its run's folder can be seen from here. So ends what went
-    down with its machine, or was killed together with its writer.
+    They become KILLED, unless their folder has another status. This covers runs that failed with their machine or were
+    killed together with their writer. For another machine it needs access to the run's folder.
     """
     marked = []
     for run in list(all_runs(client, experiment_id, "attributes.status = 'RUNNING'")):
@@ -148,12 +146,12 @@ def mark_orphans(client: Any, experiment_id: str, but: str) -> list[str]:
 
 
 def _fate(tags: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return MLflow's status of a run whose process is gone, and why; None of one that may live.
+    """Return MLflow's status and detail for a run of a process that has ended; None if it may be alive.
 
-    A process may have ended its run and not its writer: then the folder says how.
+    If a run ended before its writer did, the status is taken from its folder.
     """
     fingerprint, folder = tags.get("process", ""), Path(tags.get("run_dir", ""))
-    try:  # two machines may have folders of one name: this one is asked where it is that process's
+    try:  # another machine may have a folder of the same name, so the process is compared, too
         summary = summary_of(folder)
     except ValueError:
         summary = {}
@@ -166,7 +164,7 @@ def _fate(tags: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def truncate(client: Any, run_id: str, kind: str, values: Mapping[str, str]) -> dict[str, str]:
-    """Return `values`, those longer than MLflow takes as a beginning and where the whole is; `kind`: params or tags."""
+    """Return `values`, with those too long for MLflow truncated and logged as artifacts; `kind`: params or tags."""
     return {key: _fit(client, run_id, kind, key, value) for key, value in values.items()}
 
 
@@ -175,5 +173,5 @@ def _fit(client: Any, run_id: str, kind: str, key: str, value: str) -> str:
         return value
     file = f"{kind}/{key}.txt"
     client.log_text(run_id, value, file)
-    marker = f" ... [cut, whole in artifact {file}]"
+    marker = f" ... [truncated, see artifact {file}]"
     return value[: LARGEST_VALUE[kind] - len(marker)] + marker

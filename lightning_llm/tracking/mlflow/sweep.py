@@ -1,7 +1,7 @@
-"""The MLflow run that the runs of one sweep are children of. Run as a process: MLflow takes seconds and may hang.
+"""MLflow parent run of the runs of a sweep. Runs as a process, since MLflow takes seconds and may hang.
 
-Standard input is one JSON object: tracking_uri, experiment, run_id (or null), run_name, params, tags, metrics, status
-(or null: it is under way), artifacts. The standard output's last line is {"run_id": ...}.
+stdin is one JSON object: tracking_uri, experiment, run_id (or null), run_name, params, tags, metrics, status (null
+while running), artifacts. The last line of stdout is {"run_id": ...}.
 """
 
 import json
@@ -25,14 +25,13 @@ from lightning_llm.tracking.sweep_file import LOCKS
 
 TIMEOUT_SECONDS = 90.0
 DESCRIPTION = "mlflow.note.content"
-"""The tag that MLflow shows as a run's description, in Markdown."""
+"""Tag that MLflow shows as a run's description, in Markdown."""
 
 
 def parent_job(folder: Path, about: Mapping[str, Any], tracking_uri: str, *, runs_it: bool = True) -> dict[str, Any]:
-    """Return the job of the parent run of the sweep in `folder`; `about` is its sweep.json, whose axes are tags.
+    """Return the input of this process for the sweep in `folder`; `about` is its sweep.json, with axes as tags.
 
-    `runs_it`: this process is the one that starts the sweep's jobs. Another one (sync) leaves the status of a sweep
-    that is under way alone.
+    `runs_it`: this process starts the sweep's jobs. Otherwise (sync) the status of a running sweep is not changed.
     """
     return {
         "tracking_uri": tracking_uri,
@@ -59,9 +58,9 @@ def parent_job(folder: Path, about: Mapping[str, Any], tracking_uri: str, *, run
 
 
 def write_parent(job: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Bring the parent run that `job` describes up to date; return (its id or None, what went wrong or "")."""
+    """Update the parent run described by `job`; return (its id or None, the problem or "")."""
     command, environment = own_process("lightning_llm.tracking.mlflow.sweep")
-    with tempfile.TemporaryDirectory() as folder:  # MLflow creates ./mlruns where it is started
+    with tempfile.TemporaryDirectory() as folder:  # MLflow creates ./mlruns in the working directory
         try:
             done = subprocess.run(
                 command, input=json.dumps(job), capture_output=True, text=True, timeout=TIMEOUT_SECONDS, cwd=folder,
@@ -75,14 +74,14 @@ def write_parent(job: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def update(job: Mapping[str, Any]) -> str:
-    """Create or continue the parent run and write what `job` says; return its id."""
+    """Create or update the parent run described by `job`; return its id."""
     client, experiment_id = open_store(job["tracking_uri"], job["experiment"])
     from mlflow.entities import Metric, Param, RunTag
 
     run = known_run(client, job["run_id"]) or _found_or_made(client, experiment_id, job)
     run_id = str(run.info.run_id)
     mark_orphans(client, experiment_id, but=run_id)
-    if DESCRIPTION not in run.data.tags:  # a verdict, or what somebody wrote, stays
+    if DESCRIPTION not in run.data.tags:  # keep a verdict or a user's text
         curves = children_page(experiment_id, run_id)
         client.set_tag(run_id, DESCRIPTION, f"[Curves of all jobs]({curves}). {job['description']}")
     now = round(time.time() * 1000)
@@ -98,7 +97,7 @@ def update(job: Mapping[str, Any]) -> str:
             client.log_artifact(run_id, path)
     if "process" not in job["tags"] and _is_alive(run.data.tags.get("process", "")):
         return run_id
-    if "status_detail" in run.data.tags:  # of an earlier start that died
+    if "status_detail" in run.data.tags:  # of a previous session that was killed
         client.delete_tag(run_id, "status_detail")
     if job["status"]:
         client.set_terminated(run_id, job["status"])
@@ -108,10 +107,10 @@ def update(job: Mapping[str, Any]) -> str:
 
 
 def _found_or_made(client: Any, experiment_id: str, job: Mapping[str, Any]) -> Any:
-    """Return the parent run that a killed start had made and could not note in sweep.json, else a new one.
+    """Return the parent run that a killed session created but did not record in sweep.json, else a new one.
 
-    Such a one has no children: jobs start after it is noted. One process at a time: that of a killed start may come
-    here late, and makes none.
+    Such a run has no children, since jobs start after it is recorded. A lock admits one process at a time. The process
+    of a killed session may arrive late and creates none.
     """
     tags, folder = job["tags"], Path(job["tags"]["sweep_folder"])
     with FileLock(folder / LOCKS / "parent") if (folder / LOCKS).is_dir() else nullcontext():
@@ -120,7 +119,7 @@ def _found_or_made(client: Any, experiment_id: str, job: Mapping[str, Any]) -> A
             if run.data.tags.get("sweep_folder") == str(folder) and not any(all_runs(client, experiment_id, of_it)):
                 return run
         if has_ended(tags.get("process", "")):
-            raise RuntimeError("the start of the sweep that asked for its parent run is gone")
+            raise RuntimeError("the session of the sweep that requested its parent run has ended")
         known = {key: tags[key] for key in ("sweep_hash", "sweep_folder", "process") if key in tags}
         return client.create_run(experiment_id, run_name=job["run_name"], tags=known)
 

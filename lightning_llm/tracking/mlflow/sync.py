@@ -1,4 +1,4 @@
-"""Bring MLflow up to date with run and sweep folders, which have everything. The verb `sync` calls it."""
+"""Log run and sweep folders to MLflow that it missed, for the verb `sync`."""
 
 import json
 import subprocess
@@ -21,16 +21,15 @@ from lightning_llm.tracking.run_state import SETTLED, mlflow_facts, state_of
 from lightning_llm.tracking.sweep_file import FILE, checked_sweep
 
 STATED = {"status", "host", "process", "device", "git", "versions"}
-"""Keys of summary.json that every run writes as it starts, and MLflow is told."""
+"""Keys of summary.json that every run writes at its start and logs to MLflow."""
 SECONDS_PER_RUN = 5.0
-"""Of `catch_up`, beside the time that MLflow takes to answer at all."""
+"""Time per run in `catch_up`, in addition to MLflow's response time."""
 
 
 def catch_up(folders: Sequence[Path]) -> str:
-    """Sync those of `folders` that MLflow did not get in the time they had; return what went wrong, or "".
+    """Sync those of `folders` that are not completely in MLflow; return the problem, or "".
 
-    Many jobs at once on few cores end before their writers do; and those of a start that was killed had nobody after
-    them.
+    With many jobs on few cores, jobs may end before their writers do. Jobs of a killed session have no writer.
     """
     behind = [str(folder) for folder in folders if _is_behind(folder)]
     if not behind:
@@ -43,7 +42,7 @@ def catch_up(folders: Sequence[Path]) -> str:
             start_new_session=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"{len(behind)} runs took more than {patience:g} s to hand in"
+        return f"syncing {len(behind)} runs took more than {patience:g} s"
     return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
 
 
@@ -52,20 +51,20 @@ def _is_behind(folder: Path) -> bool:
 
 
 def configs_of(folder: Path, uri: str | None) -> tuple[Config, Config]:
-    """Return the run's config, tracked at `uri` if that is given, and as it was run."""
+    """Return the run's config with `uri` as its tracking URI, if given, and its original config."""
     own = load_config(folder / "config.yaml", [])
     return load_config(folder / "config.yaml", [f"logger.tracking_uri={uri}"]) if uri else own, own
 
 
 def sync_run(folder: Path, config: Config, own: Config) -> str:
-    """Log one run; return a word on what was done. Raises whatever MLflow raises."""
-    # The folder stays with the MLflow of its run, which later starts and verdicts go to.
+    """Log one run; return its state and run id. Raises any exception of MLflow."""
+    # The folder keeps the MLflow of its run for later sessions and verdicts.
     store = redact_uri(tracking_uri(config))
     elsewhere = store != redact_uri(tracking_uri(own))
     id_file = f"{RUN_ID_FILE}-{sha256(store.encode()).hexdigest()[:8]}" if elsewhere else RUN_ID_FILE
     summary = summary_of(folder)
     if lacking := STATED.difference(summary):
-        raise ValueError(f"{folder / 'summary.json'} is missing, or lacks {', '.join(sorted(lacking))}")
+        raise ValueError(f"{folder / 'summary.json'} is missing, or has no {', '.join(sorted(lacking))}")
     config = _with_parent(config, folder, id_file if elsewhere else None)
     state = state_of(folder)
     if state == "stopped" and summary["status"] == "running":
@@ -84,22 +83,22 @@ def sync_run(folder: Path, config: Config, own: Config) -> str:
     if not elsewhere:
         about["experiment_id"] = writer.experiment_id
     about.pop("problem", None)
-    if state != "running" and not elsewhere:  # its own process writes its summary
+    if state != "running" and not elsewhere:  # a running process writes its summary itself
         write_json(folder / "summary.json", {**summary, "mlflow_run_id": writer.run_id, "mlflow": about})
     return f"{state}, run {writer.run_id}"
 
 
 def _ended_milliseconds(folder: Path, summary: Mapping[str, Any]) -> int:
-    """Return when the run ended; one that could not say so did with its last record, as far as is known."""
+    """Return the end time of the run; if it was not recorded, the time of its last record."""
     if "ended_at" in summary:
         return round(1000 * datetime.fromisoformat(summary["ended_at"]).timestamp())
     return round(1000 * (folder / "metrics.jsonl").stat().st_mtime)
 
 
 def _with_parent(config: Config, folder: Path, id_file: str | None) -> Config:
-    """Return the config with its sweep's parent run in the tags; one that could not be made then is made now.
+    """Return the config with its sweep's parent run in the tags; create the parent run if it does not exist.
 
-    `id_file`: beside the sweep's file, where its parent's id in another MLflow than its own is kept.
+    `id_file`: file next to the sweep's file with the id of its parent run in another MLflow.
     """
     file = folder.parent / FILE
     if not file.is_file():

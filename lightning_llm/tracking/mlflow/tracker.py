@@ -1,4 +1,4 @@
-"""MLflow beside the run's folder: a view that may lag or fail without the run noticing."""
+"""Logging of a run to MLflow. A slow or failing MLflow does not affect the run."""
 
 import json
 import logging
@@ -64,7 +64,7 @@ COMPARED_KEYS = (
 
 
 def tracking_uri(config: Config) -> str:
-    """Return where runs are tracked: logger.tracking_uri, else MLFLOW_TRACKING_URI, else run.root/mlflow.db.
+    """Return the tracking URI: logger.tracking_uri, else MLFLOW_TRACKING_URI, else run.root/mlflow.db.
 
     SQLite's path is made absolute, so that it does not depend on where a process was started. The address is whole,
     with credentials: for MLflow's client, never to be printed or written (`redact_uri`).
@@ -91,7 +91,7 @@ def compared_parameters(config: Config) -> dict[str, str]:
 
 
 def writer_job(config: Config, run_dir: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a `RunWriter` gets of a run; `facts` is the run's summary."""
+    """Return the input of a `RunWriter` for a run; `facts` is the run's summary."""
     git = facts["git"]
     made = {
         "run_dir": str(run_dir.absolute()),
@@ -122,7 +122,7 @@ def writer_job(config: Config, run_dir: Path, facts: Mapping[str, Any]) -> dict[
         "datasets": [
             {
                 "name": f"{config.data.name}/{name}",
-                "digest": facts.get("data_hash", "unknown")[:36],  # the longest that MLflow takes
+                "digest": facts.get("data_hash", "unknown")[:36],  # MLflow's limit
                 "source_type": source.loader,
                 "source": json.dumps(source.model_dump(exclude_none=True)),
             }
@@ -133,10 +133,9 @@ def writer_job(config: Config, run_dir: Path, facts: Mapping[str, Any]) -> dict[
 
 
 class MLflowTracker:
-    """A `RunLogger` that has another process bring MLflow up to date with the run's folder every `flush_seconds`.
+    """`RunLogger` with a separate process that logs the run's folder to MLflow every `flush_seconds`.
 
-    Nothing here waits for MLflow but `close`, for at most `close_seconds`. A folder that holds a run id goes on with
-    that run.
+    Only `close` waits for MLflow, for at most `close_seconds`. A folder with a run id continues that run.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class MLflowTracker:
         self.command, self._environment = own_process("lightning_llm.tracking.mlflow.writer")
         self.blocked_seconds = 0.0
         self._process: subprocess.Popen[bytes] | None = None
-        self._received = b""  # the beginning of a line
+        self._received = b""  # an incomplete line
         self._last_words = ""
         self._ended: dict[str, Any] | None = None
         self._problem = ""
@@ -176,7 +175,7 @@ class MLflowTracker:
                 bufsize=0,
                 cwd=self._working_folder(),
                 env=self._environment,
-                start_new_session=True,  # Ctrl-C is for the training process, which then says how it ended
+                start_new_session=True,  # Ctrl-C should only reach the training process, which reports its end
             )
             os.set_blocking(self._process.stdout.fileno(), False)  # type: ignore[union-attr]
         except OSError as error:
@@ -184,19 +183,19 @@ class MLflowTracker:
         self._send(job)
 
     def record(self, record: Record) -> None:
-        """Look for news of the writer, which reads the record from `metrics.jsonl` itself."""
+        """Read messages of the writer, which reads the record from `metrics.jsonl` itself."""
         began = time.perf_counter()
         self._receive()
         self.blocked_seconds += time.perf_counter() - began
 
     def close(self, status: Status, detail: str, figures: Mapping[str, Any]) -> None:
-        """Tell the writer how the run ended and wait until it is done, at most `close_seconds`."""
+        """Send the final status to the writer and wait for it, at most `close_seconds`."""
         if self._process is None or self._process.stdout is None:  # it could not be started
-            self._say_lacking()
+            self._warn_incomplete()
             return
         deadline = time.monotonic() + self.close_seconds
         self._send({"status": status, "detail": detail, "figures": dict(figures)})
-        with selectors.DefaultSelector() as selector:  # plain select refuses file descriptors from 1024 on
+        with selectors.DefaultSelector() as selector:  # select.select supports only 1024 descriptors
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while self._ended is None and self._process.poll() is None and time.monotonic() < deadline:
                 selector.select(deadline - time.monotonic())
@@ -206,13 +205,13 @@ class MLflowTracker:
             if self._process.poll() is None:
                 self._problem = f"its writer did not finish within {self.close_seconds:g} s"
             self._process.kill()
-            self._say_lacking()
+            self._warn_incomplete()
         self._process.stdin.close()  # type: ignore[union-attr]
         self._process.wait()
         self._process.stdout.close()
 
     def summary_fields(self) -> dict[str, Any]:
-        """Return the run's id once it is known, and whether MLflow has everything."""
+        """Return the run's id once it is known, and whether MLflow is up to date."""
         path = self.run_dir / RUN_ID_FILE
         about: dict[str, Any] = {"tracking_uri": redact_uri(self.uri), "synced": self._ended is not None}
         if self._experiment_id:
@@ -225,7 +224,7 @@ class MLflowTracker:
         return {"mlflow_run_id": noted_id(path), "mlflow": about}
 
     def _working_folder(self) -> Path:
-        """Return a folder for the writer to live in: MLflow creates ./mlruns in it."""
+        """Return a working directory for the writer, since MLflow creates ./mlruns in it."""
         database = sqlite_file(self.uri)
         folder = self.run_dir if database is None else database.parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,11 +235,11 @@ class MLflowTracker:
             return
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        except OSError:  # it is gone: `_receive` has what it said last
+        except OSError:  # it has ended; `_receive` reads its last message
             self._receive()
 
     def _receive(self) -> None:
-        """Take in what the writer has said, without waiting."""
+        """Read the writer's messages without blocking."""
         if self._process is None or self._process.stdout is None or self._process.stdout.closed:
             return
         chunk = self._process.stdout.read(65536)
@@ -250,7 +249,7 @@ class MLflowTracker:
         for line in lines:
             try:
                 event = json.loads(line)
-            except ValueError:  # a library's own words, kept in case they turn out to be the last
+            except ValueError:  # output of a library, kept in case it is the last
                 self._last_words = line.decode(errors="replace").strip()[-500:]
                 continue
             if event["event"] == "connected":
@@ -260,22 +259,22 @@ class MLflowTracker:
             elif event["event"] == "closed":
                 self._ended = event
 
-    def _say_lacking(self) -> None:
-        """Say, as the run ends, that MLflow lacks something of it, where it all is, and how MLflow gets it."""
+    def _warn_incomplete(self) -> None:
+        """Warn at the end of the run that MLflow is incomplete, and how to sync it."""
         log.warning(
-            "MLflow at %s lacks something of this run (%s). The run's folder has everything; to hand it in: %s",
+            "MLflow at %s is incomplete for this run (%s). The run's folder is complete; to sync it: %s",
             redact_uri(self.uri),
             self._problem,
             sync_command(self.run_dir),
         )
 
     def _warn(self, problem: str, advice: str = NO_ANSWER.advice) -> None:
-        """Log once what is wrong and what to do; keep the latest problem for the summary."""
+        """Log the problem and the remedy once; keep the latest problem for the summary."""
         first, self._problem = not self._problem, redacted(problem)
         if first:
             log.warning(
-                "MLflow at %s is not being written (%s). Training goes on, metrics.jsonl has everything, and MLflow is "
-                "tried again until the end. %s",
+                "MLflow at %s cannot be written (%s). Training continues, metrics.jsonl is complete, and MLflow is "
+                "retried until the end. %s",
                 redact_uri(self.uri),
                 self._problem,
                 advice,
@@ -287,9 +286,9 @@ def _as_text(value: Any) -> str:
 
 
 def track_evaluations(config: Config, folder: Path) -> str:
-    """Log what the run's folder holds of evaluations that MLflow has not; return what keeps it from that, or "".
+    """Log evaluations in the run's folder that MLflow does not have yet; return the problem, or "".
 
-    A run that was not tracked stays so. MLflow's trouble is no trouble of the evaluation: `sync` brings it later.
+    Does nothing for a run that was not tracked. A failure of MLflow does not fail the evaluation; use `sync` later.
     """
     file = folder / RUN_ID_FILE
     if config.logger.name != "mlflow" or not file.is_file():
@@ -297,6 +296,6 @@ def track_evaluations(config: Config, folder: Path) -> str:
     try:
         client = existing_store(tracking_uri(config))
         log_evaluations(client, file.read_text(encoding="utf-8").strip(), folder)
-    except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
+    except Exception as error:  # may be from requests, sqlalchemy or mlflow
         return f"{type(error).__name__}: {error}".splitlines()[0][:300]
     return ""

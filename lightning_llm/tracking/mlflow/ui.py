@@ -1,4 +1,4 @@
-"""The way to MLflow's page of the runs: printed after a run, a sweep and a comparison, and by `make ui`.
+"""Links to MLflow's pages of runs, printed after a run, a sweep and a comparison, and by `make ui`.
 
 MLflow 3 opens on its pages for agents and prompts; runs are on those of an experiment, as machine learning.
 """
@@ -18,25 +18,25 @@ from lightning_llm.config.workspace import default_outputs
 from lightning_llm.tracking.mlflow.store import PATIENCE, existing_store
 
 LOCAL_SERVER = "http://localhost:5000"
-"""Where `mlflow ui` listens unless told otherwise."""
+"""Default address of `mlflow ui`."""
 
 
 def experiment_page(server: str, experiment_id: str | None) -> str:
-    """Return the address of the runs of an experiment, or of the list of all where it is not known."""
+    """Return the address of the runs of an experiment, or of the list of experiments if it is unknown."""
     page = f"experiments/{experiment_id}" if experiment_id else "experiments"
     return f"{redact_uri(server).rstrip('/')}/#/{page}?workflowType=machine_learning"
 
 
 def artifact_page(uri: str, experiment_id: str, run_id: str, path: str) -> str:
-    """Return the address at which MLflow shows an artefact of a run that is tracked at `uri`."""
+    """Return the address of MLflow's page of an artifact of a run tracked at `uri`."""
     server = redact_uri(uri).rstrip("/") if uri.startswith(("http://", "https://")) else LOCAL_SERVER
     return f"{server}/#/experiments/{experiment_id}/runs/{run_id}/artifacts/{path}?workflowType=machine_learning"
 
 
 def children_page(experiment_id: str, parent_id: str) -> str:
-    """Return the link, from any page of the same server, to charts of all runs of a sweep: one line per run.
+    """Return the link, from any page of the same server, to charts of all runs of a sweep, with one line per run.
 
-    The parent's own charts page shows its own metrics alone, which are counts of jobs.
+    The page of the parent run shows only its own metrics, which are counts of jobs.
     """
     only = quote(f"tags.`mlflow.parentRunId` = '{parent_id}'", safe="")
     query = f"searchFilter={only}&compareRunsMode=CHART&workflowType=machine_learning"
@@ -49,7 +49,7 @@ def ui_command(uri: str) -> str:
 
 
 def ui_lines(uri: str, experiment_id: str | None) -> list[str]:
-    """Return how to look at the runs that are tracked at `uri`, for a terminal."""
+    """Return lines for a terminal about how to view the runs tracked at `uri`."""
     if uri.startswith(("http://", "https://")):
         return [f"curves {experiment_page(uri, experiment_id)}"]
     if sqlite_file(uri) is None:
@@ -66,14 +66,14 @@ def main() -> int:
     try:
         experiments = existing_store(uri).search_experiments(order_by=["last_update_time DESC"], max_results=10)
     except FileNotFoundError:
-        print(f"there is no run yet: {redact_uri(uri)} is made by the first", file=sys.stderr)
+        print(f"there are no runs yet: the first run creates {redact_uri(uri)}", file=sys.stderr)
         return 1
     server = f"http://localhost:{_port(sys.argv[1:])}"
     for each in experiments:
-        if each.name != "Default":  # MLflow's own, which no run here is in
+        if each.name != "Default":  # MLflow's own experiment, not used here
             print(f"{each.name:<24} {experiment_page(server, each.experiment_id)}", flush=True)
     command = [*program("mlflow", "mlflow"), "ui", "--workers", "1", "--backend-store-uri", uri, *sys.argv[1:]]
-    os.chdir(Path(default_outputs()))  # MLflow makes ./mlruns where it is started
+    os.chdir(Path(default_outputs()))  # MLflow creates ./mlruns in the working directory
     return subprocess.call(command, env={**PATIENCE, **os.environ, **python_environment()})
 
 

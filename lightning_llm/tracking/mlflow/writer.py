@@ -1,11 +1,12 @@
-"""The process that keeps MLflow up to date with a run's folder. Started by `tracker.MLflowTracker`.
+"""Process that logs a run's folder to MLflow, started by `tracker.MLflowTracker`.
 
-A process and not a thread: importing mlflow and writing one batch hold the interpreter for 1.5 s and some 35 ms, which
-a thread would take from the training loop (measured: 0.8 ms per step). It follows `metrics.jsonl`, so nothing is lost
-or queued while MLflow is away, and it outlives a training process that was killed, long enough to say so.
+It is a process rather than a thread because importing mlflow and writing a batch hold the interpreter for 1.5 s and
+about 35 ms, which a thread would take from the training loop (measured: 0.8 ms per step). It follows `metrics.jsonl`,
+so nothing is lost or queued while MLflow is unreachable. It outlives a killed training process to log its end.
 
-Protocol, one JSON object per line. In: a job (see `MLflowTracker`), then {"status", "detail", "figures"}; the end of
-the input without that means that the training process died. Out: {"event": "connected" | "trouble" | "closed", ...}.
+Protocol, one JSON object per line. Input: a job (see `MLflowTracker`), then {"status", "detail", "figures"}; the end of
+the input without the latter means that the training process died. Output: {"event": "connected" | "trouble" |
+"closed", ...}.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from lightning_llm.tracking.mlflow.store import STATUSES, known_run, mark_orphan
 
 
 class Trouble(NamedTuple):
-    """What to do, and whether trying again within seconds may help."""
+    """Remedy for a problem with MLflow, and whether a retry within seconds may help."""
 
     advice: str
     passes: bool
@@ -39,16 +40,16 @@ class Trouble(NamedTuple):
 NO_ANSWER = Trouble("Check that it is up, or set logger.tracking_uri, or logger=none.", passes=True)
 REFUSED = NO_ANSWER._replace(passes=False)
 NOT_ALLOWED = Trouble(
-    "It refuses these credentials: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
-    "MLFLOW_TRACKING_TOKEN, of an account that may write to the experiment.",
+    "The server rejects these credentials: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
+    "MLFLOW_TRACKING_TOKEN, of an account with write access to the experiment.",
     passes=False,
 )
 TOO_LARGE = Trouble(
-    "It, or a proxy before it, refuses requests of this size: raise the limit there (nginx: client_max_body_size).",
+    "The server or a proxy rejects requests of this size: raise its limit (nginx: client_max_body_size).",
     passes=False,
 )
 DELETED = Trouble(
-    "The experiment, or the run, was deleted there: restore it (mlflow experiments restore --experiment-id ID), or set "
+    "The experiment or run was deleted there: restore it (mlflow experiments restore --experiment-id ID), or set "
     "run.experiment to another name.",
     passes=False,
 )
@@ -57,9 +58,9 @@ BY_CODE = {"UNAUTHENTICATED": NOT_ALLOWED, "PERMISSION_DENIED": NOT_ALLOWED}
 
 
 def trouble_of(error: BaseException) -> Trouble:
-    """Return what to do about what MLflow's client raised."""
+    """Return the remedy for an exception of MLflow's client."""
     for each in _chain(error):
-        if isinstance(each, ConnectionRefusedError):  # nobody listens at the address
+        if isinstance(each, ConnectionRefusedError):  # nothing listens at the address
             return REFUSED
         text = str(each)
         if "must be in the 'active' state" in text:
@@ -73,7 +74,7 @@ def trouble_of(error: BaseException) -> Trouble:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield `error` and what it was raised from; urllib3 keeps a cause as `reason`, and among its arguments."""
+    """Yield `error` and its causes; urllib3 stores causes in `reason` and in its arguments."""
     seen: set[int] = set()
     left = [error]
     while left:
@@ -86,13 +87,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 RUN_ID_FILE = "mlflow_run_id"
 FIRST_METRICS = {"loss", "val_loss"}
-"""MLflow's page that compares runs opens on the metric that was logged first."""
+"""Metrics to log first, since MLflow's comparison page opens with the first one."""
 NOT_METRICS = {"step", "time", "timing_warmup"}
 FIRST_ARTIFACTS = ("config.yaml",)
 LAST_ARTIFACTS = ("loss.png", "summary.json", "sample.txt", "health.txt", "health.jsonl", "events")
 METRICS_PER_BATCH = 1000
 LONGEST_PAUSE_SECONDS = 60.0
-DIED = {"status": "stopped", "detail": "the training process ended without saying how", "figures": {}}
+DIED = {"status": "stopped", "detail": "the training process ended without recording a status", "figures": {}}
 
 Point = tuple[str, float, int, int]
 
@@ -100,7 +101,7 @@ Point = tuple[str, float, int, int]
 def points(record: Mapping[str, Any]) -> list[Point]:
     """Return (key, value, milliseconds, step) of each number in `record`; NaN and infinities as `nonfinite/<key>` = 1.
 
-    MLflow would keep infinity as 1.8e308, which no chart survives.
+    MLflow would store infinity as 1.8e308, which ruins charts.
     """
     made = []
     for key, value in sorted(record.items(), key=lambda item: item[0] not in FIRST_METRICS):
@@ -112,7 +113,7 @@ def points(record: Mapping[str, Any]) -> list[Point]:
 
 
 def log_evaluations(client: Any, run_id: str, folder: Path) -> None:
-    """Log what `evaluation/` of a run's folder holds, as "eval/NAME" at its step; nothing that MLflow has already."""
+    """Log `evaluation/` of a run's folder as "eval/NAME" at its steps, without values that MLflow already has."""
     from mlflow.entities import Metric
 
     made: list[Any] = []
@@ -126,10 +127,10 @@ def log_evaluations(client: Any, run_id: str, folder: Path) -> None:
 
 
 class RunWriter:
-    """One MLflow run and how much of the run's folder it holds. Every method may be called again after it raised.
+    """Writer of one MLflow run. Every method may be called again after it raised.
 
-    No step of a metric is logged twice, whoever logged it first: a run that was killed and goes on from its checkpoint
-    computes again what MLflow has by then.
+    No step of a metric is logged twice, also by different processes: a killed run that resumes from its checkpoint
+    computes steps again that MLflow already has.
     """
 
     def __init__(self, job: Mapping[str, Any]):
@@ -139,11 +140,11 @@ class RunWriter:
         self.experiment_id = ""
         self._client: Any = None
         self._offset = 0
-        self._last_steps: dict[str, int] = {}  # of each metric that the store has
+        self._last_steps: dict[str, int] = {}  # last step of each metric in the store
         self._last = {"step": 0, "time": time.time()}
 
     def sync(self) -> None:
-        """Log every record that is in `metrics.jsonl` by now, connecting first where that was not done."""
+        """Log all new records in `metrics.jsonl`; connect first if needed."""
         self.connect()
         from mlflow.entities import Metric
 
@@ -153,7 +154,7 @@ class RunWriter:
             self._offset = end
 
     def finish(self, status: str, detail: str, figures: Mapping[str, Any]) -> None:
-        """Log what is left, the final figures and files, and how the run ended."""
+        """Log remaining records, final figures and files, and the status of the run."""
         self.sync()
         from mlflow.entities import Metric
 
@@ -165,7 +166,7 @@ class RunWriter:
         self._client.set_terminated(self.run_id, STATUSES[status], self.job.get("ended_milliseconds"))
 
     def _new_batches(self) -> Iterator[tuple[list[Point], int]]:
-        """Yield (points, file offset after them); a line still being written waits for the next call."""
+        """Yield (points, file offset after them); an incomplete last line is left for the next call."""
         path = self.run_dir / "metrics.jsonl"
         batch: list[Point] = []
         end = self._offset
@@ -188,34 +189,34 @@ class RunWriter:
             yield batch, end
 
     def connect(self) -> bool:
-        """Find or create the run in MLflow and describe it; return False where that was done before."""
+        """Find or create the run in MLflow and describe it; return False if this was already done."""
         if self._client is not None:
             return False
         client, experiment_id = open_store(self.job["tracking_uri"], self.job["experiment"])
         id_file = self.run_dir / self.job.get("id_file", RUN_ID_FILE)
         run = known_run(client, noted_id(id_file))
         if run is None or self._is_of_original(run, id_file):
-            # Killed before the id is noted, it is still known for an orphan.
+            # These tags identify the run as an orphan if this process is killed before it has stored the id.
             known = {key: self.job["tags"][key] for key in ("process", "run_dir") if key in self.job["tags"]}
             run = client.create_run(experiment_id, run_name=self.job["run_name"], tags=known)
             id_file.write_text(run.info.run_id + "\n")
         self.run_id, self.experiment_id = run.info.run_id, experiment_id
-        self._describe(client, run)  # with its process, by which another run's start knows that it lives
+        self._describe(client, run)  # including its process, so that other runs can check that it is alive
         if self.job.get("ended_milliseconds") is None:
             client.update_run(run.info.run_id, status="RUNNING")
         self._log_datasets(client)
         self._log_artifacts(client, FIRST_ARTIFACTS)
-        mark_orphans(client, experiment_id, but=self.run_id)  # its own process may have died by now: `finish` says so
+        mark_orphans(client, experiment_id, but=self.run_id)  # not this run, since `finish` writes its status
         self._client = client
         return True
 
     def _is_of_original(self, run: Any, id_file: Path) -> bool:
-        """Return whether this folder is a copy, and `run` that of the folder it was copied from, which is there."""
+        """Return whether this folder is a copy, and `run` belongs to the original folder, which still exists."""
         original = Path(run.data.tags.get("run_dir", self.run_dir))
         return not same_folder(original, self.run_dir) and noted_id(original / id_file.name) == run.info.run_id
 
     def _describe(self, client: Any, run: Any) -> None:
-        """Log parameters and tags. Parameters are immutable: one that a resumed run changes becomes a tag."""
+        """Log parameters and tags. Parameters are immutable, so a resumed run logs changed ones as tags."""
         from mlflow.entities import Param, RunTag
 
         known, tags = run.data.params, dict(self.job["tags"])
@@ -237,7 +238,7 @@ class RunWriter:
         self._client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in fitted.items()])
 
     def _log_datasets(self, client: Any) -> None:
-        """Log the sources of the mix as the run's inputs; MLflow knows them again by name and digest."""
+        """Log the data sources as the run's inputs; MLflow identifies them by name and digest."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         context = [InputTag("mlflow.data.context", "training")]
@@ -255,9 +256,9 @@ class RunWriter:
 
 
 def main() -> None:
-    """Follow the run that the job on the standard input names until it ends, and at most `close_seconds` longer."""
+    """Log the run of the job on stdin until it ends, and at most `close_seconds` longer."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the training process decides, and says so here
+        signal.signal(number, signal.SIG_IGN)  # the training process handles them and sends the status here
     os.nice(10)
     inbox: queue.Queue[dict[str, Any]] = queue.Queue()
     job = json.loads(sys.stdin.buffer.readline())
@@ -269,29 +270,29 @@ def main() -> None:
                 writer.finish(**ending)
                 break
             if writer.connect():
-                start = time.process_time()  # imports, and the database where it is new
-                _say({"event": "connected", "run_id": writer.run_id, "experiment_id": writer.experiment_id})
+                start = time.process_time()  # imports, and creation of the database
+                _send({"event": "connected", "run_id": writer.run_id, "experiment_id": writer.experiment_id})
             writer.sync()
             pause = job["flush_seconds"]
         except Exception as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
             trouble = trouble_of(error)
-            _say({"event": "trouble", "text": text, "advice": trouble.advice})
+            _send({"event": "trouble", "text": text, "advice": trouble.advice})
             if ending and not trouble.passes:
-                return  # the run is about to end, and does not wait for what would be no other in a few seconds
+                return  # the run is ending, and a retry within seconds would not help
             pause = min(LONGEST_PAUSE_SECONDS, 2 * pause) if ending is None else 0.5
         if ending:
             time.sleep(pause)
             continue
         with contextlib.suppress(queue.Empty):
             ending = inbox.get(timeout=pause)
-            signal.alarm(math.ceil(job["close_seconds"]))  # whatever MLflow does, this process ends
+            signal.alarm(math.ceil(job["close_seconds"]))  # ends this process even if MLflow hangs
     cpu_seconds = {"start_cpu_seconds": start, "cpu_seconds": time.process_time() - start}
-    _say({"event": "closed", "run_id": writer.run_id, **cpu_seconds})
+    _send({"event": "closed", "run_id": writer.run_id, **cpu_seconds})
 
 
-def _say(event: Mapping[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the training process died; MLflow is told of it all the same
+def _send(event: Mapping[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the training process died; its end is still logged to MLflow
         print(json.dumps(event), flush=True)
 
 

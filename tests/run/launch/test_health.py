@@ -48,7 +48,7 @@ def test_what_a_user_gets_wrong_is_said_at_once(tmp_path, capsys):
     assert "error: 4 problems" in said
     for each in (
         "'gemm.fp32.tflop'. Did you mean 'gemm.fp32.tflops'?",
-        "--slower-than: is 0",
+        "--slower-than=0: must",
         "--output: ",
         "'devices'?",
     ):

@@ -87,7 +87,7 @@ def test_variables_that_are_half_there_are_refused_by_name(variables, refused, m
         return
     assert main(["train", "recipe=quickstart", f"run.root={tmp_path}"]) == 2
     told = capsys.readouterr().err
-    assert f"- {refused}: is " in told
+    assert f"- {refused}: " in told or f"- {refused}=" in told
     assert "torchrun" in told
 
 
@@ -113,7 +113,7 @@ def test_ranks_that_were_started_are_taken_over_or_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     config = adopt_world(compose_config(["recipe=quickstart"]))
     assert (config.trainer.devices, config.world) == (4, 8)
-    with pytest.raises(ConfigError, match=r"trainer\.devices.*is 2, and 4 ranks were started on this machine"):
+    with pytest.raises(ConfigError, match=r"trainer\.devices=2: but 4 ranks were started on this machine"):
         adopt_world(compose_config(["recipe=quickstart", "trainer.devices=2"]))
 
 
@@ -134,7 +134,7 @@ def test_the_world_in_a_runs_config_gives_way_to_other_devices(tmp_path):
 def test_more_ranks_than_cores_are_said():
     config = compose_config(["recipe=quickstart", "parallel=zero3", "trainer.devices=4"])
     assert crowd_note(config, cores=4) is None
-    assert "4 ranks on 2 CPU cores" in crowd_note(config, cores=2)
+    assert "4 ranks share 2 CPU cores" in crowd_note(config, cores=2)
 
 
 def test_what_another_rank_than_the_first_finds_wrong_is_said(tmp_path, capsys):

@@ -137,7 +137,7 @@ def test_a_rank_that_hangs_is_named_and_not_the_one_that_waited(small_run, tmp_p
     (said,) = [line for line in complained.splitlines() if line.startswith("error: ")]
     assert said.startswith(f"error: rank {hung} (process "), complained
     assert "of this machine, which is stopped) has given no sign of life for" in said
-    assert " it was last heard of in step " in said
+    assert " its last heartbeat is from step " in said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], f"error: {summary['detail']}") == ("failed", said)
     assert not list((tmp_path / "temporary").glob("*elastic*")) + list((tmp_path / "temporary").glob("*-ranks-*"))
@@ -156,9 +156,11 @@ def test_a_rank_that_lives_and_is_stuck_is_named_with_where_and_the_last_collect
     assert code == 1, complained
     assert "env    TORCH_FR_BUFFER_SIZE=128 (lightning-llm)" in told
     (said,) = [line for line in complained.splitlines() if line.startswith("error: ")]
-    assert re.match(r"error: rank 1 \(process \d+ of this machine\) has not come to what the others wait in: ", said)
+    assert re.match(
+        r"error: rank 1 \(process \d+ of this machine\) has not joined the collective of the other ranks: ", said
+    )
     assert re.search(r"in step 4, at faults.py:\d+ on_train_batch_end, last in gloo:\w+ \d+ of group \w+\. ", said)
-    assert re.search(r" The others waited for it in gloo:\w+ \d+ of group \w+ \(parallel.timeout_seconds=40\)$", said)
+    assert re.search(r" The other ranks waited in gloo:\w+ \d+ of group \w+ \(parallel.timeout_seconds=40\)$", said)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], f"error: {summary['detail']}") == ("failed", said)
     beat = json.loads((tmp_path / "run" / "ranks" / "1.json").read_text())

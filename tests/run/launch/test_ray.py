@@ -210,7 +210,7 @@ def test_a_rank_killed_on_another_machine_is_named_and_the_run_comes_to_the_same
     said = capfd.readouterr()
     assert code == 0, said.err
     assert "error: rank 1 failed first (SIGKILL)" in said.err
-    assert "note   start 1 of at most 2 again" in said.err
+    assert "note   restart 1 of at most 2" in said.err
     assert "resume from step 2: " in said.out
     assert main(["train", *small_run(tmp_path / "alone", *STEPS)]) == 0
     assert curve(tmp_path / "run") == curve(tmp_path / "alone" / "run")

@@ -171,4 +171,4 @@ def test_times_are_lightnings(text, seconds):
 def test_what_is_no_time_is_refused(text, capsys):
     assert main(["config", f"trainer.max_time={json.dumps(text)}"]) == 2
     assert "trainer.max_time" in (said := capsys.readouterr().err)
-    assert "is no time: give HH:MM:SS or DD:HH:MM:SS" in said
+    assert "is not a time: give HH:MM:SS or DD:HH:MM:SS" in said

@@ -118,7 +118,7 @@ def test_the_script_trains_on_two_ranks_to_the_same_curve(stopped, tmp_path, sma
     words = small_run(tmp_path, *STEPS, "parallel=ddp", "trainer.devices=2", "launcher=slurm")
     faults = [alarmed(signal.SIGUSR1, 0)] if stopped else []
     assert main(["plan", *words, *faults, "--script", str(tmp_path / "job.sh")]) == 0
-    assert f"submit it: sbatch {tmp_path}/job.sh" in capsys.readouterr().out
+    assert f"submit with: sbatch {tmp_path}/job.sh" in capsys.readouterr().out
     done = subprocess.run(["sbatch", str(tmp_path / "job.sh")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert bool(re.search(r"resume from step [34]: ", done.stdout)) == stopped

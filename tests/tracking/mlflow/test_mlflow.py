@@ -98,7 +98,7 @@ def check_that_training_went_on(config: Config, module: TinyModule, caplog: pyte
     lines = Path(config.run.dir, "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in lines if '"loss"' in line] == module.true_losses
     *on_the_way, last = [record.getMessage() for record in caplog.records if "MLflow" in record.getMessage()]
-    assert "lacks something of this run" in last
+    assert "is incomplete for this run" in last
     assert last.endswith(f"sync {Path(config.run.dir).absolute()}")
     assert len(on_the_way) <= 1
     return " ".join([*on_the_way, last])
@@ -191,7 +191,7 @@ def test_a_training_process_that_is_killed_leaves_a_killed_run(store: MlflowClie
     wait_for(lambda: store.get_run(run_id).info.status == "KILLED")
     run = store.get_run(run_id)
     assert run.data.metrics["loss"] == 2.5
-    assert run.data.tags["status_detail"] == "the training process ended without saying how"
+    assert run.data.tags["status_detail"] == "the training process ended without recording a status"
     assert summary(config)["status"] == "running"
 
 

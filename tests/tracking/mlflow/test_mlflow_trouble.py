@@ -55,6 +55,6 @@ def test_a_server_that_refuses_connections_is_known_by_the_error(monkeypatch: py
 def test_the_warning_has_the_advice_of_the_writer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tracker = MLflowTracker(make_config(tmp_path), tmp_path)
     tracker._warn("MlflowException: ... error code 413", TOO_LARGE.advice)
-    assert "is not being written (MlflowException: ... error code 413)" in caplog.text
+    assert "cannot be written (MlflowException: ... error code 413)" in caplog.text
     assert "nginx: client_max_body_size" in caplog.text
     assert "Check that it is up" not in caplog.text

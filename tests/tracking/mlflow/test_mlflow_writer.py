@@ -214,8 +214,8 @@ def test_long_values_say_that_they_are_cut_and_stay_whole_as_artifact(store: Mlf
     run = store.get_run(writer.run_id)
     assert run.data.params["short"] == "s" * 6000
     assert len(run.data.params["mix"]) == 6000
-    assert run.data.params["mix"].endswith("m ... [cut, whole in artifact params/mix.txt]")
-    assert run.data.tags["note"].endswith("t ... [cut, whole in artifact tags/note.txt]")
+    assert run.data.params["mix"].endswith("m ... [truncated, see artifact params/mix.txt]")
+    assert run.data.tags["note"].endswith("t ... [truncated, see artifact tags/note.txt]")
     artifacts = tmp_path / "mlartifacts" / writer.run_id / "artifacts"
     assert (artifacts / "params/mix.txt").read_text() == "m" * 7000
     assert (artifacts / "tags/note.txt").read_text() == "t" * 9000

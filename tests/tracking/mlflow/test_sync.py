@@ -229,7 +229,7 @@ def test_a_run_is_named_as_others_name_it_and_a_damaged_one_does_not_stop_the_re
     (done / "mlflow_run_id").write_bytes(b"\xff")
     assert main(["sync", "sweep"]) == 1
     told = capsys.readouterr()
-    assert f"{damaged / 'summary.json'} is missing, or lacks device, git, host" in told.err
+    assert f"{damaged / 'summary.json'} is missing, or has no device, git, host" in told.err
     assert f"{done}: finished, run {(done / 'mlflow_run_id').read_text().strip()}" in told.out
     write_json(done.parent / "sweep.json", {"jobs": 3})
     assert main(["sync", "sweep/0"]) == 1
