@@ -133,7 +133,7 @@ def test_what_cannot_register_is_refused(shapes):
 
     with pytest.raises(TypeError, match="Nameless needs a field kind"):
         shapes.register(Nameless)
-    with pytest.raises(ValueError, match=r"shape 'circle' is .*Circle already"):
+    with pytest.raises(ValueError, match=r"shape 'circle' is already .*Circle"):
         shapes.register(Twice)
     with pytest.raises(ValidationError):
         drawing_of(shapes).model_validate({})
