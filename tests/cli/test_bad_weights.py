@@ -55,7 +55,7 @@ FAULTS = {
              ["(F64)", "weights are read in fp32, bf16, fp16. Convert them first"]),
     "tensors missing and extra": (1, lose_and_add, VERBS, ["has no tensor model.norm.weight", "has the tensor odd"]),
     "code of its own": (1, lambda folder: change_json(folder / "config.json", auto_map={"AutoModel": "m.X"}), VERBS,
-                        ["auto_map: names code of the model's own (trust_remote_code)", "Take a model whose class"]),
+                        ["auto_map: names the model's own code (trust_remote_code)", "Use a model with a class"]),
     "pickled code": (1, lambda folder: pickled(folder, {"a": Code()}), ["import"], ["it was not run"]),
     "pickled": (1, lambda folder: pickled(folder, {}), READERS, ["lightning-llm import"]),
     "heads that do not share keys": (1, lambda folder: change_json(folder / "config.json", num_key_value_heads=4,
