@@ -124,7 +124,7 @@ def score_runs(
     Raises:
         ConfigError: a target is missing or of no setting, a trial key does not vary, nothing is to be told apart.
     """
-    usable = [run for run in runs if run.finished or run.lost_its_loss]
+    usable = [run for run in runs if run.finished or run.diverged]
     problems = unfinished_problems([run for run in runs if run not in usable], "No trial")
     if not usable:
         raise ConfigError([*problems, Problem("RUN", "there is no finished run.")])

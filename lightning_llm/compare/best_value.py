@@ -152,7 +152,7 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
     seeds = every if asked.by_all else asked.seeds or every[:1]
     kept_back = () if asked.by_all else seeds
     selection = Selection(asked.key, seeds, others=others, by_all=asked.by_all)
-    tail = tail_of([run for run in runs if run.seed in seeds and not run.lost_its_loss], terms.metric, terms.tail_share)
+    tail = tail_of([run for run in runs if run.seed in seeds and not run.diverged], terms.metric, terms.tail_share)
     recipes: dict[str, tuple[list[Run], list[Run]]] = {}
     for number, each in enumerate((runs, unfinished)):
         for run in each:
@@ -169,7 +169,7 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
             selection.choices.append(Choice(words, None, losses))
             continue
         judged = [run for run in finished if run.config[asked.key] == best and run.seed not in kept_back]
-        lost = tuple(sorted(run.seed for run in judged if run.lost_its_loss))
+        lost = tuple(sorted(run.seed for run in judged if run.diverged))
         over_all = _losses_over_all(finished, asked.key, terms)
         flat = plateau(over_all, terms.margin) if math.isfinite(terms.margin) else None  # in tokens: not known yet
         least = min(over_all, key=lambda value: over_all[value], default=None)
@@ -251,12 +251,12 @@ def _losses_over_all(finished: Sequence[Run], key: str, terms: Terms) -> dict[An
     runs = {(run.config[key], run.seed): run for run in finished}
     values = sorted({value for value, _ in runs})
     seeds = [seed for seed in sorted({seed for _, seed in runs}) if all((value, seed) in runs for value in values)]
-    tail = tail_of([run for run in runs.values() if not run.lost_its_loss], terms.metric, terms.tail_share)
+    tail = tail_of([run for run in runs.values() if not run.diverged], terms.metric, terms.tail_share)
     if tail is None or not seeds:
         return {}
     return {
         value: math.inf
-        if any(runs[value, seed].lost_its_loss for seed in seeds)
+        if any(runs[value, seed].diverged for seed in seeds)
         else math.fsum(tail.of(runs[value, seed]) for seed in seeds) / len(seeds)
         for value in values
     }
@@ -305,7 +305,7 @@ def _losses_by_value(
             problems.append(Problem(f"--best-of {key}", f"{text}Finish it, or give other --choose-by seeds."))
             continue
         of_seeds = [found[seed] for seed in seeds]
-        whole = tail is not None and not any(run.lost_its_loss for run in of_seeds)
+        whole = tail is not None and not any(run.diverged for run in of_seeds)
         losses[value] = math.fsum(map(tail.of, of_seeds)) / len(seeds) if tail is not None and whole else math.inf
     return losses
 

@@ -42,7 +42,7 @@ class Baseline:
     @cached_property
     def losses(self) -> dict[int, float]:
         """{seed: mean loss over the tail, nats per token} of the runs that kept theirs."""
-        kept = [run for run in self.runs if not run.lost_its_loss]
+        kept = [run for run in self.runs if not run.diverged]
         tail = tail_of(kept, self.terms.metric, self.terms.tail_share)
         found = {run.seed: tail.level_of(run) for run in kept} if tail else {}
         return {seed: loss for seed, loss in found.items() if math.isfinite(loss)}

@@ -95,7 +95,7 @@ def measure(
 
     `margins`: {seed: nats} of a margin in tokens.
     """
-    runs = [run for pair in pairs for run in (pair.run, pair.baseline) if not run.lost_its_loss]
+    runs = [run for pair in pairs for run in (pair.run, pair.baseline) if not run.diverged]
     tail = tail_of(runs, terms.metric, terms.tail_share)
     learned = any(has_learned(pair.baseline, tail) for pair in pairs)
     lost = {pair.run.seed for pair in pairs if diverged(pair.run, tail, learnable=learned)}
@@ -277,7 +277,7 @@ def measure_floor(family: ComparisonGroup, metric: str, tail_share: float) -> Fl
     """
     losses, identical, unlearned, keys = [], 0, 0, set()
     for group in family.aa_groups:
-        whole = [run for run in group if not run.lost_its_loss]  # one that ended early has few steps in common
+        whole = [run for run in group if not run.diverged]  # one that ended early has few steps in common
         tail = tail_of(whole, metric, tail_share)
         learned = any(has_learned(run, tail) for run in whole)
         kept = [run for run in whole if tail is not None and not diverged(run, tail, learnable=learned)]

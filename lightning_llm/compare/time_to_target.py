@@ -179,9 +179,9 @@ def time_to_target(
             reached(run, metric, target, higher_is_better=higher_is_better) for run in (pair.run, pair.baseline)
         )
         longest = max(ours.ended_tokens, theirs.ended_tokens)
-        if pair.run.lost_its_loss:
+        if pair.run.diverged:
             ours = replace(ours, ended_tokens=longest)
-        if pair.baseline.lost_its_loss:
+        if pair.baseline.diverged:
             theirs = replace(theirs, ended_tokens=longest)
         times.append((ours, theirs))
     return of_times(times, target, confidence)

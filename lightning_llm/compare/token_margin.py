@@ -224,7 +224,7 @@ def _lacking(family: ComparisonGroup, curve: Curve | None, terms: Terms, of_base
 
 
 def _is_over(run: Run) -> bool:
-    return run.finished or run.lost_its_loss
+    return run.finished or run.diverged
 
 
 def _by_length(runs: Sequence[Run], base: Run) -> dict[int, list[Run]]:
@@ -238,7 +238,7 @@ def _by_length(runs: Sequence[Run], base: Run) -> dict[int, list[Run]]:
 
 def _says_nothing(useless: Mapping[int, Sequence[Run]]) -> str:
     """Return why the baseline's runs there tell nothing of tokens."""
-    diverged = {run.lost_its_loss for runs in useless.values() for run in runs}
+    diverged = {run.diverged for runs in useless.values() for run in runs}
     why = {True: "the baseline diverged", False: "the baseline has not learned"}
     return f"{' or '.join(why[each] for each in sorted(diverged))}, which tells nothing of tokens"
 

@@ -160,7 +160,7 @@ def borne_out(verdicts: Sequence["Verdict"], selection: "Selection") -> list["Ve
     values = sorted({value for arm in arms for value in arm.runs})
     outliers = {verdict.name: verdict.judged.estimate.outlier_seeds for verdict in verdicts}
     seeds = sorted({seed for arm in arms for runs in arm.runs.values() for seed in runs})
-    kept = [run for arm in arms for runs in arm.runs.values() for run in runs.values() if not run.lost_its_loss]
+    kept = [run for arm in arms for runs in arm.runs.values() for run in runs.values() if not run.diverged]
     terms = verdicts[0].terms
     tail = tail_of(kept, terms.metric, terms.tail_share)
     if tail is None:

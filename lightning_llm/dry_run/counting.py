@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.parallel.host_read import READ_NUMBERS
+from lightning_llm.parallel.device_sync import READ_NUMBERS
 from lightning_llm.parallel.torch_private import private
 
 _KINDS = {

@@ -142,7 +142,7 @@ def _add_lone_baselines(rungs: dict[Place, Rung], comparison: Comparison) -> Non
     """Add the baseline's runs that are in no pair: they tell its law, at tokens that the recipes were not run for."""
     terms, factor = comparison.terms, comparison.factor
     for run in comparison.runs:
-        if factor.level(run) != factor.baseline or run.lost_its_loss or not run.finished:
+        if factor.level(run) != factor.baseline or run.diverged or not run.finished:
             continue
         tail = tail_of([run], terms.metric, terms.tail_share)
         place = _place_of(run, tail.steps[-1]) if tail else None

@@ -136,7 +136,7 @@ class Run:
         return stopped or lost or not math.isfinite(last) or self.stopping_event == "non_finite"
 
     @property
-    def lost_its_loss(self) -> bool:
+    def diverged(self) -> bool:
         """Whether the run diverged: not finite, or ended by `spikes.policy` because of a divergence.
 
         The latter is a stop on a divergence, or any stop under policy=skip, which stops after too many skipped updates

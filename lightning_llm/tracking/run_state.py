@@ -46,7 +46,7 @@ def _diverged(folder: Path, summary: dict[str, Any]) -> bool:
     if summary.get("status") != "failed" or not str(summary.get("detail", "")).startswith("SpikeStop"):
         return False
     try:
-        return read_run(folder).lost_its_loss
+        return read_run(folder).diverged
     except ConfigError:  # its records are damaged, which `compare` reports
         return False
 

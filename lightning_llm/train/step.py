@@ -17,8 +17,8 @@ from lightning_llm.config.schema import Config
 from lightning_llm.data.batch import Batch
 from lightning_llm.model.loss import IGNORED_LABEL, LossOf
 from lightning_llm.optim.optimizer import LearningRate
+from lightning_llm.parallel.device_sync import read_numbers
 from lightning_llm.parallel.grad_norm import clip_gradients, gradient_norm
-from lightning_llm.parallel.host_read import read_numbers
 from lightning_llm.parallel.pp import Pipeline
 from lightning_llm.parallel.whole_matrices import WholeMatrices
 from lightning_llm.train.algorithm import Algorithm

@@ -147,7 +147,7 @@ def test_an_end_by_the_spike_policy_is_what_compare_takes_it_for(
     (job.folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
     write_json(job.folder / "summary.json", {"status": "failed", "detail": "SpikeStop: step 2 is out of the ordinary"})
     assert state_of(job.folder) == state
-    assert read_run(job.folder).lost_its_loss == (state == "diverged")
+    assert read_run(job.folder).diverged == (state == "diverged")
 
 
 def test_a_claimed_job_is_left_alone(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_a_run_that_skips_every_update_fails_and_resuming_it_does_not_finish_it(
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["step"]) == ("failed", 6)
     assert "precision=bf16" in summary["detail"]
-    assert (read_run(run).lost_its_loss, state_of(run)) == (True, "diverged")
+    assert (read_run(run).diverged, state_of(run)) == (True, "diverged")
     assert train(small_run, tmp_path, *slow, "precision.loss_scaling.min_scale=null", "resume=auto") == 1
     assert json.loads((run / "summary.json").read_text())["status"] == "failed"
 

@@ -71,12 +71,12 @@ def learned_below(run: Run, metric: str) -> float:
 
 def has_learned(run: Run, tail: Tail | None) -> bool:
     """Whether the run's tail is below what takes no context to reach."""
-    return tail is not None and not run.lost_its_loss and tail.of(run) < learned_below(run, tail.metric)
+    return tail is not None and not run.diverged and tail.of(run) < learned_below(run, tail.metric)
 
 
 def diverged(run: Run, tail: Tail | None, *, learnable: bool) -> bool:
     """Whether the run lost its loss: not finite, or in the end worse than guessing where others learn (`learnable`)."""
-    if run.lost_its_loss or tail is None:
-        return run.lost_its_loss
+    if run.diverged or tail is None:
+        return run.diverged
     loss = tail.of(run)
     return not math.isfinite(loss) or (learnable and loss > guessing_loss(run, tail.metric))

@@ -94,9 +94,7 @@ def pair_runs(
             continue
         # Twins that differ in rounding alone serve the floor; one pair per seed is judged: the one that differs least.
         # One that lost its loss is no twin to pass over: the recipe did so where the baseline trained through.
-        lost = [
-            pair for pair in pairs if pair.run.lost_its_loss and all(below(key, ROUNDING) for key in pair.confounders)
-        ]
+        lost = [pair for pair in pairs if pair.run.diverged and all(below(key, ROUNDING) for key in pair.confounders)]
         best = min(sorted(lost or pairs, key=lambda pair: pair.run.started_at, reverse=True), key=rank)
         setting = {key: best.run.config.get(key) for key in varying}
         family = families.setdefault(setting_of(best.run, varying), ComparisonGroup(setting))

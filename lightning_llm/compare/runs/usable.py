@@ -29,8 +29,8 @@ REMEDY = "None of them is used: which is the original cannot be known. Remove th
 
 def split_usable(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
     """Return the runs that reached their end, or lost their loss on the way, which is a result, too; and the others."""
-    usable = [run for run in runs if run.finished or run.lost_its_loss]
-    return usable, [run for run in runs if not (run.finished or run.lost_its_loss)]
+    usable = [run for run in runs if run.finished or run.diverged]
+    return usable, [run for run in runs if not (run.finished or run.diverged)]
 
 
 def why_incomparable(usable: Sequence[Run], metric: str) -> Problem | None:
@@ -57,7 +57,7 @@ def newest_of_same(runs: list[Run]) -> tuple[list[Run], list[str]]:
     newest: dict[str, Run] = {}
     for run in sorted(runs, key=lambda run: run.started_at):
         config = {key: value for key, value in run.config.items() if not below(key, NOT_IDENTITY)}
-        same = (config, dict(facts(run)), not run.lost_its_loss and run.validations)
+        same = (config, dict(facts(run)), not run.diverged and run.validations)
         newest[json.dumps(same, sort_keys=True, default=str)] = run
     kept = {id(run) for run in newest.values()}
     dropped = [run.name for run in runs if id(run) not in kept]

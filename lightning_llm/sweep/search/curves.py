@@ -45,7 +45,7 @@ def paired_curve(runs: Sequence[Path], baselines: Sequence[Path], metric: str) -
 
 def tail_gap(run: Run, baseline: Run, metric: str, share: float) -> float:
     """Return the gap of a pair over the tail, as `compare` takes it; infinite where the run lost its loss."""
-    if run.lost_its_loss or baseline.lost_its_loss:
+    if run.diverged or baseline.diverged:
         return math.inf
     tail = tail_of([run, baseline], metric, share)
     gap = tail.of(run) - tail.of(baseline) if tail else math.inf

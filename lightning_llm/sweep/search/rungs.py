@@ -32,7 +32,7 @@ def losses_at(runs: Sequence[Sequence[Run | None]], step: int, keys: SweepConfig
     """Return the mean losses over the tail of the first `step` steps, [recipes, seeds], NaN where it is lost."""
     cut = [[None if run is None else _until(run, step, keys.metric) for run in each] for each in runs]
     sound = [run for each in cut for run in each if run is not None and run.validations.get(keys.metric)]
-    sound = [run for run in sound if not run.lost_its_loss or run.last_step > step]
+    sound = [run for run in sound if not run.diverged or run.last_step > step]
     tail = tail_of(sound, keys.metric, keys.tail)
     kept = {id(run) for run in sound}
 
