@@ -1,7 +1,7 @@
-"""How long training waits for a save of 62 million parameters: asynchronous over synchronous, in turns in one run.
+"""Time that training waits for a save of 62 million parameters: asynchronous over synchronous, alternating in one run.
 
-Seconds by the clock, since a disk is waited for: parameters and AdamW's two moments in fp32, 740 MB, synced to the disk
-under the folder of temporary files. The first asynchronous save makes the memory that the next ones copy to.
+Wall seconds, because saves wait for the disk: parameters and AdamW's two moments in fp32, 740 MB, synced to the disk of
+the folder of temporary files. The first asynchronous save allocates the memory that later ones copy to.
 """
 
 import time
@@ -29,7 +29,7 @@ ROUNDS = 6
 
 
 class Stalls(pl.Callback):
-    """After each step, a synchronous save and an asynchronous one; `seconds` that each took from training."""
+    """Makes a synchronous and an asynchronous save after each step; `seconds`: time that each took from training."""
 
     def __init__(self, folder: Path, run: Any):
         self.seconds: dict[str, list[float]] = {"synchronous": [], "asynchronous": [], "written": []}

@@ -1,4 +1,4 @@
-"""The cost of quantisation health: a step that is looked at, over one that is not."""
+"""Cost of quantization health: an observed step over an unobserved one."""
 
 import json
 import tempfile
@@ -13,7 +13,7 @@ RECIPES = ("mxfp8", "nvfp4_all_blocks")
 
 
 def step_seconds(recipe: str) -> list[float]:
-    """Return the seconds of every step of a quickstart run that looks at every fourth."""
+    """Return the seconds of every step of a quickstart run that observes every fourth."""
     folder = Path(tempfile.mkdtemp(prefix="lightning-llm-bench-"))
     main([
         "train", "recipe=quickstart", f"precision={recipe}", "callbacks=health",
@@ -26,9 +26,9 @@ def step_seconds(recipe: str) -> list[float]:
 
 
 def measure() -> Iterator[Row]:
-    """Yield the cost of a look in plain steps, by fastest steps, and what it comes to at the default interval.
+    """Yield the cost of an observed step in plain steps, by fastest steps, and the cost at the default interval.
 
-    What a look leaves to write falls into the step after it, so both are counted.
+    Some of the writing happens in the following step, so both are counted.
     """
     for recipe in RECIPES:
         seconds = step_seconds(recipe)

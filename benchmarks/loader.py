@@ -1,4 +1,4 @@
-"""Tokens per second that the loader alone delivers, against what the quickstart model trains at."""
+"""Tokens per second of the loader alone, relative to the training speed of the quickstart model."""
 
 import time
 from collections.abc import Iterator

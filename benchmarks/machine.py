@@ -1,7 +1,7 @@
-"""This machine as a `cluster` file: what its GEMMs, operators and collectives take; then what `plan` makes of it.
+"""Measure this machine as a `cluster` file (GEMMs, operators, collectives), then compare `plan`'s steps with real ones.
 
-Everything is counted in CPU seconds of one-thread ranks, which other work on a shared machine delays but does not add
-to. Waiting for another rank is in neither the figures nor the steps.
+All times are CPU seconds of ranks with one thread, which other load on a shared machine does not change. Waiting for
+other ranks is excluded from figures and steps.
 """
 
 import json
@@ -34,7 +34,7 @@ from lightning_llm.run.opening import quiet_lightning
 
 RANKS, TOKENS = 2, 2048
 SHAPES = ((256, 768), (512, 1408))
-"""Widths of linears that `TOKENS` go through, forward and backward."""
+"""Widths of the measured linears, forward and backward, for `TOKENS` tokens."""
 GATHERED_BYTES = 4 * 2**20
 SIZE = ("data.micro_batch_size=4", "data.sequence_length=256", "model.max_sequence_length=256", "model.vocab_size=4096")
 STEPS, WARMUP = 5, 1
@@ -64,7 +64,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 
 def cpu_seconds(run: Callable[[], Any], times: int = 15) -> float:
-    """Return the median CPU seconds of a call, this process's, after two for warmth."""
+    """Return the median CPU seconds of a call in this process, after two warm-up calls."""
     found = []
     for _ in range(times + 2):
         start = time.process_time()
@@ -96,7 +96,7 @@ def flops_of(tokens: int, inputs: int, outputs: int) -> int:
 
 
 def memory_gb_per_second() -> float:
-    """Return bytes over CPU seconds of the operators that a block runs beside its GEMMs, forward and backward."""
+    """Return bytes per CPU second of a block's operators other than GEMMs, forward and backward."""
     x, y = (torch.randn(TOKENS, 704).bfloat16() for _ in range(2))
     weight, wide = torch.ones(704).bfloat16(), torch.randn(TOKENS, 704)
     leaf = torch.randn(TOKENS, 704).bfloat16().requires_grad_()
@@ -119,7 +119,7 @@ def memory_gb_per_second() -> float:
 
 
 def operator_microseconds() -> float:
-    """Return the CPU time of an operator on next to nothing, with its part of a backward pass, over two."""
+    """Return half the CPU time of a tiny operator with its backward pass: the overhead of one operator."""
     leaf = torch.randn(8, 8, requires_grad=True)
 
     def run() -> None:
@@ -144,7 +144,7 @@ def _gather(rank: int, folder: str) -> None:
 
 
 def collective_seconds() -> tuple[float, float]:
-    """Return the CPU seconds of gathering `GATHERED_BYTES` from each of two ranks, and next to nothing, over gloo."""
+    """Return the CPU seconds of gathering `GATHERED_BYTES`, and a tiny tensor, from each of two ranks over gloo."""
     folder = tempfile.mkdtemp(prefix="lightning-llm-bench-")
     multiprocessing.start_processes(_gather, args=(folder,), nprocs=RANKS, start_method="spawn")
     large, small = json.loads(Path(folder, "found.json").read_text())
@@ -152,7 +152,7 @@ def collective_seconds() -> tuple[float, float]:
 
 
 def measured_cluster() -> tuple[dict[str, Any], dict[str, float]]:
-    """Return the cluster as its file holds it, and the speed of each GEMM."""
+    """Return the content of the cluster file, and the speed of each GEMM."""
     torch.set_num_threads(1)
     by_format = {name: linear_seconds(dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))}
     large, small = collective_seconds()
@@ -182,7 +182,7 @@ def measured_cluster() -> tuple[dict[str, Any], dict[str, float]]:
 
 def _words(run: Sequence[str]) -> list[str]:
     folder = tempfile.mkdtemp(prefix="lightning-llm-bench-")
-    # Every rank composes them, and a name made of the time would not be the same for all.
+    # Every rank composes the config, and a name with the time would differ between ranks.
     place = f"run.root={folder}", "run.name=measured"
     more = "trainer.threads=1", "callbacks=none", "logger=none", "trainer.max_steps=1000", *place
     never = "trainer.validate_every_steps=null", "checkpoint.every_steps=null", "schedule.warmup_steps=1"
@@ -211,7 +211,7 @@ def _train(rank: int, world: int, folder: str, runs: dict[str, list[str]]) -> No
 
 
 def measured_steps(world: int, runs: dict[str, list[str]]) -> dict[str, float]:
-    """Return the median CPU seconds of a step of each run, the busiest rank's; `runs` are words by name."""
+    """Return the median CPU seconds of a step of each run on its busiest rank; `runs`: overrides by name."""
     folder = tempfile.mkdtemp(prefix="lightning-llm-bench-")
     multiprocessing.start_processes(_train, args=(world, folder, runs), nprocs=world, start_method="spawn")
     ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
@@ -219,7 +219,7 @@ def measured_steps(world: int, runs: dict[str, list[str]]) -> dict[str, float]:
 
 
 def measure() -> Iterator[Row]:
-    """Yield what was measured, write the cluster file, and yield predicted over measured CPU seconds of steps."""
+    """Yield the measured figures, write the cluster file, and yield predicted over measured CPU seconds of steps."""
     cluster, gemms = measured_cluster()
     for name, speed in gemms.items():
         yield f"{name}, GFLOP/s", 1e3 * speed, ""
@@ -241,7 +241,7 @@ def measure() -> Iterator[Row]:
         if plan.config.cluster is None:
             raise ValueError("cluster=measured names no cluster")
         step = StepTimer(plan, plan.config.cluster).time
-        busy = step.total - step.seconds.get("bubble", 0.0)  # who waits takes no CPU time
+        busy = step.total - step.seconds.get("bubble", 0.0)  # waiting takes no CPU time
         errors.append(abs(busy / measured[name] - 1))
         text = f"measured {measured[name]:.3f} CPU seconds"
         yield f"step of {name}, predicted over measured", busy / measured[name], text

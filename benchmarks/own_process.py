@@ -1,4 +1,4 @@
-"""Contenders that are processes of their own, as a user starts them, each with an allocator and threads of its own."""
+"""Contenders in separate processes, started like a user's, each with its own allocator and threads."""
 
 import contextlib
 import os
@@ -16,19 +16,19 @@ END_SECONDS = 60
 
 
 class Turns:
-    """What a contender's process calls when it is ready, and after each step."""
+    """Called by a contender's process when it is ready, and after each step."""
 
     def __init__(self, connection: Connection):
         self._connection = connection
 
     def done(self) -> bool:
-        """Tell so, wait, and return whether another step is wanted."""
+        """Report it, wait, and return whether to make another step."""
         self._connection.send(time.process_time())
         return bool(self._connection.recv())
 
 
 class OwnProcess:
-    """A contender: `work(turns, *args)` in a new process, with as many threads as this one has; it prints nothing."""
+    """A contender: `work(turns, *args)` in a new process with as many threads as this one; prints nothing."""
 
     def __init__(self, work: Callable[..., None], *args: Any):
         context = get_context("spawn")
@@ -37,17 +37,17 @@ class OwnProcess:
         self._process.start()
         theirs.close()
         self.cpu_seconds: float = self._connection.recv()
-        """Of all its threads, up to the last step; EOFError where it has died."""
+        """CPU seconds of all its threads up to the last step; EOFError if it has died."""
 
     def steps(self) -> Iterator[None]:
-        """Yield after each step, of which it takes one per `next`."""
+        """Make one step per `next`, and yield after it."""
         while True:
             self._connection.send(True)
             self.cpu_seconds = self._connection.recv()
             yield
 
     def end(self) -> None:
-        """End it, by force where it does not end by itself."""
+        """End the process, by force if necessary."""
         with contextlib.suppress(OSError):
             self._connection.send(False)
         self._process.join(END_SECONDS)

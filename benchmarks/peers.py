@@ -31,7 +31,7 @@ ROUNDS, STEPS = 5, 3
 
 
 def our_step(shape: Shape, compiled: bool, dtype: torch.dtype) -> Step:
-    """Return a function that takes one step of our model in the plain loop: fp32 weights, cast on use."""
+    """Return a function that makes one step of our model in the plain loop: fp32 weights, cast on use."""
     model = Decoder(config(shape=shape).model, dtype)
     initialise(model, 0)
     if compiled:
@@ -41,7 +41,7 @@ def our_step(shape: Shape, compiled: bool, dtype: torch.dtype) -> Step:
 
 
 def peer_step(model: nn.Module, shape: Shape, compiled: bool, dtype: torch.dtype) -> Step:
-    """Return a function that takes one step of a peer's in the loop that everyone writes: autocast, cross entropy."""
+    """Return a function that makes one step of a peer's model in a typical loop: autocast, cross-entropy."""
     tokens, labels = random_batch(shape)
     forward = torch.compile(model) if compiled else model
 
@@ -69,10 +69,10 @@ def _step(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> Step:
 
 
 def peak_bytes(step: Step) -> int:
-    """Return the most bytes of tensors that are there at once in a step after the first, what was there before too.
+    """Return the peak bytes of live tensors in a step after the first, including those from before.
 
-    Within operators of our own nothing is seen: attention's blocks of scores, and, on a CPU that does not multiply
-    16-bit numbers, fp32 copies of one product's operands.
+    Temporaries within our own operators are not counted: attention's blocks of scores and, on a CPU without 16-bit
+    products, fp32 copies of one product's operands.
     """
     step()
     with MemTracker() as tracker:
@@ -81,7 +81,7 @@ def peak_bytes(step: Step) -> int:
 
 
 class _OneByOne(pl.Callback):
-    """Lets our trainer take a step at a time."""
+    """Lets our trainer make one step at a time."""
 
     def __init__(self, turns: Turns):
         self.turns = turns
@@ -137,7 +137,7 @@ def train_by_hand(turns: Turns, peer: str, shape: Shape, name: str, compiled: bo
 
 
 def measure(shape: Shape) -> Iterator[Row]:
-    """Yield per dtype the tokens per second of each, and our ratios to the fastest and the leanest of the others."""
+    """Yield per dtype the tokens/s of each contender, and our ratios to the fastest and the leanest of the others."""
     for name, dtype in DTYPES.items():
         yield from _loops(shape, name, dtype)
         yield from _trainers(shape, name)
@@ -163,7 +163,7 @@ def _loops(shape: Shape, name: str, dtype: torch.dtype) -> Iterator[Row]:
 
 
 def _trainers(shape: Shape, name: str) -> Iterator[Row]:
-    """What a user starts: `train` and the others' loops and Trainer, each in a process of its own."""
+    """Programs as a user starts them: `train`, the others' loops and Trainer, each in a separate process."""
     from transformers.utils import is_accelerate_available
 
     there = [peer for peer, made in MODELS.items() if not isinstance(made(shape), str)]

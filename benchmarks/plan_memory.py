@@ -1,8 +1,8 @@
-"""Memory that others measured and published, against what `plan` says of the same runs, as they train.
+"""Published memory measurements of others against `plan`'s prediction for the same runs.
 
 Figures were read in pytorch/torchtitan @ b5bcd76 (benchmarks/*.md) and NVIDIA/Megatron-LM @ d98e8a6
 (tests/functional_tests/test_cases/gpt/NAME: model_config.yaml, golden_values_dev_dgx_h100.json). Nothing is fitted to
-them. A row is met where it lies within 10 % where what persists makes most of it ("state"), else within 15 %.
+them. A row is met within 10 % if persistent tensors dominate ("state"), else within 15 %.
 """
 
 import textwrap
@@ -19,11 +19,11 @@ GIB = 2**30
 BOUNDS = {"state": 0.10, "activations": 0.15}
 PERSISTENT = ("parameters", "gradients", "optimizer")
 WORKSPACES = 96 * 2**20
-"""Bytes that cuBLAS and Transformer Engine hold for their GEMMs on an H100: in Megatron's records, and in no plan."""
+"""Bytes of cuBLAS and Transformer Engine for their GEMMs on an H100: included in Megatron's records, not in plans."""
 
 
 class Published(NamedTuple):
-    """A published figure: `size` in bytes of the run that `overrides` describe, and what a difference comes from."""
+    """A published figure: `size` in bytes of the run that `overrides` describe, and the cause of a difference."""
 
     name: str
     size: float
@@ -33,14 +33,14 @@ class Published(NamedTuple):
     residual: str
 
     def planned(self) -> float:
-        """Return the bytes that `plan` says."""
+        """Return the bytes predicted by `plan`."""
         peak = self.peak()
-        if self.accounting.buffers:  # Megatron's records are of what is left after a step
+        if self.accounting.buffers:  # Megatron records memory after a step
             return sum(peak.largest[kind] for kind in PERSISTENT)
         return peak.total
 
     def peak(self) -> PeakMemory:
-        """Return what a rank holds."""
+        """Return the bytes on a rank."""
         return peak_memory(plan_of(compose_config(list(self.overrides))), self.accounting)
 
     def is_met(self, planned: float) -> bool:
@@ -153,14 +153,14 @@ PUBLISHED = (
 
 
 def measure() -> Iterator[Row]:
-    """Yield each row's plan over what was published."""
+    """Yield the planned over the published bytes of each row."""
     for row in PUBLISHED:
         ratio, bound = row.planned() / row.size, BOUNDS[row.bound]
         yield row.name, ratio, f"{1 - bound:.2f} to {1 + bound:.2f} of {row.size / GIB:.2f} GiB"
 
 
 def table() -> str:
-    """Return the rows as a table of Markdown, and below it what they differ from the plan by."""
+    """Return the rows as a Markdown table, followed by their differences from the plan."""
     notes = list(dict.fromkeys(row.residual for row in PUBLISHED))
     lines = ["| run | published | plan | difference | met | why |", "|---|---:|---:|---:|---|---|"]
     for row in PUBLISHED:

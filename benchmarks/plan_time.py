@@ -1,4 +1,4 @@
-"""The seconds that `plan` gives to a step against published measurements. Nothing runs, and no figure is fitted."""
+"""Step times predicted by `plan` against published measurements. Nothing runs, and no figure is fitted."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -23,8 +23,8 @@ SCORE_BYTES = (13, 19)
 def step_time(words: Sequence[str], *, keeps_scores: bool = False) -> tuple[StepTime, ModelConfig, int]:
     """Return the time of a step of the plan of `words`, its model, and tokens of a sequence.
 
-    Rules between keys are not asked: what others' programs allow is planned as it stands. `keeps_scores`: with
-    attention as Megatron-LM computed it in 2021, all scores, through memory, where `plan` knows a fused kernel.
+    Rules between keys are not checked, because other programs allow other combinations. `keeps_scores`: attention as
+    computed by Megatron-LM in 2021, with all scores in memory, where `plan` assumes a fused kernel.
     """
     plan = plan_of(compose_config(list(words)))
     if plan.config.cluster is None:
@@ -50,7 +50,7 @@ def _with_scores(operations: Operations, mixer: Mixer) -> Passes:
 
 
 def predicted(row: Published, *, keeps_scores: bool = False) -> tuple[float, float]:
-    """Return what the plan gives for `row` in its unit, and in model FLOPs per second and device."""
+    """Return the plan's value for `row` in its unit, and in model FLOPs per second and device."""
     step, model, length = step_time(row.words, keeps_scores=keeps_scores)
     rate = step.model_flops / (step.world * step.total)
     if row.unit == "tokens/s":
@@ -60,13 +60,13 @@ def predicted(row: Published, *, keeps_scores: bool = False) -> tuple[float, flo
 
 
 def megatron_flops(model: ModelConfig, length: int) -> float:
-    """Return the FLOPs that Megatron counts of a token, recomputation included (arXiv 2104.04473, eq. 3)."""
+    """Return Megatron's count of FLOPs per token, including recomputation (arXiv 2104.04473, eq. 3)."""
     layers, hidden = model.num_layers, model.hidden_size
     return 96 * layers * hidden**2 * (1 + length / (6 * hidden) + model.vocab_size / (16 * layers * hidden))
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return Spearman's: the correlation of ranks, equal values sharing theirs."""
+    """Return Spearman's rank correlation; equal values share their rank."""
     return correlation(_ranks(one), _ranks(other))
 
 
@@ -76,7 +76,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def measure() -> Iterator[Row]:
-    """Yield published over predicted of every row, what that comes to, and the orderings of figures."""
+    """Yield published over predicted values of every row, their summary, and the orderings of figures."""
     tables: dict[str, list[tuple[float, float]]] = {}
     for row in ROWS:
         value, flops = predicted(row)

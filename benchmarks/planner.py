@@ -1,4 +1,4 @@
-"""What the search makes of layouts that others chose and published. Nothing runs.
+"""Ranks that the search gives to published layouts of others. Nothing runs.
 
 Megatron's ten rows among their neighbours (Narayanan et al. 2021, arXiv 2104.04473, table 1); Frontier's degrees of
 tensor parallelism (Dash et al. 2023, arXiv 2312.12705); what Galvatron found for Llama 2 7B on 8 GPUs of 36 GB:
@@ -29,7 +29,7 @@ from lightning_llm.plan.time.step import StepTimer
 A100_BYTES = 80 * 2**30
 GALVATRON_BYTES = 36 * 2**30
 STEPS = ((1.0, 1.0), (2, 1), (0.5, 1), (1, 2), (1, 0.5), (2, 0.5), (0.5, 2))
-"""By which a neighbour's tensor- and pipeline-parallel degrees are a row's; data-parallel ranks are the rest."""
+"""Factors from a row's tensor- and pipeline-parallel degrees to its neighbors'; the rest is data-parallel."""
 LLAMA_2_7B = (
     "model=llama_8b", "model.vocab_size=32000", "model.num_kv_heads=32", "model.ffn_hidden_size=11008",
     "model.rope_theta=10000.0", "model.max_sequence_length=4096", "cluster=a100_dgx", "world=8",
@@ -71,7 +71,7 @@ def _among_neighbours(config: Config, name: str) -> tuple[str, int, str]:
 
 
 def _with(config: Config, tp: int, pp: int) -> Config:
-    """Return the config with these degrees, interleaved as before where its layers and micro-batches allow."""
+    """Return the config with these degrees, interleaved as before if its layers and micro-batches allow."""
     world = config.world or 1
     keys = {"tp": tp, "pp": pp, "dp_replicate": world // (tp * pp), "dp_shard": 1, "zero_stage": 0}
     plain = {"schedule": "1f1b", "virtual_stages": 1}

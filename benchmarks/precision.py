@@ -23,7 +23,7 @@ STEPS = {
     "hidden 512, 1 x 8 x 256 tokens": (HIDDEN_512, 1),
     "llama_tiny, 4 x 2 x 256 tokens (the quickstart's)": (TINY, 4),
 }
-"""The model and batch of a step, and in how many micro-batches it is run."""
+"""Model and batch of a step, and its number of micro-batches."""
 TARGETS = {
     "fp8_current": (1.25, 1.5), "fp8_delayed": (1.25, 1.5), "mxfp8": (1.25, 1.5), "fp8_subchannel": (1.5, 2.0),
     "mxfp4_sr": (1.5, 2.0), "nvfp4": (1.8, 2.5), "fp8_subchannel_fp32scales": (2.5, 3.0), "fp16_mxfp8": (2.5, 3.0),
@@ -32,9 +32,9 @@ TARGETS = {
 
 
 def training_step(recipe: str, shape: Shape, micro_batches: int, keeps: bool | None = None) -> Callable[[], None]:
-    """Return a function that takes a training step at `shape` under `recipe`, with clipping and AdamW.
+    """Return a function that makes a training step at `shape` under `recipe`, with clipping and AdamW.
 
-    `keeps`: whether casts of weights are kept within a step; None: where it has several micro-batches, as `train` does.
+    `keeps`: whether casts of weights are cached within a step; None: if it has several micro-batches, as in `train`.
     """
     run = config(f"precision={recipe}", shape=shape)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Published step times, as words of a plan and what was measured. Every row says where it stands.
+"""Published step times: overrides of a plan and the measured value. Every row names its source.
 
 pytorch/torchtitan, benchmarks/*.md at b5bcd76; NVIDIA/Megatron-LM, examples/academic_paper_scripts/sc21/*.sh at
 d98e8a6, which have the configs of Narayanan et al. 2021 (arXiv 2104.04473), Table 1 and figures 11 to 17; Dash et al.
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Unit = Literal["tokens/s", "TFLOP/s", "% of peak"]
-"""Per device. TFLOP/s and per cent: of Megatron's count of FLOPs, recomputation included (arXiv 2104.04473, eq. 3)."""
+"""Per device. TFLOP/s and percent of Megatron's count of FLOPs, including recomputation (arXiv 2104.04473, eq. 3)."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """One measured run: its table, a name, the words of its plan, and what was measured."""
+    """One measured run: its table, a name, the overrides of its plan, and the measured value."""
 
     table: str
     name: str
@@ -112,11 +112,11 @@ TITAN = (
 def megatron(
     layers: int, hidden: int, heads: int, tp: int, pp: int, world: int, micro_batch: int, batch: int, *more: str
 ) -> tuple[str, ...]:
-    """Return the words of a GPT as Megatron-LM of 2021 trains it, whole blocks recomputed.
+    """Return the overrides of a GPT as trained by Megatron-LM of 2021, with whole blocks recomputed.
 
-    Its weights and its sums of gradients have 16 bit (`--fp16`, without accumulation in fp32), as bf16_true's here.
-    It sums gradients by rings, beside the backward pass without a pipeline (`--DDP-impl torch`) and after it with one.
-    So does reduction=tree where each machine has one rank of a data-parallel group (TP 8).
+    Its weights and gradient sums have 16 bits (`--fp16`, without accumulation in fp32), as with bf16_true here. It sums
+    gradients by rings, overlapped with the backward pass without a pipeline (`--DDP-impl torch`), after it with one.
+    So does reduction=tree if each machine has one rank of a data-parallel group (TP 8).
     """
     reduction = "tree" if pp > 1 and tp >= 8 else "native"
     return (
@@ -130,7 +130,7 @@ def megatron(
 
 
 def interleaved(stages: int) -> tuple[str, ...]:
-    """Return the words of the interleaved schedule with so many stages per rank."""
+    """Return the overrides of the interleaved schedule with that many stages per rank."""
     return "parallel.schedule=interleaved_1f1b", f"parallel.virtual_stages={stages}"
 
 
@@ -173,7 +173,7 @@ ROWS = (*TITAN, *MEGATRON, *FRONTIER)
 
 @dataclass(frozen=True)
 class Ordering:
-    """What a figure shows: of plans by name, the fastest first."""
+    """Statement of a figure: plans by name, the fastest first."""
 
     figure: str
     words: dict[str, tuple[str, ...]]
@@ -216,4 +216,4 @@ ORDERINGS = (
         {"none": (*_145B, "parallel.activation_checkpoint=none"), "full": _145B},
     ),
 )
-"""Of arXiv 2104.04473 section 5; what figure 18 shows, sends of a tensor-parallel group's parts alone, is not ours."""
+"""From arXiv 2104.04473 section 5, without figure 18, which shows an optimization that is not implemented here."""

@@ -1,4 +1,4 @@
-"""The results in README.md, of the newest file of each benchmark: what was measured, and why a target is missed."""
+"""Write the results in README.md from the newest file of each benchmark, with the reasons of missed targets."""
 
 import operator
 import re
@@ -35,12 +35,12 @@ AT_A_GLANCE = {
     "train over the fastest of all, {}, compiled": "{}, compiled",
     "peak bytes of ours over the leanest's, {}, eager": "{}, peak bytes",
 }
-"""Rows of `peers*`, and what they are called in the table that comes first; {} is the dtype."""
+"""Rows of `peers*` and their titles in the first table; {} is the dtype."""
 NO_REASON = "no reason is given"
 
 
 def is_missed(row: Row) -> bool:
-    """Return whether the row has a number as its target, and not reached it."""
+    """Return whether the row has a numeric target and missed it."""
     _, value, target = row
     wanted = TARGET.fullmatch(target)
     if value is None or wanted is None:
@@ -58,13 +58,13 @@ def write(names: Iterable[str], readme: Path = README, folder: Path = results.FO
 
 
 def rendered(names: Iterable[str], folder: Path = results.FOLDER) -> str:
-    """Return the results as Markdown; a benchmark that has not run is left out."""
+    """Return the results as Markdown, without benchmarks that have not run."""
     found = [result for name in names if (result := results.newest(name, folder)) is not None]
     return "\n".join([*_glance(found), *(line for result in found for line in _section(result))])
 
 
 def _glance(found: Sequence[Result]) -> Iterator[str]:
-    """Yield `train` over the fastest of the peers at every shape, in one table, where they were measured so."""
+    """Yield a table of `train` over the fastest peer at every measured shape."""
     columns = {row.format(dtype): name.format(dtype) for dtype in ("bf16", "fp32") for row, name in AT_A_GLANCE.items()}
     lines = []
     for result in (each for name in PEERS for each in found if each.name == name):
@@ -108,8 +108,7 @@ def _section(result: Result) -> Iterator[str]:
 
 
 def _shown(result: Result) -> list[Row]:
-    """Return the rows with a number as their target, with the titles that they stand under; if none have, medians, or
-    all."""
+    """Return the rows with a numeric target, with their titles; if there are none, the medians or all rows."""
     shown: list[Row] = []
     title = None
     for row in result.rows:

@@ -14,7 +14,7 @@ RECORD = {
     "tflops_per_second": 0.1234567, "mfu": 0.4123456, "system/cpu_percent": 100.0, "system/rss_bytes": 573485056,
     "time": 1795702089.926,
 }  # fmt: skip
-"""A record with what the quickstart's callbacks add to it."""
+"""A record with the entries of the quickstart's callbacks."""
 
 
 def measure() -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Results in files, one per benchmark and day: rows with the machine, the versions, and what else ran there."""
+"""Result files, one per benchmark and day: rows with the machine, versions and the load at the start."""
 
 import json
 import os
@@ -23,9 +23,9 @@ PROGRAMS = ("torch", "lightning", "transformers", "accelerate", "litgpt", "mlflo
 
 @dataclass(frozen=True)
 class Result:
-    """What one benchmark found. `beside`: processes that wanted a core as it began, by the load average of a minute.
+    """Result of one benchmark. `beside`: load average of the last minute at its start.
 
-    `file`: the name of its file in `results/`, where it has one.
+    `file`: name of its file in `results/`, if it has one.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Result:
 
     @property
     def command(self) -> str:
-        """What makes it anew."""
+        """Command that repeats it."""
         words = f"--cpu-time {self.name}" if self.clock == "cpu" else self.name
         return f'make bench ARGS="{words}"' if " " in words else f"make bench ARGS={words}"
 
@@ -52,12 +52,12 @@ def here(name: str, rows: Sequence[Row], beside: float) -> Result:
 
 
 def load() -> float:
-    """Return how many processes wanted a core in the last minute."""
+    """Return the load average of the last minute."""
     return os.getloadavg()[0]
 
 
 def write(result: Result, folder: Path = FOLDER) -> Path:
-    """Write the file of a result, which replaces the same day's."""
+    """Write the file of a result, replacing one of the same day."""
     folder.mkdir(exist_ok=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     file = folder / f"{result.day}-{device.replace(' ', '-').lower()}-{result.name}.json"
@@ -67,7 +67,7 @@ def write(result: Result, folder: Path = FOLDER) -> Path:
 
 
 def newest(name: str, folder: Path = FOLDER) -> Result | None:
-    """Return the last result of the benchmark of that name, None where there is none."""
+    """Return the last result of the benchmark of that name, None if there is none."""
     found = [match for file in folder.glob("*.json") if (match := NAMED.fullmatch(file.stem)) and match["name"] == name]
     if not found:
         return None

@@ -1,7 +1,7 @@
-"""Where a training step's time goes, part by part, against this machine's GEMM peak: our model and the plain loop's.
+"""Breakdown of a training step's time against this machine's GEMM peak: our model and the plain loop's.
 
-A part's time is that of the operators that do its work, on one thread, as torch's profiler has it. All that has no part
-(norms, rotations, gates, residuals, casts, clipping) goes element by element, at the speed of memory.
+A part's time is that of its operators on one thread, from torch's profiler. Everything else (norms, rotations, gates,
+residuals, casts, clipping) is elementwise and memory-bound.
 """
 
 import time
@@ -22,7 +22,7 @@ PARTS = {
     "loss": ("aten::_log_softmax", "aten::nll_loss"),
     "optimizer": ("aten::_fused_adamw",),
 }
-"""What the names of a part's operators begin with."""
+"""Name prefixes of a part's operators."""
 REST = "element by element"
 PEAK_SIZE, REPEATS = 1024, 10
 
@@ -38,7 +38,7 @@ def gemm_peak(dtype: torch.dtype) -> float:
 
 
 def seconds_by_part(step: Step) -> dict[str, float]:
-    """Return what each part of a step takes, of the fastest of several steps."""
+    """Return the time of each part of a step, for the fastest of several steps."""
     found = []
     for _ in range(REPEATS):
         with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -52,13 +52,13 @@ def seconds_by_part(step: Step) -> dict[str, float]:
 
 
 def measure(shape: Shape) -> Iterator[Row]:
-    """Yield what share of a step each part takes, at what share of the GEMM peak the whole runs, and the most that any
-    program could gain on the plain loop with these linear layers: as if all else took no time, and all but attention.
+    """Yield each part's share of a step, the step's share of the GEMM peak, and the largest possible gain on the plain
+    loop with these linear layers: if all else took no time, and all else except attention.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with FlopCounterMode(display=False) as counter:  # which sees into no operators of our own
+        with FlopCounterMode(display=False) as counter:  # does not count within our own operators
             peer_step(PlainLlama(shape), shape, False, torch.float32)()
         for name, dtype in DTYPES.items():
             peak = gemm_peak(dtype)

@@ -6,25 +6,25 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 Row = tuple[str, float | None, str]
-"""What was measured, its value (None: it was not), and the target, or why there is no value."""
+"""(name, value or None if not measured, target or the reason for a missing value)."""
 
 
 class InputError(Exception):
-    """A file that a benchmark was given is not what it reads."""
+    """The input file of a benchmark has another format."""
 
 
 _clock: Callable[[], float] = time.perf_counter
 
 
 def judge_by_cpu_time() -> None:
-    """Have contenders judged by CPU seconds, where other work is beside them: on one thread, as idle ones spin."""
+    """Judge contenders by CPU seconds, for a machine with other load; on one thread, because idle threads spin."""
     global _clock
     torch.set_num_threads(1)
     _clock = time.process_time
 
 
 def by_cpu_time() -> bool:
-    """Return whether they are."""
+    """Return whether contenders are judged by CPU seconds."""
     return _clock is time.process_time
 
 
@@ -35,10 +35,10 @@ def interleaved_minima(
     warmup: int = 3,
     clock: Callable[[], float] | None = None,
 ) -> dict[str, float]:
-    """Return each contender's fastest step in seconds of `clock`; None: by the clock on the wall, or CPU time.
+    """Return each contender's fastest step in seconds of `clock`; None: wall time, or CPU time if that is chosen.
 
-    A contender is an iterator that takes one training step per `next`. Each round gives every contender `steps` steps,
-    in an order that rotates, so that a slow spell of the machine hits all of them alike.
+    A contender is an iterator that makes one training step per `next`. Each round gives every contender `steps` steps,
+    in a rotating order, so that a slow phase of the machine affects all of them equally.
     """
     clock = clock or _clock
     names = list(contenders)

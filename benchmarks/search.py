@@ -1,4 +1,4 @@
-"""What a search for a layout costs: 70B in bf16 and 8B in FP8 on 128 H100s. Nothing runs."""
+"""Cost of a layout search: 70B in bf16 and 8B in FP8 on 128 H100s. Nothing runs."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ SEARCHES = {
 
 
 def measure() -> Iterator[Row]:
-    """Yield the CPU seconds of each search, and how many of the considered layouts were priced and timed."""
+    """Yield the CPU seconds of each search, and the numbers of layouts considered, evaluated and timed."""
     for name, words in SEARCHES.items():
         config = compose_config(list(words))
         if config.cluster is None or config.world is None:

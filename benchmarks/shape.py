@@ -18,7 +18,7 @@ from lightning_llm.model.loss import next_token_loss_sum
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama and what it is trained on: `batch` sequences of `length` tokens a step."""
+    """Shape of a Llama and its batches: `batch` sequences of `length` tokens per step."""
 
     hidden: int
     layers: int
@@ -44,7 +44,7 @@ LARGE = Shape(hidden=640, layers=8, heads=10, ffn=1792, vocab=16_384, length=256
 
 
 def config(*more: str, shape: Shape = MIDDLE, steps: int = 10_000) -> Config:
-    """Return a run of ours at the shape, in a folder of its own, with default callbacks and MLflow."""
+    """Return a run of ours at the shape, in a separate folder, with default callbacks and MLflow."""
     folder = Path(tempfile.mkdtemp(prefix="lightning-llm-bench-"))
     return compose_config([
         "model=llama_tiny", f"model.hidden_size={shape.hidden}", f"model.num_layers={shape.layers}",

@@ -1,4 +1,5 @@
-"""Seconds a person waits: help, a config error, and the first step of the quickstart, with kept casts and without."""
+"""Seconds that a user waits: for help, a config error, and the quickstart's first step, with cached casts and
+without."""
 
 import os
 import subprocess
@@ -10,16 +11,16 @@ from collections.abc import Iterator
 from benchmarks.rotation import Row
 
 EMULATED = ("fp8_current", "fp8_delayed", "mxfp8", "fp8_subchannel", "mxfp4_sr", "nvfp4", "quartet", "fp16_mxfp8")
-"""Recipes whose first steps are waited for: one of each kind of cast."""
+"""Measured recipes: one for each kind of cast."""
 QUICKSTART = ("train", "recipe=quickstart", "callbacks.progress.line_seconds=0.0")
 KERNELS = "LIGHTNING_LLM_KERNELS"
 
 
 def seconds(*words: str, code: int = 0, until: str | None = None, kernels: str | None = None) -> float:
-    """Return the wall seconds of a command that exits with `code`, or until it prints a line that holds `until`.
+    """Return the wall seconds of a command that exits with `code`, or until it prints a line that contains `until`.
 
-    `kernels`: the folder of its compiled casts, None for the user's own.
-    Raises RuntimeError where it ends in another way: what was timed then is something else.
+    `kernels`: folder of its compiled casts, None for the user's.
+    Raises RuntimeError if it ends in another way, because the time would be meaningless.
     """
     start = time.perf_counter()
     command = [sys.executable, "-m", "lightning_llm", *words]
@@ -41,7 +42,7 @@ def seconds(*words: str, code: int = 0, until: str | None = None, kernels: str |
 
 
 def measure() -> Iterator[Row]:
-    """Yield the fastest of three, each a process of its own."""
+    """Yield the fastest of three runs, each in a new process."""
     yield "lightning-llm --help, seconds", min(seconds("--help") for _ in range(3)), "< 0.5"
     yield "a config error, seconds", min(seconds("train", "trainer.max_stps=3", code=2) for _ in range(3)), "< 3"
     root = tempfile.mkdtemp(prefix="lightning-llm-bench-")
@@ -52,7 +53,7 @@ def measure() -> Iterator[Row]:
 
 
 def measure_casts() -> Iterator[Row]:
-    """Yield what each recipe takes to its first step, in the very first run (no compiled cast is kept) and the next."""
+    """Yield each recipe's seconds to the first step, without compiled casts in the cache, and in the next run."""
     root = tempfile.mkdtemp(prefix="lightning-llm-bench-")
     for recipe in EMULATED:
         kernels = tempfile.mkdtemp(prefix="lightning-llm-bench-kernels-")

@@ -1,6 +1,6 @@
-"""Step Law held against the grid of runs that it was fitted to. Nothing runs; the file of runs is not shipped.
+"""Step Law compared with the grid of runs that it was fitted to. Nothing runs; the file of runs is not shipped.
 
-It is `data/dense_lr_bs_loss.csv`, or `moe_lr_bs_loss.csv`, of github.com/step-law/steplaw, which names no licence.
+It is `data/dense_lr_bs_loss.csv`, or `moe_lr_bs_loss.csv`, of github.com/step-law/steplaw, which has no license.
 """
 
 import csv
@@ -20,7 +20,7 @@ FEWEST = {"dense": 60, "MoE": 40}
 
 
 def group_gaps(file: Path, fewest: int) -> list[float]:
-    """Return, per group of `fewest` runs or more, how far above the best loss the run nearest the law lies: a share.
+    """Return, per group of at least `fewest` runs, the relative gap of the run nearest the law to the best loss.
 
     Nearest in the logarithms of learning rate and batch. Raises InputError for a file without `COLUMNS`.
     """

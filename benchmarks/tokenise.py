@@ -1,4 +1,5 @@
-"""Tokenising in processes: what a core encodes, what all do over it, the cache's bits, and memory for more text."""
+"""Tokenizing in processes: speed of one core, speedup of all, equality of the cache's bits, and memory for more
+text."""
 
 import os
 import tempfile
@@ -29,12 +30,12 @@ TURNS = 3
 COMPARED_BYTES = 8 << 20
 SMALL_BYTES = 48 << 20
 TIMES = 4
-"""How often more text is made a cache of, for its memory."""
+"""Factors of text size in the measurement of memory."""
 SAMPLE_SECONDS = 0.05
 
 
 class Repeated(Source):
-    """A source that gives the same documents again until they are `text_bytes` in all."""
+    """A source that repeats the same documents up to `text_bytes`."""
 
     def __init__(self, source: Source, text_bytes: int):
         super().__init__(source.name, source.config)
@@ -70,7 +71,7 @@ def batches(text_bytes: int) -> list[list[Document]]:
 
 @dataclass(frozen=True)
 class Pace:
-    """Of encoding in processes: bytes per second, and CPU seconds per byte, of this process and of each it started."""
+    """Speed of encoding: bytes per second, and CPU seconds per byte of this process and of each that it started."""
 
     bytes_per_second: float
     own_cpu_seconds: float
@@ -78,14 +79,14 @@ class Pace:
 
     @property
     def cpu_seconds(self) -> float:
-        """All processes'."""
+        """CPU seconds per byte of all processes."""
         return self.own_cpu_seconds + sum(self.others_cpu_seconds)
 
 
 def pace(tokenizer: Tokenizer, given: list[list[Document]], processes: int) -> Pace:
-    """Return how fast `processes` encode, from when the first batches are back on."""
+    """Return the speed of `processes`, measured from the first results on."""
     encoded = encode_batches(tokenizer, given, processes)
-    for _ in range(2 * processes):  # they have started
+    for _ in range(2 * processes):  # until all have started
         next(encoded)
     here = psutil.Process()
     watched = [here, *here.children()]
@@ -104,7 +105,7 @@ def _cpu_seconds(processes: list[psutil.Process]) -> list[float]:
 
 
 def same_bits(tokenizer: Tokenizer, folder: Path, processes: int) -> bool:
-    """Return whether the files of a cache that `processes` made are, byte by byte, those that one made."""
+    """Return whether the files of a cache made by `processes` are bytewise equal to those made by one."""
     made = []
     for count in (1, processes):
         cache = folder / f"by-{count}"
@@ -120,13 +121,13 @@ def streams(tokenizer: Tokenizer, folder: Path, text_bytes: int, processes: int)
 
 
 def peak_bytes(tokenizer: Tokenizer, folder: Path, text_bytes: int, processes: int) -> int:
-    """Return the largest sum of the resident sets of all processes that make a cache. Runs in one of its own."""
+    """Return the peak total resident memory of all processes that make a cache, measured in a separate process."""
     ended, peak, here = threading.Event(), 0, psutil.Process()
 
     def watch() -> None:
         nonlocal peak
         while not ended.wait(SAMPLE_SECONDS):
-            with suppress(psutil.NoSuchProcess):  # one that ends meanwhile
+            with suppress(psutil.NoSuchProcess):  # it has just ended
                 peak = max(peak, sum(each.memory_info().rss for each in [here, *here.children()]))
 
     thread = threading.Thread(target=watch)
@@ -138,7 +139,7 @@ def peak_bytes(tokenizer: Tokenizer, folder: Path, text_bytes: int, processes: i
 
 
 def measure() -> Iterator[Row]:
-    """Yield paces of one process and of all cores in turn, whether bits are the same, and the peak of more text."""
+    """Yield the speeds of one process and of all cores in turn, equality of bits, and peak memory for more text."""
     cores = len(os.sched_getaffinity(0))
     yield "load of the machine before", os.getloadavg()[0], ""
     with tempfile.TemporaryDirectory() as name:
@@ -151,7 +152,7 @@ def measure() -> Iterator[Row]:
         yield f"tokenising in {cores} processes over one, per core, median of {TURNS}", median(ratios), ">= 0.9"
         yield "  lowest of them", min(ratios), ""
         yield "  highest of them", max(ratios), ""
-        # What a busy machine leaves as it is: nothing is sooner done than the process with most work.
+        # Independent of other load: the process with the most work determines the time.
         bounds = [one.cpu_seconds / max(every.others_cpu_seconds) / cores for one, every in turns]
         yield "  by CPU seconds, one's over the busiest of several", median(bounds), ">= 0.9"
         yield "  CPU seconds of all processes over one's", median(e.cpu_seconds / o.cpu_seconds for o, e in turns), ""
@@ -167,7 +168,7 @@ def measure() -> Iterator[Row]:
 
 
 def one_thread_pace(tokenizer: Tokenizer, given: list[list[Document]]) -> Pace:
-    """Return the pace of this process with one thread."""
+    """Return the speed of this process with one thread."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:

@@ -1,9 +1,9 @@
-"""The cost of MLflow in the quickstart's steps: time that they wait for it, and CPU time that its writer uses.
+"""Cost of MLflow in the quickstart's steps: time that they wait for it, and CPU time of its writer.
 
-Counted and not compared with a run without it: two such runs differ by more than the 1 % in question on a machine with
-two cores (turns of 40 steps came out from -3 to +7 % apart). The writer's CPU seconds count as if training stood still
-for each, though it has another core and the lower priority. Its start, imports and the new database, falls into the
-first two steps, which are warm-up and counted apart.
+It is counted instead of compared with a run without MLflow, because two runs differ by more than the 1 % in question on
+two cores (40 alternating steps differed by -3 to +7 %). The writer's CPU seconds count as if training waited for them,
+although it uses another core at lower priority. Its start (imports, the new database) happens in the first two steps,
+which are warm-up and counted separately.
 """
 
 import json
@@ -18,7 +18,7 @@ from benchmarks.rotation import Row
 
 
 def measure() -> Iterator[Row]:
-    """Yield the shares over one whole quickstart, in a process of its own."""
+    """Yield the shares over one whole quickstart, in a separate process."""
     folder = Path(tempfile.mkdtemp(prefix="lightning-llm-bench-"))
     words = ["recipe=quickstart", f"run.root={folder}", f"run.dir={folder / 'run'}"]
     command = [sys.executable, "-m", "lightning_llm", "train", *words, "logger=mlflow", "callbacks.sample=null"]

@@ -1,4 +1,4 @@
-"""Our Trainer, callbacks and logging on, against a hand-written loop over the same model and batches."""
+"""Our Trainer with callbacks and logging against a hand-written loop over the same model and batches."""
 
 import threading
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from lightning_llm.train.datamodule import CorpusDataModule
 
 
 class Turnstile(pl.Callback):
-    """Lets the trainer take one step at a time: `fit` runs in a thread that waits here between steps."""
+    """Lets the trainer make one step at a time: `fit` runs in a thread that waits here between steps."""
 
     def __init__(self) -> None:
         self.ready = threading.Event()
@@ -39,12 +39,12 @@ class Turnstile(pl.Callback):
 
 
 def trainer_steps(run: Any, corpus: Any) -> tuple[Iterator[None], Turnstile, threading.Thread]:
-    """Return an iterator that lets a whole Trainer of ours take one step per `next`."""
+    """Return an iterator that lets a complete Trainer of ours make one step per `next`."""
     plan = check_config(run)
     prepare_folder(run, corpus, Start())
     device = torch.device("cpu")
     trainer = build_trainer(plan, device, open_layout(plan, device), Start(), run_loggers(run))
-    # Signals can be handled in the main thread alone, and there is nothing here to save.
+    # Signals can only be handled in the main thread, and there is nothing to save here.
     trainer.callbacks = [each for each in trainer.callbacks if type(each).__name__ != "Checkpointing"]
     turnstile = Turnstile()
     trainer.callbacks.append(turnstile)
@@ -53,7 +53,7 @@ def trainer_steps(run: Any, corpus: Any) -> tuple[Iterator[None], Turnstile, thr
         target=trainer.fit, args=(build_module(plan, corpus), CorpusDataModule(corpus, run)), daemon=True
     )
     thread.start()
-    turnstile.ready.wait()  # another trainer's collectives must not come between those of this one's start
+    turnstile.ready.wait()  # collectives of another trainer must not interleave with those of this one's start
 
     def step() -> None:
         turnstile.go.put(True)

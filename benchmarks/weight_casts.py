@@ -1,4 +1,4 @@
-"""A step of several micro-batches, casts of weights kept, over the same step that makes them for each, by CPU time."""
+"""A step of several micro-batches with cached casts of weights, over the same step that repeats them, by CPU time."""
 
 import time
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ STEPS = {
 
 
 def keeps(recipe: str) -> bool:
-    """Return whether the recipe of this name has a cast of a weight that can be kept."""
+    """Return whether the recipe of this name has a cast of a weight that can be cached."""
     sets = compose_config([f"precision={recipe}"]).precision.cast_sets()
     return any(kept_slots(casts) for casts in sets.values())
 
 
 def measure() -> Iterator[Row]:
-    """Yield each recipe's step with kept casts over the same without."""
+    """Yield each recipe's step with cached casts over the same step without."""
     for title, shape in STEPS.items():
         for name in filter(keeps, TARGETS):
             contenders = {

@@ -1,6 +1,6 @@
 """`python -m gpu_check [CHECK ...]`: run the checks in turn, each in its own process with its share of eleven minutes.
 
-Each row is written to disk as soon as it is measured; another call measures the rows that are still missing."""
+Each row is written to disk as soon as it is measured; another call measures the missing rows."""
 
 import argparse
 import os
@@ -10,22 +10,22 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from gpu_check.aims import closing
-from gpu_check.apart import ROOT, run_apart
+from gpu_check.check_process import ROOT, run_in_process
 from gpu_check.checks import CHECKS, TOTAL_SECONDS, seconds_for
 from gpu_check.journal import Journal, journal_for
 from gpu_check.machine import has_driver, machine_here
 from gpu_check.rows import Clock, missing, table
+from gpu_check.targets import closing
 from gpu_check.wheels import install, wheel_folder
 
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the checks named, or all; return 0, 1 where something is off or broke, 2 for a name that is none."""
+    """Run the named checks, or all; return 0, 1 if a row is off or failed, 2 for an unknown check."""
     arguments = _parser().parse_args(argv)
     if unknown := [name for name in arguments.checks if name not in CHECKS]:
-        print(f"there is no check {', '.join(unknown)}; known: {', '.join(CHECKS)}", file=sys.stderr)
+        print(f"unknown check {', '.join(unknown)}. Use one of {', '.join(CHECKS)}", file=sys.stderr)
         return 2
     names = [name for name in CHECKS if not arguments.checks or name in arguments.checks]
     clock, environment = Clock(arguments.seconds), dict(os.environ)
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     journal = journal_for(machine, arguments.out or RESULTS, RESULTS, _commit())
     print(f"rows go to {journal.file}", flush=True)
-    before = signal.signal(signal.SIGTERM, _stop)  # what a check started ends with it
+    before = signal.signal(signal.SIGTERM, _stop)  # ends the processes that a check started, too
     try:
         return run(names, journal, environment, clock, arguments.again)
     finally:
@@ -47,9 +47,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(names: list[str], journal: Journal, environment: dict[str, str], clock: Clock, again: bool) -> int:
-    """Run the checks in turn and print what is known of each, then the aims; return 0, or 1 as `main` does."""
+    """Run the checks in turn and print the rows of each, then the targets; return 0 or 1 as `main` does."""
     for name in names:
-        run_apart(name, CHECKS[name], journal, environment, seconds_for(name, names, clock.left), again)
+        run_in_process(name, CHECKS[name], journal, environment, seconds_for(name, names, clock.left), again)
         rows = [row for each in journal.results(name).values() for row in each]
         print(table(name, CHECKS[name].title, rows), flush=True)
     print("\n".join(closing(journal, tuple(names))), flush=True)
@@ -71,7 +71,7 @@ def _stop(number: int, _: FrameType | None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu_check", description="Checks that need a GPU; under eleven minutes.")
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"some of {', '.join(CHECKS)}; all without any")
-    parser.add_argument("--again", action="store_true", help="measure anew what has its rows already")
+    parser.add_argument("--again", action="store_true", help="measure items again that already have rows")
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="for all of them (default: %(default)g)")
     parser.add_argument("--wheels", help="folder of wheels that this machine lacks (default: GPU_CHECK_WHEELS, carry/)")
     parser.add_argument("--out", type=Path, help="folder for the rows (default: benchmarks/results)")
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _commit() -> str | None:
-    """Return the commit under test: COMMIT if set (for a copy without history), else the checkout's, or None."""
+    """Return the commit under test: $COMMIT (for a copy without history), else the checkout's, or None."""
     if named := os.environ.get("COMMIT"):
         return named
     try:

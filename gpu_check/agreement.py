@@ -1,4 +1,5 @@
-"""Agreement of Transformer Engine's codes, scales and products with our emulation's, of compiled casts with eager's."""
+"""Agreement of Transformer Engine's codes, scales and products with the emulation's, and of compiled with eager
+casts."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -34,15 +35,15 @@ from lightning_llm.precision.native.express import native_recipe
 TOKENS, INPUTS, OUTPUTS = 512, 1024, 768
 BACKENDS: tuple[Backend, Backend] = ("eager", "compiled")
 PRODUCT_LIMIT = 5e-3
-"""Of two products of the same operands, each summed in fp32 and rounded to bf16: an element may fall to the next bf16
-number (2^-8)."""
+"""Tolerance of two products of the same operands, each summed in fp32 and rounded to bf16: an element may round to the
+next bf16 number (2^-8)."""
 UNROUNDED_LIMIT = 5e-4
-"""Of two sums over `TOKENS` products that are not rounded to bf16. Hopper's tensor cores keep about 14 bits of a sum of
-FP8 products before they hand it on to fp32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2): an H200 gave 1.4e-4."""
+"""Tolerance of two sums over `TOKENS` products without rounding to bf16. Hopper's tensor cores keep about 14 bits of a
+sum of FP8 products before adding it in fp32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2): an H200 gave 1.4e-4."""
 
 
 def items(call: Call) -> list[Item]:
-    """Return the library, every native recipe, those that this GPU lacks, and every recipe's compiled casts."""
+    """Return items: the library, every native recipe, recipes that this GPU lacks, every recipe's compiled casts."""
     here = setting.here()
     native = [recipe for recipe, _ in native_recipes().values()]
     quantising = [recipe for recipe in recipes().values() if recipe.quantises]
@@ -53,12 +54,12 @@ def items(call: Call) -> list[Item]:
         found.append(Item("native recipes", 0, lambda: iter([missing("native recipes", problem)])))
     found += [Item(recipe.name, 6, partial(agreed, recipe)) for recipe in native]
     found += [Item(f"{recipe.name}: fallback", 2, partial(fallback, recipe)) for recipe in emulated]
-    casts = [*emulated, *native]  # where a recipe runs natively, less hangs on its compiled casts
+    casts = [*emulated, *native]  # compiled casts matter less for recipes that run natively, so these come last
     return [*found, *(Item(f"{recipe.name}: compiled casts", 8, partial(compiled_casts, recipe)) for recipe in casts)]
 
 
 def agreed(recipe: PrecisionConfig) -> Iterator[Row]:
-    """Yield a native recipe's codes and scales, its products, its history where it has one, and its exactness."""
+    """Yield a native recipe's codes and scales, its products, its history if it has one, and its exactness."""
     yield from guarded(f"{recipe.name}: start-up check", start_up_check, recipe)
     yield from guarded(f"{recipe.name}: operands", operands, recipe)
     yield from guarded(f"{recipe.name}: products", products, recipe)
@@ -68,7 +69,7 @@ def agreed(recipe: PrecisionConfig) -> Iterator[Row]:
 
 
 def start_up_check(recipe: PrecisionConfig) -> Iterator[Row]:
-    """Yield what a run looks at as it starts: without biases, and with, where another kernel casts dY and sums it."""
+    """Yield the checks made at the start of a run, without biases and with: there, another kernel casts and sums dY."""
     for bias in (False, True):
         what = f"{recipe.name}: start-up check{' with biases' if bias else ''}"
         try:
@@ -94,13 +95,13 @@ def tensors() -> dict[str, Tensor]:
 
 
 def operands(recipe: PrecisionConfig) -> Iterator[Row]:
-    """Yield, for each slot, the share of codes and of scales that are the same on both sides: all of them is wanted."""
+    """Yield for each slot the shares of equal codes and equal scales; the target is 100 %."""
     native, _ = native_recipe(recipe)
     given = tensors()
     layer = layer_of(recipe, INPUTS, OUTPUTS)
     with torch.no_grad():
         layer.weight.copy_(given["w"])
-    settled(layer)  # which makes the quantisers
+    settled(layer)  # creates the quantizers
     if native is None or native.stochastic:
         yield missing(f"{recipe.name}: codes", "drawn from the GPU's own random bits: compared in distribution alone")
         return
@@ -129,7 +130,7 @@ def compare(what: str, theirs: Stored, ours: Stored) -> Iterator[Row]:
 
 
 def settled(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, dx and dw of a second pass: delayed scales, which begin with 1, are those of the first one's amaxes."""
+    """Return y, dx and dw of a second pass, in which delayed scales, initially 1, use the amaxes of the first."""
     given = tensors()
     layer.keys = torch.arange(9, device=setting.DEVICE)
     x = given["x"].requires_grad_()
@@ -143,7 +144,7 @@ def settled(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def products(recipe: PrecisionConfig) -> Iterator[Row]:
-    """Yield how far y, dx and dw of the native layer are from the emulated one's, and dw that is not rounded."""
+    """Yield the differences of y, dx and dw between the native and the emulated layer, and of unrounded dw."""
     yield from _differences(recipe, ("y", "dx", "dw"), PRODUCT_LIMIT)
     yield from _differences(recipe.model_copy(update={"wgrad_dtype": "fp32"}), ("dw",), UNROUNDED_LIMIT)
 
@@ -169,7 +170,7 @@ def _differences(recipe: PrecisionConfig, wanted: tuple[str, ...], limit: float)
 
 
 def history(recipe: PrecisionConfig) -> Iterator[Row]:
-    """Yield whether delayed scales and histories are the same bits after three steps of two micro-batches."""
+    """Yield whether delayed scales and histories are bitwise equal after three steps of two micro-batches."""
     states = []
     for backend in ("native", "emulated"):
         layer = layer_of(recipe.model_copy(update={"backend": backend, "casts": "eager"}), INPUTS, OUTPUTS)
@@ -188,7 +189,7 @@ def history(recipe: PrecisionConfig) -> Iterator[Row]:
 
 
 def fallback(recipe: PrecisionConfig) -> Iterator[Row]:
-    """Yield that a recipe this GPU lacks is refused as native, with the reason, and runs emulated."""
+    """Yield whether native execution of a recipe that this GPU lacks is rejected with a reason, and runs emulated."""
     here = setting.here()
     asked = decide(recipe.model_copy(update={"backend": "native"}), here)
     layer = layer_of(recipe.model_copy(update={"casts": "eager"}), INPUTS, OUTPUTS)
@@ -202,7 +203,7 @@ def fallback(recipe: PrecisionConfig) -> Iterator[Row]:
 
 
 def compiled_casts(recipe: PrecisionConfig) -> Iterator[Row]:
-    """Yield the share of numbers that compiled casts make with eager's bits: scales, and codes times block scales."""
+    """Yield the share of numbers that compiled casts compute bitwise as eager ones: scales, and codes times scales."""
     if problem := inductor.why_not(torch.device(setting.DEVICE).type):
         yield missing(f"{recipe.name}: compiled casts", problem)
         return

@@ -1,4 +1,4 @@
-"""What a check is given when it is called."""
+"""Inputs of a check."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from gpu_check.rows import Clock
 
 @dataclass(frozen=True)
 class Call:
-    """The rows there are, of other checks too; the check's time; a folder that is deleted when the check has ended."""
+    """Existing rows, including those of other checks; the check's time; a folder that is deleted after the check."""
 
     journal: Journal
     clock: Clock

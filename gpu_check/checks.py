@@ -1,14 +1,14 @@
-"""The checks in the order of what matters most where a call is cut off, each with its share of the time."""
+"""The checks, most important first in case a call is cut off, each with its share of the time."""
 
 from typing import NamedTuple
 
 TOTAL_SECONDS = 645.0
-"""Of eleven minutes, for the wheels and all checks together; ending a check takes a moment too."""
+"""Seconds for the wheels and all checks, slightly less than eleven minutes, because ending a check takes time, too."""
 
 
 class Check(NamedTuple):
-    """What it does; the module whose `items(journal)` are measured; its share of the time, in seconds of a whole call;
-    the modules without which it is not available."""
+    """`title`; `module`: its `items(call)` are measured; `share` of the time, in seconds of a whole call; `needs`:
+    required modules."""
 
     title: str
     module: str
@@ -22,16 +22,16 @@ CHECKS = {
     "agreement": Check("native against emulated: codes, scales, products", "gpu_check.agreement", 160, MODEL),
     "speed": Check("a 1B model: train, a hand-written loop, native FP8", "gpu_check.speed", 160, MODEL),
     "emulation": Check("each emulated recipe's time over bf16's", "gpu_check.emulation", 120, MODEL),
-    "memory": Check("peak memory of runs over what plan says", "gpu_check.memory", 75, RUN),
+    "memory": Check("peak memory of runs relative to plan", "gpu_check.memory", 75, RUN),
     "curves": Check("loss curves of every native recipe against bf16's", "gpu_check.curves", 105, RUN),
     "steps": Check("tests marked gpu, and steps of every recipe", "gpu_check.steps", 25, MODEL),
 }
 
 
 def seconds_for(name: str, names: list[str], left: float) -> float:
-    """Return the seconds that `name` may take of those `left`: its share among itself and the checks behind it.
+    """Return the seconds of those `left` that check `name` may take: its share among itself and the following checks.
 
-    What a check leaves over is the others'. `names` are those of this call, in order.
+    Time that a check does not use is left to the others. `names`: the checks of this call, in order.
     """
-    ahead = names[names.index(name) :]
-    return left * CHECKS[name].share / sum(CHECKS[each].share for each in ahead)
+    remaining = names[names.index(name) :]
+    return left * CHECKS[name].share / sum(CHECKS[each].share for each in remaining)

@@ -15,7 +15,7 @@ from gpu_check.wheels import lacking
 STEPS, LENGTH, SEQUENCES = 200, 1024, 8
 LAST = 20
 MARGIN = 0.01
-"""Of bf16's loss at the end: a larger gap is off. One seed is an indication: `compare` says so too (inconclusive)."""
+"""Larger relative gaps to bf16's final loss are off. One seed is only an indication (`compare`: inconclusive)."""
 VOCABULARY = 512
 
 
@@ -29,7 +29,7 @@ def overrides(recipe: str, call: Call) -> list[str]:
 
 
 def items(call: Call) -> list[Item]:
-    """Return each native recipe, whose run goes beside bf16's and the others'."""
+    """Return an item per native recipe; all runs, including bf16's, run at the same time."""
     names = list(native_recipes())
     if not names:
         return [Item("native recipes", 0, lambda: iter([missing("native recipes", "this machine runs none natively")]))]
@@ -45,7 +45,7 @@ def curve(name: str, runs: SideBySide, call: Call) -> Iterator[Row]:
 
 
 def gap(name: str, ours: Run, base: Run) -> Row:
-    """Return the relative gap of a run's last losses to bf16's; one that ran emulated is off, whatever its gap."""
+    """Return the relative gap of a run's last losses to bf16's; a run that was emulated is off in any case."""
     end, wanted = (statistics.fmean(record["loss"] for record in run.records()[-LAST:]) for run in (ours, base))
     relative, runs = (end - wanted) / wanted, how_it_ran(ours)
     what = f"{name} ({runs}): gap of the last {LAST} of {len(ours.records())} losses to bf16's"
@@ -54,7 +54,7 @@ def gap(name: str, ours: Run, base: Run) -> Row:
 
 
 def how_it_ran(run: Run) -> str:
-    """Return what a run's summary says of its casts: native, or that they fell back."""
+    """Return the casts reported in a run's summary: native, or that they fell back."""
     return str(run.summary()["precision"]["runs"])
 
 
@@ -71,7 +71,7 @@ def verdict(name: str, ours: Run, base: Run, call: Call) -> Iterator[Row]:
 
 
 def verdict_row(name: str, runs: str, verdict: dict[str, Any] | None) -> Row:
-    """Return one of `compare`'s verdicts as a row; None: it has none on this run."""
+    """Return one of `compare`'s verdicts as a row; None if it has none for this run."""
     what = f"{name} ({runs}): compare's gap in nats per token"
     if verdict is None:
         return missing(what, "compare has no verdict on it")

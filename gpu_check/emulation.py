@@ -1,24 +1,24 @@
-"""The price of emulated recipes: layers and training steps of a 1B model over compiled bf16's."""
+"""Slowdown of emulated recipes: layers and training steps of a 1B model relative to compiled bf16."""
 
 from collections.abc import Iterator
 from functools import partial
 
 from gpu_check import setting, speed
-from gpu_check.aims import MODEL
 from gpu_check.call import Call
 from gpu_check.journal import Journal
 from gpu_check.layers import EMULATED_TARGET, Baseline, emulated_rows
 from gpu_check.rows import Item, Row, judged, missing
 from gpu_check.setting import model_config, recipes
+from gpu_check.targets import MODEL
 from lightning_llm.config.schema.precision import PrecisionConfig
 
 FIRST = ("mxfp8", "nvfp4_all_blocks", "mxfp4_sr", "fp8_subchannel", "fp8_current")
-"""Of each family one, before the others."""
+"""One recipe of each family, measured before the others."""
 TRAINED = ("mxfp8", "mxfp4_sr")
 
 
 def items(call: Call) -> list[Item]:
-    """Return the layers of every quantising recipe with its casts emulated, and training steps of two."""
+    """Return items: layers of every quantizing recipe with emulated casts, and training steps of two recipes."""
     emulated = {name: recipe for name, recipe in recipes().items() if recipe.quantises}
     emulated = {name: recipe.model_copy(update={"backend": "emulated"}) for name, recipe in emulated.items()}
     baseline = Baseline()
@@ -29,7 +29,7 @@ def items(call: Call) -> list[Item]:
 
 
 def training(recipe: PrecisionConfig, journal: Journal) -> Iterator[Row]:
-    """Yield a step's time over that of bf16 in the same loop, which the check of speed has measured."""
+    """Yield a step's time over that of bf16 in the same loop, as measured by the check `speed`."""
     what = f"{MODEL}, a step, {recipe.name}, emulated: time over bf16's"
     base = journal.value("speed", speed.LOOP_RATE)
     if base is None:

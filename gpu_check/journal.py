@@ -1,5 +1,5 @@
-"""Rows on disk: one JSON object per line, written and flushed as each is found, so that a call that is cut off loses
-none of them and the next one goes on behind them."""
+"""Rows on disk: one JSON object per line, written and flushed immediately, so that a call that is cut off loses none
+and the next one continues."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from gpu_check.rows import OPEN, Row, as_data, of_data
 
 
 class Attempt:
-    """One time that an item's turn came: its rows, whether it was begun, and whether it came to its end."""
+    """One attempt at an item: its rows, whether it was started, and whether it finished."""
 
     def __init__(self, begun: bool = True):
         self.rows: list[Row] = []
@@ -23,46 +23,46 @@ class Attempt:
 
     @property
     def stands(self) -> bool:
-        """Whether this is a result that needs no further look."""
+        """Whether this result is final."""
         return self.ended and bool(self.rows) and not any(row.status in OPEN for row in self.rows)
 
 
 class Journal:
-    """The rows of one machine in one file. Lines of other machines, or torn ones, are passed over."""
+    """The rows of one machine in one file. Lines of other machines and incomplete lines are skipped."""
 
     def __init__(self, file: Path, machine: Machine, commit: str | None = None):
         self.file, self.machine, self.commit = file, machine, commit
 
     def plan(self, check: str, items: list[str], to_measure: list[str]) -> None:
-        """Note the items that a check has, and which of them this call is to measure."""
+        """Record the items of a check and those to be measured by this call."""
         self._append({"check": check, "event": "planned", "items": items, "to_measure": to_measure})
 
     def plans(self, check: str) -> int:
-        """Return how often a check has been planned."""
+        """Return the number of plans of a check."""
         return sum(line.get("event") == "planned" for line in self._lines(check))
 
     def begin(self, check: str, item: str) -> None:
-        """Note that an item is begun: what it had before is replaced, once it comes to its end."""
+        """Record the start of an item; its earlier rows are replaced once it finishes."""
         self._append({"check": check, "item": item, "event": "began"})
 
     def add(self, check: str, item: str, row: Row) -> None:
-        """Write a row of the item that was begun last."""
+        """Write a row of the last started item."""
         self._append({"check": check, "item": item, **as_data(row)})
 
     def end(self, check: str, item: str, seconds: float) -> None:
-        """Note that the item has all its rows."""
+        """Record that the item has all its rows."""
         self._append({"check": check, "item": item, "event": "ended", "seconds": round(seconds, 1)})
 
     def leave_out(self, check: str, item: str, row: Row) -> None:
-        """Write why an item is not begun."""
+        """Write the reason why an item is not started."""
         self._append({"check": check, "item": item, "event": "left out", **as_data(row)})
 
     def attempts(self, check: str) -> dict[str, list[Attempt]]:
-        """Return the attempts at each item of a check, in the order in which it has them now."""
+        """Return the attempts at each item of a check, in the current order of its items."""
         found: dict[str, list[Attempt]] = {}
         for line in self._lines(check):
             event = line.get("event")
-            if event == "planned":  # items that a check had once, or that stood for it as it could not be begun, go
+            if event == "planned":  # drops items that the check no longer has, and the placeholder for unknown items
                 found = {item: found.get(item, []) for item in line["items"]}
                 continue
             made = found.setdefault(line["item"], [])
@@ -76,16 +76,16 @@ class Journal:
 
     @property
     def lines(self) -> int:
-        """Lines of this machine that the file has."""
+        """Number of lines of this machine in the file."""
         return sum(1 for _ in self._lines())
 
     def begun(self, check: str, behind: int) -> set[str]:
-        """Return the items of a check that were begun behind so many `lines`."""
+        """Return the items of a check that were started after line number `lines`."""
         later = list(self._lines())[behind:]
         return {line["item"] for line in later if line["check"] == check and line.get("event") == "began"}
 
     def unfinished(self, check: str) -> dict[str, bool]:
-        """Return the items that the newest plan of a check is to measure and no line behind it ends: are they begun?"""
+        """Return {item: whether it was started} for the items of a check's newest plan that have not ended."""
         found: dict[str, bool] = {}
         for line in self._lines(check):
             event = line.get("event")
@@ -98,7 +98,7 @@ class Journal:
         return found
 
     def results(self, check: str) -> dict[str, list[Row]]:
-        """Return the rows of each item: of the last attempt that stands, else of the last there was."""
+        """Return the rows of each item: of the last final attempt, else of the last attempt."""
         return {
             item: next((each for each in reversed(made) if each.stands), made[-1]).rows
             for item, made in self.attempts(check).items()
@@ -139,8 +139,8 @@ class Journal:
 
 
 def journal_for(machine: Machine, folder: Path, earlier: Path, commit: str | None) -> Journal:
-    """Return the journal to go on with: the newest in `folder` with rows of this machine, else in `earlier` (which is
-    copied), else today's of the device, DATE-DEVICE.jsonl."""
+    """Return the journal to continue: the newest one in `folder` with rows of this machine, else a copy of one in
+    `earlier`, else a new one of today for this device, DATE-DEVICE.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
     for place in dict.fromkeys((folder, earlier)):
         for file in sorted(place.glob(f"*-{machine.file_part}.jsonl"), reverse=True):

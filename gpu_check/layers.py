@@ -18,7 +18,7 @@ Work = Callable[[], None]
 
 
 class Baseline:
-    """Compiled bf16's work on each layer, made when it is first asked for: others take turns with it."""
+    """Compiled bf16's pass of each layer, created on first use; recipes are timed in alternation with it."""
 
     def __init__(self) -> None:
         self._made: dict[str, Work] = {}
@@ -42,7 +42,7 @@ def native_rows(recipe: PrecisionConfig, baseline: Baseline) -> Iterator[Row]:
 
 
 def emulated_rows(recipe: PrecisionConfig, baseline: Baseline) -> Iterator[Row]:
-    """Yield the emulated recipe's time over compiled bf16's: of all layers together."""
+    """Yield the emulated recipe's time over compiled bf16's, for all layers together."""
     sums, said = {"bf16": 0.0, recipe.name: 0.0}, []
     for shape in LAYERS:
         taken = times(recipe, shape, baseline)
@@ -56,7 +56,7 @@ def emulated_rows(recipe: PrecisionConfig, baseline: Baseline) -> Iterator[Row]:
 
 
 def times(recipe: PrecisionConfig, shape: str, baseline: Baseline) -> dict[str, float]:
-    """Return the milliseconds of bf16 and of the recipe, which take turns."""
+    """Return the milliseconds of bf16 and of the recipe, timed in alternation."""
     inputs, outputs = LAYERS[shape]
     layer = layer_of(recipe, inputs, outputs)
     layer.keys = torch.arange(9, device=setting.DEVICE)

@@ -1,4 +1,4 @@
-"""Transformer Engine by itself: it loads, says of the device what we say, and its products agree with fp32's."""
+"""Transformer Engine by itself: it loads, agrees with us about the device's formats, and its products match fp32."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,8 +17,8 @@ from lightning_llm.precision.native.transformer_engine import engine
 
 SHAPES = ((512, 1024, 768), (2048, 4096, 2048))  # tokens, inputs, outputs
 LIMITS = {"e4m3": 0.05, "e5m2": 0.09, "e2m1": 0.35}
-"""Relative error of a product, by its coarsest format: an element rounded to m mantissa bits is off by 2^-m / sqrt(12)
-of its binade on average, both operands count, and there is room for a half."""
+"""Tolerance of a product's relative error, by its coarsest format: rounding to m mantissa bits gives an error of
+2^-m / sqrt(12) of the binade per element on average; both operands contribute, and half as much is added as margin."""
 ASKS: dict[Kind, str] = {
     "delayed": "is_fp8_available",
     "current": "is_fp8_available",
@@ -29,7 +29,7 @@ ASKS: dict[Kind, str] = {
 
 
 def admitted() -> Iterator[Row]:
-    """Yield what the library is and what it admits."""
+    """Yield the library's version and the recipes that it supports."""
     here = setting.here()
     if here.library_problem is not None:
         yield missing("Transformer Engine", here.library_problem)
@@ -40,9 +40,9 @@ def admitted() -> Iterator[Row]:
 
 
 def admits() -> Iterator[Row]:
-    """Yield whether the library's own checks say what ours say.
+    """Yield whether the library's own checks agree with ours.
 
-    Theirs ask for the kind of recipe alone; ours also for NVFP4's rotation and stochastic rounding, left out here.
+    Theirs depend only on the kind of recipe; ours also on NVFP4's rotation and stochastic rounding, excluded here.
     """
     here = setting.here()
     seen = set()
@@ -85,7 +85,7 @@ def exactness(name: str, recipe: PrecisionConfig) -> Iterator[Row]:
         layer = layer_of(recipe, inputs, outputs)
         with torch.no_grad():
             layer.weight.normal_(std=inputs**-0.5, generator=generator)
-        for _ in range(3):  # delayed scaling takes its scales from the steps before
+        for _ in range(3):  # delayed scaling computes scales from previous steps
             operand = x.clone().requires_grad_()
             layer.weight.grad = None
             y = layer(operand)

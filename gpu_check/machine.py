@@ -16,7 +16,7 @@ DRIVER = "/proc/driver/nvidia/version"
 
 @dataclass(frozen=True)
 class Machine:
-    """What a row depends on: rows of another machine, or of other versions, are none of this one's."""
+    """Identity of the device and versions that rows depend on; rows of other machines or versions are not used."""
 
     device: str
     driver: str
@@ -25,19 +25,19 @@ class Machine:
 
     @property
     def file_part(self) -> str:
-        """The device's name as a part of a file's."""
+        """The device's name for file names."""
         return "-".join(self.device.lower().split())
 
 
 def has_driver() -> bool:
-    """Return whether there is an NVIDIA driver, which is seen without torch."""
+    """Return whether there is an NVIDIA driver, without torch."""
     return any(Path(file).exists() for file in DRIVER_FILES)
 
 
 def machine_here(environment: dict[str, str]) -> Machine | str:
-    """Return this machine as a process with `environment` finds it, or why there is no GPU to check.
+    """Return this machine as seen by a process with `environment`, or the reason why there is no GPU to check.
 
-    In a process of its own: CUDA stays out of the one that starts the checks, which outlives a broken driver.
+    It runs in a separate process, so that the parent never initializes CUDA and survives a broken driver.
     """
     if not has_driver():
         return "this machine has no NVIDIA driver"
@@ -56,7 +56,7 @@ def machine_here(environment: dict[str, str]) -> Machine | str:
 
 
 def probe() -> dict[str, str | None]:
-    """Return a `Machine`'s fields as torch has them here, or the `problem`."""
+    """Return the fields of `Machine` from torch, or a `problem`."""
     import torch
 
     if not torch.cuda.is_available():
@@ -65,7 +65,7 @@ def probe() -> dict[str, str | None]:
 
 
 def driver_version() -> str:
-    """Return the NVIDIA driver's version, of its own file or of nvidia-smi; "unknown" where neither says."""
+    """Return the version of the NVIDIA driver, from its file or nvidia-smi; "unknown" if neither has it."""
     if Path(DRIVER).is_file():
         words = Path(DRIVER).read_text().partition("\n")[0].split()
         if found := [word for word in words if word[0].isdigit() and "." in word]:

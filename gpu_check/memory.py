@@ -1,4 +1,4 @@
-"""Memory: the allocator's peak in runs of `lightning-llm train`, over what `lightning-llm plan` says of them."""
+"""Memory: the allocator's peak in runs of `lightning-llm train`, relative to the estimate of `lightning-llm plan`."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -10,7 +10,7 @@ from gpu_check.runs import SideBySide, printed, words
 
 SEQUENCES, LENGTH, STEPS = 4, 2048, 4
 TOLERANCE = 0.10
-"""Of plan's bytes. Workspaces of libraries, and what a compiled graph keeps otherwise, are in no formula."""
+"""Tolerance relative to plan's bytes: library workspaces and some tensors of compiled graphs are in no formula."""
 BY_OPERATOR = "trainer.compile=false"
 CASES: dict[str, tuple[str, ...]] = {
     "llama_1b, bf16": ("model=llama_1b", "precision=bf16", BY_OPERATOR),
@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def items(call: Call) -> list[Item]:
-    """Return a run of each case. They run side by side, for bytes do not depend on time; on a small device in turn."""
+    """Return an item per case. Runs are parallel, because bytes do not depend on time; sequential on a small device."""
     runs = {name: (_folder(name), overrides(name, call)) for name in CASES}
     groups = [[name] for name in CASES] if setting.is_small_device() else [list(CASES)]
     found = []
@@ -47,7 +47,7 @@ def _folder(name: str) -> str:
 
 
 def compared(name: str, runs: SideBySide, words_of_run: list[str]) -> Iterator[Row]:
-    """Yield the peak of what the allocator gave out over plan's bytes without its reserve for the allocator."""
+    """Yield the peak of allocated bytes relative to plan's bytes without its reserve for the allocator."""
     peaks = [record.get("device_memory_peak_bytes", 0) for record in runs.finished(name, STEPS).records()]
     memory = printed("plan", "--json", *words_of_run)["memory_bytes"]
     bytes_planned = memory["total"] - memory["allocator_reserve"]

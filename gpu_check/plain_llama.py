@@ -1,5 +1,4 @@
-"""Llama as one writes it by hand in plain torch: nothing of this package's in it, and the loop that `train` is held
-against."""
+"""Hand-written Llama in plain torch, independent of this package, and a training loop: the baseline for `train`."""
 
 from collections.abc import Callable
 
@@ -11,7 +10,7 @@ from lightning_llm.config.schema.model import ModelConfig
 
 
 class PlainLlama(nn.Module):
-    """Grouped attention, SwiGLU, RMSNorm; the sizes are those of `config`, its rope scaling is left out."""
+    """Grouped attention, SwiGLU, RMSNorm, with the sizes of `config` but without its rope scaling."""
 
     def __init__(self, config: ModelConfig, length: int, device: str):
         super().__init__()
@@ -34,7 +33,7 @@ class PlainLlama(nn.Module):
         return self.head(self.norm(self.hidden(tokens)))
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """Return what the last block makes of `tokens` `[B, T]`: `[B, T, D]`."""
+        """Return the output of the last block for `tokens` `[B, T]`: `[B, T, D]`."""
         x = self.embedding(tokens)  # [B, T, D]
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
@@ -66,15 +65,15 @@ class PlainBlock(nn.Module):
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return rotary positions' turn of `x` `[B, H, T, K]`."""
+    """Return `x` `[B, H, T, K]` with rotary position embeddings applied."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def plain_step(config: ModelConfig, sequences: int, length: int, device: str, compiled: bool) -> Callable[[], None]:
-    """Return a function that takes a step of the loop that everyone writes: autocast to bf16 over fp32 weights, cross
-    entropy of fp32 logits, clipping, fused AdamW. With `compiled`, each block is, and the head with the loss, as
-    torchtitan does: one graph of all blocks would take minutes to compile."""
+    """Return a function that makes one step of a typical training loop: autocast to bf16 over fp32 weights,
+    cross-entropy of fp32 logits, clipping, fused AdamW. With `compiled`, each block is compiled, and the head with the
+    loss, as in torchtitan: one graph of all blocks would take minutes to compile."""
     model = PlainLlama(config, length, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     tokens = torch.randint(config.vocab_size, (sequences, length + 1), device=device)

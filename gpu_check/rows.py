@@ -1,4 +1,4 @@
-"""Findings of a check, and the time it has."""
+"""Rows (results) of a check, and its clock."""
 
 import math
 import time
@@ -9,15 +9,15 @@ from typing import Any, Literal, ParamSpec
 
 P = ParamSpec("P")
 Status = Literal["ok", "off", "measured", "not available", "error", "cut off"]
-"""ok, off: within its target, or not; measured: it has none; not available: why in `note`; error: the item broke; cut
-off: the time was out before it was begun, or before it ended."""
+"""ok, off: within its target or not; measured: without a target; not available: reason in `note`; error: the item
+failed; cut off: not enough time to start or to finish it."""
 OPEN = ("not available", "error", "cut off")
-"""What is looked at again by a further call: it has no value, and may have one then."""
+"""Statuses without a value, which a further call measures again."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One finding. `value` is None where there is none to tell; `note` has the target, or why there is no value."""
+    """One result. `value` is None if there is none; `note` has the target, or the reason for a missing value."""
 
     what: str
     value: float | None
@@ -28,9 +28,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Item:
-    """A part of a check that is measured, or not, as a whole; `name` is its own within the check.
+    """A part of a check that is measured as a whole; `name` is unique within the check.
 
-    It is not begun where less than `seconds` are left. `work` yields its rows.
+    It is not started if less than `seconds` are left. `work` yields its rows.
     """
 
     name: str
@@ -39,22 +39,22 @@ class Item:
 
 
 def judged(what: str, value: float, unit: str, holds: bool, target: str) -> Row:
-    """Return a row that is "ok" or "off" by `holds`; `target` says what was asked for."""
+    """Return a row that is "ok" or "off" by `holds`; `target`: text of the requirement."""
     return Row(what, value, unit, "ok" if holds else "off", target)
 
 
 def missing(what: str, reason: str) -> Row:
-    """Return a row of something that this machine does not have."""
+    """Return a row for something that this machine does not have."""
     return Row(what, None, "", "not available", reason)
 
 
 def cut_off(what: str, reason: str) -> Row:
-    """Return a row of something that there was no time for."""
+    """Return a row for something that there was no time for."""
     return Row(what, None, "", "cut off", reason)
 
 
 class Clock:
-    """The time that a check has, or all of them."""
+    """The remaining time of a check or of a call."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic):
         self.now, self._end = now, now() + seconds
@@ -70,17 +70,17 @@ class Clock:
 
 
 class OutOfTimeError(Exception):
-    """Work was begun and ended before it was done."""
+    """Work was stopped before it was done."""
 
 
 def guarded(what: str, work: Callable[P, Iterator[Row]], *args: P.args, **kwargs: P.kwargs) -> Iterator[Row]:
-    """Yield the rows of `work(...)`; where it raises, one that says so: what comes after it is still checked."""
+    """Yield the rows of `work(...)`; if it raises, an error row, so that the following items are still measured."""
     try:
         yield from work(*args, **kwargs)
     except OutOfTimeError as error:
         yield cut_off(what, str(error))
-    except Exception as error:  # a report must survive whatever a device or a library does
-        traceback.print_exc()  # to the log beside the rows
+    except Exception as error:  # the report must survive any failure of a device or library
+        traceback.print_exc()  # to the log file next to the rows
         text = " ".join(str(error).split())[:300]
         yield Row(what, None, "", "error", f"{type(error).__name__}: {text}")
 
@@ -101,6 +101,6 @@ def as_data(row: Row) -> dict[str, Any]:
 
 
 def of_data(data: dict[str, Any]) -> Row:
-    """Return the row that `as_data` made the data of, among other keys."""
+    """Return the row from the result of `as_data`, ignoring other keys."""
     value = None if data["value"] is None else float(data["value"])
     return Row(data["what"], value, data["unit"], data["status"], data["note"])

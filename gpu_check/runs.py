@@ -1,4 +1,4 @@
-"""Runs of `lightning-llm train` in processes of their own, and what they leave."""
+"""Runs of `lightning-llm train` in separate processes, and their results."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def words(folder: Path, name: str, sequences: int, length: int, steps: int, *more: str) -> list[str]:
-    """Return the overrides of one run: text of the Python installation as bytes, and nothing written but its folder."""
+    """Return the overrides of one run, which trains on bytes of Python's own files and writes only its folder."""
     return [
         "data=python", "data.tokenizer.kind=bytes", f"data.sequence_length={length}",
         f"data.micro_batch_size={sequences}", f"data.global_batch_size={sequences}", f"trainer.max_steps={steps}",
@@ -28,22 +28,22 @@ def words(folder: Path, name: str, sequences: int, length: int, steps: int, *mor
 
 
 class Run:
-    """One run that was started."""
+    """One started run."""
 
     def __init__(self, folder: Path, overrides: list[str]):
         self.folder = folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._said = folder.with_suffix(".log")
         command = [sys.executable, "-m", "lightning_llm", "train", *overrides]
-        with self._said.open("w") as said:  # no pipe: a full one would stop the run
+        with self._said.open("w") as said:  # not a pipe: a full one would block the run
             self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
 
     def finish(self, clock: Clock, steps: int | None = None) -> None:
-        """Wait for its end; given `steps`, until they are made: it is ended then, before it writes its checkpoint.
+        """Wait for its end, or until `steps` are made: it is then ended before it writes its checkpoint.
 
         Raises:
             RunError: it failed.
-            OutOfTimeError: the time was out, and it was ended.
+            OutOfTimeError: the time was up, and it was ended.
         """
         while self._process.poll() is None:
             if steps is not None and len(self.records()) >= steps:
@@ -55,7 +55,7 @@ class Run:
             time.sleep(POLL_SECONDS)
         if self._process.returncode:
             said = self._said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            print(*said, sep="\n", file=sys.stderr)  # into the log beside the rows
+            print(*said, sep="\n", file=sys.stderr)  # to the log file next to the rows
             raise RunError(f"exit code {self._process.returncode}: {(said or ['without a word'])[-1]}")
 
     def _end(self) -> None:
@@ -67,11 +67,11 @@ class Run:
         return [record for record in self._lines() if "loss" in record]
 
     def timed(self) -> list[dict[str, Any]]:
-        """Return the records of the steps behind the warm-up."""
+        """Return the records of the steps after the warm-up."""
         return [record for record in self.records() if not record.get("timing_warmup")]
 
     def summary(self) -> dict[str, Any]:
-        """Return what it says of itself at its end."""
+        """Return the content of its summary.json."""
         found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
         return found
 
@@ -79,7 +79,7 @@ class Run:
         found = []
         file = self.folder / "metrics.jsonl"
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
-            with contextlib.suppress(json.JSONDecodeError):  # of a run that was ended, the last
+            with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was ended
                 found.append(json.loads(line))
         return found
 
@@ -89,9 +89,9 @@ class RunError(Exception):
 
 
 class SideBySide:
-    """Runs of a check that are started together when the first of them is asked for: start-up is most of their time.
+    """Runs of a check, all started when the first one is requested, because start-up takes most of their time.
 
-    Those alone that the check has no rows of yet, and those that others need.
+    Only runs with missing rows, and those that other runs depend on.
     """
 
     def __init__(self, call: Call, check: str, runs: dict[str, tuple[str, list[str]]], needed: tuple[str, ...] = ()):
@@ -99,10 +99,10 @@ class SideBySide:
         self._started: dict[str, Run] = {}
 
     def finished(self, name: str, steps: int | None = None) -> Run:
-        """Return the run of that name, ended; all are started with the first.
+        """Return the run of that name after its end; the first call starts all runs.
 
         Raises:
-            RunError, OutOfTimeError: as `Run.finish`.
+            RunError, OutOfTimeError: see `Run.finish`.
         """
         if not self._started:
             open_names = self._call.journal.unfinished(self._check)
@@ -114,10 +114,10 @@ class SideBySide:
 
 
 def printed(*verb: str) -> dict[str, Any]:
-    """Return what a verb of `lightning-llm` prints with --json.
+    """Return the output of a verb of `lightning-llm` with --json.
 
     Raises:
-        RunError: it returned another code than 0.
+        RunError: its exit code is not 0.
     """
     from lightning_llm.__main__ import main
 

@@ -18,7 +18,7 @@ from lightning_llm.precision.native.decide import Decision, decide, shipped_reci
 DEVICE = "cuda"
 WARMUP_SECONDS = 0.3
 SMALL_DEVICE_BYTES = 100e9
-"""Below it, an H100's 80 GiB say, work that holds much takes less at once."""
+"""On smaller devices, e.g. an H100 with 80 GiB, checks that need much memory run sequentially or with less at once."""
 
 
 def recipes() -> dict[str, PrecisionConfig]:
@@ -36,23 +36,23 @@ def model_config(name: str, **keys: Any) -> ModelConfig:
 
 
 def is_small_device() -> bool:
-    """Return whether the device has less than SMALL_DEVICE_BYTES, or does not say."""
+    """Return whether the device has less than SMALL_DEVICE_BYTES, or an unknown size."""
     return (memory_bytes_here(DEVICE) or 0) < SMALL_DEVICE_BYTES
 
 
 def here() -> Capability:
-    """Return what this machine has."""
+    """Return the native formats and kernels of this machine."""
     return capability_here("cuda")
 
 
 def native_recipes() -> dict[str, tuple[PrecisionConfig, Decision]]:
-    """Return the quantising recipes that run natively on this machine, with the decision."""
+    """Return the quantizing recipes that run natively on this machine, with the decision."""
     made = {name: (recipe, decide(recipe, here())) for name, recipe in recipes().items() if recipe.quantises}
     return {name: (recipe, decision) for name, (recipe, decision) in made.items() if decision.runs == "native"}
 
 
 def synchronise() -> None:
-    """Wait until the device has done what it was given."""
+    """Wait for all work on the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -60,8 +60,8 @@ def synchronise() -> None:
 def milliseconds(contenders: Mapping[str, Callable[[], object]], repeats: int = 5, rounds: int = 5) -> dict[str, float]:
     """Return the milliseconds of one call of each contender: the median of `rounds`, each a mean over `repeats`.
 
-    Each is warmed up for WARMUP_SECONDS, which compiles, fills caches and brings clocks up, and then they take turns in
-    an order that rotates: what the device does in between (clocks, heat, neighbours) hits all of them alike.
+    Each is warmed up for WARMUP_SECONDS, to compile, fill caches and raise clocks. Then they take turns in a rotating
+    order, so that changes of the device (clocks, heat, other users) affect all of them equally.
     """
     names, found = list(contenders), {name: list[float]() for name in contenders}
     for work in contenders.values():
@@ -78,7 +78,7 @@ def milliseconds(contenders: Mapping[str, Callable[[], object]], repeats: int = 
 
 
 def _warm_up(work: Callable[[], object]) -> None:
-    work()  # compiles, outside of the time
+    work()  # compiles, not timed
     synchronise()
     began, calls = time.perf_counter(), 1
     while calls < 3 or time.perf_counter() - began < WARMUP_SECONDS:

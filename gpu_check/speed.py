@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from gpu_check import setting
-from gpu_check.aims import MFU, MODEL, NATIVE_RATIO, NATIVE_STEP
 from gpu_check.call import Call
 from gpu_check.checks import RUN
 from gpu_check.journal import Journal
@@ -18,6 +17,7 @@ from gpu_check.plain_llama import plain_step
 from gpu_check.rows import Clock, Item, Row, judged, missing
 from gpu_check.runs import Run, words
 from gpu_check.setting import milliseconds, model_config, native_recipes, recipes
+from gpu_check.targets import MFU, MODEL, NATIVE_RATIO, NATIVE_STEP
 from gpu_check.wheels import lacking
 from lightning_llm.base.hardware import device_name, peak_flops_per_second
 from lightning_llm.config.schema.model import ModelConfig
@@ -32,7 +32,7 @@ from lightning_llm.train.quantisation import Quantisation
 
 LENGTH, STEPS, WARMUP_STEPS = 2048, 40, 10
 TRAIN_SECONDS = 100.0
-"""That `train` may take of the check's time, most of it to start and to compile."""
+"""Seconds of the check's time that `train` may take, most of it for start-up and compiling."""
 PLAIN_TARGET = 1.0
 ORDER = ("fp8_current", "fp8_subchannel", "fp8_delayed")
 LOOP_RATE = f"{MODEL}, bf16, our model in a loop"
@@ -40,7 +40,7 @@ TRAIN_RATE = f"{MODEL}, bf16, train"
 
 
 def items(call: Call) -> list[Item]:
-    """Return the steps in bf16, those of three native recipes, then layers of every native one."""
+    """Return items: steps in bf16, steps of three native recipes, then layers of every native recipe."""
     native = {name: recipe for name, (recipe, _) in native_recipes().items()}
     baseline = Baseline()
     first = [name for name in ORDER if name in native]
@@ -59,12 +59,12 @@ def items(call: Call) -> list[Item]:
 
 
 def sequences() -> int:
-    """Return the sequences of a step, one micro-batch: a hand-written loop keeps logits of all their tokens."""
+    """Return the sequences of a step, one micro-batch; limited, because a hand-written loop keeps all logits."""
     return 4 if setting.is_small_device() else 8
 
 
 def trained(call: Call) -> Iterator[Row]:
-    """Yield tokens/s and model FLOPs utilisation of `lightning-llm train`, compiled: medians of the steps it times."""
+    """Yield tokens/s and model FLOPs utilization of `lightning-llm train`, compiled: medians over its timed steps."""
     if gone := lacking(RUN):
         yield missing(TRAIN_RATE, f"{', '.join(gone)} not installed")
         return
@@ -81,7 +81,7 @@ def trained(call: Call) -> Iterator[Row]:
 
 
 def hand_written(journal: Journal) -> Iterator[Row]:
-    """Yield tokens/s of the plain model in a loop without anything of ours, compiled whole, and train's over them."""
+    """Yield tokens/s of the plain model in an independent compiled loop, and the ratio of train's to them."""
     config = model_config(MODEL, max_sequence_length=LENGTH)
     try:
         step = plain_step(config, sequences(), LENGTH, setting.DEVICE, compiled=True)
@@ -94,8 +94,8 @@ def hand_written(journal: Journal) -> Iterator[Row]:
 
 
 def in_a_loop(recipe: PrecisionConfig, journal: Journal) -> Iterator[Row]:
-    """Yield tokens/s of our model in a hand-written loop with its blocks compiled, and for other recipes than bf16,
-    bf16's time over it."""
+    """Yield tokens/s of our model in a hand-written loop with compiled blocks; for recipes other than bf16 also
+    bf16's time over theirs."""
     config = model_config(MODEL, max_sequence_length=LENGTH)
     try:
         rate = sequences() * LENGTH / timed(our_step(config, recipe, sequences(), LENGTH, compiled=True))
@@ -110,7 +110,7 @@ def in_a_loop(recipe: PrecisionConfig, journal: Journal) -> Iterator[Row]:
 
 
 def with_cudnn(journal: Journal) -> Iterator[Row]:
-    """Yield the bf16 loop's tokens/s with cuDNN's attention, over those with torch's own choice."""
+    """Yield the bf16 loop's tokens/s with cuDNN's attention, over those with torch's default choice."""
     config = model_config(MODEL, max_sequence_length=LENGTH)
     try:
         with attention_by("cudnn"):
@@ -126,14 +126,14 @@ def with_cudnn(journal: Journal) -> Iterator[Row]:
 
 
 def ratio_row(what: str, rate: float | None, base: float | None, target: float, why_missing: str) -> Row:
-    """Return `rate` over `base` as a row held to `target`, or that one of the two is missing, and why."""
+    """Return `rate` over `base` as a row judged by `target`, or a row with the reason if one is missing."""
     if rate is None or base is None:
         return missing(what, why_missing)
     return judged(what, rate / base, "times", rate / base >= target, f">= {target}")
 
 
 def rate_rows(what: str, whose: str, rate: float, note: str) -> Iterator[Row]:
-    """Yield tokens/s, and what they are of the device's peak in bf16 where that is known.
+    """Yield tokens/s, and their share of the device's bf16 peak if that is known.
 
     See `lightning_llm.base.hardware` and `lightning_llm.model.flops`.
     """
@@ -149,7 +149,7 @@ def rate_rows(what: str, whose: str, rate: float, note: str) -> Iterator[Row]:
 
 
 def shape() -> str:
-    """Return what a step is made of, in words."""
+    """Return a description of a step."""
     return f"{sequences()} x {LENGTH} tokens a step"
 
 
@@ -159,7 +159,7 @@ def timed(step: Callable[[], None]) -> float:
 
 
 def free_memory() -> None:
-    """Give back what a model took: compiled blocks are in reference cycles, and the compiler's caches keep them."""
+    """Free a model's memory: compiled blocks are in reference cycles, and the compiler's caches keep them."""
     torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()
@@ -168,8 +168,8 @@ def free_memory() -> None:
 def our_step(
     config: ModelConfig, recipe: PrecisionConfig, sequences: int, length: int, compiled: bool
 ) -> Callable[[], None]:
-    """Return a function that takes a step of a hand-written loop over our model: forward, backward, clipping, fused
-    AdamW. With `compiled` its blocks and its loss are; emulated casts are compiled by themselves, as in a run."""
+    """Return a function that makes one step of a hand-written loop over our model: forward, backward, clipping, fused
+    AdamW. With `compiled`, its blocks and loss are compiled; emulated casts are compiled separately, as in a run."""
     quantisation = Quantisation(recipe, 0, 100, decide(recipe, setting.here()))
     with torch.device("meta"):
         model = Decoder(config, compute_dtype=torch.bfloat16)

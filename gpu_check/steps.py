@@ -36,7 +36,7 @@ MARK = re.compile(r"^(pytestmark =|@)\s*pytest\.mark\.gpu\b", re.MULTILINE)
 
 
 def items(call: Call) -> list[Item]:
-    """Return the tests, then each recipe's steps: bf16's first, which others are held against."""
+    """Return items: the tests, then each recipe's steps, starting with bf16's, the reference for the others."""
     names = sorted(recipes(), key=lambda name: (name != "bf16", name))
     trained = [Item(name, 3, partial(one_recipe, recipes()[name], call.journal)) for name in names]
     return [Item("tests marked gpu", 10, partial(marked_tests, call.clock)), *trained]
@@ -83,12 +83,12 @@ def train(recipe: PrecisionConfig) -> float:
 
 
 def marked_files() -> list[Path]:
-    """Return the test files with tests marked `gpu`; the others import packages that a GPU machine may lack."""
+    """Return the test files with tests marked `gpu`; others import packages that a GPU machine may lack."""
     return sorted(file for file in (ROOT / "tests").rglob("test_*.py") if MARK.search(file.read_text("utf-8")))
 
 
 def marked_tests(clock: Clock) -> Iterator[Row]:
-    """Yield how many of the tests marked `gpu` passed."""
+    """Yield the number of passed tests marked `gpu`."""
     if gone := lacking(("pytest", "pydantic", "yaml")):
         yield missing("tests marked gpu", f"{', '.join(gone)} not installed")
         return
@@ -104,17 +104,17 @@ def marked_tests(clock: Clock) -> Iterator[Row]:
         "gpu",
         *map(str, marked_files()),
     ]
-    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # other packages' plugins, whatever those need
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins of other packages may lack dependencies
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=max(1, clock.left - 2), check=False
         )
     except subprocess.TimeoutExpired:
         raise OutOfTimeError("the tests had not ended") from None
-    print(done.stdout, file=sys.stderr)  # into the log beside the rows
-    last = (done.stdout.strip().splitlines() or ["nothing was said"])[-1]
+    print(done.stdout, file=sys.stderr)  # to the log file next to the rows
+    last = (done.stdout.strip().splitlines() or ["no output"])[-1]
     passed = int(found[1]) if (found := re.search(r"(\d+) passed", last)) else 0
-    if done.returncode == 0 and not passed:  # skipped, each with its reason
+    if done.returncode == 0 and not passed:  # all skipped, each with its reason
         skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")] or [last]
         yield missing("tests marked gpu", skipped[0][:200])
         return

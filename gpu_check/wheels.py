@@ -1,4 +1,4 @@
-"""Packages that the machine lacks, from a folder of wheels: installed beside it, without a network."""
+"""Install packages that the machine lacks from a folder of wheels, without network access."""
 
 import importlib.util
 import os
@@ -10,21 +10,21 @@ from hashlib import sha256
 from pathlib import Path
 
 FOLDERS = ("carry/wheels", "carry")
-"""Where wheels are looked for in a checkout when no folder is named; git ignores it."""
+"""Default folder of wheels in a checkout; ignored by git."""
 INSTALL_SECONDS = 120
 
 
 def wheel_folder(given: str | None, root: Path) -> Path | None:
-    """Return the folder of wheels: the one given, else GPU_CHECK_WHEELS, else the checkout's; None without any."""
+    """Return the folder of wheels: the given one, else GPU_CHECK_WHEELS, else the checkout's; None without any."""
     named = given or os.environ.get("GPU_CHECK_WHEELS")
     candidates = [Path(named)] if named else [root / folder for folder in FOLDERS]
     return next((folder for folder in candidates if any(folder.glob("*.whl"))), None)
 
 
 def install(folder: Path) -> tuple[Path | None, str]:
-    """Install all wheels of `folder` into a folder of their own; return it, or None and why not.
+    """Install all wheels of `folder` into a separate folder; return (folder or None, reason of a failure).
 
-    One pip call: Transformer Engine's wheels share a package, which a second call with --target would replace.
+    It uses one pip call: Transformer Engine's wheels share a package, which a second call with --target would replace.
     """
     wheels = sorted(folder.glob("*.whl"))
     names = "".join(f"{wheel.name} {wheel.stat().st_size}\n" for wheel in wheels) + sys.version
@@ -45,5 +45,5 @@ def install(folder: Path) -> tuple[Path | None, str]:
 
 
 def lacking(modules: tuple[str, ...]) -> list[str]:
-    """Return which of `modules` this Python does not find."""
+    """Return those of `modules` that this Python cannot find."""
     return [name for name in modules if importlib.util.find_spec(name) is None]

@@ -5,8 +5,8 @@ import shlex
 from pathlib import Path
 
 from gpu_check.__main__ import _parser as gpu_check_parser
-from gpu_check.aims import AIMS
 from gpu_check.checks import CHECKS, RUN
+from gpu_check.targets import TARGETS
 from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import PrecisionConfig
@@ -34,8 +34,8 @@ def test_the_table_has_every_check_with_its_share():
     assert rows == [(name, f"{check.share:g}") for name, check in CHECKS.items()]
     for line in re.findall(r"make gpu-check ARGS=\"([^\"]+)\"", TEXT):
         assert set(gpu_check_parser().parse_args(line.split()).checks) <= CHECKS.keys()
-    for aim in AIMS:
-        assert f"{aim.at_least:g}" in TEXT
+    for target in TARGETS:
+        assert f"{target.at_least:g}" in TEXT
     assert re.search(r"^gpu-check:.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from gpu_check import __main__ as gpu_check
-from gpu_check import apart, checks, machine, rows, wheels
-from gpu_check.aims import MFU, NATIVE_STEP, closing
+from gpu_check import check_process, checks, machine, rows, wheels
 from gpu_check.checks import CHECKS, Check, seconds_for
 from gpu_check.journal import Journal, journal_for
 from gpu_check.machine import Machine, machine_here
 from gpu_check.rows import Clock, Item, OutOfTimeError, Row
+from gpu_check.targets import MFU, NATIVE_STEP, closing
 
 HERE = Machine("NVIDIA H100 80GB HBM3", "580.1", "2.11.0+cu130", "2.20.2")
 
@@ -55,7 +55,7 @@ def test_without_a_gpu_every_check_says_so_and_nothing_fails_or_is_written(tmp_p
     assert capsys.readouterr().out.count("not available") == len(CHECKS)
     assert list(tmp_path.iterdir()) == []
     assert gpu_check.main(["speed", "nothing"]) == 2
-    assert "there is no check nothing; known: agreement, speed" in capsys.readouterr().err
+    assert "unknown check nothing. Use one of agreement, speed" in capsys.readouterr().err
 
 
 def test_the_order_is_what_matters_most_and_shares_fit_eleven_minutes():
@@ -81,16 +81,16 @@ def test_what_there_is_no_time_for_is_cut_off_and_measured_by_the_next_call(jour
         Item("second", 5, taking(now, 1, Row("two", 2.0))),
         Item("third", 1, taking(now, 1, Row("three", 3.0))),
     ]
-    apart.measure("c", items, journal, Clock(10, now))
+    check_process.measure("c", items, journal, Clock(10, now))
     assert statuses(journal) == {"first": ["measured"], "second": ["cut off"], "third": ["measured"]}
     assert journal.results("c")["second"][0].note == "4 s were left, it takes about 5 s"
     assert "1 cut off" in closing(journal, ("c",))[-2]
-    assert closing(journal, ("c",))[-1].startswith("the next `make gpu-check` goes on")
+    assert closing(journal, ("c",))[-1].startswith("the next `make gpu-check` continues")
     before = now.seconds
-    apart.measure("c", items, journal, Clock(10, now))
+    check_process.measure("c", items, journal, Clock(10, now))
     assert now.seconds - before == 1  # the second alone
     assert statuses(journal) == {key: ["measured"] for key in ("first", "second", "third")}
-    apart.measure("c", items, journal, Clock(100, now), again=True)
+    check_process.measure("c", items, journal, Clock(100, now), again=True)
     assert now.seconds - before == 1 + 8
 
 
@@ -107,12 +107,12 @@ def test_a_planted_failure_is_a_row_and_ends_nothing(journal):
         yield
 
     items = [Item("bad", 1, breaks), Item("slow", 1, slow), Item("good", 1, taking(now, 1, Row("g", 1.0)))]
-    apart.measure("c", items, journal, Clock(10, now))
+    check_process.measure("c", items, journal, Clock(10, now))
     assert statuses(journal) == {"bad": ["measured", "error"], "slow": ["cut off"], "good": ["measured"]}
     assert journal.results("c")["bad"][1].note == "RuntimeError: no kernel image"
     broken[0] = False
     items.append(Item("new", 1, taking(now, 1, Row("n", 1.0))))
-    apart.measure("c", items, journal, Clock(10, now))
+    check_process.measure("c", items, journal, Clock(10, now))
     order = [json.loads(line) for line in journal.file.read_text().splitlines()]
     assert [line["item"] for line in order if line.get("event") == "began"][3:] == ["new", "bad", "slow"]
     assert statuses(journal)["bad"] == ["measured"]
@@ -120,10 +120,10 @@ def test_a_planted_failure_is_a_row_and_ends_nothing(journal):
 
 def test_a_better_result_is_not_lost_to_a_later_one_that_was_cut_off(journal):
     now = FakeTime()
-    apart.measure("c", [Item("one", 1, taking(now, 1, Row("x", 1.0)))], journal, Clock(10, now))
-    apart.measure("c", [Item("one", 20, taking(now, 1, Row("x", 2.0)))], journal, Clock(10, now), again=True)
+    check_process.measure("c", [Item("one", 1, taking(now, 1, Row("x", 1.0)))], journal, Clock(10, now))
+    check_process.measure("c", [Item("one", 20, taking(now, 1, Row("x", 2.0)))], journal, Clock(10, now), again=True)
     assert journal.value("c", "x") == 1
-    apart.measure("c", [Item("one", 1, taking(now, 1, Row("x", 3.0)))], journal, Clock(10, now), again=True)
+    check_process.measure("c", [Item("one", 1, taking(now, 1, Row("x", 3.0)))], journal, Clock(10, now), again=True)
     assert journal.value("c", "x") == 3
     assert journal.value("c", "y") is None
 
@@ -214,13 +214,13 @@ def assert_ended(pid_file, *, within=5):
 
 
 def test_a_check_ends_with_all_it_started_and_the_next_call_goes_on(planted, journal, tmp_path):
-    apart.run_apart("c", CHECK, journal, planted, seconds=2.5)
+    check_process.run_in_process("c", CHECK, journal, planted, seconds=2.5)
     assert statuses(journal) == {"quick": ["measured"], "hangs": ["measured", "cut off"], "behind": ["cut off"]}
     assert_ended(tmp_path / "pid")
     assert journal.results("c")["hangs"][1].note == "stopped after 2 s"
     (tmp_path / "mended").touch()
     lines = len(journal.file.read_text().splitlines())
-    apart.run_apart("c", CHECK, journal, planted, seconds=60)
+    check_process.run_in_process("c", CHECK, journal, planted, seconds=60)
     assert statuses(journal) == {name: ["measured"] for name in ("quick", "hangs", "behind")}
     later = [json.loads(line) for line in journal.file.read_text().splitlines()[lines:]]
     began = [line["item"] for line in later if line.get("event") == "began"]
@@ -233,7 +233,7 @@ def test_a_check_ends_with_all_it_started_and_the_next_call_goes_on(planted, jou
 )
 def test_another_process_goes_on_behind_what_broke_one(how, note, planted, journal, tmp_path):
     """A crash, or an error after which the device is of no more use to a process: a row, and the rest is made."""
-    apart.run_apart("c", CHECK, journal, {**planted, "PLANTED_CALLS": how}, seconds=60)
+    check_process.run_in_process("c", CHECK, journal, {**planted, "PLANTED_CALLS": how}, seconds=60)
     assert statuses(journal) == {"quick": ["measured"], "hangs": ["measured", "error"], "behind": ["measured"]}
     assert journal.results("c")["hangs"][1].note.startswith(note)
     if how == "dies":
@@ -248,7 +248,7 @@ def test_a_call_that_is_ended_itself_keeps_its_rows_and_leaves_nothing_behind(nu
     """As a machine's time limit ends it: a signal to `python -m gpu_check` alone."""
     script = f"""
 import sys
-sys.path.insert(0, {str(apart.ROOT)!r})
+sys.path.insert(0, {str(check_process.ROOT)!r})
 from gpu_check import __main__ as call, checks, machine
 call.machine_here = lambda environment: machine.Machine("d", "1", "2", None)
 checks.CHECKS.clear()
@@ -268,11 +268,13 @@ sys.exit(call.main(["--out", {str(tmp_path / "out")!r}]))
 
 
 def test_a_check_that_cannot_be_begun_says_why(planted, journal):
-    apart.run_apart("c", Check("", "planted_check", 1, ("surely_not_there",)), journal, planted, seconds=60)
-    (row,) = journal.results("c")[apart.WHOLE]
-    assert (row.status, "surely_not_there not installed: put the wheels" in row.note) == ("not available", True)
-    apart.run_apart("c", Check("", "no_such_module", 1, ()), journal, planted, seconds=60)
-    (row,) = journal.results("c")[apart.WHOLE]
+    check_process.run_in_process(
+        "c", Check("", "planted_check", 1, ("surely_not_there",)), journal, planted, seconds=60
+    )
+    (row,) = journal.results("c")[check_process.WHOLE]
+    assert (row.status, "surely_not_there not installed: add their wheels" in row.note) == ("not available", True)
+    check_process.run_in_process("c", Check("", "no_such_module", 1, ()), journal, planted, seconds=60)
+    (row,) = journal.results("c")[check_process.WHOLE]
     assert (row.status, row.note) == ("error", "exit code 1: ModuleNotFoundError: No module named 'no_such_module'")
 
 
@@ -280,7 +282,7 @@ def test_the_closing_lines_say_met_or_not_met(journal):
     def closes():
         return closing(journal, ("speed",))[1:3]
 
-    assert all("not measured (no row of it yet)" in line for line in closes())
+    assert all("not measured (no rows yet)" in line for line in closes())
     journal.leave_out("speed", "native", rows.missing(NATIVE_STEP, "no Transformer Engine"))
     assert "native FP8 over bf16 at 1B >= 1.3 times: not measured (no Transformer Engine)" in closes()[1]
     journal.begin("speed", "bf16")
@@ -307,11 +309,11 @@ def test_what_is_off_makes_the_exit_code_and_every_check_is_run(tmp_path, monkey
             journal.plan(name, ["x"], ["x"])
             journal.leave_out(name, "x", Row("x", 1.0, status=status if name == "memory" else "ok"))
 
-        monkeypatch.setattr(gpu_check, "run_apart", stands_for)
+        monkeypatch.setattr(gpu_check, "run_in_process", stands_for)
         assert gpu_check.main(["--out", str(tmp_path)]) == code
         said = capsys.readouterr().out
         assert [line.split()[0] for line in said.splitlines() if line.split("  ")[0] in CHECKS] == list(CHECKS)
-        assert said.count("aim: ") == 2
+        assert said.count("target: ") == 2
 
 
 def test_the_machine_is_what_torch_says_in_a_process_of_its_own(monkeypatch):

@@ -1,4 +1,4 @@
-"""A check in a process of its own: what it is asked, its items in turn, and how it is ended by the one that asked."""
+"""One check in a separate process: the request, the measurement of its items, and its end by the parent process."""
 
 import contextlib
 import ctypes
@@ -24,22 +24,22 @@ from gpu_check.wheels import lacking
 
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = "the check"
-"""Stands for the items of a check that are not known: it was not begun."""
+"""Name used when the items of a check are unknown because it was not started."""
 SPOILT = re.compile(r"CUDA error|cudaError|CUBLAS_STATUS|device-side assert")
-"""What errors say after which every further use of the device fails in the same process."""
+"""Errors after which the device cannot be used any more in the same process."""
 SPOILT_CODE = 3
 PR_SET_PDEATHSIG = 1
 OWN_SHARE = 0.93
-"""Of its time, what a check plans with: it then ends by itself, and says of each item whether there was time for it."""
+"""Share of its time that a check uses for planning, so that it ends by itself and reports skipped items."""
 
 
-def run_apart(
+def run_in_process(
     name: str, check: Check, journal: Journal, environment: dict[str, str], seconds: float, again: bool = False
 ) -> None:
-    """Have a process measure one check, which a crash or the clock may end; its rows are in the journal then.
+    """Measure one check in a process that may crash or time out; its rows are in the journal afterwards.
 
-    Where it ends by itself before it is through, a part that broke the device or the process, another one goes on
-    behind that part.
+    If the process ends before it has finished, because an item broke the device or the process, another process
+    continues after that item.
     """
     clock, lines = Clock(seconds), journal.lines
     while True:
@@ -65,18 +65,18 @@ def run_apart(
 
 
 def _run_once(request: dict[str, Any], environment: dict[str, str], seconds: float, log: Path) -> Row | None:
-    """Run a process to its end, or to that of its time; return None where it was through, else how it ended.
+    """Run a process to its end or its timeout; return None if it finished, else a row that describes the end.
 
-    What it writes to stderr, tracebacks above all, is appended to `log`.
+    Its stderr (tracebacks above all) is appended to `log`.
 
-    It leads a process group that is ended with it: whatever a check started would keep the GPU from the next one.
+    It leads a process group that is killed with it, because remaining processes would occupy the GPU.
     """
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
-        log.open("a+", encoding="utf-8", errors="replace") as said,  # no pipe: a grandchild would hold it open
+        log.open("a+", encoding="utf-8", errors="replace") as said,  # not a pipe, which a grandchild would keep open
     ):
         before = said.seek(0, os.SEEK_END)
-        command = [sys.executable, "-m", "gpu_check.apart", json.dumps(request | {"scratch": scratch})]
+        command = [sys.executable, "-m", "gpu_check.check_process", json.dumps(request | {"scratch": scratch})]
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
             start_new_session=True,
@@ -103,10 +103,10 @@ def _named(row: Row, what: str) -> Row:
 def measure(
     name: str, items: list[Item], journal: Journal, clock: Clock, again: bool = False, tried: Collection[str] = ()
 ) -> bool:
-    """Measure the items that have no rows yet, all with `again`; what did not come to its end before goes last.
+    """Measure the items without rows, or all with `again`; items that did not finish before come last.
 
-    Each row is written as it is found. What there is no time for is said to be cut off. `tried`: items that this call
-    has begun already. Returns False where the device is of no more use to this process, and items are left.
+    Each row is written as soon as it is measured. Items without enough time left are reported as cut off. `tried`:
+    items that this call has already started. Returns False if this process cannot use the device any more.
     """
     before = journal.attempts(name)
     tries = {item.name: [each for each in before.get(item.name, []) if each.begun] for item in items}
@@ -131,21 +131,21 @@ def measure(
 
 
 def end_with_caller() -> None:
-    """Have Linux end this process group when the process that started it is gone: a killed one cannot."""
+    """Make Linux end this process group when its parent is gone, because a killed parent cannot."""
     signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(0, signal.SIGKILL))
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def main(argument: str) -> int:
-    """Measure the check that is asked for."""
+    """Measure the requested check."""
     end_with_caller()
     asked: dict[str, Any] = json.loads(argument)
     check, name = Check(**asked["check"]), asked["name"]
     journal = Journal(Path(asked["file"]), Machine(**asked["machine"]), asked["commit"])
     clock = Clock(asked["seconds"])
     if gone := lacking(check.needs):
-        text = f"{', '.join(gone)} not installed: put the wheels beside the others (docs/howto/gpu_check.md)"
+        text = f"{', '.join(gone)} not installed: add their wheels to the others (docs/howto/gpu_check.md)"
         journal.leave_out(name, WHOLE, missing(WHOLE, text))
         return 0
     call = Call(journal, clock, Path(asked["scratch"]))

@@ -2,18 +2,18 @@
 
 import pytest
 
-from gpu_check import ahead
+from gpu_check import precheck
 from lightning_llm.config.schema.precision import CastConfig
 
 MXFP8 = CastConfig(format="e4m3", block="1x32", scale="e8m0_ceil")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("capability", ahead.CAPABILITIES)
+@pytest.mark.parametrize("capability", precheck.CAPABILITIES)
 def test_a_block_scaled_cast_is_one_kernel_that_spills_nothing_and_contracts_nothing(capability, tmp_path):
-    pytest.importorskip("triton", reason="pip install --no-deps -r requirements/ahead.txt")
-    (source,) = ahead.triton_of(MXFP8, 1, capability)
+    pytest.importorskip("triton", reason="pip install --no-deps -r requirements/precheck.txt")
+    (source,) = precheck.triton_of(MXFP8, 1, capability)
     assert "tl.bfloat16" in source  # the rounding that a compiler may not leave out
-    made = ahead.compiled(source, capability, tmp_path)
+    made = precheck.compiled(source, capability, tmp_path)
     assert (made.spilled_bytes, made.fuses) == (0, False)
     assert 0 < made.registers < 64

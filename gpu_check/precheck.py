@@ -1,9 +1,9 @@
-"""`python -m gpu_check.ahead [RECIPE ...]`: casts as Inductor writes them for CUDA, compiled without a GPU.
+"""`python -m gpu_check.precheck [RECIPE ...]`: compile the casts that Inductor generates for CUDA, without a GPU.
 
-Each cast of a recipe becomes Triton in a build of torch for CPUs, on tensors without data, and machine code for sm_90
-and sm_100 by Triton's own compiler: which kernels there are, their registers, and what spills to memory. It needs the
-package triton (`pip install --no-deps -r requirements/ahead.txt`), which includes NVIDIA's assembler. Nothing runs, so
-no bits are compared.
+In a CPU build of torch, on tensors without data, Inductor turns each cast of a recipe into Triton kernels, which
+Triton's compiler turns into machine code for sm_90 and sm_100. Prints the kernels, their registers and spills. It needs
+the package triton (`pip install --no-deps -r requirements/precheck.txt`), which includes NVIDIA's assembler. Nothing
+runs, so no bits are compared.
 """
 
 import argparse
@@ -34,27 +34,27 @@ from lightning_llm.precision.cast.scales import block_shape, blocked, unblocked
 RECIPES = ("mxfp8", "nvfp4", "mxfp4_sr", "fp8_subchannel")
 CAPABILITIES = (90, 100)
 SIZE = 4096
-"""Rows and columns of what is cast."""
+"""Rows and columns of the tensor that is cast."""
 TARGET = re.compile(r"^\.target (?P<name>\w+)", re.MULTILINE)
 USED = re.compile(r"Used (?P<registers>\d+) registers")
 SPILLED = re.compile(r"(?P<bytes>\d+) bytes spill stores")
 
 
 class Kernel(NamedTuple):
-    """One kernel for one capability, in the choice of blocks that spills least, then has the fewest registers."""
+    """One kernel for one capability, with the block sizes that spill least, then use the fewest registers."""
 
     name: str
     capability: int
     choices: int
-    """Of block sizes and warps that a run would try."""
+    """Number of choices of block sizes and warps that a run would try."""
     registers: int
     spilled_bytes: int
     fuses: bool
-    """Whether the compiler may contract a product and a sum, which rounds once where the cast rounds twice."""
+    """Whether the compiler may fuse a product and a sum, which rounds once instead of twice."""
 
 
 def cast_stages(cast: CastConfig, axis: int) -> tuple[Callable[..., Any], list[Tensor]]:
-    """Return the whole cast as one function, and its arguments; to be called where tensors are fake."""
+    """Return the whole cast as one function, and its arguments; call it with fake tensors."""
     x = torch.empty(SIZE, SIZE, dtype=torch.bfloat16, device="cuda")
     key = torch.empty((), dtype=torch.int64, device="cuda")
     delayed = torch.empty((), device="cuda")
@@ -73,10 +73,10 @@ def cast_stages(cast: CastConfig, axis: int) -> tuple[Callable[..., Any], list[T
 
 
 class _Indexing(TorchFunctionMode):
-    """Indexing by `:` and None by other operators: Python's own asks a build for CPUs for the tensor's device."""
+    """Replaces indexing by `:` and None, because Python's indexing needs the tensor's device, absent in a CPU build."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do as `function` does."""
+        """Call `function`."""
         if function is not torch.Tensor.__getitem__:
             return function(*args, **(kwargs or {}))
         x, indices = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -88,7 +88,7 @@ class _Indexing(TorchFunctionMode):
 
 
 def triton_of(cast: CastConfig, axis: int, capability: int) -> list[str]:
-    """Return the source of each kernel that Inductor makes of a cast for a GPU of that capability."""
+    """Return the source of each kernel that Inductor generates for a cast on a GPU of that capability."""
     from torch._inductor import config
     from torch._inductor.debug import DebugContext
     from torch._inductor.decomposition import select_decomp_table
@@ -117,7 +117,7 @@ def compiled(source: str, capability: int, folder: Path) -> Kernel:
     """Return the kernel of that source, compiled for every choice of blocks that Inductor would try on the device."""
     from torch._inductor import config
 
-    # What Inductor's own launcher takes is no kernel of Triton's, and has no assembly.
+    # Kernels for Inductor's launcher are not Triton kernels and have no assembly.
     with planned_gpu(capability), config.patch(use_static_cuda_launcher=False):
         module = _module(source, folder)
         tuner = next(each for each in vars(module).values() if hasattr(each, "configs") and hasattr(each, "fn"))
@@ -130,7 +130,7 @@ def compiled(source: str, capability: int, folder: Path) -> Kernel:
 
 @contextmanager
 def planned_gpu(capability: int) -> Iterator[None]:
-    """Run the block with torch and Triton as on a machine with a GPU of that capability, of which nothing is used."""
+    """Context in which torch and Triton see a GPU of that capability, which is not used."""
     import triton
     from torch._dynamo import device_interface
     from torch._inductor.runtime import triton_helpers
@@ -183,7 +183,7 @@ def planned_gpu(capability: int) -> Iterator[None]:
 
 
 def _module(source: str, folder: Path) -> ModuleType:
-    with tempfile.NamedTemporaryFile("w", suffix=".py", dir=folder, delete=False) as file:  # which Triton reads again
+    with tempfile.NamedTemporaryFile("w", suffix=".py", dir=folder, delete=False) as file:  # Triton reads the source
         file.write(source)
     spec = importlib.util.spec_from_file_location(Path(file.name).stem, file.name)
     if spec is None or spec.loader is None:
@@ -195,7 +195,7 @@ def _module(source: str, folder: Path) -> ModuleType:
 
 
 def _resources(ptx: str, capability: int, folder: Path) -> tuple[int, int]:
-    """Return registers per thread and bytes that spill, as NVIDIA's assembler counts them."""
+    """Return (registers per thread, spilled bytes), as counted by NVIDIA's assembler."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     file = folder / "kernel.ptx"
@@ -208,13 +208,13 @@ def _resources(ptx: str, capability: int, folder: Path) -> tuple[int, int]:
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spilled = USED.search(said), SPILLED.search(said)
     if registers is None or spilled is None:
-        raise ValueError(f"the assembler says nothing of registers: {said}")
+        raise ValueError(f"the assembler reports no registers: {said}")
     return int(registers["registers"]), int(spilled["bytes"])
 
 
 def main() -> int:
-    """Print a line per kernel; return 1 where one spills or may contract a product and a sum, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m gpu_check.ahead", description=__doc__)
+    """Print a line per kernel; return 1 if one spills or may fuse a product and a sum, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m gpu_check.precheck", description=__doc__)
     parser.add_argument("recipes", nargs="*", default=RECIPES, metavar="RECIPE")
     bad = 0
     seen: set[tuple[CastConfig, int]] = set()

@@ -1,0 +1,56 @@
+"""Targets reported at the end of a call: met or not met, by the rows so far."""
+
+from typing import NamedTuple
+
+from gpu_check.journal import Journal
+
+MODEL = "llama_1b"
+MFU = f"{MODEL}, bf16: model FLOPs utilisation of"
+"""Prefix of the rows for the first target, followed by the kind of step."""
+NATIVE_STEP = f"{MODEL}, a step, bf16's time over native"
+"""Prefix of the rows for the second target, followed by the recipe."""
+MFU_PERCENT, NATIVE_RATIO = 55.0, 1.3
+
+
+class Target(NamedTuple):
+    """A target number, the check that measures it, and the prefix of its rows."""
+
+    title: str
+    check: str
+    rows: str
+    at_least: float
+    unit: str
+
+
+TARGETS = (
+    Target("model FLOPs utilisation in bf16 at 1B on one GPU", "speed", MFU, MFU_PERCENT, "%"),
+    Target("native FP8 over bf16 at 1B", "speed", NATIVE_STEP, NATIVE_RATIO, "times"),
+)
+
+
+def closing(journal: Journal, checks: tuple[str, ...]) -> list[str]:
+    """Return a line for each target, and one about the remaining work."""
+    lines = [f"{journal.machine.device}, driver {journal.machine.driver}, torch {journal.machine.torch}, "
+             f"Transformer Engine {journal.machine.transformer_engine or 'not installed'}"]  # fmt: skip
+    lines += [_line(target, journal) for target in TARGETS]
+    rows = [row for check in checks for each in journal.results(check).values() for row in each]
+    counts = {status: sum(row.status == status for row in rows) for status in ("cut off", "error", "off")}
+    said = [f"{count} {status}" for status, count in counts.items() if count]
+    lines.append(f"{len(rows)} rows{': ' if said else ''}{', '.join(said)}")
+    if counts["cut off"]:
+        lines.append("the next `make gpu-check` continues with the items that were cut off")
+    return lines
+
+
+def _line(target: Target, journal: Journal) -> str:
+    """Return whether a target is met, by its best row: one recipe or kind of step that reaches it is enough."""
+    wanted = f"target: {target.title} >= {target.at_least:g} {target.unit}"
+    rows = [row for each in journal.results(target.check).values() for row in each if row.what.startswith(target.rows)]
+    measured = [row for row in rows if row.value is not None]
+    if not measured:
+        why = next((row.note for row in rows), "no rows yet")
+        return f"{wanted}: not measured ({why})"
+    best = max(measured, key=lambda row: row.value or 0.0)
+    behind = best.what.removeprefix(target.rows).strip()
+    verdict = "met" if (best.value or 0.0) >= target.at_least else "not met"
+    return f"{wanted}: {verdict}, {best.value:.4g} {target.unit} ({behind})"
