@@ -34,7 +34,7 @@ def test_peaks_agree_with_lightnings_table_where_that_is_dense(
         ("", "fp32"),
     ],
 )
-def test_what_is_not_known_has_no_peak(name: str, kind: str) -> None:
+def test_unknown_devices_have_no_peak(name: str, kind: str) -> None:
     assert peak_flops_per_second(name, kind) is None
 
 

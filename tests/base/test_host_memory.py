@@ -46,7 +46,7 @@ def test_a_freed_block_is_there_for_the_next_one_and_is_given_back_at_the_end():
     assert after > first / 2  # nothing is kept any more
 
 
-def test_what_the_user_has_told_malloc_counts():
+def test_the_user_s_malloc_settings_are_respected():
     first, kept, again, *_ = counted(MALLOC_MMAP_MAX_="65536")
     assert kept == 0
     assert again > first / 2

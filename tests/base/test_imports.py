@@ -53,7 +53,7 @@ def test_lightning_gets_its_base_classes_and_a_user_every_metric() -> None:
 
 
 @pytest.mark.full
-def test_a_version_whose_modules_ask_for_more_is_run_whole(tmp_path: Path) -> None:
+def test_other_torchmetrics_versions_are_imported_completely(tmp_path: Path) -> None:
     (tmp_path / "torchmetrics").mkdir()
     for name, text in OTHER_VERSION.items():
         (tmp_path / "torchmetrics" / name).write_text(text)

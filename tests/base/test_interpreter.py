@@ -48,7 +48,7 @@ def test_files_of_the_working_folder_replace_no_library(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("word", ["", "."])
-def test_a_checkout_in_the_working_folder_is_found_by_what_it_starts(monkeypatch, word):
+def test_child_processes_find_a_checkout_in_the_working_directory(monkeypatch, word):
     monkeypatch.chdir(interpreter.ROOT)
     monkeypatch.setattr(sys, "path", [word])
     monkeypatch.setenv("PYTHONPATH", "/mine")

@@ -27,7 +27,7 @@ def test_mix_is_a_bijection(a, b):
 
 
 @given(st.lists(WORD, min_size=1, max_size=4), WORD)
-def test_every_word_and_the_seed_count(words, seed):
+def test_every_word_and_the_seed_change_the_hash(words, seed):
     before = hash_words(*words, seed=seed)
     assert 0 <= before < 2**32
     changed = [*words[:-1], words[-1] ^ 1]

@@ -95,7 +95,7 @@ def test_a_package_registers_its_kinds_and_a_config_chooses_by_name(shapes):
         ),
     ],
 )
-def test_what_is_wrong_is_said_at_the_key_as_it_was_written(shapes, monkeypatch, values, key, text):
+def test_problems_are_reported_at_the_key_as_written(shapes, monkeypatch, values, key, text):
     for module in (strict, declared_types):
         monkeypatch.setattr(module, "Config", drawing_of(shapes))
     monkeypatch.setattr(strict, "sound_part", lambda *_: None)
@@ -111,7 +111,7 @@ def test_a_shell_is_offered_the_kinds_and_the_keys_of_all(shapes, monkeypatch):
     assert declared_types.choices_at("shape.kind") == ["circle", "square"]
 
 
-def test_a_name_alone_needs_a_kind_whose_keys_all_have_defaults(shapes):
+def test_a_kind_can_be_given_by_name_only_if_all_keys_have_defaults(shapes):
     @shapes.register
     class Line(Shape):
         kind: Literal["line"] = "line"
@@ -121,7 +121,7 @@ def test_a_name_alone_needs_a_kind_whose_keys_all_have_defaults(shapes):
         drawing_of(shapes).model_validate({"shape": {"kind": "square"}, "name": "line"})
 
 
-def test_what_cannot_register_is_refused(shapes):
+def test_invalid_registrations_are_rejected(shapes):
     class Nameless(Shape):
         side: int = 1
 

@@ -89,13 +89,13 @@ def test_signals_that_are_ignored_at_the_start_stay_ignored():
         ({"RANK": "0", "TORCHELASTIC_RUN_ID": "r"}, signal.SIGTERM, False),
     ],
 )
-def test_one_of_several_ranks_speaks(variables, number, speaks, monkeypatch):
+def test_only_one_of_several_ranks_reports_a_signal(variables, number, speaks, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert bool(signals.stop_line(number, ["train"])) == speaks
 
 
-def test_what_is_no_signal_is_raised(monkeypatch):
+def test_exceptions_without_a_signal_are_raised(monkeypatch):
     def fails(words):
         raise ValueError("a fault")
 

@@ -12,7 +12,7 @@ from lightning_llm.base.sqlite_address import absolute_address, sqlite_address, 
 @pytest.mark.parametrize(
     "name", ["plain.db", "what?x=1.db", "50%20.db", "50% of [it] {a} #1.db", "é 漢::'\".db", "%3F?%.db"]
 )
-def test_an_address_opens_the_file_of_that_name_alone(tmp_path: Path, name: str) -> None:
+def test_an_sqlite_address_opens_exactly_that_file(tmp_path: Path, name: str) -> None:
     address = sqlite_address(tmp_path / name)
     engine = create_engine(address)
     with engine.connect() as connection:

@@ -50,7 +50,7 @@ def test_a_stream_that_fails_is_dropped_and_the_other_says_so_once(how, monkeypa
 
 
 @pytest.mark.parametrize(("how", "code"), [("pipe", 141), ("full", 1), ("hangup", 1), ("closed", 1), (None, 1)])
-def test_a_verb_that_only_prints_fails_where_it_cannot(how, code, monkeypatch):
+def test_a_verb_that_only_prints_fails_if_stdout_cannot_be_written(how, code, monkeypatch):
     errors = io.StringIO()
     monkeypatch.setattr(sys, "stderr", errors)
     monkeypatch.setattr(sys, "stdout", None if how is None else Failing(ERRORS[how]))

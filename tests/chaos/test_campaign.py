@@ -22,7 +22,7 @@ def planted(monkeypatch, kind: str, **more: object) -> None:
 
 
 @pytest.mark.parametrize("kind", ["damage", "no disk space"])
-def test_a_run_comes_back_as_if_nothing_had_been(kind, campaign, monkeypatch, tmp_path):
+def test_a_run_survives_random_faults_with_identical_results(kind, campaign, monkeypatch, tmp_path):
     planted(monkeypatch, kind)
     (outcome,) = campaign.outcomes([KINDS.index(kind)])
     assert outcome.problem == ""
@@ -31,7 +31,7 @@ def test_a_run_comes_back_as_if_nothing_had_been(kind, campaign, monkeypatch, tm
     assert f"| {kind} | 1 | 1 | 2.0 | 1 |" in table([outcome])
 
 
-def test_a_run_that_came_out_otherwise_is_found(campaign, monkeypatch):
+def test_the_campaign_detects_a_run_with_other_results(campaign, monkeypatch):
     """By another learning rate in the run that is disturbed."""
     planted(monkeypatch, "SIGTERM", layout="single")
     words = Fault.words

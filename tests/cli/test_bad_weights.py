@@ -90,7 +90,7 @@ def more_tokens(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_named_by_every_verb_and_nothing_is_made(fault, tmp_path, corpus_folder, monkeypatch, capsys):
+def test_every_verb_reports_damaged_weights_and_writes_nothing(fault, tmp_path, corpus_folder, monkeypatch, capsys):
     shards, break_it, verbs, said = FAULTS[fault]
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path / "outputs"))
     shape = compose_config(["model=llama_tiny", "model.num_layers=1", "model.vocab_size=300"]).model

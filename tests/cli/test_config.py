@@ -84,7 +84,7 @@ def test_the_difference_makes_the_same_config_of_the_defaults(words, capsys, tmp
 
 
 @pytest.mark.parametrize("option", ["--json", "--diff"])
-def test_what_train_would_refuse_is_said_beside_the_config(option, capsys):
+def test_config_reports_conflicts_that_train_would_reject(option, capsys):
     assert main(["config", option, "model.num_heads=5", "parallel=tp", "data.micro_batch_size=3"]) == 2
     out, err = capsys.readouterr()
     assert "num_heads" in out
@@ -177,7 +177,7 @@ def test_a_script_for_each_shell(shell, capsys):
     assert "lightning-llm" in capsys.readouterr().out
 
 
-def test_a_shell_asks_and_is_answered(tmp_path):
+def test_shell_completion_answers(tmp_path):
     """What the script runs: words come in the environment, answers go to a file; neither Hydra nor torch is loaded."""
     for line, offered in (("lightning-llm pl", {"plan"}), ("lightning-llm plan precision=quar", {"precision=quartet"})):
         answer = tmp_path / "answer"

@@ -6,7 +6,7 @@ from lightning_llm.__main__ import main
 from tests.compare.run_folders import make_run
 
 
-def test_diff_says_what_differs(tmp_path, capsys, monkeypatch):
+def test_diff_prints_the_differences_of_two_runs(tmp_path, capsys, monkeypatch):
     one = make_run(tmp_path / "one", "precision=bf16", "optim.eps=1e-8")
     other = make_run(tmp_path / "other", "precision=bf16", "optim.eps=1e-6", summary={"device": "NVIDIA H100, 80 GiB"})
     assert main(["diff", "--json", str(one), str(other)]) == 0

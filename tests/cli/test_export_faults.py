@@ -40,7 +40,7 @@ class UnknownError(Exception):
 
 
 @pytest.mark.parametrize("error", [UnknownError("first line\nthe reason"), AssertionError(), ImportError("x")])
-def test_whatever_transformers_raises_is_one_line_and_no_folder(error, run, tmp_path, monkeypatch, capsys):
+def test_any_error_of_transformers_is_one_line_and_leaves_no_folder(error, run, tmp_path, monkeypatch, capsys):
     from transformers import AutoModelForCausalLM
 
     def fail(*_, **__):
@@ -107,7 +107,7 @@ def test_weights_stay_readable_when_the_run_deletes_their_checkpoint(run, tmp_pa
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_a_checkpoint_deleted_while_it_is_verified_gives_way_to_the_newest(run, tmp_path, capsys):
+def test_the_newest_checkpoint_is_used_if_one_is_deleted_while_it_is_verified(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints"
     os.rename(folder / "step=1", tmp_path / "later")

@@ -58,7 +58,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("verb", ["import", "export"])
-def test_whenever_it_is_killed_a_folder_is_whole_or_not_there(verb, base, tmp_path, monkeypatch, capsys):
+def test_a_killed_conversion_leaves_a_complete_folder_or_none(verb, base, tmp_path, monkeypatch, capsys):
     source = base if verb == "export" else base.with_name("hf")
     whole_write = write.write_tensors
     monkeypatch.setattr(
@@ -98,7 +98,7 @@ def test_whenever_it_is_killed_a_folder_is_whole_or_not_there(verb, base, tmp_pa
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_full_disk_is_said_and_what_was_there_stays(base, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_reported_and_existing_files_are_kept(base, tmp_path, monkeypatch, capsys):
     """At each file in turn, and at the move that gives the name."""
     out = tmp_path / "out"
     words = ["export", str(base), "--output", str(out), "--no-parity", "--force"]

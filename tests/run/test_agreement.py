@@ -52,7 +52,7 @@ def answers(plan: Plan, decisions: list[Decision], refusals: list[ConfigError | 
     return told
 
 
-def test_what_one_rank_refuses_all_are_told(ranks, small_run, tmp_path):
+def test_problems_of_one_rank_are_raised_on_all_ranks(ranks, small_run, tmp_path):
     plan = plan_of(compose_config(small_run(tmp_path)))
     refusal = ConfigError([Problem("precision.backend", "is native."), Problem("callbacks.x", "is no callback.")])
     told = ranks(2).call(answers, plan, [EMULATED, EMULATED], [None, refusal])
@@ -91,14 +91,14 @@ def test_ranks_train_on_one_text_and_a_resumed_run_on_its_own(ranks):
     assert ["data: changed since /run/checkpoints/step=4 was trained" in text for text in changed] == [True, True]
 
 
-def test_a_refusal_reaches_another_process_whole():
+def test_errors_survive_pickling_between_processes():
     error = pickle.loads(pickle.dumps(AgreedError([Problem("a", "is b."), Problem("c", "is d.")])))
     assert type(error) is AgreedError
     assert error.problems == [Problem("a", "is b."), Problem("c", "is d.")]
     assert str(error) == "a: is b.\nc: is d."
 
 
-def test_alone_there_is_nothing_to_agree_on():
+def test_a_single_rank_agrees_with_itself():
     plan = plan_of(compose_config(["recipe=quickstart"]))
     assert agree_on_plan(plan) is plan
     with pytest.raises(ConfigError, match="callbacks"):

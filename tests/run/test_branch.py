@@ -45,7 +45,7 @@ def refused(capsys, *words):
     return said[0]
 
 
-def test_it_is_the_trunk_s_config_and_the_words(trunk, tmp_path, monkeypatch):
+def test_a_branch_has_the_parent_run_s_config_and_its_overrides(trunk, tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
     config = compose_config([f"branch_from={trunk}", "precision=mxfp8", "trainer.max_steps=7", "logger.offline=false"])
     was = load_config(trunk / "config.yaml", [])
@@ -58,7 +58,7 @@ def test_it_is_the_trunk_s_config_and_the_words(trunk, tmp_path, monkeypatch):
     assert config.branch_from == str(trunk)
 
 
-def test_other_data_keep_the_trunk_s_tokenizer_and_batches(trunk):
+def test_a_branch_with_other_data_keeps_the_parent_run_s_tokenizer_and_batches(trunk):
     words = [f"branch_from={step(trunk, 2)}", "data=python", "data.micro_batch_size=1"]
     config = with_branch_resolved(Reading(compose_config(words))).checked()
     was = load_config(trunk / "config.yaml", []).data
@@ -69,7 +69,7 @@ def test_other_data_keep_the_trunk_s_tokenizer_and_batches(trunk):
     assert (tokenizer.kind, tokenizer.path, tokenizer.vocab_size) == ("file", str(trunk / "tokenizer.json"), None)
 
 
-def test_recipes_for_branches_say_so(trunk, tmp_path, capsys):
+def test_presets_for_branches_need_branch_from(trunk, tmp_path, capsys):
     (tmp_path / "recipe").mkdir()
     base = "# @package _global_\ndefaults:\n- override /schedule: constant\n- _self_\nbranch_from: ???\n"
     base += "optim:\n  beta2: 0.9\n"
@@ -86,7 +86,7 @@ def test_recipes_for_branches_say_so(trunk, tmp_path, capsys):
     assert "`branch_from: ???`" in said
 
 
-def test_all_that_must_be_the_trunk_s_is_named_at_once(trunk, tmp_path, capsys):
+def test_all_keys_that_must_equal_the_parent_run_s_are_reported_at_once(trunk, tmp_path, capsys):
     words = ["model.num_layers=3", "model.vocab_size=330", "optim=muon", "data.sequence_length=64"]
     words += ["data.global_batch_size=8", "data.tokenizer.kind=bytes", "data.tokenizer.vocab_size=null"]
     words += ["model.init_from=/nowhere", "trainer.max_steps=2", f"run.root={tmp_path}"]
@@ -107,7 +107,7 @@ def test_all_that_must_be_the_trunk_s_is_named_at_once(trunk, tmp_path, capsys):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_trunk_that_is_none_is_named(trunk, tmp_path, capsys):
+def test_an_invalid_parent_run_is_reported(trunk, tmp_path, capsys):
     said = refused(capsys, f"branch_from={trunk / 'checkpoints' / 'step=9'}")
     assert "does not exist. There are checkpoints of step 1, 2, 3, 4." in said
     for nothing, shown in (("", "''"), (f"[{trunk}]", f"['{trunk}']")):
@@ -126,7 +126,7 @@ def test_a_trunk_that_is_none_is_named(trunk, tmp_path, capsys):
     assert "model: is from_weights, and a branch goes on with its trunk's model" in said
 
 
-def test_a_damaged_checkpoint_is_passed_over_or_named(trunk, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_skipped_or_reported(trunk, tmp_path, capsys):
     copy = tmp_path / "run"
     shutil.copytree(trunk, copy)
     (tensors,) = (step(copy, 4) / TENSORS).glob("*.distcp")
@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_passed_over_or_named(trunk, tmp_path, capsys):
     assert f"branch_from: no checkpoint in {copy / 'checkpoints'} is intact" in said
 
 
-def test_a_damaged_summary_of_the_trunk_is_named(trunk, tmp_path, capsys):
+def test_a_damaged_summary_of_the_parent_run_is_reported(trunk, tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(trunk, copy)
     (copy / "summary.json").write_text("{")
@@ -164,7 +164,7 @@ def test_a_damaged_summary_of_the_trunk_is_named(trunk, tmp_path, capsys):
     assert "data: is 5, must be a mapping" in refused(capsys, f"branch_from={step(copy, 3)}")
 
 
-def test_plan_refuses_to_go_on_where_train_does(trunk, small_run, tmp_path, capsys):
+def test_plan_rejects_the_same_resumes_and_branches_as_train(trunk, small_run, tmp_path, capsys):
     own, named = small_run(tmp_path), [f"run.root={tmp_path}", "run.name=branch"]
     other = tmp_path / "other"
     shutil.copytree(trunk, other)
@@ -187,7 +187,7 @@ def test_plan_refuses_to_go_on_where_train_does(trunk, small_run, tmp_path, caps
     assert not (tmp_path / "run").exists()
 
 
-def test_plan_says_how_a_run_goes_on(trunk, tmp_path, capsys):
+def test_plan_shows_how_a_run_will_resume(trunk, tmp_path, capsys):
     again = ["plan", "--config", str(trunk / "config.yaml"), f"resume={step(trunk, 3)}", f"run.dir={tmp_path / 'new'}"]
     assert main(again) == 0
     assert f"resume from step 3: {step(trunk, 3)}" in capsys.readouterr().out
@@ -197,7 +197,7 @@ def test_plan_says_how_a_run_goes_on(trunk, tmp_path, capsys):
     assert "train refuses" not in capsys.readouterr().out
 
 
-def test_plan_says_what_a_branch_changes(trunk, capsys):
+def test_plan_shows_the_changes_of_a_branch(trunk, capsys):
     words = [f"branch_from={step(trunk, 2)}", "precision=mxfp8", "optim.learning_rate=1e-4", "parallel=zero3"]
     assert main(["plan", *words]) == 0
     out = capsys.readouterr().out
@@ -219,7 +219,7 @@ def drawn(config, total):
     return found
 
 
-def test_another_mix_goes_on_where_each_source_was_left(trunk):
+def test_a_changed_mix_continues_each_source_where_it_was_left(trunk):
     """Annealing on more of a source: no window that the trunk has seen comes again, and none is left out."""
     at, width = 3, 4
     words = [f"branch_from={step(trunk, at)}", "data.sources.jsonl.weight=0.5", "data.sources.other.weight=0.5"]
@@ -234,7 +234,7 @@ def test_another_mix_goes_on_where_each_source_was_left(trunk):
     assert again == branch  # what is with_branch_resolved stays so
 
 
-def test_a_second_branch_appends_its_phase(trunk, tmp_path):
+def test_a_branch_of_a_branch_appends_its_phase(trunk, tmp_path):
     words = [f"branch_from={step(trunk, 2)}", "data.sources.other.weight=1.0", "data.sources.jsonl.weight=1.0"]
     first = with_branch_resolved(
         Reading(compose_config([*words, f"run.root={tmp_path}", "run.experiment=x", "run.name=y"]))
@@ -258,7 +258,7 @@ def test_a_second_branch_appends_its_phase(trunk, tmp_path):
     assert drawn(second, 16) == drawn(made, 16)
 
 
-def test_a_mixture_that_is_given_stays_and_what_it_reads_twice_is_said(trunk, capsys):
+def test_a_given_mixture_is_kept_and_repeated_sequences_are_reported(trunk, capsys):
     given = "+data.mixture={kind: phases, phases: {all: {weights: {jsonl: 1.0, other: 1.0}}}}"
     assert main(["plan", f"branch_from={step(trunk, 3)}", given, "data.sources.other.weight=1.0"]) == 0
     out = capsys.readouterr().out

@@ -60,7 +60,7 @@ def changed(monkeypatch, **values):
     monkeypatch.setattr("lightning_llm.run.agreement.fingerprint", lambda device: {**fingerprint(device), **values})
 
 
-def test_it_says_what_a_cpu_without_units_multiplies_16_bit_numbers_as(monkeypatch):
+def test_the_fingerprint_records_how_16_bit_products_are_computed(monkeypatch):
     with gemm.unwidened():  # whatever this processor multiplies
         torches = fingerprint(CPU)
     products = {name: dtype for name, dtype in torches.items() if name.endswith("_products")}
@@ -90,7 +90,7 @@ def test_the_summary_says_what_the_numbers_come_from(begun, monkeypatch):
     assert fingerprint(CPU).items() - recorded.items() == {("env.NCCL_ALGO", "Ring"), ("env.NVTE_FUSED_ATTN", "0")}
 
 
-def test_it_goes_on_elsewhere_with_a_line_and_keeps_both(begun, tmp_path, monkeypatch, capsys):
+def test_a_resume_on_another_machine_prints_a_note_and_records_both_values(begun, tmp_path, monkeypatch, capsys):
     changed(monkeypatch, mkl="2099.1")
     assert go_on(begun, tmp_path, "trainer.max_steps=3") == 0
     was = fingerprint(CPU)["mkl"]
@@ -102,7 +102,7 @@ def test_it_goes_on_elsewhere_with_a_line_and_keeps_both(begun, tmp_path, monkey
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_variable_that_only_one_part_had_is_kept_as_well(begun, tmp_path, monkeypatch, capsys, before):
+def test_a_variable_set_in_only_one_session_is_recorded(begun, tmp_path, monkeypatch, capsys, before):
     if before:
         monkeypatch.setenv("NCCL_ALGO", "Ring")
     assert go_on(begun, tmp_path, "trainer.max_steps=3") == 0
@@ -116,7 +116,7 @@ def test_a_variable_that_only_one_part_had_is_kept_as_well(begun, tmp_path, monk
         assert "NCCL_ALGO" not in capsys.readouterr().out
 
 
-def test_strictly_a_run_of_an_earlier_release_is_refused_with_the_reason(begun, tmp_path, capsys):
+def test_resume_strict_rejects_runs_without_a_fingerprint(begun, tmp_path, capsys):
     shutil.copytree(begun[0], tmp_path / "old")
     summary = json.loads((tmp_path / "old" / "summary.json").read_text())
     del summary["fingerprint"], summary["code_hash"]
@@ -128,7 +128,7 @@ def test_strictly_a_run_of_an_earlier_release_is_refused_with_the_reason(begun, 
 
 
 @pytest.mark.parametrize("where", ["fingerprint", "versions"])
-def test_strictly_it_refuses_and_changes_nothing(begun, tmp_path, monkeypatch, capsys, where):
+def test_resume_strict_rejects_a_changed_environment_and_writes_nothing(begun, tmp_path, monkeypatch, capsys, where):
     if where == "fingerprint":
         changed(monkeypatch, cpu="AVX2", os="Linux 1.0")
     else:
@@ -145,12 +145,12 @@ def test_strictly_it_refuses_and_changes_nothing(begun, tmp_path, monkeypatch, c
     assert all(after[path].read_bytes() == content for path, content in before.items())
 
 
-def test_strictly_it_goes_on_where_all_is_the_same(begun, tmp_path):
+def test_resume_strict_allows_an_unchanged_environment(begun, tmp_path):
     assert go_on(begun, tmp_path, "trainer.max_steps=3", "resume_strict=true") == 0
     assert summary_of(tmp_path / "run")["resumed_from_step"] == 2
 
 
-def test_a_run_of_an_earlier_release_has_none_to_differ_in(begun, tmp_path):
+def test_runs_of_earlier_releases_have_no_fingerprint_to_compare(begun, tmp_path):
     shutil.copytree(begun[0], tmp_path / "old")
     summary = summary_of(tmp_path / "old")
     summary["records"] = sealed_records(chain_of(tmp_path / "old" / "metrics.jsonl"), {**summary, "fingerprint": None})
@@ -208,14 +208,14 @@ def test_the_driver_s_version(text, version):
         ("cpu", {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT"}, None),
     ],
 )
-def test_settings_that_are_known_to_be_bad_are_said(hardware, environment, said):
+def test_known_bad_settings_are_reported(hardware, environment, said):
     for words in (["parallel=zero3"], ["parallel=fsdp_cp", "parallel.dp_shard=1"]):
         config = compose_config([*words, "world=2", f"hardware={hardware}", "data.global_batch_size=8"])
         lines = known_issues(plan_of(config), environment)
         assert [line.partition(said or "?")[1] for line in lines] == ([said] if said else [])
 
 
-def test_plan_says_them(small_run, tmp_path, monkeypatch, capsys):
+def test_plan_prints_known_issues(small_run, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
     assert main(["plan", *small_run(tmp_path)]) == 0
     assert "note   here ONEDNN_DEFAULT_FPMATH_MODE=BF16" in capsys.readouterr().out
@@ -226,7 +226,7 @@ def test_every_rule_is_in_the_documentation():
     assert [rule.__name__ for rule in RULES if (rule.__doc__ or "").partition("\n")[0].rstrip(".") not in table] == []
 
 
-def test_a_signal_that_may_not_be_sent_was_not(monkeypatch):
+def test_a_signal_without_permission_is_reported_as_not_sent(monkeypatch):
     def refuse(pid: int, number: int) -> None:
         raise PermissionError
 

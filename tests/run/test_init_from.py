@@ -81,7 +81,7 @@ def test_a_run_starts_where_the_other_ended_whatever_form_the_weights_have(place
     assert first > losses[0][0]
 
 
-def test_a_run_goes_on_with_the_same_weights_elsewhere_and_not_with_others(places, small_run, tmp_path, capsys):
+def test_a_run_resumes_with_moved_initial_weights_but_not_with_other_weights(places, small_run, tmp_path, capsys):
     words = words_of(small_run, tmp_path, places / "base", "trainer.max_steps=1", "schedule.total_steps=4")
     assert main(["train", *words]) == 0
     moved = tmp_path / "moved"
@@ -102,7 +102,7 @@ def test_a_run_goes_on_with_the_same_weights_elsewhere_and_not_with_others(place
     assert "but the run started from" in capsys.readouterr().err
 
 
-def test_all_that_differs_from_the_weights_is_named_before_anything_is_made(places, small_run, tmp_path, capsys):
+def test_all_differences_from_the_weights_are_reported_before_anything_is_written(places, small_run, tmp_path, capsys):
     words = small_run(tmp_path, f"model.init_from={places / 'base'}", "model.num_layers=3", "model.norm_eps=1e-3")
     words += ["model.vocab_size=310", "model.blocks={attention: {mixer: {kind: attention, window: 5}}}"]
     assert main(["train", *words]) == 2
@@ -128,7 +128,7 @@ def test_another_tokenizer_is_named_by_its_tokens(places, small_run, tmp_path):
     assert "tokens have other ids in the weights' tokenizer ('<|endoftext|>' is id 256, but 0 there" in problem.text
 
 
-def test_what_changes_positions_alone_may_differ_and_is_said(places, small_run, tmp_path, capsys):
+def test_positional_settings_may_differ_from_the_weights_and_are_reported(places, small_run, tmp_path, capsys):
     longer = ["model.rope_theta=5e5", "model.max_sequence_length=1024"]
     assert main(["train", *words_of(small_run, tmp_path, places / "base", *longer)]) == 0
     said = capsys.readouterr().out
@@ -284,7 +284,7 @@ def test_nothing_is_overwritten_or_left_half(places, tmp_path, monkeypatch, caps
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out"]
 
 
-def test_weights_that_compute_something_else_are_not_written(tmp_path, monkeypatch, capsys):
+def test_weights_with_other_logits_are_not_written(tmp_path, monkeypatch, capsys):
     shape = compose_config(["model=llama_tiny", "model.num_layers=1", "model.vocab_size=300"]).model
     folder = write_huggingface(tmp_path / "hf", shape)
     right = parity._ours
@@ -320,7 +320,7 @@ def test_without_transformers_the_comparison_is_refused_not_skipped(places, tmp_
     assert "needs two copies" in capsys.readouterr().err
 
 
-def test_what_has_no_counterpart_says_where_its_weights_remain(small_run, tmp_path, capsys):
+def test_a_failed_export_reports_where_the_weights_are(small_run, tmp_path, capsys):
     assert main(["train", *small_run(tmp_path, "trainer.max_steps=1", "model.norm=layernorm")]) == 0
     capsys.readouterr()
     assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 2

@@ -81,7 +81,7 @@ def test_weights_and_their_tokenizer_are_named(small_run, tmp_path, capsys):
     assert "data.tokenizer.kind=file data.tokenizer.path=FILE" in printed
 
 
-def test_train_says_it_too_and_what_cannot_be_exported(small_run, tmp_path, capsys):
+def test_train_prints_the_origin_and_whether_the_model_can_be_exported(small_run, tmp_path, capsys):
     assert main(["train", *small_run(tmp_path, "trainer.max_steps=1", "model.norm=layernorm")]) == 0
     printed = capsys.readouterr().out.splitlines()
     begin = next(index for index, line in enumerate(printed) if line.startswith("begin  weights random: "))

@@ -319,7 +319,7 @@ def test_a_folder_of_weights(
 
 
 @pytest.mark.full
-def test_what_lies_beside_sound_weights_is_not_run(
+def test_code_next_to_weights_is_not_run(
     weights: Path, tmp_path: Path, mark: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Here transformers loads the folder itself, to compare."""

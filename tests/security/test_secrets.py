@@ -70,7 +70,7 @@ def test_a_run_that_fails_leaves_no_secret_and_modes_are_the_users(
 
 @pytest.mark.full
 @pytest.mark.usefixtures("secrets", "own_writer")
-def test_so_does_one_that_mlflow_tracks(
+def test_a_failed_run_tracked_by_mlflow_leaves_no_secret(
     tmp_path: Path, small_run: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank, "MLflowTracker", partial(MLflowTracker, close_seconds=300.0))
@@ -165,7 +165,7 @@ def test_numbers_and_tokens_that_no_variable_holds_are_refused_too(monkeypatch: 
     assert secret_in("task-by-the-risk-averse-and-desk-bound") is None
 
 
-def test_what_only_looks_like_a_secret_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_only_look_like_secrets_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POSTGRES_PASSWORD", "postgres")
     monkeypatch.setenv("SORT_KEY", "constant")
     words = [
@@ -200,7 +200,7 @@ def test_what_is_secret() -> None:
 
 
 @pytest.mark.usefixtures("secrets")
-def test_what_ends_a_command_unforeseen_is_printed_without(
+def test_unexpected_exceptions_are_printed_without_secrets(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(words: list[str]) -> None:

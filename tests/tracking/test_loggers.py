@@ -118,7 +118,7 @@ def test_wandb_offline(resumed, monkeypatch):
     assert names == {f"run-{(folder / WANDB_ID_FILE).read_text()}.wandb"}  # one run, in as many parts as starts
 
 
-def test_a_logger_that_fails_is_left_alone(tmp_path, monkeypatch, caplog):
+def test_a_failing_logger_is_disabled(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("lightning_llm.train.run_folder.draw_losses", lambda *_: None)
     monkeypatch.setattr(loggers.CSVLogger, "log_metrics", lambda *_: 1 / 0)
     config = make_config(tmp_path, logger={"name": "csv"})

@@ -114,7 +114,7 @@ def test_ranks_that_live_are_not_named_whatever_their_clock(tmp_path):
     assert beats(tmp_path) == []
 
 
-def test_a_rank_that_lives_and_does_not_come_is_named_with_what_it_was_last_in(tmp_path):
+def test_a_live_rank_that_joins_no_collective_is_reported_with_its_last_one(tmp_path):
     waits = collective(13, 61.0, ended=False)
     write(tmp_path, 0, process_mark(), 0.0, kept=(collective(12, 61.1, ended=True), waits))
     write(tmp_path, 1, process_mark(), 5.0, kept=(collective(11, 57.0, ended=True), collective(12, 56.0, ended=True)))
@@ -132,7 +132,7 @@ def test_a_rank_that_lives_and_does_not_come_is_named_with_what_it_was_last_in(t
     assert any(line.startswith("test_rank_heartbeat.py:") for line in absent.stack)
 
 
-def test_a_rank_that_waits_for_a_message_of_a_pipeline_is_not_taken_for_one_that_does_not_come(tmp_path, monkeypatch):
+def test_a_rank_waiting_for_a_pipeline_message_does_not_count_as_absent(tmp_path, monkeypatch):
     idle = (collective(12, 61.0, ended=True),)
     lock, here = threading.Lock(), threading.Event()
     work = SimpleNamespace(wait=lock.acquire)  # which is no Python, as that of torch's works
@@ -158,12 +158,12 @@ def test_a_rank_that_waits_for_a_message_of_a_pipeline_is_not_taken_for_one_that
     assert [each.rank for each in absent_ranks(tmp_path, TIMEOUT)] == [1]
 
 
-def test_what_a_rank_was_in_is_dumped_before_others_give_up(tmp_path):
+def test_collectives_of_a_rank_are_dumped_before_others_time_out(tmp_path):
     write(tmp_path, 0, process_mark(), 0.0, kept=(collective(1, 40.0, True), collective(2, 29.0, True)))
     assert not (tmp_path / "ranks" / "gloo_0").exists()
     write(tmp_path, 0, process_mark(), 0.0, kept=(collective(1, 40.0, True), collective(2, 31.0, False)))
     dump = json.loads((tmp_path / "ranks" / "gloo_0").read_text())
     assert [each["collective_seq_id"] for each in dump["collectives"]] == [1, 2]
     assert dump["collective"]["collective_seq_id"] == 2
-    assert any("test_what_a_rank_was_in" in line for line in dump["threads"]["MainThread"])
+    assert any("test_collectives_of_a_rank" in line for line in dump["threads"]["MainThread"])
     assert [each.rank for each in beats(tmp_path)] == [0]

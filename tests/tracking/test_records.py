@@ -101,7 +101,7 @@ def lines_of(steps: range) -> dict[int, list[bytes]]:
         (range(0), 2, 0, False, "lacks the records of steps 1-2"),
     ],
 )
-def test_a_checkpoint_goes_on_from_the_records_of_all_steps_before(
+def test_a_checkpoint_without_metrics_of_all_its_steps_is_damaged(
     steps: range, upto: int, begun: int, or_earlier: bool, problem: str | None, tmp_path: Path
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -127,7 +127,7 @@ def test_the_chain_is_over_the_records_up_to_the_step_of_a_checkpoint(tmp_path: 
     assert missing(str(problem), "step 10", "13 lines", "changed") == []
 
 
-def test_a_head_is_known_at_the_newest_step_and_the_one_before() -> None:
+def test_the_chain_head_is_known_at_the_newest_step_and_the_one_before() -> None:
     lines = [(step, line) for step, each in lines_of(range(8, 12)).items() for line in each]
     chain = RecordChain(ChainHead.over([b"before\n"]))
     for count, (step, line) in enumerate(lines, 1):

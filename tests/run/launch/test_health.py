@@ -33,7 +33,7 @@ def test_two_ranks_are_started_measured_and_held_against_thresholds(tmp_path, ca
     assert [each.name for each in tmp_path.iterdir()] == ["least.yaml"]
 
 
-def test_what_a_user_gets_wrong_is_said_at_once(tmp_path, capsys):
+def test_all_user_errors_are_reported_at_once(tmp_path, capsys):
     (tmp_path / "least.yaml").write_text("gemm.fp32.tflop: 1\n")
     words = [
         "health",
@@ -71,7 +71,7 @@ def test_trainer_health_is_in_no_hash_and_free_on_resume():
     assert {key for key in differences_on_resume(without, checked) if not key.startswith("run.")} == set()
 
 
-def test_a_run_does_not_start_on_wrong_numbers(small_run, tmp_path, capsys, monkeypatch):
+def test_a_run_does_not_start_if_the_health_check_finds_wrong_results(small_run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(SquareProduct, "wrong_elements", lambda product: 3 * (product.number_format == "bf16"))
     assert main(["train", *small_run(tmp_path, "trainer.health=true")]) == 1
     expected = f"error: trainer.health: bf16 GEMM: 3 elements on rank 0 ({HERE}) are wrong. Training was not started.\n"
@@ -89,7 +89,7 @@ def test_ranks_that_are_checked_train_to_the_same_bits(small_run, tmp_path, capf
 
 
 @pytest.mark.full
-def test_ranks_that_are_no_good_are_named_once_and_no_run_starts(small_run, tmp_path, capfd, forked_ranks, monkeypatch):
+def test_unhealthy_ranks_are_reported_once_and_no_run_starts(small_run, tmp_path, capfd, forked_ranks, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     fault = "+callbacks.fault={_target_: tests.run.launch.slow_rank.SlowRank, rank: 1, pause_seconds: 0.05}"
     words = "parallel=ddp", "trainer.devices=2", "data.micro_batch_size=1", "trainer.health=true"
@@ -103,7 +103,7 @@ def test_ranks_that_are_no_good_are_named_once_and_no_run_starts(small_run, tmp_
 
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
-def test_ranks_that_others_have_started_check_each_other(launcher, tmp_path):
+def test_ranks_started_by_torchrun_check_each_other(launcher, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

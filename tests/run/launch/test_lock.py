@@ -23,7 +23,7 @@ def another_looks(folder: Path) -> Iterator[None]:
         yield
 
 
-def test_lookers_do_not_take_each_other_for_a_trainer(tmp_path):
+def test_processes_that_check_the_lock_do_not_disturb_each_other(tmp_path):
     folder = tmp_path / "0"
     assert not is_locked(folder)
     held = lock_run(folder)
@@ -77,7 +77,7 @@ def test_a_run_starts_although_another_process_looks(tmp_path, monkeypatch):
     assert ended.is_set()
 
 
-def test_a_lock_that_cannot_be_opened_is_told_by_who_takes_it(tmp_path):
+def test_a_lock_that_cannot_be_opened_is_reported_when_it_is_acquired(tmp_path):
     (tmp_path / LOCKS / "0.run").mkdir(parents=True)
     assert not is_locked(tmp_path / "0")
     with pytest.raises(ConfigError, match="cannot be written \\(Is a directory\\)"):
@@ -91,7 +91,7 @@ def test_a_lock_that_cannot_be_opened_is_told_by_who_takes_it(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:flock not supported")
-def test_a_file_system_without_flock_is_looked_at_all_the_same(tmp_path, monkeypatch):
+def test_locks_work_on_file_systems_without_flock(tmp_path, monkeypatch):
     def flock(file: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 

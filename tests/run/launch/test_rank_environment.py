@@ -99,7 +99,7 @@ def test_a_task_of_srun_within_an_interactive_shell_is_a_rank(monkeypatch):
 
 
 @pytest.mark.parametrize("step", [None, str(0xFFFFFFFB), str(0xFFFFFFFA)])
-def test_a_batch_script_or_a_shell_of_slurm_is_no_rank(monkeypatch, step):
+def test_batch_scripts_and_interactive_slurm_shells_are_not_ranks(monkeypatch, step):
     for name, value in SRUN.items():
         if name != "SLURM_STEP_ID":
             monkeypatch.setenv(name, value)
@@ -108,7 +108,7 @@ def test_a_batch_script_or_a_shell_of_slurm_is_no_rank(monkeypatch, step):
     assert rank_environment() is None
 
 
-def test_ranks_that_were_started_are_taken_over_or_refused(monkeypatch):
+def test_the_number_of_started_ranks_is_adopted_or_rejected(monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     config = adopt_world(compose_config(["recipe=quickstart"]))
@@ -131,13 +131,13 @@ def test_the_world_in_a_runs_config_gives_way_to_other_devices(tmp_path):
         assert world_problems(load_config(tmp_path / "config.yaml", ["trainer.devices=1", word])) == []
 
 
-def test_more_ranks_than_cores_are_said():
+def test_more_ranks_than_cores_are_reported():
     config = compose_config(["recipe=quickstart", "parallel=zero3", "trainer.devices=4"])
     assert crowd_note(config, cores=4) is None
     assert "4 ranks share 2 CPU cores" in crowd_note(config, cores=2)
 
 
-def test_what_another_rank_than_the_first_finds_wrong_is_said(tmp_path, capsys):
+def test_problems_found_by_another_rank_are_reported(tmp_path, capsys):
     """Rank 0 says what all find alike; of what one finds first, in the data say, it may not have heard."""
     told = "error: rank 2: data.sources: line 9 has no text\n"
     found = ((2, 2, "ConfigError", told), (0, 2, "ConfigError", ""), (2, 2, "AgreedError", ""))
@@ -160,7 +160,7 @@ def test_what_another_rank_than_the_first_finds_wrong_is_said(tmp_path, capsys):
         (1, 1, {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_ERROR_FILE": "FILE"}, False, ""),  # the launcher says it
     ],
 )
-def test_a_wrong_config_is_said_by_rank_0_before_another_rank_has_torchrun_end_all(
+def test_rank_0_reports_an_invalid_config_before_torchrun_ends_it(
     rank, local_rank, more, waits, says, monkeypatch, tmp_path, capsys
 ):
     (tmp_path / "error.json").write_text("{}")
@@ -178,7 +178,7 @@ def test_a_wrong_config_is_said_by_rank_0_before_another_rank_has_torchrun_end_a
 
 
 @pytest.mark.parametrize(("status", "code"), [("failed", 1), ("stopped", 143)])
-def test_a_rank_that_the_agent_ended_since_another_failed_was_not_stopped(status, code, tmp_path):
+def test_a_rank_ended_by_the_agent_after_a_failure_is_not_reported_as_stopped(status, code, tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({"status": status, "detail": "NonFiniteError: step 2"}))
     failure = SimpleNamespace(exitcode=143, message="Signal 15")
     error = SimpleNamespace(failures={0: failure}, get_first_failure=lambda: (0, failure))
@@ -186,7 +186,7 @@ def test_a_rank_that_the_agent_ended_since_another_failed_was_not_stopped(status
 
 
 @pytest.mark.parametrize("first_too", [True, False])
-def test_a_callback_that_fails_on_another_rank_is_said_once(first_too, tmp_path, capsys):
+def test_a_callback_failure_on_another_rank_is_reported_once(first_too, tmp_path, capsys):
     text = "CallbackFailedError: callbacks.own failed: \x1b[31m"
     detail = text if first_too else "RuntimeError: connection closed by peer"
     (tmp_path / "config.yaml").touch()  # a run's folder, where why is written down
@@ -201,7 +201,7 @@ def test_a_callback_that_fails_on_another_rank_is_said_once(first_too, tmp_path,
     assert json.loads((tmp_path / "summary.json").read_text())["detail"] == (text if first_too else said)
 
 
-def test_the_silence_of_an_earlier_start_is_not_this_ones(tmp_path, monkeypatch, small_run, capsys):
+def test_heartbeats_of_a_previous_session_are_ignored(tmp_path, monkeypatch, small_run, capsys):
     """Where ranks fail before they have a folder, no sign of a rank is theirs."""
     config = compose_config(small_run(tmp_path, "trainer.devices=2", "parallel=ddp", "parallel.timeout_seconds=10"))
     left = tmp_path / "run" / "ranks"
@@ -238,7 +238,7 @@ LOST = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547]
         ({0: (LOST, 7), 1: (LOST, 8)}, {}, 0),
     ],
 )
-def test_of_failures_within_a_second_the_one_that_lost_no_peer_is_first(seen, left_behind, first, monkeypatch):
+def test_the_first_failure_within_a_second_is_the_rank_that_lost_no_peer(seen, left_behind, first, monkeypatch):
     def reply(folder: Path, rank: int, text: str, at: int) -> str:
         file = folder / "run" / "attempt_0" / str(rank) / "error.json"
         file.parent.mkdir(parents=True)

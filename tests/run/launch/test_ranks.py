@@ -145,7 +145,7 @@ def test_a_rank_that_hangs_is_named_and_not_the_one_that_waited(small_run, tmp_p
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["zero3", "pp"])
-def test_a_rank_that_lives_and_is_stuck_is_named_with_where_and_the_last_collective(
+def test_a_stuck_rank_is_reported_with_its_line_and_last_collective(
     layout, small_run, tmp_path, forked_ranks, capfd, monkeypatch
 ):
     monkeypatch.setattr(local_ranks, "SAVE_SECONDS", 5)  # it does not listen
@@ -189,7 +189,7 @@ def test_torchrun_on_two_nodes_is_recognised(small_run, tmp_path):
     assert curve(tmp_path / "nodes" / "run") == curve(alone(small_run, tmp_path / "one", 4))
 
 
-def test_a_missing_peer_and_a_taken_port_are_said(small_run, tmp_path):
+def test_a_missing_peer_and_a_used_port_are_reported(small_run, tmp_path):
     words = [*TIMES, "parallel=ddp", "trainer.max_steps=300", "parallel.timeout_seconds=3"]
     taken = socket.socket()
     taken.bind(("0.0.0.0", 0))

@@ -63,7 +63,7 @@ def of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("of_this_machine")
-def test_what_ray_runs_is_heard_started_again_and_stopped(
+def test_ranks_on_ray_are_forwarded_restarted_and_stopped(
     small_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LIGHTNING_LLM_TEST", str(tmp_path))
@@ -112,7 +112,7 @@ def sockets_of(process: psutil.Process) -> list[Any]:
     return found
 
 
-def test_what_ray_is_asked_for() -> None:
+def test_resources_requested_from_ray() -> None:
     words = ["launcher=ray", "trainer.devices=8", "world=16"]
     config = compose_config(words)
     assert (machines(config), machines(compose_config(["launcher=ray"]))) == (2, 1)
@@ -153,7 +153,7 @@ def test_machines_may_save_once_one_has_been_stopped(stopped: bool, monkeypatch:
     assert killed == ([] if stopped else ["kill"])
 
 
-def test_a_config_that_a_machine_refuses_is_said_and_not_tried_again(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_config_rejected_on_a_machine_is_reported_and_not_retried(capfd: pytest.CaptureFixture[str]) -> None:
     task = Task("seed: none\n", [], 1, None, quiet=True)
     found = list(RayNode().run(task.as_json(), {}))
     assert found[-1] == ("end", {"code": 2})
@@ -317,7 +317,9 @@ def test_a_sweep_shares_one_ray_and_repeats_nothing(
 
 @pytest.mark.full
 @pytest.mark.usefixtures("of_this_machine")
-def test_no_ray_and_no_room_are_said(small_run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_or_full_ray_cluster_is_reported(
+    small_run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = small_run(tmp_path, "launcher=ray")
     assert main(["train", *words, "launcher.address=127.0.0.1:9"]) == 2
     said = capfd.readouterr().err

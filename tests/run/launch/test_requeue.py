@@ -168,7 +168,7 @@ def test_times_are_lightnings(text, seconds):
 
 
 @pytest.mark.parametrize("text", ["90", "00:00:00", "1h", "10:61:00"])
-def test_what_is_no_time_is_refused(text, capsys):
+def test_invalid_times_are_rejected(text, capsys):
     assert main(["config", f"trainer.max_time={json.dumps(text)}"]) == 2
     assert "trainer.max_time" in (said := capsys.readouterr().err)
     assert "is not a time: give HH:MM:SS or DD:HH:MM:SS" in said

@@ -62,7 +62,7 @@ def test_a_single_rank_is_started_again_too(lost, undisturbed):
     assert curve(run) == curve(undisturbed)
 
 
-def test_one_that_dies_at_the_same_step_again_is_not_started_for_ever(lost, capfd):
+def test_a_run_that_fails_at_the_same_step_again_is_not_restarted(lost, capfd):
     code, run = lost(1, 3, 9, "parallel=ddp", "trainer.devices=2", "trainer.max_restarts=5")
     assert code == 1
     assert re.search(r"no restart: the previous restart did not get beyond step [23]", capfd.readouterr().err)
@@ -81,7 +81,7 @@ def test_a_rank_that_hangs_is_ended_and_the_group_goes_on(lost, undisturbed, cap
     assert curve(run) == curve(undisturbed)
 
 
-def test_what_comes_back_is_not_tried_again(tmp_path, small_run, forked_ranks, capfd, monkeypatch):
+def test_errors_that_would_recur_are_not_retried(tmp_path, small_run, forked_ranks, capfd, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     fault = "+callbacks.fault={_target_: tests.run.launch.faults.Fail, rank: 1, step: 3}"
     words = ["parallel=ddp", "trainer.devices=2", "trainer.max_restarts=3", fault]
@@ -107,7 +107,7 @@ def test_how_often(small_run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
-def test_ranks_that_others_start_again_go_on(small_run, tmp_path, monkeypatch, name):
+def test_ranks_restarted_by_torchrun_resume(small_run, tmp_path, monkeypatch, name):
     arguments = argparse.Namespace(overrides=small_run(tmp_path), config=None, config_dir=None)
     for count, resume in (("0", None), ("1", "auto")):
         monkeypatch.setenv(name, count)
@@ -115,7 +115,7 @@ def test_ranks_that_others_start_again_go_on(small_run, tmp_path, monkeypatch, n
     assert checked_plan(arguments, to_train=False).config.resume is None
 
 
-def test_a_name_made_of_the_time_is_refused_there(small_run, tmp_path, monkeypatch, capsys):
+def test_resume_auto_rejects_a_default_name_with_a_timestamp(small_run, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     words = [word for word in small_run(tmp_path) if not word.startswith("run.dir=")]
     assert main(["train", *words]) == 2
@@ -123,7 +123,7 @@ def test_a_name_made_of_the_time_is_refused_there(small_run, tmp_path, monkeypat
     assert not os.listdir(tmp_path)
 
 
-def test_the_key_is_in_no_hash_and_bounded(small_run, tmp_path):
+def test_max_restarts_is_bounded_and_not_in_the_config_hash(small_run, tmp_path):
     words = small_run(tmp_path)
     hashes = {config_hash(compose_config([*words, f"trainer.max_restarts={count}"])) for count in (0, 3)}
     assert len(hashes) == 1

@@ -58,7 +58,7 @@ def test_a_script_asks_for_what_the_plan_needs(tmp_path):
     assert options_of(file)["time"] == "1-00:00:00"
 
 
-def test_a_container_sees_what_the_run_reads_and_writes(tmp_path):
+def test_a_container_mounts_all_paths_of_the_run(tmp_path):
     (tmp_path / "text.jsonl").touch()
     more = ["launcher.container=nvcr.io/nvidia/pytorch:26.01-py3", "data=jsonl", f"run.root={tmp_path}/runs"]
     more += [f"data.sources.jsonl.path={tmp_path}/text.jsonl", f"data.cache_dir={tmp_path}/cache"]
@@ -75,7 +75,7 @@ def test_a_container_sees_what_the_run_reads_and_writes(tmp_path):
     assert words[words.index("train") - 1] == "lightning-llm"  # the image's own
 
 
-def test_what_no_script_can_be_of_is_refused(tmp_path, capsys):
+def test_configs_without_a_possible_script_are_rejected(tmp_path, capsys):
     (tmp_path / "mine.sh").write_text("#!/bin/bash\n")
     config = compose_config([*CLUSTER, "world=15", "launcher.partition='a\nb'"])
     keys = [problem.key for problem in script_problems(config, tmp_path / "mine.sh")]
@@ -104,7 +104,7 @@ def test_keys_of_another_launcher_are_refused_by_name():
         assert "without effect with launcher=" in refused.value.problems[0].text
 
 
-def test_a_single_run_of_slurms_trains_on_no_login_node(tmp_path, small_run, monkeypatch, capsys):
+def test_launcher_slurm_does_not_train_on_a_login_node(tmp_path, small_run, monkeypatch, capsys):
     for name in ("SLURM_JOB_ID", "SUBMITIT_EXECUTOR"):
         monkeypatch.delenv(name, raising=False)
     assert main(["train", *small_run(tmp_path), "launcher=slurm"]) == 2

@@ -73,7 +73,9 @@ def test_the_run_holds_what_the_folder_holds(store: MlflowClient, tmp_path: Path
     assert Path(tmp_path / "mlartifacts" / writer.run_id / "artifacts" / "loss.png").read_bytes() == b"picture"
 
 
-def test_a_copied_folder_gets_a_run_of_its_own_and_a_moved_one_keeps_its(store: MlflowClient, tmp_path: Path) -> None:
+def test_a_copied_folder_gets_a_new_mlflow_run_and_a_moved_one_keeps_its_run(
+    store: MlflowClient, tmp_path: Path
+) -> None:
     def run_in(folder: Path) -> str:
         writer = RunWriter(job(tmp_path, run_dir=str(folder), tags={"run_dir": str(folder)}))
         writer.connect()
@@ -245,7 +247,9 @@ def test_parameters_are_named_as_the_contract_says(tmp_path: Path) -> None:
     assert json.loads(json.dumps(named)) == named
 
 
-def test_where_runs_are_tracked_does_not_depend_on_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tracking_uri_does_not_depend_on_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert tracking_uri(make_config(tmp_path)) == f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker:5000")
     assert tracking_uri(make_config(tmp_path)) == "http://tracker:5000"

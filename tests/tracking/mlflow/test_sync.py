@@ -48,7 +48,7 @@ def recorded(root: Path, name: str, status: Any = "finished", **changes: Any) ->
     return folder.run_dir
 
 
-def test_a_callback_of_a_config_dir_that_is_not_open_here_is_no_obstacle(store: MlflowClient, tmp_path: Path) -> None:
+def test_a_run_with_callbacks_of_an_unknown_config_dir_is_synced(store: MlflowClient, tmp_path: Path) -> None:
     own = {"own": {"_target_": "config_dir.callbacks.mine.Mine", "every": 2}}
     recorded(tmp_path, "mine", callbacks=own)
     assert main(["sync", str(tmp_path)]) == 0
@@ -236,7 +236,7 @@ def test_a_run_is_named_as_others_name_it_and_a_damaged_one_does_not_stop_the_re
     assert f"{done.parent / 'sweep.json'} cannot be read: it is damaged" in capsys.readouterr().err
 
 
-def test_no_runs_and_no_folder_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_runs_and_folders_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sync", str(tmp_path)]) == 2
     assert "there is no run" in capsys.readouterr().err
     assert main(["sync", str(tmp_path / "nowhere")]) == 2
