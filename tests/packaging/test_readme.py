@@ -34,7 +34,7 @@ def commands(file: Path, program: str) -> list[str]:
 
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PLACEHOLDERS = re.compile(r" (FILE|DIR|RUN|VERB)\b|\.\.\.|\[|\{[a-z]")
+PLACEHOLDERS = re.compile(r" (FILE|DIR|RUN|VERB|--help)\b|\.\.\.|\[|\{[a-z]")
 WRONG = "model.hiden_size"
 """In a command that a page shows with its errors."""
 THEIR_OWN = ("mine", "outputs/probe/mine-step=480")
