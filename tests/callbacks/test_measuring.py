@@ -1,4 +1,4 @@
-"""Throughput and memory on a real trainer, by a clock that stands still but where a wait is put in."""
+"""Throughput and memory on a real trainer, with a clock that advances only during planted waits."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ class Collect(pl.Callback):
 
 
 class Clock:
-    """Stands in for the time module: it moves on where a test says so, and nowhere else."""
+    """Mock of the time module: advances only when a test advances it."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""Goodput over restarts, how even steps are, what the machine does, and traces. 6 seconds."""
+"""Goodput over restarts, jitter of steps, system metrics, and traces. 6 seconds."""
 
 import gzip
 import json

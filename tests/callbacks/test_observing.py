@@ -1,4 +1,5 @@
-"""What holds for all of `conf/callbacks/default.yaml` together: they change nothing and cost next to nothing."""
+"""Properties of all callbacks of `conf/callbacks/default.yaml` together: they change nothing and cost next to
+nothing."""
 
 import time
 from pathlib import Path

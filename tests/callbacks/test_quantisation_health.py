@@ -1,4 +1,4 @@
-"""Quantisation health over real runs: it changes nothing, finds what is planted, and says where NaN began."""
+"""Quantization health over real runs: it changes nothing, detects planted values, and reports where NaN began."""
 
 import json
 from pathlib import Path

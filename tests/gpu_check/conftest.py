@@ -25,7 +25,7 @@ def on_cpu(monkeypatch):
 
 @pytest.fixture
 def hopper_on_cpu(engine, on_cpu, monkeypatch):
-    """An H100 with Transformer Engine's Python, whose arithmetic is the CPU's, and every size small."""
+    """A mock H100 with Transformer Engine's Python interface, CPU arithmetic and small sizes."""
     monkeypatch.setattr(setting, "capability_here", lambda accelerator: Capability.of_gpu(9, 0))
     for place, names in {
         library: {"SHAPES": ((64, 128, 256),)},
@@ -54,5 +54,5 @@ def hopper_on_cpu(engine, on_cpu, monkeypatch):
 
 @pytest.fixture
 def call(tmp_path):
-    """What a check is given: no rows yet, and time enough."""
+    """Inputs of a check: no rows yet, and enough time."""
     return Call(Journal(tmp_path / "rows.jsonl", Machine("d", "1", "2", None)), Clock(1000), tmp_path)

@@ -1,4 +1,4 @@
-"""Agreement on a CPU, the emulation or a stand-in on both sides: what is compared."""
+"""Comparisons of `agreement` on a CPU, with the emulation or a mock on both sides."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""gpu_check on a CPU: its words, its clock, its journal, and how its checks run apart and go on. 8 s."""
+"""gpu_check on a CPU: its arguments, clock, journal, and checks in separate processes that continue. 8 s."""
 
 import json
 import os
@@ -23,7 +23,7 @@ HERE = Machine("NVIDIA H100 80GB HBM3", "580.1", "2.11.0+cu130", "2.20.2")
 
 
 class FakeTime:
-    """Seconds that pass as told."""
+    """A clock advanced by the test."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -198,7 +198,7 @@ CHECK = Check("planted", "planted_check", 1, ("json",))
 
 @pytest.fixture
 def planted(tmp_path):
-    """The environment of processes that find a check whose second item hangs, or dies."""
+    """The environment of processes that find a check with a second item that hangs or dies."""
     (tmp_path / "planted_check.py").write_text(PLANTED)
     return {**os.environ, "PYTHONPATH": str(tmp_path), "PLANTED_CALLS": "hangs"}
 

@@ -1,4 +1,4 @@
-"""Curves, memory, steps and settings on a CPU: the runs that are started, and what is read of them."""
+"""Curves, memory, steps and settings on a CPU: the started runs and the use of their results."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def test_the_runs_of_curves_compose_and_their_gap_is_read(hopper_on_cpu, call, t
 
 
 def test_curves_ask_compare_for_the_verdict(small_run, call, tmp_path):
-    """A run that fell back is off; one that ran natively is what compare says of its validation."""
+    """A run that fell back is off; one that ran natively has compare's verdict on its validation."""
     made = {}
     for name in ("bf16", "fp8_current"):
         words = [f"precision={name}", "precision.casts=eager", "model.num_layers=3", "checkpoint.every_steps=null"]

@@ -42,7 +42,7 @@ def clean_steps(
 
 
 def named(seconds: Iterator[np.ndarray], ranks: int = RANKS, **limits: float) -> list[tuple[int, Straggler]]:
-    """Return who is named at which step, from 1."""
+    """Return the named ranks by step, from 1."""
     detector = StragglerDetector([range(ranks)], **limits)
     found = ((step, each) for step, row in enumerate(seconds, 1) for each in detector.take(step, row))
     return [(step, each) for step, each in found if not each.over]

@@ -142,7 +142,7 @@ def wrong_sums() -> list[str]:
 def test_a_wrong_sum_is_found_and_whose_it_is(ranks):
     summed, scattered, gathered = ranks(4).call(wrong_sums)
     assert summed.startswith(f"all_reduce of 1,024 bytes: wrong contribution of rank 2 ({HERE}); 1 element on rank 0: ")
-    assert "the first, 5, is " in summed
+    assert "the first, at index 5, is " in summed
     assert scattered.startswith(f"reduce_scatter of 1,024 bytes: wrong contribution of rank 3 ({HERE}); 1 element on ")
     assert gathered.startswith(f"all_gather of 1,024 bytes: wrong: data sent by rank 1 ({HERE}); ")
 
@@ -189,7 +189,7 @@ def test_a_slow_rank_is_named_with_its_host_and_a_wrong_message_with_its_pair(ra
 
 
 def waits_in_vain() -> list[str]:
-    """Return what each rank says where rank 1 never comes to the first collective."""
+    """Return each rank's error if rank 1 never reaches the first collective."""
     group = dist.new_group(timeout=timedelta(seconds=0.5))
     here = ranks_here(group, 0.5)
     said = ""

@@ -1,4 +1,4 @@
-"""Parts of the check on one rank: products, memory, disk, thresholds, whom wrong numbers are blamed on."""
+"""Parts of the check on one rank: products, memory, disk, thresholds, and the ranks blamed for wrong numbers."""
 
 import errno
 import os
@@ -93,7 +93,7 @@ def test_each_pair_meets_once_and_no_rank_is_in_two_at_a_time(world):
 
 
 def blamed(world: int, faulty: set[int], least: int = 1) -> tuple[list[int], list[int]]:
-    """Return who is blamed where a sum of `least` or more ranks is wrong by what any of `faulty` adds."""
+    """Return the blamed ranks if a sum of at least `least` ranks is wrong because of a contribution of `faulty`."""
 
     def are_right(groups):
         ranks = [rank for group in groups for rank in group]

@@ -47,7 +47,7 @@ def test_rounds_are_enough_to_name_a_rank_and_no_more():
 @pytest.mark.parametrize("noise", ["normal", "pareto"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_on_the_limit_itself_false_alarms_keep_their_rate(monkeypatch, noise, ranks):
-    """A rank that is slower by exactly what is allowed: the worst case, at a rate that a simulation can see."""
+    """A rank that is slower by exactly the allowed share: the worst case, at a rate that a simulation can measure."""
     monkeypatch.setattr(outliers, "ALPHA", 0.2)
     checks = 600
     found = sum(0 in each for each in alarms(noise, {0: 1 + LEAST_SLOWDOWN}, checks, ranks))

@@ -1,4 +1,4 @@
-"""Ranks that others wait for are named within 3 steps, ranks that are alike are not: by simulation."""
+"""Simulations: ranks that others wait for are named within 3 steps, equally fast ranks are not."""
 
 import numpy as np
 import pytest

@@ -31,7 +31,7 @@ def matrix_run(small_run, tmp_path_factory) -> Callable[..., Config]:
 
 @pytest.fixture(scope="session")
 def alone(ranks, matrix_run) -> Callable[..., Trace]:
-    """Return the trace of a single rank, run once for each number of micro-batches, precision and keys beside."""
+    """Return the trace of a single rank, run once for each number of micro-batches, precision and further overrides."""
     traces: dict[tuple, Trace] = {}
 
     def trace(micro_batches: int, precision: str, *more: str) -> Trace:

@@ -51,7 +51,7 @@ SHIPPED |= {"fp16": Limits(1.5e-5, 1e-4, 1.5e-3, 5e-3, 5e-3), "nvfp4": Limits(4.
 
 
 def limits_of(precision: str) -> Limits:
-    """Return the limits of a recipe that computes in fp32 beside its casts."""
+    """Return the limits of a recipe that computes in fp32 apart from its casts."""
     return LIMITS.get(precision, CAST)
 
 
@@ -102,5 +102,5 @@ def _flat(trace: Trace, names: list[str]) -> torch.Tensor:
 
 
 def exceeded(found: dict[str, float], limits: Limits) -> list[str]:
-    """Return what is above its limit; NaN is."""
+    """Return the figures above their limits, including NaN."""
     return [f"{kind} {value:.2g}" for kind, value in found.items() if not value <= getattr(limits, kind)]

@@ -1,4 +1,4 @@
-"""One rank's operands of a cut linear beside those of a single process, quantised by themselves."""
+"""One rank's operands of a cut linear, compared with those of a single process quantized separately."""
 
 from collections.abc import Collection
 from dataclasses import replace

@@ -6,7 +6,7 @@ from lightning_llm.plan.axes.axis import AXES, MeshAxis
 
 
 class SpareAxis(MeshAxis):
-    """Axis of ranks that repeat what the first of them does."""
+    """Axis of ranks that repeat the work of the first one."""
 
     name: ClassVar[str] = "spare"
     description: ClassVar[str] = "ranks that repeat what others do"

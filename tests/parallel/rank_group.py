@@ -24,7 +24,7 @@ from typing import Any
 CASE_SECONDS = 240
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 forkserver = multiprocessing.get_context("forkserver")
-"""Starts processes that have imported already what a run does: 9 CPU seconds of each new interpreter."""
+"""Starts processes with the imports of a run already done, which cost 9 CPU seconds in each new interpreter."""
 forkserver.set_forkserver_preload(
     [
         "lightning_llm",  # first: it puts off what Lightning wants of torchmetrics

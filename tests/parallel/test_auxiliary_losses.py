@@ -115,7 +115,7 @@ class Recorded(pl.Callback):
 
 
 def auxiliary_run(config: Config, weight: float) -> dict[str, Any]:
-    """Return the trace and the recorded auxiliary losses of a run, whose parts weigh their inputs and outputs."""
+    """Return the trace and the recorded auxiliary losses of a run with `losses_of_size`."""
     recorded = Recorded()
     with losses_of_size(weight, NAMES):
         return {"trace": traced_run(config, recorded, saves=False), "auxiliary": recorded.values}

@@ -26,7 +26,7 @@ from tests.run_metrics import read_tensors
 
 @pytest.fixture
 def group() -> Iterator[Callable[[int], RankGroup]]:
-    """Return a group of ranks that no other test has, which may register what it likes."""
+    """Return a group of ranks for this test only, in which axes may be registered."""
     made: list[RankGroup] = []
 
     def start(world: int) -> RankGroup:

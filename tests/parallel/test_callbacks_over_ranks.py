@@ -24,7 +24,7 @@ CALLBACKS = [
 
 
 def train(config: Config) -> dict | None:
-    """Train; return what rank 0's own callback has seen."""
+    """Train; return the observations of rank 0's callback."""
     trainer = run_with(config)
     return next((each.state_dict() for each in trainer.callbacks if isinstance(each, Remembers)), None)
 

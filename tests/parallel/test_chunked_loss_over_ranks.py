@@ -75,7 +75,7 @@ def test_gradients_are_those_of_whole_logits(layout, world, ranks, matrix_run):
 
 
 def peaks(config: Config, logits: int) -> tuple[int, int]:
-    """Return the most bytes that this rank holds in a step, and what the plan says of it."""
+    """Return (peak bytes of this rank in a step, the plan's figure)."""
     with small_chunks(logits):
         plan = plan_of(config)
         counts = count_step(plan, Layout.of(plan.config.parallel, plan.degrees, CPU), None)

@@ -17,7 +17,7 @@ TOLERANCE = 2e-6
 
 @pytest.fixture(scope="module")
 def run(ranks, small_run, tmp_path_factory) -> Callable[..., Trace]:
-    """Return a function that trains for three steps of so many micro-batches, and knows what will be said of bits."""
+    """Return a function that trains for three steps of that many micro-batches and expects the note about bits."""
 
     def traced(micro_batches: int, *words: str) -> Trace:
         config = compose_config(

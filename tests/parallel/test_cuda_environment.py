@@ -1,4 +1,4 @@
-"""Environment variables of CUDA and NCCL: set where the user has not, and told with who set them. 0.1 s."""
+"""Environment variables of CUDA and NCCL are set unless the user has, and reported with who set them. 0.1 s."""
 
 import os
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Checkpoints of every layout family and recipe with state of its own, damaged at random: none is taken for whole."""
+"""Randomly damaged checkpoints of every layout family and stateful recipe are never accepted as intact."""
 
 import hashlib
 import random

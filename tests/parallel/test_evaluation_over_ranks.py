@@ -34,7 +34,7 @@ FULL = dict.fromkeys(("ddp", "cp"), pytest.mark.full)
 
 
 def answers(model: OwnModel):
-    """Return log-likelihoods, whether each was likeliest, and what is written."""
+    """Return log-likelihoods, whether each was the likeliest, and the written files."""
     scored = model.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)])
     return scored, model.generate_until([Instance("generate_until", {}, PROMPT, 0)])
 

@@ -1,4 +1,4 @@
-"""Sums over ranks begin within the backward pass, bucket by bucket, hold what is planned and change no bit."""
+"""Sums over ranks start within the backward pass, bucket by bucket, use the planned bytes and change no bit."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -123,7 +123,7 @@ def test_so_do_sums_of_what_ranks_have_parts_of(axis, ranks):
 
 
 def held(parallel: ParallelConfig, ranks_per_node: int) -> tuple[int, int]:
-    """Return the most bytes that buckets hold beside the gradients, and those of all gradients."""
+    """Return (peak bytes of buckets in addition to gradients, bytes of all gradients)."""
     model, sync = built(parallel, ranks_per_node)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -83,7 +83,7 @@ def test_what_several_ranks_hold_whole_is_counted_once(layout, measured):
 
 
 def failing_run(config: Any) -> str:
-    """Return what rank 0 says of a step in which only the other rank met Inf."""
+    """Return rank 0's record of a step in which only the other rank had Inf."""
     import torch
 
     class Spoil(QuantisationHealth):

@@ -1,4 +1,4 @@
-"""How often the host waits for the device in a step, and what it does in it. 30 CPU seconds."""
+"""Number of waits of the host for the device in a step, and the operators of a step. 30 CPU seconds."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The groups of a rank's place in the mesh, and what a step asks of it. 5 seconds."""
+"""The process groups and micro-batches of a rank by its place in the mesh. 5 seconds."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every layout file is in a matrix, whose comparison sees all there is."""
+"""Every layout file is in a matrix of tests that compares the complete state."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Parameters that a part has beside its linears, under tensor parallelism: their gradients, and what is rejected."""
+"""Parameters of a part outside its linears under tensor parallelism: their gradients, and rejected cases."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,7 +66,7 @@ def problem_without_normalise(config: Config) -> str:
 
 
 class Bare(torch.nn.Module):
-    """A scale with a forward pass of its own, and no `normalise`."""
+    """A scale without the method `normalise`."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()

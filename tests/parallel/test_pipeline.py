@@ -24,7 +24,7 @@ from tests.parallel.traced_run import difference, run_with, traced_run
 
 SHORT = ["trainer.max_steps=2", "schedule.warmup_steps=1"]
 Order = list[tuple[str, int, int]]
-"""What one rank does, in order: "F" or "B", stage, micro-batch."""
+"""Actions of one rank in order: ("F" or "B", stage, micro-batch)."""
 
 
 def idle_fraction(orders: Sequence[Order]) -> float:
@@ -57,7 +57,7 @@ def idle_fraction(orders: Sequence[Order]) -> float:
 
 
 class Noting:
-    """Stands in for a stage: notes what a schedule asks of it, sends and computes nothing."""
+    """Mock of a stage: records the actions of a schedule, sends and computes nothing."""
 
     def __init__(self, index: int, pp: int, virtual_stages: int):
         self.stage_index, self.num_stages = index, pp * virtual_stages
@@ -117,7 +117,7 @@ class Stages(pl.Callback):
         self.stages = pl_module.parallel.pipeline.stages
 
     def buffers(self) -> int:
-        """Return how many buffers with memory they have for what they receive."""
+        """Return their number of receive buffers with memory."""
         tables = [table for each in self.stages for table in (each.args_recv_info, each.grad_recv_info)]
         given = [each.buffer for table in tables for infos in table.values() for each in infos]
         return sum(buffer is not None and buffer.device.type != "meta" for buffer in given)

@@ -36,7 +36,7 @@ class OverflowIn(pl.Callback):
 
 
 class FirstAmaxes(pl.Callback):
-    """Keeps the amaxes of the first step, oldest first, of a layer whose input no cast has touched."""
+    """Keeps the amaxes of the first step, oldest first, of a layer with an input that was never cast."""
 
     def __init__(self) -> None:
         self.amaxes: list[float] = []

@@ -1,4 +1,4 @@
-"""A run that is killed, or stopped, goes on under another layout and number of ranks to the same bits."""
+"""A run that is killed or stopped resumes under another layout and number of ranks with the same bits."""
 
 import json
 import os

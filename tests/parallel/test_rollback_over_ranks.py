@@ -1,4 +1,4 @@
-"""Two ranks that shard go back together, in the processes they are in, to the bits of one that was told. 4 seconds."""
+"""Two sharding ranks roll back together in their processes, and match one rank with `data.skip_samples`. 4 seconds."""
 
 import json
 import threading

@@ -96,7 +96,7 @@ def measured(config: Config) -> list[int]:
 
 
 def traced(config: Config) -> tuple[Trace, list[int]]:
-    """Return all that must not depend on what is recomputed, and what ranks saved."""
+    """Return (results that must not depend on recomputation, bytes saved by ranks)."""
     saved = Saved()
     return traced_run(config, saved, saves=False), of_all_ranks(saved)
 

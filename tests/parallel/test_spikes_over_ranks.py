@@ -27,7 +27,7 @@ def skipping_run(config: Config) -> Trace:
 
 
 def stopping_run(config: Config) -> tuple[str, int]:
-    """Train until the corrupted batch ends the run; return what is said, and the step whose state lies there."""
+    """Train until the corrupted batch ends the run; return (the error, step of the saved state)."""
     try:
         skipping_run(config)
     except SpikeStop as stop:

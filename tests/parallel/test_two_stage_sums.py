@@ -1,4 +1,4 @@
-"""Sums within machines first and then between them: the bits of one rank, and what leaves a machine is one tensor."""
+"""Sums within machines first and then between them: same bits as one rank, and only one tensor leaves a machine."""
 
 from collections import Counter
 from typing import Any
@@ -28,7 +28,7 @@ class ThirdStep(Measure):
 
 
 def traced_and_counted(config: Config) -> tuple[Trace, Sent]:
-    """Return what must not depend on the layout, and what rank 0 sent in the third step."""
+    """Return (results that must not depend on the layout, bytes sent by rank 0 in the third step)."""
     measure = ThirdStep()
     trace = traced_run(config, measure, saves=False)
     return trace, measure.sent.counted.bytes

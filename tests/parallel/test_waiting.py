@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Time:
-    """A clock that stands, until someone waits."""
+    """A clock that advances only when someone waits."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

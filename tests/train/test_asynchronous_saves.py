@@ -39,7 +39,7 @@ def has_step(run: Path, step: int) -> bool:
 
 
 def files_of(run: Path, step: int) -> dict[str, dict]:
-    """Return sizes and digests of all files of a checkpoint but its manifest, which says whose it is."""
+    """Return sizes and digests of all files of a checkpoint except its manifest, which has the run id."""
     return unseal((run / "checkpoints" / f"step={step}" / "manifest.json").read_bytes())["files"]
 
 

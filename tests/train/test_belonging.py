@@ -1,4 +1,4 @@
-"""What lies in a run's folder is that run's: its checkpoints, records, data and tokenizer. 25 seconds."""
+"""Ownership of the files in a run's folder: its checkpoints, records, data and tokenizer. 25 seconds."""
 
 import errno
 import json

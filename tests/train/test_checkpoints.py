@@ -1,4 +1,4 @@
-"""When a run saves, what it never saves, and which checkpoints it refuses. 9 seconds."""
+"""Times at which a run saves, state that it never saves, and checkpoints that it rejects. 9 seconds."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What a user sees of damaged, malicious and unwritable checkpoints, and of those of the first release. 30 seconds."""
+"""Messages about damaged, malicious and unwritable checkpoints, and of those of the first release. 30 seconds."""
 
 import hashlib
 import io

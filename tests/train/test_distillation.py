@@ -1,4 +1,4 @@
-"""Distillation: the loss against float64, the step against torch, bits over resumes, what is refused and recorded."""
+"""Distillation: the loss against float64, the step against torch, bits over resumes, rejected configs and records."""
 
 import json
 import shutil

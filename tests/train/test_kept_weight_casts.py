@@ -52,17 +52,18 @@ EXPECTED = {
     "nvfp4_all_blocks": 1, "mxfp4_rne": 1, "mxfp4_rht_rne": 0, "mxfp4_sr": 0, "mxfp4_sr_norht": 0, "mxfp4_sr_fp8": 1,
     "quartet": 1,
 }  # fmt: skip
-"""How many casts of a weight each recipe can keep: one where both GEMMs read the same numbers, or one is random."""
+"""Number of casts of a weight that each recipe can cache: one where both GEMMs read the same numbers, or one is
+random."""
 
 
 class Made(NamedTuple):
-    """What some steps left, bit for bit, and how it was made."""
+    """Bitwise results of some steps, and the number of casts."""
 
     figures: list[Any]
     tensors: list[Tensor]
     observed: Counter[tuple[str, float]]
     cast: list[Counter[tuple[int, str]]]
-    """How often each weight was cast, by step."""
+    """Number of casts of each weight, by step."""
     kept_bytes: list[int]
     """When the last backward pass of a step was over, of all layers."""
     graphs: int

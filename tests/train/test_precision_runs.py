@@ -144,7 +144,7 @@ def test_recomputation_gives_the_same_bits(recipe, small_run, whole, tmp_path):
 
 
 def broken_compiler(folder: Path) -> dict[str, str]:
-    """Return an environment whose C++ compiler says its version, and fails at anything else."""
+    """Return an environment with a C++ compiler that reports its version and fails at anything else."""
     folder.mkdir()
     script = folder / "g++"
     asked = f'case "$1" in --version|-dumpversion) exec {shutil.which("g++")} "$@";; esac'

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, every so manyth, the best by val_loss; and the disk that is planned for them."""
+"""Kept checkpoints: the newest, every Nth, the best by val_loss; and the disk that is planned for them."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Planted spikes that a run goes back behind, whose samples are left out as if from the start. 9 CPU seconds."""
+"""A run rolls back before planted spikes and skips their samples as if from the start. 9 CPU seconds."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def corrupt() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory, small_run) -> Path:
-    """The folder of a run that was told from the start which samples to leave out."""
+    """The folder of a run that skips the samples from the start."""
     root = tmp_path_factory.mktemp("told")
     assert main(["train", *small_run(root, *WORDS, f"data.skip_samples=[{SPOILT}]")]) == 0
     return root / "run"
@@ -106,7 +106,7 @@ def test_one_that_is_asked_to_stop_in_the_step_that_spikes_stops(told, tmp_path,
 
 @pytest.mark.parametrize(("every", "back_to"), [("10", "step 20"), ("null", "step 0")])
 def test_one_that_dies_on_its_way_back_goes_on_the_same_way(every, back_to, told, tmp_path, small_run, capsys):
-    """What is written before it looks for a checkpoint decides: later ones are passed over, whatever there is."""
+    """The rollback file written before the search for a checkpoint decides: all later checkpoints are skipped."""
     words = small_run(tmp_path, *WORDS, f"checkpoint.every_steps={every}", "spikes.rollback_skip_steps=2")
     assert main(["train", *words, "trainer.max_steps=39"]) == 0
     run = tmp_path / "run"

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("drawn")
 
 
 class Memo:
-    """A logger that keeps what it is told."""
+    """A logger that keeps its inputs."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []

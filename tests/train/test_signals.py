@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM, before training and in a step: exit codes, what is saved, how it goes on. 25 seconds."""
+"""SIGINT and SIGTERM, before training and in a step: exit codes, saved state, resumes. 25 seconds."""
 
 import json
 import os

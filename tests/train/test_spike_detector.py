@@ -1,4 +1,4 @@
-"""The detector alone, on steps like a real run's: what it calls what, and how often it is wrong. 6 seconds."""
+"""The detector alone, on steps like a real run's: kinds of events and error rates. 6 seconds."""
 
 import json
 import math

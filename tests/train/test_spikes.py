@@ -1,4 +1,4 @@
-"""Planted spikes in whole runs: what is found, what is done about it, and that it survives a stop. 15 seconds."""
+"""Planted spikes in whole runs: detection, actions, and state that survives a stop. 15 seconds."""
 
 import json
 import shutil

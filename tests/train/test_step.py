@@ -75,7 +75,7 @@ def model() -> Decoder:
 
 
 def batches() -> Iterator[Batch]:
-    """Yield micro-batches whose numbers of target tokens differ, so that a mean of means would be another loss."""
+    """Yield micro-batches with different numbers of target tokens, so that a mean of means would be another loss."""
     generator = torch.Generator().manual_seed(0)
     while True:
         tokens, labels = torch.randint(32, (2, MICRO_BATCHES, 2, 8), generator=generator)  # [A, B, T] each

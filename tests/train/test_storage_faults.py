@@ -35,7 +35,7 @@ def child() -> Iterator[RankGroup]:
 
 
 def told_by(words: list[str], folder: Path) -> tuple[int, str]:
-    """Run in this process with its stderr into a file; return the exit code and what was said there."""
+    """Run in this process with stderr redirected to a file; return (exit code, its content)."""
     log = folder / "stderr"
     with log.open("w") as file:
         sys.stderr, before = file, sys.stderr
