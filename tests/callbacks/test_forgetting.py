@@ -78,7 +78,7 @@ def test_the_rise_of_each_source_its_alarms_and_what_a_stop_keeps(
     assert final_figures(records)["forgetting/code"] == 0.5
 
 
-def test_a_source_that_stays_above_is_said_once_and_no_number_is_above(config: Config) -> None:
+def test_a_source_above_the_limit_is_reported_once_and_nan_is_above(config: Config) -> None:
     forgetting = Forgetting(alarm_above=0.1)
     assert forgetting.state_dict() == {}
     records = run(config, forgetting, 6)

@@ -152,7 +152,7 @@ def test_counters_and_values_by_hand():
     assert [seen[f"{name}_total"][""] for name in ("starts", "rollbacks", "restarts")] == [3, 2, 1]
 
 
-def test_a_port_in_use_is_said_once_and_taken_when_it_is_free(publish, caplog):
+def test_a_port_in_use_is_reported_once_and_used_when_free(publish, caplog):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         publisher = publish(make_metrics(), port, every_seconds=0.02)
@@ -229,7 +229,7 @@ def test_a_disk_that_is_away_holds_up_nothing(publish, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("status", ["failed", "stopped"])
-def test_a_run_that_does_not_finish_says_so(status, tmp_path):
+def test_an_unfinished_run_is_reported(status, tmp_path):
     config = make_config(tmp_path)
     error = RuntimeError("boom") if status == "failed" else type("Stopped", (BaseException,), {})()
     callback = Prometheus(port=0, textfile=str(tmp_path / "run.prom"))
@@ -261,7 +261,7 @@ def test_jobs_of_a_sweep_have_ports_and_files_of_their_own(tmp_path, monkeypatch
     }  # fmt: skip
 
 
-def test_words_that_are_refused_and_a_hash_that_stays(tmp_path, small_run, monkeypatch, capsys):
+def test_invalid_arguments_are_rejected_and_the_hash_does_not_change(tmp_path, small_run, monkeypatch, capsys):
     words = [word for word in small_run(tmp_path, "~callbacks.sample") if word != "callbacks=none"]
     plain, observed = (compose_config([*words, f"callbacks={name}"]) for name in ("default", "prometheus"))
     assert training_hash(plain) == training_hash(observed)

@@ -79,7 +79,7 @@ def test_a_bad_layer_is_the_worst(small_run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
-def test_the_message_says_where_nan_began(precision, small_run, tmp_path):
+def test_the_message_names_the_origin_of_nan(precision, small_run, tmp_path):
     def spoil(model):
         model.get_submodule(BAD).weight[0, 0] = float("nan")
 
@@ -91,7 +91,7 @@ def test_the_message_says_where_nan_began(precision, small_run, tmp_path):
     assert BAD in json.loads((tmp_path / "run/summary.json").read_text())["detail"]
 
 
-def test_nan_outside_of_the_linears_is_said_to_be_there(small_run, tmp_path):
+def test_nan_outside_of_linears_is_located(small_run, tmp_path):
     def spoil(model):
         model.norm.weight[0] = float("inf")
 

@@ -49,7 +49,7 @@ def statuses(journal, check="c"):
     return {item: [row.status for row in found] for item, found in journal.results(check).items()}
 
 
-def test_without_a_gpu_every_check_says_so_and_nothing_fails_or_is_written(tmp_path, monkeypatch, capsys):
+def test_without_a_gpu_every_check_is_not_available_and_nothing_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(machine, "DRIVER_FILES", ())
     assert gpu_check.main(["--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("not available") == len(CHECKS)
@@ -58,7 +58,7 @@ def test_without_a_gpu_every_check_says_so_and_nothing_fails_or_is_written(tmp_p
     assert "unknown check nothing. Use one of agreement, speed" in capsys.readouterr().err
 
 
-def test_the_order_is_what_matters_most_and_shares_fit_eleven_minutes():
+def test_shares_of_all_checks_fit_into_eleven_minutes():
     names = list(CHECKS)
     assert names[:5] == ["agreement", "speed", "emulation", "memory", "curves"]
     left, taken = checks.TOTAL_SECONDS, []
@@ -74,7 +74,7 @@ def test_the_order_is_what_matters_most_and_shares_fit_eleven_minutes():
         assert callable(__import__(check.module, fromlist=["items"]).items)
 
 
-def test_what_there_is_no_time_for_is_cut_off_and_measured_by_the_next_call(journal):
+def test_items_without_enough_time_are_cut_off_and_measured_by_the_next_call(journal):
     now = FakeTime()
     items = [
         Item("first", 5, taking(now, 6, Row("one", 1.0))),
@@ -128,7 +128,7 @@ def test_a_better_result_is_not_lost_to_a_later_one_that_was_cut_off(journal):
     assert journal.value("c", "y") is None
 
 
-def test_rows_say_what_they_were_measured_on_and_others_are_passed_over(journal, tmp_path):
+def test_rows_have_their_machine_and_those_of_others_are_skipped(journal, tmp_path):
     journal.begin("c", "one")
     journal.add("c", "one", Row("far", float("inf"), "s", "off", "why"))
     journal.end("c", "one", 1.26)
@@ -153,7 +153,7 @@ def test_rows_say_what_they_were_measured_on_and_others_are_passed_over(journal,
     assert list(other.results("c")) == ["two"]
 
 
-def test_a_call_goes_on_with_the_newest_rows_of_its_machine(tmp_path):
+def test_a_call_continues_with_the_newest_rows_of_its_machine(tmp_path):
     out, results = tmp_path / "out", tmp_path / "results"
     results.mkdir()
     fresh = journal_for(HERE, out, results, None)
@@ -213,7 +213,7 @@ def assert_ended(pid_file, *, within=5):
     assert not (pid_file.parent / "lived").exists()  # ended, not waited for
 
 
-def test_a_check_ends_with_all_it_started_and_the_next_call_goes_on(planted, journal, tmp_path):
+def test_a_check_ends_with_its_children_and_the_next_call_continues(planted, journal, tmp_path):
     check_process.run_in_process("c", CHECK, journal, planted, seconds=2.5)
     assert statuses(journal) == {"quick": ["measured"], "hangs": ["measured", "cut off"], "behind": ["cut off"]}
     assert_ended(tmp_path / "pid")
@@ -231,7 +231,7 @@ def test_a_check_ends_with_all_it_started_and_the_next_call_goes_on(planted, jou
     ("how", "note"),
     [("dies", "exit code 7: without a word"), ("spoils", "RuntimeError: CUDA error: an illegal memory access was")],
 )
-def test_another_process_goes_on_behind_what_broke_one(how, note, planted, journal, tmp_path):
+def test_another_process_continues_after_the_item_that_broke_one(how, note, planted, journal, tmp_path):
     """A crash, or an error after which the device is of no more use to a process: a row, and the rest is made."""
     check_process.run_in_process("c", CHECK, journal, {**planted, "PLANTED_CALLS": how}, seconds=60)
     assert statuses(journal) == {"quick": ["measured"], "hangs": ["measured", "error"], "behind": ["measured"]}
@@ -267,7 +267,7 @@ sys.exit(call.main(["--out", {str(tmp_path / "out")!r}]))
     assert {item: [row.value for row in each] for item, each in found.items()} == {"quick": [1], "hangs": [1]}
 
 
-def test_a_check_that_cannot_be_begun_says_why(planted, journal):
+def test_a_check_that_cannot_start_reports_the_reason(planted, journal):
     check_process.run_in_process(
         "c", Check("", "planted_check", 1, ("surely_not_there",)), journal, planted, seconds=60
     )
@@ -299,7 +299,7 @@ def test_the_closing_lines_say_met_or_not_met(journal):
     )
 
 
-def test_what_is_off_makes_the_exit_code_and_every_check_is_run(tmp_path, monkeypatch, capsys):
+def test_rows_that_are_off_set_the_exit_code_and_every_check_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "has_driver", lambda: True)
     monkeypatch.setattr(gpu_check, "wheel_folder", lambda given, root: None)
     monkeypatch.setattr(gpu_check, "machine_here", lambda environment: HERE)
@@ -316,7 +316,7 @@ def test_what_is_off_makes_the_exit_code_and_every_check_is_run(tmp_path, monkey
         assert said.count("target: ") == 2
 
 
-def test_the_machine_is_what_torch_says_in_a_process_of_its_own(monkeypatch):
+def test_the_machine_is_described_by_torch_in_a_separate_process(monkeypatch):
     monkeypatch.setattr(machine, "DRIVER_FILES", ("/",))
     assert "finds no CUDA device" in machine_here(dict(os.environ))
     monkeypatch.setattr(machine.sys, "executable", "/bin/false")

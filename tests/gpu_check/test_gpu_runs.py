@@ -119,7 +119,7 @@ def test_memorys_runs_go_side_by_side_where_the_device_holds_them(gigabytes, pro
     assert speed.sequences() == (8 if processes == 1 else 4)
 
 
-def test_memory_is_held_against_what_plan_says(call, monkeypatch):
+def test_memory_is_compared_with_the_plan(call, monkeypatch):
     for name in memory.CASES:
         assert compose_config(memory.overrides(name, call)).trainer.max_steps == memory.STEPS
     name = "llama_160m, bf16"

@@ -1,4 +1,4 @@
-"""Seconds of ranks that are alike, with the jitter of step times, light- and heavy-tailed.
+"""Seconds of equally fast ranks, with the jitter of step times, light- and heavy-tailed.
 
 `python tests/health/step_noise.py STEPS` prints how often `StragglerDetector` names one of 4, and after how many steps
 it names one that computes 20 % longer.

@@ -105,7 +105,7 @@ def blamed(world: int, faulty: set[int], least: int = 1) -> tuple[list[int], lis
 
 
 @pytest.mark.parametrize("world", [3, 4, 5, 8, 13])
-def test_a_rank_whose_part_of_a_sum_is_wrong_is_named(world):
+def test_a_rank_with_a_wrong_contribution_to_a_sum_is_named(world):
     for rank in range(world):
         assert blamed(world, {rank}) == ([rank], [])
     assert blamed(8, {1, 6}) == ([1, 6], [])
@@ -129,7 +129,7 @@ def test_blame_falls_on_who_sends_receives_or_on_a_pair():
     assert blamed_pairs(wrong((0, 1)), hosts[:2]) == "wrong: data sent from rank 0 (a) to rank 1 (a)"
 
 
-def test_thresholds_are_read_and_all_that_is_wrong_is_said(tmp_path: Path):
+def test_thresholds_are_read_and_all_problems_reported(tmp_path: Path):
     file = tmp_path / "least.yaml"
     file.write_text("gemm:\n  bf16.tflops: 60%\nall_reduce.bus_gb_per_second: 300\n")
     assert read_thresholds(file) == [
@@ -146,7 +146,7 @@ def test_thresholds_are_read_and_all_that_is_wrong_is_said(tmp_path: Path):
         assert name in said
 
 
-def test_thresholds_that_nothing_can_judge_are_refused():
+def test_thresholds_that_cannot_be_checked_are_rejected():
     shares = [Threshold(name, 0.5, is_share=True) for name in NAMES]
     of_one = {each.text.partition(":")[0] for each in config_problems(shares, 1, None)}
     assert of_one == {name for name in NAMES if not name.startswith("gemm.")}

@@ -73,5 +73,5 @@ def test_slow_ranks_are_found_however_many_but_the_most():
     assert (slow.rank, slow.work, slow.rounds) == (2, "fp32 GEMM", 18)
 
 
-def test_one_rank_is_compared_with_nobody():
+def test_a_single_rank_has_no_counterparts():
     assert slow_ranks("work", [[1.0]] * 30, 1) == []

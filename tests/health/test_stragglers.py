@@ -31,7 +31,7 @@ def test_medians_of_others_are_those_without_each():
 
 
 @pytest.mark.parametrize("tail", TAILS)
-def test_200_clean_steps_name_nobody(tail):
+def test_200_clean_steps_name_no_straggler(tail):
     assert named(clean_steps(tail, 0.01, 200, 1)) == []
 
 
@@ -46,12 +46,12 @@ def test_a_rank_20_per_cent_slower_is_named_within_3_steps():
     assert max(steps_to_name("normal", 0.02, seed) for seed in range(5)) <= 6
 
 
-def test_what_noise_hides_for_three_steps_is_named_in_the_end():
+def test_a_slow_rank_hidden_by_noise_is_named_eventually():
     after = [steps_to_name("normal", 0.08, seed) for seed in range(3)]
     assert max(after) <= 128 * 3
 
 
-def test_it_says_since_when_and_by_how_much_and_when_it_is_over():
+def test_the_start_the_size_and_the_end_of_a_slowdown_are_reported():
     seconds = rows(80)
     for row in seconds[40:60]:
         row[2, COMPUTE] += 0.2
@@ -93,7 +93,7 @@ def test_stages_of_a_pipeline_are_compared_with_their_replicas_alone():
     assert events(StragglerDetector(stages), seconds) == [(43, "compute", 3, False)]
 
 
-def test_a_stage_without_replicas_is_compared_with_nobody_but_its_data_are():
+def test_a_stage_without_replicas_is_compared_by_data_loading_only():
     seconds = rows(60, ranks=2)
     for row in seconds[40:]:
         row[1, COMPUTE] += 0.4
@@ -114,7 +114,7 @@ def test_rank_0_writes_records_and_is_compared_with_itself():
     assert events(StragglerDetector([range(4)]), seconds)[0] == (43, "rest", 0, False)
 
 
-def test_links_are_slow_where_all_wait_and_nobody_is_late():
+def test_links_are_slow_if_all_ranks_wait_and_none_is_late():
     seconds = rows(80)
     for row in seconds[40:60]:
         row[:, WAIT] += 0.5
@@ -122,7 +122,7 @@ def test_links_are_slow_where_all_wait_and_nobody_is_late():
     assert [each[1:] for each in events(StragglerDetector([range(4)]), seconds)[1:]] == [("links", None, True)]
 
 
-def test_what_is_not_known_is_not_judged():
+def test_unknown_seconds_are_not_judged():
     seconds = rows(60)
     for row in seconds:
         row[:, PARTS.index("rest")] = np.nan

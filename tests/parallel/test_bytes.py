@@ -1,4 +1,4 @@
-"""What a rank sends in a step, and what it holds, against what `plan` says of it. 20 seconds.
+"""Bytes that a rank sends in a step, and bytes of its tensors, against the figures of `plan`. 20 seconds.
 
 The formulas themselves are compared with those of ZeRO in tests/plan/test_plan_layouts.py.
 """

@@ -24,7 +24,7 @@ def of(*words, device="sm_90"):
     return wanted(Resolution(compose_config(list(words)), DEVICES[device]).plan())
 
 
-def test_what_ranks_are_to_have():
+def test_variables_set_for_ranks():
     assert of(device="cpu") == {}
     assert of("parallel=zero3", "trainer.devices=4", device="cpu") == {"TORCH_FR_BUFFER_SIZE": "128"}
     assert of() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -34,7 +34,7 @@ def test_what_ranks_are_to_have():
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in of("parallel=tp", "trainer.devices=2")
 
 
-def test_a_users_own_value_stays_and_each_is_told(environment):
+def test_user_values_are_kept_and_all_are_reported(environment):
     environment |= {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     environment["NCCL_DEBUG"] = "WARN"
     set_missing({**ALLOCATOR, **NCCL})
@@ -66,7 +66,7 @@ def test_a_rank_knows_what_its_launcher_set(environment):
 
 
 @pytest.mark.parametrize(("agent", "given", "found"), [(True, "1", "3"), (False, "1", "1"), (True, "0", "0")])
-def test_torchs_agents_own_value_is_nobodys_choice(agent, given, found, environment):
+def test_the_value_of_torchs_agent_is_not_the_users(agent, given, found, environment):
     """torchrun gives its ranks 1 where the user has set nothing, and with it no flight record is written."""
     environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = given
     if agent:
@@ -75,7 +75,7 @@ def test_torchs_agents_own_value_is_nobodys_choice(agent, given, found, environm
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == found
 
 
-def test_an_allocator_in_use_is_said_to_be_nothing_that_it_is_not(environment, monkeypatch):
+def test_settings_are_not_reported_for_an_allocator_already_in_use(environment, monkeypatch):
     used = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True))
     monkeypatch.setitem(cuda_environment.sys.modules, "torch", used)
     set_missing({**ALLOCATOR, **NCCL})

@@ -115,7 +115,7 @@ def restored(files: dict[Path, bytes]) -> None:
 
 
 @pytest.mark.parametrize(("layout", "world", "precision"), FAMILIES)
-def test_no_damage_is_taken_for_whole(layout, world, precision, saved):
+def test_damaged_checkpoints_are_never_accepted(layout, world, precision, saved):
     folder = saved(layout, world, precision)
     newest, older = folder / "step=2", folder / "step=1"
     assert newest_verified(folder) == (verified(newest), ())

@@ -106,7 +106,7 @@ def launched(ranks, monkeypatch):
     return started
 
 
-def test_the_command_starts_ranks_and_says_what_they_found(tmp_path, small_run, launched, monkeypatch, capsys):
+def test_the_command_starts_ranks_and_reports_their_findings(tmp_path, small_run, launched, monkeypatch, capsys):
     """Delayed scales, a stage's share of them too, an average of two models, and a task of lm-eval's."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     run = trained(tmp_path, small_run(tmp_path, "precision=fp8_delayed"))
@@ -136,7 +136,7 @@ def test_the_command_starts_ranks_and_says_what_they_found(tmp_path, small_run, 
     assert len(launched) == 3
 
 
-def test_a_damaged_checkpoint_is_passed_over_by_all_ranks_alike(run, ranks, launched, tmp_path):
+def test_all_ranks_skip_the_same_damaged_checkpoint(run, ranks, launched, tmp_path):
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     file = max((copy / "checkpoints" / "step=2" / "tensors").glob("*.distcp"), key=lambda each: each.stat().st_size)
     file.write_bytes(file.read_bytes()[:-1] + b"?")
@@ -174,7 +174,7 @@ def choice_task(folder: Path) -> Path:
         (["parallel=zero3", "world=4"], "world=4: must equal trainer.devices=1"),
     ],
 )  # fmt: skip
-def test_what_ranks_cannot_share_is_refused_before_they_are_started(words, said, run, launched, capsys):
+def test_indivisible_work_is_rejected_before_ranks_start(words, said, run, launched, capsys):
     assert main(["evaluate", str(run), *[str(run) if word == "RUN" else word for word in words]]) == 2
     assert said in capsys.readouterr().err
     assert not launched

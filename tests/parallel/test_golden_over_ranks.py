@@ -45,7 +45,7 @@ def test_it_is_the_curve_of_one_rank(layout, precision, nudge, curve):
     ("layout", "world"),
     [("tp", 2), pytest.param("cp", 2, marks=pytest.mark.full), pytest.param("fsdp_pp_tp", 8, marks=pytest.mark.full)],
 )
-def test_layouts_that_sum_otherwise_have_the_same_norms_up_to_rounding(layout, world, curve):
+def test_layouts_with_another_order_of_sums_have_equal_norms_up_to_rounding(layout, world, curve):
     heads = "model.num_heads=2", "model.num_kv_heads=2"
     alone, spread = curve("single", 1, "fp32", *heads), curve(layout, world, "fp32", *heads)
     assert list(spread.gradient_norms) == list(alone.gradient_norms)

@@ -115,7 +115,7 @@ def test_sums_of_replicas_begin_within_the_last_backward_pass(world, keys, micro
 
 
 @pytest.mark.parametrize("axis", ["cp", pytest.param("tp", marks=pytest.mark.full)])
-def test_so_do_sums_of_what_ranks_have_parts_of(axis, ranks):
+def test_norms_of_sharded_tensors_are_equal_up_to_rounding(axis, ranks):
     _, buckets, spans = ranks(2).call(profiled_step, ParallelConfig(name="b", **{axis: 2}), 2)
     begun = begun_where(spans, 2)
     assert begun["too early"] == begun["unhidden"] == 0
@@ -162,7 +162,7 @@ def test_buckets_hold_what_is_planned(keys, together, one_of_many, monkeypatch):
     assert most < total
 
 
-def test_buckets_are_as_full_as_may_be_alike_within_and_in_the_order_of_their_last():
+def test_buckets_are_full_homogeneous_and_in_the_order_of_their_last_gradient():
     """By hand, of 40 bytes each: what of another dtype or other ranks lies between others starts no new bucket."""
 
     def rows(flat: torch.Tensor) -> Iterator[Any]:
@@ -185,7 +185,7 @@ def test_buckets_are_as_full_as_may_be_alike_within_and_in_the_order_of_their_la
 
 
 @pytest.mark.parametrize(("multiple", "padded"), [(1, 19), (4, 20), (5, 20), (6, 24), (19, 19)])
-def test_a_bucket_is_padded_to_what_is_shared_out_and_taken_apart_again(multiple, padded):
+def test_a_bucket_is_padded_to_the_multiple_and_split_again(multiple, padded):
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 4), (2,), (5,))]
     unused = nn.Parameter(torch.zeros(7))  # without a gradient
     for number, parameter in enumerate(parameters):

@@ -50,7 +50,7 @@ def measured(ranks, small_run, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["ddp", pytest.param("zero2", marks=pytest.mark.full), "zero3"])
-def test_two_ranks_measure_what_one_does(layout, measured):
+def test_two_ranks_measure_the_same_as_one(layout, measured):
     ours, alone = measured(layout, 2), measured("single", 1)
     assert [len(each["rows"]) for each in alone[0]] == [14 * 6, 14 * 6]
     assert ours[2] == alone[2]
@@ -65,7 +65,7 @@ def test_two_ranks_measure_what_one_does(layout, measured):
 
 
 @pytest.mark.parametrize("layout", ["tp", "cp"])
-def test_what_several_ranks_hold_whole_is_counted_once(layout, measured):
+def test_replicated_parameters_are_counted_once(layout, measured):
     """Of a tensor-parallel group all have a column's x and a row's dy, of a context-parallel one the weights.
 
     Sums in another order move some elements to another number: 0.3 % of a figure at most in step 1; counted twice, x

@@ -172,7 +172,7 @@ def test_numbers_are_read_as_they_are():
     assert read_numbers({}) == {}
 
 
-def test_what_tensor_parallel_ranks_hold_alike_is_counted_by_the_first_without_a_wait():
+def test_replicated_tensor_parallel_parameters_are_counted_by_the_first_rank():
     parameter = torch.nn.Parameter(torch.zeros(4))
     parameter.grad = torch.full((4,), 1.5)
     norms = []

@@ -17,7 +17,7 @@ def seconds_to_wait(parallel: ParallelConfig) -> list[float]:
     return [group._get_backend(cpu).options._timeout.total_seconds() for group in layout.own_groups()]
 
 
-def test_every_group_waits_as_long_as_the_config_says(ranks):
+def test_every_group_has_the_timeout_of_the_config(ranks):
     """Those of the axes and those of two axes together; of themselves they would wait half an hour."""
     keys = {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "zero_stage": 3}
     assert ranks(8).call(seconds_to_wait, ParallelConfig(name="test", timeout_seconds=7, **keys)) == [7.0] * 5

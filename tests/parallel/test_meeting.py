@@ -58,7 +58,7 @@ def test_ranks_that_are_away_are_named_once_and_waited_for(monkeypatch, capsys):
     assert clock.seconds == pytest.approx(40, abs=1)
 
 
-def test_ranks_that_never_come_are_named_in_the_refusal(monkeypatch):
+def test_missing_ranks_are_named_in_the_error(monkeypatch):
     monkeypatch.setattr(meeting, "Wait", Clock().wait)
     with pytest.raises(
         ConfigError, match=r"WORLD_SIZE: timed out after 50 s .* waiting for 3 of 4 ranks at .*:29633 .*: 1, 2, 3"
@@ -99,7 +99,7 @@ def test_all_ranks_meet_and_a_later_rank_0_begins_anew():
 
 
 @pytest.mark.parametrize(("name", "value"), [("MASTER_PORT", ""), ("MASTER_PORT", "70000"), ("MASTER_ADDR", "")])
-def test_an_address_that_is_missing_is_refused_by_name(name, value, monkeypatch):
+def test_a_missing_address_is_rejected_by_name(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^{name}: is '{value}'"):
         open_store(0, 5)

@@ -137,7 +137,7 @@ MOVED = [pytest.param(kind, marks=pytest.mark.full if kind == "adamw" else []) f
 
 
 @pytest.mark.parametrize("kind", MOVED)
-def test_a_run_goes_on_to_the_same_bits_under_other_layouts(kind, run, tmp_path):
+def test_a_run_resumes_under_other_layouts_with_the_same_bits(kind, run, tmp_path):
     """One step under each layout, from the checkpoint of the one before; the sharded states are put together anew."""
     words = ["checkpoint.every_steps=1", "model.num_layers=2", "schedule.total_steps=4"]
     for steps, (layout, world) in enumerate(CHAIN, 1):

@@ -148,14 +148,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("precision", "layout", "why"), REFUSED)
-def test_what_codes_cannot_carry_is_refused_with_the_reason(precision, layout, why):
+def test_weights_that_codes_cannot_represent_are_rejected_with_the_reason(precision, layout, why):
     config = compose_config([f"precision={precision}", f"parallel={layout}", "trainer.devices=2", CODES])
     with pytest.raises(ConfigError, match=r"precision\.parameter_gather: ") as error:
         check_config(config)
     assert why in str(error.value)
 
 
-def test_every_reason_is_told_at_once_and_the_hash_knows_nothing_of_how_weights_travel():
+def test_all_reasons_are_reported_and_the_hash_ignores_the_format_of_gathers():
     config = compose_config(["precision=mxfp8", "parallel=ddp", "trainer.devices=2", CODES])
     with pytest.raises(ConfigError) as error:
         check_config(config)

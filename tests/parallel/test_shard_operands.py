@@ -1,4 +1,4 @@
-"""Operands of cut linears are the parts of a single process's, bit for bit, whatever the recipe. 15 seconds.
+"""Operands of cut linears are bitwise the parts of a single process's operands, under every recipe. 15 seconds.
 
 First by themselves: ranks are tp = 2 x cp = 2, and each quantises its part of x, w and dy for every slot. Then within a
 run: what ranks were given is put together and quantised as a whole.
@@ -239,7 +239,7 @@ def test_ranks_that_cast_their_parts_natively_train_as_emulated_ones(recipe, dev
         ("mxfp4_sr", ["data.sequence_length=192"], "rotations of 64"),
     ],
 )
-def test_blocks_that_a_shard_would_cut_are_refused(recipe, words, said):
+def test_shards_that_would_cut_blocks_are_rejected(recipe, words, said):
     config = compose_config([*words_of(recipe), *words])
     problems = [str(problem) for problem in sharding_problems(config, degrees_of(config))]
     assert any(said in problem for problem in problems), problems

@@ -64,7 +64,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "world"), CASES)
-def test_what_one_rank_needs_longer_the_others_wait(layout, world, ranks, small_run, tmp_path):
+def test_the_excess_of_one_rank_is_the_wait_of_the_others(layout, world, ranks, small_run, tmp_path):
     seconds, slept, _ = ranks(world).call(measured, words(small_run, tmp_path, layout, world), 1, "compute")
     assert seconds.shape == (6, world, WAIT + 1)
     others = [rank for rank in range(world) if rank != 1]
@@ -147,7 +147,7 @@ def run_with_nothing(config: Config) -> None:
 
 
 @pytest.mark.full
-def test_200_steps_of_ranks_that_are_alike_name_nobody(ranks, small_run, tmp_path):
+def test_200_steps_of_equal_ranks_name_no_straggler(ranks, small_run, tmp_path):
     config = run_of(small_run, tmp_path, 216, "callbacks=stragglers")
     ranks(4).call(named, config, 1.0, 1, 1)
     assert [each for each in read_metrics(Path(config.run.dir)) if "event" in each] == []

@@ -1,4 +1,4 @@
-"""What is said where torch lacks what layouts take from it beyond its documented interface."""
+"""Errors if torch lacks an undocumented interface that layouts use."""
 
 import tomllib
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_a_part_that_is_gone_is_named_with_the_range(monkeypatch):
         private(torch.distributed.DeviceMesh, "_flatten")
 
 
-def test_an_overridden_method_that_torch_calls_otherwise_is_no_silent_loss(monkeypatch):
+def test_a_changed_signature_of_an_overridden_method_is_an_error(monkeypatch):
     check_overridden(TrainStage, "backward_one_chunk")
 
     def backward_one_chunk(self, chunk, loss=None):

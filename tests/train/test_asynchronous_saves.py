@@ -57,7 +57,7 @@ def held(monkeypatch) -> Callable[[Callable], None]:
     return hold
 
 
-def test_the_files_are_a_synchronous_saves_whatever_training_does_meanwhile(tmp_path, small_run, held, capsys):
+def test_asynchronous_saves_write_the_same_files_as_synchronous_ones(tmp_path, small_run, held, capsys):
     """Every write is held until the next step has changed weights, moments, averages and delayed scales."""
     words = ["precision=fp8_delayed", "precision.casts=eager", "checkpoint.every_steps=1", "checkpoint.keep_last=4"]
     words += [

@@ -56,7 +56,7 @@ def put_foreign(run: Path, other: Path) -> Path:
     return Path(shutil.copytree(other / "checkpoints" / "step=6", run / "checkpoints" / "step=6"))
 
 
-def test_another_runs_checkpoint_is_passed_over_and_kept(run, whole, other_seed, tmp_path, small_run, capsys):
+def test_checkpoints_of_other_runs_are_skipped_and_kept(run, whole, other_seed, tmp_path, small_run, capsys):
     foreign = put_foreign(run, other_seed)
     held = sorted((file.name, file.read_bytes()) for file in foreign.rglob("*") if file.is_file())
     assert main(["train", *small_run(tmp_path, f"resume={foreign}")]) == 2
@@ -88,7 +88,7 @@ def test_a_new_folder_is_a_new_run(run, whole, tmp_path, small_run, capsys):
     assert steps_saved(moved) == [6, 7]
 
 
-def test_of_an_earlier_release_nothing_says_whose_it_is(run, whole, tmp_path, small_run, capsys):
+def test_checkpoints_of_earlier_releases_have_no_run_id(run, whole, tmp_path, small_run, capsys):
     for path in (run / "checkpoints").iterdir():
         with_run_id(path, None)
     assert main(["train", *small_run(tmp_path, f"resume={run}")]) == 2  # begun by this release, which writes ids
@@ -231,7 +231,7 @@ def test_a_run_that_died_before_it_had_its_own_start_begins_there_again(whole, t
     assert same_weights(tmp_path / "run", whole, 6)
 
 
-def test_a_run_with_relative_paths_goes_on_from_anywhere(whole, corpus_folder, tmp_path, small_run, monkeypatch):
+def test_a_run_with_relative_paths_resumes_from_any_folder(whole, corpus_folder, tmp_path, small_run, monkeypatch):
     """The command that it prints, in another folder; and the data may move, as long as they are the same."""
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     home.mkdir()
@@ -251,7 +251,7 @@ def test_a_run_with_relative_paths_goes_on_from_anywhere(whole, corpus_folder, t
     ]
 
 
-def test_a_run_of_an_earlier_release_with_a_relative_path_goes_on(run, corpus_folder, tmp_path, small_run, monkeypatch):
+def test_a_run_of_an_earlier_release_with_a_relative_path_resumes(run, corpus_folder, tmp_path, small_run, monkeypatch):
     config = run / "config.yaml"
     config.write_text(config.read_text().replace(f"path: {corpus_folder}/", "path: "))
     assert "path: documents.jsonl\n" in config.read_text()
@@ -304,7 +304,7 @@ def test_the_root_of_runs_moves_with_them(tmp_path):
     assert tree == recorded
 
 
-def test_other_data_under_the_same_name_are_refused(run, corpus_folder, tmp_path, small_run, capsys):
+def test_changed_data_under_the_same_name_are_rejected(run, corpus_folder, tmp_path, small_run, capsys):
     other = tmp_path / "documents.jsonl"
     other.write_text((corpus_folder / "documents.jsonl").read_text() + '{"text": "one document more"}\n')
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))

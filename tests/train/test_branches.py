@@ -49,7 +49,7 @@ def test_a_branch_with_nothing_changed_is_the_trunk_s_own_continuation(whole, tm
     assert len(about["digest"]) == 32
 
 
-def test_what_the_recipe_keeps_between_steps_goes_with_the_branch(tmp_path, small_run, monkeypatch):
+def test_a_branch_inherits_the_state_of_the_recipe(tmp_path, small_run, monkeypatch):
     monkeypatch.setattr(inductor, "why_not", lambda device_type: "the test wants it so")  # eager: no compile time
     assert main(["train", *small_run(tmp_path / "trunk", "precision=fp8_delayed")]) == 0
     trunk = tmp_path / "trunk" / "run"
@@ -79,7 +79,7 @@ def test_a_recipe_is_switched_on_late(whole, tmp_path, monkeypatch):
     assert all((value == weights_before[name].to(value.dtype)).all() for name, value in rounded.items())
 
 
-def test_a_killed_branch_goes_on_to_the_same_bits(whole, tmp_path, monkeypatch):
+def test_a_killed_branch_resumes_with_the_same_bits(whole, tmp_path, monkeypatch):
     shutil.copytree(whole, tmp_path / "trunk")
     step = tmp_path / "trunk" / "checkpoints" / f"step={STEP}"
     changed = ["optim.learning_rate=1e-3", "checkpoint.every_steps=1"]

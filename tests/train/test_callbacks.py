@@ -62,7 +62,7 @@ def test_the_names_that_a_monitor_is_held_against_are_those_that_callbacks_find(
     assert {*metric_names(config), "own/remembered", "own/validations"} == own_callbacks.Remembers.names
 
 
-def test_a_run_that_a_callback_ended_does_not_go_on_by_itself(stopped, tmp_path, small_run, capsys):
+def test_a_run_ended_by_a_callback_does_not_resume_by_itself(stopped, tmp_path, small_run, capsys):
     shutil.copytree(stopped / "run", tmp_path / "run")
     own = "+callbacks.own={_target_: tests.own_callbacks.Remembers}"
     for steps in (9, 12):
@@ -80,7 +80,7 @@ def test_a_run_that_a_callback_ended_does_not_go_on_by_itself(stopped, tmp_path,
     assert curve(tmp_path / "run") == curve(tmp_path / "whole" / "run")
 
 
-def test_state_that_cannot_be_kept_is_said_before_the_first_step(tmp_path, small_run, capsys):
+def test_callback_state_that_cannot_be_saved_is_reported_before_the_first_step(tmp_path, small_run, capsys):
     assert main(["train", *small_run(tmp_path, MISBEHAVES.format("state"))]) == 2
     assert "the state of Misbehaves cannot be kept in a checkpoint" in capsys.readouterr().err
     assert not read_metrics(tmp_path / "run")

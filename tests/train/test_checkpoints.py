@@ -23,7 +23,7 @@ def test_without_validation_data_it_saves_at_the_due_steps(whole, tmp_path, smal
     assert not any("val_loss" in record for record in read_metrics(tmp_path / "run"))
 
 
-def test_a_checkpoint_of_another_version_is_refused(whole, tmp_path, capsys):
+def test_a_checkpoint_of_another_version_is_rejected(whole, tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(whole, copy)
     manifest = copy / "checkpoints" / "step=6" / "manifest.json"

@@ -105,9 +105,7 @@ def test_a_flipped_bit_falls_back_and_the_damaged_one_is_kept(run, whole, tmp_pa
     assert not (run / "checkpoints" / "superseded").exists()
 
 
-def test_a_run_that_dies_as_it_cuts_its_records_back_goes_on_from_the_same_step(
-    run, whole, tmp_path, small_run, monkeypatch
-):
+def test_a_run_killed_while_truncating_records_resumes_from_the_same_step(run, whole, tmp_path, small_run, monkeypatch):
     def cut_and_die(*arguments) -> int:
         cut_back(*arguments)
         raise OSError(5, "Input/output error")
@@ -134,7 +132,7 @@ def test_where_none_verifies_nothing_is_changed(run, tmp_path, small_run, capsys
     assert contents(run) == before
 
 
-def test_what_was_moved_aside_is_not_begun_afresh(run, tmp_path, small_run, capsys):
+def test_a_run_with_only_moved_aside_checkpoints_does_not_start_over(run, tmp_path, small_run, capsys):
     (run / "checkpoints" / "superseded").mkdir()
     shutil.rmtree(run / "checkpoints" / "step=4")
     aside = run / "checkpoints" / "superseded" / "step=6"
@@ -231,7 +229,7 @@ def test_a_description_that_does_not_fit_changes_nothing(run, tmp_path, small_ru
     assert contents(run) == before
 
 
-def test_a_checkpoint_of_the_first_release_goes_on(old_run, capsys):
+def test_a_checkpoint_of_the_first_release_resumes(old_run, capsys):
     assert resume_old(old_run, "checkpoint.keep_last=2") == 0
     assert "step=4 is from an earlier release without digests" in capsys.readouterr().out
     made = [(each["step"], each["loss"]) for each in read_metrics(old_run) if "loss" in each and each["step"] > 4]

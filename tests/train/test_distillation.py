@@ -121,7 +121,7 @@ def test_teachers_of_one_folder_alone_are_their_ensemble(teachers, small_run, tm
     assert found[0] != pytest.approx(found[2], rel=1e-3)
 
 
-def test_what_cannot_be_learned_from_is_refused(teachers, student, small_run, tmp_path, capsys):
+def test_invalid_teachers_are_rejected(teachers, student, small_run, tmp_path, capsys):
     def told(*words, folder=tmp_path) -> str:
         assert main(["train", *small_run(folder, *words)]) == 2
         return capsys.readouterr().err

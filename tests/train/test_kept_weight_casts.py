@@ -268,7 +268,7 @@ def test_they_are_kept_where_a_step_reads_them_several_times(recipe, keys, kept)
         ("fp8_current", {"zero_stage": 2, "gather": "quantised"}, "parameter_gather=quantised gathers casts already"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_with_the_reason(recipe, keys, why):
+def test_casts_that_cannot_be_cached_are_rejected_with_the_reason(recipe, keys, why):
     gather = keys.pop("gather", "high")
     config = compose(recipe, True, **keys)
     precision = config.precision.model_copy(update={"parameter_gather": gather})

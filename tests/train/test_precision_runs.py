@@ -155,7 +155,7 @@ def broken_compiler(folder: Path) -> dict[str, str]:
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-def test_a_compiler_that_fails_is_told_of_and_not_used(small_run, tmp_path):
+def test_a_failing_compiler_is_reported_and_not_used(small_run, tmp_path):
     words = small_run(tmp_path, *SHAPE, "precision=mxfp8", "trainer.max_steps=3")
     command = [sys.executable, "-m", "lightning_llm", "train", *words]
     done = subprocess.run(command, env=broken_compiler(tmp_path / "bin"), capture_output=True, text=True, check=False)
@@ -262,7 +262,7 @@ def rows_of(state):
     return {int((tensor > 0).all(1).sum()) for name, tensor in state.items() if name.endswith("amax_history")}
 
 
-def test_scales_move_with_every_micro_batch_where_the_recipe_says_so(small_run, tmp_path):
+def test_scales_update_with_every_micro_batch_if_the_recipe_says_so(small_run, tmp_path):
     """Two per step: also where activations are recomputed, through a resumption, and when a step is run again."""
     words = [*SHAPE, "precision.casts=eager", "trainer.validate_every_steps=null", "schedule.total_steps=3"]
     words += ["parallel.activation_checkpoint=full"]
@@ -335,7 +335,7 @@ def test_a_phase_takes_over_at_its_step(small_run, tmp_path):
         (["precision=fp8_current", "precision.modules.last_blocks_high_precision=9"], "precision.modules"),
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_starts(words, key, small_run, tmp_path, capsys):
+def test_configs_that_cannot_run_are_rejected_before_the_start(words, key, small_run, tmp_path, capsys):
     assert train(small_run, tmp_path, *words) == 2
     assert key in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -25,7 +25,7 @@ def test_stop_and_resume_gives_the_same_bits(whole, tmp_path, small_run, first_s
     assert same_weights(tmp_path / "run", whole, 6)
 
 
-def test_what_earlier_parts_had_otherwise_is_kept(tmp_path, small_run):
+def test_settings_changed_across_resumes_are_recorded(tmp_path, small_run):
     """A comparison must not take such a run for one that was made in one piece."""
     run = tmp_path / "run"
     assert main(["train", *small_run(tmp_path, "trainer.max_steps=3")]) == 0
@@ -44,7 +44,7 @@ def test_what_earlier_parts_had_otherwise_is_kept(tmp_path, small_run):
     }  # fmt: skip
 
 
-def test_an_end_that_is_nearer_than_was_planned_is_said(whole, tmp_path, small_run, capsys):
+def test_an_earlier_end_than_planned_is_reported(whole, tmp_path, small_run, capsys):
     shutil.copytree(whole, tmp_path / "run")
     summary = summary_of(tmp_path / "run")
     write_json(tmp_path / "run" / "summary.json", {**summary, "status": "stopped"})

@@ -63,7 +63,7 @@ def test_no_run_keeps_more_than_is_planned_and_some_as_many(tmp_path, small_run)
     assert reached > 15
 
 
-def test_a_run_keeps_its_best_and_knows_it_when_it_goes_on(tmp_path, small_run, capsys):
+def test_the_best_checkpoints_are_kept_across_resumes(tmp_path, small_run, capsys):
     words = [
         "trainer.validate_every_steps=1",
         "checkpoint.every_steps=1",

@@ -57,7 +57,7 @@ def same(run: Path, told: Path) -> bool:
     return curve(run) == curve(told) and same_weights(run, told, STEPS)
 
 
-def test_a_run_goes_back_and_is_the_run_that_was_told(told, tmp_path, small_run, capsys):
+def test_a_rolled_back_run_equals_a_run_that_skips_the_samples(told, tmp_path, small_run, capsys):
     assert main(["train", *small_run(tmp_path, *WORDS)]) == 0
     run, said = tmp_path / "run", capsys.readouterr().err
     assert f"back   step {BAD} is out of the ordinary (spike: loss" in said
@@ -105,7 +105,7 @@ def test_one_that_is_asked_to_stop_in_the_step_that_spikes_stops(told, tmp_path,
 
 
 @pytest.mark.parametrize(("every", "back_to"), [("10", "step 20"), ("null", "step 0")])
-def test_one_that_dies_on_its_way_back_goes_on_the_same_way(every, back_to, told, tmp_path, small_run, capsys):
+def test_a_run_killed_during_a_rollback_continues_it(every, back_to, told, tmp_path, small_run, capsys):
     """The rollback file written before the search for a checkpoint decides: all later checkpoints are skipped."""
     words = small_run(tmp_path, *WORDS, f"checkpoint.every_steps={every}", "spikes.rollback_skip_steps=2")
     assert main(["train", *words, "trainer.max_steps=39"]) == 0
@@ -131,7 +131,7 @@ def test_a_fault_that_is_not_the_datas_ends_the_run(tmp_path, small_run, monkeyp
     assert steps_saved(run)[-1] == BAD - 1
 
 
-def test_what_is_left_out_by_hand_is_not_to_lie_behind(told, tmp_path, small_run, capsys):
+def test_skipped_samples_must_be_ahead_of_the_run(told, tmp_path, small_run, capsys):
     """An earlier checkpoint can be gone on from without samples; a run's own past is not thrown away for it."""
     run = tmp_path / "run"
     shutil.copytree(told, run)

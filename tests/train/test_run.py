@@ -10,7 +10,7 @@ from lightning_llm.__main__ import main
 from tests.run_metrics import curve, read_metrics, same_weights, steps_saved, weights
 
 
-def test_the_folder_holds_what_the_contract_says(whole):
+def test_the_folder_has_the_documented_files(whole):
     steps = [record for record in read_metrics(whole) if "loss" in record]
     validations = [record for record in read_metrics(whole) if "val_loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
@@ -65,7 +65,7 @@ def test_asked_to_be_deterministic_a_run_has_the_same_bits_and_fills_no_buffers(
     assert curve(tmp_path / "run") == curve(whole)
 
 
-def test_attention_by_another_kernel_is_told_and_learns_the_same(whole, tmp_path, small_run, capsys):
+def test_another_attention_kernel_is_reported_and_learns_the_same(whole, tmp_path, small_run, capsys):
     assert main(["train", *small_run(tmp_path, "trainer.attention_kernel=math")]) == 0
     assert "kernel attention: math (trainer.attention_kernel=math)" in capsys.readouterr().out.splitlines()
     for ours, theirs in zip(curve(tmp_path / "run"), curve(whole), strict=True):

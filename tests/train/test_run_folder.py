@@ -77,7 +77,7 @@ def test_every_step_and_validation_is_a_line_and_goes_to_the_sinks(config: Confi
     assert memo.told == [("open", "running", None), *written, ("close", "finished", "", module.true_losses[-1])]
 
 
-def test_the_summary_tells_how_it_went(config: Config) -> None:
+def test_the_summary_has_the_result_of_the_run(config: Config) -> None:
     module = TinyModule(config, losses={2: math.nan, 3: math.inf})
     fit(module, [RunFolder(Path(config.run.dir))])
     told = summary(config.run.dir)
@@ -98,7 +98,7 @@ class LookAtStep2(pl.Callback):
             self.summary, self.lines = summary(pl_module.config.run.dir), lines(pl_module.config.run.dir)
 
 
-def test_a_running_run_says_so_and_its_lines_are_there_at_once(config: Config) -> None:
+def test_a_running_run_has_its_status_and_unbuffered_records(config: Config) -> None:
     look = LookAtStep2()
     fit(TinyModule(config), [look, RunFolder(Path(config.run.dir))])
     assert look.summary["status"] == "running"
@@ -169,7 +169,7 @@ class StopAt3(pl.Callback):
     ("error", "status"),
     [(RuntimeError("out of luck"), "failed"), (SystemExit(0), "failed"), (Told("by a signal"), "stopped")],
 )
-def test_an_exception_is_failed_and_what_is_none_is_stopped(config: Config, error: BaseException, status: str) -> None:
+def test_an_exception_ends_as_failed_and_a_signal_as_stopped(config: Config, error: BaseException, status: str) -> None:
     with pytest.raises(type(error)):
         fit(TinyModule(config, fail_at=(4, error)), [RunFolder(Path(config.run.dir))])
     told = summary(config.run.dir)
@@ -193,7 +193,7 @@ def test_failing_before_the_first_step_can_be_recorded(tmp_path: Path) -> None:
     assert (summary(tmp_path)["status"], summary(tmp_path)["detail"]) == ("failed", "no data")
 
 
-def test_a_folder_with_records_is_refused_untouched(config: Config) -> None:
+def test_a_folder_with_records_is_rejected_and_not_changed(config: Config) -> None:
     run_dir = Path(config.run.dir)
     fit(TinyModule(config), [RunFolder(run_dir)])
     before = {path: path.read_bytes() for path in run_dir.iterdir()}
@@ -208,7 +208,7 @@ def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
         RunFolder(tmp_path / "file" / "run").open("cpu")
 
 
-def test_a_resumed_run_goes_on_after_the_checkpoint(config: Config) -> None:
+def test_a_resumed_run_continues_after_the_checkpoint(config: Config) -> None:
     run_dir = Path(config.run.dir)
     with pytest.raises(RuntimeError):
         fit(TinyModule(config, fail_at=(6, RuntimeError())), [RunFolder(run_dir)])

@@ -187,6 +187,6 @@ def test_a_step_that_is_made_ends_a_row_of_skips():
     assert policy.state.shift == 0  # what is left out is no part of a shift
 
 
-def test_a_window_too_short_to_judge_by_is_refused():
+def test_a_window_that_is_too_short_is_rejected():
     with pytest.raises(ValidationError, match="at least twice level_steps 65"):
         SpikesConfig(level_steps=65)

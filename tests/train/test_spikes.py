@@ -103,7 +103,7 @@ def test_skipping_leaves_the_update_out_and_survives_a_stop(whole_runs, tmp_path
     assert "spikes.policy: is 'log', but 'skip' in the run in" in capsys.readouterr().err
 
 
-def test_stop_saves_before_the_update_and_goes_on_as_any_policy(whole_runs, tmp_path, small_run, capsys):
+def test_stop_saves_before_the_update_and_resumes_under_any_policy(whole_runs, tmp_path, small_run, capsys):
     run = tmp_path / "run"
     assert main(["train", *small_run(tmp_path, *WORDS, "spikes.policy=stop")]) == 1
     told = capsys.readouterr().err

@@ -206,7 +206,7 @@ def test_an_operand_that_overflowed_skips_the_update_also_at_the_scales_floor(mo
 
 
 @pytest.mark.parametrize("min_scale", [1.0, None])
-def test_a_loss_that_is_not_finite_ends_the_run_whatever_the_loss_scale(model, min_scale):
+def test_a_non_finite_loss_ends_the_run_at_any_loss_scale(model, min_scale):
     scaling = LossScalingConfig(init_scale=1024.0, min_scale=min_scale)
     step = made(model, scaler=LossScaler(scaling))
     with torch.no_grad():

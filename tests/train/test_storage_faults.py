@@ -156,7 +156,7 @@ def killed_at(words: list[str], run: str, count: int) -> int:
         pytest.param(1, "true", marks=pytest.mark.full),
     ],
 )
-def test_killed_at_any_operation_it_goes_on_to_the_same_bits(every, asynchronous, begun, child, small_run):
+def test_a_run_killed_at_any_operation_resumes_with_the_same_bits(every, asynchronous, begun, child, small_run):
     """From a start-up that moves a damaged checkpoint aside, through a save that prunes, to the end.
 
     Of asynchronous saves that of step 4 is made beside training; the last is waited for.

@@ -69,7 +69,7 @@ def test_a_configs_digest_is_that_of_its_file(words):
     assert config_digest({**of_file, **free}) == config_digest(of_file)
 
 
-def test_the_chain_goes_on_over_a_resume_and_leaves_out_steps_that_were_not_made(tmp_path, small_run, monkeypatch):
+def test_the_hash_chain_continues_over_a_resume_without_steps_not_made(tmp_path, small_run, monkeypatch):
     """A step whose update was not made has its line beyond the checkpoint that is saved because of it."""
     words = small_run(tmp_path, "spikes.policy=stop", "checkpoint.every_steps=2")
     run = tmp_path / "run"
@@ -83,7 +83,7 @@ def test_the_chain_goes_on_over_a_resume_and_leaves_out_steps_that_were_not_made
     assert summary_of(run)["records"]["chain"] == chain(lines_of(run)) == manifest_of(run, 6)["records"]["chain"]
 
 
-def test_a_config_that_was_edited_before_the_resume_is_refused_with_each_key(run, capsys):
+def test_an_edited_config_is_rejected_on_resume_with_each_key(run, capsys):
     file = run / "config.yaml"
     written, before = file.read_text(), sorted(run.rglob("*"))
     tree = yaml.safe_load(written)
