@@ -69,7 +69,7 @@ class Stragglers(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Install the clock of batches, unless `callbacks.throughput` has."""
-        self._fetched = FetchClock.of(trainer)
+        self._fetched = FetchClock.from_trainer(trainer)
         self._clock = WaitClock(trainer.strategy.root_device)
         self._restart()
 

@@ -21,7 +21,7 @@ class FetchClock(PassThroughProfiler):
         self._since = 0.0
 
     @classmethod
-    def of(cls, trainer: pl.Trainer) -> "FetchClock | None":
+    def from_trainer(cls, trainer: pl.Trainer) -> "FetchClock | None":
         """Return the trainer's clock, installing it if necessary; None if the trainer has a real profiler."""
         if type(trainer.profiler) is PassThroughProfiler:
             trainer.profiler = cls()
@@ -61,7 +61,7 @@ class Throughput(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Install the fetch clock, unless the trainer has a real profiler: then `data_seconds` is omitted."""
-        self._clock = FetchClock.of(trainer)
+        self._clock = FetchClock.from_trainer(trainer)
         device = trainer.strategy.root_device
         peak = peak_flops_per_second(device_name(device), gemm_format(pl_module.config.precision.compute_dtype, device))
         self._peak = None if peak is None else peak * trainer.world_size

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_check.machine import Machine
-from gpu_check.rows import OPEN, Row, as_data, of_data
+from gpu_check.rows import OPEN, Row, as_data, from_data
 
 
 class Attempt:
@@ -71,7 +71,7 @@ class Journal:
             if event == "ended":
                 made[-1].ended = True
             elif event != "began":
-                made[-1].rows.append(of_data(line))
+                made[-1].rows.append(from_data(line))
         return found
 
     @property

@@ -100,7 +100,7 @@ def as_data(row: Row) -> dict[str, Any]:
     return data if row.value is None or math.isfinite(row.value) else {**data, "value": str(row.value)}
 
 
-def of_data(data: dict[str, Any]) -> Row:
+def from_data(data: dict[str, Any]) -> Row:
     """Return the row from the result of `as_data`, ignoring other keys."""
     value = None if data["value"] is None else float(data["value"])
     return Row(data["what"], value, data["unit"], data["status"], data["note"])

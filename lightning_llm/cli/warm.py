@@ -85,7 +85,7 @@ def _warmed(plan: Plan, device: torch.device) -> str:
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, plan.decision)
-    parallel = ParallelModel.of(config, Layout(config.parallel, Degrees()), device, quantisation)
+    parallel = ParallelModel.build(config, Layout(config.parallel, Degrees()), device, quantisation)
     if quantisation.report is not None and quantisation.report.note:
         return f"nothing to compile: {quantisation.report.note}"
     for step in _first_steps(config):

@@ -80,7 +80,7 @@ def dry_rank(plan: Plan, rank: int, progress: Callable[[], None] | None = None) 
     parallel = plan.config.parallel.model_copy(update={"compile": False})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # nobody is waited for
-        layout = Layout.of(parallel, plan.degrees, CPU, ranks_per_node(plan.config))
+        layout = Layout.from_config(parallel, plan.degrees, CPU, ranks_per_node(plan.config))
     return count_step(plan, layout, FakeTensorMode(allow_non_fake_inputs=True), progress)
 
 
@@ -102,7 +102,7 @@ def count_step(
     quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, backend="shapes")
     if progress is not None:
         _tell_micro_batches(quantisation, progress)
-    parallel = ParallelModel.of(config, layout, CPU, quantisation, fill=fill)
+    parallel = ParallelModel.build(config, layout, CPU, quantisation, fill=fill)
     decoders, gradients = _teachers(config), list[int]()
 
     def measure_gradients(loss: Tensor) -> None:
@@ -113,7 +113,7 @@ def count_step(
         state = TrainState(config.data.global_batch_size * config.data.sequence_length)
         quantisation.watch_overflow(parallel.model)
         teachers = None if config.distil is None else _asked(config, [each.to_empty(device=CPU) for each in decoders])
-        step = TrainStep.of(config, parallel, state, scaler, spikes, lambda _: None, [measure_gradients], teachers)
+        step = TrainStep.build(config, parallel, state, scaler, spikes, lambda _: None, [measure_gradients], teachers)
         initialise_state(step.optimizer)
         batch = _batch(config, plan.micro_batches)
         parallel.model.train()

@@ -56,7 +56,7 @@ class TrainedModel:
         recipe = subject.config.precision.model_copy(update={"backend": "emulated"})
         config = subject.config.model_copy(update={"precision": recipe})
         quantisation = Quantisation(recipe, config.seed, config.trainer.max_steps)
-        parallel = ParallelModel.of(config, layout, device, quantisation, initial)
+        parallel = ParallelModel.build(config, layout, device, quantisation, initial)
         parallel.model.eval()
         step = subject.checkpoint.step if subject.checkpoint else 0
         quantisation.begin_step(parallel.model, max(0, step - 1))  # a run validates in the phase of the step it made

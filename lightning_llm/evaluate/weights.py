@@ -88,7 +88,7 @@ def sharded_decoder_of(
     precision = compose_config(["precision=fp32"]).precision.model_copy(update={"compute_dtype": dtype})
     quantisation = Quantisation(precision, config.seed, config.trainer.max_steps)
     plain = config.model_copy(update={"precision": precision})
-    parallel = ParallelModel.of(plain, layout, device, quantisation, initial)
+    parallel = ParallelModel.build(plain, layout, device, quantisation, initial)
     parallel.model.eval()
     return parallel
 

@@ -29,7 +29,7 @@ class GroupRef(NamedTuple):
     rank: int
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> "GroupRef":
+    def from_group(cls, group: dist.ProcessGroup) -> "GroupRef":
         """Return the reference of `group`, which this rank belongs to."""
         return cls(group.group_name, group.size(), group.rank())
 

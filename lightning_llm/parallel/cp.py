@@ -86,7 +86,7 @@ class ContextAttention:
     """
 
     def __init__(self, group: dist.ProcessGroup, kernel: Kernel):
-        self.group, self.kernel = GroupRef.of(group), kernel
+        self.group, self.kernel = GroupRef.from_group(group), kernel
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Return `softmax(q k^T / sqrt(K)) v` `[B, T / R, H, K]` of `q`; `mask` is of `keys_of_all_ranks`.

@@ -25,7 +25,7 @@ def whole_vocabulary(logits: Tensor, layout: Layout) -> Tensor:
     group = layout.group("width")
     if group is None:
         return logits
-    by_rank = gathered(logits.flatten(0, 1)[None], GroupRef.of(group))[0]  # [R B T, V / R]
+    by_rank = gathered(logits.flatten(0, 1)[None], GroupRef.from_group(group))[0]  # [R B T, V / R]
     return torch.cat(list(by_rank.unflatten(0, (group.size(), *logits.shape[:2]))), dim=-1)
 
 
@@ -53,4 +53,4 @@ class GatheredLogits(nn.Module):
             return logits[:, position : position + 1]
         held = torch.stack([positions_of(rank, ranks, length) for rank in range(ranks)])  # [C, length / C]
         holder, index = (held == position).nonzero()[0].tolist()
-        return gathered(logits[:, index : index + 1], GroupRef.of(group))[:, holder : holder + 1]
+        return gathered(logits[:, index : index + 1], GroupRef.from_group(group))[:, holder : holder + 1]

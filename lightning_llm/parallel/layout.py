@@ -48,7 +48,7 @@ class Layout:
     """Groups that are created on first use, by name."""
 
     @classmethod
-    def of(
+    def from_config(
         cls, config: ParallelConfig, degrees: Degrees, device: torch.device, ranks_per_node: int | None = None
     ) -> "Layout":
         """Return this rank's layout. Collective if a process group was joined: every rank must call it.
@@ -83,7 +83,7 @@ class Layout:
         """
         if degrees.world > 1:
             join_process_group(device, degrees.world, config.timeout_seconds)
-        return cls.of(config, degrees, device, ranks_per_node)
+        return cls.from_config(config, degrees, device, ranks_per_node)
 
     @property
     def coordinates(self) -> Coordinates:

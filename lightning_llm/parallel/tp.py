@@ -168,7 +168,7 @@ class Region:
     """
 
     def __init__(self, group: dist.ProcessGroup, sequence: bool, shares: bool = False):
-        self.group, self.sequence, self.shares = GroupRef.of(group), sequence, shares
+        self.group, self.sequence, self.shares = GroupRef.from_group(group), sequence, shares
 
     def enter(self, x: Tensor) -> Tensor:
         """Return all tokens `[B, T, D]`."""

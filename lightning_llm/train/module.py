@@ -77,7 +77,7 @@ class LanguageModule(pl.LightningModule):
         if hasattr(self, "model"):
             return
         layout, device = self.trainer.strategy.layout, self.trainer.strategy.root_device
-        self.parallel = ParallelModel.of(self.config, layout, device, self.quantisation, self.initial)
+        self.parallel = ParallelModel.build(self.config, layout, device, self.quantisation, self.initial)
         self.model = self.parallel.model
         self.quantisation.watch_overflow(self.model)
         self.validation = Validation(self.parallel, self.source_names, self.config.data.watched, device)
@@ -89,7 +89,7 @@ class LanguageModule(pl.LightningModule):
         return device
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        self.train_step = TrainStep.of(
+        self.train_step = TrainStep.build(
             self.config,
             self.parallel,
             self.state,

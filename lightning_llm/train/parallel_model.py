@@ -40,7 +40,7 @@ class ParallelModel:
     quantisation: Quantisation
 
     @classmethod
-    def of(
+    def build(
         cls,
         config: Config,
         layout: Layout,

@@ -54,7 +54,7 @@ class TrainStep:
     """Distillation objective; None trains on the next-token loss only."""
 
     @classmethod
-    def of(
+    def build(
         cls,
         config: Config,
         parallel: ParallelModel,

@@ -49,7 +49,7 @@ def of_the_step(counts: dict[str, Any]) -> dict[str, Any]:
 def counted(config: Config) -> list[dict[str, Any]]:
     """Return what every rank counted of a real step, on rank 0."""
     plan = plan_of(config)
-    here = asdict(count_step(plan, Layout.of(plan.config.parallel, plan.degrees, CPU), None))
+    here = asdict(count_step(plan, Layout.from_config(plan.config.parallel, plan.degrees, CPU), None))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, here)
     return gathered

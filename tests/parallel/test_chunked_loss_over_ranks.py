@@ -78,7 +78,7 @@ def peaks(config: Config, logits: int) -> tuple[int, int]:
     """Return (peak bytes of this rank in a step, the plan's figure)."""
     with small_chunks(logits):
         plan = plan_of(config)
-        counts = count_step(plan, Layout.of(plan.config.parallel, plan.degrees, CPU), None)
+        counts = count_step(plan, Layout.from_config(plan.config.parallel, plan.degrees, CPU), None)
         return counts.peak_bytes, memory_bytes(plan)["total"]
 
 

@@ -47,7 +47,7 @@ def measured(run: Path, words: list[str], output: Path, average: list[Path]):
         return losses
     (subject,) = request.subjects
     if words:
-        layout = Layout.of(subject.config.parallel, request.degrees, request.device)
+        layout = Layout.from_config(subject.config.parallel, request.degrees, request.device)
         initial = InitialWeights(verified_weights(subject), subject.config.model)
         model = sharded_decoder_of(subject, initial, layout, request.device)
     else:

@@ -147,7 +147,7 @@ def opcodes_of_second_step(config: Config) -> int:
 
     plan = plan_of(config)
     with patch.object(TrainStep, "__call__", twice):
-        count_step(plan, Layout.of(plan.config.parallel, plan.degrees, torch.device("cpu"), 4), None)
+        count_step(plan, Layout.from_config(plan.config.parallel, plan.degrees, torch.device("cpu"), 4), None)
     return opcodes.count
 
 

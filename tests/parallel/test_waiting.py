@@ -34,7 +34,7 @@ def counted_on_a_rank() -> list[float]:
             lambda: dist.all_reduce(x),
             lambda: dist.all_reduce(x, async_op=True).wait(),
             lambda: dist.barrier(),
-            lambda: all_reduced(x, GroupRef.of(group)),
+            lambda: all_reduced(x, GroupRef.from_group(group)),
             lambda: [each.wait() for each in dist.batch_isend_irecv(exchange(x))],
         ):
             before = clock.host_waited

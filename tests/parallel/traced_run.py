@@ -86,7 +86,7 @@ def run_with(config: Config, *callbacks: pl.Callback, saves: bool = True) -> pl.
 def layout_here(parallel: ParallelConfig, ranks_per_node: int | None = None) -> Layout:
     """Return this rank's layout, of all ranks that were started."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    return Layout.of(parallel, resolve_degrees(parallel, world), torch.device("cpu"), ranks_per_node)
+    return Layout.from_config(parallel, resolve_degrees(parallel, world), torch.device("cpu"), ranks_per_node)
 
 
 def traced_run(config: Config, *callbacks: pl.Callback, saves: bool = True) -> Trace:

@@ -101,7 +101,7 @@ def test_checkpoints_of_earlier_releases_have_no_run_id(run, whole, tmp_path, sm
     assert "begun_at_step" not in summary
     chosen, passed_over = newest_verified(run / "checkpoints")
     assert (chosen, passed_over) == (own, ())
-    assert RunIdentity.of_summary(summary).foreign(open_checkpoint(run / "checkpoints" / "step=4")) is None
+    assert RunIdentity.from_summary(summary).foreign(open_checkpoint(run / "checkpoints" / "step=4")) is None
 
 
 def test_a_lost_summary_costs_no_checkpoint(run, whole, tmp_path, small_run):
@@ -115,7 +115,7 @@ def test_a_lost_summary_costs_no_checkpoint(run, whole, tmp_path, small_run):
 
 
 def test_nothing_of_another_run_and_nothing_behind_a_link_is_removed(run, tmp_path):
-    folder, own = run / "checkpoints", RunIdentity.of_summary(summary_of(run))
+    folder, own = run / "checkpoints", RunIdentity.from_summary(summary_of(run))
     outside = tmp_path / "outside"
     shutil.move(folder / "step=4", outside)
     (folder / "step=4").symlink_to(os.path.relpath(outside, folder))

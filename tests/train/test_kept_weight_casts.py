@@ -94,12 +94,12 @@ def steps_of(config: Config, compiled: bool = False) -> Made:
     quantisation = Quantisation(config.precision, config.seed, STEPS, plan.decision)
     with patch.object(nn.Module, "compile", lambda module: compile_module(module, backend=backend)):
         layout = Layout(config.parallel.model_copy(update={"compile": compiled}), plan.degrees)
-        parallel = ParallelModel.of(config, layout, CPU, quantisation)
+        parallel = ParallelModel.build(config, layout, CPU, quantisation)
     layers = quantised_layers(parallel.model)
     state = TrainState(config.data.global_batch_size * config.data.sequence_length)
     scaler = LossScaler(config.precision.loss_scaling)
     act = [lambda loss: tensors.extend(each.grad.clone() for each in parallel.model.parameters())]
-    step = TrainStep.of(config, parallel, state, scaler, SpikePolicy(config.spikes), lambda _: None, act)
+    step = TrainStep.build(config, parallel, state, scaler, SpikePolicy(config.spikes), lambda _: None, act)
     tokens = torch.randint(64, (STEPS, MICRO_BATCHES, 1, 64), generator=torch.Generator().manual_seed(1))
     parallel.model.train()
     with patch.object(LinearCall, "_made", counted), patch.object(KeptCasts, "end_step", weighed):
@@ -213,7 +213,7 @@ def test_weights_that_move_are_cast_anew_however_a_step_ended():
     """Casts are kept within a step alone: not by a validation after it, nor where a backward pass fails."""
     config = compose("mxfp8", True)
     quantisation = Quantisation(config.precision, 0, STEPS)
-    parallel = ParallelModel.of(config, Layout(config.parallel, plan_of(config).degrees), CPU, quantisation)
+    parallel = ParallelModel.build(config, Layout(config.parallel, plan_of(config).degrees), CPU, quantisation)
     model, tokens = parallel.model, torch.arange(64)[None]
 
     def fail_in_a_step() -> None:

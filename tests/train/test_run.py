@@ -98,7 +98,7 @@ def test_refusals_change_nothing(whole, capsys):
     before = files()
     config = ["--config", str(whole / "config.yaml")]
     assert main(["train", *config]) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
     assert main(["train", *config, "resume=auto", "optim.learning_rate=5.0", "seed=9"]) == 2
     told = capsys.readouterr().err
     assert "optim.learning_rate" in told

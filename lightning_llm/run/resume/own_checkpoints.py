@@ -21,7 +21,7 @@ def of_its_run(verify: Verify) -> Verify:
     """Return `verify` that first rejects checkpoints of another run, if the folder's summary identifies its run."""
 
     def of_its_run(checkpoint: Checkpoint) -> list[Damage]:
-        run = RunIdentity.of_summary(known_summary(checkpoint.run_folder))
+        run = RunIdentity.from_summary(known_summary(checkpoint.run_folder))
         foreign = run and run.foreign(checkpoint)
         return [foreign] if foreign else verify(checkpoint)
 
@@ -35,7 +35,7 @@ def with_records(config: Config, verify: Verify) -> Verify:
     """
     folder = Path(config.run.dir)
     summary = known_summary(folder)
-    known = RunIdentity.of_summary(summary)
+    known = RunIdentity.from_summary(summary)
     begun = known.begun_at_step if known else None
     at_latest = (summary.get("resumed_from_step") or 0) if summary else sys.maxsize
 

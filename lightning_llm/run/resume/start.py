@@ -173,7 +173,7 @@ def _identity(checkpoint: Checkpoint, folder: Path) -> RunIdentity:
     """Return the identity of the run in `folder` after `checkpoint`: that of its run, or a new one in a new folder."""
     if not same_folder(checkpoint.run_folder, folder):
         return RunIdentity.new(begun_at_step=checkpoint.step)
-    known = RunIdentity.of_summary(summary_of(folder))
+    known = RunIdentity.from_summary(summary_of(folder))
     return known or RunIdentity(checkpoint.run_id or RunIdentity.new().id, begun_at_step=None)
 
 

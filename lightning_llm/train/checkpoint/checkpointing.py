@@ -100,7 +100,7 @@ class Checkpointing(pl.Callback):
         if trainer.received_sigterm:  # by that handler, just before it is replaced
             trainer._signal_connector.received_sigterm = False
             self._note(signal.SIGTERM, None)
-        CallbackState.of_dicts(trainer).encode()  # report a state that cannot be saved now, not at the first save
+        CallbackState.from_trainer(trainer).encode()  # report a state that cannot be saved now, not at the first save
         start = trainer.strategy.resume_from
         elsewhere = start is not None and not same_folder(start.folder.parent, self.folder)
         self.saver.start(pl_module, None if elsewhere else pl_module.completed_steps or None)

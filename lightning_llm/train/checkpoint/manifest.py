@@ -249,7 +249,7 @@ class RunIdentity:
         return cls(uuid4().hex, begun_at_step)
 
     @classmethod
-    def of_summary(cls, summary: Mapping[str, Any]) -> "RunIdentity | None":
+    def from_summary(cls, summary: Mapping[str, Any]) -> "RunIdentity | None":
         """Return the identity in `summary.json`, None if it has none."""
         run_id, begun = summary.get("run_id"), summary.get("begun_at_step")
         return cls(run_id, begun if isinstance(begun, int) else None) if isinstance(run_id, str) else None

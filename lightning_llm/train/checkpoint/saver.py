@@ -107,7 +107,7 @@ class Saver:
         if awaited or not self.asynchronous:
             self._finish(snapshot, val_losses)
             return
-        copied = self._copies.of(snapshot)
+        copied = self._copies.copy(snapshot)
         self._writing = _Write(step, partial(self._beside_training, copied, dict(val_losses)))
         self._writing.start()
 

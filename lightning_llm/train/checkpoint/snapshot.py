@@ -93,7 +93,7 @@ class CpuCopies:
         self._copied: torch.cuda.Event | None = None
 
     @torch.no_grad()
-    def of(self, snapshot: Snapshot) -> Snapshot:
+    def copy(self, snapshot: Snapshot) -> Snapshot:
         """Return `snapshot` with its tensors copied here, overwriting earlier copies.
 
         On a GPU the copies are only enqueued, on the stream of the steps, before later steps change the tensors.
@@ -181,7 +181,7 @@ class CallbackState:
     rest: dict[str, Any]
 
     @classmethod
-    def of_dicts(cls, trainer: pl.Trainer) -> "CallbackState":
+    def from_trainer(cls, trainer: pl.Trainer) -> "CallbackState":
         """Return the current `state_dict` of the callbacks, by their keys."""
         states = {each.state_key: each.state_dict() for each in trainer.callbacks}
         return cls({}, {"callbacks": {key: state for key, state in states.items() if state}})
@@ -207,7 +207,7 @@ def collect(trainer: pl.Trainer) -> CallbackState:
     module = trainer.lightning_module
     model = module.state_dict()
     checkpoint: dict[str, Any] = {"state_dict": model, "global_step": trainer.global_step}
-    checkpoint |= CallbackState.of_dicts(trainer).rest
+    checkpoint |= CallbackState.from_trainer(trainer).rest
     for callback in trainer.callbacks:
         callback.on_save_checkpoint(trainer, module, checkpoint)
     rest: dict[str, Any] = {MODEL_KEYS: [key for key, value in checkpoint.items() if value is model]}
