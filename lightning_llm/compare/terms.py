@@ -14,7 +14,8 @@ class Terms:
     """What a verdict is asked for: `margin` in nats per token, `confidence` of all intervals of a family together.
 
     `token_margin`: the margin as a share of tokens, 0.02 for 2 %, where it was given so; `margin` is then NaN until it
-    is known for a family (`token_margin.in_nats`), and of a verdict the one over its own pairs (`VerdictInputs.margin`).
+    is known for a group (`token_margin.in_nats`), and of a verdict the one over its own pairs
+    (`VerdictInputs.margin`).
     """
 
     margin: float = 0.01
