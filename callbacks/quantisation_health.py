@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
-from lightning_llm.precision.linear.plan import SLOT_NAMES, SeenCast, Shard
+from lightning_llm.precision.linear.plan import SLOT_NAMES, CastRecord, Shard
 from lightning_llm.precision.linear.statistics import HIGHEST, LOWEST, SUMS, cast_sums, figures
 from lightning_llm.tracking.files import cut_back
 from lightning_llm.tracking.quantization_table import Tensors, table
@@ -93,7 +93,7 @@ class QuantisationHealth(pl.Callback):
             layer.observe = partial(self._see, index)
 
     @torch.no_grad()
-    def _see(self, layer: int, seen: SeenCast) -> None:
+    def _see(self, layer: int, seen: CastRecord) -> None:
         if not self._layers[layer].plan.shards.get(seen.slot.rpartition(".")[2], Shard()).counts:
             return
         slot = SLOT_NAMES.index(seen.slot)

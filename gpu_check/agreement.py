@@ -21,7 +21,7 @@ from lightning_llm.precision.cast.quantize import Operand
 from lightning_llm.precision.cast.scales import Scaled
 from lightning_llm.precision.linear.delayed import delayed_state, update_delayed
 from lightning_llm.precision.native.codes import (
-    Stored,
+    StoredCodes,
     axis_of,
     check_native_casts,
     emulated,
@@ -119,7 +119,7 @@ def operands(recipe: PrecisionConfig) -> Iterator[Row]:
         yield from compare(f"{recipe.name} {slot}", theirs, ours)
 
 
-def compare(what: str, theirs: Stored, ours: Stored) -> Iterator[Row]:
+def compare(what: str, theirs: StoredCodes, ours: StoredCodes) -> Iterator[Row]:
     """Yield the shares of codes and scales that are equal."""
     for kind, one, other in zip(("codes", "scales"), theirs, ours, strict=True):
         if one.shape != other.shape:

@@ -25,7 +25,7 @@ from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.model.attention.kernel_choice import attention_by
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
-from lightning_llm.model.loss import LossOf, compiled_loss_sum, next_token_loss_sum
+from lightning_llm.model.loss import LossReduction, compiled_loss_sum, next_token_loss_sum
 from lightning_llm.parallel.blocks import compile_blocks
 from lightning_llm.precision.native.decide import decide
 from lightning_llm.train.quantisation import Quantisation
@@ -191,7 +191,7 @@ def our_step(
         quantisation.begin_step(model, 0)
         quantisation.begin_micro_batch(model, taken, 0)
         optimizer.zero_grad(set_to_none=True)
-        (model(tokens, loss=LossOf(tokens, loss_sum, scale)) / tokens.numel()).backward()
+        (model(tokens, loss=LossReduction(tokens, loss_sum, scale)) / tokens.numel()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         quantisation.end_micro_batch(model, lambda amax: amax)
         optimizer.step()

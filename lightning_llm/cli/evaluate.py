@@ -16,7 +16,7 @@ from lightning_llm.base.terminal import new_console, show_progress
 from lightning_llm.cli.output_path import file_problems
 from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
 from lightning_llm.evaluate.merge import Merge, merge
-from lightning_llm.evaluate.request import LAYOUT_WORD, Request, checked_request
+from lightning_llm.evaluate.request import LAYOUT_WORD, EvaluationRequest, checked_request
 from lightning_llm.run.launch.environment import is_first_rank, rank_environment
 from lightning_llm.run.launch.torch_agent import STOP_SECONDS, as_rank, launch_reported
 from lightning_llm.run.subject import device_of
@@ -96,7 +96,7 @@ def evaluated(path: Path | None, *, output: Path | None = None, **asked: Any) ->
         return Evaluation.from_json(json.loads(result.read_text(encoding="utf-8")))
 
 
-def _words(request: Request, output: Path | None, asked: Mapping[str, Any]) -> list[str]:
+def _words(request: EvaluationRequest, output: Path | None, asked: Mapping[str, Any]) -> list[str]:
     """Return the command line of the ranks, with the checkpoints resolved here; ensembles do not use ranks."""
     first, *others = request.members
     words = ["evaluate", first, *asked["layout"]]

@@ -160,7 +160,7 @@ def _teachers(config: Config) -> list[Decoder]:
 def _asked(config: Config, decoders: Sequence[Decoder]) -> Distillation:
     if config.distil is None:
         raise ValueError("there are no teachers to ask")
-    return Distillation(config.distil, Ensemble.of(decoders, config.distil.combine), config.model.vocab_size)
+    return Distillation(config.distil, Ensemble.from_members(decoders, config.distil.combine), config.model.vocab_size)
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:

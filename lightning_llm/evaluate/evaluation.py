@@ -15,7 +15,7 @@ from lightning_llm.base.terminal import show_progress
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.evaluate.request import Request
+from lightning_llm.evaluate.request import EvaluationRequest
 from lightning_llm.evaluate.validation import EnsembleGain, TrainedModel, ensemble_gain, validation_losses
 from lightning_llm.evaluate.weights import AverageWeights, decoder_of, sharded_decoder_of, tokenizer_of
 from lightning_llm.model.ensemble import COMBINATIONS, Combine, Ensemble
@@ -99,7 +99,7 @@ def _note_unknown_bytes(corpus: Corpus) -> None:
         print(text, file=sys.stderr)
 
 
-def evaluate_models(request: Request, output: Path | None) -> Evaluation:
+def evaluate_models(request: EvaluationRequest, output: Path | None) -> Evaluation:
     """Run the evaluation and write it into the run's folder, or to the file `output`; return it.
 
     Each rank of `request.degrees` measures its part; the first collects and writes the results.
@@ -130,7 +130,7 @@ def evaluate_models(request: Request, output: Path | None) -> Evaluation:
 
 
 @contextmanager
-def _ranks_joined(request: Request) -> Iterator[tuple[Layout, torch.device]]:
+def _ranks_joined(request: EvaluationRequest) -> Iterator[tuple[Layout, torch.device]]:
     """Yield this rank's layout and device; a group that was joined for it is left when all has gone well.
 
     After a failure the other ranks see a lost peer, and the launcher reports the first failure.
@@ -153,7 +153,7 @@ Parts = list[tuple[Subject, InitialSlice]]
 """The models to run: subject, and weights by slices."""
 
 
-def _agreed_inputs(request: Request, layout: Layout) -> tuple[Corpus | None, Parts]:
+def _agreed_inputs(request: EvaluationRequest, layout: Layout) -> tuple[Corpus | None, Parts]:
     """Return the data to validate on and the weights, the same on every rank. Collective."""
     config = request.subjects[0].config
     corpus, weights, refusal = None, Parts(), None
@@ -184,7 +184,7 @@ def _losses(weights: Parts, corpus: Corpus | None, layout: Layout, device: torch
     """Return the validation losses; the models are gone when this returns, and tasks have their memory."""
     if corpus is None:
         return {}
-    models = [TrainedModel.of(subject, initial, layout, device) for subject, initial in weights]
+    models = [TrainedModel.from_subject(subject, initial, layout, device) for subject, initial in weights]
     losses = validation_losses(models, weights[0][0], corpus, device, combine, _progress("validation"))
     found = Metrics()
     for name, value in losses.items():
@@ -197,12 +197,14 @@ def _losses(weights: Parts, corpus: Corpus | None, layout: Layout, device: torch
 def _gain(weights: Parts, corpus: Corpus | None, layout: Layout, device: torch.device) -> EnsembleGain | None:
     if corpus is None:
         return None
-    models = [TrainedModel.of(subject, initial, layout, device) for subject, initial in weights]
+    models = [TrainedModel.from_subject(subject, initial, layout, device) for subject, initial in weights]
     data = weights[0][0].config.data
     return ensemble_gain(models, corpus, data.watched, data.micro_batch_size, device, _progress("each sequence"))
 
 
-def _task_results(request: Request, weights: Parts, layout: Layout, device: torch.device, combine: Combine) -> Metrics:
+def _task_results(
+    request: EvaluationRequest, weights: Parts, layout: Layout, device: torch.device, combine: Combine
+) -> Metrics:
     if request.tasks is None:
         return {}
     from lightning_llm.evaluate.harness import OwnModel
@@ -212,7 +214,7 @@ def _task_results(request: Request, weights: Parts, layout: Layout, device: torc
     if layout.mesh is None:
         states = [(subject, whole_state(initial, subject.config.model)) for subject, initial in weights]
         decoders = [decoder_of(subject, state, device, dtype) for subject, state in states]
-        model: Any = Ensemble.of(decoders, combine)
+        model: Any = Ensemble.from_members(decoders, combine)
     else:
         ((subject, initial),) = weights
         model = sharded_decoder_of(subject, initial, layout, device, dtype)
@@ -232,7 +234,7 @@ def _words_of(limit: float | None) -> str:
     return f"the first {limit:g} of the samples" if limit < 1 else f"the first {limit:.0f} samples"
 
 
-def _write(request: Request, done: Evaluation, output: Path | None) -> Path:
+def _write(request: EvaluationRequest, done: Evaluation, output: Path | None) -> Path:
     """Write the results where they belong, with the run or, of several models, to a file; return the file."""
     first = request.subjects[0]
     if not request.how and first.checkpoint is not None and output is None:

@@ -47,7 +47,7 @@ class RankCorrelation:
     count: int
 
     @classmethod
-    def of(cls, one: Sequence[float], other: Sequence[float]) -> "RankCorrelation":
+    def from_values(cls, one: Sequence[float], other: Sequence[float]) -> "RankCorrelation":
         """Return it over pairs of numbers; nan where there are fewer than 2, or one of the two never varies.
 
         The interval is Fisher's transform with the variance of D. G. Bonett and T. A. Wright (Psychometrika 65 (2000)
@@ -102,7 +102,7 @@ class Merge:
         """Return that of proxy and truth over the sets that a run is there for, of all seeds."""
         known = [each for each in self.candidates if each.true is not None]
         true = [each.true[metric] for each in known if each.true is not None]
-        return RankCorrelation.of([each.proxy[metric] for each in known], true)
+        return RankCorrelation.from_values([each.proxy[metric] for each in known], true)
 
     @property
     def mean_of_sources(self) -> float:
@@ -161,7 +161,7 @@ def _average_losses(subjects: Sequence[Subject], corpus: Corpus, device: torch.d
     """Return the validation losses of the average of models."""
     first = subjects[0]
     weights = [InitialWeights(verified_weights(each), each.config.model) for each in subjects]
-    model = TrainedModel.of(first, AverageWeights(weights), Layout(first.config.parallel, Degrees()), device)
+    model = TrainedModel.from_subject(first, AverageWeights(weights), Layout(first.config.parallel, Degrees()), device)
     return validation_losses([model], first, corpus, device)
 
 

@@ -36,7 +36,7 @@ WHOLE_FILE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
-class Request:
+class EvaluationRequest:
     """`subjects` of the models; `how` they are combined: "" (there is one), "average" or "ensemble".
 
     `validates`: whether losses are wanted, of the first subject's data; `tasks`: lm-eval's tasks, or None; the first
@@ -73,7 +73,7 @@ def checked_request(
     compute_dtype: str | None = None,
     device: str = "auto",
     layout: Sequence[str] = (),
-) -> Request:
+) -> EvaluationRequest:
     """Return the request made by the arguments of the command line (`lightning-llm evaluate --help`).
 
     Raises:
@@ -116,7 +116,7 @@ def checked_request(
     if problems or where is None:
         raise ConfigError(list(dict.fromkeys(problems)))
     how = "average" if average else "ensemble" if ensemble else ""
-    return Request(
+    return EvaluationRequest(
         subjects, how if len(subjects) > 1 else "", validates, read, where, limit, batch_size, compute_dtype, degrees
     )
 

@@ -48,7 +48,9 @@ class TrainedModel:
         return self.parallel.quantisation
 
     @classmethod
-    def of(cls, subject: Subject, initial: InitialSlice, layout: Layout, device: torch.device) -> "TrainedModel":
+    def from_subject(
+        cls, subject: Subject, initial: InitialSlice, layout: Layout, device: torch.device
+    ) -> "TrainedModel":
         """Return the model of `subject` with the weights that `initial` gives; delayed scales are the checkpoint's.
 
         Collective.
@@ -107,7 +109,7 @@ def validation_losses(
     """
     parallel = models[0].parallel
     if len(models) > 1:
-        ensemble = Ensemble.of([each.model for each in models], combine)
+        ensemble = Ensemble.from_members([each.model for each in models], combine)
         parallel = ParallelModel.in_this_process(ensemble, Recipes(models))
     layout, watched = parallel.layout, subject.config.data.watched
     validation = Validation(parallel, corpus.names, watched, device)
@@ -153,7 +155,7 @@ class Gap:
     high: float
 
     @classmethod
-    def of(cls, differences: np.ndarray, tokens: np.ndarray) -> "Gap":
+    def from_differences(cls, differences: np.ndarray, tokens: np.ndarray) -> "Gap":
         """Return it from the sum of differences and the number of target tokens of each sequence, both [sequences].
 
         A ratio of sums; its variance is that of the residuals (W. G. Cochran, Sampling Techniques, 1977, section 2.11).
@@ -226,8 +228,8 @@ def ensemble_gain(
     best, mean = members[alone.argmin()], members.mean(0)
     return EnsembleGain(
         alone.tolist(),
-        {combine: Gap.of(each - best, counts) for combine, each in combined.items()},
-        {combine: Gap.of(each - mean, counts) for combine, each in combined.items()},
+        {combine: Gap.from_differences(each - best, counts) for combine, each in combined.items()},
+        {combine: Gap.from_differences(each - mean, counts) for combine, each in combined.items()},
     )
 
 

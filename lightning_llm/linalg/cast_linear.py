@@ -43,7 +43,7 @@ def linear_with_unrounded_wgrad(x: Tensor, weight: Tensor, bias: Tensor | None =
 
 
 Reduce = Callable[..., Tensor]
-"""Function of (multiply, x, weight, bias) that replaces a product by a reduction of it, such as `model.loss.LossOf`."""
+"""Function of (multiply, x, weight, bias) that replaces a product, such as `model.loss.LossReduction`."""
 
 
 class CastOnUse(nn.Module):

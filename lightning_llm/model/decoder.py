@@ -18,7 +18,7 @@ from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.attention.seen_keys import SeenKeys
 from lightning_llm.model.auxiliary import AuxiliaryLosses, check_declared
 from lightning_llm.model.linear import Linear
-from lightning_llm.model.loss import LossOf
+from lightning_llm.model.loss import LossReduction
 from lightning_llm.model.rope import rope_tables
 from lightning_llm.model.stepping import (
     STEP_ROWS,
@@ -146,7 +146,7 @@ class Decoder(nn.Module):
         tokens: Tensor,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
-        loss: LossOf | None = None,
+        loss: LossReduction | None = None,
     ) -> Tensor:
         """Return logits `[B, T, V]` in `compute_dtype`; those of padding ids are the dtype's lowest finite number.
 
@@ -223,7 +223,7 @@ class Decoder(nn.Module):
         if document_ids is None and (window is None or window >= length):
             return None
         every = torch.arange(length, device=positions.device)  # [T]
-        return SeenKeys.of(every, every, document_ids, window)
+        return SeenKeys.from_positions(every, every, document_ids, window)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return `[B, T, D]` in `compute_dtype`: the rows of `tokens`, scaled, plus those of `positions` if learned."""
@@ -236,7 +236,7 @@ class Decoder(nn.Module):
             x = x + self.position_embedding(positions)  # [B, T, D]
         return x.to(self.compute_dtype)
 
-    def project(self, x: Tensor, loss: LossOf | None = None) -> Tensor:
+    def project(self, x: Tensor, loss: LossReduction | None = None) -> Tensor:
         """Return the logits `[B, T, V]` of normed hidden states `x` `[B, T, D]`, by the head or the tied embedding.
 
         Or their loss.

@@ -17,7 +17,7 @@ COMBINATIONS: tuple[Combine, ...] = ("probabilities", "logits")
 class Ensemble(nn.Module):
     """Ensemble of models. Its logits give the mean of the members' probabilities, or are the mean of their logits.
 
-    The mean of logits gives the normalized geometric mean of probabilities. `of` returns a single member unchanged.
+    The mean of logits gives the normalized geometric mean of probabilities.
     """
 
     def __init__(self, members: Sequence[nn.Module], combine: Combine):
@@ -29,8 +29,8 @@ class Ensemble(nn.Module):
         self.vocab_size = self.config.vocab_size
 
     @classmethod
-    def of(cls, members: Sequence[nn.Module], combine: Combine) -> nn.Module:
-        """Return the ensemble, of one member itself."""
+    def from_members(cls, members: Sequence[nn.Module], combine: Combine) -> nn.Module:
+        """Return the ensemble, or the member if there is only one."""
         return members[0] if len(members) == 1 else cls(members, combine)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:

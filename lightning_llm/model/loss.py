@@ -1,7 +1,7 @@
 """Losses over the vocabulary, summed in fp32, without an fp32 copy of the logits: cross entropy, and the divergence of
 a student from its teachers.
 
-`LossOf` is the loss of hidden states without all of their logits: rows are projected, and the gradient taken, by
+`LossReduction` is the loss of hidden states without all of their logits: rows are projected, and the gradient taken, by
 chunks. Logits of a micro-batch over a large vocabulary are its largest tensor: 8,192 tokens x 128,256 ids take 2.1 GB
 in bf16, and their gradient as much again. The gradients of the hidden states and of the projection's weight are taken
 as each chunk's logits are there, in the forward pass, so that nothing is computed twice (Hsu et al. 2024,
@@ -152,7 +152,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
-class LossOf:
+class LossReduction:
     """Loss that a decoder's forward pass returns instead of logits: the sum over labels, fp32 [].
 
     `labels`: int64 `[B, T]`, -100 to ignore. `loss_sum`: function of logits and labels, also of some of the rows.
@@ -165,7 +165,7 @@ class LossOf:
     scale: Tensor
     finish: Callable[[Tensor], Tensor] | None = None
 
-    def after(self, finish: Callable[[Tensor], Tensor]) -> "LossOf":
+    def after(self, finish: Callable[[Tensor], Tensor]) -> "LossReduction":
         """Return the loss of logits that `finish` is done to."""
         return replace(self, finish=finish)
 
@@ -189,7 +189,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """Keeps the gradients of x, in its dtype, and of the weight, summed over chunks in fp32 and then rounded to its."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, multiply: Multiply, loss: LossOf, rows: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, multiply: Multiply, loss: LossReduction, rows: int) -> Tensor:
         of_x, of_weight = ctx.needs_input_grad[:2]
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if of_x else None  # [B, T, D]

@@ -76,7 +76,7 @@ def keys_of_all_ranks(positions: Tensor, document_ids: Tensor | None, window: in
     """
     length = ranks * positions.shape[-1]
     keys = torch.cat([positions_of(rank, ranks, length, positions.device) for rank in range(ranks)])  # [T]
-    return SeenKeys.of(positions, keys, document_ids, window)
+    return SeenKeys.from_positions(positions, keys, document_ids, window)
 
 
 class ContextAttention:

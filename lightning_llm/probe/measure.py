@@ -193,7 +193,7 @@ def slot_shares(model: ProbedModel, reference: Pass, high: Pass, whole: float, f
 
 
 @dataclass(frozen=True)
-class Kept:
+class UnquantizedLayers:
     """The layers to keep high, most harmful first; `won_back`: the share of the gap, measured with other keys."""
 
     layers: list[str]
@@ -209,7 +209,7 @@ def layers_to_keep(
     floor: float,
     keys: int,
     progress: Callable[[str], None] = lambda text: None,
-) -> Kept:
+) -> UnquantizedLayers:
     """Return the fewest layers, by falling contribution, that win back `TARGET` of the gap if unquantized.
 
     A layer's contribution is the gap with that layer alone quantised. The number is found by bisection over errors
@@ -224,7 +224,7 @@ def layers_to_keep(
     ordered = sorted(names, key=lambda name: -contributions[name])
     contributions = {name: contributions[name] for name in ordered}
     if not gap > MEASURABLE * floor:  # nor where the recipe's gradient is not finite
-        return Kept([], None, contributions, None)
+        return UnquantizedLayers([], None, contributions, None)
 
     def won_back(count: int, trial: Sequence[int]) -> float:
         kept = frozenset(ordered[:count])
@@ -241,4 +241,4 @@ def layers_to_keep(
     fresh = range(1000, 1000 + (keys if model.random else 1))
     while (measured := won_back(high, fresh)) < TARGET and high < len(ordered):
         high += 1
-    return Kept(ordered[:high], measured, contributions, floor + (1 - measured) * gap)
+    return UnquantizedLayers(ordered[:high], measured, contributions, floor + (1 - measured) * gap)

@@ -187,7 +187,7 @@ def open_teachers(
         decoders.append(frozen_decoder(weights.config, state, DTYPES[config.precision.compute_dtype], device))
         print_once(f"teacher {weights.path} ({weights.kind}, digest {digest[:8]})")
     _check_known(start, [str(each["digest"]) for each in facts])
-    teachers = Ensemble.of(decoders, distil.combine)
+    teachers = Ensemble.from_members(decoders, distil.combine)
     return Distillation(distil, teachers, config.model.vocab_size), {DISTIL: facts}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_llm.config.schema import Config
 from lightning_llm.data.batch import Batch
-from lightning_llm.model.loss import IGNORED_LABEL, LossOf
+from lightning_llm.model.loss import IGNORED_LABEL, LossReduction
 from lightning_llm.optim.optimizer import LearningRate
 from lightning_llm.parallel.device_sync import read_numbers
 from lightning_llm.parallel.grad_norm import clip_gradients, gradient_norm
@@ -174,7 +174,7 @@ class TrainStep:
         model, loss_sum, distil = self.parallel.model, self.parallel.loss_sum, self.distillation
         if distil is None:  # logits are needed for the loss only
             scale = torch.full_like(targets, self.scaler.scale, dtype=torch.float32) / targets
-            loss = model(tokens, positions, documents, LossOf(labels, loss_sum, scale)) / targets
+            loss = model(tokens, positions, documents, LossReduction(labels, loss_sum, scale)) / targets
             return loss, loss.detach()
         taught = distil.targets(tokens, documents)
         logits = model(tokens, positions, documents)

@@ -16,10 +16,10 @@ def test_the_interval_covers_the_true_gap():
     for _ in range(1000):
         tokens = generator.integers(20, 128, 48).astype(float)
         level = -0.03 + generator.standard_t(5, 48) * 0.1
-        gap = Gap.of(level * tokens, tokens)
+        gap = Gap.from_differences(level * tokens, tokens)
         held += gap.low <= -0.03 <= gap.high
     assert 0.93 <= held / 1000 <= 0.97
-    assert Gap.of(np.array([-1.0]), np.array([10.0])).low == -np.inf
+    assert Gap.from_differences(np.array([-1.0]), np.array([10.0])).low == -np.inf
 
 
 def test_gains_are_differences_from_members_evaluated_alone(trained, capsys):

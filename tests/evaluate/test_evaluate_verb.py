@@ -157,11 +157,11 @@ def test_an_ensemble_is_the_mean_of_its_members_predictions(trained, capsys):
     tokens = torch.randint(300, (3, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = np.stack([model(tokens)[..., :320].double().numpy() for model in models])
-        own = {way: Ensemble.of(models, way)(tokens).double() for way in ("probabilities", "logits")}
+        own = {way: Ensemble.from_members(models, way)(tokens).double() for way in ("probabilities", "logits")}
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     np.testing.assert_allclose(torch.softmax(own["probabilities"], -1), p.mean(0), rtol=1e-5, atol=1e-9)
     np.testing.assert_allclose(own["logits"], logits.mean(0), rtol=1e-5, atol=1e-6)
-    assert Ensemble.of(models[:1], "logits") is models[0]
+    assert Ensemble.from_members(models[:1], "logits") is models[0]
     facts = evaluated(capsys, "--ensemble", step_folder(trained, 4))["metrics"]
     assert recorded(trained)[4].items() <= facts.items()
     both = evaluated(capsys, "--ensemble", step_folder(trained, 2), step_folder(trained, 4))

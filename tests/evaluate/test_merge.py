@@ -150,18 +150,18 @@ def test_sets_have_the_order_of_the_sources_not_of_the_folders():
 def test_correlation_and_its_interval():
     generator = np.random.default_rng(0)
     one, other = generator.random(9), generator.random(9)
-    found = RankCorrelation.of(one, other)
+    found = RankCorrelation.from_values(one, other)
     assert found.rho == pytest.approx(stats.spearmanr(one, other).statistic)
-    assert RankCorrelation.of([1, 2, 3], [2, 3, 9]) == RankCorrelation(pytest.approx(1.0), -1.0, 1.0, 3)
-    perfect = RankCorrelation.of(range(6), range(6))
+    assert RankCorrelation.from_values([1, 2, 3], [2, 3, 9]) == RankCorrelation(pytest.approx(1.0), -1.0, 1.0, 3)
+    perfect = RankCorrelation.from_values(range(6), range(6))
     assert (perfect.rho, perfect.high) == (pytest.approx(1), 1.0)
     assert perfect.low == pytest.approx(np.tanh(np.arctanh(33 / 35) - 1.959964 * np.sqrt((1 + (33 / 35) ** 2 / 2) / 3)))
-    assert np.isnan(RankCorrelation.of([1, 1, 1, 1], [1, 2, 3, 4]).rho)
+    assert np.isnan(RankCorrelation.from_values([1, 1, 1, 1], [1, 2, 3, 4]).rho)
     rho, held = 0.6, 0
     true = 6 / np.pi * np.arcsin(rho / 2)  # Spearman's of a normal pair of correlation rho
     for _ in range(1000):
         pair = generator.multivariate_normal([0, 0], [[1, rho], [rho, 1]], 12)
-        each = RankCorrelation.of(pair[:, 0], pair[:, 1])
+        each = RankCorrelation.from_values(pair[:, 0], pair[:, 1])
         held += each.low <= true <= each.high
     assert 0.92 <= held / 1000 <= 0.98
 

@@ -33,7 +33,7 @@ def test_operands_are_compared_in_one_layout(name, shape, engine):
 
 def ran(recipe):
     """Return a native layer after a forward and a backward pass, which make its quantisers."""
-    layer = NativeLinear("x", torch.nn.Linear(128, 128, bias=False), LinearPlan.of(recipe, "eager"))
+    layer = NativeLinear("x", torch.nn.Linear(128, 128, bias=False), LinearPlan.from_recipe(recipe, "eager"))
     layer(torch.ones(128, 128, dtype=torch.bfloat16)).sum().backward()
     return layer
 

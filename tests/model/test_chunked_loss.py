@@ -11,7 +11,7 @@ from lightning_llm.model import logit_chunks
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.linear import Linear
-from lightning_llm.model.loss import LossOf, next_token_loss_sum
+from lightning_llm.model.loss import LossReduction, next_token_loss_sum
 
 B, T, D, V = 3, 37, 16, 64
 
@@ -33,7 +33,7 @@ def given(dtype, seed=0):
 
 def gradients(head, x, labels, scale, said=1.0):
     """Return the loss and the gradients of its product with `scale`; the expected gradient is `said` times larger."""
-    loss = head(x, LossOf(labels, next_token_loss_sum, torch.tensor(scale * said)))
+    loss = head(x, LossReduction(labels, next_token_loss_sum, torch.tensor(scale * said)))
     head.weight.grad = x.grad = None
     (loss * scale).backward()
     return loss.detach(), x.grad, head.weight.grad
@@ -76,7 +76,7 @@ def test_whole_logits_are_the_same_bits(limit):
 def test_gradients_that_were_given_are_not_given_again_as_none(monkeypatch):
     monkeypatch.setitem(logit_chunks.WHOLE_LOGITS, "cpu", 5 * V)
     x, labels = given(torch.float32)
-    loss = Linear(D, V, bias=False)(x, LossOf(labels, next_token_loss_sum, torch.ones(())))
+    loss = Linear(D, V, bias=False)(x, LossReduction(labels, next_token_loss_sum, torch.ones(())))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="given once"):
         loss.backward()
@@ -116,9 +116,11 @@ def test_gradients_that_are_not_needed_are_not_computed(monkeypatch):
     x.requires_grad_(False)
     assert torch.equal(gradients(head, x, labels, 1.0)[2], grad_weight)
     with torch.no_grad():
-        assert not head(x, LossOf(labels, next_token_loss_sum, torch.ones(()))).requires_grad
+        assert not head(x, LossReduction(labels, next_token_loss_sum, torch.ones(()))).requires_grad
     with pytest.raises(ValueError, match="no bias"):
-        LossOf(labels, next_token_loss_sum, torch.ones(()))(linear_with_unrounded_wgrad, x, head.weight, torch.ones(V))
+        LossReduction(labels, next_token_loss_sum, torch.ones(()))(
+            linear_with_unrounded_wgrad, x, head.weight, torch.ones(V)
+        )
 
 
 @pytest.mark.parametrize("words", [["model=gemma2_tiny"], ["model=llama_tiny", "model.vocab_size=1001"]])
@@ -133,7 +135,7 @@ def test_a_decoders_loss_is_that_of_its_logits(words, monkeypatch):
     for limit in (1 << 30, 100 * config.model.padded_vocab_size):
         monkeypatch.setitem(logit_chunks.WHOLE_LOGITS, "cpu", limit)
         model.zero_grad()
-        loss = model(tokens, loss=LossOf(labels, next_token_loss_sum, torch.tensor(0.01)))
+        loss = model(tokens, loss=LossReduction(labels, next_token_loss_sum, torch.tensor(0.01)))
         (loss * 0.01).backward()
         found[limit] = torch.cat([loss.detach()[None], *(each.grad.flatten() for each in model.parameters())])
     whole, cut = found.values()
@@ -153,7 +155,7 @@ def test_memory_is_that_of_a_chunk(monkeypatch):
         x = torch.randn(1, rows, width, dtype=torch.bfloat16, requires_grad=True)
         labels = torch.zeros(1, rows, dtype=torch.int64)
         with MemTracker() as tracker:
-            head(x, LossOf(labels, next_token_loss_sum, torch.ones(()))).backward()
+            head(x, LossReduction(labels, next_token_loss_sum, torch.ones(()))).backward()
         peaks[limit] = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     logits = rows * ids * 2
     assert peaks[1 << 30] > 2 * logits

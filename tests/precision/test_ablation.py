@@ -41,7 +41,7 @@ def test_without_any_rounding_rotations_cancel(name):
     x = torch.randn(128, 64, generator=generator).requires_grad_()
     weight = torch.randn(192, 64, generator=generator).requires_grad_()
     dy = torch.randn(128, 192, generator=generator)
-    y = quantised_linear(x, weight, None, LinearPlan.of(recipe, "eager"), torch.arange(KEY_COUNT))
+    y = quantised_linear(x, weight, None, LinearPlan.from_recipe(recipe, "eager"), torch.arange(KEY_COUNT))
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
     # rotated operands are kept in bf16 by some recipes
     for made, exact in ((y, x @ weight.T), (dx, dy @ weight), (dw, dy.T @ x)):

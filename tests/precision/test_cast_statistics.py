@@ -18,7 +18,7 @@ LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
 def casts_seen(recipe, x, weight, dy, scales=None):
     """Return the reports to an observer during forward and backward of one linear."""
     seen = []
-    plan = LinearPlan({**LinearPlan.of(recipe, "eager").casts}, "eager", observe=seen.append)
+    plan = LinearPlan({**LinearPlan.from_recipe(recipe, "eager").casts}, "eager", observe=seen.append)
     x = x.clone().requires_grad_()
     y = quantised_linear(x, weight.clone().requires_grad_(), None, plan, torch.arange(KEY_COUNT), scales)
     y.backward(dy)
@@ -124,5 +124,5 @@ def test_every_cast_is_seen_once():
     for name in ("mxfp8", "quartet", "mxfp4_sr_fp8"):
         recipe = load(name)
         seen = casts_seen(recipe, *tensors(1.0), torch.ones(3))
-        quantised = [slot for slot, cast in LinearPlan.of(recipe, "eager").casts.items() if cast.quantises]
+        quantised = [slot for slot, cast in LinearPlan.from_recipe(recipe, "eager").casts.items() if cast.quantises]
         assert sorted(each.slot for each in seen) == sorted(quantised)

@@ -30,7 +30,7 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 def layer_of(recipe, bias=False, n=N, k=K, seed=0):
     torch.manual_seed(seed)
     linear = torch.nn.Linear(k, n, bias=bias)
-    return QuantisedLinear("layers.0.q_proj", linear, LinearPlan.of(recipe, "eager"))
+    return QuantisedLinear("layers.0.q_proj", linear, LinearPlan.from_recipe(recipe, "eager"))
 
 
 def tensors(dtype, wide=False):
@@ -377,7 +377,7 @@ def test_a_full_history_is_restored_to_its_newest_rows(saved, restored):
 def test_module_keeps_names_and_parameters():
     torch.manual_seed(0)
     linear = torch.nn.Linear(8, 4)
-    layer = QuantisedLinear("a", linear, LinearPlan.of(load("mxfp8"), "eager"))
+    layer = QuantisedLinear("a", linear, LinearPlan.from_recipe(load("mxfp8"), "eager"))
     assert layer.weight is linear.weight
     assert list(layer.state_dict()) == ["weight", "bias"]
     assert quantised_layers(torch.nn.Sequential(layer)) == [layer]

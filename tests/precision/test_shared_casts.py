@@ -12,7 +12,7 @@ from tests.precision.recipes import load
 
 def layers_of(name, count):
     torch.manual_seed(0)
-    plan = LinearPlan.of(load(name), "eager")
+    plan = LinearPlan.from_recipe(load(name), "eager")
     return [QuantisedLinear(f"layer {n}", nn.Linear(64, 32, bias=False), plan) for n in range(count)]
 
 

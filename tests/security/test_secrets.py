@@ -17,7 +17,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.redact import redacted, secret_in
 from lightning_llm.config.run_paths import secret_problems
-from lightning_llm.model.weights.write import ToWrite, write_tensors
+from lightning_llm.model.weights.write import TensorToWrite, write_tensors
 from lightning_llm.run import rank
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.mlflow.tracker import MLflowTracker
@@ -106,7 +106,9 @@ def test_exported_tensors_are_not_for_their_owner_alone(mask: int, tmp_path: Pat
     ones = torch.ones(2)
     with umask(mask):
         (tmp_path / "out").mkdir()
-        write_tensors(tmp_path / "out", [ToWrite("a", 8, lambda: ones), ToWrite("b", 8, lambda: ones)], shard_bytes=8)
+        write_tensors(
+            tmp_path / "out", [TensorToWrite("a", 8, lambda: ones), TensorToWrite("b", 8, lambda: ones)], shard_bytes=8
+        )
     assert len(list((tmp_path / "out").iterdir())) == 3
     assert wrong_modes(tmp_path / "out", mask) == {}
 

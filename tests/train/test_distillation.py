@@ -185,7 +185,7 @@ def test_teachers_take_no_masks_by_blocks():
             return torch.zeros(1, 4, 8)
 
     places, documents = torch.arange(4), torch.zeros(1, 4, dtype=torch.long)
-    keys = SeenKeys.of(places, places, documents, None)
+    keys = SeenKeys.from_positions(places, places, documents, None)
     distillation = Distillation(DistilConfig(teachers=("/x",)), Teacher(), 8)
     with attention_by("auto", by_blocks=True):
         distillation.targets(documents, documents)

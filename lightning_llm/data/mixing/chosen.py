@@ -51,7 +51,7 @@ def choose_documents(
         return {}
     keys = {name: _training_keys(sources[name], held_out, cache_dir) for name in config.drawn}
     for name, order in chooser.orders(keys).items():
-        streams[name]["train"] = ChosenStream.of(streams[name]["train"], order)
+        streams[name]["train"] = ChosenStream.from_stream(streams[name]["train"], order)
     return chooser.facts()
 
 
@@ -76,7 +76,7 @@ class ChosenStream(TokenStream):
     order: np.ndarray
 
     @classmethod
-    def of(cls, base: TokenStream, order: np.ndarray) -> "ChosenStream":
+    def from_stream(cls, base: TokenStream, order: np.ndarray) -> "ChosenStream":
         """Return the stream; its digest is of the base stream's digest and the order."""
         digest = blake2b(base.digest.encode() + order.astype("<i8").tobytes(), digest_size=16).hexdigest()
         return cls(base.folder, base.split, base.dtype, digest, base, order)

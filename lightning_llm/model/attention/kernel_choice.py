@@ -149,7 +149,7 @@ def flex_failure(shape: AttentionShape, device: torch.device) -> str | None:
         for each in (heads, kv_heads, kv_heads)
     )
     positions = torch.arange(tokens, device=device)
-    mask = SeenKeys.of(positions, positions, (positions // (tokens // 2))[None], None).blocks()
+    mask = SeenKeys.from_positions(positions, positions, (positions // (tokens // 2))[None], None).blocks()
     try:
         mixed = torch.compile(flex_attention)(q, k, v, block_mask=mask, enable_gqa=heads != kv_heads)
         torch.autograd.grad(mixed.sum(), (q, k, v))

@@ -29,7 +29,9 @@ class SeenKeys(NamedTuple):
     keys: Tensor
 
     @classmethod
-    def of(cls, positions: Tensor, keys: Tensor, document_ids: Tensor | None, window: int | None) -> "SeenKeys":
+    def from_positions(
+        cls, positions: Tensor, keys: Tensor, document_ids: Tensor | None, window: int | None
+    ) -> "SeenKeys":
         """Return it for queries at `positions` `[Q]` and keys at `keys` `[S]`, any order of all positions.
 
         `document_ids` `[B, S]`, in the order of the sequence, is any integer that differs between neighbouring
@@ -75,7 +77,7 @@ def first_tokens(document_ids: Tensor) -> Tensor:
 def document_mask(document_ids: Tensor, window: int | None = None) -> Tensor:
     """Return bool `[B, 1, T, T]`: whether a query sees a key (last axis): those of its document up to itself."""
     positions = torch.arange(document_ids.shape[1], device=document_ids.device)  # [T]
-    return SeenKeys.of(positions, positions, document_ids, window).dense()
+    return SeenKeys.from_positions(positions, positions, document_ids, window).dense()
 
 
 def _by_block(positions: Tensor, largest: bool) -> Tensor:

@@ -115,7 +115,7 @@ def model_config_of(values: Mapping[str, Any], name: str) -> ModelConfig:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredParameter:
     """Location of one of our parameters: tensor `name` from row `first` on, as [inputs, outputs] if `transposed`.
 
     `shape` is ours, without rows that pad the vocabulary; `whole` is the shape of their tensor.
@@ -128,7 +128,7 @@ class Stored:
     transposed: bool = False
 
 
-def stored_as(config: ModelConfig, family: Architecture) -> dict[str, Stored]:
+def stored_as(config: ModelConfig, family: Architecture) -> dict[str, StoredParameter]:
     """Return the location of each of our parameters in a model of `family`, by our names, in order of the decoder."""
     linears, found = linears_of(config), {}
     for ours, shape in parameter_shapes(config).items():
@@ -144,8 +144,10 @@ def stored_as(config: ModelConfig, family: Architecture) -> dict[str, Stored]:
                     place = several.index(within)
                     whole = (sum(rows), *shape[1:])
                     name = f"{prefix}{fused}.{kind}"
-                    found[ours] = Stored(name, shape, whole[::-1] if turned else whole, sum(rows[:place]), turned)
+                    found[ours] = StoredParameter(
+                        name, shape, whole[::-1] if turned else whole, sum(rows[:place]), turned
+                    )
         if ours not in found:
             whole = shape[::-1] if turned else shape
-            found[ours] = Stored(f"{prefix}{names[within]}.{kind}", shape, whole, 0, turned)
+            found[ours] = StoredParameter(f"{prefix}{names[within]}.{kind}", shape, whole, 0, turned)
     return found

@@ -7,31 +7,31 @@ from torch import Tensor
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.dtypes import DTYPES
-from lightning_llm.model.interop.families import Stored, architecture, stored_as
+from lightning_llm.model.interop.families import StoredParameter, architecture, stored_as
 from lightning_llm.model.weights.folder import Weights
-from lightning_llm.model.weights.write import ToWrite
+from lightning_llm.model.weights.write import TensorToWrite
 
 
-def as_ours(weights: Weights) -> list[ToWrite]:
+def as_ours(weights: Weights) -> list[TensorToWrite]:
     """Return every parameter under our names, bit for bit in the dtype it is kept in."""
     return [
-        ToWrite(name, prod(shape) * DTYPES[weights.dtype(name)].itemsize, _Rows(weights, name, shape[0]))
+        TensorToWrite(name, prod(shape) * DTYPES[weights.dtype(name)].itemsize, _Rows(weights, name, shape[0]))
         for name, shape in weights.shapes.items()
     ]
 
 
-def as_huggingface(weights: Weights, config: ModelConfig, dtype: str) -> list[ToWrite]:
+def as_huggingface(weights: Weights, config: ModelConfig, dtype: str) -> list[TensorToWrite]:
     """Return every tensor of the architecture that computes what `config` does, in `dtype`.
 
     Raises:
         ConfigError: there is none.
     """
-    parts: dict[str, list[tuple[str, Stored]]] = {}
+    parts: dict[str, list[tuple[str, StoredParameter]]] = {}
     for ours, stored in stored_as(config, architecture(config)).items():
         parts.setdefault(stored.name, []).append((ours, stored))
     kind = DTYPES[dtype]
     return [
-        ToWrite(name, prod(several[0][1].whole) * kind.itemsize, _Joined(weights, several, kind))
+        TensorToWrite(name, prod(several[0][1].whole) * kind.itemsize, _Joined(weights, several, kind))
         for name, several in parts.items()
     ]
 
@@ -49,7 +49,7 @@ class _Rows:
 class _Joined:
     """A tensor of theirs, of one of our parameters or several that lie side by side."""
 
-    def __init__(self, weights: Weights, several: list[tuple[str, Stored]], dtype: torch.dtype):
+    def __init__(self, weights: Weights, several: list[tuple[str, StoredParameter]], dtype: torch.dtype):
         self.weights, self.several, self.dtype = weights, several, dtype
 
     def __call__(self) -> Tensor:

@@ -26,7 +26,7 @@ from lightning_llm.base.integrity import (
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.weight_folders import HUGGINGFACE, IMPORTED, TOKENIZER, end_tokens_of
 from lightning_llm.model.interop.architecture import Architecture
-from lightning_llm.model.interop.families import Stored, architecture_named, model_config_of, stored_as
+from lightning_llm.model.interop.families import StoredParameter, architecture_named, model_config_of, stored_as
 from lightning_llm.model.structure import parameter_shapes, shape_problems
 from lightning_llm.model.weights.files import DTYPES, TensorFiles, open_files, some_of
 
@@ -127,7 +127,7 @@ class FolderWeights(Weights):
         config: ModelConfig,
         architecture: str | None,
         files: TensorFiles,
-        stored: Mapping[str, Stored],
+        stored: Mapping[str, StoredParameter],
         written: Mapping[str, FileContent] | None = None,
     ):
         """Raises ConfigError where the folder's files do not say which tokens end a text as they should."""
@@ -233,7 +233,7 @@ def open_imported(path: Path) -> FolderWeights:
     if problems:
         raise ConfigError(problems)
     files = open_files(path)
-    stored = {name: Stored(name, shape, shape) for name, shape in parameter_shapes(config).items()}
+    stored = {name: StoredParameter(name, shape, shape) for name, shape in parameter_shapes(config).items()}
     if problems := list(_differences(path, files, stored, lambda name: False)):
         raise ConfigError(problems)
     return FolderWeights(
@@ -267,7 +267,9 @@ def _under(path: Path, key: str) -> str:
     return f"{path}/{key}" if key.startswith(HUGGINGFACE) else key
 
 
-def _with_their_names(files: TensorFiles, stored: Mapping[str, Stored], family: Architecture) -> dict[str, Stored]:
+def _with_their_names(
+    files: TensorFiles, stored: Mapping[str, StoredParameter], family: Architecture
+) -> dict[str, StoredParameter]:
     """Return `stored` under the names in `files`, which lack a prefix where the model was saved without its head."""
     bare = {name: replace(each, name=each.name.removeprefix(family.base_prefix)) for name, each in stored.items()}
     as_is, without = ({each.name for each in names.values()} & files.entries.keys() for names in (stored, bare))
@@ -280,7 +282,7 @@ def _is_left_out(family: Architecture, config: ModelConfig, name: str) -> bool:
 
 
 def _differences(
-    path: Path, files: TensorFiles, stored: Mapping[str, Stored], left_out: Callable[[str], bool]
+    path: Path, files: TensorFiles, stored: Mapping[str, StoredParameter], left_out: Callable[[str], bool]
 ) -> Iterator[Problem]:
     """Yield a problem for each difference between the tensors in the files and those of the config."""
     wanted = {each.name: each.whole for each in stored.values()}

@@ -29,7 +29,7 @@ OURS = re.compile(
 
 
 @dataclass(frozen=True)
-class ToWrite:
+class TensorToWrite:
     """A tensor to write: its name and bytes, and a function that computes it when its file is written."""
 
     name: str
@@ -37,7 +37,7 @@ class ToWrite:
     make: "Callable[[], Tensor]"
 
 
-def write_tensors(folder: Path, tensors: Sequence[ToWrite], shard_bytes: int = SHARD_BYTES) -> list[Path]:
+def write_tensors(folder: Path, tensors: Sequence[TensorToWrite], shard_bytes: int = SHARD_BYTES) -> list[Path]:
     """Write `tensors` to model.safetensors, or to several files and their index; return the files of tensors.
 
     No more than one file's tensors are held at a time. Raises OSError where one cannot be written.
@@ -45,7 +45,7 @@ def write_tensors(folder: Path, tensors: Sequence[ToWrite], shard_bytes: int = S
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    shards: list[list[ToWrite]] = [[]]
+    shards: list[list[TensorToWrite]] = [[]]
     for each in tensors:
         if shards[-1] and sum(one.size_bytes for one in shards[-1]) + each.size_bytes > shard_bytes:
             shards.append([])

@@ -114,12 +114,12 @@ VARIANTS = 8
 SEAL_BYTES = 32
 
 
-class Unusable(Exception):
+class KernelUnavailable(Exception):
     """No kernel can be stored or loaded: folder, torch or function do not allow it. Without text: already reported."""
 
 
 @dataclass
-class Tally:
+class KernelCounts:
     """Kernels that this process has loaded and compiled since the last report, and the seconds it took."""
 
     loaded: int = 0
@@ -135,7 +135,7 @@ class Tally:
         return text
 
 
-tally = Tally()
+tally = KernelCounts()
 
 
 def folder_path() -> Path:
@@ -238,7 +238,7 @@ class Kernels:
                     return held[-1].fn
         except Timeout:
             return self.function
-        except Unusable as error:
+        except KernelUnavailable as error:
             self._given_up = True
             if str(error):
                 _say(f"a compiled cast is not kept: {error}")
@@ -247,10 +247,10 @@ class Kernels:
         return None
 
     def _next(self, kind: str, number: int, args: tuple[Any, ...]) -> Any:
-        """Return a kernel, loaded if it is whole, else compiled for `args` and kept. Raises Unusable, Timeout."""
+        """Return a kernel, loaded if intact, else compiled for `args` and stored. Raises KernelUnavailable, Timeout."""
         kept = folder()
         if kept is None or not hasattr(torch.compiler, "load_compiled_function"):
-            raise Unusable
+            raise KernelUnavailable
         device = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
         key = json.dumps([software(device), processor(), self.identity, kind, number]).encode()
         file = kept / f"{blake2b(key, digest_size=16).hexdigest()}.kernel"
@@ -265,11 +265,11 @@ class Kernels:
         except Timeout:  # is an OSError
             raise
         except OSError as error:
-            raise Unusable(str(error)) from error
+            raise KernelUnavailable(str(error)) from error
 
 
 def make(file: Path, key: bytes, compiled: Any, args: tuple[Any, ...]) -> Any:
-    """Compile for `args` and write `file`, whole or not at all; return the kernel. Raises OSError, Unusable."""
+    """Compile for `args`, write `file` atomically and return the kernel. Raises OSError, KernelUnavailable."""
     import torch._dynamo.config as dynamo_config
     import torch.fx.experimental._config as shapes
 
@@ -293,7 +293,7 @@ def make(file: Path, key: bytes, compiled: Any, args: tuple[Any, ...]) -> Any:
         raise
     except Exception as error:  # the interface is new: Dynamo compiles rejected functions
         lines = str(error).splitlines() or [""]
-        raise Unusable(f"{type(error).__name__}: {lines[0]}") from error
+        raise KernelUnavailable(f"{type(error).__name__}: {lines[0]}") from error
     tally.compiled += 1
     return kernel
 

@@ -80,7 +80,7 @@ def forward(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None, re
     return multiply(operands[0], operands[1].flipped, x.dtype, call.plan.backend, bias)
 
 
-class Wanted(NamedTuple):
+class NeededGradients(NamedTuple):
     """Gradients that a backward pass computes: of X, of W, and the dtype of that of b (None for none)."""
 
     dx: bool
@@ -92,7 +92,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def backward(
-    call: LinearCall, dy: Tensor, x: Tensor, weight: Tensor, wanted: Wanted, record: Record | None
+    call: LinearCall, dy: Tensor, x: Tensor, weight: Tensor, wanted: NeededGradients, record: Record | None
 ) -> Gradients:
     """Return the gradients of X, W and b, in their dtypes, from `dy` [M, N], by the other four of six casts."""
     call, plan = call._replace(rotations={}), call.plan
@@ -142,7 +142,7 @@ class _QuantisedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, keys, scales = ctx.saved_tensors
-        wanted = Wanted(ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.bias_dtype)
+        wanted = NeededGradients(ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.bias_dtype)
         gradients = backward(LinearCall(ctx.plan, keys, scales), dy, x, weight, wanted, ctx.record)
         return *gradients, None, None, None, None
 
@@ -227,7 +227,7 @@ def _backward(
     its = _layers[int(layer)]
     with _as_in_a_function():
         call = its.call_now(keys, x.device, high, observed=True)
-        wanted = Wanted(needs_dx, needs_dw, None if bias is None else bias.dtype)
+        wanted = NeededGradients(needs_dx, needs_dw, None if bias is None else bias.dtype)
         rows, flat = dy.reshape(-1, dy.shape[-1]), x.detach().reshape(-1, x.shape[-1])  # [M, N], [M, K]
         record = its.recorder if records else None
         dx, dw, dbias = backward(call, rows, flat, weight.detach(), wanted, record)

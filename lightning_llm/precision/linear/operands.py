@@ -27,9 +27,9 @@ from lightning_llm.precision.linear.plan import (
     GEMM_NAMES,
     ROLES,
     SLOT_NAMES,
+    CastRecord,
     LinearPlan,
     Observe,
-    SeenCast,
     Shard,
 )
 from lightning_llm.precision.linear.weight_casts import WantedCast
@@ -175,7 +175,7 @@ class LinearCall(NamedTuple):
 
 
 def _tell(observe: Observe, *seen: Any) -> None:
-    observe(SeenCast(*seen))
+    observe(CastRecord(*seen))
 
 
 def observe_casts(

@@ -26,7 +26,7 @@ def wgrad_dtype_of(recipe: PrecisionConfig) -> torch.dtype | None:
     return None if recipe.wgrad_dtype is None else DTYPES[recipe.wgrad_dtype]
 
 
-class SeenCast(NamedTuple):
+class CastRecord(NamedTuple):
     """Record of one cast: `slot`, its input `given` [R, C], the `rounded` tensor after the rotation, and the result."""
 
     slot: str
@@ -38,7 +38,7 @@ class SeenCast(NamedTuple):
     operand: Operand
 
 
-Observe = Callable[[SeenCast], None]
+Observe = Callable[[CastRecord], None]
 
 
 class Shard(NamedTuple):
@@ -72,7 +72,7 @@ class LinearPlan:
     wgrad_dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, recipe: PrecisionConfig, backend: Backend, rule: int | None = None) -> "LinearPlan":
+    def from_recipe(cls, recipe: PrecisionConfig, backend: Backend, rule: int | None = None) -> "LinearPlan":
         """Return the plan of a layer that follows `rule` of `recipe`, or has its own slots."""
         return cls(recipe.casts_under(rule), backend, rule=rule, wgrad_dtype=wgrad_dtype_of(recipe))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_llm.precision.cast.quantize import block_amax, count_beyond
 from lightning_llm.precision.cast.rounding import FLOAT_MAX
-from lightning_llm.precision.linear.plan import SeenCast
+from lightning_llm.precision.linear.plan import CastRecord
 
 SUMS = (
     "elements",
@@ -39,7 +39,7 @@ PRODUCT_SLACK = 1 + 2.0**-20
 """amax times its own scale may exceed the largest number by a rounding, which clips nothing."""
 
 
-def cast_sums(seen: SeenCast) -> tuple[Tensor, Tensor]:
+def cast_sums(seen: CastRecord) -> tuple[Tensor, Tensor]:
     """Return the `SUMS` of one cast, fp64 [len(SUMS)], and log2 of its smallest and largest scale, fp64 [2].
 
     The last two sums, which need a history, are 0; the scales are (inf, -inf) where all blocks are zero.

@@ -100,7 +100,7 @@ def swap_linears(
     for name, module in linears.items():
         if reasons[name] is None or emulate:
             rule = rule_of(name, recipe.modules, num_layers)
-            plan = LinearPlan.of(first, backend, rule) if reasons[name] is None else high
+            plan = LinearPlan.from_recipe(first, backend, rule) if reasons[name] is None else high
             made = _native(name, module, plan, sharded) if native else QuantisedLinear(name, module, plan)
             _replace(model, name, made)
     if recipe.wgrad_dtype is not None:

@@ -22,7 +22,7 @@ SIZE = 256  # whole blocks of every recipe, and tiles of 16 x 16
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Stored(NamedTuple):
+class StoredCodes(NamedTuple):
     """An operand as it is kept: uint8 `codes` [R, C], and fp32 `scales` in the layout of `Quantised.stored_scale`."""
 
     codes: Tensor
@@ -53,7 +53,7 @@ def quantised_with_bias_gradient(quantizer: Any, tensor: Tensor) -> tuple[Tensor
     return summed, made
 
 
-def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> Stored:
+def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> StoredCodes:
     """Return one direction of a tensor quantized by Transformer Engine, in our layout.
 
     Its layouts (2.20): per tensor `_data` [R, C], `_transpose` [C, R] (none from Blackwell on: its GEMMs read both
@@ -67,7 +67,7 @@ def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> St
         turned = getattr(made, "_transpose", None)
         turned = None if getattr(made, "_transpose_invalid", False) else turned
         codes = made._data if axis == 1 or turned is None else turned.T
-        return Stored(codes.view(torch.uint8), made._scale_inv.reshape(()))
+        return StoredCodes(codes.view(torch.uint8), made._scale_inv.reshape(()))
     side = "rowwise" if axis == 1 else "columnwise"
     codes, scales = getattr(made, f"_{side}_data").view(torch.uint8), getattr(made, f"_{side}_scale_inv")
     if cast.scale == "two_level_e4m3":
@@ -75,23 +75,23 @@ def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> St
         codes = torch.stack([codes & 15, codes >> 4], -1).reshape(across, along)
         scales = scales.view(torch.float8_e4m3fn).float()[:across, : along // 16]
         scales = scales[::16] if cast.block == "16x16" else scales
-        return Stored(codes, scales) if axis == 1 else Stored(codes.T, scales.T)
+        return StoredCodes(codes, scales) if axis == 1 else StoredCodes(codes.T, scales.T)
     if cast.block in ("1x128", "128x128"):
         codes = codes if axis == 1 else codes.T
         if cast.block == "1x128":
-            return Stored(codes, scales[:, :rows].T if axis == 1 else scales[:, :columns])
+            return StoredCodes(codes, scales[:, :rows].T if axis == 1 else scales[:, :columns])
         blocks = (-(-rows // 128), -(-columns // 128))
-        return Stored(codes, scales[:, : blocks[1]] if axis == 1 else scales[:, : blocks[0]].T)
+        return StoredCodes(codes, scales[:, : blocks[1]] if axis == 1 else scales[:, : blocks[0]].T)
     down, right = (rows, columns // 32) if axis == 1 else (rows // 32, columns)
     scales = scales.view(torch.uint8)[:down, :right].float()
     if cast.block == "32x32":
         scales = scales[::32] if axis == 1 else scales[:, ::32]
-    return Stored(codes, scales)
+    return StoredCodes(codes, scales)
 
 
 def emulated(
     tensor: Tensor, cast: CastConfig, axis: int, delayed: Tensor | None = None, noise: float | None = None
-) -> Stored:
+) -> StoredCodes:
     """Return the same from our quantizers, after the cast's fixed rotation, with scales as stored with the codes.
 
     `noise` in [0, 1) per element, for stochastic casts.
@@ -105,7 +105,7 @@ def emulated(
     scales = made.stored_scale.float()
     # Our scale of a whole tensor is the factor of elements, unless it is a power of two; theirs is the inverse.
     inverted = cast.block == "tensor" and cast.scale != "power_of_two"
-    return Stored(made.codes, divide(1.0, scales) if inverted else scales)
+    return StoredCodes(made.codes, divide(1.0, scales) if inverted else scales)
 
 
 def axis_of(slot: str) -> int:
@@ -136,7 +136,7 @@ def quantizers_of(layer: NativeLinear) -> dict[str, Any]:
     return {"x": made["scaling_fwd"][0], "w": made["scaling_fwd"][1], "dy": made["scaling_bwd"][0]}
 
 
-def difference(theirs: Stored, ours: list[Stored]) -> str | None:
+def difference(theirs: StoredCodes, ours: list[StoredCodes]) -> str | None:
     """Return how native codes and scales differ from all of `ours` (one, or both neighbors), None if equal."""
     for kind, found, *wanted in zip(("codes", "scales"), theirs, *ours, strict=True):
         if found.shape != wanted[0].shape:

@@ -7,7 +7,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.precision import PhaseConfig, slots_of
 from lightning_llm.precision.native import codes as native_codes
-from lightning_llm.precision.native.codes import Stored, check_native_casts, sample
+from lightning_llm.precision.native.codes import StoredCodes, check_native_casts, sample
 from tests.precision.native.test_transformer_engine import compute_capability, variants
 from tests.precision.recipes import load
 
@@ -70,7 +70,7 @@ def test_one_wrong_code_or_scale_is_found_in_every_slot(recipe, monkeypatch):
     def change(cast, axis, found):
         codes = found.codes.clone()
         codes[5, 7] ^= 4
-        return Stored(codes, found.scales)
+        return StoredCodes(codes, found.scales)
 
     planted(monkeypatch, change)
     with pytest.raises(ConfigError) as raised:
@@ -82,7 +82,9 @@ def test_one_wrong_code_or_scale_is_found_in_every_slot(recipe, monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["nvfp4"], indirect=True)
 def test_stochastic_codes_are_one_of_two_neighbours_and_scales_are_the_same(recipe, monkeypatch):
-    planted(monkeypatch, lambda cast, axis, found: Stored(found.codes, found.scales * (2 if cast.stochastic else 1)))
+    planted(
+        monkeypatch, lambda cast, axis, found: StoredCodes(found.codes, found.scales * (2 if cast.stochastic else 1))
+    )
     with pytest.raises(ConfigError) as raised:
         check_native_casts(recipe, CPU)
     assert [each.text.split("recipe's: ")[1].split()[0] for each in raised.value.problems] == ["dgrad.dy", "wgrad.dy"]
@@ -112,7 +114,7 @@ def test_phases_are_checked(engine):
 
 
 def test_a_run_is_refused_before_its_first_step(small_run, tmp_path, hopper, monkeypatch, capsys):
-    planted(monkeypatch, lambda cast, axis, found: Stored(found.codes ^ 1, found.scales))
+    planted(monkeypatch, lambda cast, axis, found: StoredCodes(found.codes ^ 1, found.scales))
     shape = ["model.hidden_size=128", "model.num_heads=2", "model.num_kv_heads=2", "model.ffn_hidden_size=256",
              "model.num_layers=3"]  # fmt: skip
     assert main(["train", *small_run(tmp_path, *shape, "precision=fp8_current")]) == 2

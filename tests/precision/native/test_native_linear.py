@@ -210,6 +210,6 @@ def test_a_weight_is_not_held_between_calls(engine):
 
 
 def test_casts_that_it_cannot_make_are_an_error_not_an_approximation(engine):
-    layer = NativeLinear("x", Linear(WIDTH, WIDTH, bias=False), LinearPlan.of(load("mxfp8_ocp"), "eager"))
+    layer = NativeLinear("x", Linear(WIDTH, WIDTH, bias=False), LinearPlan.from_recipe(load("mxfp8_ocp"), "eager"))
     with pytest.raises(ValueError, match=r"x: fprop\.x e4m3 1x32 e8m0_floor"):
         layer(batch(torch.bfloat16)[0])

@@ -56,7 +56,7 @@ def compute_capability(recipe):
 def layer_of(recipe, bias=False, sharded=False):
     torch.manual_seed(0)
     linear = nn.Linear(INPUTS, OUTPUTS, bias=bias)
-    return NativeLinear("layers.1.linear", linear, LinearPlan.of(recipe, "eager"), sharded)
+    return NativeLinear("layers.1.linear", linear, LinearPlan.from_recipe(recipe, "eager"), sharded)
 
 
 def step(layer, recipe):
@@ -222,7 +222,7 @@ def test_every_default_that_the_environment_sets_is_passed(engine, monkeypatch):
     monkeypatch.setattr(te, "engine", lambda: parts)
     for recipe in (load("fp8_current"), load("fp8_subchannel"), load("mxfp8"), load("nvfp4")):
         te.recipe_object(native_recipe(recipe)[0])
-    te.DelayedQuantizers(LinearPlan.of(load("fp8_delayed"), "eager").delayed_casts(), torch.device("cpu"))
+    te.DelayedQuantizers(LinearPlan.from_recipe(load("fp8_delayed"), "eager").delayed_casts(), torch.device("cpu"))
     inert = {"nvfp4_4over6_e4m3_use_256", "nvfp4_4over6_err_mode"}  # without effect under nvfp4_4over6="none"
     for name in names:
         source = getsource(getattr(own, name))
