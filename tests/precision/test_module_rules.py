@@ -166,9 +166,9 @@ def test_rules_that_no_layer_follows_are_problems_and_can_be_taken_out():
 @pytest.mark.parametrize(
     ("glob", "said"),
     [
-        ("*.attention_norm", "names norms, which no recipe casts. Fused with the linear behind it (LayerNormLinear)"),
+        ("*.attention_norm", "names norms, which no recipe casts. In Transformer Engine's LayerNormLinear"),
         ("*_norm", "names norms, which no recipe casts"),
-        ("*.attention", "no slot of a recipe casts; Transformer Engine's FP8 attention (fp8_dpa, fp8_mha) has scales"),
+        ("*.attention", "recipes have no slot for its products; Transformer Engine's FP8 attention (fp8_dpa, fp8_mha)"),
         ("*.attention", "Write '*.attention.*' for its linears."),
         ("*.feed_forward", "Its layers: layers.*.attention.q_proj, layers.*.attention.o_proj, layers.*.feed_forward"),
     ],
