@@ -43,7 +43,7 @@ class Case:
     checkpointing: str = "none"
 
     def values(self) -> tuple[Any, ...]:
-        """Return what is combined with what."""
+        """Return the combined dimensions."""
         return (
             self.layout,
             self.world,

@@ -124,7 +124,7 @@ class RankGroup:
             self._pipes.append(ours)
 
     def _stacks(self, rank: int) -> Path:
-        """Return the file of what threads of `rank` were at when it crashed."""
+        """Return the file with the stacks of `rank`'s threads at a crash."""
         return self._folder / f"stacks.{rank}"
 
 

@@ -1,4 +1,4 @@
-"""Asynchronous saves over ranks: the same files beside a training that sends, and one rank's failure told by all."""
+"""Asynchronous saves over ranks: same files while training communicates, and one rank's failure raised by all."""
 
 import time
 from pathlib import Path
@@ -20,7 +20,7 @@ write = saver.write
 
 
 def overtaken_run(config: Config) -> None:
-    """Train with every write beside it held until the next step is made, on each rank."""
+    """Train with every background write held until the next step is made, on each rank."""
     metrics = Path(config.run.dir, "metrics.jsonl")
 
     def held(folder: Path, snapshot: Any, *rest: Any) -> None:

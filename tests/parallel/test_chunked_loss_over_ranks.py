@@ -53,7 +53,7 @@ def chunked_run(config: Config, logits: int) -> tuple[Trace, int]:
     ],
 )
 def test_a_layout_trains_to_the_bits_of_one_rank(layout, world, precision, more, ranks, matrix_run):
-    """Each micro-batch's rows are cut alike; one more of the loss scale's powers of two changes no bit."""
+    """Each micro-batch's rows are cut in the same way; another power of two in the loss scale changes no bit."""
     words = (precision, "trainer.max_steps=2", *more)
     ours, losses = ranks(world).call(chunked_run, matrix_run(layout, world, 4, *words), 10_000)
     one, _ = ranks(1).call(chunked_run, matrix_run("single", 1, 4, *words), 10_000)

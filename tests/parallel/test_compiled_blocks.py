@@ -1,4 +1,4 @@
-"""Blocks compile to one graph per kind, however many there are and whatever axis of the mesh cuts them. 10 seconds.
+"""Blocks compile to one graph per kind, independent of their number and of the mesh axes. 10 seconds.
 
 What the graphs compute is compared in test_model_parallel.py (test_compiled_blocks_train_as_one_rank_does).
 """

@@ -1,7 +1,7 @@
 """Every pipelined layout file trains to the same bits as one rank alone, and near them where bits cannot be equal.
 
 A stage computes what a single rank computes of its layers, and its backward passes come in the order of micro-batches,
-so that the tree of gradient sums fits. Only a tied embedding's gradient, whose halves are summed apart, is close.
+as the tree of gradient sums needs. Only a tied embedding's gradient, with separately summed halves, is just close.
 Emulated recipes run few steps of the smallest model that their rotations fit.
 """
 

@@ -312,7 +312,7 @@ def test_limits_that_nudged_ranks_widen_find_it_as_well(run, alone):
 
 
 def test_copies_of_whole_parameters_cannot_drift_apart(run, alone):
-    """Without sequence parallelism every rank has all of a norm's gradient, by sums of its own, and takes the first's.
+    """Without sequence parallelism every rank computes a norm's whole gradient itself, and uses the first rank's.
 
     The other one's are negative here, which no optimizer step and no norm may see.
     """

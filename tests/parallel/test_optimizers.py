@@ -35,7 +35,7 @@ LIMITS = {"muon": Limits(2e-6, 1e-5, 1e-5, 1e-3, 5e-3), "adamw8bit": Limits(2e-6
 
 
 class Measure(pl.Callback):
-    """Counts what the optimizer keeps at the end, without step counts, and what it sends in the last step."""
+    """Counts bytes of the optimizer's final state, without step counts, and bytes that it sends in the last step."""
 
     def __init__(self) -> None:
         self.state_bytes = 0

@@ -89,7 +89,7 @@ def test_a_stall_of_a_ranks_data_is_measured_to_5_per_cent(ranks, small_run, tmp
 
 
 class Clock:
-    """Tells the seconds that ranks are said to compute: 1 with a jitter of 1 %, `factor` times that on rank 1."""
+    """Sets the seconds of computation that ranks report: 1 with a jitter of 1 %, `factor` times that on rank 1."""
 
     def __init__(self, factor: float, first_step: int, last_step: int):
         self.factor, self.steps = factor, range(first_step, last_step + 1)

@@ -62,7 +62,7 @@ def test_cut_weights_have_gradients_that_are_not_rounded(layout, world, ranks, m
 
 @pytest.mark.parametrize(("layout", "tied"), [("zero3", "false"), pytest.param("zero1", "true", marks=FULL)])
 def test_masters_are_gathered_as_they_are_and_planned(layout, tied, ranks, small_run, tmp_path):
-    """FSDP2 gives a gradient the dtype of what it gathered: 4 bytes, not 2, of what is cast on use."""
+    """FSDP2 gives a gradient the dtype of the gathered parameter: 4 bytes, not 2, if it is cast on use."""
     words = [*words_of(layout, "tree", "bf16", f"model.tie_embeddings={tied}"), "trainer.devices=2"]
     words += ["data.global_batch_size=4"]
     config = compose_config(small_run(tmp_path, *words, UNROUNDED))

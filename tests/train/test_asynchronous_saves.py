@@ -1,4 +1,4 @@
-"""Saves that are written while training goes on: the same files, and no failure or end of a run that loses one.
+"""Saves that are written while training continues: the same files, and no failure or end of a run that loses one.
 
 Nothing here depends on how long a write takes: each is held until what is to come before it has happened. 12 seconds.
 """

@@ -135,7 +135,7 @@ def test_a_cool_down_counts_from_the_trunk_s_first_step(tmp_path, small_run, cap
 
 
 def test_a_branch_of_a_running_python_process_takes_what_is_newest_then(tmp_path, small_run):
-    """As in a notebook: the trunk goes on between two branches."""
+    """As in a notebook: the parent run continues between two branches."""
     short = ["trainer.max_steps=2", "schedule.total_steps=6"]
     assert main(["train", *small_run(tmp_path / "trunk", *short)]) == 0
     trunk = tmp_path / "trunk" / "run"

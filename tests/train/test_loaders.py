@@ -1,4 +1,4 @@
-"""How batches are read ahead and handed over: on CUDA by other processes, from page-locked memory."""
+"""Prefetching and transfer of batches: on CUDA by other processes, from page-locked memory."""
 
 from types import SimpleNamespace
 

@@ -112,7 +112,7 @@ def test_resume_gives_the_same_bits(recipe, small_run, whole, tmp_path):
 
 
 def test_layers_with_casts_of_their_own_resume_to_the_same_bits(small_run, whole, tmp_path, capsys):
-    """Delayed scales beside a block that stays high, MXFP8 and bf16: each layer has the state of its own casts."""
+    """Delayed scales together with an unquantized block, MXFP8 and bf16: each layer has the state of its casts."""
     rules = '[{names: ["*.o_proj"], recipe: mxfp8}, {names: ["*.down_proj"], high: true}]'
     mixed = [
         "precision=fp8_delayed",

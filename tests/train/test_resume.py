@@ -142,7 +142,7 @@ def test_from_a_path_into_a_new_folder(whole, tmp_path, small_run):
 
 
 def test_a_run_begun_from_anothers_checkpoint_holds_its_own_start(whole, tmp_path, small_run, monkeypatch):
-    """It may end before its first own checkpoint, and goes on from there and not from step 0."""
+    """It may end before its own first checkpoint, and resumes from there and not from step 0."""
     monkeypatch.setattr(Decoder, "forward", infinite_gradient(Decoder.forward, lambda n: True))
     stop = "spikes.policy=stop"
     assert main(["train", *small_run(tmp_path, stop, f"resume={whole / 'checkpoints' / 'step=4'}")]) == 1

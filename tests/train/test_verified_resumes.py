@@ -112,7 +112,7 @@ def test_an_edited_config_is_rejected_on_resume_with_each_key(run, capsys):
 
 
 def test_records_that_were_edited_are_not_gone_on_from(run, whole, tmp_path, small_run, capsys):
-    """The checkpoint whose records are whole is; with none, nothing changes."""
+    """A checkpoint with complete records is accepted; without one, nothing changes."""
     lines = lines_of(run)
     edited = [line.replace(b'"loss": ', b'"loss": 1') if json.loads(line)["step"] == 5 else line for line in lines]
     (run / "metrics.jsonl").write_bytes(b"".join(edited))
