@@ -18,7 +18,7 @@ from lightning_llm.plan.search.layout_file import layout_file_problems, write_la
 from lightning_llm.plan.search.placement import place_fastest
 from lightning_llm.plan.search.pricing import Pricer
 from lightning_llm.plan.search.report import draw_front, render_search, search_facts
-from lightning_llm.plan.search.search import Found, search
+from lightning_llm.plan.search.search import SearchResult, search
 from lightning_llm.plan.search.space import Space, no_layout_problems, typed_values
 from lightning_llm.plan.time.links import LinkMatrix, read_links, uniform_links
 from lightning_llm.run.checked_plan import read_arguments
@@ -108,7 +108,7 @@ def _matrix(file: Path | None, config: Config, world: int) -> LinkMatrix:
     return read_links(file, machines, world)
 
 
-def _without_a_fastest(found: Found, world: int, arguments: argparse.Namespace) -> Iterator[Problem]:
+def _without_a_fastest(found: SearchResult, world: int, arguments: argparse.Namespace) -> Iterator[Problem]:
     """Yield problems of a search that timed no layout: none fits, or --write or --pareto needs a time."""
     if not found.emulated:
         yield _nothing_fits(found, world)
@@ -122,7 +122,7 @@ def _without_a_fastest(found: Found, world: int, arguments: argparse.Namespace) 
             yield Problem(f"--{option}", text)
 
 
-def _nothing_fits(found: Found, world: int) -> Problem:
+def _nothing_fits(found: SearchResult, world: int) -> Problem:
     if not found.missing:
         return Problem("world", "every layout of that many ranks is rejected; the reasons are above.", world)
     text = "no layout of that many ranks fits in memory; the closest are above. Use more or larger devices."

@@ -1,4 +1,4 @@
-"""Rules of `trainer.attention_kernel` that need no device: which kernels there are for blocks, layout and data."""
+"""Rules of `trainer.attention_kernel`: the kernels that blocks, layout and data allow. They need no device."""
 
 from collections.abc import Iterator
 
@@ -22,13 +22,13 @@ def mixers_of(config: Config) -> dict[str, Mixer]:
 
 
 def is_masked(mixer: AttentionSpec, config: Config, context_ranks: int, on_gpu: bool) -> bool:
-    """Return whether the block's attention is not plainly causal over whole sequences."""
+    """Return whether the block's attention needs a mask other than the causal one over a whole sequence."""
     data = config.data
     return mixer.is_masked(ForwardPass(0, data.sequence_length, data.document_mask, context_ranks, on_gpu))
 
 
 def attention_kernel_problems(found: Resolution) -> Iterator[Problem]:
-    """Yield why the kernel that is asked for cannot be had."""
+    """Yield why the chosen kernel cannot be used."""
     config, name = found.config, found.config.trainer.attention_kernel
     if name == "auto":
         return
@@ -36,16 +36,16 @@ def attention_kernel_problems(found: Resolution) -> Iterator[Problem]:
     on_gpu = found.capability.compute_capability is not None
     own = [each for each, mixer in mixers.items() if not (isinstance(mixer, AttentionSpec) and mixer.takes_kernels)]
     if own:
-        yield Problem(KEY, f"is {name}, and blocks of {', '.join(own)} have operations of their own. Set auto.")
+        yield Problem(KEY, f"is {name}, which blocks of {', '.join(own)} do not use. Set auto.")
     if name in OF_CUDA and not on_gpu:
         yield Problem(
-            KEY, f"is {name}, a kernel of CUDA, and the device is {found.capability.device}. Set auto, flash or math."
+            KEY, f"is {name}, a CUDA kernel, and the device is {found.capability.device}. Set auto, flash or math."
         )
     if name == "short" and on_gpu:
-        text = f"is short, a kernel for CPUs, and the device is {found.capability.device}. Set auto or one of torch's."
+        text = f"is short, a CPU kernel, and the device is {found.capability.device}. Set auto or one of torch's."
         yield Problem(KEY, text)
     if name == "short" and context_ranks > 1:
-        text = f"is short, which takes whole sequences, and parallel.cp={context_ranks} shares them. Set auto."
+        text = f"is short, which needs whole sequences, and parallel.cp={context_ranks} splits them. Set auto."
         yield Problem(KEY, text)
     masked = [
         each
@@ -53,24 +53,22 @@ def attention_kernel_problems(found: Resolution) -> Iterator[Problem]:
         if isinstance(mixer, AttentionSpec) and is_masked(mixer, config, context_ranks, on_gpu)
     ]
     if name == "flash" and on_gpu and masked:
-        text = f"is flash, which takes no mask on CUDA, and blocks of {', '.join(masked)} have one ({MASK_SOURCES})."
+        text = f"is flash, which takes no mask on CUDA; blocks of {', '.join(masked)} have one ({MASK_SOURCES})."
         yield Problem(KEY, f"{text} Set auto, efficient or cudnn.")
     if name == "flex" and on_gpu:
         yield from _flex_problems(found, [each for each in mixers if each not in masked])
 
 
 def _flex_problems(found: Resolution, plain: list[str]) -> Iterator[Problem]:
-    """Yield why FlexAttention cannot be had: for blocks with `plain` causal attention, or blocks that run eagerly."""
+    """Yield why FlexAttention cannot be used: for blocks with `plain` causal attention, or blocks that run eagerly."""
     if plain:
-        text = (
-            f"is flex, which is for attention with a mask ({MASK_SOURCES}), and blocks of {', '.join(plain)} have none"
-        )
+        text = f"is flex, which needs a mask ({MASK_SOURCES}), and blocks of {', '.join(plain)} have none"
         yield Problem(KEY, f"{text}. Set auto or flash.")
     if not compiles(found.config.parallel, found.likely_degrees, found.capability):
-        yield Problem(KEY, "is flex, which runs in compiled blocks alone. Set trainer.compile=true, or auto.")
+        yield Problem(KEY, "is flex, which runs only in compiled blocks. Set trainer.compile=true, or auto.")
 
 
 def takes_blocks(plan: Plan) -> bool:
-    """Return whether attention with a mask is to be FlexAttention's, which is tried when the run starts."""
+    """Return whether attention with a mask uses FlexAttention; the start of the run tests that it works."""
     on_gpu = plan.capability.compute_capability is not None
     return on_gpu and plan.compiled and plan.config.trainer.attention_kernel in ("auto", "flex")

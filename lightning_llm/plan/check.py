@@ -1,4 +1,4 @@
-"""Rules across groups: all that can be known before anything heavy is imported."""
+"""Rules between config groups: everything that can be checked before torch is imported."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -32,10 +32,14 @@ from lightning_llm.precision.recipe.module_rules import (
 
 
 def check_config(config: Config, to_train: bool = True) -> Plan:
-    """Return the plan of a run that can start here; without `to_train`, that could on the machine it is planned for.
+    """Return the plan of a valid config.
+
+    Args:
+        config: the config to check.
+        to_train: the run starts on this machine; otherwise it is planned for the machine that the config names.
 
     Raises:
-        ConfigError: with every rule that is broken.
+        ConfigError: with the problems of all violated rules.
     """
     found = Resolution(config, to_train=to_train)
     if problems := config_problems(found):
@@ -44,7 +48,7 @@ def check_config(config: Config, to_train: bool = True) -> Plan:
 
 
 def config_problems(found: Resolution) -> list[Problem]:
-    """Return what is wrong between keys; of a config's sound part (`config.schema.strict`), what that says."""
+    """Return the problems between keys. For the valid part of a config (`config.schema.strict`), those of that part."""
     config, to_train = found.config, found.to_train
     rules: list[Rule] = [
         lambda: shape_problems(config.model),
@@ -71,14 +75,14 @@ def config_problems(found: Resolution) -> list[Problem]:
 def _launcher_problems(launcher: LauncherConfig) -> Iterator[Problem]:
     for key, launchers in launcher.idle_keys().items():
         text = (
-            f"is {getattr(launcher, key)!r}, without effect with launcher={launcher.name}. Use it with "
-            f"launcher={launchers}, or leave it out."
+            f"is {getattr(launcher, key)!r} and has no effect with launcher={launcher.name}. Use it with "
+            f"launcher={launchers}, or omit it."
         )
         yield Problem(f"launcher.{key}", text)
 
 
 def layout_rule_problems(found: Resolution) -> list[Problem]:
-    """Return what is wrong between a layout, the batch and the model, of a config that is sound under another."""
+    """Return the problems between layout, batch and model, for a config that is valid with another layout."""
     config = found.config
     batch: Rule = lambda: batch_problems(config.data, found.data_parallel_ranks)  # noqa: E731
     return gather([*_layout_rules(found), batch, lambda: _rotation_problems(config)])
@@ -112,7 +116,7 @@ def _logger_problems(config: Config) -> list[Problem]:
     name = config.logger.name
     if name not in ("tensorboard", "wandb") or find_spec(name) is not None:
         return []
-    text = f"is {name}, and that package is not installed. pip install 'lightning-llm[{name}]', or choose logger=csv."
+    text = f"is {name}, which is not installed. Run pip install 'lightning-llm[{name}]', or use logger=csv."
     return [Problem("logger", text)]
 
 
@@ -120,7 +124,7 @@ def _length_problems(config: Config) -> list[Problem]:
     longest = config.model.max_sequence_length
     if config.data.sequence_length <= longest:
         return []
-    text = f"is {config.data.sequence_length}, above model.max_sequence_length={longest}. Lower it."
+    text = f"is {config.data.sequence_length}: must be at most model.max_sequence_length={longest}. Lower it."
     return [Problem("data.sequence_length", text)]
 
 
@@ -128,7 +132,7 @@ def _schedule_problems(config: Config) -> list[Problem]:
     schedule, total = config.schedule, config.schedule.total_steps
     problems = list(_floor_problems(config))
     if schedule.name != "constant" and total is not None and schedule.warmup_steps >= total:
-        text = f"is {schedule.warmup_steps}, and schedule.total_steps is {total}. Warm up for fewer."
+        text = f"is {schedule.warmup_steps}: must be below schedule.total_steps={total}. Lower it."
         problems.append(Problem("schedule.warmup_steps", text))
     return problems
 
@@ -142,7 +146,7 @@ def _floor_problems(config: Config) -> Iterator[Problem]:
         return
     if schedule.final_factor is not None:
         text = (
-            f"is {floor:g}, and schedule.final_factor={schedule.final_factor:g} says another floor. "
+            f"is {floor:g}, and schedule.final_factor={schedule.final_factor:g} sets a floor, too. "
             "Give one of them, and set the other to null."
         )
         yield Problem("schedule.final_learning_rate", text)
@@ -150,20 +154,18 @@ def _floor_problems(config: Config) -> Iterator[Problem]:
     if floor > peak:
         of = f"optim.learning_rate={config.optim.learning_rate:g}"
         of += f" times schedule.peak_factor={schedule.peak_factor:g}" if schedule.peak_factor is not None else ""
-        yield Problem("schedule.final_learning_rate", f"is {floor:g}, above the peak, {of}. Lower it.")
+        yield Problem("schedule.final_learning_rate", f"is {floor:g}: must be at most the peak, {of}. Lower it.")
 
 
 def _precision_problems(config: Config) -> list[Problem]:
     recipe, problems = config.precision, []
     if (recipe.master_dtype, recipe.main_grad_dtype) not in (("fp32", "fp32"), ("bf16", "bf16")):
-        text = (
-            f"is {recipe.main_grad_dtype}, and gradients here take master_dtype={recipe.master_dtype}. Set them alike."
-        )
+        text = f"is {recipe.main_grad_dtype}: must equal master_dtype={recipe.master_dtype}. Set both to the same."
         problems.append(Problem("precision.main_grad_dtype", text))
     if recipe.reduce_dtype != recipe.main_grad_dtype:
         text = (
-            f"is {recipe.reduce_dtype}, and main_grad_dtype is {recipe.main_grad_dtype}: one tree sums gradients over "
-            "micro-batches and ranks, so that a step's bits do not tell how many ranks made it. Set them alike."
+            f"is {recipe.reduce_dtype}: must equal main_grad_dtype={recipe.main_grad_dtype}. One tree sums "
+            "gradients over micro-batches and ranks, so that bits do not depend on the ranks. Set both to the same."
         )
         problems.append(Problem("precision.reduce_dtype", text))
     problems += _wgrad_problems(recipe)
@@ -176,12 +178,12 @@ def _precision_problems(config: Config) -> list[Problem]:
 
 
 def _wgrad_problems(recipe: PrecisionConfig) -> Iterator[Problem]:
-    """Yield why weight gradients that are not rounded would be no others."""
+    """Yield why `wgrad_dtype` would have no effect."""
     if recipe.wgrad_dtype is None:
         return
     text = f"is {recipe.wgrad_dtype}, and "
     if recipe.compute_dtype == recipe.wgrad_dtype:
-        text += "so is compute_dtype: nothing is rounded as it is. Leave it null, or compute in bf16 or fp16."
+        text += "so is compute_dtype, so nothing is rounded anyway. Set null, or compute in bf16 or fp16."
         yield Problem("precision.wgrad_dtype", text)
     elif recipe.main_grad_dtype != recipe.wgrad_dtype:
         text += f"gradients accumulate in main_grad_dtype={recipe.main_grad_dtype}, which rounds them. Set null, or "
@@ -190,21 +192,21 @@ def _wgrad_problems(recipe: PrecisionConfig) -> Iterator[Problem]:
 
 
 def _update_problems(config: Config, degrees: Degrees) -> list[Problem]:
-    """Return where delayed scales are to move with every micro-batch, and a pipeline has several under way at once."""
+    """Return the problem of a pipeline with delayed scales that are updated after every micro-batch."""
     if degrees.pp == 1 or not config.precision.updates_every_micro_batch:
         return []
     text = (
-        f"is {degrees.pp}, and the recipe's delayed scales move with every micro-batch (update: micro_batch): a stage "
-        "runs later micro-batches' forward passes before an earlier one's backward pass has its amax, so what an "
-        "update knows would depend on the schedule. Set 1, or update: step."
+        f"is {degrees.pp}, and the recipe updates delayed scales after every micro-batch (update: micro_batch). "
+        "A stage runs later micro-batches' forward passes before an earlier one's backward pass, so "
+        "scales would depend on the schedule. Set 1, or update: step."
     )
     return [Problem("parallel.pp", text)]
 
 
 def _native_problems(found: Resolution) -> list[Problem]:
-    """Return why what was asked for cannot run natively; where that does not matter the machine is not looked at.
+    """Return why `precision.backend=native` is not possible on this machine. Only for runs that start here.
 
-    A plan shows what is refused instead.
+    A plan shows the refusal instead.
     """
     config = found.config
     recipe = config.precision
@@ -217,12 +219,12 @@ def _compiler_problems(config: Config, degrees: Degrees) -> list[Problem]:
     failure = compiler_failure(config.parallel, degrees) if config.parallel.compile else None
     if failure is None:
         return []
-    text = f"is true, and {failure}. Set parallel.activation_checkpoint=selective or none, or trainer.compile=false."
+    text = f"is true, but {failure}. Set parallel.activation_checkpoint=selective or none, or trainer.compile=false."
     return [Problem("parallel.compile", text)]
 
 
 def _rotation_problems(config: Config) -> list[Problem]:
-    """Return where a Hadamard transform does not divide the axis it turns; blocks are padded, rotations cannot be."""
+    """Return Hadamard sizes that do not divide the axis they rotate. Blocks can be padded, rotations cannot."""
     data, model, recipe = config.data, config.model, config.precision
     tokens = {"data.micro_batch_size x sequence_length": data.micro_batch_size * data.sequence_length}
     linears = linears_of(model)
@@ -243,8 +245,6 @@ def _rotation_problems(config: Config) -> list[Problem]:
             if length % cast.hadamard.size
         }
     return [
-        Problem(
-            f"precision.{slot}.hadamard.size", f"{size} does not divide {axis} = {length}, which that GEMM sums over."
-        )
+        Problem(f"precision.{slot}.hadamard.size", f"is {size}: must divide {axis} = {length}, the GEMM's summed axis.")
         for axis, length, slot, size in sorted(found)
     ]

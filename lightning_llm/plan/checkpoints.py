@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and the disk that they take: rules, bytes, and whether there is room. No torch."""
+"""Retention and disk use of a run's checkpoints: rules, bytes, and free space. Imports no torch."""
 
 import os
 import shutil
@@ -18,42 +18,42 @@ from lightning_llm.plan.memory.units import units_of
 LONGEST_NAME_BYTES = 255
 """NAME_MAX of Linux's file systems."""
 CLOSE = 0.9
-"""The share of the room that checkpoints may take before a run says so as it starts."""
+"""Share of the available space above which a starting run prints a note."""
 
 
 def retention_problems(config: Config) -> Iterator[Problem]:
-    """Yield why what checkpoint.keep_every or keep_best ask for cannot be kept."""
+    """Yield why checkpoint.keep_every or keep_best cannot be honored."""
     checkpoint, validated = config.checkpoint, config.trainer.validate_every_steps
     every = checkpoint.every_steps
     if checkpoint.keep_every is not None and (every is None or checkpoint.keep_every % every):
-        saved = "only the last step is saved" if every is None else f"checkpoint.every_steps={every} is no part of it"
+        saved = "only the last step is saved" if every is None else f"checkpoint.every_steps={every} does not divide it"
         text = f"is {checkpoint.keep_every}, and {saved}. Set it to a multiple of checkpoint.every_steps."
         yield Problem("checkpoint.keep_every", text)
     if checkpoint.keep_best is None:
         return
     if "val_loss" not in metric_names(config):
-        text = "goes by val_loss, and data.validation.fraction=0 holds out nothing to validate on. Set it to null."
+        text = "needs val_loss, and data.validation.fraction=0 holds out nothing to validate on. Set it to null."
         yield Problem("checkpoint.keep_best", text)
     elif every is not None and (validated is None or every % validated):
         when = "at the end only" if validated is None else f"every {validated} steps (trainer.validate_every_steps)"
         text = (
-            f"goes by the val_loss of the step that is saved, every {every} steps, and validations are {when}. Set "
+            f"needs the val_loss of each saved step (every {every} steps), and validations are {when}. Set "
             "checkpoint.every_steps to a multiple of trainer.validate_every_steps."
         )
         yield Problem("checkpoint.keep_best", text)
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of one checkpoint, of all ranks: parameters, and the optimizer's and algorithm's state.
+    """Return the bytes of one checkpoint over all ranks: parameters, and the state of optimizer and algorithm.
 
-    What callbacks keep for each parameter (averages) is not counted.
+    State of callbacks (weight averages) is not counted.
     """
     shards = units_of(config.model).shards(1)
     return state_bytes(shards, config.optim, config.chosen_algorithm, config.precision).checkpoint
 
 
 def kept_checkpoints(config: Config) -> int:
-    """Return how many checkpoints of a run stay at the most, at its end."""
+    """Return the largest number of checkpoints that remain at the end of a run."""
     checkpoint = config.checkpoint
     kept = checkpoint.keep_last + (checkpoint.keep_best or 0)
     if checkpoint.keep_every is None or checkpoint.every_steps is None:
@@ -63,33 +63,36 @@ def kept_checkpoints(config: Config) -> int:
 
 
 def disk_facts(config: Config) -> dict[str, int]:
-    """Return `checkpoint_bytes` of one, how many `checkpoints` are there at once at the most, and their `bytes`."""
-    each, count = checkpoint_bytes(config), kept_checkpoints(config) + 1  # a new one is whole before an old one goes
+    """Return `checkpoint_bytes` of one, the largest number of `checkpoints` at once, and their `bytes`."""
+    each, count = (
+        checkpoint_bytes(config),
+        kept_checkpoints(config) + 1,
+    )  # the new one is complete before an old one goes
     return {"checkpoint_bytes": each, "checkpoints": count, "bytes": each * count}
 
 
 def disk_row(facts: dict[str, Any]) -> tuple[str, str]:
     """Return `disk_facts` as a line."""
     each, count, whole = (facts[key] for key in ("checkpoint_bytes", "checkpoints", "bytes"))
-    return "disk", f"{decimal(whole)}: {count:,} checkpoints of {decimal(each)} at the most, one of them being written"
+    return "disk", f"{decimal(whole)}: at most {count:,} checkpoints of {decimal(each)}, one of them being written"
 
 
 def disk_problems(config: Config, jobs: int = 1) -> list[Problem]:
-    """Return why run.dir cannot be written, or has no room for the checkpoints of `jobs` runs like this."""
+    """Return why run.dir cannot be written, or lacks space for the checkpoints of `jobs` such runs."""
     folder = nearest_existing(Path(config.run.dir))
     if any(len(part.encode()) > LONGEST_NAME_BYTES for part in Path(config.run.dir).parts):
-        return [Problem("run.dir", f"{config.run.dir} has a name of more than {LONGEST_NAME_BYTES} bytes. Shorten it.")]
+        return [Problem("run.dir", f"is {config.run.dir}: a name is over {LONGEST_NAME_BYTES} bytes. Shorten it.")]
     if not folder.is_dir():
         return [Problem("run.dir", f"{folder} is a file, not a folder. Choose another run.dir.")]
     if not os.access(folder, os.W_OK):
-        text = f"{config.run.dir} cannot be written ({folder} refuses). Choose another run.root."
+        text = f"is {config.run.dir}, and {folder} is not writable. Choose another run.root."
         return [Problem("run.dir", text)]
     each, kept = checkpoint_bytes(config), kept_checkpoints(config) * jobs + 1
     room = _room(config)
     if each * kept <= room:
         return []
     text = (
-        f"{kept} checkpoints of {decimal(each)} each (all that are kept, and one being written) need "
+        f"{kept} checkpoints of {decimal(each)} each (those kept and one being written) need "
         f"{decimal(each * kept)} and {folder} has {decimal(room)} free. Lower checkpoint.keep_last, or choose another "
         "run.root."
     )
@@ -99,18 +102,18 @@ def disk_problems(config: Config, jobs: int = 1) -> list[Problem]:
 
 
 def disk_notes(config: Config) -> Iterator[str]:
-    """Yield that a run's checkpoints will take nearly all that is free."""
+    """Yield a note if a run's checkpoints will take nearly all free space."""
     facts, room = disk_facts(config), _room(config)
     if CLOSE * room < facts["bytes"] <= room:
         count, whole, folder = facts["checkpoints"], decimal(facts["bytes"]), nearest_existing(Path(config.run.dir))
         yield (
-            f"note   {count} checkpoints will take {whole} of the {decimal(room)} that are free in {folder}: what "
-            "others write there may end this run"
+            f"note   {count} checkpoints will take {whole} of the {decimal(room)} free in {folder}; other "
+            "writers may fill the disk and end this run"
         )
 
 
 def _room(config: Config) -> int:
-    """Return the bytes that a run's checkpoints may take: what is free, and what those there take by now."""
+    """Return the bytes that a run's checkpoints may take: free space plus the run's existing checkpoints."""
     there = Path(config.run.dir).glob("checkpoints/step=*/**/*")
     return shutil.disk_usage(nearest_existing(Path(config.run.dir))).free + sum(
         file.stat().st_size for file in there if file.is_file()

@@ -1,4 +1,4 @@
-"""Ranks per axis of the mesh, the groups they share, and the micro-batches they compute. Imports no torch."""
+"""Degrees of the mesh axes, the groups of ranks, and the micro-batches of each rank. Imports no torch."""
 
 import math
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from lightning_llm.plan.axes.axis import AXES, Dimension
 
 
 class PerAxis:
-    """A number per axis of the mesh, outermost first, each an attribute by the axis' name. Immutable and hashable."""
+    """A number per mesh axis, outermost first, available as attributes by axis name. Immutable and hashable."""
 
     default: int
-    """Of an axis without a number."""
+    """Number of an axis that is not given."""
 
     def __init__(self, **numbers: int):
         if unknown := numbers.keys() - AXES.keys():
-            raise TypeError(f"no mesh axis is called {', '.join(sorted(unknown))}; there are {', '.join(AXES)}")
+            raise TypeError(f"unknown mesh axis {', '.join(sorted(unknown))}; known are {', '.join(AXES)}")
         self.__dict__["by_axis"] = by_axis = {axis: numbers.get(axis, self.default) for axis in AXES}
         self.__dict__.update(by_axis)
 
@@ -42,7 +42,7 @@ class PerAxis:
 
 
 class Coordinates(PerAxis):
-    """A rank's place on each axis, from 0."""
+    """A rank's coordinate on each axis, from 0."""
 
     default = 0
 
@@ -54,35 +54,35 @@ class Degrees(PerAxis):
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return math.prod(self.by_axis.values())
 
     def over(self, *dimensions: Dimension) -> int:
-        """Return how many ranks divide any of `dimensions` among them."""
+        """Return the product of the degrees of all axes that divide any of `dimensions`."""
         return self.ranks(*AXES.cutting(*dimensions))
 
     def ranks(self, *axes: str) -> int:
-        """Return how many ranks a group over `axes` has."""
+        """Return the size of a group over `axes`."""
         return math.prod(self.by_axis[axis] for axis in axes)
 
     @property
     def dp(self) -> int:
-        """Ranks that train on different micro-batches."""
+        """Data-parallel ranks: ranks with different micro-batches."""
         return self.over("data")
 
     @property
     def fsdp(self) -> int:
-        """Ranks that share the shards of one copy of the parameters: those that share a sequence hold the same."""
+        """Ranks that FSDP2 can shard one copy of the parameters over, including those that share sequences."""
         return self.over("parameters")
 
     @property
     def sequence(self) -> int:
-        """Ranks that each have a part of a sequence's tokens."""
+        """Context-parallel ranks: each has a part of a sequence's tokens."""
         return self.over("sequence")
 
     @property
     def width(self) -> int:
-        """Ranks that each have a part of every layer's width."""
+        """Tensor-parallel ranks: each has a part of every layer's width."""
         return self.over("width")
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -93,7 +93,7 @@ class Degrees(PerAxis):
         return Coordinates(**coordinates)
 
     def number(self, rank: int, *axes: str) -> int:
-        """Return the place of `rank` in its group over `axes`, from 0, in the order of ranks."""
+        """Return the index of `rank` within its group over `axes`, from 0, in rank order."""
         own, number = self.coordinates(rank).by_axis, 0
         for axis in self.by_axis:
             if axis in axes:
@@ -101,7 +101,7 @@ class Degrees(PerAxis):
         return number
 
     def first_group(self, *axes: str) -> list[int]:
-        """Return the ranks of the group over `axes` that rank 0 belongs to, in order."""
+        """Return the ranks of rank 0's group over `axes`, in order."""
         ranks, stride = [0], 1
         for axis, degree in reversed(self.by_axis.items()):
             if axis in axes:
@@ -110,7 +110,7 @@ class Degrees(PerAxis):
         return ranks
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Return the ranks that differ in their coordinates on `axes` alone, one list per group."""
+        """Return the groups over `axes`: lists of ranks that differ only in their coordinates on `axes`."""
         shared: dict[tuple[int, ...], list[int]] = {}
         for rank, coordinates in enumerate(product(*(range(degree) for degree in self.by_axis.values()))):
             others = tuple(
@@ -121,7 +121,7 @@ class Degrees(PerAxis):
 
 
 def replica_axes() -> tuple[str, ...]:
-    """Return the axes that divide micro-batches alone: their ranks hold the same (shards of) parameters."""
+    """Return the axes that divide micro-batches but not parameters."""
     return tuple(axis for axis in AXES.cutting("data") if "parameters" not in AXES[axis].cuts)
 
 
@@ -131,7 +131,7 @@ def shard_axes() -> tuple[str, ...]:
 
 
 def resolve_degrees(config: ParallelConfig, world: int) -> Degrees:
-    """Return the degrees of `config` on `world` ranks; the one that is null takes the rest.
+    """Return the degrees of `config` on `world` ranks. A null degree becomes the number of remaining ranks.
 
     Raises:
         ConfigError: more than one is null, or the product is not `world`, with the arithmetic.
@@ -140,7 +140,7 @@ def resolve_degrees(config: ParallelConfig, world: int) -> Degrees:
     open_axes = [axis for axis, degree in given.items() if degree is None]
     known = math.prod(degree for degree in given.values() if degree is not None)
     if len(open_axes) > 1:
-        text = f"and parallel.{', parallel.'.join(open_axes[1:])} are null; only one may take the rest. Set the others."
+        text = f"and parallel.{', parallel.'.join(open_axes[1:])} are null; only one may be. Set the others."
         raise ConfigError(Problem(f"parallel.{open_axes[0]}", text))
     if world % known or (not open_axes and world != known):
         raise ConfigError(Problem(f"parallel={config.name}", _arithmetic(given, known, world, bool(open_axes))))
@@ -148,7 +148,7 @@ def resolve_degrees(config: ParallelConfig, world: int) -> Degrees:
 
 
 def given_degrees(config: ParallelConfig) -> Degrees:
-    """Return the degrees of `config`, 1 for those that are null: what is known where no number of ranks fits."""
+    """Return the degrees of `config`, with 1 for null: used if the degrees do not fit the number of ranks."""
     return Degrees(**{axis: getattr(config, axis) or 1 for axis in AXES})
 
 
@@ -157,16 +157,17 @@ def _arithmetic(given: dict[str, int | None], known: int, world: int, has_rest: 
     wanted = f"a multiple of {known}" if has_rest else f"{known}"
     return (
         f"has {product_of or 'every degree 1'}, which needs {wanted} ranks, and there are {world}. "
-        f"Set trainer.devices (or world) to {wanted}, change a degree, or take a layout that spreads: ddp, zero3, ..."
+        f"Set trainer.devices (or world) to {wanted}, change a degree, or use a layout that adapts: ddp, zero3, ..."
     )
 
 
 def micro_batches_of(degrees: Degrees, zero_stage: int, rank: int, count: int) -> list[int]:
     """Return the global indices of the `count` micro-batches that `rank` computes in one step, in its order.
 
-    They are dealt so that one binary tree over all indices fits every layout. Where shards are reduced after each
-    micro-batch (ZeRO-2, 3) the ranks of a shard group take neighbours: the tree's low levels lie across ranks, the next
-    are sums of shards. Where ranks are reduced once per step (DDP, ZeRO-1, and the replicas of HSDP) each takes a run.
+    They are assigned so that one binary tree over all indices fits every layout. If shards are reduced after each
+    micro-batch (ZeRO-2 and 3), the ranks of a shard group take neighboring indices: the lowest levels of the tree are
+    sums across ranks, the next are sums of shards. If ranks are reduced once per step (DDP, ZeRO-1, the replicas of
+    HSDP), each takes consecutive indices.
     """
     if zero_stage < 2:
         first = degrees.number(rank, *AXES.cutting("data")) * count
@@ -178,20 +179,21 @@ def micro_batches_of(degrees: Degrees, zero_stage: int, rank: int, count: int) -
 
 
 def bitwise_problem(degrees: Degrees, zero_stage: int, count: int) -> str | None:
-    """Return why this layout's tree of `count` micro-batches per rank is not the one of a single rank; None if it is.
+    """Return why the layout's tree over `count` micro-batches per rank differs from a single rank's; None if it is
+    equal.
 
-    A group's sum is a node of the tree where the micro-batches below it are a power of two, or the tree's whole.
+    A group's sum is a node of the tree if the micro-batches below it are a power of two, or all of them.
     """
     replicas = degrees.ranks(*replica_axes())
     shards = degrees.dp // replicas
-    once = replicas if zero_stage >= 2 else degrees.dp  # groups that meet once per step
+    once = replicas if zero_stage >= 2 else degrees.dp  # groups that are reduced once per step
     below = count * degrees.dp // once
     if zero_stage >= 2 and not _is_power_of_two(shards) and count * replicas > 1:
-        return f"dp_shard={shards} is no power of two"
+        return f"dp_shard={shards} is not a power of two"
     if zero_stage == 1 and replicas > 1 and not _is_power_of_two(count * shards):
-        return f"{count * shards} micro-batches below each replica are no power of two"
+        return f"{count * shards} micro-batches below each replica are not a power of two"
     if once > 1 and not _is_power_of_two(below):
-        return f"{below} micro-batches below each of {once} ranks are no power of two"
+        return f"{below} micro-batches below each of {once} ranks are not a power of two"
     return None
 
 
@@ -200,22 +202,22 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def checkpointing_problems(config: ParallelConfig, num_layers: int) -> Iterator[Problem]:
-    """Yield why the list of what each block recomputes is none for `num_layers` blocks."""
+    """Yield why `activation_checkpoint_layers` does not fit `num_layers` blocks and the other checkpointing keys."""
     modes, key = config.activation_checkpoint_layers, "parallel.activation_checkpoint_layers"
     if modes is None:
         return
     if len(modes) != num_layers:
-        text = f"has {len(modes)} words, and model.num_layers is {num_layers}. Give one for each block, or null."
+        text = f"has {len(modes)} entries: must have one per block, model.num_layers={num_layers}. Fix it, or set null."
         yield Problem(key, text)
     if config.activation_checkpoint != "none" or config.activation_checkpoint_every != 1:
         text = (
-            f"says what each block recomputes, and so do activation_checkpoint={config.activation_checkpoint} and "
-            f"activation_checkpoint_every={config.activation_checkpoint_every}. Leave those out (none, 1), or this."
+            f"is set, and so are activation_checkpoint={config.activation_checkpoint} and "
+            f"activation_checkpoint_every={config.activation_checkpoint_every}. Omit those (none, 1), or this."
         )
         yield Problem(key, text)
 
 
 def fit_problems(fitted: Degrees | ConfigError) -> Iterator[Problem]:
-    """Yield why there are no degrees; `fitted` is a layout's degrees, or the error."""
+    """Yield the problems of `fitted`, a layout's degrees or the error of resolving them."""
     if isinstance(fitted, ConfigError):
         yield from fitted.problems

@@ -1,4 +1,4 @@
-"""Divisibility of what ranks share: each axis its own, and the blocks of casts that all cut. Imports no torch."""
+"""Sizes that ranks must divide: those of each axis, and the blocks of casts. Imports no torch."""
 
 import math
 from collections.abc import Iterator
@@ -23,15 +23,15 @@ SHARD_AXES: dict[str, dict[str, int | None]] = {
     "per_head": {"x": None, "w": None, "dy": None},
     "duplicate": {"x": None, "w": None, "dy": None},
 }
-"""Of x [M, K], w [N, K] and dy [M, N], by the roles of `Decoder.roles`: Shoeybi et al. 2019, arXiv 1909.08053, section
-3. None: every rank has all of it."""
+"""{role: {operand: split dimension}} of x [M, K], w [N, K] and dy [M, N], for the roles of `Decoder.roles` (Shoeybi et
+al. 2019, arXiv 1909.08053, section 3). None: every rank has the whole operand."""
 CONTRACTION = {"fprop.x": 1, "fprop.w": 1, "dgrad.dy": 1, "dgrad.w": 0, "wgrad.dy": 0, "wgrad.x": 0}
 """The axis of each slot's operand (x [M, K], w [N, K], dy [M, N]) that its GEMM sums over."""
 
 
 @dataclass(frozen=True)
 class ShardedAxis:
-    """An axis of length `whole` in `parts`; `text` says what it is, `axis` of the mesh cuts it.
+    """A dimension of length `whole` that the mesh axis `axis` splits into `parts`; `text` describes it.
 
     Its length is `times` the value of `key`.
     """
@@ -44,19 +44,19 @@ class ShardedAxis:
     times: int = 1
 
     def passing(self, size: int) -> int:
-        """Return of what `key` must be a multiple, so that each part is a multiple of `size`."""
+        """Return the number that `key` must be a multiple of for each part to be a multiple of `size`."""
         return self.parts * size // math.gcd(self.times, self.parts * size)
 
 
 def sharding_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
-    """Yield everything that the ranks of `degrees` do not divide."""
+    """Yield all sizes that `degrees` do not divide."""
     for axis in AXES.values():
         yield from axis.sharding_problems(config, degrees)
     yield from _block_problems(config, degrees)
 
 
 def _block_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
-    """Yield where ranks would cut blocks or rotations, which would then be others than one rank's, and whose."""
+    """Yield the blocks and rotations of casts that ranks would split, which would change them."""
     model, recipe = config.model, config.precision
     layers, every = layers_of_casts(linear_names(model), recipe, model.num_layers), linears_of(model)
     slots: dict[tuple[ShardedAxis, int], dict[str, None]] = {}
@@ -75,15 +75,15 @@ def _block_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     for (each, size), found in slots.items():
         share = f"{each.whole} / {each.parts} = {each.whole / each.parts:g}"
         text = (
-            f"is {degrees.ranks(each.axis)}, and each part of {each.text} is {share} long, no multiple of {size}: "
-            f"that would cut precision.{', '.join(found)}. Set parallel.{each.axis}=1, or {each.key} to a multiple of "
-            f"{each.passing(size)}."
+            f"is {degrees.ranks(each.axis)}: each part of {each.text} has length {share}, not a multiple of {size}, "
+            f"which would split precision.{', '.join(found)}. Set parallel.{each.axis}=1, or {each.key} to a "
+            f"multiple of {each.passing(size)}."
         )
         yield Problem(f"parallel.{each.axis}", text)
 
 
 def _extents(cast: CastConfig, contraction: bool) -> Iterator[tuple[int, str]]:
-    """Yield how many elements of an axis a block and a rotation span; a block's last number is along the GEMM."""
+    """Yield the elements of an axis that a block and a rotation span; a block's last number is the contraction axis."""
     if cast.block != "tensor":
         across, along = (int(each) for each in cast.block.split("x"))
         yield along if contraction else across, f"blocks of {cast.block}"
@@ -92,7 +92,7 @@ def _extents(cast: CastConfig, contraction: bool) -> Iterator[tuple[int, str]]:
 
 
 def part_widths(model: ModelConfig, tp: int) -> dict[str, int]:
-    """Return how long each rank's part of a linear's inputs or outputs is, by what it is a part of; none where tp=1."""
+    """Return {description: length} of each rank's part of the linears' inputs or outputs; {} if tp=1."""
     return dict(_part_widths(Same(model), tp)) if tp > 1 else {}
 
 
@@ -107,5 +107,5 @@ def _is_cut(linear: LinearSpec) -> bool:
 
 
 def shared_side(linear: LinearSpec) -> Size:
-    """Return the side of `linear` that tensor-parallel ranks have parts of."""
+    """Return the side of `linear` that tensor-parallel ranks split."""
     return linear.outputs if linear.role == "column" else linear.inputs

@@ -1,4 +1,4 @@
-"""Ranks per machine: the order of gradient sums, and the share of traffic between machines. Imports no torch."""
+"""Ranks per machine, the order of gradient sums, and the share of traffic between machines. Imports no torch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,28 +11,28 @@ from lightning_llm.plan.degrees import Degrees, replica_axes, shard_axes
 from lightning_llm.plan.memory.units import micro_batches_per_rank, tree_buffers
 
 TREE_SCATTER = "tree_scatter"
-"""The kind of the tree's reduce-scatters: two all-to-alls where machines hold subtrees (`ranks_together`), else one."""
+"""Kind of the tree's reduce-scatters: two all-to-alls if machines hold subtrees (`ranks_together`), else one."""
 ASSUMED_RANKS_PER_NODE = 8
-"""GPUs of most machines that are trained on together (DGX, HGX), for a plan of a world whose machines are not named."""
+"""GPUs per machine of most clusters (DGX, HGX), for a plan that gives only the number of ranks."""
 
 
 def ranks_per_node(config: Config) -> int:
-    """Return how many ranks a machine has: trainer.devices, or the cluster's, 8 where only `world` is above 1."""
+    """Return the ranks per machine: trainer.devices, or the cluster's; 8 if only `world` is above 1."""
     world, devices = config.world or config.trainer.devices, config.trainer.devices
     otherwise = config.cluster.devices_per_node if config.cluster else ASSUMED_RANKS_PER_NODE
     return min(world, devices if devices > 1 else otherwise)
 
 
 def nodes_are_assumed(config: Config) -> bool:
-    """Return whether nothing but the world's size was given."""
+    """Return whether `ranks_per_node` is an assumption, because only the world size was given."""
     return config.cluster is None and config.trainer.devices == 1 and (config.world or 1) > ASSUMED_RANKS_PER_NODE
 
 
 def ranks_together(degrees: Degrees, axes: Sequence[str], per_node: int) -> int:
-    """Return how many ranks of each group over `axes` the tree sums within a machine before anything leaves it, or 1.
+    """Return the ranks of each group over `axes` that the tree sums within a machine before it sends anything; or 1.
 
-    Neighbours whose sum is a node of the tree: a power of two, the same on every machine. Where machines hold others
-    the order of sums is the tree's still, but each rank sends its own to other machines.
+    Their sum must be a node of the tree: a power of two of neighbors, the same number on every machine. Otherwise sums
+    keep the tree's order, but each rank sends its own part to other machines.
     """
     return _ranks_together(degrees, tuple(axes), per_node)
 
@@ -47,50 +47,50 @@ def _ranks_together(degrees: Degrees, axes: tuple[str, ...], per_node: int) -> i
 
 
 def share_between_nodes(degrees: Degrees, axes: Sequence[str], kind: str, per_node: int) -> float:
-    """Return which part of the bytes of collectives of `kind` over `axes` goes to another machine, over all groups."""
+    """Return the fraction of bytes that collectives of `kind` over `axes` send to another machine, over all groups."""
     return _share_between_nodes(degrees, tuple(axes), kind, per_node)
 
 
-@lru_cache(maxsize=4096)  # a search asks it of a few degrees under many batches and schedules
+@lru_cache(maxsize=4096)  # a search calls it for few degrees with many batches and schedules
 def _share_between_nodes(degrees: Degrees, axes: tuple[str, ...], kind: str, per_node: int) -> float:
     groups = degrees.groups(*axes)
     together = _ranks_together(degrees, axes, per_node) if kind == TREE_SCATTER else 1
     crossing, sent = 0, 0
     for ranks in groups:
         size, on_node = len(ranks), Counter(rank // per_node for rank in ranks)
-        if together > 1:  # once what a machine has summed
+        if together > 1:  # a machine sends its sum once
             sent += size * (size - 1)
             crossing += size * (size // together - 1)
-        elif kind in ("all_to_all", TREE_SCATTER):  # to each of the others as much
+        elif kind in ("all_to_all", TREE_SCATTER):  # the same amount to each other rank
             sent += size * (size - 1)
             crossing += sum(here * (size - here) for here in on_node.values())
         elif kind == "send":  # to the next stage, and to the one before
             sent += size - 1
             crossing += sum(one // per_node != other // per_node for one, other in pairwise(ranks))
-        else:  # round a ring that enters each machine once
+        else:  # around a ring that enters each machine once
             sent += size
             crossing += len(on_node) if len(on_node) > 1 else 0
     return crossing / sent if sent else 0.0
 
 
 def data_parallel_nodes(config: Config, degrees: Degrees) -> int:
-    """Return on how many machines the ranks lie, at most, that sum gradients with each other."""
+    """Return the largest number of machines that the ranks of one gradient sum are on."""
     return nodes_of_groups(degrees, AXES.cutting("data", "parameters"), ranks_per_node(config))
 
 
 @lru_cache(maxsize=4096)
 def nodes_of_groups(degrees: Degrees, axes: tuple[str, ...], per_node: int) -> int:
-    """Return on how many machines the ranks of a group over `axes` lie, at most."""
+    """Return the largest number of machines that the ranks of a group over `axes` are on."""
     return max(len({rank // per_node for rank in ranks}) for ranks in degrees.groups(*axes))
 
 
 def with_reduction(config: Config, degrees: Degrees) -> Config:
-    """Return `config` with parallel.reduction as `auto` has it.
+    """Return `config` with parallel.reduction=auto replaced by tree or native.
 
-    That is tree within a machine; over several, where one all-to-all sends no more bytes between them than the
-    library's rings and no partial sums wait, and native otherwise: two all-to-alls (`ranks_together`) send no more, but
-    one behind the other, and nobody has measured them. The cluster of a plan is not asked: its hash does not tell, and
-    `train` with the same keys must have the same bits.
+    Within a machine it is tree. Over several machines it is tree if one all-to-all sends no more bytes between them
+    than the library's rings and no partial sums wait, otherwise native. Two all-to-alls (`ranks_together`) send no more
+    bytes either, but one after the other, and have not been measured. The `cluster` of a plan is ignored, since it is
+    not in the config hash and `train` with the same keys must give the same bits.
     """
     if config.parallel.reduction != "auto":
         return config
@@ -102,12 +102,12 @@ def with_reduction(config: Config, degrees: Degrees) -> Config:
 
 
 def tree_factor(config: Config, degrees: Degrees, scatter: str = TREE_SCATTER) -> float:
-    """Return how many times as many bytes of gradients the tree sends between machines as rings do; 1 if neither does.
+    """Return the gradient bytes that the tree sends between machines relative to rings; 1 if neither sends any.
 
-    One all-to-all (`scatter`) sends every rank's part of the sum from each rank of a machine to each of the others; a
-    ring sends a machine's ranks' together, and so do two all-to-alls. What leaves it is the same where a machine has
-    one rank of each group. In units of a rank's shard: scattered per micro-batch (ZeRO-2 and 3) or once, then summed
-    over replicas and sent back.
+    One all-to-all (`scatter`) sends parts of the sum from each rank of a machine to each rank elsewhere. A ring, and
+    two all-to-alls, send the sum of a machine's ranks. Both are equal if a machine has one rank of each group. Counted
+    in units of a rank's shard: scattered per micro-batch (ZeRO-2 and 3) or once, then summed over replicas and sent
+    back.
     """
     per_node, parallel, shards = ranks_per_node(config), config.parallel, shard_axes()
     ranks = degrees.fsdp if parallel.zero_stage else 1
@@ -126,7 +126,7 @@ def tree_factor(config: Config, degrees: Degrees, scatter: str = TREE_SCATTER) -
 
 
 def reduction_note(config: Config, degrees: Degrees) -> str | None:
-    """Return what the choice of parallel.reduction means between machines; None where gradients cross none."""
+    """Return a note on the effect of parallel.reduction between machines; None if gradients stay within one."""
     nodes, per_node = data_parallel_nodes(config, degrees), ranks_per_node(config)
     if degrees.dp == 1 or nodes == 1:
         return None
@@ -136,10 +136,10 @@ def reduction_note(config: Config, degrees: Degrees) -> str | None:
     how = _stages_note(config, degrees)
     if config.parallel.reduction == "native":
         waiting = tree_buffers(micro_batches_per_rank(config, degrees))
-        kept = f", and keep {waiting} partial sum{'s' if waiting > 1 else ''} waiting" if waiting else ""
+        kept = f", and keep {waiting} partial sum{'s' if waiting > 1 else ''}" if waiting else ""
         return (
-            f"note   gradients are summed by the library over {machines} (parallel.reduction=native); tree, whose sums "
-            f"do not depend on the number of ranks, would send {much} of them between machines{how}{kept}"
+            f"note   gradients are summed by the library over {machines} (parallel.reduction=native); tree, with sums "
+            f"that do not depend on the number of ranks, would send {much} of them between machines{how}{kept}"
         )
     return (
         f"note   gradients are summed over {machines} in the tree's order (parallel.reduction=tree), which sends "
@@ -148,7 +148,7 @@ def reduction_note(config: Config, degrees: Degrees) -> str | None:
 
 
 def _stages_note(config: Config, degrees: Degrees) -> str:
-    """Return how the tree goes about a machine's ranks, where a group has several on each of several machines."""
+    """Return how the tree sums groups that have several ranks on each of several machines; "" if there are none."""
     per_node, together = ranks_per_node(config), []
     for axes in (shard_axes() if config.parallel.zero_stage else (), *((axis,) for axis in replica_axes())):
         groups = degrees.groups(*axes) if axes else []

@@ -1,4 +1,4 @@
-"""`Plan`: a config with everything that follows from it, each part resolved once and handed down. Imports no torch."""
+"""`Plan`: a config with everything derived from it, each part computed once. Imports no torch."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +18,10 @@ from lightning_llm.precision.recipe.module_rules import Coverage, coverage
 
 
 def compiles(parallel: ParallelConfig, degrees: Degrees, capability: Capability) -> bool:
-    """Return whether blocks are compiled on the device of `capability`: where `parallel.compile` is null, on CUDA.
+    """Return whether blocks are compiled on the device of `capability`; if `parallel.compile` is null: only on CUDA.
 
-    The config keeps its null: what came of it is a fact of the run (`compiled` in its summary), which `compare` looks
-    at, and no part of the config's hash.
+    The config keeps its null, so the choice is not part of the config hash. It is recorded in the run's summary as
+    `compiled`, which `compare` reads.
     """
     if parallel.compile is not None:
         return parallel.compile
@@ -29,7 +29,7 @@ def compiles(parallel: ParallelConfig, degrees: Degrees, capability: Capability)
 
 
 def compile_note(parallel: ParallelConfig, degrees: Degrees, capability: Capability) -> str | None:
-    """Return why blocks run operator by operator on a GPU although nobody asked for that; None where they do not."""
+    """Return a note on why blocks are not compiled on a GPU by default; None if they are, or if the config decides."""
     if parallel.compile is not None or capability.compute_capability is None:
         return None
     reason = why_not(parallel, degrees, capability)
@@ -37,31 +37,30 @@ def compile_note(parallel: ParallelConfig, degrees: Degrees, capability: Capabil
 
 
 def why_not(parallel: ParallelConfig, degrees: Degrees, capability: Capability) -> str | None:
-    """Return why blocks cannot be compiled on the device of `capability`; None where nothing is known against it."""
+    """Return why blocks cannot be compiled on the device of `capability`; None if no reason is known."""
     return capability.no_compiler or compiler_failure(parallel, degrees)
 
 
 def compiler_failure(parallel: ParallelConfig, degrees: Degrees) -> str | None:
-    """Return what torch's compiler fails at: blocks that cp and tp share and that are recomputed whole.
+    """Return why torch's compiler fails: it cannot compile fully recomputed blocks under cp and tp together.
 
-    It counts a mesh among the tensors that such a block keeps (torch 2.13: "expected all tensors_saved_with_vc_check to
+    It counts a mesh among the tensors saved by such a block (torch 2.13: "expected all tensors_saved_with_vc_check to
     be Tensors").
     """
     modes = parallel.activation_checkpoint_layers or (parallel.activation_checkpoint,)
     if "full" not in modes or degrees.sequence == 1 or degrees.width == 1:
         return None
     return (
-        f"torch's compiler fails at blocks that are recomputed whole under "
-        f"cp={degrees.sequence} and tp={degrees.width} together"
+        f"torch's compiler fails on fully recomputed blocks under cp={degrees.sequence} and tp={degrees.width} together"
     )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One run before it starts. `config` has every choice made, `micro_batches` are those of a rank and step.
+    """One run before it starts: `config` with all choices made, degrees, `micro_batches` per rank and step.
 
-    `capability` is the device that `decision` (native or emulated casts) was made for: this machine's where the run is
-    to train, the config's `hardware` where it is planned for another.
+    `decision` (native or emulated casts) was made for the device `capability`: this machine's if the run is to train,
+    the config's `hardware` if it is planned for another.
     """
 
     config: Config
@@ -82,18 +81,18 @@ class Plan:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The layout's keys, `compile` as it is on the plan's device."""
+        """The config's `parallel`, with `compile` resolved for the plan's device."""
         return self.config.parallel.model_copy(update={"compile": self.compiled})
 
 
 class Resolution:
-    """What follows from a config, found when it is asked for and kept.
+    """Values derived from a config, computed lazily and cached.
 
-    Of a config that lacks wrong keys (`config.schema.strict`), whatever reads one is a `BrokenKeyError`.
+    On the valid part of a config (`config.schema.strict`), reading a missing key raises `BrokenKeyError`.
 
     Args:
-        device: what casts are to run on; None: this machine's where the run is to train, else `config.hardware`'s.
-        to_train: whether the run is to start on this machine.
+        device: device of the casts; None: this machine's if `to_train`, else that of `config.hardware`.
+        to_train: whether the run starts on this machine.
     """
 
     def __init__(self, config: Config, device: Capability | None = None, *, to_train: bool = False):
@@ -103,12 +102,12 @@ class Resolution:
 
     @cached_property
     def world(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.config.world or self.config.trainer.devices
 
     @cached_property
     def fitted(self) -> Degrees | ConfigError:
-        """The degrees on `world` ranks, or why there are none."""
+        """The degrees on `world` ranks, or the error of resolving them."""
         try:
             return resolve_degrees(self.config.parallel, self.world)
         except ConfigError as error:
@@ -116,27 +115,27 @@ class Resolution:
 
     @property
     def degrees(self) -> Degrees | None:
-        """The degrees, None where they do not fit `world` ranks."""
+        """The degrees; None if they do not fit `world` ranks."""
         return self.fitted if isinstance(self.fitted, Degrees) else None
 
     @property
     def likely_degrees(self) -> Degrees:
-        """The degrees; where they do not fit, those given: what holds whatever the number of ranks."""
+        """The degrees; if they do not fit `world` ranks, those of the config."""
         return self.degrees or given_degrees(self.config.parallel)
 
     @property
     def data_parallel_ranks(self) -> int:
-        """Ranks that train on different data; 1 where the degrees do not fit."""
+        """Data-parallel ranks; 1 if the degrees do not fit `world` ranks."""
         return self.degrees.dp if self.degrees else 1
 
     @cached_property
     def capability(self) -> Capability:
-        """The device that casts are to run on."""
+        """The device of the casts."""
         if self._device is not None:
             return self._device
         if self.config.planned_hardware is not None and not self.to_train:
             return HARDWARE[self.config.planned_hardware]
-        # Transformer Engine is imported to see whether it can be, which takes seconds: not for bf16.
+        # Importing Transformer Engine takes seconds, so it is skipped for recipes that do not quantize.
         look = capability_here if self.config.precision.quantises else device_here
         return look(self.config.trainer.accelerator)
 
@@ -148,7 +147,7 @@ class Resolution:
         return decide(self.config.precision, self.capability, widths, self._shared_axes())
 
     def plan(self) -> Plan:
-        """Return the plan of a config that is whole.
+        """Return the plan of a complete config.
 
         Raises:
             ConfigError: the degrees do not multiply to the world.
@@ -160,7 +159,7 @@ class Resolution:
         return Plan(config, self.fitted, micro_batches, self.capability, self.decision)
 
     def _shared_axes(self) -> dict[str, str]:
-        """Return the axes whose ranks have a part of a linear's tensors or of the layers: degrees in words, by key."""
+        """Return {key: degree as text} of the axes above 1 that split a linear's tensors or the layers."""
         given, degrees = self.config.parallel, self.likely_degrees
         axes = reversed(AXES.cutting("layers", "sequence", "width"))
         shared = {axis: size for axis in axes if (size := degrees.ranks(axis)) > 1}
@@ -171,7 +170,7 @@ class Resolution:
 
 
 def plan_of(config: Config, device: Capability | None = None) -> Plan:
-    """Return the plan of `config`, unchecked, for `device` or what the config names.
+    """Return the plan of `config` without checking it, for `device` or the config's device.
 
     Raises:
         ConfigError: the degrees do not multiply to the world.
@@ -180,7 +179,7 @@ def plan_of(config: Config, device: Capability | None = None) -> Plan:
 
 
 def coverage_of(config: Config) -> Coverage | None:
-    """Return the linear layers and blocks that `config.precision` quantizes in `config.model`; None without casts."""
+    """Return how many linear layers and blocks `config.precision` quantizes in `config.model`; None without casts."""
     return coverage(config.precision, linear_names(config.model), config.model.num_layers)
 
 

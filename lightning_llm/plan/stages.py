@@ -1,6 +1,6 @@
-"""Pipeline stages: the split of a decoder, the order of passes on each rank, and a schedule's idle time. No torch.
+"""Pipeline stages: split of a decoder, order of passes on each rank, idle time of a schedule. Imports no torch.
 
-`tests/plan/test_schedule_order.py` holds the order against torch's own. Memory (`plan.memory.rank_bytes`) and time
+`tests/plan/test_schedule_order.py` compares the order with torch's. Memory (`plan.memory.rank_bytes`) and time
 (`plan.time`) both follow it.
 """
 
@@ -20,7 +20,7 @@ INTERLEAVED = "interleaved_1f1b"
 
 
 class Pass(NamedTuple):
-    """A pass of one micro-batch through stage `stage` of the whole pipeline: ranks take stages in turn."""
+    """A pass of one micro-batch through stage `stage` of the pipeline; stages are assigned to ranks in turn."""
 
     forward: bool
     stage: int
@@ -30,8 +30,8 @@ class Pass(NamedTuple):
 def passes_of(parallel: ParallelConfig, pp: int, pp_rank: int, micro_batches: int) -> list[Pass]:
     """Return the passes of the ranks at `pp_rank` in a step, in the order of torch.distributed.pipelining's schedules.
 
-    1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2) runs as many forward passes ahead as there are stages
-    behind it. Without a pipeline micro-batches pass one after the other.
+    1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2) runs as many forward passes ahead as stages follow.
+    Without a pipeline, micro-batches run one after the other.
     """
     return _passes_of(parallel.schedule, parallel.virtual_stages, pp, pp_rank, micro_batches)
 
@@ -50,7 +50,7 @@ def _passes_of(schedule: str, virtual_stages: int, pp: int, pp_rank: int, micro_
 
 
 def _interleaved(pp: int, virtual_stages: int, micro_batches: int, pp_rank: int) -> Iterator[Pass]:
-    """Yield rounds of micro-batches through each stage of a rank in turn, backward from the last (section 2.2, too)."""
+    """Yield rounds of micro-batches through each stage of a rank in turn, backward from the last (same section)."""
     rounds = max(1, micro_batches // pp)
     per_round, total = micro_batches // rounds, virtual_stages * micro_batches
     ahead = min((virtual_stages - 1) * per_round + 2 * (pp - 1 - pp_rank), total)
@@ -72,11 +72,11 @@ def _interleaved(pp: int, virtual_stages: int, micro_batches: int, pp_rank: int)
 
 
 def receives_waiting(parallel: ParallelConfig, pp: int, micro_batches: int) -> list[list[int]]:
-    """Return for each pipeline rank and each of its passes how many receives wait then: posted, their pass yet to come.
+    """Return, per pipeline rank and pass, the number of receives posted for passes that have not finished.
 
-    The pass that runs is among them where it is given something. With one stage per rank a receive is posted right
-    before its pass. For interleaved ones torch lays out all ranks' passes in one order, each rank in turn the next one
-    whose input is sent by then, and posts each receive with its send (`schedules._add_send_recv`).
+    This includes the running pass if it receives its input. With one stage per rank, a receive is posted right before
+    its pass. For interleaved stages, torch puts all ranks' passes in one order: each rank in turn takes its next pass
+    once the input has been sent, and each receive is posted with its send (`schedules._add_send_recv`).
     """
     return _receives_waiting(parallel.schedule, parallel.virtual_stages, pp, micro_batches)
 
@@ -90,7 +90,7 @@ def _receives_waiting(schedule: str, virtual_stages: int, pp: int, micro_batches
 
 
 def _laid_out(orders: list[list[Pass]], last: int) -> list[list[int]]:
-    """Return it for the `orders` of interleaved stages, of which `last` is the last one."""
+    """Return `receives_waiting` for the `orders` of interleaved stages; `last`: the last stage."""
     pp = len(orders)
     found: list[list[int]] = [[] for _ in orders]
     posted, waiting = set[Pass](), [0] * pp
@@ -112,7 +112,7 @@ def _laid_out(orders: list[list[Pass]], last: int) -> list[list[int]]:
 
 
 def chunks_in_flight(parallel: ParallelConfig, pp: int, pp_rank: int, micro_batches: int) -> int:
-    """Return how many forward passes of one stage a rank at `pp_rank` keeps at most for their backward passes."""
+    """Return the most forward passes that a rank at `pp_rank` keeps at once for their backward passes."""
     held = most = 0
     for each in passes_of(parallel, pp, pp_rank, micro_batches):
         held += 1 if each.forward else -1
@@ -122,7 +122,7 @@ def chunks_in_flight(parallel: ParallelConfig, pp: int, pp_rank: int, micro_batc
 
 @dataclass(frozen=True)
 class StagePart:
-    """Stage `index` of a pipeline: blocks `layers` by global index; the first embeds, the last has norm and head."""
+    """Stage `index` of a pipeline: blocks `layers` by global index, embedding if `first`, norm and head if `last`."""
 
     index: int
     layers: range
@@ -131,12 +131,14 @@ class StagePart:
 
 
 def split_layers(model: ModelConfig, stages: int) -> list[StagePart]:
-    """Return the contiguous split into `stages` of at least one block whose heaviest stage is lightest.
+    """Return the contiguous split into `stages` of at least one block that minimizes the heaviest stage.
 
-    A stage weighs what it holds in parameters, which are also its FLOPs but for the embedding's: the first stage counts
-    the embedding, the last the head, even where they are one tensor, since both stages keep it. Of splits whose
-    heaviest stages weigh the same, the most even one (least squares); of equals the one that gives more to later
-    stages, which keep fewer micro-batches. Raises ValueError where there are fewer blocks than stages.
+    A stage's weight is its number of parameters, proportional to its FLOPs except for the embedding. The first stage
+    counts the embedding and the last the head, even if they are tied, since both stages keep the tensor. Ties are
+    broken by evenness (least squares), then by giving more to later stages, which keep fewer micro-batches.
+
+    Raises:
+        ValueError: there are fewer blocks than stages.
     """
     return list(_split(Same(model), stages))
 
@@ -145,7 +147,7 @@ def split_layers(model: ModelConfig, stages: int) -> list[StagePart]:
 def _split(same: Same, stages: int) -> tuple[StagePart, ...]:
     model = same.model
     if model.num_layers < stages:
-        raise ValueError(f"{model.num_layers} blocks make no {stages} stages of at least one")
+        raise ValueError(f"{model.num_layers} blocks cannot be split into {stages} stages")
     table = model.padded_vocab_size * model.hidden_size
     positions = model.max_sequence_length * model.hidden_size if model.position == "learned" else 0
     layers = range(model.num_layers)
@@ -159,11 +161,11 @@ def _split(same: Same, stages: int) -> tuple[StagePart, ...]:
 
 @lru_cache(maxsize=1024)
 def _even_split(blocks: tuple[int, ...], stages: int, first: int, last: int) -> tuple[int, ...]:
-    """Return the end of each stage among `blocks`, by their weights; `first` and `last` are those stages' own."""
+    """Return the end of each stage given the weights of `blocks` and the extra weights of the first and last stage."""
     sums = [0, *accumulate(blocks)]
     own = [first, *[0] * (stages - 2), last] if stages > 1 else [first + last]
     limit = _lightest_maximum(sums, own)
-    # Of the stages from `stage` on over the blocks from `start` on: the least sum of squares, and the end of the first.
+    # best[start] = (least sum of squares of the stages from `stage` on over blocks[start:], end of stage `stage`).
     best: dict[int, tuple[int, int]] = {len(blocks): (0, 0)}
     table = []
     for stage in reversed(range(stages)):
@@ -184,7 +186,7 @@ def _even_split(blocks: tuple[int, ...], stages: int, first: int, last: int) -> 
 
 
 def _lightest_maximum(sums: list[int], own: list[int]) -> int:
-    """Return the least weight that no stage need exceed: by halving, since each limit is either kept or not."""
+    """Return the least possible weight of the heaviest stage, by bisection."""
 
     def kept(limit: int) -> bool:
         end = 0
@@ -208,7 +210,7 @@ def parts_of(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees, pp_
 
 
 def units_at(model: ModelConfig, parts: list[StagePart], tp: int) -> Units:
-    """Return what the rank with stages `parts` shards, as `units_of` does for a whole model."""
+    """Return the FSDP2 units of a rank with stages `parts`; see `units_of`."""
     return units_of(model, layers_of(parts), parts[0].first, parts[-1].last, tp)
 
 
@@ -218,26 +220,25 @@ def layers_of(parts: list[StagePart]) -> list[int]:
 
 
 def stage_kind(config: Config, part: StagePart) -> Hashable:
-    """Return what a stage has: those of one kind hold as much per micro-batch, and take as long."""
+    """Return a key of a stage's structure: stages with equal keys need the same memory and time per micro-batch."""
     return tuple(block_kinds(config, part.layers)), part.first, part.last
 
 
 def block_kinds(config: Config, layers: Iterable[int]) -> Iterator[Hashable]:
-    """Yield what each block of `layers` is: those of one kind hold as much, and take as long, on any stage."""
+    """Yield a key for each block of `layers`: blocks with equal keys need the same memory and time."""
     parallel, quantises = config.parallel, config.precision.quantises
-    for index in layers:  # which also says whose linears run in which casts
+    for index in layers:  # with quantization, the index decides the casts of its linears
         yield config.model.layer_name(index), parallel.checkpointing_of(index), index if quantises else 0
 
 
 def rank_kind(config: Config, parts: list[StagePart]) -> Hashable:
-    """Return what a pipeline rank has with its stages `parts`, earliest first."""
+    """Return a key of a pipeline rank's structure, from its stages `parts`, earliest first."""
     return tuple(stage_kind(config, part) for part in parts)
 
 
 def bubble_fraction(pp: int, micro_batches: int, virtual_stages: int = 1) -> float:
-    """Return the part of a step that a rank idles, where all stages take equally long: (p - 1) / (v m + p - 1).
+    """Return the idle fraction of a step if all stages take equally long: (p - 1) / (v m + p - 1).
 
-    Of v = 1 for GPipe and 1F1B. Narayanan et al. 2021 (section 2.2) quote the idle time over the ideal time instead,
-    (p - 1) / (v m).
+    v = 1 for GPipe and 1F1B. Narayanan et al. 2021 (section 2.2) give idle over ideal time instead: (p - 1) / (v m).
     """
     return (pp - 1) / (virtual_stages * micro_batches + pp - 1)

@@ -1,12 +1,12 @@
 """Step Law: peak learning rate and batch size of a model and a number of tokens. Imports no torch.
 
-Li et al. 2025, "Predictable Scale: Part I", arXiv 2503.04715, whose released fit (`pred-opt-lr-bs` of their
+Li et al. 2025, "Predictable Scale: Part I", arXiv 2503.04715. Their released fit (`pred-opt-lr-bs` in
 `code/fit_tool.py`) is the mean of 1,000 bootstraps, in logarithms:
 
     learning rate = 1.797 N^-0.7129 D^0.3075        batch in tokens = 0.5807 D^0.5709
 
-N are the weights of the blocks' linears, D the tokens of the run. Fitted on AdamW, sequences of 2,048 tokens and
-rates that fall to 1e-5.
+N is the number of weights in the blocks' linears, D the tokens of the run. It was fitted on AdamW, sequences of 2,048
+tokens and learning rates that decay to 1e-5.
 """
 
 import math
@@ -24,10 +24,10 @@ BATCH_INTERCEPT, BATCH_TOKENS = -0.5435421736103339, 0.5709443646895044
 """Means over the rows of their `data/1004_fitted_lr_bs_scaling_model_parameters.csv`."""
 FITTED_PARAMETERS = (214_663_680, 1_073_741_824)
 FITTED_TOKENS = (4e9, 1e11)
-"""Smallest and largest of the dense runs that they fitted to."""
+"""Smallest and largest N and D of the dense runs in the fit."""
 FITTED_SEQUENCE_LENGTH, FITTED_FINAL_RATE = 2048, 1e-5
 DIGITS = 4
-"""Of the learning rate, as their tool prints it."""
+"""Significant digits of the learning rate, as in the authors' tool."""
 
 
 def law_learning_rate(parameters: float, tokens: float) -> float:
@@ -36,23 +36,23 @@ def law_learning_rate(parameters: float, tokens: float) -> float:
 
 
 def law_batch_tokens(tokens: float) -> float:
-    """Return the tokens of an optimizer step for D `tokens` in all."""
+    """Return the tokens per optimizer step for a total of D `tokens`."""
     return math.exp(BATCH_INTERCEPT + BATCH_TOKENS * math.log(tokens))
 
 
 def batch_tokens_at_steps(steps: int, factor: float = 1.0) -> float:
-    """Return the batch B that is `factor` times the law's at D = `steps` B, in closed form: in tokens."""
+    """Return the batch B in tokens that is `factor` times the law's batch at D = `steps` B, in closed form."""
     logarithm = (math.log(factor) + BATCH_INTERCEPT + BATCH_TOKENS * math.log(steps)) / (1 - BATCH_TOKENS)
     return math.exp(logarithm)
 
 
 @dataclass(frozen=True)
 class StepLaw:
-    """What the law gave a run, and where that stands to what it was fitted on.
+    """Step Law's result for a run, and how the run compares with the runs of the fit.
 
-    `parameters`: N; `tokens`: D, of the rounded batch; `learning_rate`, None where it was given as a number;
-    `batch_tokens`: as the law has it, None likewise; `batch_sequences`: rounded to a multiple of `rounded_to`, data
-    parallel ranks x micro-batch; `rate_factor`, `batch_factor`: what the law was multiplied by.
+    `parameters` is N. `tokens` is D for the rounded batch. `learning_rate` and `batch_tokens` are the law's values,
+    None if the config gave a number. `batch_sequences` is the batch rounded to a multiple of `rounded_to`,
+    data-parallel ranks x micro-batch. `rate_factor` and `batch_factor` multiply the law's values.
     """
 
     parameters: int
@@ -69,24 +69,24 @@ class StepLaw:
 
     @property
     def inside(self) -> bool:
-        """Whether N and D are in the range that was fitted."""
+        """Whether N and D are in the fitted range."""
         (fewest, most), (short, long) = FITTED_PARAMETERS, FITTED_TOKENS
         return fewest <= self.parameters <= most and short <= self.tokens <= long
 
     @property
     def unlike(self) -> list[str]:
-        """What else it was fitted on that this run does otherwise."""
+        """Other settings of the fit that this run does not share."""
         found = []
         if self.sequence_length != FITTED_SEQUENCE_LENGTH:
             found.append(f"sequences of {FITTED_SEQUENCE_LENGTH:,} tokens (here {self.sequence_length:,})")
         if self.optimizer != "adamw":
             found.append(f"AdamW (here {self.optimizer})")
         if self.final_rate != FITTED_FINAL_RATE:
-            found.append("a rate that falls to 1e-5 (schedule.final_learning_rate=1e-5)")
+            found.append("a rate that decays to 1e-5 (schedule.final_learning_rate=1e-5)")
         return found
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `plan --json` has under "step_law"."""
+        """Return the `step_law` entry of `plan --json`."""
         return {
             "parameters": self.parameters,
             "tokens": self.tokens,
@@ -106,11 +106,12 @@ class StepLaw:
 def settle(
     values: dict[str, Any], words: LawWords, config: Config
 ) -> tuple[dict[str, Any], StepLaw | None, list[Problem]]:
-    """Return `values` with numbers in the place of `words`, what the law gave, and what stands against it.
+    """Return (`values` with numbers in place of `words`, the law's result, problems).
 
     Args:
         values: a resolved config as plain data, changed in place.
-        config: the same, read, with stand-ins where the words are.
+        words: the factors and tokens that the config asks for.
+        config: the same config, parsed, with placeholders for `words`.
     """
     problems = [*_problems(words, config)]
     if problems:
@@ -144,13 +145,13 @@ def _problems(words: LawWords, config: Config) -> list[Problem]:
     if (words.rate is None and words.batch is None) or config.optim.takes_adamw_rates:
         return []
     key = "optim.learning_rate" if words.rate is not None else "data.global_batch_size"
-    text = f"is by Step Law, which is fitted on AdamW, and optim={config.optim.name} takes other rates. Give a number"
+    text = f"is step_law, which is fitted on AdamW, and optim={config.optim.name} needs other rates. Give a number"
     muon = ", or optim.adjust_learning_rate=match_rms_adamw" if config.optim.name == "muon" else ""
     return [Problem(key, f"{text}{muon}.")]
 
 
 def law_row(law: dict[str, Any]) -> tuple[str, str]:
-    """Return what the law gave as a line of `plan`, of `as_data`."""
+    """Return `StepLaw.as_data` as a line of `plan`."""
     parts = [f"N = {law['parameters']:,} without embeddings, D = {law['tokens']:,} tokens"]
     if law["learning_rate"] is not None:
         parts.append(f"learning rate {law['learning_rate']:g}{_times(law['learning_rate_factor'])}")
@@ -160,8 +161,8 @@ def law_row(law: dict[str, Any]) -> tuple[str, str]:
             f"{law['batch_sequences']:,} sequences (a multiple of {law['rounded_to_sequences']:,})"
         )
     where = "inside" if law["inside_fitted_range"] else "outside"
-    but = ", other settings are not as fitted (notes)" if law["fitted_otherwise"] else ""
-    return "step law", f"{'; '.join(parts)}; N and D {where} the fitted range{but}"
+    but = ", other settings differ from the fit (see notes)" if law["fitted_otherwise"] else ""
+    return "step law", f"{'; '.join(parts)}; N and D are {where} the fitted range{but}"
 
 
 def _times(factor: float) -> str:
@@ -169,24 +170,24 @@ def _times(factor: float) -> str:
 
 
 def law_notes(law: StepLaw | None) -> list[str]:
-    """Return what is otherwise than where the law was fitted, one line each."""
+    """Return notes on how the run differs from the fit, one line each."""
     if law is None:
         return []
     found = []
     low, high = (f"{each / 1e6:,.0f}M" for each in FITTED_PARAMETERS)
     if not law.inside:
         found.append(
-            f"note   Step Law is fitted on N from {low} to {high} and D from 4B to 100B tokens; N = "
-            f"{law.parameters:,} and D = {law.tokens:,} are extrapolation: try rates beside it, too "
+            f"note   Step Law was fitted on N from {low} to {high} and D from 4B to 100B tokens; N = "
+            f"{law.parameters:,} and D = {law.tokens:,} are extrapolated: try neighboring rates, too "
             "(optim.learning_rate=step_law*0.5,step_law,step_law*2)"
         )
     if law.batch_tokens is not None:
         ratio = law.batch_sequences * law.sequence_length / law.batch_tokens
         if abs(math.log(ratio)) > math.log(1.1):
             found.append(
-                f"note   rounding makes the batch {ratio:.2g} x Step Law's: a smaller data.micro_batch_size would "
-                "come nearer"
+                f"note   rounding makes the batch {ratio:.2g} x Step Law's: a smaller data.micro_batch_size "
+                "comes closer"
             )
     if law.unlike:
-        found.append(f"note   Step Law is fitted on {', '.join(law.unlike)}")
+        found.append(f"note   Step Law was fitted on {', '.join(law.unlike)}")
     return found

@@ -1,4 +1,4 @@
-"""Teachers of a run (`distil`): which models they are, where they may stand, and what asking them costs. No torch."""
+"""Teachers of a run (`distil`): their models, the layouts that allow them, their bytes and FLOPs. No torch."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ KEY = "distil.teachers"
 
 
 def teacher_models(config: Config) -> list[ModelConfig]:
-    """Return the teachers' shapes, as their folders say them. Raises ConfigError as `_model_at` does."""
+    """Return the teachers' shapes, read from their folders. Raises ConfigError if a folder cannot be read."""
     return [_model_at(path) for path in config.distil.teachers] if config.distil else []
 
 
@@ -25,12 +25,12 @@ def _model_at(path: str) -> ModelConfig:
     """Return the shape of the weights at `path`.
 
     Raises:
-        ConfigError: with what is wrong with the folder.
+        ConfigError: the folder has no readable model config.
     """
     try:
         return ModelConfig.model_validate({"name": "teacher", **shape_of(weights_path(path)), "init_from": None})
     except ValidationError as error:
-        text = f"{path} holds the config of no model: {error.errors()[0]['msg']}."
+        text = f"{path} has no valid model config: {error.errors()[0]['msg']}."
         raise ConfigError(Problem(KEY, text)) from error
     except ConfigError as error:
         problems = [Problem(KEY if each.key == INIT_FROM else each.key, each.text) for each in error.problems]
@@ -38,14 +38,14 @@ def _model_at(path: str) -> ModelConfig:
 
 
 def teacher_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
-    """Yield why the run cannot learn from its teachers: layouts, vocabularies, lengths."""
+    """Yield why the run cannot use its teachers: layout, vocabulary, sequence length."""
     if config.distil is None:
         return
     for axis in reversed(AXES.cutting("layers", "sequence", "width")):
         if degrees.ranks(axis) > 1:
             text = (
-                f"is {degrees.ranks(axis)}, and teachers (distil) are held and asked whole on each rank, while such "
-                "ranks have parts of the vocabulary, of the sequences or of the layers. Set 1: data parallelism, with "
+                f"is {degrees.ranks(axis)}, and each rank runs whole teachers (distil), but these "
+                "ranks split the vocabulary, sequences or layers. Set 1, and use data parallelism with "
                 "parallel.zero_stage up to 3."
             )
             yield Problem(f"parallel.{axis}", text)
@@ -57,13 +57,13 @@ def teacher_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
 
 
 def teacher_differences(path: str, model: ModelConfig, config: Config) -> Iterator[Problem]:
-    """Yield why the teacher `model` at `path` does not predict what the run learns."""
+    """Yield why the teacher `model` at `path` does not match the run's vocabulary or sequence length."""
     if model.vocab_size != config.model.vocab_size:
         text = f"{path} predicts {model.vocab_size:,} tokens, and model.vocab_size is {config.model.vocab_size:,}."
-        yield Problem(KEY, f"{text} Give teachers of one vocabulary, and set model.vocab_size to its size.")
+        yield Problem(KEY, f"{text} Use teachers with one vocabulary, and set model.vocab_size to its size.")
     if model.max_sequence_length < config.data.sequence_length:
         text = (
-            f"{path} takes {model.max_sequence_length:,} tokens: data.sequence_length={config.data.sequence_length:,}"
+            f"{path} takes {model.max_sequence_length:,} tokens; data.sequence_length={config.data.sequence_length:,}"
         )
         yield Problem(KEY, f"{text} is too long. Lower it.")
 
@@ -79,5 +79,5 @@ def teacher_bytes(config: Config) -> int:
 
 
 def teacher_flops_per_token(config: Config) -> int:
-    """Return the FLOPs of asking all teachers about one token: their forward passes, a third of training each."""
+    """Return the FLOPs of all teachers' forward passes for one token: a third of training each."""
     return sum(flops_per_token(model, config.data.sequence_length) // 3 for model in teacher_models(config))

@@ -18,29 +18,32 @@ from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, layers_of, parts_of
 
 Sent = Counter[tuple[str, str]]
-"""Bytes that a rank sends in a step, by kind of collective and the axes whose ranks take part ("dp_shard cp"); the
-all-to-alls of the tree are a kind of their own."""
+"""Bytes that a rank sends in a step, by (kind of collective, participating axes, e.g. "dp_shard cp"). The tree's
+all-to-alls have a separate kind."""
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send")
 
 
 def shards() -> str:
-    """Return the axes over which FSDP2 shards, as `Sent` has them: "dp_shard cp"."""
+    """Return the axes over which FSDP2 shards, in the form of `Sent`'s keys: "dp_shard cp"."""
     return " ".join(shard_axes())
 
 
 def bytes_sent(plan: Plan) -> dict[str, int]:
-    """Return the bytes that each rank sends to others in one training step, by kind of collective, as a ring sends.
+    """Return the bytes that a rank sends in one training step, by kind of collective, as a ring sends.
 
-    Of X bytes over R ranks that is X (R - 1) / R for a gather, a scatter or an all-to-all, and twice that for an
-    all-reduce. In fp32 a step of DDP, ZeRO-1, and with one micro-batch ZeRO-2, sends 2 Psi elements, ZeRO-3 at most 3
-    Psi (ZeRO, arXiv 1910.02054, section 7): head, embedding and root are gathered once per micro-batch, not twice.
-    Weights travel in the recipe's gather_dtype (embeddings and root in the master's), gradients in main_grad_dtype.
-    In a pipeline these are the bytes of the ranks that `memory_bytes` is of, and `send` is what goes to the stages
-    beside theirs: a micro-batch's hidden states forward, their gradients back, and a tied embedding's gradient once.
-    Matrices that the optimizer needs whole travel once to one of the ranks that share them, and back.
-    Weights that travel as codes take a byte per element, and 4 of each one's amax in an all-reduce of a step.
-    Left out: the counts, norms and flags of a step (`small_bytes`), and the padding of replicas' buckets.
+    - X bytes over R ranks count as X (R - 1) / R for a gather, a scatter or an all-to-all, and twice that for an
+      all-reduce.
+    - In fp32 a step of DDP, of ZeRO-1, and of ZeRO-2 with one micro-batch sends 2 Psi elements; ZeRO-3 sends at most 3
+      Psi (ZeRO, arXiv 1910.02054, section 7), since head, embedding and root are gathered once per micro-batch, not
+      twice.
+    - Weights are sent in the recipe's gather_dtype (embeddings and root in the master dtype), gradients in
+      main_grad_dtype. Weights that are gathered as codes take a byte per element, plus a 4-byte amax each in an
+      all-reduce per step.
+    - In a pipeline, these are the bytes of the rank that `memory_bytes` describes. `send` counts hidden states sent to
+      the next stage, their gradients sent back, and a tied embedding's gradient once.
+    - Matrices that the optimizer needs whole are sent once to one of the ranks that share them, and back.
+    - Not counted: counts, norms and flags of a step (`small_bytes`), and the padding of replicas' buckets.
     """
     by_kind = dict.fromkeys(KINDS, 0)
     for (kind, _), size in _sent_on_fullest(plan).items():
@@ -49,16 +52,16 @@ def bytes_sent(plan: Plan) -> dict[str, int]:
 
 
 def small_bytes(config: Config) -> int:
-    """Return the bytes up to which a collective is left out: it carries counts, norms, flags or losses of a step."""
+    """Return the size in bytes up to which a collective is not counted: counts, norms, flags or losses of a step."""
     return max(64, 4 * config.data.global_batch_size // config.data.micro_batch_size)
 
 
 def traffic_bytes(plan: Plan) -> dict[str, int]:
-    """Return `bytes_sent` in all by where they go: `within_nodes` and `between_nodes`, a rank's mean.
+    """Return the total of `bytes_sent` by destination: `within_nodes` and `between_nodes`, the mean over ranks.
 
-    Machines have `ranks_per_node`. A collective over R ranks of k machines goes round a ring that enters each machine
-    once, so k of R ranks send to another machine; in an all-to-all every rank sends as much to each of the others. The
-    tree sends a machine's sum once where its ranks are a subtree (`nodes.ranks_together`).
+    A collective over R ranks on k machines uses a ring that enters each machine once, so k of R ranks send to another
+    machine. In an all-to-all, every rank sends the same amount to each other rank. The tree sends a machine's sum once
+    if its ranks form a subtree (`nodes.ranks_together`).
     """
     between = 0
     for (kind, axes), size in _sent_on_fullest(plan).items():
@@ -72,7 +75,7 @@ def _sent_on_fullest(plan: Plan) -> Sent:
 
 @dataclass(frozen=True)
 class RankStep:
-    """A step of the ranks with stages `parts`, as the axes see it that add what they send."""
+    """A step of the ranks with stages `parts`: the input of `MeshAxis.add_sent`."""
 
     config: Config
     degrees: Degrees
@@ -80,7 +83,7 @@ class RankStep:
 
     @cached_property
     def units(self) -> Units:
-        """What the ranks shard."""
+        """FSDP2 units of the ranks."""
         return gathered_units(self.config, self.parts, self.degrees)
 
     @cached_property
@@ -90,17 +93,17 @@ class RankStep:
 
     @cached_property
     def recomputed(self) -> list[int]:
-        """Those of them that recompute their forward pass."""
+        """Blocks that recompute their forward pass, by global index."""
         return recomputed_layers(self.config, self.parts)
 
     @property
     def micro_batches(self) -> int:
-        """Of each rank."""
+        """Micro-batches per rank and step."""
         return micro_batches_per_rank(self.config, self.degrees)
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch that a rank computes, its tensor-parallel group together."""
+        """Tokens of a micro-batch that a rank's tensor-parallel group computes."""
         return tokens_of(self.config, self.degrees)
 
     @property
@@ -110,7 +113,7 @@ class RankStep:
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks over which FSDP2 cuts parameters."""
+        """Ranks over which FSDP2 shards parameters."""
         return shard_ranks(self.config.parallel, self.degrees)
 
     @cached_property
@@ -120,17 +123,17 @@ class RankStep:
 
     @property
     def small_bytes(self) -> int:
-        """Bytes up to which a collective is left out."""
+        """Size in bytes up to which a collective is not counted."""
         return small_bytes(self.config)
 
     @property
     def summed_axes(self) -> Sequence[str]:
-        """Axes of data over which the training algorithm has gradients summed in every step."""
+        """Data axes over which the training algorithm sums gradients in every step."""
         return self.config.chosen_algorithm.summed_axes(AXES.cutting("data"))
 
 
 def sent_at(config: Config, degrees: Degrees, pp_rank: int) -> Sent:
-    """Return what the ranks at `pp_rank` (0 .. pp - 1) of the pipeline send in a step."""
+    """Return the bytes that the ranks at `pp_rank` (0 .. pp - 1) of the pipeline send in a step."""
     step = RankStep(config, degrees, parts_of(config.model, config.parallel, degrees, pp_rank))
     sent: Sent = Counter()
     for axis in AXES.values():

@@ -209,7 +209,7 @@ CHOOSE = """
     assert "layers.1.attention.o_proj" in linear_names(config.model)
     assert plan_facts(plan_of(config))["flops_per_token"] > 0
     problems = sharding_problems(config, Degrees(cp=2))
-    assert any("the mixer of 'mean' in model.layers takes whole sequences" in problem.text for problem in problems)
+    assert any("the mixer of 'mean' in model.layers needs whole sequences" in problem.text for problem in problems)
     assert "torch" not in sys.modules
     print("as planned")
 """

@@ -78,7 +78,7 @@ def test_a_run_writes_and_prints_no_password(
         assert main(["train", *words]) == 2  # the folder is taken
     said = told.getvalue() + caplog.text
     assert "s3cret" not in said
-    assert "the password in logger.tracking_uri is written nowhere" in said
+    assert "the password in logger.tracking_uri is not saved" in said
     assert "curves http://127.0.0.1:9/#/experiments?workflowType=machine_learning" in said
     assert (tmp_path / "run" / "checkpoints" / "step=2").is_dir()
     assert files_with("s3cret", tmp_path) == []

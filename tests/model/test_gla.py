@@ -246,4 +246,4 @@ def test_context_parallelism_is_refused_with_what_works_instead():
     config = compose_config(["model=hybrid_tiny"])
     (problem,) = list(sharding_problems(config, Degrees(cp=2)))
     assert problem.key == "parallel.cp"
-    assert "the mixer of 'gla' in model.layers takes whole sequences. Set 1, and share out weights" in problem.text
+    assert "the mixer of 'gla' in model.layers needs whole sequences. Set 1, and split weights" in problem.text

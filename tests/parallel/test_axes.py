@@ -145,7 +145,7 @@ def test_gradients_are_summed_over_those_axes_alone_that_the_algorithm_states(
 def test_gradients_summed_by_fsdp2_cannot_be_kept_separate(small_run, tmp_path):
     config = compose_config(small_run(tmp_path, "parallel=zero3", "trainer.devices=2"))
     check_config(config.model_copy(update={"algorithm": Apart()}))
-    with pytest.raises(ConfigError, match="dp_shard=2 ranks apart, and FSDP2 sums them"):
+    with pytest.raises(ConfigError, match="dp_shard=2 ranks unsummed, but FSDP2 sums them"):
         check_config(config.model_copy(update={"algorithm": AllApart()}))
 
 

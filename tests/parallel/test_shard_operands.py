@@ -234,7 +234,7 @@ def test_ranks_that_cast_their_parts_natively_train_as_emulated_ones(recipe, dev
     ("recipe", "words", "said"),
     [
         ("mxfp8", ["model.num_kv_heads=1"], "num_kv_heads = 1"),
-        ("mxfp8", ["model.head_dim=48"], "96 / 2 = 48 long, no multiple of 32"),
+        ("mxfp8", ["model.head_dim=48"], "96 / 2 = 48, not a multiple of 32"),
         ("mxfp8", ["model.head_dim=48"], "or model.head_dim to a multiple of 32"),
         ("mxfp4_sr", ["data.sequence_length=192"], "rotations of 64"),
     ],

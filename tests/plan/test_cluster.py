@@ -43,7 +43,7 @@ def test_all_that_is_wrong_is_said_at_once(capsys):
         "cluster.start_microseconds: is 1000000000.0, must be less than or equal to 1000000",
         "hardware: is b200, and cluster=h100_dgx has h100",
         "cluster.between_nodes.gb_per_second: is 500, above cluster.within_node.gb_per_second=450",
-        "cluster.devices_per_package: is 3, and does not divide cluster.devices_per_node=8",
+        "cluster.devices_per_package: is 3: must divide cluster.devices_per_node=8",
     ):
         assert text in said, text
     assert "Traceback" not in said
@@ -53,14 +53,14 @@ def test_all_that_is_wrong_is_said_at_once(capsys):
     ("words", "said"),
     [
         (["cluster.within_node.gb_per_second=3600"], "above cluster.memory_gb_per_second=3350, from which it is read"),
-        (["cluster.peak_tflops={fp8: 1000}"], "cluster.peak_tflops: has no bf16, in which the run computes: give it"),
+        (["cluster.peak_tflops={fp8: 1000}"], "cluster.peak_tflops: has no bf16, the run's compute dtype. Add it"),
         (
             ["cluster.devices_per_package=2", "cluster.within_package={gb_per_second: 1e5, latency_microseconds: 1}"],
             "cluster.within_package.gb_per_second: is 100000, above cluster.memory_gb_per_second=3350",
         ),
         (
             ["trainer.devices=16", "parallel=zero3", "data.global_batch_size=16", "data.micro_batch_size=1"],
-            "trainer.devices: is 16: must be at most 8, the devices of a machine of cluster=h100_dgx. Set it to 8, and "
+            "trainer.devices: is 16: must be at most 8, the devices per machine of cluster=h100_dgx. Set it to 8, and "
             "world=16 for all ranks.",
         ),
         (
@@ -74,11 +74,11 @@ def test_all_that_is_wrong_is_said_at_once(capsys):
             "Set it to 8, and world=64 for all ranks.",
         ),
         (["cluster.devices_per_package=2"], "cluster.within_package is null. Give both"),
-        (["cluster.hardware=cpu"], "cluster.peak_tflops: has no bf16, and no table has that peak of cpu"),
+        (["cluster.hardware=cpu"], "cluster.peak_tflops: has no bf16, and no peak of cpu is known"),
         (["cluster.within_package={gb_per_second: 1, latency_microseconds: 1}"], "is 1, below cluster.within_node"),
         (["cluster.peak_tflops={bf16: 1e-9}"], "cluster.peak_tflops.bf16: is 1e-09, must be greater than or equal to"),
-        (["cluster.peak_tflops={bf16: 0.9}"], "cluster.peak_tflops.bf16: is 0.9, and a h100's data sheet has 989.5"),
-        (["cluster.peak_tflops={bf16: 1979}"], "cluster.peak_tflops.bf16: is 1979, and a h100's data sheet has 989.5"),
+        (["cluster.peak_tflops={bf16: 0.9}"], "cluster.peak_tflops.bf16: is 0.9: must be 0.01 to 1.2 times 989.5"),
+        (["cluster.peak_tflops={bf16: 1979}"], "cluster.peak_tflops.bf16: is 1979: must be 0.01 to 1.2 times 989.5"),
     ],
 )
 def test_what_cannot_be_is_refused(words, said, capsys):

@@ -42,7 +42,7 @@ def plan_of(*words: str, device=CPU) -> Plan:
         (BARE, ("trainer.compile=false",), False, None),
         (CPU, ("trainer.compile=true",), True, None),
         (BARE, ("parallel.compile=true",), True, None),  # which a run refuses
-        (H100, WHOLE, False, "recomputed whole under cp=2 and tp=2 together"),
+        (H100, WHOLE, False, "fully recomputed blocks under cp=2 and tp=2 together"),
     ],
 )
 def test_blocks_are_compiled_on_cuda_unless_told(device, words, compiled, note):
@@ -89,7 +89,7 @@ def test_compiled_blocks_under_fsdp_are_not_said_to_have_one_ranks_bits(words, d
     facts = layout_facts(
         plan_of(*words, "trainer.devices=2", "data.global_batch_size=4", "data.micro_batch_size=1", device=H100)
     )
-    assert ("round otherwise" in (facts["bitwise_problem"] or "")) == differ
+    assert ("round differently" in (facts["bitwise_problem"] or "")) == differ
     assert facts["bitwise"] != differ
 
 

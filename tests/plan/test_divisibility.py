@@ -25,33 +25,33 @@ def said(*words: str) -> str:
     [
         (["trainer.devices=3"], ["model.ffn_hidden_size = 512 (512 = 170 x 3 + 2)", "the padded vocabulary = 1024"]),
         (["trainer.devices=4", "model.num_kv_heads=2"], ["num_kv_heads = 2 (2 = 0 x 4 + 2): each rank takes whole"]),
-        (["trainer.devices=2", "data.sequence_length=129"], ["is 129, of which 1 context-parallel rank(s) have 129"]),
+        (["trainer.devices=2", "data.sequence_length=129"], ["is 129: 1 context-parallel rank(s) have 129"]),
         (
             ["parallel=fsdp_cp_tp", "trainer.devices=4", "data.sequence_length=130"],
-            ["is 130, and cp=2 cuts sequences into 2 x 2 chunks; take a multiple of 4"],
+            ["is 130, and cp=2 splits sequences into 2 x 2 chunks. Use a multiple of 4"],
         ),
         (
             ["parallel=fsdp_cp_tp", "trainer.devices=4", "data.sequence_length=128", "precision=fp8_subchannel"],
             [
-                "parallel.tp: is 2, and each part of the inputs of o_proj is 192 / 2 = 96 long, no multiple of 128",
-                "each part of the outputs of q_proj, k_proj, v_proj is 192 / 2 = 96 long",
-                "that would cut precision.fprop.w (blocks of 128x128), dgrad.dy (blocks of 1x128), dgrad.w",
+                "parallel.tp: is 2: each part of the inputs of o_proj has length 192 / 2 = 96, not a multiple of 128",
+                "each part of the outputs of q_proj, k_proj, v_proj has length 192 / 2 = 96",
+                "which would split precision.fprop.w (blocks of 128x128), dgrad.dy (blocks of 1x128), dgrad.w",
                 "Set parallel.tp=1, or model.head_dim to a multiple of 128.",
-                "parallel.cp: is 2, and each part of a sequence (two per rank) is 128 / 4 = 32 long, no multiple of",
-                "that would cut precision.wgrad.dy (blocks of 1x128), wgrad.x (blocks of 1x128). Set parallel.cp=1, or "
-                "data.sequence_length to a multiple of 512.",
+                "parallel.cp: is 2: each part of a sequence (two per rank) has length 128 / 4 = 32, not a multiple of",
+                "which would split precision.wgrad.dy (blocks of 1x128), wgrad.x (blocks of 1x128). Set parallel.cp=1, "
+                "or data.sequence_length to a multiple of 512.",
             ],
         ),
         (
             ["parallel=fsdp_cp_tp", "parallel.tp=4", "world=8", "data.sequence_length=132"],
-            ["is 132, of which 2 context-parallel rank(s) have 66 tokens each, and tp=4 does", "Take a multiple of 8"],
+            ["is 132: 2 context-parallel rank(s) have 66 tokens each, and tp=4 does", "Use a multiple of 8"],
         ),
         (  # along the sums of each product alone, and of them those that a rank has a part of
             ["trainer.devices=2", "model.ffn_hidden_size=96", "precision=mxfp8"],
             [
-                "outputs of gate_proj, up_proj is 96 / 2 = 48 long, no multiple of 32: that would cut precision."
-                "dgrad.dy (blocks of 1x32), dgrad.w (blocks of 1x32). Set",
-                "inputs of down_proj is 96 / 2 = 48 long, no multiple of 32: that would cut precision."
+                "outputs of gate_proj, up_proj has length 96 / 2 = 48, not a multiple of 32, which would split "
+                "precision.dgrad.dy (blocks of 1x32), dgrad.w (blocks of 1x32). Set",
+                "inputs of down_proj has length 96 / 2 = 48, not a multiple of 32, which would split precision."
                 "fprop.x (blocks of 1x32), fprop.w (blocks of 1x32). Set",
             ],
         ),
@@ -64,15 +64,15 @@ def said(*words: str) -> str:
                 "(rotations of 32). Set",
             ],
         ),
-        (["parallel.cp=2", "parallel.pp=2", "trainer.devices=4"], ["stages take whole sequences"]),
+        (["parallel.cp=2", "parallel.pp=2", "trainer.devices=4"], ["stages need whole sequences"]),
         (  # heads, tokens of either axis, and blocks at once
             ["parallel=fsdp_cp_tp", "parallel.tp=3", "world=12", "data.sequence_length=130", "precision=mxfp8",
              "model.num_kv_heads=1"],
             [
                 "model.num_kv_heads = 1 (1 = 0 x 3 + 1)",
-                "take a multiple of 4",
-                "2 context-parallel rank(s) have 65 tokens each, and tp=3 does not divide those",
-                "the inputs of down_proj is 512 / 3 = 170.667 long, no multiple of 32",
+                "Use a multiple of 4",
+                "2 context-parallel rank(s) have 65 tokens each, and tp=3 does not divide that",
+                "the inputs of down_proj has length 512 / 3 = 170.667, not a multiple of 32",
                 "or model.ffn_hidden_size to a multiple of 96",
             ],
         ),
@@ -124,7 +124,7 @@ def test_what_divides_passes():
 
 def test_it_ends_with_exit_code_2_and_starts_nothing(capsys):
     assert main(["train", "recipe=quickstart", "parallel=tp", "trainer.devices=3"]) == 2
-    assert "Take a divisor of" in capsys.readouterr().err
+    assert "Use a divisor of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("times", "parts", "size"), product((1, 2, 6, 64), (2, 3, 4), (1, 16, 48)))

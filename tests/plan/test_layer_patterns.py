@@ -77,7 +77,7 @@ def test_equal_blocks_go_to_the_lightest_stage_so_far(length, stages, block, fir
 
 
 def test_fewer_blocks_than_stages_make_no_split():
-    with pytest.raises(ValueError, match="4 blocks make no 5 stages"):
+    with pytest.raises(ValueError, match="4 blocks cannot be split into 5 stages"):
         split_layers(config_of().model, 5)
 
 

@@ -109,7 +109,7 @@ def test_axes_are_judged_by_the_layers_that_a_rule_is_for():
         if fits:
             check_config(config)
         else:
-            with pytest.raises(ConfigError, match=r"casts\.0\.fprop\.x\.hadamard\.size: 64 does not divide") as error:
+            with pytest.raises(ConfigError, match=r"casts\.0\.fprop\.x\.hadamard\.size: is 64: must divide") as error:
                 check_config(config)
             assert all("= 96" in problem.text for problem in error.value.problems)
 
@@ -119,7 +119,7 @@ def test_blocks_that_ranks_would_cut_are_found_in_the_rules_layers_alone():
     shape = ["model.hidden_size=256", "model.num_heads=4", "model.num_kv_heads=4", "model.head_dim=32"]
     shape += ["model.ffn_hidden_size=512", "parallel=tp", "trainer.devices=2", "precision=mxfp8"]
     rule = '{names: ["*.o_proj"], fprop: {x: {format: e4m3, block: 1x128, scale: fp32}}}'
-    with pytest.raises(ConfigError, match=r"would cut precision\.modules\.casts\.0\.fprop\.x \(blocks of 1x128\)"):
+    with pytest.raises(ConfigError, match=r"would split precision\.modules\.casts\.0\.fprop\.x \(blocks of 1x128\)"):
         check_config(compose_config([*shape, f"precision.modules.casts=[{rule}]"]))
     check_config(compose_config([*shape, f"precision.modules.casts=[{rule.replace('o_proj', 'down_proj')}]"]))
 

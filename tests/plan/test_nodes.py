@@ -149,13 +149,13 @@ def test_the_choice_and_its_price_are_said_by_the_plan(capsys):
     assert "(in two stages: 8 ranks on a machine first, then between machines)" in out
     assert "(of 8 ranks)" in out
     assert main(["plan", *ZERO3, "world=12", "data.global_batch_size=12", "trainer.devices=6"]) == 0
-    assert "tree, whose sums do not depend on the number of ranks, would send 3.27 times" in (
+    assert "tree, with sums that do not depend on the number of ranks, would send 3.27 times" in (
         out := capsys.readouterr().out
     )
     assert "not a power of two on every machine" in out
     assert main(["plan", "recipe=llama3_405b_3d"]) == 0  # a machine has one rank of each group that sums
     out = capsys.readouterr().out
-    assert "would send as much of them between machines, and keep 2 partial sums waiting" in out
+    assert "would send as much of them between machines, and keep 2 partial sums" in out
     memory = out[out.index("memory  ") : out.index("sent  ")].splitlines()
     assert "  unsharded_gradients " in out
     assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in memory}) == 1  # one column

@@ -129,10 +129,13 @@ def test_stages_hold_their_part_of_what_persists():
     ("words", "said"),
     [
         (["parallel=pp", "data.global_batch_size=2"], ["2 micro-batches per rank and step", "at least pp=4"]),
-        (["parallel=pp_interleaved", "data.global_batch_size=6"], ["rounds of pp=4: set it to a multiple of 4"]),
+        (
+            ["parallel=pp_interleaved", "data.global_batch_size=6"],
+            ["needs a multiple of pp=4. Set it to a multiple of 4"],
+        ),
         (["parallel=pp", "model.num_layers=3"], ["pp=4 x virtual_stages=1 makes 4 stages"]),
         (["parallel=pp", "parallel.virtual_stages=2"], ["one stage per rank"]),
-        (["parallel=pp", "parallel.schedule=interleaved_1f1b"], ["Set it to 2 or more, or 1f1b"]),
+        (["parallel=pp", "parallel.schedule=interleaved_1f1b"], ["Set it to 2 or more, or schedule=1f1b"]),
         (["parallel=pp", "parallel.schedule=zbv_zero_bubble"], ["twice, which doubles its gradients"]),
         (["parallel=ddp", "parallel.virtual_stages=2"], ["parallel.pp is 1"]),
         (["parallel=pp", "model.num_layers=2", "data.global_batch_size=1"], ["makes 4 stages", "at least pp=4"]),

@@ -180,10 +180,10 @@ def test_a_plan_judges_casts_by_the_planned_hardware(capsys):
 def test_a_plan_of_many_ranks_says_whose_hardware_it_judges_by(capsys):
     words = ["plan", "model=llama_8b", "parallel=zero3", "world=512", "precision=mxfp8", "data.global_batch_size=2048"]
     assert main(words) == 0
-    assert "native or emulated is judged by this machine (cpu); hardware=h100" in capsys.readouterr().out
+    assert "native or emulated is decided for this machine (cpu); hardware=h100" in capsys.readouterr().out
     assert main([*words, "hardware=b200"]) == 0
     out = capsys.readouterr().out
-    assert "judged by this machine" not in out
+    assert "decided for this machine" not in out
     assert "native: " in out
 
 
@@ -227,11 +227,14 @@ def test_a_plan_says_whether_it_fits_and_a_change_by_which_it_would(words, overr
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hardware ")]
     if not overrides:
         assert hardware["change"] is None
-        assert row.endswith(" GiB to spare" if overrides is None else "; more ranks, parallel.tp or parallel.pp may do")
+        assert row.endswith(" GiB to spare" if overrides is None else "; try more ranks, parallel.tp or parallel.pp")
         return
     change = hardware["change"]
     assert change["overrides"] == overrides
-    assert f"does not fit, by {-hardware['spare_bytes'] / 2**30:.1f} GiB; {' '.join(change['overrides'])} would" in row
+    assert (
+        f"does not fit, {-hardware['spare_bytes'] / 2**30:.1f} GiB missing; {' '.join(change['overrides'])} would"
+        in row
+    )
     assert main([*words, *change["overrides"]]) == 0
     changed = json.loads(capsys.readouterr().out)
     assert changed["hardware"]["fits"]
@@ -271,7 +274,7 @@ def test_a_plan_with_room_says_what_is_faster_and_fits_too(words, overrides, cap
     assert changed["memory_bytes"]["total"] == hardware["faster"]["memory_bytes"]
     assert main([words[0], *words[2:]]) == 0
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hardware ")]
-    assert f" GiB to spare; {overrides[0]} fits, too, at " in row
+    assert f" GiB to spare; {overrides[0]} also fits, at " in row
 
 
 @pytest.mark.parametrize("more", [[], ["schedule=constant"], ["schedule.total_steps=1000"]])

@@ -176,16 +176,16 @@ def test_all_axes_at_once_are_planned_but_sequences_over_stages(capsys):
     assert main(["plan", *words, "world=60"]) == 2  # what does not multiply is no layout
     assert "needs a multiple of 8 ranks" in capsys.readouterr().err
     assert main(["plan", *words, "parallel.cp=2"]) == 2
-    assert "stages take whole sequences" in capsys.readouterr().err
+    assert "stages need whole sequences" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("layout", "keys", "micro_batches", "reason"),
     [
         ("single", {}, 4, None), ("ddp", {}, 4, None), ("zero3", {}, 3, None), ("hsdp", {}, 4, None),
-        ("ddp", {}, 3, "no power of two"), ("zero2", {"reduction": "native"}, 1, "reduction=native"),
+        ("ddp", {}, 3, "not a power of two"), ("zero2", {"reduction": "native"}, 1, "reduction=native"),
         ("zero1", {"tp": 2}, 1, "tp=2 changes the order"), ("ddp", {"compile": True}, 4, None),
-        ("zero3", {"compile": True}, 4, "compiled blocks round otherwise"),
+        ("zero3", {"compile": True}, 4, "compiled blocks round differently"),
     ],
 )  # fmt: skip
 def test_whether_the_bits_are_one_ranks_is_said(layout, keys, micro_batches, reason):

@@ -77,7 +77,7 @@ def test_another_accounting_is_of_one_run(many, capsys):
 def test_plan_prints_another_accounting(capsys):
     words = ["plan", "model=llama_1b", "parallel=zero1", "world=8", "hardware=h100", "data.global_batch_size=32"]
     assert main([*words, "--accounting", "megatron"]) == 0
-    assert ", as megatron would hold, estimated" in capsys.readouterr().out
+    assert ", for megatron, estimated" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:
         main([*words, "--accounting", "deepspeed"])
     assert stop.value.code == 2

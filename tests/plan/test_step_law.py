@@ -79,20 +79,26 @@ def test_where_it_was_not_fitted_is_said(capsys):
     assert main(["plan", "recipe=quickstart", *BOTH, "optim=muon"]) == 0
     said = capsys.readouterr().out
     assert "N = 1,769,472 without embeddings, D = 491,520 tokens; learning rate 0.003552; batch 1,042 tokens" in said
-    assert "(a multiple of 2); N and D outside the fitted range, other settings are not as fitted (notes)" in said
-    assert "N = 1,769,472 and D = 491,520 are extrapolation" in said
-    assert "fitted on sequences of 2,048 tokens (here 256), AdamW (here muon), a rate that falls to 1e-5" in said
+    assert (
+        "(a multiple of 2); N and D are outside the fitted range, other settings differ from the fit (see notes)"
+        in said
+    )
+    assert "N = 1,769,472 and D = 491,520 are extrapolated" in said
+    assert "fitted on sequences of 2,048 tokens (here 256), AdamW (here muon), a rate that decays to 1e-5" in said
 
 
 def test_the_row_is_at_one_with_the_notes():
     for more, row in (
-        ([], "N and D inside the fitted range"),
-        (["schedule.final_learning_rate=2e-5"], "N and D inside the fitted range, other settings are not as fitted"),
-        (["schedule=constant"], "N and D inside the fitted range, other settings are not as fitted"),
+        ([], "N and D are inside the fitted range"),
+        (
+            ["schedule.final_learning_rate=2e-5"],
+            "N and D are inside the fitted range, other settings differ from the fit",
+        ),
+        (["schedule=constant"], "N and D are inside the fitted range, other settings differ from the fit"),
     ):
         law = compose_config([*LARGE[:3], *(more or LARGE[3:]), *BOTH, "trainer.max_steps=20e9tokens"]).step_law
         assert row in law_row(law.as_data())[1]
-        assert ("are not as fitted" in row) == bool(law_notes(law))
+        assert ("differ from the fit" in row) == bool(law_notes(law))
 
 
 def test_a_grid_is_centred_by_it():

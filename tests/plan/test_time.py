@@ -68,7 +68,7 @@ def test_a_thin_gemm_takes_what_its_weight_takes_to_read():
 
 
 def test_a_unit_that_the_device_lacks_is_an_error():
-    with pytest.raises(ValueError, match="a100 multiplies no fp8"):
+    with pytest.raises(ValueError, match="a100 has no unit for fp8"):
         Device(cluster_of("a100_dgx")).gemm_seconds(128, 128, 128, "fp8")
 
 

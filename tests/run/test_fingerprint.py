@@ -202,7 +202,7 @@ def test_the_driver_s_version(text, version):
     ("hardware", "environment", "said"),
     [
         ("h100", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS=1 is for Megatron"),
-        ("h100", {"NVIDIA_TF32_OVERRIDE": "1"}, "NVIDIA_TF32_OVERRIDE=1 makes TF32"),
+        ("h100", {"NVIDIA_TF32_OVERRIDE": "1"}, "NVIDIA_TF32_OVERRIDE=1 turns fp32 products into TF32"),
         ("cpu", {"ONEDNN_DEFAULT_FPMATH_MODE": "bf16"}, "ONEDNN_DEFAULT_FPMATH_MODE=bf16 lets oneDNN"),
         ("h100", {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "NVIDIA_TF32_OVERRIDE": "0"}, None),
         ("cpu", {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT"}, None),

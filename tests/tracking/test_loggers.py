@@ -131,7 +131,7 @@ def test_a_failing_logger_is_disabled(tmp_path, monkeypatch, caplog):
 def test_a_missing_package_is_named_with_its_extra(tmp_path, small_run, capsys, monkeypatch):
     monkeypatch.setattr("lightning_llm.plan.check.find_spec", lambda name: None)
     assert main(["train", *small_run(tmp_path, "logger=wandb")]) == 2
-    assert "logger: is wandb, and that package is not installed. pip install 'lightning-llm[wandb]'" in (
+    assert "logger: is wandb, which is not installed. Run pip install 'lightning-llm[wandb]'" in (
         capsys.readouterr().err
     )
 

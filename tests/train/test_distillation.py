@@ -127,7 +127,7 @@ def test_invalid_teachers_are_rejected(teachers, student, small_run, tmp_path, c
         return capsys.readouterr().err
 
     text = told(named(teachers), "parallel=tp", "trainer.devices=2", "model.num_kv_heads=2")
-    assert "parallel.tp: is 2, and teachers (distil) are held and asked whole on each rank" in text
+    assert "parallel.tp: is 2, and each rank runs whole teachers (distil)" in text
     assert "parallel.pp: is 2" in told(named(teachers), "parallel=pp", "trainer.devices=2")
     text = told(named([*teachers, tmp_path / "nothing"]), "model.vocab_size=336")
     assert "predicts 320 tokens, and model.vocab_size is 336" in text

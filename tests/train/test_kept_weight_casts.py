@@ -264,7 +264,7 @@ def test_they_are_kept_where_a_step_reads_them_several_times(recipe, keys, kept)
         ("mxfp4_sr", {}, "dgrad.w is rounded stochastically"),
         ("quartet", {"mode": "selective"}, "fprop.w is rotated, by a product that selective checkpointing keeps"),
         ("fp8_delayed_micro_batch", {}, "moves with every micro-batch"),
-        ("mxfp8", {"zero_stage": 3}, "parallel=made lets go of a block's weights"),
+        ("mxfp8", {"zero_stage": 3}, "parallel=made frees a block's weights"),
         ("fp8_current", {"zero_stage": 2, "gather": "quantised"}, "parameter_gather=quantised gathers casts already"),
     ],
 )

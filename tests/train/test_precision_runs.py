@@ -311,7 +311,7 @@ def test_scales_that_move_with_every_micro_batch_do_not_go_with_a_pipeline(small
     words = ["precision=fp8_delayed_micro_batch", "parallel=pp", "trainer.devices=2"]
     assert train(small_run, tmp_path, *words) == 2
     said = capsys.readouterr().err
-    assert "parallel.pp: is 2, and the recipe's delayed scales move with every micro-batch" in said
+    assert "parallel.pp: is 2, and the recipe updates delayed scales after every micro-batch" in said
     assert "Set 1, or update: step." in said
 
 

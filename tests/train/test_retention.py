@@ -97,11 +97,14 @@ def test_the_best_checkpoints_are_kept_across_resumes(tmp_path, small_run, capsy
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["checkpoint.keep_every=3"], "checkpoint.keep_every: is 3, and checkpoint.every_steps=2 is no part of it"),
+        (["checkpoint.keep_every=3"], "checkpoint.keep_every: is 3, and checkpoint.every_steps=2 does not divide it"),
         (["checkpoint.keep_every=4", "checkpoint.every_steps=null"], "is 4, and only the last step is saved"),
-        (["checkpoint.keep_best=1"], "every 2 steps, and validations are every 3 steps (trainer.validate_every_steps)"),
+        (
+            ["checkpoint.keep_best=1"],
+            "(every 2 steps), and validations are every 3 steps (trainer.validate_every_steps)",
+        ),
         (["checkpoint.keep_best=1", "trainer.validate_every_steps=null"], "and validations are at the end only"),
-        (["checkpoint.keep_best=1", "data.validation.fraction=0"], "checkpoint.keep_best: goes by val_loss, and data"),
+        (["checkpoint.keep_best=1", "data.validation.fraction=0"], "checkpoint.keep_best: needs val_loss, and data"),
         (["checkpoint.keep_best=0"], "checkpoint.keep_best: is 0"),
     ],
 )

@@ -72,7 +72,7 @@ def test_another_attention_kernel_is_reported_and_learns_the_same(whole, tmp_pat
         if ours[2] is not None:
             assert ours[2] == pytest.approx(theirs[2], rel=2e-6)
     assert main(["train", *small_run(tmp_path, "trainer.attention_kernel=efficient", "run.name=other")]) == 2
-    assert "trainer.attention_kernel: is efficient, a kernel of CUDA, and the device is cpu" in capsys.readouterr().err
+    assert "trainer.attention_kernel: is efficient, a CUDA kernel, and the device is cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", ["parallel.activation_checkpoint=full", "trainer.validate_every_steps=null"])

@@ -1,1 +1,1 @@
-"""Axes of the device mesh, one file each: legality, what the axis divides, its traffic and memory. Imports no torch."""
+"""Axes of the device mesh, one file each: checks, divided dimensions, traffic and memory. Imports no torch."""

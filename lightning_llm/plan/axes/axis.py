@@ -1,8 +1,8 @@
-"""Base class of mesh axes, and their ordered registry: degrees, layouts, plans and reports iterate over it. No torch.
+"""Base class of mesh axes, and their ordered registry. Imports no torch.
 
-An axis is one object here and, where its ranks do more than the base class on torch's side, one class there
-(`MeshAxis.on_ranks`, a subclass of `parallel.axis.AxisOnRanks`). An installed package registers its own when it is
-imported (docs/howto/extend.md); its degree is then a key of `parallel`.
+Degrees, layouts, plans and reports iterate over the registry. An axis is one object here; if its ranks do more than the
+base class in torch, also a subclass of `parallel.axis.AxisOnRanks`, named by `MeshAxis.on_ranks`. An installed package
+registers its own axes on import (docs/howto/extend.md); the degree of each becomes a key of `parallel`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,55 +19,55 @@ if TYPE_CHECKING:
     from lightning_llm.plan.traffic import RankStep, Sent
 
 Dimension = Literal["data", "parameters", "sequence", "width", "layers"]
-"""What ranks divide among them: a step's micro-batches; stored parameters, gathered for use; the tokens of a sequence;
+"""Dimensions that ranks divide: a step's micro-batches; stored parameters, gathered for use; the tokens of a sequence;
 heads, and rows or columns of weights; blocks."""
 
 BUILT_IN = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Outermost first: neighbours in rank share a tensor-parallel group, stages lie farthest apart.
+"""Outermost first: neighboring ranks share a tensor-parallel group; pipeline stages are farthest apart.
 
-A node then holds whole TP groups, which talk most, and pipeline stages, which talk least, lie across nodes (Narayanan
-et al. 2021, arXiv 2104.04473, section 3; Megatron-LM's order "tp-cp-dp-pp")."""
+A node then contains whole TP groups, which communicate most; pipeline stages, which communicate least, are on different
+nodes (Narayanan et al. 2021, arXiv 2104.04473, section 3; Megatron-LM's order "tp-cp-dp-pp")."""
 
 
 class MeshAxis:
-    """Base class of mesh axes. Its ranks share nothing but what `cuts` names; a subclass overrides what differs."""
+    """Base class of mesh axes. By default an axis only divides the dimensions in `cuts`; subclasses override."""
 
     name: ClassVar[str]
-    """Of the axis, of its degree in `Degrees`, and of its key in `parallel`."""
+    """Name of the axis, of its degree in `Degrees`, and of its key in `parallel`."""
     description: ClassVar[str] = ""
-    """Of that key."""
+    """Description of that key."""
     cuts: ClassVar[tuple[Dimension, ...]] = ()
     on_ranks: ClassVar[str] = "lightning_llm.parallel.axis:AxisOnRanks"
-    """Module and class of torch's side."""
+    """`module:Class` of the axis' torch code."""
     in_every_mesh: ClassVar[bool] = False
-    """Whether the mesh has the axis even where it is one rank."""
+    """Whether the mesh keeps the axis at a degree of 1."""
 
     def layout_problems(self, config: Config, degrees: "Degrees", fits: bool) -> Iterator[Problem]:
-        """Yield why the layout, the batch and the machines allow no such degree.
+        """Yield why the layout or the batch does not allow the axis' degree.
 
-        `fits`: whether `degrees` multiply to the world; otherwise they are those given, 1 for those that are null.
+        `fits`: whether `degrees` multiply to the world; if not, they are the degrees of the config, with 1 for null.
         """
         return iter(())
 
     def machine_problems(self, config: Config, degrees: "Degrees") -> Iterator[Problem]:
-        """Yield why a group of the axis does not fit the machines, where their ranks are known."""
+        """Yield why a group of the axis does not fit the machines. Called only with degrees that fit the world."""
         return iter(())
 
     def sharding_problems(self, config: Config, degrees: "Degrees") -> Iterator[Problem]:
-        """Yield what of the model and its sequences the ranks of the axis do not divide."""
+        """Yield the sizes of the model and its sequences that the degree does not divide."""
         return iter(())
 
     def cut_operands(
         self, operand: str, linears: list[LinearSpec], config: Config, degrees: "Degrees"
     ) -> Iterator[tuple[int, "ShardedAxis"]]:
-        """Yield the dimensions of `operand` (x [M, K], w [N, K], dy [M, N]) of `linears` that ranks have parts of."""
+        """Yield the dimensions of `operand` (x [M, K], w [N, K], dy [M, N]) of `linears` that the axis splits."""
         return iter(())
 
     def add_sent(self, sent: "Sent", step: "RankStep") -> None:
-        """Add the bytes that a rank sends over the axis in a step."""
+        """Add the bytes that a rank sends over the axis in a step to `sent`."""
 
     def order_problem(self, degrees: "Degrees") -> str | None:
-        """Return why a degree above 1 trains to other bits than one rank; None where it does not."""
+        """Return why a degree above 1 does not train to the bits of one rank; None if it does."""
         return None
 
 
@@ -80,16 +80,17 @@ class MeshAxes(Mapping[str, MeshAxis]):
         self._built_in, self._loaded = built_in, False
 
     def register(self, axis: MeshAxis, outside: str | None = None) -> None:
-        """Add `axis` next to the axis called `outside`, around it; None: innermost. `parallel` takes its degree.
+        """Add `axis` directly outside the axis called `outside` (None: innermost), and its degree as a key of
+        `parallel`.
 
         Raises:
             ValueError: another axis has that name, or none is called `outside`.
         """
         if axis.name in self._all():
-            raise ValueError(f"axis '{axis.name}' is {type(self[axis.name]).__qualname__} already")
+            raise ValueError(f"axis '{axis.name}' is already registered: {type(self[axis.name]).__qualname__}")
         names = list(self._axes)
         if outside is not None and outside not in names:
-            raise ValueError(f"no axis is called '{outside}', outside of which '{axis.name}' was to lie")
+            raise ValueError(f"'{axis.name}' was to be registered outside '{outside}', and there is no such axis")
         names.insert(len(names) if outside is None else names.index(outside), axis.name)
         self._axes = {name: axis if name == axis.name else self._axes[name] for name in names}
         self._cutting.clear()

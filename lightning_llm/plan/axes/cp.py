@@ -1,4 +1,4 @@
-"""Context parallelism: ranks that share a sequence, each some of its tokens. Imports no torch."""
+"""Context parallelism: ranks that each have a part of a sequence's tokens. Imports no torch."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
@@ -18,29 +18,32 @@ if TYPE_CHECKING:
 
 
 class ContextAxis(MeshAxis):
-    """Axis of ranks that share sequences, hold the same parameters, and shard them where FSDP2 shards."""
+    """Axis of ranks that share sequences and parameters; under FSDP2 they shard the parameters, too."""
 
     name: ClassVar[str] = "cp"
     cuts: ClassVar[tuple[Dimension, ...]] = ("parameters", "sequence")
     on_ranks: ClassVar[str] = "lightning_llm.parallel.cp:ContextParallel"
 
     def sharding_problems(self, config: Config, degrees: Degrees) -> Iterator[Problem]:
-        """Yield that stages take whole sequences, which mixers do, and that sequences have no two chunks per rank."""
+        """Yield that a pipeline or a mixer needs whole sequences, or that sequences lack two chunks per rank."""
         cp, model, length = degrees.cp, config.model, config.data.sequence_length
         if cp == 1:
             return
         if degrees.pp > 1:
-            yield Problem("parallel.cp", f"is {cp} with pp={degrees.pp}; stages take whole sequences. Set one to 1.")
+            yield Problem(
+                "parallel.cp",
+                f"is {cp} with pp={degrees.pp}; stages need whole sequences. Set one of them to 1.",
+            )
         mixers = for_layers(model, range(model.num_layers), lambda index: mixer_of(model, index))
         names = [model.layer_name(index) for index, mixer in enumerate(mixers) if not mixer.context_parallel]
         for name in dict.fromkeys(names):
             text = (
-                f"is {cp}, and the mixer of '{name}' in model.layers takes whole sequences. Set 1, and share out "
+                f"is {cp}, and the mixer of '{name}' in model.layers needs whole sequences. Set 1, and split "
                 "weights, heads or layers instead (parallel.dp_shard, tp, pp)."
             )
             yield Problem("parallel.cp", text)
         if length % (2 * cp):
-            text = f"is {length}, and cp={cp} cuts sequences into 2 x {cp} chunks; take a multiple of {2 * cp}."
+            text = f"is {length}, and cp={cp} splits sequences into 2 x {cp} chunks. Use a multiple of {2 * cp}."
             yield Problem("data.sequence_length", text)
 
     def cut_operands(
@@ -51,7 +54,7 @@ class ContextAxis(MeshAxis):
             yield 0, ShardedAxis("a sequence (two per rank)", length, 2 * degrees.cp, "cp", "data.sequence_length")
 
     def add_sent(self, sent: "Sent", step: "RankStep") -> None:
-        """Add what every mixer gathers (keys and values), forward, twice where recomputed, and its gradients back."""
+        """Add the keys and values gathered in the forward pass (again if recomputed), and their gradients."""
         config, cp, model = step.config, step.degrees.cp, step.config.model
         if cp == 1:
             return

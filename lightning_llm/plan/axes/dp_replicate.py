@@ -1,4 +1,4 @@
-"""Replicas: ranks that hold the same (shards of) parameters and train on different micro-batches. Imports no torch."""
+"""Replicas: ranks with the same (shards of) parameters and different micro-batches. Imports no torch."""
 
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 class ReplicaAxis(MeshAxis):
-    """Axis of replicas, which sum their gradients once per step: in the tree's order, or FSDP2 does."""
+    """Axis of replicas, which sum their gradients once per step: in tree order, or by FSDP2."""
 
     name: ClassVar[str] = "dp_replicate"
     cuts: ClassVar[tuple[Dimension, ...]] = ("data",)
     on_ranks: ClassVar[str] = "lightning_llm.parallel.dp_replicate:Replicas"
 
     def add_sent(self, sent: "Sent", step: "RankStep") -> None:
-        """Add an all-reduce of gradients; the tree has its two halves, a scatter and a gather."""
+        """Add an all-reduce of gradients; in tree order its two halves, a scatter and a gather."""
         if self.name not in step.summed_axes:
             return
         replicas = step.degrees.ranks(self.name)

@@ -1,4 +1,4 @@
-"""ZeRO: ranks that share one copy of the parameters and train on different micro-batches. Imports no torch."""
+"""ZeRO: ranks with one copy of the parameters among them and different micro-batches. Imports no torch."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 class ShardAxis(MeshAxis):
-    """Axis of FSDP2's shards. It speaks for all ranks that FSDP2 shards over, those that share sequences too."""
+    """Axis of FSDP2's shards. Its traffic covers all ranks FSDP2 shards over, also those that share sequences."""
 
     name: ClassVar[str] = "dp_shard"
     cuts: ClassVar[tuple[Dimension, ...]] = ("data", "parameters")
     in_every_mesh: ClassVar[bool] = True
-    """FSDP2 shards over it."""
+    """Because FSDP2 shards over it."""
 
     def layout_problems(self, config: Config, degrees: Degrees, fits: bool) -> Iterator[Problem]:
         if config.parallel.zero_stage == 0 and degrees.dp_shard > 1:
-            text = f"is 0, and dp_shard={degrees.dp_shard} shards. Set it to 1, 2 or 3, or use dp_replicate."
+            text = f"is 0, and dp_shard={degrees.dp_shard} needs sharding. Set it to 1, 2 or 3, or use dp_replicate."
             yield Problem("parallel.zero_stage", text)
         algorithm = config.chosen_algorithm
         if degrees.dp_shard > 1 and self.name not in algorithm.summed_axes(AXES.cutting("data")):
-            ranks = f"dp_shard={degrees.dp_shard} ranks apart, and FSDP2 sums them"
+            ranks = f"dp_shard={degrees.dp_shard} ranks unsummed, but FSDP2 sums them"
             text = f"is {algorithm.name}, which leaves gradients of {ranks}."
             yield Problem("algorithm", f"{text} Set parallel.dp_shard=1 and parallel.dp_replicate instead.")
 
     def add_sent(self, sent: "Sent", step: "RankStep") -> None:
-        """Add what gathers weights and scatters gradients, and the amaxes of weights that travel as codes."""
+        """Add gathers of weights, scatters of gradients, and amaxes of weights that are gathered as codes."""
         parallel, recipe, degrees, units = step.config.parallel, step.config.precision, step.degrees, step.units
         shards, ranks = " ".join(shard_axes()), step.shard_ranks
 

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: ranks that hold each some of the layers. Imports no torch."""
+"""Pipeline parallelism: ranks that each have some of the layers. Imports no torch."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
@@ -18,7 +18,7 @@ ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv_zero_bubble")
 
 
 class PipelineAxis(MeshAxis):
-    """Axis of a pipeline's ranks, each with one stage or several (`plan.stages`)."""
+    """Axis of a pipeline's ranks, each with one or several stages (`plan.stages`)."""
 
     name: ClassVar[str] = "pp"
     cuts: ClassVar[tuple[Dimension, ...]] = ("layers",)
@@ -28,8 +28,8 @@ class PipelineAxis(MeshAxis):
         parallel = config.parallel
         if parallel.schedule in ZERO_BUBBLE:
             text = (
-                f"is {parallel.schedule}. Zero-bubble schedules run a backward pass in two parts, and with them a "
-                "custom autograd function's (loss, attention, quantised linears) twice, which doubles its gradients; "
+                f"is {parallel.schedule}. Zero-bubble schedules run a backward pass in two parts and a "
+                "custom autograd function (loss, attention, quantised linears) twice, which doubles its gradients; "
                 "compiled blocks fail. Set 1f1b or interleaved_1f1b."
             )
             yield Problem("parallel.schedule", text)
@@ -37,7 +37,7 @@ class PipelineAxis(MeshAxis):
             yield from _stage_problems(config, degrees)
 
     def add_sent(self, sent: "Sent", step: "RankStep") -> None:
-        """Add hidden states forward, their gradients back, and a tied embedding's gradient once."""
+        """Add hidden states sent forward, their gradients sent back, and a tied embedding's gradient once per step."""
         model, degrees, parts = step.config.model, step.degrees, step.parts
         neighbours = sum(2 - part.first - part.last for part in parts)
         sent["send", "pp"] += step.micro_batches * step.boundary_bytes * neighbours
@@ -50,18 +50,18 @@ def _stage_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     parallel, pp = config.parallel, degrees.pp
     if parallel.virtual_stages > 1 and (pp == 1 or parallel.schedule != INTERLEAVED):
         why = f"and parallel.schedule={parallel.schedule} has one stage per rank" if pp > 1 else "and parallel.pp is 1"
-        text = f"is {parallel.virtual_stages}, {why}. Set it to 1, or pp above 1 with schedule={INTERLEAVED}."
+        text = f"is {parallel.virtual_stages}, {why}. Set it to 1, or set pp above 1 and schedule={INTERLEAVED}."
         yield Problem("parallel.virtual_stages", text)
     if pp == 1:
         return
     if parallel.schedule == INTERLEAVED and parallel.virtual_stages == 1:
-        text = f"is 1, and schedule={INTERLEAVED} interleaves several stages per rank. Set it to 2 or more, or 1f1b."
+        text = f"is 1, and schedule={INTERLEAVED} needs several stages per rank. Set it to 2 or more, or schedule=1f1b."
         yield Problem("parallel.virtual_stages", text)
     stages = pp * parallel.virtual_stages
     if config.model.num_layers < stages:
         text = (
             f"is {config.model.num_layers}, and pp={pp} x virtual_stages={parallel.virtual_stages} makes {stages} "
-            "stages of at least one layer. Lower one of them, or take a deeper model."
+            "stages of at least one layer. Lower one of them, or use a deeper model."
         )
         yield Problem("model.num_layers", text)
     yield from _micro_batch_problems(config, degrees)
@@ -75,12 +75,12 @@ def _micro_batch_problems(config: Config, degrees: Degrees) -> Iterator[Problem]
         f"{data.micro_batch_size} x dp={degrees.dp}))"
     )
     if schedule == "1f1b" and count < pp:
-        text = f"gives {arithmetic}, and 1f1b needs at least pp={pp}. Raise it, lower micro_batch_size, or set gpipe."
+        text = f"gives {arithmetic}; 1f1b needs at least pp={pp}. Raise it, lower micro_batch_size, or use gpipe."
         yield Problem("data.global_batch_size", text)
     if schedule == INTERLEAVED and count % pp:
         text = (
-            f"gives {arithmetic}, and {INTERLEAVED} takes them in rounds of pp={pp}: set it to a multiple of "
-            f"{data.micro_batch_size * degrees.dp * pp}, or take 1f1b."
+            f"gives {arithmetic}; {INTERLEAVED} needs a multiple of pp={pp}. Set it to a multiple of "
+            f"{data.micro_batch_size * degrees.dp * pp}, or use 1f1b."
         )
         yield Problem("data.global_batch_size", text)
 

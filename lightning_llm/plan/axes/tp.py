@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class TensorAxis(MeshAxis):
-    """Axis of ranks that have each a part of every layer's width, by the roles of its linears."""
+    """Axis of ranks that each have a part of every layer's width, according to the roles of its linears."""
 
     name: ClassVar[str] = "tp"
     cuts: ClassVar[tuple[Dimension, ...]] = ("width",)
@@ -42,36 +42,36 @@ class TensorAxis(MeshAxis):
             yield from _auxiliary_problems(config.model, degrees.tp)
 
     def machine_problems(self, config: Config, degrees: Degrees) -> Iterator[Problem]:
-        """Yield that a group does not fit a machine.
+        """Yield that a tensor-parallel group spans machines.
 
-        Its collectives, four per block and micro-batch, hide behind nothing; across machines they set the pace
-        (Narayanan et al. 2021, arXiv 2104.04473, section 3.2; Dash et al. 2023, arXiv 2312.12705, of Frontier's 8
-        devices a node).
+        Its four collectives per block and micro-batch overlap with no computation, so between machines they dominate
+        the step (Narayanan et al. 2021, arXiv 2104.04473, section 3.2; Dash et al. 2023, arXiv 2312.12705, on Frontier
+        with 8 devices per node).
         """
         per_node = ranks_per_node(config)
         if degrees.tp > per_node and config.trainer.devices > 1:
             text = (
-                f"is {degrees.tp}, and a machine has {per_node} ranks (trainer.devices): every block would wait for "
-                f"sums between machines. Set it to {per_node} or less, and parallel.pp higher."
+                f"is {degrees.tp}, and a machine has {per_node} ranks (trainer.devices), so every block would wait for "
+                f"sums between machines. Set it to {per_node} or less, and raise parallel.pp."
             )
             yield Problem("parallel.tp", text)
 
     def sharding_problems(self, config: Config, degrees: Degrees) -> Iterator[Problem]:
-        """Yield what ranks do not divide: heads and widths, tokens between layers, rows in the optimizer's state."""
+        """Yield heads, widths, tokens between layers and optimizer rows that the degree does not divide."""
         yield from _weight_problems(config.model, degrees.tp)
         if degrees.tp > 1:
             yield from _parameter_problems(config.model, degrees.tp)
         length, cp, tp = config.data.sequence_length, degrees.sequence, degrees.tp
         if tp > 1 and config.parallel.sequence_parallel and length % (cp * tp):
             text = (
-                f"is {length}, of which {cp} context-parallel rank(s) have {length / cp:g} tokens each, and tp={tp} "
-                f"does not divide those. Take a multiple of {cp * tp}, or set parallel.sequence_parallel=false."
+                f"is {length}: {cp} context-parallel rank(s) have {length / cp:g} tokens each, and tp={tp} "
+                f"does not divide that. Use a multiple of {cp * tp}, or set parallel.sequence_parallel=false."
             )
             yield Problem("data.sequence_length", text)
         names = {each.inputs.length: each.name for each in linears_of(config.model).values() if each.role == "row"}
         for columns, name in names.items():
             if problem := config.optim.shard_problem(columns, tp):
-                yield Problem("parallel.tp", f"is {tp}, and cuts the rows of {name} into parts {problem}, or tp=1.")
+                yield Problem("parallel.tp", f"is {tp}, and splits the rows of {name} into parts {problem}, or tp=1.")
 
     def cut_operands(
         self, operand: str, linears: list[LinearSpec], config: Config, degrees: Degrees
@@ -91,15 +91,17 @@ class TensorAxis(MeshAxis):
             yield axis, ShardedAxis(text, width, degrees.tp, "tp", made_of.key, made_of.times)
 
     def add_sent(self, sent: "Sent", step: "RankStep") -> None:
-        """Add what crosses a group.
+        """Add the bytes sent within a tensor-parallel group.
 
-        Each cut part is entered and left once, forward and backward: four times per layer a gather or a scatter of the
-        hidden states of all tokens with sequence parallelism, else twice an all-reduce of as many bytes as both
-        together (arXiv 2205.05198, section 4.2.2). The embedding is left in the master dtype and the head entered; the
-        loss takes three fp32 numbers per token. A recomputed layer repeats its forward pass, up to what is left last.
-        Gradients of norms, positions and row-parallel biases are all-reduced once per step, or else the first rank's go
-        to the others; those of norms within heads and within parts are always all-reduced, and of duplicated
-        linears the first rank's always go. What a duplicated linear gives is all-reduced in the backward pass.
+        - Each split part of a layer is entered and left once, forward and backward. With sequence parallelism that is
+          four gathers or scatters of all tokens' hidden states per layer, otherwise two all-reduces of as many bytes
+          together (arXiv 2205.05198, section 4.2.2). A recomputed layer repeats its forward pass except for the last
+          collective.
+        - The embedding's output is in the master dtype; the head's input is gathered; the loss takes three fp32 numbers
+          per token.
+        - Gradients of norms, positions and row-parallel biases are all-reduced once per step with sequence parallelism,
+          otherwise the first rank broadcasts them. Those of norms within heads and within parts are always all-reduced, those of
+          duplicated linears always broadcast. The input gradients of duplicated linears are all-reduced.
         """
         recipe, model, tp = step.config.precision, step.config.model, step.degrees.tp
         if tp == 1:
@@ -139,13 +141,11 @@ def _weight_problems(model: ModelConfig, tp: int) -> Iterator[Problem]:
     for parts in for_layers(model, range(model.num_layers), lambda index: list(block_parts(model, index).values())):
         for part in parts:
             sizes |= part.divisions(model)
-    sizes["the padded vocabulary"] = model.padded_vocab_size, "its rows are shared out; see model.vocab_multiple"
+    sizes["the padded vocabulary"] = model.padded_vocab_size, "its rows are split; see model.vocab_multiple"
     for name, (size, why) in sizes.items():
         if size % tp:
-            text = (
-                f"is {tp}, which does not divide {name} = {size} ({size} = {size // tp} x {tp} + {size % tp}): {why}."
-            )
-            yield Problem("parallel.tp", f"{text} Take a divisor of {size}.")
+            text = f"is {tp}, and must divide {name} = {size} ({size} = {size // tp} x {tp} + {size % tp}): {why}."
+            yield Problem("parallel.tp", f"{text} Use a divisor of {size}.")
 
 
 def _all_parts(model: ModelConfig) -> list[Part]:
@@ -202,7 +202,7 @@ def _elements_within(model: ModelConfig, layers: list[int]) -> int:
 
 
 def _elements(model: ModelConfig, layers: list[int], role: str) -> int:
-    """Return the elements of the parameters of this role in the blocks `layers`, as norms and row-parallel biases."""
+    """Return the elements of the parameters with `role` in the blocks `layers`."""
 
     def within(index: int) -> int:
         return sum(math.prod(each.shape) for each in block_parameters(model, index) if each.role == role)
@@ -211,7 +211,7 @@ def _elements(model: ModelConfig, layers: list[int], role: str) -> int:
 
 
 def _duplicated_outputs(model: ModelConfig, layers: list[int]) -> int:
-    """Return the elements per token that duplicated linears of the blocks `layers` give."""
+    """Return the output elements per token of the duplicated linears in the blocks `layers`."""
 
     def within(index: int) -> int:
         return sum(linear.outputs.length for linear in block_linears(model, index) if linear.role == "duplicate")
@@ -223,7 +223,7 @@ AXIS = TensorAxis()
 
 
 CutSide = Literal["outputs", "inputs", "vocabulary", "replicate"]
-"""The side of a weight that ranks have parts of. `vocabulary`: rows are token ids."""
+"""The side of a weight that ranks split. `vocabulary`: rows are token ids. `replicate`: every rank has all of it."""
 
 _NUMBER = re.compile(r"\.\d+\.")
 _FUSED = re.compile(r"^(c_attn|qkv|query_key_value|qkv_proj|w_?qkv|in_proj|W_pack|gate_up_proj)$")
@@ -240,25 +240,25 @@ _POSITIONS = re.compile(r"posi|wpe|relative_attention_bias|rotary")
 def tensor_axes(
     shapes: Mapping[str, tuple[int, ...]], ranks: int = 1, transposed: Iterable[str] = ()
 ) -> dict[str, CutSide]:
-    """Return which side of each weight a tensor-parallel group of `ranks` shares, by the names of modules.
+    """Return {module: side of its weight that a tensor-parallel group of `ranks` splits}.
 
-    Redco's two rules (Tan et al. 2023, arXiv 2310.16355, section 3.1; tanyuqian/redco, partition_utils): of attention's
-    and the feed-forward network's matrices those that take the residual stream are cut by their outputs, those that
-    give to it by their inputs; embeddings and the head by the vocabulary, vectors and tables of positions not at all.
-    A matrix of no known name is cut by the side that the one before it in its block was not, in the order of `shapes`,
-    so that what is cut is put together again. What `ranks` does not divide is not cut.
+    Redco's two rules (Tan et al. 2023, arXiv 2310.16355, section 3.1; tanyuqian/redco, partition_utils). In attention
+    and feed-forward networks, matrices that read the residual stream are split by outputs, and matrices that add to it
+    by inputs. Embeddings and the head are split by the vocabulary; vectors and position tables are replicated. A matrix
+    with an unknown name is split by the other side than the previous one of its block, in the order of `shapes`. Sizes
+    that `ranks` does not divide are replicated.
 
     Args:
-        shapes: of every parameter, by its full name: "model.layers.0.self_attn.q_proj.weight": (outputs, inputs).
-        ranks: how many share each weight.
-        transposed: names of modules whose weight is [inputs, outputs], as GPT-2's Conv1D.
+        shapes: {full parameter name: shape}, e.g. "model.layers.0.self_attn.q_proj.weight": (outputs, inputs).
+        ranks: size of the group.
+        transposed: names of modules with a weight of shape [inputs, outputs], such as GPT-2's Conv1D.
     """
     found: dict[str, CutSide] = {}
     before: dict[str, CutSide] = {}
     turned = set(transposed)
     for name, shape in shapes.items():
         module, _, kind = name.rpartition(".")
-        if kind != "weight":  # a bias lies with its weight's outputs
+        if kind != "weight":  # a bias is split with its weight's outputs
             if module not in found and f"{module}.weight" not in shapes:
                 found[module or name] = "replicate"
             continue
@@ -288,9 +288,9 @@ def _axis_of(module: str, shape: tuple[int, ...], before: CutSide | None) -> Cut
 
 
 def style_of(module: str, axis: CutSide) -> str:
-    """Return what `torch.distributed.tensor.parallel.parallelize_module` calls the axis of `module`, "" for none.
+    """Return the `torch.distributed.tensor.parallel` style for `axis` of `module`; "" if it is replicated.
 
-    By the vocabulary an embedding is cut along its inputs, and the head, a linear, along its outputs.
+    Split by the vocabulary, an embedding is row-parallel and the head, a linear, column-parallel.
     """
     if axis == "vocabulary":
         return "ColwiseParallel" if _HEAD.search(module) else "RowwiseParallel"
@@ -298,5 +298,5 @@ def style_of(module: str, axis: CutSide) -> str:
 
 
 def alike(axes: Mapping[str, CutSide]) -> Counter[tuple[str, CutSide]]:
-    """Return how many modules there are of each name, block numbers as "*", and axis."""
+    """Count modules by (name with block numbers as "*", axis)."""
     return Counter((_NUMBER.sub(".*.", f"{name}.").removesuffix("."), axis) for name, axis in axes.items())

@@ -1,18 +1,19 @@
-"""Whose way of training memory is counted for: this trainer's, or another's, to hold its published figures against."""
+"""The trainer that memory is counted for: this one, or another, to compare with its published figures."""
 
 from typing import NamedTuple
 
 
 class Accounting(NamedTuple):
-    """What another trainer does otherwise, as far as memory shows it.
+    """Differences of another trainer that affect memory.
 
-    `every_product`: of a block's matrix products selective checkpointing keeps the output of the first, and of every
-    so many after it. `fp32_logits`: the loss is taken of all logits at once in fp32. `one_root`: FSDP2's root is
-    embedding, norm and head together, in the compute dtype. `gathers_context`: a rank keeps the keys of all
-    context-parallel ranks. `keeps_outputs`: a pipeline's last stage keeps the logits of all micro-batches until the
-    step ends. `buffers`: 16-bit weights and fp32 gradients lie in buffers, masters beside them in the optimizer.
-    `receives_all`: a pipeline's stage has receive buffers for all micro-batches of a step. `gives_away`: it has none
-    beside its inputs in flight, and lets go of outputs that are sent.
+    - `every_product`: selective checkpointing keeps the output of every n-th matrix product of a block, from the first.
+    - `fp32_logits`: the loss is computed from all logits at once in fp32.
+    - `one_root`: FSDP2's root is embedding, norm and head together, in the compute dtype.
+    - `gathers_context`: a rank keeps the keys of all context-parallel ranks.
+    - `keeps_outputs`: a pipeline's last stage keeps the logits of all micro-batches until the step ends.
+    - `buffers`: 16-bit weights and fp32 gradients are in contiguous buffers, and masters in the optimizer.
+    - `receives_all`: a pipeline stage has receive buffers for all micro-batches of a step.
+    - `gives_away`: a pipeline stage has no buffers except its inputs in flight, and frees outputs that were sent.
     """
 
     name: str
@@ -44,4 +45,4 @@ ACCOUNTINGS = {
     # optimizer (docs of megatron.core.optimizer.distrib_optimizer); core/pipeline_parallel/schedules.py.
     "megatron": Accounting("megatron", buffers=True, gives_away=True),
 }
-"""What `plan --accounting NAME` takes. The last but ours price a trainer that is not this one."""
+"""Values of `plan --accounting`. All except lightning_llm describe other trainers."""

@@ -1,4 +1,4 @@
-"""Bytes that forward passes leave for their backward passes, part by part. Imports no torch."""
+"""Bytes of activations saved for backward, part by part. Imports no torch."""
 
 from typing import NamedTuple
 
@@ -17,14 +17,14 @@ from lightning_llm.precision.native.express import NativeRecipe, express
 from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, rule_of
 
 CODE_BITS = {"delayed": 8.0, "current": 8.0, "subchannel": 8 + 32 / 128, "mxfp8": 8 + 8 / 32, "nvfp4": 4 + 8 / 16}
-"""Bits per element of an operand as Transformer Engine keeps it for the backward pass: its codes along the contraction
-axis of wgrad (a transpose of their own, but for scales per tensor), and their block scales."""
+"""Bits per element of an operand that Transformer Engine saves for backward: codes along wgrad's contraction axis (a
+separate transpose, except with scales per tensor) and their block scales."""
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of one block on one rank and micro-batch: `kept` until its backward pass, and what that has beside them.
+    """Bytes of one block on one rank and micro-batch: `kept` until its backward pass, and added by it (`backward`).
 
-    The latter is what is recomputed, and the gradients of its activations.
+    The backward pass adds recomputed activations and the gradients of activations.
     """
 
     kept: int
@@ -32,19 +32,19 @@ class BlockBytes(NamedTuple):
 
 
 def on_gpu(plan: Plan) -> bool:
-    """Return whether the planned devices run CUDA's kernels."""
+    """Return whether the planned devices are CUDA GPUs."""
     return plan.capability.compute_capability is not None
 
 
 def forward_of(plan: Plan, accounting: Accounting = OURS) -> ForwardPass:
-    """Return what the plan's forward passes run under. In a ring each rank keeps the keys of its own tokens alone."""
+    """Return the conditions of the plan's forward passes. With a ring, a rank keeps only the keys of its tokens."""
     data, width = plan.config.data, DTYPE_BYTES[plan.config.precision.compute_dtype]
     ranks = plan.degrees.sequence if accounting.gathers_context else 1
     return ForwardPass(width, data.sequence_length, data.document_mask, ranks, on_gpu(plan), takes_blocks(plan))
 
 
 def tokens_of(config: Config, degrees: Degrees) -> int:
-    """Return how many tokens of a micro-batch a rank computes, its tensor-parallel group together."""
+    """Return the tokens of a micro-batch that a rank's tensor-parallel group computes."""
     return config.data.micro_batch_size * config.data.sequence_length // degrees.sequence
 
 
@@ -60,7 +60,7 @@ def recomputed_layers(config: Config, parts: list[StagePart]) -> list[int]:
 
 
 def part_bytes(plan: Plan, index: int, accounting: Accounting = OURS) -> dict[str, int]:
-    """Return what each part of block `index` saves of one micro-batch on a rank, in bytes, by the part's name."""
+    """Return {part: bytes} that the parts of block `index` save of one micro-batch on a rank."""
     forward, found = forward_of(plan, accounting), {}
     for name, part in block_parts(plan.config.model, index).items():
         prefix = f"layers.{index}.{name}"
@@ -84,10 +84,10 @@ def block_bytes(plan: Plan, index: int, accounting: Accounting = OURS) -> BlockB
 
 
 def stage_bytes(plan: Plan, part: StagePart, accounting: Accounting = OURS) -> int:
-    """Return what a stage saves of one micro-batch beside its blocks and the logits.
+    """Return the bytes that a stage saves of one micro-batch, except for its blocks and the logits.
 
-    That are the ids of tokens and positions where it embeds, tables of rotary angles and masks that its blocks share,
-    and where it is the last the norm's and the head's input.
+    These are the ids of tokens and positions in the first stage, tables of rotary angles and masks that its blocks
+    share, and the inputs of norm and head in the last stage.
     """
     config, degrees, forward = plan.config, plan.degrees, forward_of(plan, accounting)
     model, tokens = config.model, tokens_of(config, degrees)
@@ -104,11 +104,11 @@ def stage_bytes(plan: Plan, part: StagePart, accounting: Accounting = OURS) -> i
 
 
 def _shared_mask_bytes(plan: Plan, part: StagePart, forward: ForwardPass) -> int:
-    """Return the bytes of the masks that say which keys a stage's queries see, a bool for each pair and window.
+    """Return the bytes of a stage's shared attention masks: a bool for each pair of query and key, per window size.
 
-    Blocks that are recomputed keep them, and so does `cpu_kernel`'s kernel; others turn them into masks of their own
-    (`attention.kinds.mask_of`). Where attention is plainly causal, on whole sequences without documents, there is none,
-    nor for recurrent mixers. FlexAttention has lists of blocks, of no size beside these.
+    Recomputed blocks keep them, and so does the kernel of `cpu_kernel`; others convert them
+    (`attention.kinds.mask_of`). Causal attention over whole sequences without documents needs none, nor do recurrent
+    mixers. FlexAttention's lists of blocks are negligible.
     """
     config = plan.config
     again, windows = set(recomputed_layers(config, [part])), set()
@@ -125,7 +125,7 @@ def _shared_mask_bytes(plan: Plan, part: StagePart, forward: ForwardPass) -> int
 
 
 def _bytes_of(plan: Plan, saved: SavedTensor, prefix: str = "") -> int:
-    """Return the bytes of `saved` on a rank; `prefix`: the part's name, to look up how its linears run."""
+    """Return the bytes of `saved` on a rank; `prefix`: the part's name, to look up the casts of its linears."""
     config, degrees = plan.config, plan.degrees
     rows = tokens_of(config, degrees)
     if saved.per_position:
@@ -140,9 +140,9 @@ def _bytes_of(plan: Plan, saved: SavedTensor, prefix: str = "") -> int:
 
 
 def code_bits(plan: Plan, linear: str) -> float | None:
-    """Return the bits per element of the input that `linear` keeps where it runs natively; None: the input as it is.
+    """Return the bits per element of the input that a native `linear` saves; None if it saves the input itself.
 
-    What is emulated keeps the input, too, and quantises it again.
+    Emulated linears save the input and quantize it again.
     """
     recipe, layers = plan.config.precision, plan.config.model.num_layers
     if plan.decision.runs != "native" or reasons_to_stay_high([linear], recipe, layers)[linear] is not None:
@@ -152,10 +152,10 @@ def code_bits(plan: Plan, linear: str) -> float | None:
 
 
 def selective_bytes_per_token(config: Config, index: int, tp: int = 1, every_product: int = 1) -> int:
-    """Return the bytes of the outputs that `parallel.blocks.checkpoint_blocks` keeps of one token in block `index`.
+    """Return the bytes per token of the outputs that `parallel.blocks.checkpoint_blocks` keeps in block `index`.
 
-    Those are every linear's in the compute dtype (of `every_product`-th ones alone, see `Accounting`), and of the mixer
-    what its kernel gives (`Part.kernel_outputs`).
+    These are the outputs of every linear in the compute dtype (of every n-th one, see `Accounting.every_product`), and
+    of the mixer's kernel (`Part.kernel_outputs`).
     """
     model, width = config.model, DTYPE_BYTES[config.precision.compute_dtype]
     parts = block_parts(model, index).values()
@@ -166,10 +166,10 @@ def selective_bytes_per_token(config: Config, index: int, tp: int = 1, every_pro
 
 
 def _gradient_bytes(plan: Plan, index: int, accounting: Accounting) -> int:
-    """Return the bytes of the gradients that the backward pass of block `index` has at once, at most.
+    """Return the peak bytes of activation gradients in the backward pass of block `index`.
 
-    Where two factors of a product get theirs from the product's: of the widest tensor that a part saves three times,
-    less the product itself, which its own linear has let go; and of the residual stream, and what enters the part.
+    The peak is where two factors of a product get their gradients: two times the widest tensor that a part saves (the
+    product itself has been freed), the residual stream, and the part's input.
     """
     config, degrees, forward = plan.config, plan.degrees, forward_of(plan, accounting)
     widest = 0
@@ -182,7 +182,7 @@ def _gradient_bytes(plan: Plan, index: int, accounting: Accounting) -> int:
 
 
 class LossChunks(NamedTuple):
-    """A micro-batch's `rows` of `width` logits on a rank, of which `at_once` are there at once, in `number` chunks."""
+    """Chunks of a micro-batch's logits on a rank: `rows` of `width`, at most `at_once` rows in memory."""
 
     rows: int
     width: int
@@ -190,12 +190,12 @@ class LossChunks(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Chunks, 1 where logits are there whole."""
+        """Number of chunks; 1 if all logits are in memory at once."""
         return -(-self.rows // self.at_once)
 
 
 def loss_chunks(config: Config, degrees: Degrees, on_gpu: bool) -> LossChunks:
-    """Return them: whole where others want logits, a pipeline's schedule or a distillation."""
+    """Return the chunks of logits: a single one if a pipeline's schedule or distillation needs all logits."""
     rows, width = tokens_of(config, degrees), config.model.padded_vocab_size // degrees.width
     whole = degrees.pp > 1 or config.distil is not None
     kind = "cuda" if on_gpu else "cpu"

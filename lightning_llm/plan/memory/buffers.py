@@ -1,4 +1,4 @@
-"""Copies of weights and gradients that a step makes: gathered, cast, and sent. Imports no torch."""
+"""Copies of weights and gradients during a step: gathered, cast, and sent. Imports no torch."""
 
 from itertools import pairwise
 
@@ -16,11 +16,11 @@ from lightning_llm.plan.stages import StagePart
 from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high
 
 REPLICA_BUCKET_BYTES = 25 * 2**20
-"""What `parallel.gradient_sync` sends at once, at most, but for a parameter that is larger."""
+"""Largest bucket of `parallel.gradient_sync`, unless one parameter is larger."""
 
 
 def gathered_bytes(config: Config, units: Units, degrees: Degrees, accounting: Accounting = OURS) -> int:
-    """Return the bytes of gathered weights at their peak, 0 where no FSDP2 keeps them."""
+    """Return the peak bytes of gathered weights; 0 without FSDP2."""
     if not uses_fsdp(config.parallel, degrees):
         return 0
     if config.parallel.zero_stage < 3:
@@ -29,7 +29,7 @@ def gathered_bytes(config: Config, units: Units, degrees: Degrees, accounting: A
     root, head, embedding = (
         _whole_bytes(config, degrees, unit, accounting) for unit in (units.root, units.head, units.embedding)
     )
-    two_blocks = max(map(sum, pairwise(blocks)), default=sum(blocks))  # the next one is gathered ahead
+    two_blocks = max(map(sum, pairwise(blocks)), default=sum(blocks))  # the next one is prefetched
     if accounting.one_root:
         return root + head + embedding + two_blocks
     return root + max(head + two_blocks, embedding + blocks[0])
@@ -42,25 +42,25 @@ def _whole_bytes(config: Config, degrees: Degrees, unit: Unit, accounting: Accou
 
 
 def gather_buffer_bytes(config: Config, units: Units, degrees: Degrees, accounting: Accounting) -> int:
-    """Return the bytes of the two units that are gathered one after the other, at most: the root, then blocks."""
+    """Return the peak bytes of gather buffers: two consecutive units, the root and then blocks."""
     if not uses_fsdp(config.parallel, degrees):
         return 0
     outside = [_whole_bytes(config, degrees, unit, accounting) for unit in (units.root, units.head, units.embedding)]
     root = sum(outside) if accounting.one_root else max(outside)
     ranks, width = shard_ranks(config.parallel, degrees), DTYPE_BYTES[config.precision.gather_dtype]
     blocks = [ranks * unit.gathered_bytes(ranks, width) for unit in units.blocks]
-    codes = [ranks * unit.code_bytes(ranks) for unit in units.blocks]  # apart, beside what they become
+    codes = [ranks * unit.code_bytes(ranks) for unit in units.blocks]  # in separate buffers, until they are converted
     pairs = zip(pairwise(blocks), codes[1:], strict=True)
     return max(root + blocks[0] + codes[0], max((sum(pair) + code for pair, code in pairs), default=0))
 
 
 def compute_copy_bytes(plan: Plan, part: StagePart, units: Units) -> tuple[int, int]:
-    """Return the bytes of weights that the model casts on use: of each forward pass in flight, and of one at a time.
+    """Return the bytes of weights that the model casts on use: (per forward pass in flight, one block at a time).
 
-    Embeddings are looked up in the master dtype. What FSDP2 gathers is cast already, but for norms and a tied embedding
-    outside the blocks. A linear whose casts are emulated keeps its master and casts it again; one that runs in
-    Transformer Engine keeps the 16-bit weight and, unless once for all of a step (`weight_casts`), codes of it in both
-    directions.
+    Embeddings are looked up in the master dtype. FSDP2 gathers weights already cast, except for norms and a tied
+    embedding outside the blocks. A linear with emulated casts keeps its master weight and casts it again. A linear in
+    Transformer Engine keeps the 16-bit weight and its codes in both directions, unless the codes are kept for the whole
+    step (`weight_casts`).
     """
     config, degrees = plan.config, plan.degrees
     model, recipe = config.model, config.precision
@@ -79,7 +79,7 @@ def compute_copy_bytes(plan: Plan, part: StagePart, units: Units) -> tuple[int, 
 
 
 def _copied_in_block(plan: Plan, index: int, unit: Unit) -> int:
-    """Return the bytes of casts of the weights of block `index` that its forward pass keeps."""
+    """Return the bytes of cast weights of block `index` that its forward pass keeps."""
     config = plan.config
     width, tp = DTYPE_BYTES[config.precision.compute_dtype], plan.degrees.width
     copied = width * unit.shard(1)
@@ -95,15 +95,15 @@ def _copied_in_block(plan: Plan, index: int, unit: Unit) -> int:
 
 
 def _emulates_all(plan: Plan) -> bool:
-    """Return whether every linear is emulated: fp16 on a CPU."""
+    """Return whether every linear is emulated, as with fp16 on a CPU."""
     return plan.config.precision.compute_dtype == "fp16" and not on_gpu(plan)
 
 
 def communication_bytes(config: Config, units: Units, degrees: Degrees) -> int:
-    """Return the bytes of what is reduced at once: as it is sent, and as it is received.
+    """Return the peak bytes of gradients being reduced: send and receive buffers.
 
-    FSDP2 reduces a group after the other; buckets of what it does not sum follow each other through as many collectives
-    as they need (`parallel.gradient_sync`), but for the few parameters that tensor-parallel ranks hold alike.
+    FSDP2 reduces one group after another. Other gradients go in buckets through the collectives they need
+    (`parallel.gradient_sync`), except for the few parameters that tensor-parallel ranks replicate.
     """
     gradient, ranks = DTYPE_BYTES[config.precision.main_grad_dtype], shard_ranks(config.parallel, degrees)
     fsdp = uses_fsdp(config.parallel, degrees)
@@ -118,11 +118,12 @@ def communication_bytes(config: Config, units: Units, degrees: Degrees) -> int:
 
 
 def bucket_bytes(total: int, largest: int, shared: bool, replicas: int, together: int = 1) -> int:
-    """Return the bytes of buckets of `total` bytes of gradients, the `largest` of one parameter, at their most.
+    """Return the peak bytes of buckets for `total` bytes of gradients, `largest` bytes of one parameter.
 
-    A bucket is held while it goes through an all-reduce over ranks that share sequences (`shared`), an all-to-all over
-    `replicas`, or two where a machine first sums those that it has `together`, and an all-gather. The one in the first
-    all-to-all is held twice, the one in the second has what is received beside it, the last its part of the sum.
+    A bucket stays in memory through its collectives: an all-reduce over ranks that share sequences (`shared`), one
+    all-to-all over `replicas`, or two if a machine first sums its `together` ranks, and an all-gather. The bucket in
+    the first all-to-all needs twice its bytes, the one in the second its receive buffer, the last one its part of the
+    sum.
     """
     collectives = shared + (2 + (together > 1) if replicas > 1 else 0)
     if not collectives:

@@ -1,4 +1,4 @@
-"""Whether a rank's bytes fit the device it is planned on, a change that makes them, or uses room. Imports no torch."""
+"""Check that a rank's bytes fit the planned device; changes that make them fit, or use free memory. No torch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,17 +12,17 @@ from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import Plan, Resolution
 
 RESERVE = 0.05
-"""Of a device's memory, what a change that is proposed leaves to CUDA's context and to what is not counted."""
+"""Fraction of device memory that a proposed change leaves free, for CUDA's context and memory that is not counted."""
 Overrides = dict[str, Any]
 
 
 def hardware_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
-    """Return the planned devices: `name`, `devices` (how many), `memory_bytes` of one, None where it is not known.
+    """Return the planned devices: `name`, `devices` (their number), `memory_bytes` of one (None if unknown).
 
-    `spare_bytes` is that less what a rank holds by estimate, negative where it does not fit; CUDA's context is in
-    neither. `change` is the first of `cheaper` that fits with `RESERVE`: its `overrides`, and the
-    `memory_bytes` of a rank then; None where nothing has to change, or none of them is enough. `faster`: the same for
-    the first of `roomier` on a GPU that has the room; it fits as well.
+    `spare_bytes` is the device's memory less a rank's estimated bytes, negative if they do not fit; neither includes
+    CUDA's context. `change` is the first of `cheaper` that fits with `RESERVE`: its `overrides` and the rank's
+    `memory_bytes`; None if no change is needed or none is enough. `faster` is the same for the first of `roomier` that
+    fits, on a GPU.
     """
     memory = device_memory_bytes(plan)
     facts = {
@@ -49,7 +49,7 @@ def hardware_row(facts: dict[str, Any]) -> tuple[str, str]:
     """Return `hardware_facts` as a line."""
     name = f"{facts['devices']} x {facts['name']}"
     if facts["memory_bytes"] is None:
-        return "hardware", f"{name}; hardware=h100 (or a100, b200, ...) says whether the memory is enough"
+        return "hardware", f"{name}; set hardware=h100 (or a100, b200, ...) to check whether the memory is enough"
     spare, change, faster = facts["spare_bytes"] / GIB, facts["change"], facts["faster"]
     line = f"{name} of {facts['memory_bytes'] / GIB:.0f} GiB: "
     if spare >= 0:
@@ -57,16 +57,16 @@ def hardware_row(facts: dict[str, Any]) -> tuple[str, str]:
         if faster is not None:
             gain = "recomputes less" if "checkpoint" in faster["overrides"][0] else "has larger GEMMs"
             needed = faster["memory_bytes"] / GIB
-            line += f"; {' '.join(faster['overrides'])} fits, too, at {needed:.1f} GiB, and {gain}"
+            line += f"; {' '.join(faster['overrides'])} also fits, at {needed:.1f} GiB, and {gain}"
         return "hardware", line
-    line += f"does not fit, by {-spare:.1f} GiB; "
+    line += f"does not fit, {-spare:.1f} GiB missing; "
     if change is None:
-        return "hardware", f"{line}more ranks, parallel.tp or parallel.pp may do"
-    return "hardware", f"{line}{' '.join(change['overrides'])} would, at {change['memory_bytes'] / GIB:.1f} GiB"
+        return "hardware", f"{line}try more ranks, parallel.tp or parallel.pp"
+    return "hardware", f"{line}{' '.join(change['overrides'])} would fit, at {change['memory_bytes'] / GIB:.1f} GiB"
 
 
 def cheaper(config: Config, degrees: Degrees) -> Iterator[Overrides]:
-    """Yield what makes a rank hold less, by what it costs in time: recomputing, smaller GEMMs, gathering weights."""
+    """Yield changes that reduce memory, cheapest in time first: recomputation, smaller GEMMs, gathered weights."""
     key = "parallel.activation_checkpoint"
     recompute = {"none": ["selective", "full"], "selective": ["full"]}.get(config.parallel.activation_checkpoint, [])
     by_block = {} if config.parallel.activation_checkpoint_layers is None else {f"{key}_layers": None}
@@ -87,13 +87,13 @@ def cheaper(config: Config, degrees: Degrees) -> Iterator[Overrides]:
 
 
 def roomier(plan: Plan) -> Iterator[Overrides]:
-    """Yield what takes more memory for less time, by what it saves: nothing recomputed, or less, then larger GEMMs.
+    """Yield changes that use more memory to save time, most first: no or less recomputation, then larger GEMMs.
 
-    Fewer micro-batches of more tokens; not in a pipeline, which they fill.
+    Larger GEMMs come from fewer micro-batches of more tokens, except in a pipeline, which needs micro-batches.
     """
     config, key = plan.config, "parallel.activation_checkpoint"
     if config.parallel.activation_checkpoint_layers is not None:
-        return  # as a search found it
+        return  # chosen by a search
     if config.parallel.activation_checkpoint != "none":
         yield {key: "none", **({} if config.parallel.activation_checkpoint_every == 1 else {f"{key}_every": 1})}
     if config.parallel.activation_checkpoint == "full":
@@ -126,11 +126,11 @@ def _changed(config: Config, overrides: Overrides) -> Config:
 
 
 def device_memory_bytes(plan: Plan) -> int | None:
-    """Return the bytes of a planned device, None where nothing says which it is."""
+    """Return the memory of a planned device in bytes; None if the device is unknown."""
     config = plan.config
     if config.planned_hardware in MEMORY_GIB:
         return MEMORY_GIB[config.planned_hardware] * GIB
-    if plan.degrees.world > config.trainer.devices:  # on machines that are not this one
+    if plan.degrees.world > config.trainer.devices:  # on other machines
         return None
     on_gpu = plan.capability.compute_capability is not None
     here = memory_bytes_here("cuda" if on_gpu else "cpu")

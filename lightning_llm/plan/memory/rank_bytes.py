@@ -42,34 +42,34 @@ Kinds = dict[str, int]
 
 
 class Stage(NamedTuple):
-    """Bytes of one stage of a rank."""
+    """Bytes of one stage of a rank, by purpose."""
 
     kept: int
-    """By blocks and what lies around them, of each micro-batch in flight."""
+    """Activations saved by blocks, embedding and head, per micro-batch in flight."""
     given: int
-    """As outputs to the next stage, of each micro-batch in flight."""
+    """Outputs to the next stage, per micro-batch in flight."""
     received: int
-    """In buffers of all micro-batches of a step, where there are such."""
+    """Receive buffers for all micro-batches of a step, if the trainer has such."""
     copies: int
-    """Of weights that are cast on use, for each micro-batch in flight."""
+    """Weights cast on use, per micro-batch in flight."""
     recast: int
-    """Of weights that are cast again, of one block at a time."""
+    """Weights cast again during recomputation, one block at a time."""
     logits: int
-    """Of each micro-batch in flight."""
+    """Logits, per micro-batch in flight."""
     loss: int
-    """Beside the logits, while the loss or its gradient is taken."""
+    """Temporary bytes of the loss and its gradient, without the logits."""
     taught: int
-    """Of what teachers predict, from before the forward pass until the gradient of the loss is there."""
+    """Teachers' predictions, from before the forward pass until the loss has its gradient."""
     teaching: int
-    """Of the same while several teachers' predictions are made one, at most."""
+    """Peak bytes while the predictions of several teachers are combined."""
     backward: int
-    """Of a block's backward pass, beside what is kept."""
+    """Temporary bytes of a block's backward pass."""
     unsharded: int
-    """Of gradients that wait for the step's last micro-batch."""
+    """Unsharded gradients that wait for the step's last micro-batch."""
 
     @classmethod
     def of(cls, plan: Plan, part: StagePart, accounting: Accounting) -> "Stage":
-        """Return those of the stage `part`."""
+        """Return the bytes of the stage `part`."""
         config, degrees = plan.config, plan.degrees
         units = units_at(config.model, [part], degrees.width)
         made: dict[Hashable, BlockBytes] = {}
@@ -103,10 +103,10 @@ class Stage(NamedTuple):
 def coming_and_going(
     plan: Plan, parts: list[StagePart], pp_rank: int, accounting: Accounting
 ) -> tuple[Kinds, Kinds, str]:
-    """Return the largest of each kind that comes and goes, what there is of each at the peak, and when that is.
+    """Return (largest bytes of each temporary kind, bytes of each at the peak, moment of the peak).
 
-    The passes are those of the schedule, in its order. A stage's gradients wait from its first backward pass to its
-    last; logits and what the loss needs are given back before the first block's backward pass.
+    Passes follow the schedule's order. A stage's gradients wait from its first backward pass to its last. Logits and
+    the loss' temporary tensors are freed before the first block's backward pass.
     """
     stages = [Stage.of(plan, part, accounting) for part in parts]
     held, waits = [0] * len(stages), [0] * len(stages)
@@ -133,7 +133,7 @@ def coming_and_going(
                 look("the teachers' forward passes", passing, taught=stage.teaching)
             held[at] += 1
         state = each.forward, at, each.micro_batch == last, passing, *held, *waits
-        if state in seen:  # as in most of a step
+        if state in seen:  # most of a step repeats
             held[at] -= not each.forward
             waits[at] = waits[at] if each.forward else 0 if each.micro_batch == last else stage.unsharded
             continue
@@ -149,9 +149,9 @@ def coming_and_going(
 
 
 def _passing(plan: Plan, pp_rank: int, accounting: Accounting) -> Iterator[tuple[Pass, int]]:
-    """Yield each pass, and the bytes that are between two ranks then: posted receives, and the gradient sent last.
+    """Yield each pass and the bytes of messages at that time: posted receives and the last sent gradient.
 
-    A forward pass's own input is left out: it is among what its stage keeps. (Sent outputs are, too: `Stage.given`.)
+    A forward pass's input is not included, since its stage keeps it; neither are sent outputs (`Stage.given`).
     """
     parallel, pp, boundary = plan.config.parallel, plan.degrees.pp, boundary_bytes(plan.config, plan.degrees)
     passes = passes_of(parallel, pp, pp_rank, plan.micro_batches)
@@ -175,11 +175,11 @@ def _kinds(stages: list[Stage], held: list[int], waits: list[int]) -> Kinds:
 
 
 def _teacher_bytes(plan: Plan) -> tuple[int, int, int]:
-    """Return the bytes of what teachers predict of a micro-batch as it is kept, and at most while it is made.
+    """Return the bytes of teachers' predictions of a micro-batch: (kept, peak while computed, extra in the loss).
 
-    And what the divergence has beside the cross entropy: a second gradient of the logits, where labels are learned,
-    too, and five fp32 arrays of a chunk where that has two. `Ensemble` holds one member's logits and logarithms, and of
-    all the mean before and after it is taken in, in fp32.
+    The divergence adds to the cross entropy: a second gradient of the logits, if labels are learned, too, and five fp32
+    arrays per chunk instead of two. While it combines, `Ensemble` has one member's logits and log-probabilities, and
+    the mean before and after adding them, in fp32.
     """
     config = plan.config
     if config.distil is None:
@@ -193,12 +193,12 @@ def _teacher_bytes(plan: Plan) -> tuple[int, int, int]:
 
 
 def _logits_bytes(plan: Plan, accounting: Accounting) -> tuple[int, int]:
-    """Return the bytes of a micro-batch's logits as they are kept, and what the loss has beside them at most.
+    """Return the bytes of a micro-batch's logits: (kept, peak of temporary bytes in the loss).
 
-    That is their gradient and, unless the loss is compiled, the fp32 of a chunk twice; of many logits a part of the
-    rows, with the gradients of hidden states and weight (`model.loss`). torch's own cross entropy over all logits in
-    fp32 has the logarithms, their gradient and its product with the softmax; where DTensor shares the vocabulary, also
-    the exponentials (`torch.distributed.tensor.parallel.loss`).
+    The loss needs the logits' gradient and, unless compiled, two fp32 copies of a chunk. For many logits it runs over
+    parts of the rows and has the gradients of hidden states and weight (`model.loss`). torch's cross entropy over all
+    logits in fp32 has the log-probabilities, their gradient and its product with the softmax; with a vocabulary split
+    by DTensor also the exponentials (`torch.distributed.tensor.parallel.loss`).
     """
     config, degrees = plan.config, plan.degrees
     logits = tokens_of(config, degrees) * config.model.padded_vocab_size // degrees.width
@@ -208,28 +208,28 @@ def _logits_bytes(plan: Plan, accounting: Accounting) -> tuple[int, int]:
         if degrees.pp == 1:
             return 0, wide
         return width * logits, wide
-    chunks, capped = loss_chunks(config, degrees, on_gpu(plan)), 1 if config.model.logit_cap else 0  # kept of tanh
+    chunks, capped = loss_chunks(config, degrees, on_gpu(plan)), 1 if config.model.logit_cap else 0  # saved by tanh
     logits, hidden = chunks.at_once * chunks.width, config.model.hidden_size
     fused = plan.compiled and on_gpu(plan) and degrees.width == 1  # `parallel.tp.loss_sum_of`: nothing in fp32
     taken = logits * width + (0 if fused else 8 * min(logits, CHUNK_ELEMENTS["cuda" if on_gpu(plan) else "cpu"]))
-    if config.precision.wgrad_dtype is not None and not on_gpu(plan):  # operands are widened, when the loss is taken
+    if config.precision.wgrad_dtype is not None and not on_gpu(plan):  # operands are widened
         taken = max(taken, 4 * (logits + chunks.at_once * hidden) - logits * width * capped)
     if chunks.number == 1:
         return logits * width * (1 + capped), taken
-    # The gradients of hidden states and weight are there instead; of the weight a chunk's, and the sum of all.
+    # Kept instead: the gradients of hidden states and weight; of the weight one chunk's, and the sum of all.
     weight = chunks.width * hidden
     given = DTYPE_BYTES[config.precision.wgrad_dtype or config.precision.compute_dtype]
     return chunks.rows * hidden * width + weight * given, logits * width * (1 + capped) + taken + 4 * weight
 
 
 ALLOCATOR_RESERVE = 0.05
-"""Of what comes and goes in a step, what CUDA's caching allocator holds beyond it: blocks of other sizes than are asked
-for. An assumption, not a measurement."""
+"""Fraction of a step's temporary bytes that CUDA's caching allocator reserves in addition, in blocks of other sizes
+than requested. An assumption, not a measurement."""
 
 
 class PeakMemory(NamedTuple):
-    """What a rank holds: `largest` of each kind in bytes, whenever that is; `at_peak` what it holds of each at the time
-    when the sum is largest, which is the `moment`."""
+    """Bytes of a rank: the `largest` of each kind at any time, and those of each kind `at_peak`, the `moment` with the
+    largest sum."""
 
     largest: dict[str, int]
     at_peak: dict[str, int]
@@ -237,59 +237,58 @@ class PeakMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes at the peak."""
+        """Total bytes at the peak."""
         return sum(self.at_peak.values())
 
 
 def memory_bytes(plan: Plan, accounting: Accounting = OURS) -> dict[str, int]:
-    """Return bytes on the rank that holds the most: the largest of each kind, and `total`, all kinds at the peak.
+    """Return the bytes of the rank with the most: the largest of each kind, and `total`, all kinds at the peak.
 
-    Kinds are largest at different times, so that `total` may be less than their sum. Of equal ranks that is rank 0; in
-    a pipeline it is a rank of the stage that holds the most (`peak_memory_pp_rank`).
+    Kinds are largest at different times, so `total` may be less than their sum. The rank is 0, or in a pipeline one of
+    the stage with the most bytes (`peak_memory_pp_rank`).
 
-    - `parameters`, `gradients`, `optimizer`: what persists, in shards or whole (ZeRO, arXiv 1910.02054, section 5; here
-      masters are fp32 and the 16-bit weights are gathered). `gradients` are the sum in progress.
+    - `parameters`, `gradients`, `optimizer`: persistent state, sharded or whole (ZeRO, arXiv 1910.02054, section 5;
+      here masters are fp32 and the 16-bit weights are gathered). `gradients` are the sum in progress.
     - `teachers`: the weights of `distil.teachers`, whole on each rank.
-    - `unsharded_gradients`: ZeRO-1's, which wait for a stage's last micro-batch of a step.
+    - `unsharded_gradients`: gradients in ZeRO-1 that wait for a stage's last micro-batch of a step.
     - `tree_gradients`: partial sums that wait for their partner in the tree (`tree_buffers`).
-    - `gathered`: weights that FSDP2 has put together: of the whole model in ZeRO-1 and 2; in ZeRO-3 of the root with
-      head and two blocks, or with embedding and one block where that is more.
-    - `gather_buffers`: what weights are gathered into before they are taken apart, of two units after one another,
-      and codes until they are numbers.
-    - `compute_copies`: weights that are cast where they are used, kept for the backward pass.
-    - `weight_casts`: quantised weights that are kept from a step's first micro-batch to its last: emulated ones have
-      2 bytes per element, or twice that where the two GEMMs read other numbers.
-    - `communication`: the largest thing reduced at once, as it is sent and as it is received.
-    - `pipeline_buffers`: receives that are posted, the gradient that was sent last, and what micro-batches in flight
-      have given to the next stage.
-    - `activations`: what parts keep of the micro-batches in flight (`Part.saved_tensors`); of a recomputed block its
-      input, and with selective checkpointing `selective_bytes_per_token`.
-    - `backward`: what the backward pass of a block has beside it: what it recomputes, the gradients of its
-      activations, and those of its weights before they are reduced.
-    - `logits`: those of a micro-batch, their gradient, and fp32 copies of a chunk (`model.logit_chunks`), or of a chunk
-      of many logits, with gradients of hidden states and head (`model.loss`); they are given back before the first
+    - `gathered`: weights gathered by FSDP2: the whole model in ZeRO-1 and 2; in ZeRO-3 the root with head and two
+      blocks, or with embedding and one block if that is more.
+    - `gather_buffers`: buffers that weights are gathered into, for two consecutive units, and codes until they are
+      converted.
+    - `compute_copies`: weights cast on use and kept for the backward pass.
+    - `weight_casts`: quantized weights kept from a step's first micro-batch to its last: 2 bytes per element if
+      emulated, or 4 if the two GEMMs read different numbers.
+    - `communication`: send and receive buffers of the largest reduction.
+    - `pipeline_buffers`: posted receives, the last sent gradient, and outputs of micro-batches in flight.
+    - `activations`: tensors saved for backward of the micro-batches in flight (`Part.saved_tensors`); of a recomputed
+      block its input, and with selective checkpointing `selective_bytes_per_token`.
+    - `backward`: temporary bytes of a block's backward pass: recomputed activations, gradients of activations, and
+      gradients of weights before they are reduced.
+    - `logits`: logits of a micro-batch, their gradient, and fp32 copies of a chunk (`model.logit_chunks`); for many
+      logits, one chunk with the gradients of hidden states and head (`model.loss`). They are freed before the first
       block's backward pass. GPipe keeps those of all micro-batches.
-    - `teacher_logits`: what teachers predict of a micro-batch, in fp32.
-    - `allocator_reserve`: on a GPU, `ALLOCATOR_RESERVE` of what comes and goes.
+    - `teacher_logits`: teachers' predictions of a micro-batch, in fp32.
+    - `allocator_reserve`: on a GPU, `ALLOCATOR_RESERVE` of the temporary bytes.
     """
     peak = peak_memory(plan, accounting)
     return peak.largest | {"total": peak.total}
 
 
 def peak_memory(plan: Plan, accounting: Accounting = OURS) -> PeakMemory:
-    """Return what the rank that holds the most holds."""
+    """Return the peak memory of the rank with the most."""
     return _fullest(plan, accounting)[1]
 
 
 def peak_memory_pp_rank(plan: Plan, accounting: Accounting = OURS) -> int:
-    """Return the pipeline rank, from 0, of the ranks that hold the most bytes; 0 without one."""
+    """Return the pipeline rank (0 .. pp - 1) with the most bytes; 0 without a pipeline."""
     return _fullest(plan, accounting)[0]
 
 
 def _fullest(plan: Plan, accounting: Accounting) -> tuple[int, PeakMemory]:
-    """Return the pipeline rank that holds the most, the first of equals, and what it holds.
+    """Return the pipeline rank with the most bytes (the first of equals), and its memory.
 
-    Of ranks of one kind the first has the most micro-batches in flight under every schedule: the others are not asked.
+    Of ranks with equal structure only the first is computed: it has the most micro-batches in flight in every schedule.
     """
     config, degrees = plan.config, plan.degrees
     first: dict[Hashable, int] = {}
@@ -301,7 +300,7 @@ def _fullest(plan: Plan, accounting: Accounting) -> tuple[int, PeakMemory]:
 
 
 def memory_at(plan: Plan, pp_rank: int, accounting: Accounting = OURS) -> PeakMemory:
-    """Return what the ranks at `pp_rank` (0 .. pp - 1) of the pipeline hold."""
+    """Return the memory of the ranks at `pp_rank` (0 .. pp - 1) of the pipeline."""
     parts = parts_of(plan.config.model, plan.config.parallel, plan.degrees, pp_rank)
     persistent, throughout = held_throughout(plan, parts, accounting)
     largest, at_peak, moment = coming_and_going(plan, parts, pp_rank, accounting)
@@ -314,7 +313,7 @@ def memory_at(plan: Plan, pp_rank: int, accounting: Accounting = OURS) -> PeakMe
 def held_throughout(
     plan: Plan, parts: list[StagePart], accounting: Accounting = OURS
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes of a rank with stages `parts` that persist, and those of buffers that it has in all passes."""
+    """Return (persistent bytes, bytes of buffers in use during all passes) of a rank with stages `parts`."""
     config, degrees = plan.config, plan.degrees
     units, ranks = gathered_units(config, parts, degrees), shard_ranks(config.parallel, degrees)
     gradient, once = DTYPE_BYTES[config.precision.main_grad_dtype], reduces_once(config.parallel, degrees)
@@ -330,7 +329,7 @@ def held_throughout(
         "communication": communication_bytes(config, units, degrees),
         "weight_casts": kept_cast_bytes(plan, parts),
     }
-    if accounting.buffers:  # gradients are reduced, and weights gathered, where they lie
+    if accounting.buffers:  # gradients are reduced, and weights gathered, in place
         throughout = dict.fromkeys(throughout, 0)
     return persistent, throughout
 

@@ -1,4 +1,4 @@
-"""FSDP2 wrap units by shape, gathered and reduced as one: memory and traffic follow from them. Imports no torch."""
+"""FSDP2 wrap units by shape: parameters that are gathered and reduced together. Imports no torch."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,9 @@ from lightning_llm.plan.divisibility import SHARD_AXES
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are one group of FSDP2, whole; `cast` says whether they are gathered in the compute dtype.
+    """Parameters of one FSDP2 group, unsharded; `cast`: gathered in the compute dtype.
 
-    `coded`: those of them that are gathered as codes, a byte per element (`weight_casts.gathered_units`).
+    `coded`: the parameters that are gathered as codes, one byte per element (`weight_casts.gathered_units`).
     """
 
     parameters: tuple[ParameterShard, ...]
@@ -24,30 +24,30 @@ class Unit:
     coded: tuple[ParameterShard, ...] = ()
 
     def shard(self, ranks: int) -> int:
-        """Return the elements on each of `ranks`: FSDP2 pads the rows of every parameter to a multiple of them."""
+        """Return the elements on each of `ranks`; FSDP2 pads the rows of every parameter to a multiple of `ranks`."""
         return sum(-(-each.rows // ranks) * each.columns for each in self.parameters)
 
     def shards(self, ranks: int) -> Iterator[ParameterShard]:
-        """Yield what each of `ranks` holds of every parameter, padding included."""
+        """Yield each of `ranks`' shard of every parameter, including padding."""
         for each in self.parameters:
             yield ParameterShard(-(-each.rows // ranks), each.columns, each.role)
 
     def code_bytes(self, ranks: int) -> int:
-        """Return the bytes of the codes that each of `ranks` makes of its shard."""
+        """Return the bytes of the codes of each of `ranks`' shards."""
         return sum(-(-each.rows // ranks) * each.columns for each in self.coded)
 
     def gathered_bytes(self, ranks: int, width: int) -> int:
-        """Return the bytes that each of `ranks` gives to be gathered, of `width` per element that is no code."""
+        """Return the bytes that each of `ranks` contributes to a gather: `width` per element, 1 for codes."""
         return width * self.shard(ranks) - (width - 1) * self.code_bytes(ranks)
 
     def whole(self, ranks: int) -> int:
-        """Return the elements of all shards together, padding included."""
+        """Return the elements of all shards together, including padding."""
         return ranks * self.shard(ranks)
 
 
 @dataclass(frozen=True)
 class Units:
-    """The groups that `parallel.dp_shard.shard_decoder` makes; one without parameters is empty."""
+    """The groups that `parallel.dp_shard.shard_decoder` makes; they may be empty."""
 
     blocks: tuple[Unit, ...]
     head: Unit
@@ -55,12 +55,12 @@ class Units:
     root: Unit
 
     def each(self) -> Iterator[Unit]:
-        """Yield every group, each block by itself."""
+        """Yield all groups, one per block."""
         yield from self.blocks
         yield from (self.head, self.embedding, self.root)
 
     def shards(self, ranks: int) -> Iterator[ParameterShard]:
-        """Yield what each of `ranks` holds of every parameter of the model."""
+        """Yield each of `ranks`' shard of every parameter of the model."""
         for unit in self.each():
             yield from unit.shards(ranks)
 
@@ -72,11 +72,11 @@ class Units:
 def units_of(
     model: ModelConfig, layers: Sequence[int] | None = None, first: bool = True, last: bool = True, tp: int = 1
 ) -> Units:
-    """Return the groups of a decoder of this shape: blocks, head and embedding by themselves, the rest as the root.
+    """Return the groups of a decoder: one per block, head, embedding, and the rest as the root.
 
-    A tied embedding belongs to the root, and so does a table of positions. Of a pipeline's rank: the blocks `layers`,
-    with embeddings where it has the `first` stage, norm and head where it has the `last`. Of a tensor-parallel rank:
-    its part of the linears and of the vocabulary, norms and positions whole.
+    A tied embedding and a table of positions belong to the root. A pipeline rank has the blocks `layers`, the
+    embeddings if it has the `first` stage, and norm and head if it has the `last`. A tensor-parallel rank has its part
+    of the linears and of the vocabulary, and whole norms and positions.
     """
     same, hidden, rows = Same(model), model.hidden_size, model.padded_vocab_size // tp
     norm = [ParameterShard(hidden, 1, "vector")] * len(norm_of(model).vectors(model))
@@ -102,41 +102,41 @@ def _block(same: Same, index: int, tp: int) -> Unit:
 
 
 def _shard(shape: tuple[int, ...], role: str, tp: int) -> ParameterShard:
-    """Return what a tensor-parallel rank has of a block's parameter of this role: rows, and the elements of each."""
+    """Return a tensor-parallel rank's part of a block's parameter with this role."""
     axis = SHARD_AXES[role]["w"]
     rows, *rest = (size // tp if index == axis else size for index, size in enumerate(shape))
     return ParameterShard(rows, math.prod(rest), role_in_block(len(shape)))
 
 
 def sums_in_tree(parallel: ParallelConfig) -> bool:
-    """Return whether gradients are summed in the order of the tree; `auto` is settled by `nodes.with_reduction`."""
+    """Return whether gradients are summed in tree order; `nodes.with_reduction` replaces `auto` first."""
     return parallel.reduction != "native"
 
 
 def tree_buffers(micro_batches: int) -> int:
-    """Return how many sums wait at most beside the running one while so many micro-batches are added by the tree.
+    """Return the largest number of partial sums that wait while the tree adds `micro_batches`.
 
-    Pairs are pushed to a binary counter, all but the last: floor(log2(pairs + 1)), which is log2(micro_batches) - 1 for
+    All pairs except the last go through a binary counter: floor(log2(pairs + 1)), which is log2(micro_batches) - 1 for
     powers of two.
     """
     return ((micro_batches + 1) // 2).bit_length() - 1
 
 
 def uses_fsdp(parallel: ParallelConfig, degrees: Degrees) -> bool:
-    """Return whether FSDP2 keeps the parameters: where ranks share anything, and wherever the library sums."""
+    """Return whether FSDP2 manages the parameters: if ranks shard anything, or if the library sums gradients."""
     return (parallel.zero_stage > 0 and degrees.fsdp > 1) or (not sums_in_tree(parallel) and degrees.dp > 1)
 
 
 def shard_ranks(parallel: ParallelConfig, degrees: Degrees) -> int:
-    """Return over how many ranks FSDP2 cuts parameters, 1 where it does not: those that share sequences count, too."""
+    """Return the ranks that FSDP2 shards parameters over, including those that share sequences; 1 without FSDP2."""
     return degrees.fsdp if uses_fsdp(parallel, degrees) else 1
 
 
 def reduces_once(parallel: ParallelConfig, degrees: Degrees) -> bool:
-    """Return whether gradients wait, whole, for the last micro-batch of a step: ZeRO-1."""
+    """Return whether unsharded gradients wait for the last micro-batch of a step (ZeRO-1)."""
     return parallel.zero_stage == 1 and degrees.fsdp > 1
 
 
 def micro_batches_per_rank(config: Config, degrees: Degrees) -> int:
-    """Return how many micro-batches each rank computes in one optimizer step; `check_data` says where none fit."""
+    """Return the micro-batches per rank and optimizer step. `data.check` rejects batches that do not divide."""
     return config.data.global_batch_size // (config.data.micro_batch_size * degrees.dp)

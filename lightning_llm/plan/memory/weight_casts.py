@@ -1,4 +1,4 @@
-"""Quantized weights kept within a step, or gathered by FSDP2 as FP8 codes: which, and their bytes. No torch."""
+"""Quantized weights that are kept within a step, or gathered by FSDP2 as FP8 codes, and their bytes. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,11 +30,11 @@ KEY = "precision.keep_weight_casts"
 
 
 def keeping_blocks(config: Config, degrees: Degrees, micro_batches: int, native: bool) -> dict[int, bool]:
-    """Return the blocks, by global index, that keep casts of their weights within a step, where these are the same.
+    """Return {global index: keeps rotated weights, too} of the blocks that keep casts of weights within a step.
 
-    Where that was left open: those whose forward pass runs more than once in a step, unless FSDP2 shards the weights,
-    which is done for memory: their casts take as much as the gathered 16-bit weights, or twice that. `micro_batches`:
-    of a rank and step. By block: whether it keeps rotated weights (`why_not_kept`).
+    With `precision.keep_weight_casts` null: blocks with more than one forward pass per step, unless FSDP2 shards the
+    weights, since sharding saves memory and casts take as much as the gathered 16-bit weights, or twice that.
+    `micro_batches` is per rank and step. See `why_not_kept` for rotated weights.
     """
     wanted, parallel = config.precision.keep_weight_casts, config.parallel
     if wanted is False or _why_not_here(config, degrees, native) is not None:
@@ -53,22 +53,22 @@ def keeps(plan: Plan) -> dict[int, bool]:
 
 
 def _why_not_here(config: Config, degrees: Degrees, native: bool) -> str | None:
-    """Return why a layout, or who makes the casts, leaves nothing to keep, with what to do instead; else None."""
+    """Return why the layout or the kernels cannot keep casts, with a remedy; None if they can."""
     parallel, sharded = config.parallel, uses_fsdp(config.parallel, degrees)
     if parallel.zero_stage == 3 and sharded:
         return (
-            f"parallel={parallel.name} lets go of a block's weights as soon as they are used (ZeRO-3): casts of them, "
-            "kept, would be the whole model's again. Take zero1 or zero2, or set null or false"
+            f"parallel={parallel.name} frees a block's weights after each use (ZeRO-3), and kept casts "
+            "would take a whole model's memory. Use zero1 or zero2, or set null or false"
         )
     if config.precision.parameter_gather == "quantised" and shard_ranks(parallel, degrees) > 1:
-        return "precision.parameter_gather=quantised gathers casts already. Set null or false, or gather high"
+        return "precision.parameter_gather=quantised gathers casts already. Set null or false, or parameter_gather=high"
     if native and sharded:
         return "Transformer Engine keeps no casts of weights that FSDP2 gathers. Set null or false, or parallel=ddp"
     return None
 
 
 def weight_cast_problems(found: Resolution) -> list[Problem]:
-    """Return why casts of weights cannot be kept, where they are to be: by layout, casts, and who makes them."""
+    """Return why `precision.keep_weight_casts=true` is not possible: because of layout, casts, or kernels."""
     config, recipe = found.config, found.config.precision
     if not recipe.keep_weight_casts:
         return []
@@ -79,15 +79,15 @@ def weight_cast_problems(found: Resolution) -> list[Problem]:
     native = recipe.quantises and found.decision.runs == "native"
     texts = []
     if not any(casts[slot].quantises for casts in sets.values() for slot in WEIGHT_SLOTS):
-        texts.append("the recipe casts no weights. Take precision=fp8_current, say, or set null or false")
+        texts.append("the recipe casts no weights. Use e.g. precision=fp8_current, or set null or false")
     elif not any(kept_slots(casts, rotated) for casts in sets.values()):
-        told = ((slot, why_not_kept(casts, slot, rotated)) for casts in sets.values() for slot in WEIGHT_SLOTS)
-        reasons = dict.fromkeys(f"{slot} {why}" for slot, why in told)
+        slots = ((slot, why_not_kept(casts, slot, rotated)) for casts in sets.values() for slot in WEIGHT_SLOTS)
+        reasons = dict.fromkeys(f"{slot} {why}" for slot, why in slots)
         texts.append(f"no cast of a weight stays the same within a step: {'; '.join(reasons)}. Set null or false")
     elif native and not any(kept_by_kernel(casts) for casts in sets.values()):
         texts.append(
-            "Transformer Engine's kernels keep both casts of a weight or none, and none with delayed scales, for which "
-            "they take its amax as they cast it. Set null or false, or precision.backend=emulated"
+            "Transformer Engine's kernels keep both casts of a weight or none, and none with delayed scales, because "
+            "they measure the amax while casting. Set null or false, or precision.backend=emulated"
         )
     if (reason := _why_not_here(config, found.likely_degrees, native)) is not None:
         texts.append(reason)
@@ -95,9 +95,9 @@ def weight_cast_problems(found: Resolution) -> list[Problem]:
 
 
 def kept_cast_bytes(plan: Plan, parts: list[StagePart]) -> int:
-    """Return the bytes of casts that a rank with stages `parts` keeps from a step's first micro-batch to its last.
+    """Return the bytes of weight casts that a rank with stages `parts` keeps throughout a step.
 
-    By the recipe's own casts, in steps that no phase has others for.
+    Uses the recipe's own casts, not those of its phases.
     """
     blocks = keeps(plan)
     kept = ((index, linear) for index in layers_of(parts) if index in blocks for linear in _linears(plan, index))
@@ -105,7 +105,7 @@ def kept_cast_bytes(plan: Plan, parts: list[StagePart]) -> int:
 
 
 def keeps_codes(plan: Plan, name: str, index: int) -> bool:
-    """Return whether the kernel of the linear called `name`, of block `index`, keeps casts where it runs natively."""
+    """Return whether the native kernel of linear `name` of block `index` keeps casts."""
     return index in keeps(plan) and kept_by_kernel(_casts(plan, name))
 
 
@@ -136,31 +136,31 @@ GATHER_KEY = "precision.parameter_gather"
 
 
 def parameter_gather_problems(found: Resolution) -> list[Problem]:
-    """Return why weights cannot be gathered as codes, where they are to be: by layout, casts, and who makes them."""
+    """Return why `precision.parameter_gather=quantised` is not possible: because of layout, casts, or kernels."""
     config, recipe = found.config, found.config.precision
     if recipe.parameter_gather == "high":
         return []
     texts = []
     if config.parallel.zero_stage == 0:
         layouts = "zero1, zero2, zero3, hsdp or another with parallel.zero_stage above 0"
-        texts.append(f"is quantised, and parallel={config.parallel.name} shards no weights to gather. Take {layouts}")
+        texts.append(f"is quantised, and parallel={config.parallel.name} shards no weights. Use {layouts}")
     layers = layers_of_casts(linear_names(config.model), recipe, config.model.num_layers)
     sets = {key: casts for key, casts in recipe.cast_sets().items() if layers[key]}
     cast = {key: casts for key, casts in sets.items() if any(casts[slot].quantises for slot in WEIGHT_SLOTS)}
     if not cast:
-        texts.append("is quantised, and the recipe casts no weights. Take precision=fp8_current, say, or set high")
+        texts.append("is quantised, and the recipe casts no weights. Use e.g. precision=fp8_current, or set high")
     for key, casts in cast.items():
         if (reason := why_not_codes(casts)) is not None:
             where = f"{key}." if key else ""
-            texts.append(f"is quantised, and precision.{where}{reason}. Set high, or a cast of one scale per tensor")
+            texts.append(f"is quantised, and precision.{where}{reason}. Set high, or use one scale per tensor")
     if cast and found.decision.runs == "native":
-        text = "is quantised, and Transformer Engine makes the casts, of weights that it is given in compute_dtype"
+        text = "is quantised, and Transformer Engine casts weights itself, from compute_dtype"
         texts.append(f"{text}. Set high, or precision.backend=emulated")
     return [Problem(GATHER_KEY, f"{text}.") for text in texts]
 
 
 def gathered_units(config: Config, parts: list[StagePart], degrees: Degrees) -> Units:
-    """Return what a rank with stages `parts` shards, as `units_at`, with what of it is gathered as codes."""
+    """Return the FSDP2 units of a rank with stages `parts` (`units_at`), with weights gathered as codes marked."""
     units = units_at(config.model, parts, degrees.width)
     if config.precision.parameter_gather == "high" or shard_ranks(config.parallel, degrees) == 1:
         return units
@@ -170,7 +170,7 @@ def gathered_units(config: Config, parts: list[StagePart], degrees: Degrees) -> 
 
 
 def _coded(config: Config, index: int, tp: int) -> tuple[ParameterShard, ...]:
-    """Return what a tensor-parallel rank has of the weights of block `index` that are gathered as codes."""
+    """Return a tensor-parallel rank's part of the weights of block `index` that are gathered as codes."""
     recipe, layers, found = config.precision, config.model.num_layers, []
     for linear in block_linears(config.model, index):
         name = f"layers.{index}.{linear.name}"

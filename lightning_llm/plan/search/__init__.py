@@ -1,1 +1,1 @@
-"""The search for a layout: which one `plan --search` finds fastest among those that fit. Imports no torch."""
+"""Search for the fastest layout that fits (`plan --search`). Imports no torch."""

@@ -1,4 +1,4 @@
-"""Recomputation block by block: as little of it as fits, each pipeline rank for itself, by dynamic programming."""
+"""Recomputation per block: as little as fits, for each pipeline rank separately, by dynamic programming."""
 
 import math
 from collections import Counter
@@ -17,19 +17,19 @@ from lightning_llm.plan.stages import StagePart, layers_of, parts_of, passes_of
 from lightning_llm.plan.time.step import StepTimer
 
 UNITS = 4096
-"""Into how many parts the memory is cut; a block's bytes are rounded up to them, so that what is found fits."""
+"""Number of memory units; a block's bytes are rounded up to units, so that the result fits."""
 ATTEMPTS = 6
-"""How often a rank's blocks are given more, or less, where what was found leaves memory, or holds too much."""
+"""Number of attempts to adjust a rank's budget when a result leaves memory or exceeds it."""
 
 
 def mix_by_block(pricer: Pricer, smallest: Priced, without: Priced) -> Priced | None:
-    """Return the layout of `smallest`, whose blocks all recompute as much as there is, with as little as fits.
+    """Return the layout of `smallest`, which recomputes all blocks, with as little recomputation as fits.
 
-    Galvatron's search (Miao et al. 2022, arXiv 2211.13878) over what this trainer has for each block by itself: what it
-    recomputes. Ranks of a pipeline are independent: each holds the blocks of its own stages, and recomputes them in its
-    own passes. Blocks keep what they keep for the most micro-batches that their stage has in flight, so that what is
-    found fits; under the interleaved schedule, whose stages are not all at their most at once, more might. None where
-    nothing is gained over the same mode for all blocks.
+    Galvatron's search (Miao et al. 2022, arXiv 2211.13878), restricted to the one choice that this trainer has per
+    block: its recomputation. Pipeline ranks are independent, since each recomputes its own blocks in its own passes.
+    Each block counts with the largest number of micro-batches that its stage has in flight, so the result fits. In the
+    interleaved schedule stages do not all reach their largest number at once, so less recomputation might fit, too.
+    Returns None if nothing is gained over one mode for all blocks.
     """
     model = smallest.plan.config.model
     again = {mode: _again_seconds(pricer, smallest, mode) for mode in CHECKPOINTING}
@@ -49,7 +49,7 @@ def mix_by_block(pricer: Pricer, smallest: Priced, without: Priced) -> Priced | 
 def _modes_of_rank(
     pricer: Pricer, full: Plan, none: Plan, parts: list[StagePart], pp_rank: int, again: dict[str, list[float]]
 ) -> list[str]:
-    """Return what each block of a rank recomputes; `again`: seconds of a micro-batch's recomputation by mode."""
+    """Return the mode of each block of a rank; `again`: {mode: seconds of recomputation per micro-batch and block}."""
     layers, limit = layers_of(parts), pricer.limit_bytes
     if limit is None or memory_at(none, pp_rank).total <= limit:
         return ["none"] * len(layers)
@@ -92,7 +92,7 @@ def _modes_of_rank(
 
 
 def _again_seconds(pricer: Pricer, priced: Priced, mode: str) -> list[float]:
-    """Return what each block takes longer in a micro-batch's backward pass where it recomputes `mode`."""
+    """Return each block's extra seconds in a micro-batch's backward pass with recomputation `mode`."""
     count = priced.plan.config.model.num_layers
     if mode == "none":
         return [0.0] * count
@@ -102,7 +102,7 @@ def _again_seconds(pricer: Pricer, priced: Priced, mode: str) -> list[float]:
 
 
 def _kept_bytes(plan: Plan, parts: list[StagePart]) -> dict[int, int]:
-    """Return the bytes of a micro-batch that each block keeps for its backward pass, copies of its weights included."""
+    """Return the bytes per micro-batch that each block keeps for its backward pass, including copies of weights."""
     kept = {}
     for part in parts:
         for index in part.layers:
@@ -112,7 +112,7 @@ def _kept_bytes(plan: Plan, parts: list[StagePart]) -> dict[int, int]:
 
 
 def _in_flight(plan: Plan, pp_rank: int) -> dict[int, int]:
-    """Return how many micro-batches each stage of a rank keeps at most."""
+    """Return the largest number of micro-batches in flight in each stage of a rank."""
     held: Counter[int] = Counter()
     most: dict[int, int] = {}
     for each in passes_of(plan.config.parallel, plan.degrees.pp, pp_rank, plan.micro_batches):
@@ -130,16 +130,17 @@ def _with_modes(config: Config, modes: list[str]) -> Config:
 def cheapest_modes(
     seconds: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: int, units: int = UNITS
 ) -> list[int] | None:
-    """Return for each layer the number of the way to run it, so that the sum of seconds is least; None: none fits.
+    """Return the index of the way to run each layer that minimizes total seconds within the budget; None if none fits.
 
     Args:
-        seconds: of each layer, [layers][ways].
-        sizes: bytes that each layer then holds, [layers][ways], not negative.
-        budget: bytes that all layers may hold together.
-        units: parts of the budget; exact where it has no more bytes than that.
+        seconds: seconds of each way to run each layer, [layers][ways].
+        sizes: bytes that it needs, [layers][ways], not negative.
+        budget: total bytes for all layers.
+        units: number of parts the budget is divided into; exact if the budget has at most that many bytes.
 
-    Galvatron's recurrence (Miao et al. 2022, arXiv 2211.13878, section 3.3) with no cost between layers, since ours lie
-    on ranks alike: of layers up to l in e units, f(l, e) = min over ways s of f(l - 1, e - size(l, s)) + time(l, s).
+    Galvatron's recurrence (Miao et al. 2022, arXiv 2211.13878, section 3.3), without costs between layers, since here
+    all layers have the same layout: f(l, e) = min over ways s of f(l - 1, e - size(l, s)) + time(l, s), for layers up
+    to l in e units.
     """
     if budget < 0:
         return None

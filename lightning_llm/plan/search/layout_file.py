@@ -1,4 +1,4 @@
-"""The layout that was found as a file of the group `parallel`, which `train parallel=NAME --config-dir DIR` takes."""
+"""Write a found layout as a file of the group `parallel`, for `train parallel=NAME --config-dir DIR`."""
 
 import json
 import os
@@ -29,47 +29,48 @@ def layout_file_problems(file: Path, force: bool) -> Iterator[Problem]:
     if file.suffix != ".yaml" or file.parent.name != GROUP or not NAME.fullmatch(file.stem):
         yield Problem(
             "--write",
-            f"is {file}, which no parallel=NAME finds. Write DIR/{GROUP}/NAME.yaml, NAME of letters, digits, - and _.",
+            f"is {file}: must be DIR/{GROUP}/NAME.yaml, with NAME of letters, digits, - and _. Choose such a path.",
         )
     elif file.stem in option_files(GROUP):
         yield Problem("--write", f"is {file}, and {GROUP}={file.stem} is a shipped layout. Choose another name.")
     elif file.is_dir() or not folder.is_dir():
-        yield Problem("--write", f"is {file}, and a file cannot be made there. Choose another folder or name.")
+        yield Problem("--write", f"is {file}, which cannot be created. Choose another folder or name.")
     elif file.exists() and not force:
-        yield Problem("--write", f"{file} is there already. Add --force to replace it, or choose another name.")
+        yield Problem("--write", f"is {file}, which exists. Add --force to replace it, or choose another name.")
     elif not os.access(folder, os.W_OK):
-        yield Problem("--write", f"{folder} cannot be written. Choose another folder.")
+        yield Problem("--write", f"is {file}, and {folder} is not writable. Choose another folder.")
 
 
 def write_layout(file: Path, priced: Priced, planner: str) -> list[str]:
-    """Write the layout to `file`, in whole or not at all, and return the words that choose it.
+    """Write the layout to `file` atomically and return the overrides that select it.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    words = [f"{GROUP}={file.stem}", f"data.micro_batch_size={priced.choice.micro_batch_size}"]
+    overrides = [f"{GROUP}={file.stem}", f"data.micro_batch_size={priced.choice.micro_batch_size}"]
     partial = file.with_name(f"{file.name}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(layout_text(file.stem, priced, planner, words), encoding="utf-8")
+        partial.write_text(layout_text(file.stem, priced, planner, overrides), encoding="utf-8")
         partial.replace(file)
     except OSError as error:
-        raise ConfigError(Problem("--write", f"{file} cannot be written: {error}. Choose another.")) from error
-    return words
+        raise ConfigError(Problem("--write", f"is {file}: cannot be written: {error}. Choose another.")) from error
+
+    return overrides
 
 
-def layout_text(name: str, priced: Priced, planner: str, words: list[str]) -> str:
-    """Return the file: how the layout was found, and every key in which it differs from the defaults."""
+def layout_text(name: str, priced: Priced, planner: str, overrides: list[str]) -> str:
+    """Return the content of the file: a comment on the search, and every key that differs from the defaults."""
     config, cluster = priced.plan.config, priced.plan.config.cluster
     if cluster is None or priced.time is None:
-        raise ValueError("a layout that was not timed was not found")
+        raise ValueError("the layout has no time")
     comment = [
         f"{layout_words(priced)}: found by `plan --search --planner {planner}`",
         f"for {config.model.name}, {config.data.global_batch_size} sequences of {config.data.sequence_length} tokens a "
         f"step, {config.precision.name}, on {priced.plan.degrees.world} ranks of {cluster.name}.",
         f"Planned: {priced.seconds:.4g} s a step at best, MFU {priced.time.mfu:.1%} of "
         f"{priced.time.needed.text()}, {priced.memory_bytes / GIB:.1f} GiB a rank.",
-        f"Take it with: {' '.join(words)}",
+        f"Use it with: {' '.join(overrides)}",
     ]
     if priced.placement:
         comment.append(f"Machines in the order of ranks: {', '.join(priced.placement.order)}")
@@ -80,7 +81,7 @@ def layout_text(name: str, priced: Priced, planner: str, words: list[str]) -> st
 
 
 def _values(name: str, priced: Priced) -> dict[str, Any]:
-    """Return the keys that are not the defaults, degrees and the order of sums in any case."""
+    """Return the keys that differ from the defaults, and always degrees, ZeRO stage and reduction."""
     parallel = priced.plan.config.parallel
     always = (*AXES, "zero_stage", "reduction")
     default = ParallelConfig(name=name).model_dump()

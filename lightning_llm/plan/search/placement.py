@@ -1,4 +1,4 @@
-"""Order of machines, or devices, in which a layout is fastest on measured links: simulated annealing over orders."""
+"""Order of machines or devices that makes a layout fastest on measured links, by simulated annealing."""
 
 import math
 import random
@@ -15,15 +15,15 @@ from lightning_llm.plan.time.links import LinkMatrix, PlacedLinks
 from lightning_llm.plan.time.step import StepTimer
 
 PLACED = 8
-"""How many of the fastest layouts are placed."""
+"""Number of fastest layouts that are placed."""
 STEPS_PER_UNIT = 400
 MOST_STEPS = 6_000
 RESTARTS = 8
 SLOPE = 0.05
 WARMEST, COLDEST = 1.0, 1e-3
-"""Temperatures at which annealing begins and ends, as parts of the standard deviation of random orders' costs."""
+"""Start and end temperature, as fractions of the standard deviation of random orders' costs."""
 SAMPLED = 64
-"""Random orders that this is taken from."""
+"""Number of random orders for that standard deviation."""
 
 
 def critical_path_seconds(stages: Sequence[float], sends: Sequence[float], micro_batches: int) -> float:
@@ -31,12 +31,13 @@ def critical_path_seconds(stages: Sequence[float], sends: Sequence[float], micro
 
     Args:
         stages: forward and backward seconds of a micro-batch on each of p ranks.
-        sends: seconds of a message from each rank to the next, p - 1 of them, and as many back.
+        sends: seconds of a message from each rank to the next [p - 1]; the same for messages back.
         micro_batches: m.
 
-    Rank x keeps at most p - x micro-batches in flight, so that it begins as many only in the time of one's way R_x to
-    the last rank and back, sends included: the path that Pipette calls hidden (Yim et al. 2024, arXiv 2405.18093,
-    section on the latency estimator). So R_0 + (m - 1) max(the slowest stage, max over x of R_x / (p - x)).
+    Rank x has at most p - x micro-batches in flight, so it can begin that many only within R_x, the time of one
+    micro-batch from x to the last rank and back, including sends. Pipette calls this path hidden (Yim et al. 2024,
+    arXiv 2405.18093, section on the latency estimator). The result is R_0 + (m - 1) max(slowest stage, max over x of
+    R_x / (p - x)).
     """
     way, slowest = 0.0, 0.0
     for behind, own in enumerate(reversed(stages)):
@@ -47,11 +48,12 @@ def critical_path_seconds(stages: Sequence[float], sends: Sequence[float], micro
 
 @dataclass(frozen=True)
 class PlacementProblem:
-    """What an order of units costs: `seconds_per_byte` between two of them, and what crosses which places.
+    """Cost model of an order of units (machines or devices).
 
-    `pipelines` are the places that each pipeline's ranks lie in, by stage; `rings` those of each group that sums
-    gradients, by stage, with the bytes that cross each of its links. `stages` are forward and backward seconds of a
-    micro-batch, `backward` those of the backward pass alone, `message_bytes` what a rank sends to the next.
+    `seconds_per_byte` is indexed by two units. `pipelines` has the places of each pipeline's ranks, by stage. `rings`
+    has, for each group that sums gradients, its stage, the bytes per link, and its places. `stages` are the forward and
+    backward seconds of a micro-batch per rank, `backward` those of the backward pass alone, `message_bytes` the bytes
+    that a rank sends to the next.
     """
 
     seconds_per_byte: Sequence[Sequence[float]]
@@ -63,7 +65,7 @@ class PlacementProblem:
     micro_batches: int
 
     def seconds(self, order: Sequence[int]) -> float:
-        """Return the time of a step's passes and sums of gradients; `order`: the unit in each place."""
+        """Return the seconds of a step's passes and gradient sums; `order`: the unit in each place."""
         rates = self.seconds_per_byte
         edges = [0.0] * (len(self.stages) - 1)
         for places in self.pipelines:
@@ -73,11 +75,11 @@ class PlacementProblem:
         after = 0.0
         for stage, sent_bytes, places in self.rings:
             slowest = max(rates[order[places[at - 1]]][order[places[at]]] for at in range(len(places)))
-            after = max(after, sent_bytes * slowest - sum(self.backward[:stage]))  # later stages have done earlier
+            after = max(after, sent_bytes * slowest - sum(self.backward[:stage]))  # later stages finish earlier
         return passes + after
 
     def links_seconds(self, order: Sequence[int]) -> float:
-        """Return what all links that are crossed take together: it tells orders apart whose slowest are the same."""
+        """Return the total seconds of all links used: it distinguishes orders with equal slowest links."""
         rates, total = self.seconds_per_byte, 0.0
         for places in self.pipelines:
             total += self.message_bytes * sum(rates[order[one]][order[other]] for one, other in pairwise(places))
@@ -88,11 +90,11 @@ class PlacementProblem:
 
 
 def place_fastest(pricer: Pricer, fitting: list[Priced], matrix: LinkMatrix) -> list[Priced]:
-    """Return the fastest of `fitting` placed on `matrix`, by their seconds there.
+    """Return the fastest layouts of `fitting`, placed on `matrix` and sorted by their seconds there.
 
-    The order is annealed against the closed form of `PlacementProblem` (Pipette, Yim et al. 2024, arXiv 2405.18093);
-    the seconds are those of the plan's own model of time over the links that the order gives, and the order stays as
-    the matrix has it where that model sees no gain.
+    Annealing minimizes the closed form of `PlacementProblem` (Pipette, Yim et al. 2024, arXiv 2405.18093). The reported
+    seconds come from the plan's time model with the links of the found order; if that model sees no gain, the matrix'
+    order is kept.
     """
     placed = [_placed(pricer, priced, matrix) for priced in fitting[:PLACED]]
     return sorted(placed, key=lambda priced: (priced.seconds, priced.memory_bytes, priced.choice))
@@ -116,7 +118,7 @@ def _timer(pricer: Pricer, priced: Priced, matrix: LinkMatrix, order: list[int])
 
 
 def placement_problem(pricer: Pricer, priced: Priced, matrix: LinkMatrix) -> PlacementProblem:
-    """Return what an order of the matrix's units costs a layout."""
+    """Return the placement problem of a layout on the matrix' units."""
     plan, timer = priced.plan, StepTimer(priced.plan, pricer.cluster)
     config, degrees = plan.config, plan.degrees
     unit_ranks = degrees.world // len(matrix.names)
@@ -137,7 +139,7 @@ def placement_problem(pricer: Pricer, priced: Priced, matrix: LinkMatrix) -> Pla
 
 
 def _rings(timer: StepTimer, unit_ranks: int) -> Iterator[tuple[int, float, tuple[int, ...]]]:
-    """Yield each group of units that sums gradients or gathers weights: its stage, bytes over a link, and places."""
+    """Yield (stage, bytes per link, places) of each group of units that sums gradients or gathers weights."""
     degrees, per_node = timer.degrees, ranks_per_node(timer.config)
     for kind, axes in timer.sent[0]:
         if not set(AXES.cutting("data")) & set(axes.split()):
@@ -156,12 +158,12 @@ Cost = Callable[[Sequence[int]], float]
 
 
 def anneal(cost: Cost, units: int, slope: Cost | None = None, seed: int = 0) -> list[int]:
-    """Return the order of 0 .. units - 1 of the least cost that was found, the first order if none is better.
+    """Return the order of 0 .. units - 1 with the least cost found; the given order if none is better.
 
-    `slope`: what leads over plateaus, where the slowest link hides all others; it is added, times `SLOPE`.
+    `slope`: a second cost, added with weight `SLOPE`, that guides the search where the slowest link hides all others.
 
-    Simulated annealing (Kirkpatrick et al. 1983) over swaps, reversals and moves of a stretch, as Pipette's; then every
-    swap that saves anything. Deterministic for a seed.
+    Simulated annealing (Kirkpatrick et al. 1983) with swaps, reversals and moves of a segment, as in Pipette, followed
+    by greedy swaps. Deterministic for a given seed.
     """
     best = list(range(units))
     best_cost = cost(best)

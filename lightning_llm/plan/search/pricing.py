@@ -1,7 +1,7 @@
-"""Price of a layout: whether it is legal, bytes of the rank that holds most, seconds of a step; and lower bounds.
+"""Price of a layout: legality, peak bytes of a rank, seconds of a step; and lower bounds of them.
 
-The bounds come from tables that many layouts share. A search skips layouts by them without pricing, which changes
-nothing of its result, since no bound is above the price.
+Bounds come from tables that many layouts share. A search skips layouts by their bounds without pricing them. This does
+not change its result, since no bound exceeds the price.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ OF_MICRO_BATCHES = ("tree_gradients", "weight_casts")
 
 @dataclass(frozen=True)
 class Blocks:
-    """What the blocks of one micro-batch take and keep, summed from block 0 up to each; and the ends of a model."""
+    """Seconds and saved bytes of one micro-batch, cumulative over blocks; and seconds of embedding and head."""
 
     forward: list[float]
     backward: list[float]
@@ -41,7 +41,7 @@ class Blocks:
 
 
 class Bounds:
-    """Lower bounds for the layouts of `space` on `cluster`, whose casts run natively on `capability`."""
+    """Lower bounds for the layouts of `space` on `cluster`, with native casts on `capability`."""
 
     def __init__(self, space: Space, cluster: ClusterConfig, capability: Capability):
         self.space, self.cluster, self.capability = space, cluster, capability
@@ -52,10 +52,10 @@ class Bounds:
         self.reserve = 1 + (ALLOCATOR_RESERVE if capability.compute_capability is not None else 0)
 
     def seconds(self, choice: Choice) -> float:
-        """Return the least time of a step: passes alone, without FSDP's gathers, reductions and the update.
+        """Return a lower bound of a step's seconds: passes only, without FSDP's gathers, reductions and the update.
 
-        The rank at place r of a pipeline begins when a micro-batch has passed all stages before its first, works, and
-        ends before these have passed it back. Raises NoTimeError where the casts are emulated.
+        Rank r of a pipeline starts after a micro-batch has passed all earlier stages, and finishes before they run its
+        backward pass. Raises NoTimeError if casts are emulated.
         """
         blocks, pp, parts = self.blocks(choice, timed=True), choice.pp, self.parts(choice)
         both = []
@@ -67,9 +67,9 @@ class Bounds:
         return max(before[rank] + self.micro_batches(choice) * sum(both[rank::pp]) for rank in range(pp))
 
     def held_bytes(self, choice: Choice) -> int:
-        """Return the least that the first rank of a pipeline holds, as it begins its first backward pass.
+        """Return a lower bound of the bytes of a pipeline's first rank at the start of its first backward pass.
 
-        That is its state and buffers, and what its blocks keep of the micro-batches in flight and need for the pass.
+        It includes state, buffers, activations of the micro-batches in flight, and temporary bytes of one block's pass.
         """
         blocks, parts = self.blocks(choice, timed=False), self.parts(choice)[:: choice.pp]
         kept = min(blocks.kept[part.layers.stop] - blocks.kept[part.layers.start] for part in parts)
@@ -77,7 +77,7 @@ class Bounds:
         return self._throughout(choice) + int(self.reserve * (kept * in_flight + blocks.least_backward))
 
     def _in_flight(self, choice: Choice) -> int:
-        """Return how many forward passes the first rank keeps at most."""
+        """Return the largest number of forward passes that the first rank has in flight."""
         if choice.pp == 1:
             return 1
         key = choice.pp, choice.schedule, choice.virtual_stages, self.micro_batches(choice)
@@ -87,7 +87,7 @@ class Bounds:
         return self._counts[key]
 
     def _throughout(self, choice: Choice) -> int:
-        """Return the bytes that the first rank has in all passes, but for those that depend on micro-batches."""
+        """Return the bytes that the first rank has in all passes, except those that depend on micro-batches."""
         alike = choice._replace(activation_checkpoint="none", micro_batch_size=1, schedule="")
         if alike not in self._held:
             plan = Resolution(self.space.config_of(choice), self.capability).plan()
@@ -104,14 +104,14 @@ class Bounds:
         return self._parts[stages]
 
     def micro_batches(self, choice: Choice) -> int:
-        """Return the micro-batches of a rank and step."""
+        """Return the micro-batches per rank and step."""
         ranks = choice.dp_replicate * choice.dp_shard
         return self.space.config.data.global_batch_size // (ranks * choice.micro_batch_size)
 
     def blocks(self, choice: Choice, *, timed: bool) -> Blocks:
-        """Return the table of all layouts that share tensors, sequences, micro-batches and recomputation alike.
+        """Return the table for all layouts with the same tp, cp, micro-batch size and recomputation.
 
-        As of one that shards everything and has no pipeline: no other casts, adds or keeps less.
+        It is computed for a layout that shards everything and has no pipeline, which casts, adds and keeps the least.
         """
         key = choice.tp, choice.cp, choice.micro_batch_size, choice.activation_checkpoint, timed
         if key not in self._blocks:
@@ -142,7 +142,7 @@ def _both(passes: Passes) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Placement:
-    """The machines, or devices, in the order of ranks, and the seconds of a step in the order they were given in."""
+    """Machines or devices in rank order, and the seconds of a step in the order of the matrix."""
 
     order: tuple[str, ...]
     given_seconds: float
@@ -150,9 +150,9 @@ class Placement:
 
 @dataclass(frozen=True)
 class Priced:
-    """One layout: its plan, the bytes of the rank that holds most, and, where it fits, the time of a step.
+    """One layout: its plan, the peak bytes of a rank, and, if it fits, the time of a step.
 
-    `placement`: where it was placed on measured links, which `time` is of then.
+    `placement`: its place on measured links, if any; `time` is then for that placement.
     """
 
     choice: Choice
@@ -163,7 +163,7 @@ class Priced:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step. Raises ValueError where it was not timed: it does not fit."""
+        """Seconds of a step. Raises ValueError if the layout was not timed because it does not fit."""
         if self.time is None:
             raise ValueError(f"{self.choice} was not timed")
         return self.time.total
@@ -172,14 +172,14 @@ class Priced:
 class Pricer:
     """Prices the layouts of one space on one cluster.
 
-    `limit_bytes` is what a layout may hold: what is given, or the device's memory less `fit.RESERVE`; None where
-    nothing says how much there is.
+    `limit_bytes` is the largest allowed size of a rank: the given limit, or the device's memory less `fit.RESERVE`;
+    None if the memory is unknown.
     """
 
     def __init__(self, space: Space, cluster: ClusterConfig, limit_bytes: int | None = None):
         self.space, self.cluster, self._given_limit = space, cluster, limit_bytes
         self.counts: Counter[str] = Counter()
-        """How many layouts were `priced`, and `timed`."""
+        """Number of layouts `priced` and `timed`."""
         self._no_time: dict[Hashable, str | None] = {}
         first = next(iter(space.choices()), None)
         self._capability = Resolution(space.config).capability
@@ -188,33 +188,33 @@ class Pricer:
 
     @cached_property
     def limit_bytes(self) -> int | None:
-        """Bytes that a rank may hold."""
+        """Largest allowed bytes of a rank; None if unknown."""
         if self._given_limit is not None or self._resolved is None:
             return self._given_limit
         memory = device_memory_bytes(self._resolved.plan())
         return None if memory is None else int((1 - RESERVE) * memory)
 
     def problems(self, config: Config) -> list[Problem]:
-        """Return why a layout cannot be."""
+        """Return the problems of a layout."""
         return layout_rule_problems(self._resolution(config))
 
     def fits(self, held_bytes: int) -> bool:
-        """Return whether a rank may hold so much."""
+        """Return whether `held_bytes` are within the limit."""
         return self.limit_bytes is None or held_bytes <= self.limit_bytes
 
     def no_time(self, choice: Choice) -> str | None:
-        """Return why a layout has no time (`plan.time.step.no_time`), found once for those of equal tp, cp and pp."""
+        """Return why a layout has no time (`plan.time.step.no_time`), cached by tp, cp and pp."""
         key = choice.tp, choice.cp, choice.pp
         if key not in self._no_time:
             self._no_time[key] = no_time(self.plan(self.space.config_of(choice)), self.cluster)
         return self._no_time[key]
 
     def plan(self, config: Config) -> Plan:
-        """Return the plan of a layout that is legal."""
+        """Return the plan of a legal layout."""
         return self._resolution(config).plan()
 
     def memory(self, choice: Choice, config: Config | None = None) -> Priced:
-        """Return a layout with the bytes it holds; `config`: it with other keys than the choice's alone."""
+        """Return a layout with its bytes; `config`: the layout's config, if it has keys beyond the choice's."""
         plan = self.plan(config or self.space.config_of(choice))
         self.counts["priced"] += 1
         return Priced(choice, plan, peak_memory(plan).total)

@@ -1,4 +1,4 @@
-"""Report of a search: JSON data, text for a terminal, a layout in words, and a picture of seconds over memory."""
+"""Report of a search: JSON data, text for a terminal, short names of layouts, and a plot of seconds over memory."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -14,30 +14,31 @@ from lightning_llm.plan.degrees import replica_axes, shard_axes
 from lightning_llm.plan.memory.fit import RESERVE, hardware_facts
 from lightning_llm.plan.nodes import nodes_of_groups, ranks_per_node
 from lightning_llm.plan.search.pricing import Priced, Pricer
-from lightning_llm.plan.search.search import LISTED, Found, pareto_front
+from lightning_llm.plan.search.search import LISTED, SearchResult, pareto_front
 from lightning_llm.plan.search.space import CHECKPOINTING
 from lightning_llm.plan.stages import INTERLEAVED
 from lightning_llm.plan.time.describe import assumptions, published_ratio, range_text, ratio_text
 from lightning_llm.plan.time.step import StepTimer, no_time
 
 SHOWN, SHOWN_EMULATED = 10, 3
-"""Layouts on a terminal; emulated ones at least, where there are any."""
+"""Layouts on a terminal, and the minimum number of emulated ones, if any."""
 COUNTS = ("considered", "refused", "too_large", "fitting", "slower", "emulated")
 PARALLEL_PARTS = {"tensor_parallel": ("tp",), "context_parallel": ("cp",)}
 LABELLED = 12
-"""How many layouts of the front are numbered, with their words beside the picture."""
+"""Number of layouts on the Pareto front that are labeled in the plot's legend."""
 NEAR = 0.25
-"""From which part of what may be held on that limit is drawn."""
+"""The limit is drawn if a layout exceeds this fraction of it."""
 
 
-def search_facts(found: Found, pricer: Pricer, planner: str) -> dict[str, Any]:
-    """Return what was found as plain data.
+def search_facts(found: SearchResult, pricer: Pricer, planner: str) -> dict[str, Any]:
+    """Return a search's result as plain data.
 
-    `counts` (`Found.counts`), `refused` (why, and of how many layouts), `no_time` (the same of emulated ones),
-    `limit_bytes` that a rank may hold, `kept` (keys that were typed, and so not varied); `layouts`, the fastest first,
-    then emulated ones, which have no time, by bytes, and `too_large`, those that lack the fewest bytes, each with its
-    `overrides`; `pareto`, the ranks of those than which none is both faster and smaller; `peak`, what MFU is of, and
-    `assumed`, what times rest on, both None and empty without a time.
+    - `counts`: `SearchResult.counts`. `refused`: {reason: number of layouts}. `no_time`: the same for emulated layouts.
+    - `limit_bytes`: largest allowed bytes of a rank. `kept`: keys given on the command line, which are not varied.
+    - `layouts`: the fastest first, then emulated ones (without a time) by bytes. `too_large`: those that exceed the
+      limit least. Each has its `overrides`.
+    - `pareto`: the layouts that no other beats in both time and memory.
+    - `peak`: the peak that MFU refers to; `assumed`: assumptions of the times. None and empty without a time.
     """
     best = found.fitting[0] if found.fitting else None
     listed = [*found.fitting[:LISTED], *found.emulated]
@@ -89,7 +90,7 @@ def _facts(priced: Priced, pricer: Pricer) -> dict[str, Any]:
 
 
 def overrides_of(priced: Priced) -> dict[str, Any]:
-    """Return the keys and values that make a config's layout this one."""
+    """Return {key: value} that selects this layout."""
     parallel = priced.plan.config.parallel
     values = priced.choice.overrides() | {"parallel.activation_checkpoint": parallel.activation_checkpoint}
     if parallel.activation_checkpoint_layers is not None:
@@ -98,7 +99,7 @@ def overrides_of(priced: Priced) -> dict[str, Any]:
 
 
 def _missing(priced: Priced, pricer: Pricer) -> dict[str, Any]:
-    """Return a layout that holds too much, with the bytes that it lacks and the cheapest change by which it fits."""
+    """Return a layout that is too large, with the missing bytes and the cheapest change that makes it fit."""
     change = hardware_facts(priced.plan)["change"]
     lacking = priced.memory_bytes - (pricer.limit_bytes or 0)
     return {
@@ -110,12 +111,12 @@ def _missing(priced: Priced, pricer: Pricer) -> dict[str, Any]:
 def render_search(facts: dict[str, Any]) -> str:
     """Return `search_facts` as text."""
     counts, limit = facts["counts"], facts["limit_bytes"]
-    device = "whose memory is not known" if limit is None else f"of which {limit / GIB:.1f} GiB may be held"
+    device = "memory unknown" if limit is None else f"limit {limit / GIB:.1f} GiB per rank"
     lines = [
         f"{facts['planner']} search on {facts['world']} ranks of {facts['cluster']}, {device}"
         + (f" (all but {RESERVE:.0%})" if limit else ""),
-        f"{counts['considered']:,} layouts: {counts['fitting']:,} timed, {counts['slower']:,} slower than those, "
-        f"{counts['too_large']:,} hold too much, {counts['refused']:,} refused by the checks, "
+        f"{counts['considered']:,} layouts: {counts['fitting']:,} timed, {counts['slower']:,} slower, "
+        f"{counts['too_large']:,} too large, {counts['refused']:,} refused by the checks, "
         f"{counts['emulated']:,} emulated",
     ]
     if facts["kept"]:
@@ -132,7 +133,7 @@ def render_search(facts: dict[str, Any]) -> str:
 
 def _tail(facts: dict[str, Any], timed: list[dict[str, Any]]) -> Iterator[str]:
     if timed:
-        yield f"\nMFU is of {facts['peak']}; published is published over predicted speed, of the layout's family"
+        yield f"\nMFU is relative to {facts['peak']}; published: published over predicted speed of the layout's family"
         for ratio in {each["published"]["family"]: each["published"] for each in timed[:SHOWN]}.values():
             yield f"  published  {ratio_text(ratio)}"
         yield from (f"  assumed    {each}" for each in facts["assumed"])
@@ -142,11 +143,11 @@ def _tail(facts: dict[str, Any], timed: list[dict[str, Any]]) -> Iterator[str]:
             f"  {count:,} layouts: {reason}" for reason, count in list(facts["no_time"].items())[:SHOWN_EMULATED]
         )
     if facts["too_large"]:
-        yield "\nhold too much, nearest first:"
+        yield "\ntoo large, nearest first:"
     for each in facts["too_large"]:
         change = f"; {' '.join(each['change']['overrides'])} would fit" if each["change"] else ""
         held, lacking = each["memory_bytes"] / GIB, each["missing_bytes"] / GIB
-        yield f"  {each['layout']}: {held:.1f} GiB, {lacking:.1f} too many{change}"
+        yield f"  {each['layout']}: {held:.1f} GiB, {lacking:.1f} too much{change}"
     if facts["refused"] and not facts["layouts"]:
         yield "\nrefused by the checks:"
         for reason, count in facts["refused"].items():
@@ -155,7 +156,7 @@ def _tail(facts: dict[str, Any], timed: list[dict[str, Any]]) -> Iterator[str]:
     if placement:
         gain = placement["given_seconds"] / timed[0]["seconds"]
         yield f"\nmachines in the order of ranks: {', '.join(placement['order'])}"
-        yield f"  {gain:.3g} times as fast as in the order they were given in ({placement['given_seconds']:.4g} s)"
+        yield f"  {gain:.3g} times as fast as in the given order ({placement['given_seconds']:.4g} s)"
     if timed:
         words = [f"{key}={_word(value)}" for key, value in timed[0]["overrides"].items()]
         yield "\nthe fastest: " + " ".join(words)
@@ -181,12 +182,12 @@ def _table(layouts: list[dict[str, Any]]) -> str:
             held, f"{each['bubble_fraction']:.1%}", range_text(each["published"]), each["why"],
         )  # fmt: skip
     text = io.StringIO()
-    new_console(file=text, width=4000, color_system=None).print(table)  # a reason is long
+    new_console(file=text, width=4000, color_system=None).print(table)  # reasons are long
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def layout_words(priced: Priced) -> str:
-    """Return a layout's degrees and choices as they are spoken of: "tp 8, pp 4 x 2, dp 8, ZeRO-2, selective, 1"."""
+    """Return a short name of a layout, e.g. "tp 8, pp 4 x 2, dp 8, ZeRO-2, no recomputation, micro-batch 1"."""
     choice = priced.choice
     words = [f"{axis} {size}" for axis in ("tp", "cp") if (size := getattr(choice, axis)) > 1]
     if choice.pp > 1:
@@ -199,7 +200,7 @@ def layout_words(priced: Priced) -> str:
 
 
 def checkpointing_words(priced: Priced) -> str:
-    """Return what blocks recompute: "selective", or "24 full, 8 none"."""
+    """Return the recomputation of blocks, e.g. "selective recomputation" or "24 full + 8 none"."""
     modes = priced.plan.config.parallel.activation_checkpoint_layers
     if modes is None:
         mode = priced.choice.activation_checkpoint
@@ -208,9 +209,9 @@ def checkpointing_words(priced: Priced) -> str:
 
 
 def why_slower(priced: Priced, best: Priced) -> str:
-    """Return the part of a step that a layout spends most more on than the fastest, in words; "" of that itself.
+    """Return the part of a step with the largest extra time over the fastest layout; "" for the fastest itself.
 
-    Also "" where one of the two has no time.
+    Also "" if one of the two has no time.
     """
     if priced.time is None or best.time is None or priced is best:
         return ""
@@ -234,14 +235,14 @@ def _part_words(part: str, priced: Priced, best: Priced) -> str:
     if part in PARALLEL_PARTS:
         return f"{part.replace('_', ' ')} collectives {_where(priced, PARALLEL_PARTS[part])}"
     if part == "gathers":
-        return f"gathering weights {_where(priced, shard_axes())}, unhidden"
+        return f"exposed gathers of weights {_where(priced, shard_axes())}"
     if part == "reductions":
-        return f"summing gradients {_where(priced, (*replica_axes(), *shard_axes()))}, unhidden"
+        return f"exposed sums of gradients {_where(priced, (*replica_axes(), *shard_axes()))}"
     return part.replace("_", " ") + " operators"
 
 
 def _recomputed(priced: Priced) -> float:
-    """Return how much is recomputed, for comparison: a block's mode as a number, their mean."""
+    """Return the mean over blocks of the recomputation mode as a number, for comparison."""
     config = priced.plan.config
     modes = [config.parallel.checkpointing_of(index) for index in range(config.model.num_layers)]
     return sum(map(CHECKPOINTING.index, modes)) / len(modes)
@@ -253,23 +254,23 @@ def _where(priced: Priced, axes: tuple[str, ...]) -> str:
 
 
 def draw_front(layouts: Sequence[Priced], limit_bytes: int | None, title: str, path: Path) -> None:
-    """Draw the seconds of a step over the GiB of a rank to `path`, PNG or SVG by its name."""
+    """Plot seconds per step over GiB per rank to `path`, PNG or SVG by its suffix."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: it keeps global state
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 6), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="GiB of the rank that holds most", ylabel="seconds per step", title=title)
+    axes = figure.add_subplot(xlabel="peak GiB per rank", ylabel="seconds per step", title=title)
     axes.scatter(*_points(layouts), s=10, color="#999999", label=f"{len(layouts):,} layouts that fit")
     front = pareto_front(layouts)
-    axes.step(*_points(front), where="pre", color="C0", marker="o", markersize=4, label="none is faster and smaller")
+    axes.step(*_points(front), where="pre", color="C0", marker="o", markersize=4, label="Pareto front")
     for number, priced in enumerate(front[:LABELLED], 1):
         place = priced.memory_bytes / GIB, priced.seconds
         axes.annotate(str(number), place, xytext=(5, 4), textcoords="offset points", fontsize=8)
     words = [f"{number}  {layout_words(priced)}" for number, priced in enumerate(front[:LABELLED], 1)]
     axes.text(1.01, 1.0, "\n".join(words), transform=axes.transAxes, va="top", fontsize=8)
     if limit_bytes is not None and max(priced.memory_bytes for priced in layouts) > limit_bytes * NEAR:
-        axes.axvline(limit_bytes / GIB, color="C3", linestyle="--", label=f"{limit_bytes / GIB:.1f} GiB may be held")
+        axes.axvline(limit_bytes / GIB, color="C3", linestyle="--", label=f"limit, {limit_bytes / GIB:.1f} GiB")
     axes.set_yscale("log")
     axes.grid(alpha=0.3, which="both")
     axes.legend()

@@ -1,4 +1,4 @@
-"""The layouts of a space that are worth a price: the fastest that fit, and those that lack the fewest bytes."""
+"""Branch and bound over the layouts of a space: the fastest that fit, and the nearest that do not."""
 
 import heapq
 from bisect import insort
@@ -11,24 +11,24 @@ from lightning_llm.plan.search.pricing import Priced, Pricer
 from lightning_llm.plan.search.space import CHECKPOINTING, Choice
 
 LISTED = 100
-"""How many of the fastest layouts a search is sure to find."""
+"""Number of fastest layouts that a search is guaranteed to find."""
 NEAREST, EMULATED = 3, 10
-"""How many are found of the layouts that lack the fewest bytes, and of the emulated ones that hold the fewest."""
+"""Numbers reported of too large layouts (nearest to the limit) and of emulated layouts (fewest bytes)."""
 MIXED = 10
-"""How many of the fastest layouts are sure to recompute block by block where that is faster."""
+"""Number of fastest layouts that are guaranteed to mix recomputation by block if that is faster."""
 Mix = Callable[[Priced, Priced], Priced | None]
-"""Given a layout whose blocks all recompute as little as fits, and the same without any recomputation, which does not
-fit: the fastest in between, None where there is none."""
+"""Called with a layout whose blocks all recompute as little as fits, and the same layout without recomputation, which
+does not fit; returns the fastest mixture, or None."""
 
 
 @dataclass
-class Found:
-    """What a search found: `fitting` layouts by seconds, `missing` ones that hold too much by bytes.
+class SearchResult:
+    """Result of a search: `fitting` layouts by seconds, `missing` ones (too large) by bytes, `emulated` by bytes.
 
-    `emulated` ones fit, have no time and stand by bytes. `counts` are of layouts: `considered`, `refused` by the
-    checks, `too_large`, `fitting`, `slower` than `LISTED` others, or than the same with less recomputation, and
-    `emulated`; and of the work: `priced` and `timed` ones. `reasons` has how many layouts the checks refused, by what
-    they reported; `no_time` how many are emulated, by the reason.
+    Emulated layouts fit and have no time. `counts` has numbers of layouts: `considered`, `refused` by the checks,
+    `too_large`, `fitting`, `slower` (than `LISTED` others, or than the same with less recomputation) and `emulated`;
+    and of the work: `priced` and `timed`. `reasons` has the number of refused layouts by problem, `no_time` that of
+    emulated ones by reason.
     """
 
     fitting: list[Priced] = field(default_factory=list)
@@ -39,12 +39,12 @@ class Found:
     no_time: Counter[str] = field(default_factory=Counter)
 
 
-def search(pricer: Pricer, mix: Mix | None = None, *, every: bool = False) -> Found:
-    """Return the fastest layouts of the pricer's space: `LISTED` of them surely, all that fit with `every`.
+def search(pricer: Pricer, mix: Mix | None = None, *, every: bool = False) -> SearchResult:
+    """Return the fastest layouts of the pricer's space: at least `LISTED`, or all that fit with `every`.
 
-    By branch and bound: layouts come by their least seconds (`Bounds`), and the search ends at the first that is
-    slower at best than `LISTED` found ones. Of those that differ in recomputation alone, the one that recomputes least
-    of what fits is the fastest, and alone is timed, unless `every`.
+    Branch and bound: layouts are visited by the lower bound of their seconds (`Bounds`), and the search ends at the
+    first whose bound exceeds the seconds of `LISTED` found ones. Of layouts that differ only in recomputation, only the
+    fitting one with the least recomputation is timed, since it is the fastest, unless `every`.
     """
     return _Search(pricer, mix, every).found()
 
@@ -52,13 +52,13 @@ def search(pricer: Pricer, mix: Mix | None = None, *, every: bool = False) -> Fo
 class _Search:
     def __init__(self, pricer: Pricer, mix: Mix | None, every: bool):
         self.pricer, self.mix, self.every = pricer, mix, every
-        self.result = Found()
+        self.result = SearchResult()
         self.too_large: list[Choice] = []
         self.without_time: list[Choice] = []
         self.best: list[float] = []
 
-    def found(self) -> Found:
-        """Search, and return what was found."""
+    def found(self) -> SearchResult:
+        """Run the search and return its result."""
         native = []
         for choices in _families(self.pricer.space.choices()):
             self.result.counts["considered"] += len(choices)
@@ -69,7 +69,7 @@ class _Search:
                 self.result.no_time[reason] += len(choices)
                 self.without_time += choices
         native.sort()
-        with Waiting("layouts looked at", of=len(native)) as waiting:
+        with Waiting("layouts visited", of=len(native)) as waiting:
             for number, (least, choices) in enumerate(native):
                 waiting.tell(number)
                 if least > self.limit:
@@ -85,11 +85,11 @@ class _Search:
 
     @property
     def limit(self) -> float:
-        """Seconds above which a layout is not among those that a search is sure to find."""
+        """Seconds above which a layout is not among the `LISTED` fastest."""
         return float("inf") if self.every or len(self.best) < LISTED else self.best[LISTED - 1]
 
     def _price(self, choices: Sequence[Choice]) -> None:
-        """Add layouts that differ in recomputation alone, the least of it first, to what is found."""
+        """Add layouts that differ only in recomputation, least first, to the result."""
         fitting: list[Priced] = []
         for place, choice in enumerate(choices):
             if (fitting and not self.every) or self.pricer.bounds.seconds(choice) > self.limit:
@@ -107,7 +107,7 @@ class _Search:
             insort(self.best, timed.seconds)
 
     def _fitting(self, choice: Choice) -> Priced | None:
-        """Return the layout with its bytes where it is legal and fits; count it where it is not."""
+        """Return the layout with its bytes if it is legal and fits; otherwise count it and return None."""
         if not self.pricer.fits(self.pricer.bounds.held_bytes(choice)):
             self.too_large.append(choice)
             self.result.counts["too_large"] += 1
@@ -124,11 +124,11 @@ class _Search:
         return None
 
     def _mixed(self, choices: Sequence[Choice], fitting: Sequence[Priced]) -> list[Priced]:
-        """Return the layout that recomputes block by block where it may be among the `MIXED` fastest."""
+        """Return the layout with recomputation mixed by block, if it may be among the `MIXED` fastest."""
         least = fitting[0].choice
-        if self.mix is None or least == choices[0]:  # nothing need be recomputed
+        if self.mix is None or least == choices[0]:  # no recomputation is needed
             return []
-        # Nothing in between is faster than without recomputation: where that is too slow, no mix is looked for.
+        # No mixture is faster than no recomputation: if that is too slow, none is tried.
         slowest = self.best[MIXED - 1] if len(self.best) >= MIXED else float("inf")
         if self.pricer.bounds.seconds(choices[0]) >= slowest:
             return []
@@ -141,7 +141,7 @@ class _Search:
         return [] if mixed is None else [mixed]
 
     def _smallest(self, choices: Sequence[Choice], count: int) -> Iterator[Priced]:
-        """Yield the legal layouts of `choices` that hold the fewest bytes, the fewest first, at most `count`."""
+        """Yield at most `count` legal layouts of `choices` with the fewest bytes, fewest first."""
         bounds, pricer, left = self.pricer.bounds, self.pricer, count
         heap: list[tuple[int, int, Priced | None]] = [
             (bounds.held_bytes(choice), number, None) for number, choice in enumerate(choices)
@@ -158,7 +158,7 @@ class _Search:
 
 
 def _families(choices: Iterator[Choice]) -> Iterator[list[Choice]]:
-    """Yield layouts that differ in recomputation alone, the least of it first."""
+    """Yield lists of layouts that differ only in recomputation, least first."""
     families: dict[Choice, list[Choice]] = {}
     for choice in choices:
         families.setdefault(choice._replace(activation_checkpoint=""), []).append(choice)
@@ -167,7 +167,7 @@ def _families(choices: Iterator[Choice]) -> Iterator[list[Choice]]:
 
 
 def pareto_front(layouts: Sequence[Priced]) -> list[Priced]:
-    """Return those than which none is both faster and smaller, the fastest first."""
+    """Return the layouts that no other beats in both seconds and bytes, fastest first."""
     front: list[Priced] = []
     for priced in sorted(layouts, key=lambda each: (each.seconds, each.memory_bytes)):
         if not front or priced.memory_bytes < front[-1].memory_bytes:

@@ -1,4 +1,4 @@
-"""The layouts that a search considers: varied keys and their bounds, typed keys, and typed keys that leave none."""
+"""Search space of layouts: varied keys, their bounds, and keys fixed on the command line."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +18,14 @@ from lightning_llm.plan.stages import INTERLEAVED
 LARGEST_MICRO_BATCH = 16
 """Sequences; Megatron's largest (Narayanan et al. 2021, arXiv 2104.04473, table 1)."""
 LEAST_TOKENS = 2048
-"""Of a sequence on each context-parallel rank: shorter parts make GEMMs and attention that no device is fast at."""
+"""Minimum tokens of a sequence per context-parallel rank; shorter parts make inefficient GEMMs and attention."""
 VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 CHECKPOINTING = ("none", "selective", "full")
 MICRO_BATCH = "data.micro_batch_size"
 
 
 class Choice(NamedTuple):
-    """One layout: the keys that are varied, `parallel.*` but for the last, which is `data.micro_batch_size`."""
+    """One layout: the values of the varied keys, all of `parallel` except `data.micro_batch_size`."""
 
     pp: int
     dp_replicate: int
@@ -40,28 +40,26 @@ class Choice(NamedTuple):
 
     @property
     def degrees(self) -> Degrees:
-        """The ranks per axis."""
+        """Degrees of the mesh axes."""
         return Degrees(**{axis: getattr(self, axis) for axis in BUILT_IN})
 
     def overrides(self) -> dict[str, Any]:
-        """Return the choice as keys and values."""
+        """Return the choice as {key: value}."""
         values = self._asdict()
         return {MICRO_BATCH: values.pop("micro_batch_size")} | {f"parallel.{key}": each for key, each in values.items()}
 
 
 def key_of(field: str) -> str:
-    """Return the dotted key that the field of a `Choice` is."""
+    """Return the dotted key of a field of `Choice`."""
     return MICRO_BATCH if field == "micro_batch_size" else f"parallel.{field}"
 
 
-def typed_values(words: Sequence[str], config: Config) -> dict[str, Any]:
-    """Return the fields of a `Choice` whose keys are among `words`, with the values of `config`, made of them.
+def typed_values(overrides: Sequence[str], config: Config) -> dict[str, Any]:
+    """Return the fields of `Choice` that `overrides` set, with their values in `config`, composed from them.
 
-    Null leaves a field open.
-
-    A list of what each block recomputes keeps `activation_checkpoint` as it is.
+    Null leaves a field open. A list of recomputation per block fixes `activation_checkpoint`.
     """
-    given = {each.key_or_group for each in parse_overrides(words)}
+    given = {each.key_or_group for each in parse_overrides(overrides)}
     values = config.parallel.model_dump() | {"micro_batch_size": config.data.micro_batch_size}
     typed = {field: values[field] for field in Choice._fields if key_of(field) in given}
     if "parallel.activation_checkpoint_layers" in given and config.parallel.activation_checkpoint_layers is not None:
@@ -71,10 +69,10 @@ def typed_values(words: Sequence[str], config: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Space:
-    """All layouts of `config` on `world` ranks that the bounds of this module leave; those of `typed` stay.
+    """All layouts of `config` on `world` ranks within this module's bounds, with the fields of `typed` fixed.
 
-    A typed value may lie outside the bounds. Left out are layouts that another holds as little and is as fast as, by
-    construction: GPipe where 1F1B has enough micro-batches, ZeRO on a single rank.
+    Fixed values may exceed the bounds. Layouts that another dominates by construction are excluded: GPipe if 1F1B has
+    enough micro-batches, ZeRO on a single rank.
     """
 
     config: Config
@@ -82,7 +80,7 @@ class Space:
     typed: dict[str, Any]
 
     def choices(self) -> Iterator[Choice]:
-        """Yield every layout whose degrees divide the world, and whose micro-batches divide the batch."""
+        """Yield every layout with degrees that divide the world and micro-batches that divide the batch."""
         for tp, cp in product(self._values("tp", self._tensor_parallel), self._values("cp", self._context_parallel)):
             if self.world % (tp * cp):
                 continue
@@ -92,7 +90,7 @@ class Space:
                     yield from self._with_degrees(tp, cp, pp, rest // pp)
 
     def config_of(self, choice: Choice) -> Config:
-        """Return the config with the keys of `choice`; any list of what each block recomputes has been typed."""
+        """Return the config with the keys of `choice`. A list of recomputation per block stays only if it was given."""
         values = choice._asdict()
         data = self.config.data.model_copy(update={"micro_batch_size": values.pop("micro_batch_size")})
         if "activation_checkpoint" not in self.typed:
@@ -119,7 +117,7 @@ class Space:
                         yield Choice(pp, replicate, shard, cp, tp, zero_stage, schedule, stages, mode, size)
 
     def _schedules(self, pp: int, micro_batches: int) -> Iterator[tuple[str, int]]:
-        """Yield the schedules of a pipeline of `pp` stages, each with the stages that a rank has."""
+        """Yield (schedule, stages per rank) for a pipeline of `pp` ranks."""
         if pp == 1:
             open_keys = not self._differs("virtual_stages", 1)
             yield from [(self.typed.get("schedule", "1f1b"), 1)] if open_keys else []
@@ -140,7 +138,7 @@ class Space:
         return field in self.typed and self.typed[field] != value
 
     def _tensor_parallel(self) -> list[int]:
-        """Return the degrees that stay within a machine (arXiv 2104.04473, section 3.2)."""
+        """Return the degrees that fit within a machine (arXiv 2104.04473, section 3.2)."""
         return [each for each in divisors(self.world) if each <= self._per_node]
 
     def _context_parallel(self) -> list[int]:
@@ -151,7 +149,7 @@ class Space:
         return [each for each in divisors(ranks) if each <= self.config.model.num_layers]
 
     def _within_machine(self, dp: int, inner: int) -> int:
-        """Return the most of `dp` ranks that lie on one machine, each with `inner` ranks of its own."""
+        """Return the largest divisor of `dp` that fits on one machine with `inner` ranks each."""
         return max((each for each in divisors(dp) if each * inner <= self._per_node), default=1)
 
     def _shards(self, tp: int, cp: int, pp: int) -> bool:
@@ -173,9 +171,9 @@ def _powers_of_two(largest: int) -> list[int]:
 
 
 def no_layout_problems(space: Space) -> list[Problem]:
-    """Return why `space` has no layout: under each typed key that alone leaves none, or that contradicts the others.
+    """Return why `space` has no layout: problems of fixed keys that allow none, alone or together.
 
-    Where no typed key is to blame, under `world`. Of a space that has layouts, nothing.
+    If no fixed key is the cause, the problem is reported for `world`. Empty if the space has layouts.
     """
     if _any(space):
         return []
@@ -192,7 +190,7 @@ def no_layout_problems(space: Space) -> list[Problem]:
 
 
 def _impossible(space: Space, field: str) -> Iterator[Problem]:
-    """Yield what is wrong with a value that no layout has: where ranks divide by it, what of the model does not."""
+    """Yield the problems of a fixed value that no layout has: sizes it does not divide, or else a general one."""
     value = space.typed[field]
     if field in AXES and space.world % value == 0:
         found = list(sharding_problems(space.config, Degrees(**{field: value})))
@@ -203,7 +201,7 @@ def _impossible(space: Space, field: str) -> Iterator[Problem]:
 
 
 def _contradicting(space: Space) -> list[str]:
-    """Return fields that together leave no layout, and without any one of them some."""
+    """Return a minimal set of fields that together allow no layout."""
     kept = list(space.typed)
     for field in space.typed:
         fewer = [each for each in kept if each != field]
@@ -214,12 +212,12 @@ def _contradicting(space: Space) -> list[str]:
 def _sentence(space: Space, field: str, others: list[str]) -> str:
     value, world = space.typed[field], f"world={space.world}"
     if field in AXES and space.world % value:
-        text = f"is {value}, which does not divide {world}"
+        text = f"is {value}: must divide {world}"
     else:
         beside = ", ".join(f"{key_of(other)}={space.typed[other]}" for other in others)
-        text = f"is {value}, and no layout of {world} has that{f' beside {beside}' if others else ''}"
+        text = f"is {value}, and no layout of {world} has that{f' with {beside}' if others else ''}"
     allowed = sorted({getattr(choice, field) for choice in _with(space, others).choices()})
-    change = f"Set it to {'one of ' if len(allowed) > 1 else ''}{', '.join(map(str, allowed))}, leave it out"
+    change = f"Set it to {'one of ' if len(allowed) > 1 else ''}{', '.join(map(str, allowed))}, omit it"
     return f"{text}. {change}, or change {'one of the others' if others else 'the number of ranks'}."
 
 
@@ -227,9 +225,9 @@ def _of_world(space: Space) -> str:
     batch, layers = space.config.data.global_batch_size, space.config.model.num_layers
     fitting = [each for each in divisors(space.world) if batch % each == 0]
     return (
-        f"is {space.world}, and there is no layout of so many ranks: tp, cp and pp (of {layers} layers) have to leave "
+        f"is {space.world}, and no layout has that many ranks: tp, cp and pp (of {layers} layers) must leave "
         f"a number of data-parallel ranks that divides data.global_batch_size={batch}, which "
-        f"{', '.join(map(str, fitting))} do{'es' if len(fitting) == 1 else ''}. Set that to a multiple of "
+        f"{', '.join(map(str, fitting))} do{'es' if len(fitting) == 1 else ''}. Set it to a multiple of "
         f"{space.world}, or change the number of ranks."
     )
 

@@ -1,4 +1,4 @@
-"""A layout, and the matrix of recipes and devices, as plain data and as text, for `plan`. Imports no torch."""
+"""A layout, and the matrix of recipes and devices, as plain data and as text. Imports no torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +16,16 @@ from lightning_llm.plan.traffic import bytes_sent, traffic_bytes
 from lightning_llm.precision.native.decide import Decision, Matrix
 
 SHOWN_RANKS, SHOWN_GROUPS, SHOWN_STAGES = 64, 4, 8
-"""Worlds up to so many ranks have all their groups listed; of larger ones so many groups, each up to so many ranks.
-Of more stages than that, the terminal shows the first and last two."""
+"""All groups are listed up to SHOWN_RANKS ranks; for larger worlds SHOWN_GROUPS groups of at most SHOWN_RANKS ranks.
+With more than SHOWN_STAGES stages, the terminal shows the first and last two."""
 
 
 def layout_facts(plan: Plan) -> dict[str, Any]:
-    """Return the layout as data: its keys, its degrees, who shares which group, what a rank does in a step.
+    """Return the layout as data: keys, degrees, groups, and micro-batches of a rank.
 
-    `groups` has each axis of more than one rank: `count` groups of `size` ranks, `stride` apart, and `ranks`, all of
-    them up to a world of 64. `bitwise` is whether it trains to the bits of one rank at the same micro-batch size, and
-    `bitwise_problem` says why not. `pipeline` is None without one, else `pipeline_facts`.
+    `groups` has an entry for each axis above 1: `count` groups of `size` ranks, `stride` apart, and their `ranks` (all
+    of them up to 64 ranks). `bitwise` is whether the layout trains to the bits of one rank at the same micro-batch
+    size, `bitwise_problem` why not. `pipeline` is `pipeline_facts`, or None without a pipeline.
     """
     config, degrees, micro_batches = plan.config, plan.degrees, plan.micro_batches
     parallel = config.parallel
@@ -54,7 +54,8 @@ def layout_facts(plan: Plan) -> dict[str, Any]:
 def cost_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
     """Return `memory_bytes`, `memory_peak`, `accounting`, `bytes_sent` and `traffic_bytes` of a rank.
 
-    `memory_bytes` is `PeakMemory.largest`; `memory_peak` has the `moment` of its `total`, and `bytes` by kind.
+    `memory_bytes` is `PeakMemory.largest` and the `total` at the peak; `memory_peak` has the peak's `moment`, and its
+    `bytes` by kind.
     """
     peak = peak_memory(plan, accounting)
     return {
@@ -69,9 +70,9 @@ def cost_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
 def pipeline_facts(plan: Plan) -> dict[str, Any]:
     """Return a pipeline's `schedule`, `virtual_stages`, `stages` and `bubble_fraction`.
 
-    Each of `stages` has its `pp_rank` (0 .. pp - 1) in the pipeline, `layers` as [first, last], and whether it has the
-    `embedding` and the `head`. `bubble_fraction` is the idle part of a step where all stages take equally long, and
-    `peak_memory_pp_rank` the ranks that `memory_bytes` and `bytes_sent` are of.
+    Each of `stages` has its `pp_rank` (0 .. pp - 1), `layers` as [first, last], and whether it has the `embedding` and
+    the `head`. `bubble_fraction` is the idle fraction of a step if all stages take equally long. `peak_memory_pp_rank`
+    is the rank that `memory_bytes` and `bytes_sent` describe.
     """
     config, degrees, parallel = plan.config, plan.degrees, plan.config.parallel
     return {
@@ -92,23 +93,23 @@ def pipeline_facts(plan: Plan) -> dict[str, Any]:
 
 
 def difference_to_one_rank(plan: Plan) -> str | None:
-    """Return why the layout does not train to the bits of a single rank whose gradients the tree sums; None if so."""
+    """Return why the layout does not train to the bits of a single rank with tree summation; None if it does."""
     config, degrees, parallel = plan.config, plan.degrees, plan.config.parallel
     for name, axis in reversed(list(AXES.items())):
         if degrees.ranks(name) > 1 and (reason := axis.order_problem(degrees)):
             return reason
-    # Norms' weights, which a graph keeps in fp32 and FSDP2 gathers in compute_dtype; gathered as they are, bits agree.
+    # A graph keeps norms' weights in fp32, FSDP2 gathers them in compute_dtype; without that rounding bits agree.
     rounds = config.precision.gather_dtype != config.precision.master_dtype
     if plan.compiled and rounds and uses_fsdp(parallel, degrees):
-        return f"compiled blocks round otherwise where FSDP2 gathers weights in {config.precision.gather_dtype}"
+        return f"compiled blocks round differently if FSDP2 gathers weights in {config.precision.gather_dtype}"
     if degrees.pp > 1 and config.model.tie_embeddings:
         return "the gradients of the tied embedding are summed over micro-batches on two stages, then added"
     if parallel.reduction == "native" and degrees.dp * plan.micro_batches > 1:
-        return "parallel.reduction=native sums ranks in the library's order, and micro-batches in a row"
+        return "parallel.reduction=native sums ranks in the library's order, and micro-batches one after another"
     if degrees.dp > 1 and config.precision.updates_every_micro_batch:
         return (
-            f"delayed scales that move with every micro-batch (update: micro_batch) take the largest amax of the "
-            f"{degrees.dp} that ranks run at once"
+            f"delayed scales that are updated after every micro-batch (update: micro_batch) use the largest amax of "
+            f"the {degrees.dp} micro-batches that ranks run at once"
         )
     return bitwise_problem(degrees, parallel.zero_stage, plan.micro_batches)
 
@@ -172,45 +173,45 @@ def _group_text(group: dict[str, Any]) -> str:
 
 
 def byte_rows(name: str, text: str, kinds: dict[str, int], shown: Callable[[int], str]) -> list[tuple[str, str]]:
-    """Return bytes by kind as lines, their sum first, each as `shown`; kinds without any are left out."""
+    """Return bytes by kind as lines, formatted by `shown`: the sum first, then each kind that is not zero."""
     parts = [(f"  {kind}", shown(size)) for kind, size in kinds.items() if size]
     return [(name, f"{shown(sum(kinds.values()))} {text}"), *parts]
 
 
 def memory_text(size: int) -> str:
-    """Return bytes that a device holds, in GiB (2^30), the unit of devices' memory and of CUDA's own messages."""
+    """Return bytes of device memory in GiB (2^30), the unit of CUDA's messages."""
     return f"{size / GIB:.3f} GiB"
 
 
 def traffic_text(size: int) -> str:
-    """Return bytes that links carry, in GB (10^9), as links' GB/s are."""
+    """Return bytes of traffic in GB (10^9), matching links' GB/s."""
     return f"{size / 1e9:.3f} GB"
 
 
 def memory_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what a rank holds at its peak as lines, of `plan_facts`."""
+    """Return the peak memory of a rank, from `plan_facts`, as lines."""
     peak = facts["memory_peak"]
-    trainer = "" if facts["accounting"] == OURS.name else f", as {facts['accounting']} would hold"
+    trainer = "" if facts["accounting"] == OURS.name else f", for {facts['accounting']}"
     text = f"per rank at most, in {peak['moment']}{trainer}, estimated"
     return byte_rows("memory", text, peak["bytes"], memory_text)
 
 
 def sent_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what a rank sends in a step as lines, of `plan_facts`."""
+    """Return the bytes that a rank sends in a step, from `plan_facts`, as lines."""
     return byte_rows("sent", "per rank and step", facts["bytes_sent"], traffic_text)
 
 
 def traffic_row(facts: dict[str, Any]) -> tuple[str, str]:
-    """Return where what is sent goes, of `plan_facts`, as a line."""
+    """Return the bytes sent within and between machines, from `plan_facts`, as a line."""
     traffic, layout = facts["traffic_bytes"], facts["layout"]
     per_node, assumed = layout["ranks_per_node"], layout["ranks_per_node_assumed"]
-    why = ", assumed; trainer.devices says how many" if assumed else ""
+    why = ", assumed; set trainer.devices" if assumed else ""
     text = f"{traffic_text(traffic['within_nodes'])} within, {traffic_text(traffic['between_nodes'])} between machines"
     return "  to ranks", f"{text} (of {per_node} rank{'s' if per_node > 1 else ''}{why})"
 
 
 def matrix_facts(made: Matrix) -> dict[str, Any]:
-    """Return a matrix as plain data: {recipe: {device: {"runs", "reason"}}}."""
+    """Return the matrix as plain data: {recipe: {device: {"runs", "reason"}}}."""
     return {recipe: {device: each.facts() for device, each in row.items()} for recipe, row in made.items()}
 
 
@@ -232,7 +233,7 @@ def _cell(decision: Decision, reasons: dict[str, int]) -> str:
 
 
 def render_matrix(made: Matrix) -> str:
-    """Return a matrix as text for a terminal."""
+    """Return the matrix as text for a terminal."""
     rows, reasons = matrix_rows(made)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

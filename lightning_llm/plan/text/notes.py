@@ -23,7 +23,7 @@ SHORTENED = ("BF16", "F16", "TF32", "ANY")
 
 
 def _one_queue(plan: Plan, environment: Mapping[str, str]) -> Iterator[str]:
-    """`CUDA_DEVICE_MAX_CONNECTIONS=1` with sharded parameters: gathers wait behind the GEMMs they should hide behind.
+    """`CUDA_DEVICE_MAX_CONNECTIONS=1` with sharded parameters: gathers wait for the GEMMs they should overlap with.
 
     Source: Megatron-FSDP's user guide (docs.nvidia.com/megatron-core, "CUDA_DEVICE_MAX_CONNECTIONS").
     """
@@ -36,17 +36,17 @@ def _one_queue(plan: Plan, environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _tf32(plan: Plan, environment: Mapping[str, str]) -> Iterator[str]:
-    """TF32 forced from outside: products that are fp32 by the recipe take 10 bits of mantissa.
+    """TF32 forced by the environment: products that the recipe has in fp32 use 10 bits of mantissa.
 
     Source: PyTorch's CUDA environment variables; cuBLAS's documentation of `NVIDIA_TF32_OVERRIDE`.
     """
     for name in ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"):
         if on_gpu(plan) and environment.get(name) == "1":
-            yield f"{name}=1 makes TF32 of fp32 products, whatever the recipe says: unset it"
+            yield f"{name}=1 turns fp32 products into TF32, against the recipe: unset it"
 
 
 def _short_cpu_products(plan: Plan, environment: Mapping[str, str]) -> Iterator[str]:
-    """oneDNN's implicit down-conversion on a CPU: fp32 products, and the sums of emulated casts, in fewer bits.
+    """oneDNN's implicit down-conversion on a CPU: fp32 products, and sums of emulated casts, use fewer bits.
 
     Source: oneDNN's developer guide, "Primitive Attributes: floating-point math mode".
     """
@@ -60,18 +60,18 @@ RULES: tuple[Rule, ...] = (_one_queue, _tf32, _short_cpu_products)
 
 
 def known_issues(plan: Plan, environment: Mapping[str, str]) -> list[str]:
-    """Return a line on each setting in `environment` that is known to spoil what is planned."""
+    """Return a note on each setting in `environment` that is known to harm the planned run."""
     return [f"note   here {text}" for rule in RULES for text in rule(plan, environment)]
 
 
 def notes(plan: Plan, *, to_train: bool) -> list[str]:
-    """Return what is allowed and may still surprise, one line each. `to_train`: the run starts, here and now."""
+    """Return notes on settings that are allowed but may surprise, one line each. `to_train`: the run starts here."""
     config = plan.config
     schedule, steps = config.schedule, config.trainer.max_steps
     found = []
     if (uri := config.logger.tracking_uri) and with_credentials(uri) != uri:
         found.append(
-            "note   the password in logger.tracking_uri is written nowhere: to go on later, give that key again, or "
+            "note   the password in logger.tracking_uri is not saved: to resume, give that key again, or "
             "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
     if schedule.warmup_steps >= steps:
@@ -88,17 +88,17 @@ def notes(plan: Plan, *, to_train: bool) -> list[str]:
 
 
 def _hardware_note(plan: Plan, to_train: bool) -> str | None:
-    """Return which device native casts were judged by, where that is not the one the run is meant for."""
+    """Return a note if native casts were decided for another device than the one the run is planned for."""
     config, here = plan.config, plan.capability.device
     if not config.precision.quantises:
         return None
-    if to_train:  # on the device that was looked at
+    if to_train:  # on this machine's device
         if config.hardware is None or here == HARDWARE[config.hardware].device:
             return None
         return f"note   hardware={config.hardware} is for `plan`: casts run as this machine's device ({here}) allows"
     if config.planned_hardware is None and plan.degrees.world > config.trainer.devices:
         return (
-            f"note   native or emulated is judged by this machine ({here}); hardware=h100 (or a100, b200, ...) judges "
-            "by the device that the ranks are planned on"
+            f"note   native or emulated is decided for this machine ({here}); hardware=h100 (or a100, b200, ...) "
+            "decides for the device that the run is planned for"
         )
     return None

@@ -1,4 +1,4 @@
-"""The plan of one run as data and as lines: what `plan` prints, and the first line of `train`. Imports no torch."""
+"""The plan of one run as data and as text: output of `plan`, first line of `train`. Imports no torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ from lightning_llm.precision.recipe.module_rules import Coverage
 
 
 def origin_facts(config: Config) -> dict[str, str | None]:
-    """Return `weights` and `tokenizer` in words; `export`, the class of transformers, or `export_problem`."""
+    """Return `weights` and `tokenizer` as text; `export`, the transformers class, or `export_problem`."""
     exported, problem = None, None
     try:
         exported = architecture(config.model).class_name
@@ -46,14 +46,14 @@ def origin_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def origin_lines(config: Config) -> list[str]:
-    """Return the lines that a run prints which begins at step 0."""
+    """Return the lines that a run prints if it begins at step 0."""
     facts = origin_facts(config)
     lines = [f"begin  weights {facts['weights']}", f"begin  tokenizer {facts['tokenizer']}"]
     return lines if facts["export"] else [*lines, f"note   export to transformers: {facts['export_problem']}"]
 
 
 def weights_text(config: Config) -> str:
-    """Return where the first step's weights come from."""
+    """Return the origin of the first step's weights."""
     model = config.model
     if config.branch_from is not None:
         return f"from the checkpoint at branch_from={config.branch_from}"
@@ -64,11 +64,11 @@ def weights_text(config: Config) -> str:
     if model.init_from is not None:
         return f"from model.init_from={model.init_from}, {len(parameter_shapes(model)):,} tensors"
     scheme = f"random: model.init={model.init}, model.init_std={model.init_std:g}, seed={config.seed}"
-    return f"{scheme}; resume=auto goes on from a checkpoint if there is one" if config.resume else scheme
+    return f"{scheme}; resume=auto continues from a checkpoint if there is one" if config.resume else scheme
 
 
 def tokenizer_text(config: Config) -> str:
-    """Return where the tokenizer comes from."""
+    """Return the origin of the tokenizer."""
     tokenizer, model = config.data.tokenizer, config.model
     if tokenizer.kind == "bytes":
         return "bytes"
@@ -83,11 +83,11 @@ def tokenizer_text(config: Config) -> str:
 
 
 def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
-    """Return the plan as plain data: choices, `parameters`, `layers` (a pattern), `flops_per_token`, bytes by kind.
+    """Return the plan as plain data.
 
-    `memory_bytes` are those a rank holds, by `accounting`, and `memory_peak` those of its peak; `bytes_sent` those it
-    sends in a step, `traffic_bytes` where those go; `hardware` is `fit.hardware_facts`, `disk` is
-    `checkpoints.disk_facts`. `step_seconds` and `time` are `time.describe.time_facts`, None without a cluster.
+    `layers` is a pattern. `memory_bytes` and `memory_peak` follow `accounting`; with `bytes_sent` and `traffic_bytes`
+    they are `describe.cost_facts`. `hardware` is `fit.hardware_facts`, `disk` is `checkpoints.disk_facts`.
+    `step_seconds` and `time` are `time.describe.time_facts`, None without a cluster.
     """
     config = plan.config
     tokens = config.data.global_batch_size * config.data.sequence_length
@@ -120,7 +120,7 @@ def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
 
 
 def plan_line(plan: Plan, device: str) -> str:
-    """Return the one line that `train` prints before it starts; `device` in words."""
+    """Return the line that `train` prints before it starts; `device`: a description."""
     facts = plan_facts(plan)
     layout = facts["layout"]
     ranks = f" on {layout['world']} ranks" if layout["world"] > 1 else ""
@@ -160,7 +160,7 @@ def render(facts: dict[str, Any]) -> str:
         *time_rows(facts),
         disk_row(facts["disk"]),
         *([law_row(facts["step_law"])] if facts["step_law"] else []),
-        ("identity", facts["config_hash"]),
+        ("config hash", facts["config_hash"]),
         ("folder", facts["run_dir"]),
     ]
     width = max(17, *(len(name) for name, _ in rows))
@@ -171,7 +171,7 @@ def _teacher_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     each = facts["teacher_flops_per_token"]
     if not each:
         return []
-    text = f"{each:.4g} FLOPs per token, {each * facts['total_tokens']:.4g} in all; in no step's time above, nor in MFU"
+    text = f"{each:.4g} FLOPs per token, {each * facts['total_tokens']:.4g} in all; not in the step's time or MFU"
     return [("teachers", text)]
 
 
@@ -185,7 +185,7 @@ def _pattern(layers: list[str]) -> str:
 
 
 def _backend(facts: dict[str, Any]) -> str:
-    """Return " native" or " emulated" behind a recipe that quantises; the layers' line has the reason."""
+    """Return " native" or " emulated" for a recipe that quantizes; the line on layers has the reason."""
     quantises = any(
         "block" in slot for part in (facts, *facts["phases"], *facts["module_casts"]) for slot in part["slots"].values()
     )
@@ -193,7 +193,7 @@ def _backend(facts: dict[str, Any]) -> str:
 
 
 def _precision(facts: dict[str, Any]) -> str:
-    """Return the recipe, what it could not keep of its source, and how it runs, of `precision_facts`."""
+    """Return the recipe's name, its coverage, and whether it runs natively, from `precision_facts`."""
     counts = facts["layers"]["coverage"]
     return f"{facts['name']}{Coverage(**counts).suffix if counts else ''}{_backend(facts)}"
 

@@ -1,1 +1,1 @@
-"""Seconds of an optimizer step on a cluster, by a roofline. Nothing here was fitted to any measurement."""
+"""Seconds of an optimizer step on a cluster, by a roofline model. No parameter is fitted to measurements."""

@@ -1,8 +1,8 @@
-"""The time of a step as plain data and as text, beside the speeds that published runs reached. Imports no torch.
+"""The time of a step as plain data and as text, with the speeds of published runs. Imports no torch.
 
-The ratios of published over predicted speed are those of `make bench ARGS=plan_time`, over the runs of
-`benchmarks/published_steps.py`; a test computes them again. They differ between families of layouts, so a search that
-compares families flatters those with low ratios.
+The ratios of published over predicted speed come from `make bench ARGS=plan_time`, over the runs of
+`benchmarks/published_steps.py`; a test recomputes them. They differ between families of layouts, so a search that
+compares families favors those with low ratios.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from lightning_llm.plan.time.operations import PARTS
 from lightning_llm.plan.time.step import StepTimer, no_time
 
 LONG = 32768
-"""Tokens of a sequence from which attention weighs most."""
+"""Sequence length in tokens from which attention dominates."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Published over predicted speeds of one family's `runs`; no figures where there are none."""
+    """Published over predicted speeds of the `runs` of one family of layouts; None without runs."""
 
     family: str
     runs: int = 0
@@ -30,7 +30,7 @@ class Ratio:
     high: float | None = None
 
     def as_data(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the ratio as plain data."""
         return asdict(self)
 
 
@@ -51,7 +51,7 @@ RATIOS = {
 
 
 def published_ratio(config: Config, degrees: Degrees) -> Ratio:
-    """Return the ratio of the family that a layout belongs to."""
+    """Return the ratio of a layout's family."""
     return RATIOS[_family(config, degrees)]
 
 
@@ -70,14 +70,14 @@ def _family(config: Config, degrees: Degrees) -> str:
 
 
 def range_text(ratio: dict[str, Any]) -> str:
-    """Return `Ratio.as_data` as "0.44-0.48", or "none" where no run was published."""
+    """Return `Ratio.as_data` as "0.44-0.48", or "none" without published runs."""
     return f"{ratio['low']:.2f}-{ratio['high']:.2f}" if ratio["runs"] else "none"
 
 
 def ratio_text(ratio: dict[str, Any]) -> str:
     """Return `Ratio.as_data` as a sentence."""
     if not ratio["runs"]:
-        return f"no published run was compared with its plan ({ratio['family']})"
+        return f"no published run to compare with ({ratio['family']})"
     runs = f"{ratio['runs']} published run{'s' if ratio['runs'] > 1 else ''}"
     return (
         f"{runs} reached {range_text(ratio)} of the predicted speed, median {ratio['median']:.2f} ({ratio['family']})"
@@ -85,18 +85,17 @@ def ratio_text(ratio: dict[str, Any]) -> str:
 
 
 TIMED = ("bubble_fraction", "tokens_per_second", "mfu", "peak", "run_hours", "assumed", "published")
-"""Keys of `time` that a step without a time has as None."""
+"""Keys of `time` that are None if the step has no time."""
 
 
 def time_facts(plan: Plan) -> dict[str, Any]:
     """Return the time of a step on the config's cluster as data: `step_seconds` and `time`, None without a cluster.
 
-    `step_seconds` are by part those of the rank that works longest, see `PARTS`, and `total`, their sum and the
-    step's. In `time`: `cluster`; `no_time`, why the step has no time, else None; `bubble_fraction`, the part of a step
-    in which ranks wait for other stages, their mean; `tokens_per_second` of a device; `mfu`, and the `peak` that it is
-    of in words; `run_hours`, of all steps of the run; `assumed`, the assumptions; `published`, the ratios of published
-    to predicted speeds of the layout's family (`Ratio`). All but the first two are None without a time, as
-    `step_seconds` is.
+    `step_seconds` has the seconds by part (`PARTS`) of the busiest rank, and their sum `total`, the step's time. `time`
+    has `cluster`; `no_time`, the reason if the step has no time, else None; `bubble_fraction`, the mean fraction of a
+    step that ranks wait for other stages; `tokens_per_second` per device; `mfu`, and the `peak` it refers to as text;
+    `run_hours` of all steps; `assumed`, the assumptions; `published`, the `Ratio` of the layout's family. Without a
+    time, `step_seconds` and all but the first two are None.
     """
     cluster = plan.config.cluster
     if cluster is None:
@@ -122,7 +121,7 @@ def time_facts(plan: Plan) -> dict[str, Any]:
 
 
 def time_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the time of a step, of `plan_facts`, as lines for a terminal, each a name and a text."""
+    """Return the time of a step, from `plan_facts`, as (name, text) lines for a terminal."""
     time = facts["time"]
     if time is None:
         return []
@@ -153,7 +152,7 @@ def _seconds(value: float) -> str:
 
 
 def assumptions(plan: Plan, cluster: ClusterConfig, timer: StepTimer) -> Iterator[str]:
-    """Yield what the time of a step rests on, a line each."""
+    """Yield the assumptions behind the time of a step, one line each."""
     recipe, device = plan.config.precision, timer.device
     formats = dict.fromkeys([recipe.compute_dtype, *timer.formats.units])
     peaks = ", ".join(f"{each} {(device.peak(each) or 0) / 1e12:.4g}" for each in formats)
@@ -162,11 +161,11 @@ def assumptions(plan: Plan, cluster: ClusterConfig, timer: StepTimer) -> Iterato
     yield f"{cluster.hardware} at {source} peaks ({peaks} TFLOP/s), {memory}"
     if plan.degrees.world > 1:
         within, between = cluster.within_node.gb_per_second, cluster.between_nodes.gb_per_second
-        hidden = "FSDP's beside computation" if cluster.overlap else "none beside computation"
+        hidden = "FSDP's overlap computation" if cluster.overlap else "no overlap with computation"
         yield f"collectives at {within:g} GB/s within and {between:g} GB/s between machines, {hidden}"
     if timer.formats.units:
         yield f"casts by {plan.decision.reason}, on {' and '.join(sorted(timer.formats.units))} units"
     if recipe.phases:
-        yield "every step with the recipe's own casts, those of its phases left out"
+        yield "every step uses the recipe's own casts, not those of its phases"
     if any(plan.config.optim.exchanged_bytes(shard) for shard in timer.shards(0)):
         yield f"matrix products of {plan.config.optim.name} are not counted"

@@ -1,12 +1,13 @@
-"""How fast a device is: a roofline of GEMMs and bytes, the formats of a recipe's GEMMs, and the FLOPs that MFU counts.
+"""Speed of a device: a roofline of GEMMs and bytes, the formats of a recipe's GEMMs, and the FLOPs of MFU.
 
-MFU is the time of the needed FLOPs at the peaks of their formats over the time of the step. For one format that is the
-usual quotient of rates (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B). For a mixture it is the quotient to
-the mixture's peak, sum F_i / sum (F_i / P_i): rates of parts of one work are averaged by the harmonic mean, weighted by
-work (J. E. Smith, "Characterizing computer performance with a single number", CACM 31 (1988) 1202-1206).
+MFU is the time of the needed FLOPs at the peaks of their formats, divided by the time of the step. For one format that
+is the usual ratio of rates (Chowdhery et al. 2022, PaLM, arXiv 2204.02311, appendix B). For a mixture it is relative to
+the mixture's peak, sum F_i / sum (F_i / P_i), the harmonic mean weighted by work (J. E. Smith, "Characterizing computer
+performance with a single number", CACM 31 (1988) 1202-1206).
 
-PaLM counts all T x T scores of attention, of which causal kernels compute half: with long sequences its MFU passes
-100 %. Here a token attends to itself and the tokens before it within its window, as the kernels' time counts.
+PaLM counts all T x T scores of attention, but causal kernels compute half of them, so with long sequences its MFU can
+exceed 100 %. Here a token attends to itself and the tokens before it within its window, consistent with the kernels'
+time.
 """
 
 import math
@@ -22,9 +23,9 @@ from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, ru
 
 FORMAT_BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 TILES = ((256, 128), (128, 256), (128, 128))
-"""Rows and columns of a product that a compute unit works on at once: smaller tiles do not feed tensor cores."""
+"""Rows and columns of a product per compute unit: smaller tiles do not saturate tensor cores."""
 SPLITS = (1, 2, 4, 8, 16)
-"""Into how many parts the summed axis may be cut, each a tile of its own, where there are few tiles ("split-K")."""
+"""Numbers of parts that the summed axis may be split into if there are few tiles ("split-K")."""
 
 
 @dataclass(frozen=True)
@@ -34,33 +35,36 @@ class Device:
     cluster: ClusterConfig
 
     def peak(self, number_format: str) -> float | None:
-        """Return the peak of GEMMs in `number_format`, FLOP/s: measured, or the data sheet's; None: no such unit."""
+        """Return the peak of GEMMs in `number_format`, FLOP/s, measured or from the data sheet; None: no such unit."""
         if (measured := self.cluster.peak_tflops) is not None:
             return measured[number_format] * 1e12 if number_format in measured else None
         return planned_peak_flops(self.cluster.hardware, number_format)
 
     def required_peak(self, number_format: str) -> float:
-        """Return `peak`. Raises ValueError where the device has no such unit."""
+        """Return `peak`. Raises ValueError if the device has no such unit."""
         if (peak := self.peak(number_format)) is None:
-            raise ValueError(f"{self.cluster.hardware} multiplies no {number_format}")
+            raise ValueError(f"{self.cluster.hardware} has no unit for {number_format}")
         return peak
 
     def mixer_format(self, compute_dtype: str, *, recurrent: bool) -> str:
-        """Return the format of a mixer's own products: on a CPU attention multiplies in fp32."""
+        """Return the format of a mixer's kernel: fp32 for attention on a CPU, else `compute_dtype`."""
         on_cpu = self.cluster.hardware == "cpu" and not recurrent
         return "fp32" if on_cpu and self.peak("fp32") is not None else compute_dtype
 
     def bytes_seconds(self, moved: float, operators: float = 1) -> float:
-        """Return the time in which `operators` read and write `moved` bytes of memory together."""
+        """Return the seconds that `operators` take to read and write `moved` bytes of memory in total."""
         return moved / (self.cluster.memory_gb_per_second * 1e9) + operators * self.cluster.operator_microseconds * 1e-6
 
     def gemm_seconds(self, rows: float, columns: float, summed: float, number_format: str) -> float:
-        """Return the time of `[rows, summed] x [summed, columns]` with a 16-bit product.
+        """Return the seconds of `[rows, summed] x [summed, columns]` with a 16-bit product.
 
-        What takes longer of arithmetic and memory. Arithmetic at peak, in tiles that run in waves of as many as there
-        are compute units: the last wave takes as long as a full one (https://docs.nvidia.com/deeplearning/performance/
-        dl-performance-matrix-multiplication, "wave quantization"). Memory: operands and product move once.
-        Raises ValueError where the device has no such unit.
+        The maximum of arithmetic and memory time. Arithmetic runs at peak in waves of one tile per compute unit; the
+        last wave takes as long as a full one
+        (https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication, "wave quantization").
+        Operands and product move once.
+
+        Raises:
+            ValueError: the device has no such unit.
         """
         peak = self.required_peak(number_format)
         width = FORMAT_BYTES[number_format]
@@ -70,7 +74,7 @@ class Device:
         return max(flops / peak, self.bytes_seconds(moved, 0)) + self.bytes_seconds(0)
 
     def _tiled_flops(self, rows: float, columns: float, summed: float, units: int) -> float:
-        """Return the FLOPs that the device could do in the waves that the fastest tiling takes."""
+        """Return the FLOPs that the device could do in the waves of the fastest tiling."""
         best = math.inf
         for tile_rows, tile_columns in TILES:
             tiles = math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
@@ -82,21 +86,21 @@ class Device:
 
 GEMMS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 ONE_READ = ("delayed", "e8m0_ceil", "e8m0_floor")
-"""Scales that a cast knows, or finds, as it reads: of the others a whole tensor's amax comes first, another read."""
+"""Scales that a cast knows before or finds during its read; the others need a tensor's amax first, another read."""
 
 
 @dataclass(frozen=True)
 class LinearFormats:
-    """The format of each GEMM, and of x, w and dy the bytes that casting one element moves, 0 where none is cast."""
+    """The format of each GEMM, and the bytes moved by casting one element of x, w and dy."""
 
     gemms: Mapping[str, str]
     cast_bytes: Mapping[str, float]
 
 
 class Formats:
-    """The formats of a recipe's linears on a device, on whose units every cast slot is multiplied.
+    """The formats of a recipe's linears on a device, assuming that cast operands are multiplied on its units.
 
-    `without_unit`: formats for which the cluster has no peak. Their GEMMs have no time.
+    `without_unit`: formats without a peak in the cluster. Their GEMMs have no time.
     """
 
     def __init__(self, recipe: PrecisionConfig, names: list[str], num_layers: int, device: Device):
@@ -105,13 +109,13 @@ class Formats:
         self._high = LinearFormats(dict.fromkeys(GEMMS, recipe.compute_dtype), {})
         self._made: dict[int | None, LinearFormats] = {}
         self.units: set[str] = set()
-        """Units of low precision that GEMMs are timed on."""
+        """Low-precision units that GEMMs are timed on."""
         self.without_unit: set[str] = set()
         for name in names:
             self.of(name)
 
     def of(self, name: str) -> LinearFormats:
-        """Return those of the linear with the full `name`; of the head that a tied embedding is, the compute dtype."""
+        """Return the formats of the linear with the full `name`; a tied head has the compute dtype."""
         if self._reasons.get(name, "no linear") is not None:
             return self._high
         number = rule_of(name, self.recipe.modules, self.num_layers)
@@ -134,35 +138,35 @@ class Formats:
             for operand in operands if unit else ():
                 wide = FORMAT_BYTES[self.recipe.compute_dtype]
                 reads = 1 if casts[f"{gemm}.{operand}"].scale in ONE_READ else 2
-                # Read once for both directions that it is multiplied in, written for each.
+                # Read once for both directions, written for each.
                 moved[operand] = (moved.get(operand) or reads * wide) + FORMAT_BYTES[unit or "fp8"]
         return LinearFormats(gemms, moved)
 
 
 @dataclass(frozen=True)
 class NeededFlops:
-    """FLOPs of training on one token by number format, and the device's peak in each, FLOP/s."""
+    """FLOPs of training on one token by number format, and the device's peak in each format in FLOP/s."""
 
     flops: Mapping[str, float]
     peaks: Mapping[str, float]
 
     @property
     def total(self) -> float:
-        """FLOPs of all formats."""
+        """Total FLOPs over all formats."""
         return sum(self.flops.values())
 
     @property
     def seconds(self) -> float:
-        """Seconds of one device for one token at the peaks."""
+        """Seconds of one device for one token at peak."""
         return sum(value / self.peaks[each] for each, value in self.flops.items())
 
     @property
     def peak(self) -> float:
-        """The peak of the mixture, FLOP/s."""
+        """The peak of the mixture in FLOP/s."""
         return self.total / self.seconds
 
     def text(self) -> str:
-        """Return the peak in words: "the bf16 peak 989.5 TFLOP/s"; of a mixture with each format's share of FLOPs."""
+        """Return the peak as text, e.g. "the bf16 peak 989.5 TFLOP/s"; for a mixture with the formats' shares."""
         if len(self.flops) == 1:
             return f"the {next(iter(self.flops))} peak {self.peak / 1e12:,.4g} TFLOP/s"
         shares = (
@@ -173,9 +177,10 @@ class NeededFlops:
 
 
 def needed_flops(config: Config, formats: Formats, device: Device) -> NeededFlops:
-    """Return the needed FLOPs of a token of `config`, whose linears have `formats`.
+    """Return the needed FLOPs of a token of `config` with `formats` for its linears.
 
-    Raises ValueError where the device has no peak for one of them.
+    Raises:
+        ValueError: the device has no peak for one of the formats.
     """
     model, length = config.model, config.data.sequence_length
     flops: dict[str, float] = defaultdict(float)

@@ -21,7 +21,7 @@ from lightning_llm.plan.nodes import TREE_SCATTER, nodes_of_groups, ranks_togeth
 
 @dataclass(frozen=True)
 class Span:
-    """The ranks of one group: how many, on how many machines, and whether they all share a package."""
+    """Extent of one group: number of ranks, of machines, and whether all ranks share a package."""
 
     ranks: int
     nodes: int
@@ -29,12 +29,12 @@ class Span:
 
     @property
     def per_node(self) -> int:
-        """Ranks on a machine, at most."""
+        """Largest number of ranks per machine."""
         return -(-self.ranks // self.nodes)
 
 
 class Links:
-    """The links between the ranks of a layout, which lie on machines in their order."""
+    """The links between the ranks of a layout, with ranks assigned to machines in order."""
 
     def __init__(self, cluster: ClusterConfig, degrees: Degrees, per_node: int):
         self.cluster, self.degrees, self.per_node = cluster, degrees, per_node
@@ -42,13 +42,13 @@ class Links:
         self._shares: dict[tuple[str, str], float] = {}
 
     def seconds(self, kind: str, axes: str, sent_bytes: float, times: float = 1) -> float:
-        """Return the time of `times` collectives over `axes` ("dp_shard cp") in which a rank sends `sent_bytes` in all.
+        """Return the seconds of `times` collectives over `axes` ("dp_shard cp") with `sent_bytes` per rank in total.
 
-        Every hop within a machine carries what the rank sends. Between machines rings are as many as the group's ranks
-        on one, each through its own device's link, so that a rank sends its share there; both at once, so the longer
-        of the two; but the tree's two all-to-alls go one behind the other. A hop's latency counts for each step of a
-        ring, of a tree for an all-reduce. A send is one hop, between machines if most of the axis' neighbours lie on
-        two.
+        Every hop within a machine carries the rank's bytes. Between machines there is one ring per rank of the group on
+        a machine, each through its own device's link, so a rank sends its share there. Both run at once, so the longer
+        one counts, except that the tree's two all-to-alls run one after another. The latency of a hop counts for each
+        step of a ring, or of a tree for an all-reduce. A send is one hop, between machines if most of the axis'
+        neighbors are on different ones.
         """
         span = self.span(axes)
         if span.ranks == 1 or not times or not sent_bytes:
@@ -57,7 +57,7 @@ class Links:
         seconds = sent_bytes / (within.gb_per_second * 1e9) if span.per_node > 1 else 0.0
         if span.nodes > 1:
             share = round(self._share(kind, axes)) if kind == "send" else self._share(kind, axes)
-            if kind in ("all_to_all", TREE_SCATTER):  # what goes to other machines does not take the links within, too
+            if kind in ("all_to_all", TREE_SCATTER):  # bytes for other machines do not use the links within
                 seconds *= 1 - share
             outside = share * sent_bytes / (self.between_gb_per_second(kind, axes) * 1e9)
             seconds = seconds + outside if self._in_two(kind, axes) else max(seconds, outside)
@@ -65,11 +65,11 @@ class Links:
         return seconds + times * self.latency(kind, span)
 
     def send_seconds(self, sent_bytes: int) -> list[float]:
-        """Return what a message takes between each rank of a pipeline and the next, from the last to the first."""
+        """Return the seconds of a message from each rank of a pipeline to the next; last entry: last to first."""
         return [self.seconds("send", "pp", sent_bytes)] * self.degrees.pp
 
     def span(self, axes: str) -> Span:
-        """Return where the groups over `axes` lie: the one on most machines."""
+        """Return the extent of the groups over `axes`, of the one on most machines."""
         if axes not in self._spans:
             package, several = self.cluster.devices_per_package, tuple(axes.split())
             ranks = math.prod(getattr(self.degrees, axis) for axis in several)
@@ -92,65 +92,65 @@ class Links:
         return self.cluster.within_package or self.cluster.within_node
 
     def between_gb_per_second(self, kind: str, axes: str) -> float:
-        """Return what a device sends to another machine in collectives of `kind` over `axes`: here whichever it is."""
+        """Return the bandwidth per device to other machines in collectives of `kind` over `axes`, in GB/s."""
         return self.cluster.between_nodes.gb_per_second
 
     def latency(self, kind: str, span: Span) -> float:
-        """Return the seconds of one collective without any bytes."""
+        """Return the seconds of one collective without bytes."""
         within = (self._package if span.packaged else self.cluster.within_node).latency_microseconds
         between, inside = self.cluster.between_nodes.latency_microseconds, span.per_node - 1
         outside = span.nodes - 1
-        if kind in ("send", "all_to_all", TREE_SCATTER):  # one hop, or all at once
+        if kind in ("send", "all_to_all", TREE_SCATTER):  # one hop, or all hops at once
             hops = between if outside else within
-        elif kind == "all_reduce":  # down a tree and up again: NVIDIA/nccl, src/graph/tuning.cc
+        elif kind == "all_reduce":  # down a tree and back up: NVIDIA/nccl, src/graph/tuning.cc
             hops = 2 * (inside * within + math.ceil(math.log2(span.nodes)) * between)
         else:
             hops = (span.ranks - 1 - outside) * within + outside * between
         return (self.cluster.start_microseconds + hops) * 1e-6
 
 
-FORMAT = "a mapping with gb_per_second, a row for each machine, or for each device, and if you like names, one for each"
+FORMAT = "a mapping with gb_per_second, one row per machine or per device, and optionally names, one per row"
 
 
 @dataclass(frozen=True)
 class LinkMatrix:
-    """What each of `names` (machines, or devices) sends to each other one: 10^9 bytes per second of one device."""
+    """Bandwidth from each unit (machine or device) to each other one, in 10^9 bytes per second per device."""
 
     names: tuple[str, ...]
     gb_per_second: tuple[tuple[float, ...], ...]
 
     @cached_property
     def seconds_per_byte(self) -> list[list[float]]:
-        """For each pair the slower of both directions, since what goes forth comes back; 0 of one to itself."""
+        """Seconds per byte of each pair in the slower direction, since messages go both ways; 0 on the diagonal."""
         rows, count = self.gb_per_second, range(len(self.names))
         return [[0.0 if a == b else 1e-9 / min(rows[a][b], rows[b][a]) for b in count] for a in count]
 
     @property
     def median_gb_per_second(self) -> float:
-        """The median over all pairs; of a single one what it says of itself."""
+        """The median over all pairs; for a single unit its own entry."""
         pairs = [rate for a, row in enumerate(self.gb_per_second) for b, rate in enumerate(row) if a != b]
         return median(pairs or self.gb_per_second[0])
 
 
 def uniform_links(machines: int, gb_per_second: float) -> LinkMatrix:
-    """Return links that are all alike, of which every order is as good."""
+    """Return equal links between all machines."""
     names = tuple(f"machine {index}" for index in range(machines))
     return LinkMatrix(names, ((gb_per_second,) * machines,) * machines)
 
 
 def read_links(file: Path, machines: int, devices: int) -> LinkMatrix:
-    """Return the matrix in `file`, YAML or JSON, for so many machines or devices.
+    """Return the matrix in `file`, YAML or JSON, for `machines` machines or `devices` devices.
 
     Raises:
-        ConfigError: with all that is wrong with it.
+        ConfigError: with all problems of the file.
     """
     try:
         text = file.read_text(encoding="utf-8")
         values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(Problem("--links", f"{file} cannot be read: {error}.")) from error
+        raise ConfigError(Problem("--links", f"is {file}, which cannot be read: {error}.")) from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(Problem("--links", f"{file} is neither YAML nor JSON. It takes {FORMAT}.")) from error
+        raise ConfigError(Problem("--links", f"is {file}, which is neither YAML nor JSON. Give {FORMAT}.")) from error
     rows: Any = values.get("gb_per_second") if isinstance(values, Mapping) else values
     names: Any = values.get("names") if isinstance(values, Mapping) else None
     if problems := list(_matrix_problems(file, rows, names, machines, devices)):
@@ -162,30 +162,30 @@ def read_links(file: Path, machines: int, devices: int) -> LinkMatrix:
 
 def _matrix_problems(file: Path, rows: Any, names: Any, machines: int, devices: int) -> list[Problem]:
     if not isinstance(rows, Sequence) or not rows or not all(isinstance(row, Sequence) for row in rows):
-        return [Problem("--links", f"{file} has no matrix. It takes {FORMAT}.")]
+        return [Problem("--links", f"is {file}, which has no matrix. Give {FORMAT}.")]
     problems, count = [], len(rows)
     if count not in (machines, devices):
-        text = f"{file} has {count} rows, and there are {machines} machines of {devices} devices. Give one of these."
+        text = f"is {file} with {count} rows: must have {machines}, one per machine, or {devices}, one per device."
         problems.append(Problem("--links", text))
     for index, row in enumerate(rows):
         if isinstance(row, str) or len(row) != count:
             problems.append(
-                Problem("--links", f"{file}: row {index} has {len(row)} numbers, and there are {count} rows.")
+                Problem("--links", f"is {file}: row {index} has {len(row)} numbers: must have {count}, one per row.")
             )
         elif bad := [rate for other, rate in enumerate(row) if other != index and not _is_rate(rate)]:
-            problems.append(Problem("--links", f"{file}: row {index} has {bad[0]!r}. Rates are GB/s, above 0."))
+            problems.append(Problem("--links", f"is {file}: row {index} has {bad[0]!r}: must be GB/s above 0."))
     if names is not None and (
         isinstance(names, str)
         or not isinstance(names, Sequence)
         or len(names) != count
         or len(set(map(str, names))) != count
     ):
-        problems.append(Problem("--links", f"{file}: names must be {count} different ones, one for each row."))
+        problems.append(Problem("--links", f"is {file}: names must have {count} different entries, one per row."))
     return problems
 
 
 def _rates(own: int, row: Sequence[Any]) -> tuple[float, ...]:
-    """Return a row as numbers; what a unit sends to itself, whatever stands there, as 0."""
+    """Return a row as numbers, with 0 on the diagonal."""
     return tuple(0.0 if other == own else float(rate) for other, rate in enumerate(row))
 
 
@@ -194,10 +194,10 @@ def _is_rate(rate: Any) -> bool:
 
 
 class PlacedLinks(Links):
-    """The links between ranks where the units of a matrix, machines or devices, are taken in a given order.
+    """The links between ranks with the units of a matrix, machines or devices, in a given order.
 
-    A collective is as fast as the slowest link that its ring, or its exchange of all with all, crosses in any group. A
-    send waits for the slowest of all pipelines that cross the same stages.
+    A collective is as fast as the slowest link of its ring, or of its all-to-all exchange, in any group. A send is as
+    slow as the slowest pipeline between the same stages.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class PlacedLinks(Links):
         self._slowest: dict[tuple[str, bool], float] = {}
 
     def seconds(self, kind: str, axes: str, sent_bytes: float, times: float = 1) -> float:
-        """Return the time of collectives as `Links` does."""
+        """Return the seconds of collectives, as `Links.seconds`."""
         if self.unit_ranks > 1:
             return super().seconds(kind, axes, sent_bytes, times)
         span = self.span(axes)
@@ -221,7 +221,7 @@ class PlacedLinks(Links):
         return 1e-9 / self._slowest_of(kind, axes)
 
     def send_seconds(self, sent_bytes: int) -> list[float]:
-        """Return what a message takes between each rank of a pipeline and the next, in the slowest pipeline."""
+        """Return the seconds of a message between each rank of a pipeline and the next, in the slowest pipeline."""
         pipelines = self.degrees.groups("pp")
         usual = self.seconds("send", "pp", sent_bytes)
         if len(pipelines[0]) == 1:

@@ -1,6 +1,6 @@
 """Costs of operations, and of a block's passes on one micro-batch, by roofline. Imports no torch.
 
-Letters: M tokens of a micro-batch that a rank computes, its tensor-parallel group together; D hidden_size.
+Symbols: M is the number of tokens of a micro-batch per tensor-parallel group, D is hidden_size.
 """
 
 from collections import Counter
@@ -30,8 +30,8 @@ PARTS = (
     "optimizer",
     "bubble",
 )
-"""Parts of a step's seconds. `attention`: what mixers compute beside their linears. `memory_bound`: norms, activations,
-rotary positions, sums, casts, the loss. `gathers`, `reductions`: what of FSDP's and of sums over ranks nothing hides.
+"""Parts of a step's seconds. `attention`: kernels of mixers, without linears. `memory_bound`: norms, activations,
+rotary positions, sums, casts, the loss. `gathers`, `reductions`: exposed communication of FSDP and of sums over ranks.
 `bubble`: waiting for other stages."""
 
 
@@ -54,18 +54,18 @@ class Cost:
         return Cost(seconds, Counter({key: times * value for key, value in self.sent.items()}))
 
     def spend(self, part: str, seconds: float) -> None:
-        """Add to the seconds of `part`."""
+        """Add `seconds` to those of `part`."""
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
     @property
     def total(self) -> float:
-        """Seconds of all parts."""
+        """Total seconds over all parts."""
         return sum(self.seconds.values())
 
 
 @dataclass
 class Passes:
-    """The cost of a forward pass, of a backward pass, and of what is computed again in it where it is checkpointed."""
+    """Costs of a forward pass, a backward pass, and the recomputation in it with checkpointing (`again`)."""
 
     forward: Cost = field(default_factory=Cost)
     backward: Cost = field(default_factory=Cost)
@@ -76,16 +76,16 @@ class Passes:
 
 
 BACKWARD_OF_ATTENTION = 2.5
-"""Matrix products of attention's backward pass over those of its forward pass, 5 over 2: the scores are made again
-(Dao et al. 2022, arXiv 2205.14135, algorithm 4)."""
+"""Matrix products of attention's backward pass over those of its forward pass, 5 / 2: scores are recomputed (Dao et al.
+2022, arXiv 2205.14135, algorithm 4)."""
 SCORE_BYTES_ON_CPU = (22, 40)
-"""What `model.attention.cpu_kernel` moves of each score, forward and backward: masked, softmax, cast, in fp32."""
+"""Bytes that `model.attention.cpu_kernel` moves per score, forward and backward: mask, softmax, cast, in fp32."""
 
 
 class Operations:
-    """Costs of operations on a rank of a layout, all for one micro-batch.
+    """Costs of operations on a rank of a layout, for one micro-batch.
 
-    `compiled`: blocks are. `by_blocks`: attention with a mask is FlexAttention's.
+    `compiled`: whether blocks are compiled. `by_blocks`: whether attention with a mask uses FlexAttention.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Operations:
         self.width = DTYPE_BYTES[config.precision.compute_dtype]
         self.tokens = tokens_of(config, degrees)
         self.compiled = compiled
-        # Whole gradients are added up over micro-batches where no FSDP reduces them after each.
+        # Unsharded gradients are added up over micro-batches unless FSDP reduces them after each.
         self._adds_up = micro_batches_per_rank(config, degrees) > 1 and (
             not uses_fsdp(config.parallel, degrees) or reduces_once(config.parallel, degrees)
         )
@@ -112,25 +112,25 @@ class Operations:
         self._linears = _linears_of_blocks(config.model)
 
     def memory(self, moved: float, operators: float = 1) -> Cost:
-        """Return the cost of moving so many bytes."""
+        """Return the cost of moving `moved` bytes with `operators` kernels."""
         return Cost({"memory_bound": self.device.bytes_seconds(moved, operators)})
 
     def collective(self, part: str, kind: str, axes: str, sent_bytes: int, times: int = 1) -> Cost:
-        """Return the cost of `times` collectives that nothing hides, of so many bytes in all."""
+        """Return the cost of `times` collectives without overlap, with `sent_bytes` in total."""
         if not sent_bytes:
             return Cost()
         seconds = self.links.seconds(kind, axes, sent_bytes, times)
         return Cost({part: seconds}, Counter({(kind, axes): sent_bytes}))
 
     def gemm(self, rows: int, columns: int, summed: int, number_format: str) -> float:
-        """Return `Device.gemm_seconds`, computed once for each shape."""
+        """Return `Device.gemm_seconds`, cached by shape."""
         shape = rows, columns, summed, number_format
         if shape not in self._gemms:
             self._gemms[shape] = self.device.gemm_seconds(*shape)
         return self._gemms[shape]
 
     def linear(self, name: str, spec: LinearSpec) -> Passes:
-        """Return the GEMMs of a linear with its casts, its weight's included where no FSDP makes them."""
+        """Return the cost of a linear's GEMMs and casts, including weight casts unless FSDP makes them."""
         tp = self.degrees.tp
         outputs = spec.outputs.length // (tp if spec.role in ("column", "vocabulary") else 1)
         inputs = spec.inputs.length // (tp if spec.role == "row" else 1)
@@ -155,7 +155,7 @@ class Operations:
         return Passes(forward + weights.forward, backward + weights.backward, forward + weights.forward)
 
     def weight_casts(self, elements: int) -> Passes:
-        """Return the cast of a master weight on use, and of its gradient; FSDP makes both where it gathers weights."""
+        """Return the cost of casting a master weight on use, and its gradient. FSDP makes both casts if it gathers."""
         recipe = self.config.precision
         master = DTYPE_BYTES[recipe.master_dtype]
         sharded = uses_fsdp(self.config.parallel, self.degrees) and recipe.gather_dtype == recipe.compute_dtype
@@ -166,7 +166,7 @@ class Operations:
         return Passes(cost, rounded, cost)
 
     def passes_of(self, passes: Iterable[MemoryPass]) -> Passes:
-        """Return what a part moves of memory."""
+        """Return the cost of a part's memory-bound operations."""
         total = Passes()
         for each in passes:
             shared = self.degrees.tp if not each.outside or self.config.parallel.sequence_parallel else 1
@@ -176,11 +176,11 @@ class Operations:
         return total
 
     def kernel(self, mixer: Mixer) -> Passes:
-        """Return what a mixer computes beside its linears, in its kernel.
+        """Return the cost of a mixer's kernel, without its linears.
 
-        Attention does the causal half of the scores, of a mask all (torch's kernels look at no mask before they
-        multiply, FlexAttention's does); with context parallelism there is always one. Of documents, whose lengths are
-        the data's, it is the half too.
+        Causal attention computes half of the scores. With a mask, which context parallelism always needs, torch's
+        kernels compute all scores, and FlexAttention only unmasked blocks. For documents, half is assumed, since their
+        lengths depend on the data.
         """
         config, model, length = self.config, self.config.model, self.config.data.sequence_length
         on_cpu, recipe = self.device.cluster.hardware == "cpu", config.precision
@@ -203,7 +203,7 @@ class Operations:
         return Passes(costs[0], costs[1], costs[0])
 
     def block(self, index: int) -> Passes:
-        """Return the passes of block `index`, made once for all that are alike."""
+        """Return the passes of block `index`, cached for equal blocks."""
         formats = tuple(id(self.formats.of(name)) for name in self._linears[index])
         key = self.config.model.layer_name(index), self.config.parallel.checkpointing_of(index), formats
         if key not in self._blocks:
@@ -212,7 +212,7 @@ class Operations:
 
 
 def block_passes(operations: Operations, index: int) -> Passes:
-    """Return the passes of block `index`; `again`: of the forward pass, what the chosen checkpointing repeats."""
+    """Return the passes of block `index`; `again` has the recomputation of the chosen checkpointing mode."""
     config, model, width = operations.config, operations.config.model, operations.width
     gemms, rest = Passes(), Passes()
     for part_name, part in block_parts(model, index).items():
@@ -239,10 +239,10 @@ def block_passes(operations: Operations, index: int) -> Passes:
 
 
 def _collectives(operations: Operations, mixer: Mixer, index: int) -> Passes:
-    """Return what a block sends over its tensor- and context-parallel groups; bytes as `plan.traffic` counts them.
+    """Return the cost of a block's tensor- and context-parallel collectives; bytes are counted as in `plan.traffic`.
 
-    Nothing hides them: each is waited for where it is called (`parallel.collectives`). Tokens that are gathered or
-    scattered are copied, too, since ranks' parts lie side by side.
+    They overlap with nothing: each is waited for where it is called (`parallel.collectives`). Gathered or scattered
+    tokens are also copied, since the parts of ranks are interleaved in memory.
     """
     config, degrees, model, width = operations.config, operations.degrees, operations.config.model, operations.width
     found = Passes()

@@ -1,4 +1,4 @@
-"""Seconds of a pipeline stage's passes: its blocks, its ends, and what FSDP leaves unhidden. Imports no torch."""
+"""Seconds of a pipeline stage's passes: blocks, embedding, head, and exposed FSDP communication. No torch."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -16,16 +16,16 @@ from lightning_llm.plan.time.operations import Cost, Operations, Passes
 from lightning_llm.plan.traffic import shards
 
 LOSS_BYTES = (14, 20)
-"""Bytes of `model.loss` per logit beside the logits' own dtype's, forward and backward: cast to fp32, log-softmax of it
-(4 + 4, 4 + 2); softmax (2 + 4), minus one at the label, times, and cast back (8 + 6)."""
+"""Bytes moved by `model.loss` per logit, forward and backward: cast to fp32, log-softmax (4 + 4, 4 + 2); softmax (2 +
+4), subtract one at the label, scale, and cast back (8 + 6)."""
 VOCABULARY_LOSS_BYTES = (30, 36)
-"""The same of `parallel.tp`: amax (2), cast (6), minus (8), exponential (8), sum and gather (6); cast (6),
-minus (8), exponential (8), times (8), cast back (6)."""
+"""The same for `parallel.tp`: amax (2), cast (6), subtract (8), exponential (8), sum and gather (6); cast (6), subtract
+(8), exponential (8), scale (8), cast back (6)."""
 
 
 @dataclass
 class Item:
-    """What FSDP2 gathers and reduces as one, or a part of a stage without parameters of its own."""
+    """An FSDP2 group with its passes, or a part of a stage without sharded parameters."""
 
     passes: Passes
     gather: float = 0.0
@@ -34,12 +34,12 @@ class Item:
     """Seconds of the reduction after its backward pass."""
     gathered_again: bool = False
     copies: Passes = field(default_factory=Passes)
-    """What FSDP2 copies where it gathers (forward) and where it reduces (backward)."""
+    """Cost of FSDP2's copies around gathers (forward) and reductions (backward)."""
 
 
 @dataclass
 class StageTimes:
-    """Costs of passes; in a step's first and last micro-batch FSDP may gather, and reduce, what it otherwise keeps."""
+    """Costs of passes. FSDP may gather only in a step's first forward, and reduce only in its last backward."""
 
     first_forward: Cost
     forward: Cost
@@ -50,15 +50,15 @@ class StageTimes:
 def stage_times(operations: Operations, part: StagePart, summed_once: float = 0.0) -> StageTimes:
     """Return the costs of a stage's passes over one micro-batch.
 
-    `summed_once`: seconds of the sums over replicas, and over ranks that share sequences, of the last backward pass.
+    `summed_once`: seconds of the sums in the last backward pass, over replicas and over ranks that share sequences.
     """
     config, items = operations.config, _items(operations, part)
     zero_stage, overlap = config.parallel.zero_stage, operations.device.cluster.overlap
     sharded = uses_fsdp(config.parallel, operations.degrees)
     every, each_reduction = zero_stage == 3, zero_stage >= 2
-    once = reduces_once(config.parallel, operations.degrees)  # else FSDP reduces after each, if only with itself
+    once = reduces_once(config.parallel, operations.degrees)  # else FSDP reduces after each backward pass
     shards = sum(item.reduction for item in items)
-    tail = 0.5 if sums_in_tree(config.parallel) else 0.0  # read after every second micro-batch: `GradientSync`
+    tail = 0.5 if sums_in_tree(config.parallel) else 0.0  # `GradientSync` waits after every second micro-batch
 
     def forward(gathers: bool) -> Cost:
         cost = _sum(item.passes.forward for item in items)
@@ -98,10 +98,10 @@ def stage_times(operations: Operations, part: StagePart, summed_once: float = 0.
 
 
 def exposed_forward(timeline: list[tuple[float, float]], overlap: bool) -> float:
-    """Return the seconds in which computation waits for (all-gather, computation) pairs in their order.
+    """Return the seconds that computation waits for all-gathers, given (all-gather, computation) pairs in order.
 
-    FSDP2 issues the next all-gather as soon as it has queued a group's computation, so it begins when that does, on a
-    stream of its own (torch.distributed.fsdp, "implicit prefetching").
+    FSDP2 issues the next all-gather when it has queued a group's computation, so it starts together with that
+    computation, on a separate stream (torch.distributed.fsdp, "implicit prefetching").
     """
     if not overlap:
         return sum(gather for gather, _ in timeline)
@@ -114,11 +114,11 @@ def exposed_forward(timeline: list[tuple[float, float]], overlap: bool) -> float
 
 
 def exposed_backward(timeline: list[tuple[float, float, float]], overlap: bool, tail: float) -> tuple[float, float]:
-    """Return the seconds in which computation waits for gathers, and for what is still under way when it is done.
+    """Return the seconds that computation waits for gathers, and for reductions still running at its end.
 
-    Of (all-gather, computation, reduction) in the order of the backward pass. The next group is gathered when a group
-    begins, reduced is it when it ends, both over one link, one after the other. `tail`: which part of what is still
-    being reduced at the end is waited for.
+    `timeline` has (all-gather, computation, reduction) in backward order. The gather of the next group starts with a
+    group, its reduction starts at its end; both share one link, one after another. `tail`: fraction of the reductions
+    still running at the end that is waited for.
     """
     if not overlap:
         return sum(each[0] for each in timeline), sum(each[2] for each in timeline)
@@ -157,7 +157,7 @@ def _items(operations: Operations, part: StagePart) -> list[Item]:
 
 
 def _item(operations: Operations, passes: Passes, unit: Unit) -> Item:
-    """Return a group of FSDP2 with what it gathers and reduces, of which copies are made: in and out of buffers."""
+    """Return an FSDP2 group with its gather, its reduction, and the copies in and out of their buffers."""
     config, degrees = operations.config, operations.degrees
     if not uses_fsdp(config.parallel, degrees) or not unit.parameters:
         return Item(passes)
@@ -169,21 +169,21 @@ def _item(operations: Operations, passes: Passes, unit: Unit) -> Item:
     gather = operations.links.seconds("all_gather", axes, gathered * (ranks - 1))
     kind = TREE_SCATTER if sums_in_tree(config.parallel) else "reduce_scatter"
     reduction = operations.links.seconds(kind, axes, gradient * shard * (ranks - 1))
-    written = (width + 1) * unit.code_bytes(ranks)  # codes become numbers
+    written = (width + 1) * unit.code_bytes(ranks)  # codes are converted to numbers
     copied_in = operations.memory(master * shard + gathered + (2 * gathered + written) * ranks, 2)
     copied_out = operations.memory((width + gradient) * shard * ranks + 3 * gradient * shard, 2)
-    if kind == TREE_SCATTER:  # and the sum of what was received
+    if kind == TREE_SCATTER:  # and the sum of the received parts
         copied_out += operations.memory(3 * gradient * shard * (ranks - 1), max(1, ranks.bit_length() - 1))
     return Item(passes, gather, reduction, copies=Passes(copied_in, copied_out))
 
 
 def ends_of(operations: Operations) -> tuple[Passes, Passes]:
-    """Return the passes of the embedding, and those of the last norm, head and loss."""
+    """Return (passes of the embedding, passes of the last norm, head and loss)."""
     return _embedding(operations), _head(operations)
 
 
 def _embedding(operations: Operations) -> Passes:
-    """Return the look-up of rows and their cast, and of their gradient a zeroed table to which rows are added."""
+    """Return the cost of looking up and casting rows; backward zeroes a table and adds rows to it."""
     config, degrees, model = operations.config, operations.degrees, operations.config.model
     master = DTYPE_BYTES[config.precision.master_dtype]
     hidden_elements = operations.tokens * model.hidden_size
@@ -199,7 +199,7 @@ def _embedding(operations: Operations) -> Passes:
 
 
 def _head(operations: Operations) -> Passes:
-    """Return the last norm, the head and the loss."""
+    """Return the cost of the last norm, the head and the loss."""
     degrees, model = operations.degrees, operations.config.model
     tokens, tp, width = operations.tokens, degrees.tp, operations.width
     rows = Size(model.padded_vocab_size, "model.vocab_size", 1, "model.vocab_size")
@@ -207,11 +207,11 @@ def _head(operations: Operations) -> Passes:
     passes += operations.linear("head", LinearSpec("head", "vocabulary", rows, hidden(model), bias=False))
     logits = tokens * model.padded_vocab_size // tp
     forward, backward = VOCABULARY_LOSS_BYTES if tp > 1 else LOSS_BYTES
-    if model.logit_cap:  # over the cap, tanh, times the cap
+    if model.logit_cap:  # divide by the cap, tanh, multiply by the cap
         forward, backward = forward + 6 * width, backward + 9 * width
     passes += Passes(operations.memory(forward * logits, 3), operations.memory(backward * logits, 4))
     chunks = loss_chunks(operations.config, degrees, operations.device.cluster.hardware != "cpu")
-    if chunks.number > 1:  # each adds its weight's gradient to an fp32 sum
+    if chunks.number > 1:  # each chunk adds the weight's gradient to an fp32 sum
         added = (8 + width) * chunks.width * model.hidden_size
         passes.backward += operations.memory(added * chunks.number, chunks.number)
     if tp > 1:
@@ -222,7 +222,7 @@ def _head(operations: Operations) -> Passes:
 
 
 def _entered(operations: Operations, sent: int, *, backwards: bool) -> Passes:
-    """Return what crosses a tensor-parallel group where hidden states are gathered, or, `backwards`, scattered."""
+    """Return the cost of gathering hidden states in a tensor-parallel group, or of scattering them (`backwards`)."""
     if operations.config.parallel.sequence_parallel:
         gather = operations.collective("tensor_parallel", "all_gather", "tp", sent)
         scatter = operations.collective("tensor_parallel", "reduce_scatter", "tp", sent)

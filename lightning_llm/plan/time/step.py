@@ -1,4 +1,4 @@
-"""Seconds of an optimizer step on the plan's cluster: stages, their schedule, and what follows. Imports no torch."""
+"""Seconds of an optimizer step on the plan's cluster: stages, schedule, reductions and update. Imports no torch."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -27,22 +27,22 @@ from lightning_llm.plan.time.stage import StageTimes, stage_times
 from lightning_llm.plan.traffic import Sent, sent_at
 
 ROUNDING = 1e-9
-"""Of a step: less is no part of it, but what sums of floats leave."""
+"""Fraction of a step below which a part is a rounding error."""
 CLIPPING_READS = 3
-"""How often gradients are read or written beside the update: their norm, and times the clipping factor."""
+"""Reads and writes of gradients outside the update: the norm, and scaling by the clipping factor."""
 
 
 class NoTimeError(ValueError):
-    """A step that has no time, because its casts are emulated or the cluster has no peak for them."""
+    """The step has no time, because its casts are emulated or the cluster has no peak for them."""
 
 
 @dataclass(frozen=True)
 class StepTime:
     """The time of one optimizer step.
 
-    `seconds` by part (`PARTS`) are those of the rank that works longest, its waiting as `bubble`; their sum is
-    the step. `bubble_fraction` is the part of a step in which ranks wait for stages, all ranks' mean. `model_flops`
-    are the step's by `model.flops`; `needed` are those of one token that MFU is of.
+    `seconds` by part (`PARTS`) are those of the busiest rank, with its waiting as `bubble`; their sum is the step.
+    `bubble_fraction` is the mean fraction of a step that ranks wait for other stages. `model_flops` are the step's
+    FLOPs by `model.flops`; `needed` are the FLOPs per token that MFU counts.
     """
 
     seconds: dict[str, float]
@@ -54,7 +54,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
+        """Total seconds of the step."""
         return sum(self.seconds.values())
 
     @property
@@ -64,18 +64,17 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """The step's needed FLOPs over what the devices could do in that time at the peaks of their formats.
+        """The time of the step's needed FLOPs at the peaks of their formats, over the time of the step.
 
-        At most 1: every needed FLOP takes the time of at least one at its format's peak, and no rank works longer than
-        the step.
+        At most 1: a needed FLOP takes at least its time at peak, and no rank works longer than the step.
         """
         return self.needed.seconds * self.tokens_per_second
 
 
 def no_time(plan: Plan, cluster: ClusterConfig) -> str | None:
-    """Return why a step of `plan` has no time on `cluster`: "emulated (REASON)"; None where it has one.
+    """Return why a step of `plan` has no time on `cluster`, e.g. "emulated (REASON)"; None if it has one.
 
-    The decision is the plan's own, which `train` takes as well. Speeds of native kernels say nothing about emulation.
+    The decision is the plan's, which `train` follows, too. Speeds of native kernels do not apply to emulation.
     """
     if plan.decision.runs != "native":
         return f"{plan.decision.runs} ({plan.decision.reason})"
@@ -93,13 +92,14 @@ def _formats(plan: Plan, device: Device) -> Formats:
 class StepTimer:
     """Times one step of `plan` on its cluster.
 
-    Raises NoTimeError where the step has no time (`no_time`).
+    Raises:
+        NoTimeError: the step has no time (`no_time`).
     """
 
     def __init__(self, plan: Plan, cluster: ClusterConfig, links: Links | None = None, *, as_native: bool = False):
-        """`links`: those between the ranks where they are not all as the cluster says.
+        """`links`: the links between ranks; None: those of the cluster.
 
-        `as_native`: time every cast on the device's unit, whatever this trainer does: for runs of other trainers.
+        `as_native`: time every cast on the device's unit even if this trainer emulates it, for runs of other trainers.
         """
         if not as_native and (reason := no_time(plan, cluster)) is not None:
             raise NoTimeError(f"no time: {reason}")
@@ -132,7 +132,7 @@ class StepTimer:
         }
         ends = finish_times(self._orders, stages, lambda each: by_pass[each[0], each[1]][each[2]], self._send_seconds())
         after = [self._after(pp_rank) for pp_rank in ranks]
-        # The norm of all gradients lets nobody update before the last has them.
+        # The norm of all gradients makes every update wait for the last rank.
         reduced = max(end + cost.total for end, cost in zip(ends, after, strict=True))
         updates = [self._update(pp_rank) for pp_rank in ranks]
         step = reduced + max(updates)
@@ -153,7 +153,7 @@ class StepTimer:
 
     @cached_property
     def passes(self) -> list[Cost]:
-        """What the passes of a step cost the ranks at each place of the pipeline."""
+        """Cost of a step's passes, per pipeline rank."""
         found = []
         for order in self._orders:
             counts = Counter(Pass(each[0], each[1], self._kinds[each[0]][each[2]]) for each in order)
@@ -167,7 +167,7 @@ class StepTimer:
 
     @cached_property
     def costs(self) -> dict[Pass, Cost]:
-        """What each kind of pass costs."""
+        """Cost of each kind of pass."""
         stages: dict[int, StageTimes] = {}
         made: dict[Hashable, StageTimes] = {}
         for pp_rank, parts in enumerate(self.parts):
@@ -185,13 +185,13 @@ class StepTimer:
         return {kind: _cost(stages[kind.stage], kind, self.plan.micro_batches) for kind in kinds}
 
     def shards(self, pp_rank: int) -> list[ParameterShard]:
-        """Return what the ranks at `pp_rank` of the pipeline hold of every parameter."""
+        """Return the parameter shards of the ranks at `pp_rank` of the pipeline."""
         units = units_at(self.config.model, self.parts[pp_rank], self.degrees.tp)
         return list(units.shards(shard_ranks(self.config.parallel, self.degrees)))
 
     @cached_property
     def _kinds(self) -> dict[bool, list[int]]:
-        """For each micro-batch the one that costs as much, forward (True) and backward: first, second or last."""
+        """For each micro-batch, one of equal cost (first, second or last), for forward (True) and backward (False)."""
         last = self.plan.micro_batches - 1
         backward = [min(1, last)] * last + [last]
         return {True: [0, *backward[1:]], False: backward}
@@ -200,9 +200,9 @@ class StepTimer:
         return self.links.send_seconds(boundary_bytes(self.config, self.degrees))
 
     def _beside(self, pp_rank: int) -> float:
-        """Return the seconds of sums that begin within a stage's last backward pass: over replicas, and over `cp`.
+        """Return the seconds of sums that start during a stage's last backward pass: over replicas, and over `cp`.
 
-        The library's are FSDP2's, a group at a time; all others go by buckets (`parallel.gradient_sync`).
+        Native sums are FSDP2's, one group at a time; all others use buckets (`parallel.gradient_sync`).
         """
         parts, sent, seconds = self.parts[pp_rank], self.sent[pp_rank], 0.0
         groups = sum(len(part.layers) for part in parts) + 2
@@ -214,10 +214,10 @@ class StepTimer:
         return seconds / len(parts)
 
     def _after(self, pp_rank: int) -> Cost:
-        """Return what is sent after the last backward pass: all of `plan.traffic`'s bytes that passes have not sent.
+        """Return the cost of sends after the last backward pass: the bytes of `plan.traffic` that passes have not sent.
 
-        That is tied embeddings, and matrices that the optimizer takes whole. Gradients of what tensor-parallel ranks
-        hold alike are counted here, too: a few vectors, which really begin within the pass.
+        These are tied embeddings, matrices that the optimizer needs whole, and gradients of parameters replicated over
+        tensor-parallel ranks: a few vectors, which in fact start within the pass.
         """
         cost = Cost()
         for (kind, axes), total in self.sent[pp_rank].items():
@@ -232,7 +232,7 @@ class StepTimer:
         return cost
 
     def _update(self, pp_rank: int) -> float:
-        """Return the seconds of clipping and of the update, whose state is read and written once."""
+        """Return the seconds of clipping and of the update, which reads and writes its state once."""
         config = self.config
         state = state_bytes(self.shards(pp_rank), config.optim, config.chosen_algorithm, config.precision)
         moved = 2 * (state.parameters + state.optimizer) + (1 + CLIPPING_READS) * state.gradients
@@ -240,7 +240,7 @@ class StepTimer:
 
 
 def once_beside() -> list[tuple[str, str]]:
-    """Return what is sent once per step, beside its last backward pass, by kind and axis."""
+    """Return the (kind, axis) of collectives that run once per step, during its last backward pass."""
     over_replicas = product((TREE_SCATTER, "all_gather", "all_reduce"), replica_axes())
     return [*over_replicas, *product(("all_reduce",), AXES.cutting("sequence"))]
 
@@ -254,11 +254,14 @@ def _cost(times: StageTimes, each: Pass, micro_batches: int) -> Cost:
 def finish_times(
     orders: Sequence[Sequence[Pass]], stages: int, seconds: Callable[[Pass], float], send_seconds: Sequence[float]
 ) -> list[float]:
-    """Return when each rank has run the last pass of its order, where a pass waits for what it takes from other ranks.
+    """Return the time at which each rank finishes its last pass, if passes wait for their inputs from other ranks.
 
-    A forward pass takes the one of the stage before, a backward pass that of the stage behind; what comes from another
-    rank is under way for the `send_seconds` of that link: between rank r and the next one, both ways, from the last to
-    the first. Ranks send while they compute. Raises ValueError where an order never ends.
+    A forward pass needs the output of the previous stage, a backward pass the gradient of the next stage. An input from
+    another rank takes the link's `send_seconds`: entry r is the link between rank r and the next one, both ways; the
+    last entry links the last rank to the first. Ranks send while they compute.
+
+    Raises:
+        ValueError: the order deadlocks.
     """
     ranks = len(orders)
     forward_ends: dict[tuple[int, int], float] = {}

@@ -97,12 +97,12 @@ def test_a_plan_is_placed_where_its_pipeline_is_fast(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[[0, 1], [1, 0]]", "has 2 rows, and there are 4 machines of 8 devices"),
+        ("[[0, 1], [1, 0]]", "with 2 rows: must have 4, one per machine, or 8, one per device"),
         ("{rates: 3}", "has no matrix"),
         ("[[0, 1, 1, 1], [1, 0, 1, -1], [1, 1, 0], [1, 1, 1, 0]]", "row 1 has -1"),
         ("[[0, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0], [1, 1, 1, 0]]", "row 2 has 3 numbers"),
-        ("{names: abcd, gb_per_second: [[0,1,1,1],[1,0,1,1],[1,1,0,1],[1,1,1,0]]}", "4 different ones"),
-        ("{names: [a, b, c, c], gb_per_second: [[0,1,1,1],[1,0,1,1],[1,1,0,1],[1,1,1,0]]}", "4 different ones"),
+        ("{names: abcd, gb_per_second: [[0,1,1,1],[1,0,1,1],[1,1,0,1],[1,1,1,0]]}", "4 different entries"),
+        ("{names: [a, b, c, c], gb_per_second: [[0,1,1,1],[1,0,1,1],[1,1,0,1],[1,1,1,0]]}", "4 different entries"),
         ("[[", "neither YAML nor JSON"),
         (None, "cannot be read"),
     ],

@@ -15,7 +15,7 @@ from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import Resolution, plan_of
 from lightning_llm.plan.search.pricing import Pricer
-from lightning_llm.plan.search.search import Found, pareto_front, search
+from lightning_llm.plan.search.search import SearchResult, pareto_front, search
 from lightning_llm.plan.search.space import Space, divisors, typed_values
 from lightning_llm.plan.time.step import StepTimer
 
@@ -24,7 +24,7 @@ TIGHT = ["model=llama_3b", "cluster=h100_dgx", "world=2", "data.sequence_length=
 TINY = ["model=llama_tiny", "cluster=h100_dgx", "world=4", "data.global_batch_size=8"]
 
 
-def searched(words: list[str], **keywords: bool) -> tuple[Found, Pricer]:
+def searched(words: list[str], **keywords: bool) -> tuple[SearchResult, Pricer]:
     config = compose_config(words)
     assert config.world is not None
     assert config.cluster is not None
@@ -152,7 +152,7 @@ def test_emulated_layouts_have_no_time_and_rank_behind_all_others(capsys):
     assert main(["plan", *FP8, "--search"]) == 0
     out = capsys.readouterr().out
     assert "no time: emulated (parallel.tp is 2, and Float8CurrentScaling takes scales from whole tensors" in out
-    assert "MFU is of the mixture's peak" in out
+    assert "MFU is relative to the mixture's peak" in out
     assert "assumed    h100 at its data sheet's peaks (bf16 989.5, fp8 1979 TFLOP/s)" in out
     fastest = next(line for line in out.splitlines() if line.startswith("the fastest: "))
     assert "parallel.tp=1" in fastest
@@ -247,36 +247,36 @@ def test_recomputing_by_block_changes_no_loss(tmp_path, small_run, capsys):
     ("words", "told"),
     [
         (["--search", "model=llama_tiny", "world=8"], "Set cluster=h100_dgx"),
-        (["--search", *TINY, "world=7"], "is 7, and there is no layout of so many ranks: "),
+        (["--search", *TINY, "world=7"], "is 7, and no layout has that many ranks: "),
         (
             ["--search", *TINY, "parallel.tp=3"],
-            "parallel.tp: is 3, which does not divide world=4. Set it to one of 1, 2,",
+            "parallel.tp: is 3: must divide world=4. Set it to one of 1, 2,",
         ),
         (
             ["--search", *TINY, "parallel.tp=4", "parallel.cp=1"],
-            "parallel.tp: is 4, which does not divide model.num_heads",
+            "parallel.tp: is 4, and must divide model.num_heads",
         ),
         (
             ["--search", *TINY, "parallel.pp=8"],
-            "parallel.pp: is 8, which does not divide world=4. Set it to one of 1, 2, 4",
+            "parallel.pp: is 8: must divide world=4. Set it to one of 1, 2, 4",
         ),
-        (["--search", *TINY, "parallel.dp_shard=3"], "parallel.dp_shard: is 3, which does not divide world=4."),
+        (["--search", *TINY, "parallel.dp_shard=3"], "parallel.dp_shard: is 3: must divide world=4."),
         (
             ["--search", *TINY, "data.micro_batch_size=3"],
             "data.micro_batch_size: is 3, and no layout of world=4 has that.",
         ),
         (
             ["--search", *TINY, "parallel.dp_shard=2", "parallel.zero_stage=0"],
-            "parallel.zero_stage: is 0, and no layout of world=4 has that beside parallel.dp_shard=2. Set it to one",
+            "parallel.zero_stage: is 0, and no layout of world=4 has that with parallel.dp_shard=2. Set it to one",
         ),
         (
             ["--search", *TINY, "parallel.activation_checkpoint_layers=[full]"],
-            "parallel.activation_checkpoint_layers: has 1 words, and model.num_layers is 4.",
+            "parallel.activation_checkpoint_layers: has 1 entries: must have one per block, model.num_layers=4.",
         ),
         (["--search", *TINY, "--matrix"], "--search: cannot be used with --matrix"),
-        (["--search", *TINY, "--write", "best.yaml"], "Write DIR/parallel/NAME.yaml"),
+        (["--search", *TINY, "--write", "best.yaml"], "must be DIR/parallel/NAME.yaml"),
         (["--search", *TINY, "--write", "mine/parallel/zero3.yaml"], "parallel=zero3 is a shipped layout"),
-        (["--search", *TINY, "--write", "/dev/null/parallel/best.yaml"], "a file cannot be made there"),
+        (["--search", *TINY, "--write", "/dev/null/parallel/best.yaml"], "which cannot be created"),
         (["--search", *TINY, "--planner", "pipette", "--pareto", "x.svg"], "--pareto: plots every layout that fits"),
         (["--search", *TINY, "--accounting", "megatron"], "--search: cannot be used with --accounting"),
         (["--search", *TINY, "--pareto", "front.jpg"], "must end with .png or .svg"),
@@ -308,8 +308,8 @@ def test_where_nothing_fits_the_nearest_are_shown_and_refused(capsys):
     words = ["model=llama_70b", "cluster=h100_dgx", "world=2", "data.global_batch_size=2", "data.micro_batch_size=1"]
     assert main(["plan", *words, "--search"]) == 2
     told = capsys.readouterr()
-    assert "hold too much, nearest first:" in told.out
-    assert " too many" in told.out
+    assert "too large, nearest first:" in told.out
+    assert " too much" in told.out
     assert "world=2: no layout of that many ranks fits in memory" in told.err
 
 

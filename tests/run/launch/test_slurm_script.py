@@ -101,7 +101,7 @@ def test_keys_of_another_launcher_are_refused_by_name():
         with pytest.raises(ConfigError) as refused:
             check_config(config)
         assert [problem.key for problem in refused.value.problems] == keys
-        assert "without effect with launcher=" in refused.value.problems[0].text
+        assert "no effect with launcher=" in refused.value.problems[0].text
 
 
 def test_launcher_slurm_does_not_train_on_a_login_node(tmp_path, small_run, monkeypatch, capsys):
