@@ -1,7 +1,7 @@
-"""`branch_from=RUN[/checkpoints/step=N]`: a config that goes on from a trunk's, with keys changed. Imports no torch.
+"""`branch_from=RUN[/checkpoints/step=N]`: a config derived from a parent run's, with keys changed. No torch.
 
-The trunk's config.yaml takes the place of the defaults; a recipe that is for branches (its file has `branch_from: ???`)
-and the words typed are applied to it. Where the run lies, is tracked and started is its own.
+The parent's config.yaml replaces the defaults. A preset for branches (its file has `branch_from: ???`) and the
+overrides are applied to it. The branch has its own folder, tracking and launcher.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,9 +28,9 @@ from lightning_llm.config.yaml_file import literal, read_mapping
 KEY = "branch_from"
 EXPECTED = "a run's folder (its newest good checkpoint is taken), or one of its checkpoints/step=N"
 OWN = ("run", "launcher", "resume", "hardware")
-"""Of the run itself, and not taken from the trunk."""
+"""Keys of the run itself, which are not taken from the parent run."""
 SAME_DATA = ("tokenizer", "sequence_length", "global_batch_size", "micro_batch_size", "cache_dir", "num_workers")
-"""Keys of `data` that stay the trunk's where a branch chooses another file of the group."""
+"""Keys of `data` that keep the parent's values if a branch selects another file of the group."""
 NOT_CHANGES = (
     *NOT_IDENTITY,
     KEY,
@@ -42,17 +42,17 @@ NOT_CHANGES = (
     "precision.reference",
     "precision.hardware",
 )
-"""Keys in which a branch may differ from its trunk without being another experiment."""
+"""Keys in which a branch may differ from its parent run without being another experiment."""
 OVERRIDE = "override /"
 NOT_VALUES = ("defaults", "hydra", "sweep")
 
 GroupTree = Callable[[str, str], Any]
-"""(group, name) -> the node of the group that `group=name` composes."""
+"""(group, name) -> the node that `group=name` composes."""
 
 
 @dataclass(frozen=True)
 class Branching:
-    """A branch that is asked for: the path named, and what the recipe sets, group files before single keys."""
+    """A requested branch: the parent's path, and the preset's group files and single keys."""
 
     path: Path
     groups: Mapping[str, Any]
@@ -60,10 +60,10 @@ class Branching:
 
 
 def read_branching(parsed: Sequence[Override], config_dir: Path | None) -> Branching | None:
-    """Return the branch that the overrides ask for, None where they ask for none.
+    """Return the branch that the overrides request, or None.
 
     Raises:
-        ConfigError: a trunk is named beside a recipe that is not for branches, or none beside one that is.
+        ConfigError: a parent run with a preset that is not for branches, or such a preset without a parent run.
     """
     named = [each for each in parsed if each.key_or_group == KEY and not each.is_delete()]
     path = named[-1].value() if named else None
@@ -75,17 +75,19 @@ def read_branching(parsed: Sequence[Override], config_dir: Path | None) -> Branc
     if path is None and KEY in values:
         path = values[KEY] if values[KEY] != "???" else None
         if path is None:
-            raise ConfigError(Problem(KEY, f"a value must be given, for recipe={recipe} is of branches: {EXPECTED}."))
+            raise ConfigError(
+                Problem(KEY, f"a value must be given, because recipe={recipe} is for branches: {EXPECTED}.")
+            )
     if path is None:
         return None
     if recipe and KEY not in values and recipe in option_files("recipe", config_dir):
         text = (
-            f"is {recipe}, a run from its first step, and a branch goes on with its trunk's config. Leave it out and "
-            f"give the groups and keys to change, or write a recipe for branches, with `{KEY}: ???` in its file."
+            f"is {recipe}, a run from step 0, and a branch uses its parent run's config. Omit it and "
+            f"give the groups and keys to change, or write a preset for branches, with `{KEY}: ???` in its file."
         )
         raise ConfigError(Problem("recipe", text))
     if any(each.key_or_group == "model" and each.value() == FROM_WEIGHTS for each in parsed):
-        text = f"is {FROM_WEIGHTS}, and a branch goes on with its trunk's model and weights. Leave it out."
+        text = f"is {FROM_WEIGHTS}, and a branch uses its parent run's model and weights. Omit it."
         raise ConfigError(Problem("model", text))
     return Branching(
         Path(str(path)).expanduser().absolute(), groups, {key: each for key, each in values.items() if key != KEY}
@@ -95,9 +97,10 @@ def read_branching(parsed: Sequence[Override], config_dir: Path | None) -> Branc
 def recipe_overrides(
     name: str, config_dir: Path | None, above: frozenset[str] = frozenset()
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return {group: file} and {dotted key: value} that the recipe `name` sets, those of the recipes it extends first.
+    """Return ({group: file}, {dotted key: value}) of the preset `name`, after those of the presets it extends.
 
-    Nothing where there is no such recipe, nor of one that extends itself, through those `above`: composing says both.
+    Both are empty if there is no such preset or if it extends itself (`above`: presets that extend it); composition
+    reports these errors.
     """
     file = option_files("recipe", config_dir).get(name)
     if file is None or name in above:
@@ -117,12 +120,12 @@ def recipe_overrides(
 
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> Any:
-    """Return the keys of a recipe's YAML `text`, which all jobs of a sweep read."""
+    """Return the keys of a preset's YAML `text`; cached, since all jobs of a sweep read it."""
     return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
 
 
 def changed_keys(trunk: Config, branch: Config) -> dict[str, tuple[Any, Any]]:
-    """Return {key: (the trunk's value, the branch's)} of all that can change what is learned, or how it is computed."""
+    """Return {key: (parent's value, branch's value)} of differences that can affect training."""
     before, after = (flatten(each.model_dump(mode="json")) for each in (trunk, branch))
     return {
         key: (before.get(key), after.get(key))
@@ -134,12 +137,12 @@ def changed_keys(trunk: Config, branch: Config) -> dict[str, tuple[Any, Any]]:
 def branch_tree(
     branching: Branching, parsed: Sequence[Override], defaults: DictConfig, group_tree: GroupTree
 ) -> DictConfig:
-    """Return the trunk's tree with what the recipe sets and what is typed, to be resolved and checked.
+    """Return the parent's tree with the preset and the overrides applied, not yet resolved or checked.
 
     Args:
-        branching: what `read_branching` found in `parsed`.
-        parsed: the overrides typed.
-        defaults: the tree composed without any override, for what is the run's own.
+        branching: result of `read_branching(parsed)`.
+        parsed: the overrides.
+        defaults: the tree composed without overrides, for the run's own keys.
         group_tree: composes a group's file.
 
     Raises:
@@ -147,7 +150,7 @@ def branch_tree(
     """
     run = run_of(branching.path)
     if run is None:
-        what = "holds no run" if branching.path.is_dir() else "is a file" if branching.path.exists() else None
+        what = "has no run" if branching.path.is_dir() else "is a file" if branching.path.exists() else None
         raise ConfigError(Problem(KEY, f"{branching.path} {what or 'does not exist'}. Give {EXPECTED}."))
     tree = read_mapping(run / "config.yaml", str(run / "config.yaml"), "It must be as its run wrote it.")
     migrate(tree)
@@ -159,7 +162,7 @@ def branch_tree(
         tree.branch_from = literal(str(branching.path))
         OmegaConf.update(tree, "logger.tags", {}, merge=False)
     if not OmegaConf.is_dict(tree.get("data")):
-        raise ConfigError(Problem("data", f"is {tree.get('data')!r}, must be a mapping, in the config of the trunk."))
+        raise ConfigError(Problem("data", f"is {tree.get('data')!r} in the parent run's config: must be a mapping."))
     trunks_data = literal(OmegaConf.to_container(tree.data, resolve=True))
     recipe = [each.value() for each in parsed if each.key_or_group == "recipe"]
     if recipe:
@@ -177,7 +180,7 @@ def branch_tree(
 
 
 def _keep_data(tree: DictConfig, before: Mapping[Any, Any], branching: Branching, typed: Sequence[Override]) -> None:
-    """Put back the trunk's tokenizer and batches, but what was given, where another file of `data` was chosen."""
+    """Restore the parent's tokenizer and batch keys, except given ones, if another file of `data` was selected."""
     given = {*branching.values, *(each.key_or_group for each in typed)}
     if "data" not in branching.groups and "data" not in given:
         return
@@ -187,7 +190,7 @@ def _keep_data(tree: DictConfig, before: Mapping[Any, Any], branching: Branching
 
 
 def apply_overrides(tree: DictConfig, parsed: Sequence[Override], group_tree: GroupTree) -> list[Problem]:
-    """Apply overrides to a resolved `tree`, in place: groups first, each exchanged whole; return what does not fit."""
+    """Apply overrides to a resolved `tree` in place, whole groups first; return the problems."""
     groups = set(group_names())
     vocabulary = OmegaConf.select(tree, "model.vocab_size")
     follows = vocabulary is not None and OmegaConf.select(tree, "data.tokenizer.vocab_size") == vocabulary
@@ -196,7 +199,7 @@ def apply_overrides(tree: DictConfig, parsed: Sequence[Override], group_tree: Gr
         problems += _apply(tree, each, each.key_or_group in groups, group_tree)
     changed = {each.key_or_group for each in parsed}
     if "trainer.compile" in changed and not changed & {"parallel", "parallel.compile"}:
-        OmegaConf.update(tree, "parallel.compile", tree.trainer.compile)  # kept resolved, and follows
+        OmegaConf.update(tree, "parallel.compile", tree.trainer.compile)  # the saved config has it resolved
     if follows and changed & {"model", "model.vocab_size"} and "data.tokenizer.vocab_size" not in changed:
         OmegaConf.update(tree, "data.tokenizer.vocab_size", tree.model.vocab_size)
     return problems
@@ -205,9 +208,9 @@ def apply_overrides(tree: DictConfig, parsed: Sequence[Override], group_tree: Gr
 def _apply(tree: DictConfig, each: Override, is_group: bool, group_tree: GroupTree) -> Iterator[Problem]:
     key = each.key_or_group
     if each.is_delete():
-        yield Problem(key, "~ deletes from a composition; where a run's config is changed, override single keys.")
+        yield Problem(key, "~ deletes from a composition, and this changes a run's config. Override single keys.")
     elif each.is_sweep_override():
-        yield Problem(key, "has several values, and this is one run's config. Give one.")
+        yield Problem(key, "has several values, and this is the config of one run. Give one.")
     elif is_group and not isinstance(each.value(), dict):
         try:
             tree[key] = group_tree(key, str(each.value()))

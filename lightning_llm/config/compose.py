@@ -1,8 +1,9 @@
-"""Command-line overrides and YAML files -> one checked `Config`, or every problem at once. Imports no torch.
+"""Compose command-line overrides and YAML files into one checked `Config`, or report all problems. No torch.
 
-The path of an override: `overrides` parses it, `sources` opens the files and checks names of groups, `Composer` merges,
-`derived_keys` fills in keys that follow, `resolve` resolves, and `schema` checks. It is forced into the composition
-(`a.b=1` as `++a.b=1`), so a typo on the command line, behind `+` or inside a file gets the same answer from one check.
+Path of an override: `overrides` parses it, `sources` opens the files and checks group names, `Composer` merges,
+`derived_keys` fills in derived keys, `resolve` resolves interpolations, and `schema` validates. Overrides are forced
+into the composition (`a.b=1` as `++a.b=1`), so that typos on the command line, after `+` or in a file are all reported
+by the same check.
 """
 
 import pickle
@@ -39,7 +40,7 @@ from lightning_llm.config.weight_folders import INIT_FROM
 
 FORCED = "++"
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, RecursionError, ValueError)
-"""Errors of Hydra for files and arguments that do not compose; ValueError: keywords of a defaults list."""
+"""Hydra's errors for files and arguments that do not compose; ValueError: bad keywords in a defaults list."""
 
 KEPT = {
     "model": ("init_from",),
@@ -52,51 +53,51 @@ KEPT = {
     "logger": (),
     "cluster": (),
 }
-"""{group: keys of a recipe that stay where another file of that group is chosen, which replaces all others}.
+"""{group: keys of a preset that stay if another file of that group is selected, which replaces all other keys}.
 
-They belong to the run: how much it learns from at a time, and from which weights. Groups that are not here (trainer,
-callbacks, launcher) have no files that exclude each other, so all of a recipe's keys below them stay."""
+These keys belong to the run: batch, length, initial weights. Files of other groups (trainer, callbacks, launcher) do
+not exclude each other, so all of a preset's keys for them stay."""
 
 
 def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> Config:
     """Return the checked config of one run.
 
     Args:
-        overrides: Hydra overrides as typed (`precision=bf16`, `trainer.max_steps=10`, `~callbacks.sample`).
-        config_dir: a folder of further config groups (`DIR/recipe/mine.yaml`), searched behind the shipped ones.
+        overrides: Hydra overrides (`precision=bf16`, `trainer.max_steps=10`, `~callbacks.sample`).
+        config_dir: a folder of further config groups (`DIR/recipe/mine.yaml`), searched after the shipped ones.
 
     Raises:
-        ConfigError: with every problem found: unknown groups' values, keys, types, unresolvable interpolations.
+        ConfigError: with all problems: unknown options, keys, types, unresolvable interpolations.
     """
     return read_composed(overrides, config_dir).checked()
 
 
 def read_composed(overrides: Sequence[str], config_dir: Path | None = None) -> Reading:
-    """Return the config of `compose_config` with its problems; the sound part stays for the rules between keys.
+    """Return the config of `compose_config` with its problems; further rules can run on its valid part.
 
     Raises:
-        ConfigError: no part is sound, or the overrides are of a sweep.
+        ConfigError: no part is valid, or the overrides define a sweep.
     """
     parsed, problems = read_overrides(overrides)
     with open_composer(config_dir) as composer:
         if any(recipe_sweep(parsed, composer)):
-            text = "this recipe is a sweep of several runs. Add -m: train -m runs it, plan -m lists it, "
+            text = "this preset is a sweep of several runs. Add -m: train -m runs it, plan -m lists it, "
             raise ConfigError([*problems, Problem("recipe", f"{text}config -m prints it.")])
         keys = [each.key_or_group for each in parsed]
-        if of_sweeps := [key for key in keys if key.startswith("sweep.")]:
-            text = "is of a sweep, and nothing in one run reads it. Add -m, or leave it out."
-            raise ConfigError([*problems, *(Problem(key, text) for key in of_sweeps)])
+        if sweep_keys := [key for key in keys if key.startswith("sweep.")]:
+            text = "is only read by a sweep. Add -m, or omit it."
+            raise ConfigError([*problems, *(Problem(key, text) for key in sweep_keys)])
         if several := [each.key_or_group for each in parsed if each.is_sweep_override()]:
-            text = "has several values, which makes a sweep. Add -m, or give one (text with a comma: in quotes)."
+            text = "has several values, which makes a sweep. Add -m, or give one value (quote text with a comma)."
             raise ConfigError([*problems, *(Problem(key, text) for key in several)])
         return compose_one(parsed, composer, problems)
 
 
 def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[DictConfig, dict[str, str]]:
-    """Return the tree that the overrides compose to, unresolved and unchecked, and the file chosen for each group.
+    """Return the composed tree, unresolved and unchecked, and {group: selected file}.
 
     Raises:
-        ConfigError: they do not compose.
+        ConfigError: the overrides do not compose.
     """
     parsed = parse_overrides(overrides)
     with open_composer(config_dir) as composer:
@@ -109,7 +110,7 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> tu
 
 
 def compose_one(parsed: Sequence[Override], composer: "Composer", known: Sequence[Problem]) -> Reading:
-    """Return the config of one run; `known` are problems of arguments that are not among `parsed`."""
+    """Return the config of one run; `known`: problems of arguments that are not in `parsed`."""
     unknown = composer.unknown(parsed)
     problems = [*known, *unknown.values()]
     keys = {each.key_or_group for each in parsed}
@@ -133,24 +134,24 @@ def compose_one(parsed: Sequence[Override], composer: "Composer", known: Sequenc
         raise ConfigError([*problems, *error.problems]) from error
     except COMPOSITION_ERRORS as error:
         raise ConfigError([*problems, *_not_composed(error).problems]) from error
-    # Without the recipe, or with a word less, the rest is not what was meant: rules would judge another run.
+    # Without the preset or an override, the rest is not the intended run, so rules are not applied.
     sound_part = None if known or "recipe" in unknown else reading.config
     return Reading(sound_part, (*problems, *reading.problems))
 
 
 def recipe_sweep(typed: Sequence[Override], composer: "Composer") -> tuple[list[str], list[str]]:
-    """Return the chosen recipe's `hydra.sweeper.params`, less those typed on the command line, and its `sweep.also`.
+    """Return the selected preset's `hydra.sweeper.params`, without overridden ones, and its `sweep.also`.
 
     Raises:
-        ConfigError: several recipes are chosen, and one of them is a sweep.
+        ConfigError: several presets are selected, and one of them is a sweep.
     """
     chosen = [each for each in typed if each.key_or_group == "recipe"]
     if not chosen:
         return [], []
     for word in composer.choices(chosen[-1]) if chosen[-1].is_sweep_override() else []:
         if any(recipe_sweep(parse_overrides([word]), composer)):
-            text = f"has several values, and {word} is a sweep itself, whose choices would be left out."
-            raise ConfigError(Problem("recipe", f"{text} Give that alone."))
+            text = f"has several values, but {word} is a sweep itself, and its values would be ignored."
+            raise ConfigError(Problem("recipe", f"{text} Give it alone."))
     try:
         composed = composer.compose([each for each in typed if not each.is_sweep_override()])
     except COMPOSITION_ERRORS:
@@ -161,9 +162,9 @@ def recipe_sweep(typed: Sequence[Override], composer: "Composer") -> tuple[list[
 
 
 def _with_shape_of_weights(parsed: Sequence[Override]) -> list[Override]:
-    """Return the overrides with `model=from_weights` where weights are named to start from, and no model is.
+    """Return the overrides, with `model=from_weights` added if initial weights are given without a model.
 
-    `model.init_from=null` names none: random weights.
+    `model.init_from=null` means random weights.
     """
     named = [each.value() for each in parsed if each.key_or_group == INIT_FROM and not each.is_delete()]
     if all(value is None for value in named) or any(each.key_or_group == "model" for each in parsed):
@@ -172,9 +173,9 @@ def _with_shape_of_weights(parsed: Sequence[Override]) -> list[Override]:
 
 
 def _with_default_model(parsed: Sequence[Override], composer: "Composer") -> DictConfig:
-    """Return the tree of the overrides with the default model in place of one whose weights cannot be read.
+    """Return the tree of the overrides with the default model, because the given weights cannot be read.
 
-    Keys that others are made of are then there, and nothing else is found wrong for it.
+    Keys that others depend on are then present, so no other problem is reported because of it.
     """
     default = composer.tree([])[1]["model"]
     others = [each for each in parsed if each.key_or_group.partition(".")[0] != "model"]
@@ -185,11 +186,11 @@ def _not_composed(error: Exception) -> ConfigError:
     """Return the ConfigError for an `error` of Hydra's composition."""
     text = " ".join(str(error or error.__cause__).split())
     if isinstance(error, RecursionError):
-        text = "files of the defaults lists name each other in a circle."
+        text = "defaults lists of files form a cycle. Remove one of the references."
     elif isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         if (meant := group.rpartition("/")[2]) != group and meant in group_names():
-            text = f"a defaults list has `{meant}: {name}`. From a recipe, write `- override /{meant}: {name}`."
+            text = f"a defaults list has `{meant}: {name}`. In a preset, write `- override /{meant}: {name}`."
         else:
             hint = did_you_mean(name, error.options or ())
             text = f"a defaults list names {group}={name}; there is no '{name}'.{hint}"
@@ -199,61 +200,62 @@ def _not_composed(error: Exception) -> ConfigError:
 
 
 class Composed(NamedTuple):
-    """The merged files and overrides, nothing resolved or checked; a copy of the caller's own."""
+    """The merged files and overrides, unresolved and unchecked; a private copy of the caller."""
 
     tree: DictConfig
-    """Less Hydra's own node; `recipe` is the chosen one's name."""
+    """The tree without Hydra's node; `recipe` is the name of the selected preset."""
     choices: dict[str, str]
-    """The file chosen for each group."""
+    """{group: selected file}."""
     sweep_params: dict[str, Any]
-    """The recipe's `hydra.sweeper.params`."""
+    """The preset's `hydra.sweeper.params`."""
 
     def sweep_keys(self) -> SweepConfig:
-        """Return the keys below `sweep`, checked. Raises ConfigError with all that is wrong with them."""
+        """Return the validated keys below `sweep`. Raises ConfigError with all problems."""
         node = self.tree.get("sweep")
         values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else node
         return read_sweep_keys({} if values is None else values)
 
 
 class Composer:
-    """Composes trees over one search path, inside an initialized Hydra.
+    """Composes trees from one search path, inside an initialized Hydra.
 
-    Composing reads and merges some twenty files, a tenth of a second; the jobs of a sweep mostly differ in single
-    values. Hydra applies those to the merged files, last, in the order they are typed; so does this, to a kept merge.
+    Composition reads and merges about twenty files, which takes a tenth of a second, but the jobs of a sweep mostly
+    differ in single values. Hydra applies those last, in order, to the merged files; this class does the same on a
+    cached merge.
     """
 
     def __init__(self, search: Sequence[str], config_dir: Path | None = None):
-        """`search`: overrides of Hydra's search path, which lead to `config_dir`."""
+        """`search`: overrides of Hydra's search path that add `config_dir`."""
         self.search = list(search)
         self.config_dir = config_dir
-        self._bases: dict[tuple[str, ...], bytes] = {}  # pickled: seven times as fast to copy as by deepcopy
+        self._bases: dict[tuple[str, ...], bytes] = {}  # pickled, because copying is seven times as fast as deepcopy
         self._options: dict[str, list[str]] = {}
 
     def options(self, group: str) -> list[str]:
-        """Return the names that `group=` takes; empty where there is no such group."""
+        """Return the options of `group=`; empty if there is no such group."""
         if group not in self._options:
             self._options[group] = group_options(group, self.search)
         return self._options[group]
 
     def unknown(self, parsed: Sequence[Override]) -> dict[str, Problem]:
-        """Return {group: problem} of each group whose chosen name is none of its options."""
+        """Return {group: problem} of groups with an unknown option."""
         found = {each.key_or_group: unknown_option(each, self.options(each.key_or_group)) for each in parsed}
         return {group: problem for group, problem in found.items() if problem}
 
     def choices(self, parsed: Override) -> list[str]:
-        """Return `a=1,2` as ["a=1", "a=2"], see `choices_of`."""
+        """Return `a=1,2` as ["a=1", "a=2"]; see `choices_of`."""
         return choices_of(parsed, self.options(parsed.key_or_group))
 
     def group(self, group: str, name: str) -> Any:
-        """Return the node of `group` that `group=name` composes, for a tree that is there already."""
+        """Return the node that `group=name` composes."""
         return self.tree(parse_overrides([f"{group}={name}"]))[0][group]
 
     def tree(self, parsed: Sequence[Override]) -> tuple[DictConfig, dict[str, str]]:
-        """Return the tree of one run that the overrides compose to, and the file chosen for each group.
+        """Return the composed tree of one run, and {group: selected file}.
 
         Raises:
-            ConfigError: a rule of `precision.modules.casts` names a recipe that it cannot take.
-            HydraException, OmegaConfBaseException: as Hydra does.
+            ConfigError: a rule of `precision.modules.casts` names a recipe that it cannot use.
+            HydraException, OmegaConfBaseException: raised by Hydra.
         """
 
         def precision(name: str) -> DictConfig:
@@ -269,26 +271,26 @@ class Composer:
         return tree, choices
 
     def compose(self, parsed: Sequence[Override]) -> Composed:
-        """Return what Hydra composes of the overrides.
+        """Return Hydra's composition of the overrides.
 
         Raises:
-            HydraException, OmegaConfBaseException: as Hydra does.
+            HydraException, OmegaConfBaseException: raised by Hydra.
         """
         arguments = [self.forced(each) for each in parsed]
         values = [each for each, word in zip(parsed, arguments, strict=True) if word.startswith(FORCED)]
         base = tuple(word for word in arguments if not word.startswith((FORCED, "~")))
         if any(each.is_delete() or isinstance(each.value(), dict) for each in parsed):
-            return self._in_order(parsed, arguments, base)  # of a group or of its values, and then the order counts
+            return self._in_order(parsed, arguments, base)  # the order of overrides matters
         try:
             composed = self._base(base)
             for each in values:
                 OmegaConf.update(composed.tree, each.key_or_group, each.value(), force_add=True)
         except (HydraException, OmegaConfBaseException):
-            return self._composed(arguments)  # for Hydra's own message on what is wrong
+            return self._composed(arguments)  # for Hydra's own error message
         return composed
 
     def forced(self, parsed: Override) -> str:
-        """Return the override so that Hydra takes it even for an unknown key, which the strict check then names."""
+        """Return the override in a form that Hydra accepts for unknown keys, which validation reports later."""
         word = parsed.input_line or ""
         if parsed.is_delete():
             return word
@@ -297,7 +299,7 @@ class Composer:
         return FORCED + word.lstrip("+")
 
     def _base(self, base: tuple[str, ...]) -> Composed:
-        """Return what choices of groups alone compose; a group that is chosen beside a recipe is its file, whole."""
+        """Return the composition of group selections only; a group selected next to a preset is its file alone."""
         if base not in self._bases:
             composed = self._composed(list(base))
             for group, node in self._replaced(base, composed).items():
@@ -307,7 +309,7 @@ class Composer:
         return found
 
     def _in_order(self, parsed: Sequence[Override], arguments: list[str], base: tuple[str, ...]) -> Composed:
-        """Return what Hydra composes where the order of overrides counts, with the groups that replace a recipe's."""
+        """Return the composition if the order of overrides matters, with selected groups replacing a preset's keys."""
         composed = self._composed(arguments)
         try:
             replaced = self._replaced(base, self._composed(list(base)))
@@ -321,9 +323,10 @@ class Composer:
         return composed
 
     def _replaced(self, base: Sequence[str], composed: Composed) -> dict[str, Any]:
-        """Return {group: its chosen file's keys} of groups in `base` below which the recipe sets keys for another file.
+        """Return {group: keys of its selected file} for groups of `base` in which the preset sets keys for another
+        file.
 
-        A choice that the recipe makes itself, or sweeps over, is the one that its keys are for.
+        A file that the preset selects or sweeps over itself is not replaced, since the preset's keys are meant for it.
         """
         recipe = [word for word in base if word.partition("=")[0] == "recipe"]
         chosen = [group for word in base if (group := word.partition("=")[0]) in KEPT]
@@ -346,7 +349,7 @@ class Composer:
         return found
 
     def _own_choices(self, own: Composed, group: str) -> set[str]:
-        """Return the files of `group` that a recipe chooses: by its defaults list, or as values of its sweep."""
+        """Return the files of `group` that a preset selects in its defaults list or sweeps over."""
         lines = [f"{key}={value}" for key, value in own.sweep_params.items()]
         lines += [word for line in own.tree.get("sweep", {}).get("also") or [] for word in str(line).split()]
         swept = [each for each in parse_overrides(lines) if each.key_or_group == group]
@@ -365,19 +368,19 @@ class Composer:
 
 @contextmanager
 def open_composer(config_dir: Path | None) -> Iterator[Composer]:
-    """Open Hydra on the shipped configs, with `config_dir` behind them; yield the composer of its trees."""
+    """Open Hydra on the shipped configs, then `config_dir`; yield a composer."""
     with open_hydra(config_dir) as search:
         yield Composer(search, config_dir) if config_dir else shipped_composer()
 
 
 @cache
 def shipped_composer() -> Composer:
-    """Return the one composer of the shipped groups and recipes, whose files stay as they are while a process lives."""
+    """Return the composer of the shipped groups and presets; cached, since these files do not change."""
     return Composer([])
 
 
 def _apply(tree: DictConfig, override: Override) -> None:
-    """Apply one override of a value to `tree`, in place, as Hydra does."""
+    """Apply one override of a value to `tree` in place, as Hydra does."""
     if not override.is_delete():
         OmegaConf.update(tree, override.key_or_group, override.value(), merge=True, force_add=True)
         return

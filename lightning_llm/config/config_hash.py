@@ -1,4 +1,4 @@
-"""Identity of a run: its config hash, and what may differ when it resumes."""
+"""The config hash of a run, and the keys that may change when it resumes."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import ADDED, first_name
 
 RUN_LOCATION = ("run.", "logger.", "launcher.", "resume", "resume_strict", "hardware", "cluster.")
-"""How and where a run was planned and started, is kept and tracked."""
+"""Keys of where and how a run is planned, started, stored and tracked."""
 
 NOT_IDENTITY = (
     *RUN_LOCATION,
@@ -27,15 +27,15 @@ NOT_IDENTITY = (
     "checkpoint.keep_every",
     "checkpoint.keep_best",
 )
-"""Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run, are
-kept and travel, how many processes built its token cache, whether its ranks were looked at before, how checkpoints are
-written and which of them stay. (Runs of earlier releases have checkpoint.every_steps and keep_last in their hashes.)"""
+"""Keys that are not in the config hash: where a run is stored, tracked and started, how casts and their GEMMs are
+executed, kept and gathered, processes that build the token cache, health checks, and how checkpoints are written and
+kept. (checkpoint.every_steps and keep_last stay in the hash, as in earlier releases.)"""
 
 ONCE_WRITTEN = {"data.num_workers": 0, "parallel.compile": False, "trainer.compile": False}
-"""What earlier releases had for keys that may be null by now: it stands in the hashes of their runs."""
+"""Values in earlier releases of keys that may now be null; hashes use them for null."""
 
 OBSERVERS = "lightning_llm.callbacks."
-"""Where callbacks lie that only watch; others may act on training."""
+"""Package of callbacks that only observe; others may affect training."""
 
 FREE_ON_RESUME = (
     *NOT_IDENTITY,
@@ -54,20 +54,20 @@ FREE_ON_RESUME = (
     "checkpoint.",
     "callbacks.",
 )
-"""May differ between a run and its continuation: none of these chooses what is learned from which token."""
+"""Keys that may change when a run resumes, because they do not affect training."""
 MAY_MOVE = ("model.init_from", "model.name", "distil.teachers")
-"""Places of weights, and the model's name, which may be the name of their folder."""
+"""Paths of weights, and the model's name, which may be the name of their folder."""
 
 DATA_PATH = re.compile(r"data\.((sources\.[^.]+|tokenizer)\.path|mixture\.scores)")
 
 
 def is_data_path(key: str) -> bool:
-    """Return whether the dotted `key` says where data lie. What they are, `data_hash` in a run's summary says."""
+    """Return whether the dotted `key` is a path of data. `data_hash` in a run's summary identifies their content."""
     return DATA_PATH.fullmatch(key) is not None
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one of dotted keys; an empty mapping stays a value, lists stay whole."""
+    """Return a nested mapping as a flat one with dotted keys; empty mappings and lists stay values."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -78,7 +78,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def in_hash(key: str) -> bool:
-    """Return whether the config hash depends on the dotted `key`, or group."""
+    """Return whether the config hash includes the dotted `key` or group."""
     return not below(key, NOT_IDENTITY)
 
 
@@ -88,10 +88,10 @@ def config_hash(config: Config) -> str:
 
 
 def hashed_values(config: Config) -> dict[str, Any]:
-    """Return everything in the config that is not `NOT_IDENTITY`, by dotted key.
+    """Return {dotted key: value} of the config without `NOT_IDENTITY`.
 
-    What is null is left out, so that an optional key that is added later changes no hash; so is what runs did before
-    there was a key for it, and a key goes by its first name.
+    Null values are omitted, so that optional keys added later do not change hashes; so are values that reproduce the
+    behavior before a key existed. Renamed keys use their first name.
     """
     return _as_hashed(flatten(config.model_dump()))
 
@@ -103,46 +103,47 @@ def _as_hashed(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def frozen_values(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a flat config that must stay the same on resume, as JSON reads them back.
+    """Return the values of a flat config that must not change on resume, in the form that JSON restores.
 
-    They are normalized as `hashed_values` are: keys by their first names, null left out.
+    They are normalized as in `hashed_values`: keys by their first names, null omitted.
     """
     kept = {key: value for key, value in _as_hashed(flat).items() if not below(key, FREE_ON_RESUME)}
     return dict(json.loads(json.dumps(kept)))
 
 
 def config_digest(flat: Mapping[str, Any]) -> str:
-    """Return 32 hex digits over `frozen_values`, except those that may name the same content at another place.
+    """Return 32 hex digits over `frozen_values`, except paths of content that may have moved.
 
-    A release that adds a key to `FREE_ON_RESUME` must keep it in this digest, or earlier runs no longer verify.
+    A release that adds a key to `FREE_ON_RESUME` must keep it in this digest, or runs of earlier releases do not
+    verify.
     """
     kept = {key: value for key, value in frozen_values(flat).items() if not may_move(key)}
     return blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def may_move(key: str) -> bool:
-    """Return whether the dotted `key` names data or weights by place, whose content has a digest of its own."""
+    """Return whether the dotted `key` is a path of data or weights, which have separate digests."""
     return is_data_path(key) or key in MAY_MOVE
 
 
 def training_hash(config: Config) -> str:
-    """Return the `config_hash` of `config` without its observers: the same where the same is learned."""
+    """Return the `config_hash` of `config` without its observers: equal for equal training."""
     return config_hash(without_observers(config))
 
 
 def without_observers(config: Config) -> Config:
-    """Return `config` with those callbacks alone that may act on training."""
+    """Return `config` with only those callbacks that may affect training."""
     acting = {name: node for name, node in config.callbacks.items() if node and not is_observer(node)}
     return config.model_copy(update={"callbacks": acting})
 
 
 def is_observer(callback: Mapping[str, Any]) -> bool:
-    """Return whether the callback of these keys only watches, as far as its class tells."""
+    """Return whether the class of this callback only observes."""
     return str(callback.get("_target_")).startswith(OBSERVERS)
 
 
 def differences_on_resume(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Return {key: (old, new)} for every difference that a resumed run must not have."""
+    """Return {key: (old, new)} of differences that are not allowed on resume."""
     before, after = flatten(old.model_dump()), flatten(new.model_dump())
     keys = sorted(before.keys() | after.keys())
     return {
@@ -154,5 +155,5 @@ def differences_on_resume(old: Config, new: Config) -> dict[str, tuple[Any, Any]
 
 @lru_cache(maxsize=65536)
 def below(key: str, prefixes: tuple[str, ...]) -> bool:
-    """Return whether `key` is one of `prefixes`, or lies below one that ends with a dot."""
+    """Return whether `key` is one of `prefixes`, or below one that ends with a dot."""
     return any(key == prefix.rstrip(".") or (prefix.endswith(".") and key.startswith(prefix)) for prefix in prefixes)

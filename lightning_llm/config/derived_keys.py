@@ -1,7 +1,7 @@
-"""Keys that follow from others, filled in while a config is composed: the config then does not depend on their origin.
+"""Keys derived from others, filled in during composition, so that the config has their values, not their origin.
 
-`model=from_weights` takes the model's shape and the tokenizer from weights, `data.epochs` sets `trainer.max_steps`, and
-rules of `precision.modules.casts` take slots from a recipe that they name. A chosen cluster replaces `hardware`.
+`model=from_weights` reads the model's shape and the tokenizer from weights, `data.epochs` sets `trainer.max_steps`, and
+rules of `precision.modules.casts` copy slots from a named recipe. A selected cluster resets `hardware`.
 """
 
 import math
@@ -32,19 +32,19 @@ from lightning_llm.config.weight_folders import (
 from lightning_llm.config.yaml_file import literal
 
 FROM_WEIGHTS = "from_weights"
-"""The file of the group `model` that has no shape of its own."""
+"""The file of the group `model` without a shape."""
 EPOCHS, STEPS = "data.epochs", "trainer.max_steps"
 LENGTH = ("data.max_tokens", "data.sequence_length", "data.global_batch_size")
 
 
 def fill_from_weights(tree: DictConfig, typed: Collection[str] = ()) -> None:
-    """Set the keys that the weights give and nothing else does, in place, in a `tree` whose model is `from_weights`.
+    """Set keys that are only given by the weights, in place, if the model of `tree` is `from_weights`.
 
-    Keys that are set stay (another `rope_theta`). A tokenizer that would be trained on the data gives way to
-    the weights' own, unless one of the keys `typed` is about tokenizers.
+    Keys that are set stay (e.g. another `rope_theta`). The weights' tokenizer replaces one that would be trained on the
+    data, unless one of the keys `typed` concerns tokenizers.
 
     Raises:
-        ConfigError: there are no weights at `model.init_from`, or none that can be read.
+        ConfigError: there are no readable weights at `model.init_from`.
     """
     model = tree.get("model")
     if not isinstance(model, DictConfig) or model.get("name") != FROM_WEIGHTS:
@@ -59,7 +59,7 @@ def fill_from_weights(tree: DictConfig, typed: Collection[str] = ()) -> None:
                 model[key] = literal(value)
         model.name = literal(str(shape.get("name") or path.name))
         tokenizer = tokenizer_of(path)
-        trained = OmegaConf.select(tree, "data.tokenizer.kind") == "bpe"  # what is chosen where nobody chooses
+        trained = OmegaConf.select(tree, "data.tokenizer.kind") == "bpe"  # the default
         if tokenizer is not None and trained and not any(key.startswith("data.tokenizer") for key in typed):
             OmegaConf.update(tree, "data.tokenizer.kind", "file", force_add=True)
             OmegaConf.update(tree, "data.tokenizer.path", literal(str(tokenizer)), force_add=True)
@@ -69,18 +69,18 @@ def fill_from_weights(tree: DictConfig, typed: Collection[str] = ()) -> None:
 
 
 def steps_of(epochs: float, max_tokens: int, sequence_length: int, global_batch_size: int) -> int:
-    """Return the optimizer steps of `epochs` passes over the whole sequences in `max_tokens`, rounded, at least 1."""
+    """Return the optimizer steps of `epochs` passes over the full sequences in `max_tokens`, rounded, at least 1."""
     return max(1, round(epochs * (max_tokens // sequence_length) / global_batch_size))
 
 
 def fill_steps(tree: DictConfig, typed: Collection[str], *, of_file: bool = False) -> None:
-    """Set `trainer.max_steps` in `tree` in place where `data.epochs` says how long a run is.
+    """Set `trainer.max_steps` in `tree` in place if `data.epochs` is set.
 
-    `typed`: the keys of the command line. `of_file`: the rest is another run's config, whose steps follow from what it
-    was composed of.
+    `typed`: keys given on the command line. `of_file`: the tree is another run's config, with steps that were derived
+    before.
 
     Raises:
-        ConfigError: a file or a word gives another number of steps.
+        ConfigError: a file or an override gives another number of steps.
     """
     steps = _steps(tree)
     if steps is None:
@@ -90,22 +90,22 @@ def fill_steps(tree: DictConfig, typed: Collection[str], *, of_file: bool = Fals
     if chosen and given != steps:
         text = (
             f"is {given}, and {EPOCHS} makes it {steps}: "
-            f"{', '.join(f'{key}={_value(tree, key)}' for key in (EPOCHS, *LENGTH))}. Leave it out, or {EPOCHS} (null)."
+            f"{', '.join(f'{key}={_value(tree, key)}' for key in (EPOCHS, *LENGTH))}. Omit it, or set {EPOCHS}=null."
         )
         raise ConfigError(Problem(STEPS, text))
     OmegaConf.update(tree, STEPS, steps, force_add=True)
 
 
 def _steps(tree: DictConfig) -> int | None:
-    """Return the steps that the epochs make; None where none are given, or what they are of is no number.
+    """Return the steps of the given epochs; None if there are none, or if a key they depend on is invalid.
 
     Raises:
-        ConfigError: there would be more than a run can count.
+        ConfigError: there are more steps than a run can have.
     """
     epochs, *length = (_value(tree, key) for key in (EPOCHS, *LENGTH))
     sound = [_is_positive(value) for value in (epochs, *length)]
     if not all(sound) or not all(int(value) == value and value <= MOST_TOKENS for value in length):
-        return None  # checked with all other keys
+        return None  # validated later with all other keys
     tokens, of_sequence, of_step = map(int, length)
     if epochs * tokens > float(LARGEST_INT) * of_sequence * of_step:
         text = f"is {epochs:g}, which makes more than {LARGEST_INT:,} steps of {LENGTH[0]}={tokens}. Lower it."
@@ -131,17 +131,17 @@ def _default_steps() -> int:
 
 
 def fill_named_casts(tree: DictConfig, recipe: Callable[[str], DictConfig], config_dir: Path | None) -> None:
-    """Write out the slots of every rule that names a recipe, in place; slots given beside the name stay.
+    """Copy the slots of the recipe that a rule names into the rule, in place; slots given in the rule stay.
 
-    Whatever is not of the schema's shape is left for its check.
+    Values that do not fit the schema are left for validation.
 
     Args:
         tree: a composed config.
-        recipe: composes the precision recipe of a name.
+        recipe: composes a precision recipe by name.
         config_dir: a folder of further recipes.
 
     Raises:
-        ConfigError: rules name recipes that do not exist, or whose slots cannot be taken.
+        ConfigError: rules name recipes that do not exist or cannot be used.
     """
     rules = OmegaConf.select(tree, "precision.modules.casts", throw_on_resolution_failure=False)
     problems = []
@@ -163,15 +163,15 @@ def fill_named_casts(tree: DictConfig, recipe: Callable[[str], DictConfig], conf
 
 
 def _not_to_take(other: dict[str, Any], compute_dtype: object) -> Iterator[str]:
-    """Yield what keeps a rule from taking the slots of the recipe `other`."""
+    """Yield why a rule cannot use the slots of the recipe `other`."""
     name, modules = other.get("name"), other.get("modules") or {}
     if other.get("compute_dtype") != compute_dtype:
         text = (
-            "is '{}', which computes in {}, and this recipe in {}. Take one of the same compute_dtype, or write slots."
+            "is '{}', which computes in {}, and this recipe in {}. Use one with the same compute_dtype, or write slots."
         )
         yield text.format(name, other.get("compute_dtype"), compute_dtype)
     if modules.get("casts") or other.get("phases"):
-        yield f"is '{name}', whose layers or steps have different casts themselves. Write the slots."
+        yield f"is '{name}', which has different casts for layers or steps. Write the slots."
 
 
 def _fill(rule: DictConfig, other: dict[str, Any]) -> None:
@@ -184,17 +184,17 @@ def _fill(rule: DictConfig, other: dict[str, Any]) -> None:
 
 
 def give_way_to_cluster(tree: DictConfig, typed: Collection[str]) -> None:
-    """Forget the device that a recipe was planned on, in place, where `typed` has a cluster of others and no device."""
+    """Reset `hardware` of a preset, in place, if `typed` has another cluster and no hardware."""
     cluster = tree.get("cluster")
     if "cluster" in typed and "hardware" not in typed and isinstance(cluster, DictConfig) and "hardware" in cluster:
         tree.hardware = None
 
 
 def leave_out_observers(tree: DictConfig, parsed: Sequence[Override]) -> None:
-    """Drop what a recipe's file sets of a default observer where the chosen callbacks have none (callbacks=none).
+    """Remove a preset's arguments of default observers that the selected callbacks do not have (callbacks=none).
 
-    What was typed stays, for the check to refuse: it would not be done. So do arguments of observers that have to be
-    chosen (profile), which a file that sets them forgot to do.
+    Overrides stay, so that validation rejects them. So do arguments of observers that are not default (profile),
+    because the preset forgot to select them.
     """
     typed = {".".join(each.key_or_group.split(".")[:2]) for each in parsed}
     for name in list(tree.get("callbacks") or {}):

@@ -1,4 +1,4 @@
-"""A run's config.yaml, with overrides on top, -> one checked `Config`; the folder of a moved run is the file's."""
+"""Read a run's config.yaml with overrides on top; a moved run gets the folder of its file."""
 
 import os
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from lightning_llm.config.yaml_file import read_mapping
 
 CONFIG = "config.yaml"
 WRITTEN_BY_RUNS = ("summary.json", "metrics.jsonl", "checkpoints")
-"""What lies beside the config of a run that has begun."""
+"""Files next to the config of a run that has begun."""
 
 
 def load_config(file: Path, overrides: Sequence[str]) -> Config:
-    """Return the config that a run wrote as `config.yaml`, with value overrides on top, to know what the run was.
+    """Return the config that a run wrote as `config.yaml`, with value overrides on top, for reading only.
 
-    Its callbacks' classes are not looked for: they may lie in a `--config-dir` that is not open here.
+    Callback classes are not checked, since they may be in a `--config-dir` that is not open here.
 
     Raises:
-        ConfigError: the file is missing or is no such config, which names it, or an override does not fit.
+        ConfigError: the file is missing or invalid (its name is the key), or an override is invalid.
     """
     tree = read_mapping(file, file.name, "It must be as its run wrote it.")
     migrate(tree)
@@ -38,23 +38,23 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
         return _read_resolved(tree, overrides, to_build=False).checked()
     except ConfigError as error:
         if overrides:
-            load_config(file, [])  # it is the file that is wrong, and no override
+            load_config(file, [])  # raises if the file itself is invalid
             raise
         wrong = [f"{each.key} {each.text.rstrip('.')}" for each in error.problems]
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        text = f"is damaged, or of another version: {wrong[0]}{more}. It must be as its run wrote it."
+        text = f"is damaged or from another version: {wrong[0]}{more}. Restore the file as its run wrote it."
         raise ConfigError(Problem(str(file), text)) from error
 
 
 def read_file(file: Path, overrides: Sequence[str], config_dir: Path | None = None) -> Reading:
-    """Return the config that `--config FILE` is, with overrides on top; what is sound beside its problems.
+    """Return the config of `--config FILE` with overrides on top, and its problems.
 
-    A run's config.yaml acts on the folder that it lies in (`place_where_it_lies`), unless an override says otherwise.
+    A run's config.yaml applies to the folder that contains it (`place_where_it_lies`), unless overridden.
 
-    `group=name` exchanges the whole group for that file's values; overrides of single keys come after.
+    `group=name` replaces the whole group by that file; overrides of single keys are applied afterwards.
 
     Raises:
-        ConfigError: where nothing is left to go on with.
+        ConfigError: the config has no valid part.
     """
     tree = read_mapping(file, "--config", "Give a run's config.yaml.")
     migrate(tree)
@@ -69,7 +69,9 @@ def _read_resolved(
     one_machine = tree.get("world") == OmegaConf.select(tree, "trainer.devices")
     for each in parsed:
         if each.key_or_group == "recipe":
-            text = "is what the file was composed of. Override groups and keys, or compose anew without --config."
+            text = (
+                "cannot be changed with --config. Override groups and keys, or compose a new config without --config."
+            )
             problems.append(Problem("recipe", text))
     problems += apply_overrides(
         tree,
@@ -80,9 +82,9 @@ def _read_resolved(
         raise ConfigError(problems)
     changed = {each.key_or_group for each in parsed}
     if changed & {"run.root", "run.experiment", "run.name"} and "run.dir" not in changed:
-        OmegaConf.update(tree, "run.dir", "${run.root}/${run.experiment}/${run.name}")  # kept resolved, made of these
+        OmegaConf.update(tree, "run.dir", "${run.root}/${run.experiment}/${run.name}")  # the saved value is resolved
     if "trainer.devices" in changed and "world" not in changed and one_machine:
-        tree.world = None  # noted when its ranks were started, of which there are others now
+        tree.world = None  # it was recorded for the former number of ranks
     give_way_to_cluster(tree, changed)
     fill_from_weights(tree, list(changed))
     if to_build:
@@ -91,10 +93,10 @@ def _read_resolved(
 
 
 def place_where_it_lies(tree: DictConfig, file: Path) -> None:
-    """Set `run.dir` of a run's config to the folder of `file`, and `run.root` accordingly; changes `tree` in place.
+    """Set `run.dir` of a run's config to the folder of `file`, and `run.root` accordingly, in place.
 
-    A folder that was moved, copied or mounted elsewhere is so the run's own. Nothing changes where both paths lead to
-    the same folder, or where `file` lies in no run's folder: a copy of config.yaml alone names the run it was of.
+    So a folder that was moved, copied or mounted elsewhere works as the run's folder. Nothing changes if both paths are
+    the same folder, or if `file` is not in a run's folder: a copied config.yaml still refers to its run.
     """
     folder = Path(os.path.abspath(file)).parent
     recorded, root = (OmegaConf.select(tree, key) for key in ("run.dir", "run.root"))
@@ -106,7 +108,7 @@ def place_where_it_lies(tree: DictConfig, file: Path) -> None:
 
 
 def moved_from(file: Path) -> Path | None:
-    """Return the folder that the run of `file` recorded as its own, None where that is the folder of `file`."""
+    """Return the folder recorded in `file`, if it differs from the folder of `file`; else None."""
     recorded = OmegaConf.select(read_mapping(file, CONFIG), "run.dir")
     if not isinstance(recorded, str) or same_folder(file.parent, Path(recorded)):
         return None
@@ -114,12 +116,12 @@ def moved_from(file: Path) -> Path | None:
 
 
 def is_run_file(file: Path) -> bool:
-    """Return whether `file` is the config of a run that has begun, in the run's folder."""
+    """Return whether `file` is the config.yaml in the folder of a run that has begun."""
     return file.name == CONFIG and any((file.parent / name).exists() for name in WRITTEN_BY_RUNS)
 
 
 def _root_of(folder: Path, recorded: Path, root: Path) -> Path:
-    """Return where run.root lies for a run now in `folder`: moved with it, as it was, or as far above the folder."""
+    """Return run.root for a run now in `folder`: moved with it, unchanged, or as many levels above the folder."""
     if not recorded.is_relative_to(root) or recorded == root:
         return root
     below = recorded.relative_to(root).parts

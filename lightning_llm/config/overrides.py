@@ -1,4 +1,4 @@
-"""Command-line arguments as Hydra overrides, or what is wrong with each; the values of one with several."""
+"""Parse command-line arguments as Hydra overrides, report problems, and list the values of sweep overrides."""
 
 import unicodedata
 from collections.abc import Sequence
@@ -25,32 +25,32 @@ from lightning_llm.config.schema.declared_types import takes_text
 from lightning_llm.config.yaml_file import literal
 
 HERE_INSTEAD = {
-    "hydra.run": "run.dir=FOLDER, or run.root=, run.experiment= and run.name=, which it is made of",
-    "hydra.sweep": "run.root=, run.experiment= and run.name=: a sweep's jobs lie in run.root/run.experiment/run.name/N",
-    "hydra.sweeper": "several values (seed=0,1) with -m; hydra.sweeper.params is read in a recipe's file",
-    "hydra.launcher": "launcher=local, slurm or ray, and their keys launcher.*",
+    "hydra.run": "run.dir=FOLDER, or its parts run.root=, run.experiment= and run.name=",
+    "hydra.sweep": "run.root=, run.experiment= and run.name=: jobs are in run.root/run.experiment/run.name/N",
+    "hydra.sweeper": "several values (seed=0,1) with -m; hydra.sweeper.params works in a preset's file",
+    "hydra.launcher": "launcher=local, slurm or ray, and the keys launcher.*",
     "hydra.searchpath": "--config-dir DIR",
     "hydra.mode": "-m",
     "hydra.job.chdir": "absolute paths: no run depends on the working directory",
 }
-"""What does here what a setting of Hydra's does elsewhere."""
+"""{Hydra setting: replacement here}."""
 
 MOST_JOBS = 10_000
-"""Of one sweep: composing them takes a minute or more, and nobody means as many."""
+"""Maximum number of jobs of a sweep: composing more takes minutes, and is probably a mistake."""
 
 SEVERAL_PATHS = "branch_from"
-"""The key whose paths (a/step=4,b/step=4) are several values, though Hydra's grammar wants each in quotes."""
+"""This key takes several unquoted paths (a/step=4,b/step=4), although Hydra's grammar requires quotes."""
 
 
 def hydra_setting(key: str) -> str:
-    """Return what to say of `key`, a setting or group of Hydra's own: Hydra only composes here, so nothing reads it."""
+    """Return the message for `key`, a setting or group of Hydra: it is not used, since Hydra only composes here."""
     dotted = key.replace("/", ".")
     instead = next((text for start, text in HERE_INSTEAD.items() if f"{dotted}.".startswith(f"{start}.")), None)
-    return "is Hydra's own, and nothing here reads it. " + (f"Use {instead}." if instead else "Leave it out.")
+    return "is a setting of Hydra that is not used here. " + (f"Use {instead}." if instead else "Omit it.")
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
-    """Return the arguments as Hydra's grammar reads them. Raises ConfigError with all that are no overrides."""
+    """Return the arguments parsed by Hydra's grammar. Raises ConfigError with all invalid ones."""
     parsed, problems = read_overrides(arguments)
     if problems:
         raise ConfigError(problems)
@@ -58,13 +58,13 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 
 
 def override(key: str, value: str | int | None) -> str:
-    """Return the argument that sets `key` to `value`, whatever characters a text has."""
+    """Return the override that sets `key` to `value`, with any characters quoted."""
     text = QuotedString(literal(value), Quote.single).with_quotes() if isinstance(value, str) else value
     return f"{key}={'null' if text is None else text}"
 
 
 def read_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[Problem]]:
-    """Return the arguments that are overrides, as Hydra's grammar reads them, and what is wrong with the others."""
+    """Return (valid overrides, problems of the other arguments)."""
     parsed = []
     arguments, problems = _joined(arguments)
     for word in arguments:
@@ -76,19 +76,19 @@ def read_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[Probl
         if each.is_hydra_override() or each.key_or_group == "hydra":
             problems.append(Problem(each.key_or_group, hydra_setting(each.key_or_group)))
         elif not each.key_or_group:
-            problems.append(Problem(word, "there is no key before '='. Write key=value, ~key, or group=name."))
+            problems.append(Problem(word, "has no key before '='. Write key=value, ~key, or group=name."))
         elif each.package is not None:
-            text = f"moves the group to {each.package}, where nothing reads it. Write {each.key_or_group}=NAME."
+            text = f"moves the group to {each.package}, which is not used. Write {each.key_or_group}=NAME."
             problems.append(Problem(word, text))
         elif odd := _look_alikes(each.key_or_group):
-            problems.append(Problem(word, f"the key has {odd}. Keys are written in ASCII letters."))
+            problems.append(Problem(word, f"has {odd} in its key. Use ASCII letters."))
         else:
             parsed.append(each)
     return parsed, problems
 
 
 def _joined(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """Return `arguments` less each `key = value` and `key: value`, which a shell splits, and a problem for each."""
+    """Return `arguments` without each `key = value` and `key: value`, which a shell splits, and their problems."""
     rest: list[str] = list(arguments)
     problems: list[Problem] = []
     for index in reversed(range(len(arguments) - 1)):
@@ -104,10 +104,10 @@ def _joined(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
 
 @lru_cache(maxsize=65536)  # the jobs of a sweep share most of their arguments
 def _read(word: str) -> Override:
-    """Return the override. A value that the grammar cannot take is text, and so is all that is typed for a text key.
+    """Return the override. Values that the grammar rejects, and numbers for text keys, are read as text.
 
-    `path=~/my.jsonl` and `resume=a/step=4` want quotes in Hydra's grammar, which a shell takes away; `run.name=007` is
-    the name 007, not the number 7.
+    `path=~/my.jsonl` and `resume=a/step=4` need quotes in Hydra's grammar, which a shell removes; `run.name=007` is the
+    name 007, not the number 7.
     """
     parser = OverridesParser.create()
     key, _, value = word.partition("=")
@@ -131,33 +131,33 @@ def _no_override(word: str, error: HydraException) -> str:
     key, equals, _ = word.partition("=")
     groups = [group for group in group_names() if word in option_files(group)]
     if groups:
-        return f"this is no override. Did you mean {' or '.join(f'{group}={word}' for group in groups)}?"
+        return f"is not an override. Did you mean {' or '.join(f'{group}={word}' for group in groups)}?"
     if odd := _look_alikes(key):
-        return f"this is no override: it has {odd}. Keys are written in ASCII letters, options begin with '-'."
+        return f"is not an override: it has {odd}. Keys have ASCII letters, options begin with '-'."
     why = str(error).splitlines()[0]
     quote = f""" Quote a value with such characters: '{key}="..."'.""" if equals and not set(key) & set(" \t\n") else ""
-    return f"this is no override ({why}). Write key=value without spaces, ~key, or group=name.{quote}"
+    return f"is not an override ({why}). Write key=value without spaces, ~key, or group=name.{quote}"
 
 
 def _look_alikes(key: str) -> str:
-    """Return the characters of `key` that only look like those of a key, with their names; "" where all are ASCII."""
+    """Return the non-ASCII characters of `key` with their names; "" if there are none."""
     odd = dict.fromkeys(each for each in key if not each.isascii())
     return ", ".join(f"{each!r} ({unicodedata.name(each, 'no letter')})" for each in odd)
 
 
 def typed_value(overrides: Sequence[str], key: str) -> str | None:
-    """Return the one value that the overrides set `key` to, None where they do not, or to several."""
+    """Return the single value that the overrides set `key` to; None if they do not, or to several."""
     found = [each for each in parse_overrides(overrides) if each.key_or_group == key and not each.is_sweep_override()]
     return str(found[-1].value()) if found else None
 
 
 def choices_of(parsed: Override, options: Sequence[str]) -> list[str]:
-    """Return `a=1,2` as ["a=1", "a=2"], any other override alone; a glob chooses among `options`, a group's names.
+    """Return `a=1,2` as ["a=1", "a=2"], and any other override as a single item; a glob selects among `options`.
 
-    Of more than `MOST_JOBS` values one more than that, which is one too many.
+    At most `MOST_JOBS` + 1 values are returned, enough to detect too many.
 
     Raises:
-        ConfigError: an interval, or values that turn out to be none.
+        ConfigError: the override is an interval, or has no values.
     """
     key, value = parsed.key_or_group, parsed.value()
     if not parsed.is_sweep_override():
@@ -167,7 +167,9 @@ def choices_of(parsed: Override, options: Sequence[str]) -> list[str]:
     elif parsed.is_discrete_sweep():
         names = values_of(parsed, MOST_JOBS + 1)
     else:
-        raise ConfigError(Problem(key, "an interval cannot be enumerated. Write the values: a=1,2 or range(1,9)."))
+        raise ConfigError(
+            Problem(key, "is an interval, which cannot be enumerated. Write the values: a=1,2 or range(1,9).")
+        )
     if not names:
         given = (parsed.input_line or "").partition("=")[2]
         raise ConfigError(Problem(key, f"{given} has no value.{did_you_mean(given, options)}"))
@@ -175,13 +177,13 @@ def choices_of(parsed: Override, options: Sequence[str]) -> list[str]:
 
 
 def values_of(parsed: Override, most: int) -> list[str]:
-    """Return the values of `a=1,2` or `a=range(1,9)`, not more than `most` of them.
+    """Return the values of `a=1,2` or `a=range(1,9)`, at most `most`.
 
-    Those of a longer range stand in order, shuffled or not: Hydra makes a list of all of it to shuffle it, which of
-    range(0, 1e12) no memory holds.
+    A longer range is returned in order even if it should be shuffled: Hydra would first make a list of all values, too
+    large for range(0, 1e12).
 
     Raises:
-        ConfigError: it has none that can be listed.
+        ConfigError: the values cannot be listed.
     """
     value = parsed.value()
     if isinstance(value, ChoiceSweep) and any(isinstance(each, Sweep) for each in value.list):
@@ -191,6 +193,6 @@ def values_of(parsed: Override, most: int) -> list[str]:
     try:
         found = list(islice(in_order.sweep_string_iterator(), most))
         return found if len(found) == most else list(parsed.sweep_string_iterator())
-    except ValueError as error:  # of a range with a step of 0
+    except ValueError as error:  # a range with step 0
         given = (parsed.input_line or "").partition("=")[2]
         raise ConfigError(Problem(parsed.key_or_group, f"{given} cannot be listed: {error}.")) from error

@@ -1,4 +1,4 @@
-"""The shipped groups and recipes: where their files lie, and what each is for."""
+"""Files of the shipped config groups and presets, and their descriptions."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from lightning_llm.base.errors import Problem
 
 ENDING = ".yaml"
 OTHER_ENDING = ".yml"
-"""Hydra reads the other alone."""
+"""Hydra does not read this suffix."""
 
 
 def group_names() -> list[str]:
@@ -20,7 +20,7 @@ def group_names() -> list[str]:
 
 
 def option_files(group: str, config_dir: Path | None = None) -> dict[str, Traversable]:
-    """Return {name: file} of what `group=` takes, names in subfolders as "sub/name", `config_dir`'s own behind."""
+    """Return {name: file} of the options of `group=`, "sub/name" in subfolders; those of `config_dir` are last."""
     if group == "recipe":
         shipped = resources.files("lightning_llm.recipes")
     else:
@@ -32,15 +32,15 @@ def option_files(group: str, config_dir: Path | None = None) -> dict[str, Traver
 
 
 def recipe_files(config_dir: Path | None = None) -> Iterator[tuple[str, Traversable]]:
-    """Yield (name, file) of every shipped recipe, `name` as in `recipe=NAME` ("quickstart", "sweep/aa_noise").
+    """Yield (name, file) of every shipped preset, with `name` as in `recipe=NAME` ("quickstart", "sweep/aa_noise").
 
-    Those of `config_dir`/recipe come behind.
+    Presets in `config_dir`/recipe are last.
     """
     yield from option_files("recipe", config_dir).items()
 
 
 def describe(file: Traversable) -> str:
-    """Return what a file's leading comment says first: one sentence; "" where it begins with no comment."""
+    """Return the first sentence of a file's leading comment; "" without a comment."""
     if not file.is_file():
         return ""
     lines: list[str] = []
@@ -53,19 +53,19 @@ def describe(file: Traversable) -> str:
 
 
 def folder_problems(config_dir: Path) -> list[Problem]:
-    """Return what in `config_dir` nobody would read: a group's own folder, other endings, names of shipped files."""
+    """Return problems of `config_dir`: it is a group's folder, or has files with other suffixes or shipped names."""
     key, groups = "--config-dir", group_names()
     if not any((config_dir / group).is_dir() for group in groups):
         inside = config_dir.absolute().name
         if inside in groups:
-            text = f"{config_dir} is a group's own folder. Name the one it lies in: --config-dir {config_dir.parent}."
+            text = f"is {config_dir}, the folder of a group. Give its parent: --config-dir {config_dir.parent}."
             return [Problem(key, text)]
         if loose := [each for each in sorted(config_dir.iterdir()) if each.suffix in (ENDING, OTHER_ENDING)]:
-            text = f"{loose[0]} lies in no group's folder. Move it, to {config_dir / 'recipe' / loose[0].name} say."
+            text = f"{loose[0]} is not in a group's folder. Move it, e.g. to {config_dir / 'recipe' / loose[0].name}."
             return [Problem(key, text)]
     shipped = [f"{group}/{name}" for group in groups for name in option_files(group)]
     clashes = [
-        Problem(key, f"{file} has the name of a shipped file, which would be taken instead. Rename it.")
+        Problem(key, f"{file} has the name of a shipped file, which would be used instead. Rename it.")
         for file in (config_dir / f"{name}{ENDING}" for name in ("config", *shipped))
         if file.is_file()
     ]
@@ -77,7 +77,7 @@ def folder_problems(config_dir: Path) -> list[Problem]:
 def _yaml_files(
     folder: Traversable, prefix: str, above: frozenset[Path] = frozenset()
 ) -> Iterator[tuple[str, Traversable]]:
-    if isinstance(folder, Path):  # a link to a folder above leads round in a circle
+    if isinstance(folder, Path):  # a link to a parent folder would be a cycle
         if folder.resolve() in above:
             return
         above |= {folder.resolve()}

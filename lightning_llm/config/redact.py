@@ -1,7 +1,7 @@
-"""Credentials: left out of everything that is printed or written; those of addresses kept for this process's children.
+"""Remove credentials from everything that is printed or written; keep those of URIs for child processes.
 
-A config never holds them (`withheld` takes them out where it is composed), so that no file, artifact, tag or checkpoint
-can. `with_credentials` gives the whole address to what talks to the server.
+A config never contains them (`withheld` removes them during composition), so no file, artifact, tag or checkpoint can.
+`with_credentials` returns the full URI for connecting to the server.
 """
 
 import os
@@ -13,13 +13,13 @@ from functools import cache
 from types import TracebackType
 
 WHOLE_URIS_VARIABLE = "LIGHTNING_LLM_TRACKING_URIS"
-"""Of the environment: tracking addresses as they were given, one a line, for this process and those it starts."""
+"""Environment variable with the tracking URIs as given, one per line, for this process and its children."""
 
 # Hydra writes the colons of swept values as "\:".
-# A password may hold whatever its owner did not percent-encode: behind a colon everything up to the last @ goes.
+# A password may contain any character that is not percent-encoded: remove everything from the colon to the last @.
 _USER = re.compile(r"(\b(?!sqlite|file)[A-Za-z][\w+.\-]*\\?://)[^/:@?#\s'\"]*(?::[^\s'\"]*)?@")
 _USER_ALONE = re.compile(r"\b(?!sqlite|file)[A-Za-z][\w+.\-]*\\?://[^/:@?#\s'\"]*(?::[^/\s'\"]*)?@")
-"""As a standard address has it: behind a "/" begins a path, which may hold an @."""
+"""Strict form for standard URIs: the path after "/" may contain an @."""
 _SECRET = re.compile(
     r"(?<=[?&;#])[\w-]*(?:password|passwd|pwd|token|secret|key)(?:[_-]?id)?=[^&;#\s'\"]*&?", re.IGNORECASE
 )
@@ -28,25 +28,25 @@ _SECRET_PART = re.compile(
     r"\w*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|CREDENTIAL|WEBHOOK)S?\d*|(KEY|PAT|PASS|PWD|AUTH|COOKIE|JWT)S?\d*",
     re.IGNORECASE,
 )
-"""A part, between underscores, of the name of a variable whose value is secret: HF_TOKEN, GITHUB_PAT, OPENAI_KEY_1."""
+"""Part of a variable's name, between underscores, that marks a secret: HF_TOKEN, GITHUB_PAT, OPENAI_KEY_1."""
 _TOKEN = re.compile(
     r"\b(gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}"
     r"|AKIA[0-9A-Z]{16}|AIza[\w-]{35}|xox[abeprs]-[\w-]{10,})"
 )
-"""Tokens that their beginning gives away, whichever variable holds them, or none."""
+"""Tokens that are recognized by their prefix."""
 _interpolated: set[str] = set()
-"""Variables that a config of this process took values from, by `oc.env`."""
+"""Variables that a config of this process read by `oc.env`."""
 _LEAST_SECRET = 8
-"""Characters: what is shorter may stand anywhere by chance."""
+"""Minimum length of a secret; shorter texts may occur by chance."""
 _NO_WORD = 16
-"""Characters: what is shorter may be a part of a longer word by chance."""
+"""Minimum length of a secret within a longer word; shorter texts may occur by chance."""
 
 
 def redacted(text: str) -> str:
-    """Return `text` without credentials of addresses, and with $NAME for the value of a secret variable.
+    """Return `text` without credentials in URIs, and with $NAME in place of the value of a secret variable.
 
-    What a config took from any variable by `oc.env` is replaced, too, where it stands by itself: only who set that
-    variable knows whether it is a secret.
+    Values that a config read from any variable by `oc.env` are also replaced where they are whole words, since they may
+    be secret.
     """
     for name, value in _secrets():
         text = text.replace(value, f"${name}")
@@ -57,9 +57,9 @@ def redacted(text: str) -> str:
 
 
 def secret_in(text: str, known: Container[str] = ()) -> str | None:
-    """Return what is secret in `text`: the variable whose value it holds, "" for a password in an address, or None.
+    """Return the secret in `text`: the name of its variable, "" for a password in a URI, or None.
 
-    `known`: words that are no secret, whichever variable has them.
+    `known`: words that are not secret.
     """
     for name, value in _secrets():
         if value in text and value not in known and (len(value) >= _NO_WORD or _is_whole(value, text)):
@@ -69,12 +69,12 @@ def secret_in(text: str, known: Container[str] = ()) -> str | None:
 
 
 def note_interpolated(name: str) -> None:
-    """Note that a config takes the value of the environment variable `name`, which `redacted` then knows."""
+    """Record that a config reads the environment variable `name`, for `redacted`."""
     _interpolated.add(name)
 
 
 def _is_whole(value: str, text: str) -> bool:
-    """Return whether `value` stands in `text` by itself, and not only within a word."""
+    """Return whether `value` occurs in `text` as a whole word."""
     return _whole(value).search(text) is not None
 
 
@@ -98,17 +98,17 @@ def _is_secret_name(name: str) -> bool:
 
 
 def print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print what ends this process as Python does (`sys.excepthook`), but for what is secret in it."""
+    """Print an uncaught exception as Python does (`sys.excepthook`), without secrets."""
     print(redacted("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
 
 
 def redact_uri(text: str) -> str:
-    """Return `text`, an address or words with addresses in it, without their user names, passwords and tokens."""
+    """Return `text` with user names, passwords and tokens removed from its URIs."""
     return _LEFT_OVER.sub(r"\1", _SECRET.sub("", _USER.sub(r"\1", text)))
 
 
 def withheld(uri: str) -> str:
-    """Return `uri` without credentials, and keep it whole in the environment of this process."""
+    """Return `uri` without credentials, and store the full URI in the environment of this process."""
     clean = redact_uri(uri)
     if clean != uri:
         others = [each for each in _whole_uris() if redact_uri(each) != clean]
@@ -117,7 +117,7 @@ def withheld(uri: str) -> str:
 
 
 def with_credentials(uri: str) -> str:
-    """Return `uri` as it was given, where that was in this process, one that started it, or MLFLOW_TRACKING_URI."""
+    """Return `uri` as given in this process, in a parent process or in MLFLOW_TRACKING_URI; else `uri` itself."""
     known = [*_whole_uris(), os.environ.get("MLFLOW_TRACKING_URI", "")]
     return next((whole for whole in known if whole and redact_uri(whole) == uri), uri)
 

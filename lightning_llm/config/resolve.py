@@ -1,7 +1,7 @@
-"""A tree of keys, composed or read from a file -> a checked `Config`, without interpolations, step laws or credentials.
+"""Resolve a composed or saved tree to a checked `Config` without interpolations, step laws or credentials.
 
-`optim.learning_rate=step_law` and `data.global_batch_size=step_law`, either times a number (`step_law*0.5`), and
-`trainer.max_steps=20e9tokens` become numbers here, before anything is hashed or written.
+`optim.learning_rate=step_law`, `data.global_batch_size=step_law` (both optionally times a number, `step_law*0.5`) and
+`trainer.max_steps=20e9tokens` are replaced by numbers here, before anything is hashed or written.
 """
 
 import importlib
@@ -30,17 +30,17 @@ from lightning_llm.config.yaml_file import literal
 
 RATE, BATCH, STEPS = ("optim", "learning_rate"), ("data", "global_batch_size"), ("trainer", "max_steps")
 LAW = "lightning_llm.plan.step_law"
-"""Counts parameters and ranks. Imported by name when a law is asked for: `plan` is above this package."""
+"""Counts parameters and ranks. Imported by name when needed, because `plan` is above this package."""
 STAND_INS = {RATE: 1e-3, STEPS: 1}
 LARGEST_FACTOR = 1e6
-"""Of the law's rate or batch; the smallest is one over it. Anything beyond is a typo, and may overflow."""
+"""Largest factor of the law's rate or batch; the smallest is its inverse. Others are probably typos."""
 FACTOR = re.compile(r"step_law(?:\s*\*\s*(?P<number>.*))?", re.IGNORECASE)
 TOKENS = re.compile(r"(?P<number>[\d.]+(?:e[+-]?\d+)?)\s*tokens", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class LawWords:
-    """Factors of the law's learning rate and batch, and the run's `tokens`; None: the key has a number."""
+    """Requested factors of the law's learning rate and batch, and the run's `tokens`; None: the key has a number."""
 
     rate: float | None = None
     batch: float | None = None
@@ -48,7 +48,7 @@ class LawWords:
 
 
 def _environment(name: str, *default: Any) -> Any:
-    """Return what `oc.env` returns, and note the variable: nothing that is printed may hold its value."""
+    """Return the value of `oc.env` and record the variable, so that its value is never printed."""
     note_interpolated(name)
     return env(name, *default)
 
@@ -57,8 +57,8 @@ OmegaConf.register_new_resolver("oc.env", _environment, replace=True)
 
 
 def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool = True) -> Reading:
-    """Return the tree, resolved, as a config; `stand_ins` and `to_build` as in `read_config`."""
-    if flat := list(_no_groups(tree)):  # and nothing that is made of them can be resolved
+    """Resolve the tree and return it as a config; `stand_ins` and `to_build` as in `read_config`."""
+    if flat := list(_no_groups(tree)):  # other keys cannot be resolved then
         return Reading(None, tuple(flat))
     found: dict[tuple[str, ...], Problem | None] = {_path(problem.key): problem for problem in _unnamed(tree)}
     if problem := _without_cluster(tree):
@@ -68,7 +68,7 @@ def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool
     unresolvable = _resolve(tree, ())
     found |= {
         _path(key): Problem(key, f"a value must be given.{HOW_MADE.get(key, '')}")
-        for key in sorted(OmegaConf.missing_keys(tree) - {INIT_FROM})  # which a plan does without
+        for key in sorted(OmegaConf.missing_keys(tree) - {INIT_FROM})  # optional for a plan
     }
     found |= unresolvable
     for path in found:
@@ -82,7 +82,7 @@ def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool
 
 
 def make_paths_absolute(values: dict[str, Any]) -> None:
-    """Give each local path of a resolved config, changed in place, as it is from any folder."""
+    """Make the local paths of a resolved config absolute, in place."""
     data = _mapping(values, "data")
     paths = [(values, "resume"), (values, "branch_from"), (_mapping(values, "run"), "dir"), (data, "cache_dir")]
     if _mapping(values, "model").get("init_from") != UNNAMED:
@@ -97,7 +97,7 @@ def make_paths_absolute(values: dict[str, Any]) -> None:
     for node, key in paths:
         value = node.get(key)
         if isinstance(value, str) and value and not _is_no_path(node, key, value):
-            node[key] = str(Path(os.path.expanduser(value)).absolute())  # Path.expanduser raises for ~nobody
+            node[key] = str(Path(os.path.expanduser(value)).absolute())  # Path.expanduser raises for unknown users
 
 
 def _is_no_path(node: Mapping[str, Any], key: str, value: str) -> bool:
@@ -117,46 +117,47 @@ def _path(key: str) -> tuple[str, ...]:
 
 
 def _unnamed(tree: DictConfig) -> Iterator[Problem]:
-    """Yield each group whose file gives no `name`, and give it one, since others are made of it."""
+    """Yield each group without a required `name`, and set a placeholder, since other keys depend on it."""
     for group, field in Config.model_fields.items():
         needed = getattr(field.annotation, "model_fields", {}).get("name")
         if needed is not None and needed.is_required() and isinstance(tree.get(group), DictConfig):
             if "name" in tree[group]:
                 continue
-            yield Problem(f"{group}.name", f"a value must be given: what {group}=NAME calls this file.")
+            yield Problem(f"{group}.name", f"a value must be given: the NAME of this file in {group}=NAME.")
             OmegaConf.update(tree, f"{group}.name", "unnamed", force_add=True)
 
 
 def _no_groups(tree: DictConfig) -> Iterator[Problem]:
-    """Yield each group that is given one value in place of its keys."""
+    """Yield each group that has a single value instead of keys."""
     for group, field in Config.model_fields.items():
         keys = getattr(field.annotation, "model_fields", {})
         if not keys or group not in tree or OmegaConf.is_interpolation(tree, group):
             continue
         if not isinstance(value := tree[group], str):
             continue
-        text = f"is '{value}', and must be a mapping. "
+        text = f"is '{value}': must be a mapping. "
         if group in group_names():
-            text += f"A recipe chooses a group's file under `defaults:`, by a line `- override /{group}: {value}`."
+            text += f"A preset selects a group's file under `defaults:`, with a line `- override /{group}: {value}`."
         else:
             text += f"Its keys are {', '.join(f'{group}.{key}' for key in keys)}."
         yield Problem(group, text)
 
 
 def _without_cluster(tree: DictConfig) -> Problem | None:
-    """Return what is wrong where single figures of `cluster` are set and no cluster is chosen, else None."""
+    """Return the problem of keys of `cluster` that are set without a selected cluster, else None."""
     cluster = tree.get("cluster")
     if not isinstance(cluster, DictConfig) or not cluster or "name" in cluster or "hardware" in cluster:
         return None
     keys = ", ".join(f"cluster.{key}" for key in map(str, cluster))
-    text = f"is none, and {keys} changes a figure of one. Choose it, too: cluster=h100_dgx, say."
+    text = f"is none, and {keys} changes a figure of one. Select a cluster, e.g. cluster=h100_dgx."
     return Problem("cluster", text)
 
 
 def _resolve(tree: DictConfig, above: tuple[str, ...]) -> dict[tuple[str, ...], Problem | None]:
-    """Put values in the place of interpolations, so that each is parsed once: half of a composition's time.
+    """Replace interpolations by their values in place, so that each is parsed once, which halves composition time.
 
-    Return the paths of what cannot be resolved, with None where a missing key, reported as such, is the cause.
+    Return {path: problem} of keys that cannot be resolved; None if the cause is a missing key, which is reported
+    anyway.
     """
     found: dict[tuple[str, ...], Problem | None] = {}
     for key in tree:
@@ -178,12 +179,12 @@ def _resolve(tree: DictConfig, above: tuple[str, ...]) -> dict[tuple[str, ...], 
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a resolved value stands for itself in a tree: no list, and no text with a literal `${`."""
+    """Return whether a resolved value can be stored in the tree as it is: no list, and no text with `$`."""
     return isinstance(value, bool | int | float | Path) or (isinstance(value, str) and "$" not in value)
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of what `error` says, without its full stop."""
+    """Return the first line of the error's message, without a final period."""
     return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
 
 
@@ -192,10 +193,9 @@ def _read_with_laws(
     broken: Mapping[tuple[str, ...], Problem | None],
     read: Callable[[Mapping[str, Any], Mapping[tuple[str, ...], Problem | None]], Reading],
 ) -> Reading:
-    """Return `read(values, broken)` with numbers in place of `step_law` and `tokens`, in place.
+    """Replace `step_law` and `tokens` in `values` by numbers, in place, and return `read(values, broken)`.
 
-    Malformed ones are further entries of `broken`. Where another problem prevents the law from being computed, its keys
-    have a stand-in, which is not reported.
+    Malformed ones are added to `broken`. If another problem prevents computing the law, its keys get placeholders.
     """
     asked: dict[tuple[str, str], float] = {}
     found = dict(broken)
@@ -226,7 +226,7 @@ def _read_with_laws(
 
 
 def _number(word: str, path: tuple[str, str]) -> tuple[float | None, Problem | None]:
-    """Return the factor, or the tokens, that `word` asks for; (None, None) where it is no such word."""
+    """Return (factor or tokens that `word` requests, problem); (None, None) for other texts."""
     match = (TOKENS if path == STEPS else FACTOR).fullmatch(word.strip())
     if match is None:
         return None, None
@@ -240,7 +240,7 @@ def _number(word: str, path: tuple[str, str]) -> tuple[float | None, Problem | N
     which = f"from {least:g} to {most:g} of step_law: step_law*0.5"
     if path == STEPS:
         which = f"above 0 of tokens, {most:g} at most: 20e9tokens"
-    return None, Problem(".".join(path), f"is '{word}', must be a number {which}.")
+    return None, Problem(".".join(path), f"is '{word}': must be a number {which}.")
 
 
 def _at(values: Mapping[str, Any], path: tuple[str, str]) -> Any:

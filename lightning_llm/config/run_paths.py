@@ -1,4 +1,4 @@
-"""Checks of where a run is kept and tracked, and of what may be kept there: no secret. Imports no MLflow."""
+"""Checks of a run's folder, of its tracking URI, and that its config has no secrets. Imports no MLflow."""
 
 import os
 import unicodedata
@@ -15,35 +15,35 @@ from lightning_llm.config.redact import redact_uri, secret_in
 from lightning_llm.config.schema import ALGORITHMS, OPTIMIZERS, SCHEDULES, Config
 
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
-"""What MLflow keeps a tracking store in (mlflow.store.db.db_types), each also as `DATABASE+DRIVER`."""
+"""Databases of MLflow's tracking store (mlflow.store.db.db_types), each also as `DATABASE+DRIVER`."""
 SERVERS = ("http", "https", "databricks", "databricks-uc", "uc")
 FREE_KEYS = ("callbacks.", "logger.tags.")
-"""Where a user names keys."""
+"""Prefixes of keys that are named by users."""
 PLUGINS = "mlflow.tracking_store"
-"""The entry point of packages that teach MLflow further schemes."""
+"""Entry point of packages that add URI schemes to MLflow."""
 
 
 def run_path_problems(config: Config) -> Iterator[Problem]:
-    """Yield what is wrong with the names that a run's folder is made of."""
+    """Yield the problems of the names in a run's folder."""
     run = config.run
     for key in ("root", "experiment", "name", "dir"):
         value = getattr(run, key)
         if not value.strip():
             yield Problem(f"run.{key}", "is empty. Give a name.")
         elif odd := [each for each in value if unicodedata.category(each) in ("Cc", "Cs")]:
-            yield Problem(f"run.{key}", f"is {value!r}; the character {odd[0]!r} is not for a name. Leave it out.")
+            yield Problem(f"run.{key}", f"is {value!r}: the character {odd[0]!r} is not allowed. Remove it.")
     if os.path.normpath(run.dir) != os.path.normpath(f"{run.root}/{run.experiment}/{run.name}"):
-        return  # the folder was named itself, or is a sweep's
+        return  # run.dir was given, or is a sweep's
     for key in ("experiment", "name"):
         value = getattr(run, key).strip()
         path = Path(value)
         if value and (".." in path.parts or path.is_absolute() or path == Path()):
-            text = f"is '{path}', which leads out of run.root. Give a name; elsewhere is run.root= or run.dir=."
+            text = f"is '{path}', which leads out of run.root. Give a name, or set run.root or run.dir."
             yield Problem(f"run.{key}", text)
 
 
 def tracking_problems(config: Config) -> Iterator[Problem]:
-    """Yield what is wrong with the address that runs are tracked at: MLflow would say so after the start."""
+    """Yield the problems of the tracking URI, which MLflow would report only after the start."""
     named = config.logger.tracking_uri
     uri = named or os.environ.get("MLFLOW_TRACKING_URI")
     if config.logger.name != "mlflow" or uri is None:
@@ -52,10 +52,10 @@ def tracking_problems(config: Config) -> Iterator[Problem]:
     scheme, separator, rest = uri.partition("://")
     known = [*DATABASES, *SERVERS, *_plugin_schemes()]
     if not separator and uri not in ("databricks", "databricks-uc"):
-        text = f"is '{redact_uri(uri)}', which is no address. Write sqlite:////FOLDER/mlflow.db, or http://HOST:PORT."
+        text = f"is '{redact_uri(uri)}', not a URI. Write sqlite:////FOLDER/mlflow.db, or http://HOST:PORT."
         yield Problem(key, text)
     elif separator and scheme.lower().partition("+")[0] not in known:
-        text = f"is '{redact_uri(uri)}'; MLflow has no {scheme}://.{did_you_mean(scheme, known)}"
+        text = f"is '{redact_uri(uri)}': MLflow has no {scheme}://.{did_you_mean(scheme, known)}"
         yield Problem(key, text)
     elif separator and not rest.strip("/"):
         yield Problem(
@@ -64,22 +64,20 @@ def tracking_problems(config: Config) -> Iterator[Problem]:
 
 
 def secret_problems(config: Config) -> Iterator[Problem]:
-    """Yield the keys that hold a secret, which config.yaml, summaries, MLflow and checkpoints would all have."""
+    """Yield keys with a secret, which would be copied to config.yaml, summaries, MLflow and checkpoints."""
     for key, value in flatten(config.model_dump(warnings=False)).items():
         texts = [*texts_in(value), *(key.split(".") if key.startswith(FREE_KEYS) else ())]
         found = [name for each in texts if (name := secret_in(each, _shipped_words())) is not None]
         if found and found[0]:
-            text = (
-                f"holds the value of ${found[0]}, and a config is written to the run's folder and to MLflow. Leave it "
-            )
-            yield Problem(key, f"{text}out: what needs it reads the variable itself.")
+            text = f"has the value of ${found[0]}, and a config is written to the run's folder and to MLflow. Remove "
+            yield Problem(key, f"{text}it: the code that needs it reads the variable itself.")
         elif found:
-            text = "holds an address with a password or a token, and a config is written to the run's folder and to "
-            yield Problem(key, f"{text}MLflow. Leave them out of it, and give them in the environment.")
+            text = "has a URI with a password or a token, and a config is written to the run's folder and to "
+            yield Problem(key, f"{text}MLflow. Remove them, and give them in the environment.")
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yield every text in a config's value, keys of mappings too, and numbers: a secret may be all digits."""
+    """Yield every text in a config's value, including keys of mappings and numbers, since a secret may be digits."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, int | float) and not isinstance(value, bool):
@@ -94,7 +92,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 @cache
 def _shipped_words() -> frozenset[str]:
-    """Return the names that a config chooses by: what anybody may have read is no secret."""
+    """Return the names of options and kinds: published names are not secret."""
     files = {part for group in group_names() for name in option_files(group) for part in name.split("/")}
     return frozenset({*files, *OPTIMIZERS, *SCHEDULES, *ALGORITHMS})
 

@@ -1,8 +1,8 @@
-"""Config files as Hydra's sources: the shipped recipes and groups, and the user's groups in `--config-dir DIR`.
+"""Hydra config sources: the shipped presets and groups, and the user's groups in `--config-dir DIR`.
 
-Hydra's own readers do not serve: the one of packages looks for `recipe/` (the folder is `recipes/`) and reads each file
-anew for each composition, a quarter of its time; the one of folders takes an empty file for an empty mapping, and a
-recipe without `# @package _global_` for keys below `recipe`. The Python files of `--config-dir` are `workspace`'s.
+Hydra's sources are not suitable. Its package source expects `recipe/` (the folder is `recipes/`) and reads each file
+again for each composition, a quarter of the time. Its folder source reads an empty file as an empty mapping, and puts a
+preset without `# @package _global_` below `recipe`. `workspace` imports the Python files of `--config-dir`.
 """
 
 import pickle
@@ -38,20 +38,20 @@ from lightning_llm.config.yaml_file import read_mapping
 CONFIG_MODULE = "lightning_llm.conf"
 RECIPES_MODULE, RECIPE = "lightning_llm.recipes", "recipe"
 NAMED_AFTER_FILE = ("model", "data", "precision", "parallel", "trainer", "spikes", "cluster")
-"""Groups with a free `name`; in the others it is the name of a kind."""
+"""Groups with a free `name`; in other groups `name` selects a kind."""
 KINDS: Mapping[str, Registry[Any]] = {"optim": OPTIMIZERS, "schedule": SCHEDULES}
-"""Groups of one registered kind per file. An installed package may add a kind without a file."""
+"""Groups with one registered kind per file. An installed package may add a kind without a file."""
 
 
 @contextmanager
 def open_hydra(config_dir: Path | None) -> Iterator[list[str]]:
-    """Initialize Hydra on the shipped files, with `config_dir` behind them; yield overrides of its search path.
+    """Initialize Hydra on the shipped files, then `config_dir`; yield overrides of its search path.
 
     Raises:
-        ConfigError: `config_dir` is no folder, or has files that Hydra would not read.
+        ConfigError: `config_dir` is not a folder, or has files that Hydra would not read.
     """
     if config_dir is not None and not config_dir.is_dir():
-        raise ConfigError(Problem("--config-dir", f"{config_dir} is no folder. Give a folder of config groups."))
+        raise ConfigError(Problem("--config-dir", f"is {config_dir}, not a folder. Give a folder with config groups."))
     if config_dir is not None and (problems := folder_problems(config_dir)):
         raise ConfigError(problems)
     _register_sources()
@@ -66,8 +66,8 @@ def open_hydra(config_dir: Path | None) -> Iterator[list[str]]:
 
 
 def group_options(group: str, search: Sequence[str]) -> list[str]:
-    """Return the names that `group=` takes, recipes in subfolders as "sub/name"; empty where there is no such group."""
-    if not group or "." in group:  # no group has a dot in its name, and Hydra takes milliseconds for an answer
+    """Return the options of `group=`, "sub/name" in subfolders; empty if there is no such group."""
+    if not group or "." in group:  # no group has a dot in its name; asking Hydra takes milliseconds
         return []
     loader = GlobalHydra.instance().config_loader()
     options = list(loader.get_group_options(group, overrides=list(search)))
@@ -77,12 +77,12 @@ def group_options(group: str, search: Sequence[str]) -> list[str]:
 
 
 def unknown_option(parsed: Override, options: Sequence[str]) -> Problem | None:
-    """Return the problem of a name chosen for a group that is none of its `options`; None where no group is meant."""
+    """Return the problem of an unknown option of a group; None if it is known, or not a group's option."""
     if parsed.is_delete() or parsed.is_sweep_override() or not options:
         return None
     value, group = parsed.value(), parsed.key_or_group
     if isinstance(value, list) and group != "callbacks":
-        text = f"is a list, whose files would be merged into one. Give one, or several with -m: {group}=a,b."
+        text = f"is a list, and its files would be merged. Give one, or several with -m: {group}=a,b."
         return Problem(group, text)
     value = "null" if value is None else value
     if value in options or isinstance(value, list):
@@ -91,14 +91,14 @@ def unknown_option(parsed: Override, options: Sequence[str]) -> Problem | None:
 
 
 def _suggestion(group: str, value: str, options: Sequence[str]) -> str:
-    """Return what to write instead of `value`: our name for it, the loader of a file, the nearest option."""
+    """Return a suggestion instead of `value`: its name here, the loader of a file, or the nearest option."""
     if (ours := VALUES.get(group, {}).get(value)) in options:
         return f" Did you mean '{ours}'?"
     loader = loader_of(value) if group == "data" else None
     if loader is not None:
-        return f" A file is read by data={loader} data.sources.{loader}.path={value}."
+        return f" For a file, write data={loader} data.sources.{loader}.path={value}."
     if (group, value) == ("cluster", "measured"):
-        return " `lightning-llm health` measures machines and writes it; then add --config-dir FOLDER."
+        return " `lightning-llm health` measures machines and writes this file; then add --config-dir FOLDER."
     if value in KINDS.get(group, ()):
         file = f"DIR/{group}/{value}.yaml with `name: {value}` and add --config-dir DIR"
         return f" The {KINDS[group].noun} of that name has no file. Write {file}, or set {group}.name={value}."
@@ -112,7 +112,7 @@ def _register_sources() -> None:
 
 
 class _SearchPath(SearchPathPlugin):
-    """Replaces Hydra's reader of the package that it is initialized with, and adds the recipes."""
+    """Replaces Hydra's source for the shipped package, and adds the presets."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for each in search_path.get_path():
@@ -122,15 +122,15 @@ class _SearchPath(SearchPathPlugin):
 
 
 class RecipeSource(ConfigSource):
-    """Reads recipes by `recipe/NAME`, or `recipe/FOLDER/NAME`. Their keys are global."""
+    """Source of presets as `recipe/NAME` or `recipe/FOLDER/NAME`. Their keys are global."""
 
     @staticmethod
     def scheme() -> str:
-        """Return what stands before `://` in a search path."""
+        """Return the scheme of this source in a search path."""
         return "recipes"
 
     def available(self) -> bool:
-        """Return True: they are part of the package."""
+        """Return True, because presets are part of the package."""
         return True
 
     def is_group(self, config_path: str) -> bool:
@@ -138,11 +138,11 @@ class RecipeSource(ConfigSource):
         return any(name.startswith(f"{config_path.rstrip('/')}/") for name in _recipe_files())
 
     def is_config(self, config_path: str) -> bool:
-        """Return whether there is such a recipe."""
+        """Return whether there is such a preset."""
         return config_path.removesuffix(ENDING) in _recipe_files()
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return the names in a group: of its subgroups, of its recipes, or of both."""
+        """Return the names of a group's subgroups, presets, or both."""
         folder, found = f"{config_path.rstrip('/')}/", set[str]()
         for name in _recipe_files():
             if name.startswith(folder):
@@ -152,23 +152,23 @@ class RecipeSource(ConfigSource):
         return sorted(found)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return a recipe's content."""
+        """Return the content of a preset."""
         tree = OmegaConf.create(_recipe_files()[config_path.removesuffix(ENDING)].read_text(encoding="utf-8"))
         return ConfigResult(self.provider, self.full_path(), tree, {"package": "_global_"})
 
 
 class GroupSource(ImportlibResourcesConfigSource):
-    """Reads each file of a package once: they do not change while a process lives."""
+    """Source of the shipped package that reads each file once per process."""
 
-    _read: dict[tuple[str, str], bytes] = {}  # pickled: Hydra changes what it is given
+    _read: dict[tuple[str, str], bytes] = {}  # pickled, because Hydra modifies results
 
     @staticmethod
     def scheme() -> str:
-        """Return what stands before `://` in a search path."""
+        """Return the scheme of this source in a search path."""
         return "groups"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return a file's content."""
+        """Return the content of a file."""
         key = self.path, config_path
         if key not in self._read:
             self._read[key] = pickle.dumps(super().load_config(config_path))
@@ -182,15 +182,15 @@ def _recipe_files() -> Mapping[str, Traversable]:
 
 
 class ConfigDirSource(ConfigSource):
-    """Reads groups below one folder; what is wrong with a file that is chosen is a `ConfigError`."""
+    """Source of groups below one folder; raises ConfigError with the problems of a selected file."""
 
     @staticmethod
     def scheme() -> str:
-        """Return what stands before `://` in a search path."""
+        """Return the scheme of this source in a search path."""
         return "config-dir"
 
     def available(self) -> bool:
-        """Return whether the folder is there."""
+        """Return whether the folder exists."""
         return self.is_group("")
 
     def is_group(self, config_path: str) -> bool:
@@ -198,12 +198,12 @@ class ConfigDirSource(ConfigSource):
         return Path(self.path, config_path).is_dir()
 
     def is_config(self, config_path: str) -> bool:
-        """Return whether something goes by that name; what it is, reading it says."""
+        """Return whether there is anything of that name; reading it reports other errors."""
         file = self._file(config_path)
         return file.is_symlink() or file.exists()
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return the names in a group: of its subfolders, of its files without their ending, or of both."""
+        """Return the names of a group's subfolders, of its files without suffix, or of both."""
         folder, found = Path(self.path, config_path), []
         for entry in folder.iterdir():
             if entry.name.endswith(ENDING):
@@ -214,7 +214,7 @@ class ConfigDirSource(ConfigSource):
         return sorted(found)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return a file's content. Raises ConfigError with all that is wrong with it."""
+        """Return the content of a file. Raises ConfigError with all its problems."""
         file, group = self._file(config_path), config_path.partition("/")[0]
         key = f"{config_path.rpartition('/')[0]}={config_path.rpartition('/')[2]}"
         if group == "recipe":
@@ -224,7 +224,7 @@ class ConfigDirSource(ConfigSource):
         if problems:
             raise ConfigError(problems)
         if group in NAMED_AFTER_FILE and "defaults" in tree and "name" not in tree:
-            tree["name"] = config_path.rpartition("/")[2]  # and not as the file that it is built on
+            tree["name"] = config_path.rpartition("/")[2]  # not the name of the file that it extends
         return ConfigResult(
             provider=self.provider, path=self.full_path(), config=tree, header=_header(file, key, group)
         )
@@ -234,32 +234,32 @@ class ConfigDirSource(ConfigSource):
 
 
 def _is_below(entry: Path, folder: Path) -> bool:
-    """Return whether `entry` is a subfolder with files of ours, and no link to a folder above, round in a circle."""
+    """Return whether `entry` is a subfolder with config files, and not a link to a parent folder."""
     if not entry.is_dir() or entry.name == "__pycache__":
         return False
     return not folder.resolve().is_relative_to(entry.resolve())
 
 
 def _header(file: Path, key: str, group: str) -> dict[str, str | None]:
-    """Return the file's `# @package` line as Hydra takes it; a recipe's keys are global, with or without one."""
+    """Return the file's `# @package` header for Hydra; a preset's keys are always global."""
     try:
         header = ConfigSource._get_header_dict(file.read_text(encoding="utf-8-sig"))
     except ValueError as error:
-        raise ConfigError(Problem(key, f"{file}: {error}. Write `# @package NAME`, or leave the line out.")) from error
+        raise ConfigError(Problem(key, f"{file}: {error}. Write `# @package NAME`, or omit the line.")) from error
     if group == "recipe":
         if header["package"] not in (None, "_global_"):
-            text = f"{file}: the keys of a recipe are global. Leave out `# @package {header['package']}`."
+            text = f"{file}: the keys of a preset are global. Remove `# @package {header['package']}`."
             raise ConfigError(Problem(key, text))
         header["package"] = "_global_"
     return header
 
 
 def _defaults_faults(tree: DictConfig) -> Iterator[str]:
-    """Yield what is wrong with the form of a `defaults` list, of which Hydra asserts some and ignores some."""
+    """Yield malformed entries of a `defaults` list, which Hydra partly asserts on and partly ignores."""
     items = OmegaConf.to_container(tree, resolve=False)
     items = items.get("defaults", []) if isinstance(items, dict) else []
     if not isinstance(items, list):
-        yield "`defaults` must be a list, of lines like `- override /precision: mxfp8`."
+        yield "`defaults` must be a list with lines like `- override /precision: mxfp8`."
         return
     for item in items:
         if isinstance(item, dict) and len(item) == 1:
@@ -268,13 +268,13 @@ def _defaults_faults(tree: DictConfig) -> Iterator[str]:
             if "hydra/" in str(group):
                 yield f"`defaults` chooses {group}: {hydra_setting(str(group).rpartition(' ')[2].lstrip('/'))}"
             elif not all(isinstance(each, str) for each in (group, *names)):
-                yield f"`defaults` has `{group}: {value}`, which names no file of a group."
+                yield f"`defaults` has `{group}: {value}`, which is not a file of a group."
         elif not isinstance(item, str):
             yield f"`defaults` has `{item}`. Write `- override /precision: mxfp8`, `- _self_`, or the name of a file."
 
 
 def _hydra_faults(tree: DictConfig) -> Iterator[str]:
-    """Yield each setting of Hydra's own that would be read by nobody."""
+    """Yield each setting of Hydra that is not used here."""
     node = tree.get("hydra")
     if node is None:
         return

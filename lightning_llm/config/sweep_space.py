@@ -1,4 +1,4 @@
-"""The jobs of a sweep: the product of every key with several values, typed or of the recipe, each job composed."""
+"""The composed jobs of a sweep: the product of all keys with several values, from overrides and preset."""
 
 import math
 from collections import Counter
@@ -19,13 +19,13 @@ from lightning_llm.config.schema.sweep import SweepConfig
 
 
 def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Config]]:
-    """Return (what tells it from the others, config) of every job of a sweep, in the order they are to run.
+    """Return (distinguishing overrides, config) of every job of a sweep, in run order.
 
-    Jobs are the product of all `a=1,2`, those of the recipe's `hydra.sweeper.params` included, and then of each line of
-    its `sweep.also`. What is typed takes the place of the recipe's choices for the same key, in both.
+    Jobs are the product of all `a=1,2`, including the preset's `hydra.sweeper.params`, followed by the product of each
+    line of its `sweep.also`. Overrides replace the preset's values of the same key in both.
 
     Raises:
-        ConfigError: with the problems of all jobs, each reported once.
+        ConfigError: with the problems of all jobs, without duplicates.
     """
     read = read_sweep(overrides, config_dir)
     if problems := dict.fromkeys(problem for _, reading in read for problem in reading.problems):
@@ -34,10 +34,10 @@ def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> l
 
 
 def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Reading]]:
-    """Return the jobs of `compose_sweep`, each with its problems and the sound part of its config.
+    """Return the jobs of `compose_sweep`, each with its problems and the valid part of its config.
 
     Raises:
-        ConfigError: no part of a job is sound, or there are too many jobs.
+        ConfigError: no part of a job is valid, or there are too many jobs.
     """
     with open_composer(config_dir) as composer:
         typed, problems = read_overrides(overrides)
@@ -53,16 +53,16 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list
 
 
 def read_sweep_keys(overrides: Sequence[str], config_dir: Path | None = None) -> SweepConfig:
-    """Return the keys below `sweep`, of the recipe or typed. Raises ConfigError with all that is wrong with them."""
+    """Return the keys below `sweep` from preset and overrides. Raises ConfigError with all problems."""
     with open_composer(config_dir) as composer:
         return _sweep_keys(parse_overrides(overrides), composer)
 
 
 def read_space(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, Override]:
-    """Return the choices of a search by key, typed or of the recipe: what a sweep would take the product of.
+    """Return {key: override with several values}, from preset and overrides: the space of a search.
 
     Raises:
-        ConfigError: arguments that are no overrides.
+        ConfigError: an argument is not an override.
     """
     with open_composer(config_dir) as composer:
         typed = parse_overrides(overrides)
@@ -71,9 +71,9 @@ def read_space(overrides: Sequence[str], config_dir: Path | None = None) -> dict
 
 
 def _sweep_keys(typed: Sequence[Override], composer: Composer) -> SweepConfig:
-    """Return the keys below `sweep` of the tree that `typed` composes to. Raises ConfigError.
+    """Return the keys below `sweep` of the tree composed from `typed`. Raises ConfigError.
 
-    Where it does not compose, the defaults: each job then reports why.
+    If it does not compose, return the defaults; each job then reports the reason.
     """
     try:
         return composer.compose([each for each in typed if not each.is_sweep_override()]).sweep_keys()
@@ -82,9 +82,9 @@ def _sweep_keys(typed: Sequence[Override], composer: Composer) -> SweepConfig:
 
 
 def _groups(typed: Sequence[Override], composer: Composer) -> list[list[Override]]:
-    """Return the overrides of each product that a sweep is made of: the first, and one per line of `sweep.also`.
+    """Return the overrides of each product of a sweep: the main one, and one per line of `sweep.also`.
 
-    Lines that are typed are as they are; of those of a recipe what else is typed takes the place of their choices.
+    Other overrides replace values in lines of a preset, but not in lines that are given as an override.
     """
     params, also = recipe_sweep(typed, composer)
     plain = [each for each in typed if not each.is_sweep_override()]
@@ -94,25 +94,25 @@ def _groups(typed: Sequence[Override], composer: Composer) -> list[list[Override
 
 
 def _typed_first(line: list[Override], typed: Sequence[Override]) -> list[Override]:
-    """Return `line` with typed choices in place of its own for the same key; what it sets to one value stays."""
+    """Return `line` with overrides in place of its sweeps over the same key; its single values stay."""
     choices = {each.key_or_group: each for each in typed}
     return [choices.get(each.key_or_group, each) if each.is_sweep_override() else each for each in line]
 
 
 def _with_seeds(groups: list[list[Override]], typed: Sequence[Override], keys: SweepConfig) -> list[list[Override]]:
-    """Return the products of a sweep with as many seeds as the last of its declared looks has, if any are declared.
+    """Return the products of a sweep with the number of seeds of the last declared look, if there are looks.
 
-    Seeds that are typed are taken in their order; else they count from the one given, or from 0, whatever the recipe's
-    file says. Lines of `sweep.also` keep their own: A/A runs may be fewer.
+    Given seeds are used in order; otherwise they count from the given one, or from 0, regardless of the preset. Lines
+    of `sweep.also` keep their own seeds, since A/A runs may be fewer.
 
     Raises:
-        ConfigError: fewer are typed than that, or the looks need more than one sweep may have jobs.
+        ConfigError: fewer seeds are given, or the looks need more jobs than a sweep may have.
     """
     if keys.until is None:
         return groups
     needed = keys.looks_within_budget[-1]
     if needed > MOST_JOBS:
-        text = f"the last look is after {needed:,} seeds, and one sweep has {MOST_JOBS:,} jobs at most. Give fewer."
+        text = f"has its last look at {needed:,} seeds, and a sweep has at most {MOST_JOBS:,} jobs. Give fewer."
         raise ConfigError(Problem("sweep.max_seeds" if keys.max_seeds else "sweep.looks", text))
     are_typed = any(each.key_or_group == "seed" and each.is_sweep_override() for each in typed)
     return [_group_with_seeds(group, needed, are_typed, is_line=place > 0) for place, group in enumerate(groups)]
@@ -127,37 +127,36 @@ def _group_with_seeds(group: list[Override], needed: int, are_typed: bool, *, is
         count = len(values_of(several[-1], needed)) if several[-1].is_discrete_sweep() else 0
         if count < needed:
             text = (
-                f"has {count} values, and the last declared look is after {needed} seeds. Leave seed out (0, 1, "
-                f"2, ...), give as many, or fewer looks (sweep.max_seeds={max(count, 2)})."
+                f"has {count} values, and the last declared look is at {needed} seeds. Omit seed (0, 1, "
+                f"2, ...), give that many, or use fewer looks (sweep.max_seeds={max(count, 2)})."
             )
             raise ConfigError(Problem("seed", text))
         return group
     first = given[-1].value() if given and not several else 0
     if not isinstance(first, int):
-        return group  # which is said of each job
+        return group  # each job reports this
     seeds = parse_overrides([f"seed={','.join(str(first + n) for n in range(needed))}"])
     return [*(each for each in group if each.key_or_group != "seed"), *seeds]
 
 
 def _of_search(groups: list[list[Override]], keys: SweepConfig) -> list[list[Override]]:
-    """Return the products of a sweep; of a search by Optuna the one of its seeds, at what is given and not searched.
+    """Return the products of a sweep; for a search by Optuna only the product of its seeds, with fixed values.
 
     Raises:
-        ConfigError: it has further lines.
+        ConfigError: the search has `sweep.also`.
     """
     if keys.search != "optuna":
         return groups
     if len(groups) > 1:
-        raise ConfigError(Problem("sweep.also", "has further jobs, and a search chooses its own. Leave it out."))
+        raise ConfigError(Problem("sweep.also", "has further jobs, and a search chooses its own. Omit it."))
     return [[each for each in groups[0] if each.key_or_group == "seed" or not each.is_sweep_override()]]
 
 
 def _choices(groups: list[list[Override]], composer: Composer) -> list[list[list[str]]]:
-    """Return the choices of each override of each product.
+    """Return the values of each override of each product.
 
     Raises:
-        ConfigError: one is there twice, or they make more jobs than `MOST_JOBS`: composing them would take minutes, and
-            their start more.
+        ConfigError: a value is given twice, or there are more jobs than `MOST_JOBS`.
     """
     choices = [[composer.choices(each) for each in group] for group in groups]
     if twice := dict.fromkeys(_twice(groups, choices)):
@@ -173,7 +172,7 @@ def _choices(groups: list[list[Override]], composer: Composer) -> list[list[list
     }
     most = f"more than {MOST_JOBS:,}"
     counts = ", ".join(f"{key} {most if count > MOST_JOBS else f'{count:,}'}" for key, count in several.items())
-    text = f"would have {most} jobs, and no sweep has as many (values: {counts}). Give fewer, or several sweeps."
+    text = f"would have {most} jobs (values: {counts}). Give fewer, or split it into several sweeps."
     raise ConfigError(Problem("sweep", text))
 
 
@@ -182,5 +181,5 @@ def _twice(groups: list[list[Override]], choices: list[list[list[str]]]) -> Iter
         for parsed, words in zip(group, each, strict=True):
             for word in (word for word, count in Counter(words).items() if count > 1):
                 value = word.partition("=")[2]
-                text = f"has {value} more than once, and the same job would be run again. Give it once."
+                text = f"has {value} more than once, which would repeat the same job. Give it once."
                 yield Problem(parsed.key_or_group, text)

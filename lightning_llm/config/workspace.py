@@ -1,7 +1,7 @@
-"""Folders of a command: where runs are kept, whatever folder it is started in, and the user's `--config-dir`.
+"""Folders of a command: the folder of all runs, independent of the working directory, and `--config-dir`.
 
-`DIR/callbacks/mine.py` is the module `config_dir.callbacks.mine`; `sources` reads the YAML files. Naming the folder on
-the command line is the choice to run its code. A recipe alone imports installed code only.
+`DIR/callbacks/mine.py` is the module `config_dir.callbacks.mine`; `sources` reads the YAML files. Passing the folder on
+the command line permits running its code. A preset by itself imports only installed code.
 """
 
 import importlib
@@ -20,7 +20,7 @@ CONFIG_DIR_PACKAGE = "config_dir"
 
 
 def checkout() -> Path | None:
-    """Return the root of the source checkout this package runs from; None for an installed wheel."""
+    """Return the root of the source checkout that this package runs from; None for an installed wheel."""
     root = PACKAGE.parent
     return root if (root / "pyproject.toml").is_file() and (root / "recipes").is_dir() else None
 
@@ -33,13 +33,13 @@ def default_outputs() -> str:
 
 
 def possible_outputs() -> list[str]:
-    """Return the folders of runs without LIGHTNING_LLM_OUTPUTS: the checkout's, if there is one, and a wheel's."""
+    """Return the default folders of runs: that of the checkout, if any, and that of an installed wheel."""
     root = checkout()
     return [*([str(root / "outputs")] if root else []), str(Path.home() / "lightning-llm" / "outputs")]
 
 
 def folders_named(word: str, root: Path) -> list[Path]:
-    """Return the folders that `word` names: a path, an experiment of `root`, else SWEEP or SWEEP/N in any of them."""
+    """Return the folders named `word`: a path, an experiment of `root`, or else SWEEP or SWEEP/N in any experiment."""
     for path in (Path(word).expanduser(), root / word):
         if path.is_dir():
             return [path]
@@ -47,7 +47,7 @@ def folders_named(word: str, root: Path) -> list[Path]:
 
 
 def same_folder(one: Path, other: Path) -> bool:
-    """Return whether two paths lead to the same folder, by links or mounts; of those not there, by their names."""
+    """Return whether two paths are the same folder, also through links or mounts; missing ones are compared by name."""
     try:
         return os.path.samefile(one, other)
     except OSError:
@@ -55,10 +55,10 @@ def same_folder(one: Path, other: Path) -> bool:
 
 
 def open_config_dir(folder: Path | None) -> None:
-    """Let `_target_: config_dir.callbacks.FILE.Class` name classes of `folder`; None: of nowhere.
+    """Make `_target_: config_dir.callbacks.FILE.Class` refer to classes of `folder`; None: to nothing.
 
     Raises:
-        ConfigError: it is no folder.
+        ConfigError: it is not a folder.
     """
     if CONFIG_DIR_PACKAGE in sys.modules:
         for name in [each for each in sys.modules if each.partition(".")[0] == CONFIG_DIR_PACKAGE]:
@@ -66,7 +66,7 @@ def open_config_dir(folder: Path | None) -> None:
     if folder is None:
         return
     if not folder.is_dir():
-        raise ConfigError(Problem("--config-dir", f"{folder} is no folder. Give a folder of config groups."))
+        raise ConfigError(Problem("--config-dir", f"is {folder}, not a folder. Give a folder with config groups."))
     spec = ModuleSpec(CONFIG_DIR_PACKAGE, None, is_package=True)
     spec.submodule_search_locations = [str(folder.absolute())]
     sys.modules[CONFIG_DIR_PACKAGE] = module_from_spec(spec)
@@ -74,6 +74,6 @@ def open_config_dir(folder: Path | None) -> None:
 
 
 def config_dir_arguments() -> list[str]:
-    """Return the arguments that open the same folder in a process started from here: a rank, a job of a sweep."""
+    """Return the arguments that open the same folder in a child process: a rank, a job of a sweep."""
     module = sys.modules.get(CONFIG_DIR_PACKAGE)
     return ["--config-dir", *module.__path__] if module else []

@@ -1,4 +1,4 @@
-"""YAML files: reading a user's as a mapping, or every fault with its line, and writing a run's `config.yaml`."""
+"""Read a user's YAML file as a mapping, with line numbers of all errors; write a run's `config.yaml`."""
 
 from __future__ import annotations
 
@@ -21,30 +21,29 @@ if TYPE_CHECKING:
     from lightning_llm.config.schema import Config
 
 MOST_VALUES = 1_000_000
-"""Values of a file with its aliases expanded: ten levels of ten aliases would fill the memory."""
+"""Maximum number of values with aliases expanded: ten levels of ten aliases would exhaust memory."""
 KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 LARGEST_BYTES = 16 << 20
-"""No config comes near; what does is another file."""
+"""Larger files are not configs."""
 DEEPEST = 100
-"""Levels of nesting. libyaml's composer ends the process, by a full stack, where Python's raises an error."""
+"""Maximum nesting. Deeper files overflow the stack of libyaml's composer, which ends the process."""
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-"""libyaml's where PyYAML was built with it: four times as fast, the same text but where it folds a long quoted one."""
+"""libyaml's dumper if PyYAML has it: four times as fast, with the same text except for folds of long quoted text."""
 
 INTERPOLATION = re.compile(r"(\\*)\$\{")
-"""The start of an interpolation of OmegaConf, and the backslashes before it."""
+"""Start of an OmegaConf interpolation, with preceding backslashes."""
 
 
 def read_mapping(file: Path, key: str, wanted: str = "Write lines of `key: value`.") -> DictConfig:
-    """Return the mapping that `file` holds.
+    """Return the mapping in `file`.
 
     Args:
         file: UTF-8 text, with or without a byte order mark.
-        key: what the problems are reported for: a flag, or `group=name`.
-        wanted: a sentence on what to give, behind each problem.
+        key: key of the reported problems: a flag, or `group=name`.
+        wanted: a sentence with the remedy, added to each problem.
 
     Raises:
-        ConfigError: the file is missing, is no file, cannot be read, is no text, is no YAML, gives a key twice, or
-            holds anything but a mapping.
+        ConfigError: the file is missing, unreadable, not text, not YAML, not a mapping, or has duplicate keys.
     """
     from omegaconf import DictConfig, OmegaConf
 
@@ -65,9 +64,9 @@ def read_mapping(file: Path, key: str, wanted: str = "Write lines of `key: value
 
 
 def _composed(text: str) -> tuple[yaml.Node | None, Any]:
-    """Return the document's node, and the loader that reads it: by libyaml, ten times as fast, where that takes it.
+    """Return the document's node and its loader: libyaml's, which is ten times as fast, if it accepts the text.
 
-    What it refuses Python's own parser reads, or says in its words what is wrong. Raises YAMLError, RecursionError.
+    Otherwise PyYAML's Python parser reads the text or raises the error. Raises YAMLError, RecursionError.
     """
     slow, fast = _loaders()
     if fast is not None:
@@ -79,7 +78,7 @@ def _composed(text: str) -> tuple[yaml.Node | None, Any]:
 
 @cache
 def _loaders() -> tuple[Any, Any | None]:
-    """Return OmegaConf's loader, to which `1e-3` is a number and a date a text, and one like it on libyaml's parser."""
+    """Return OmegaConf's loader, which reads `1e-3` as a number and dates as text, and the same on libyaml's parser."""
     from omegaconf._utils import get_yaml_loader
 
     slow = get_yaml_loader()
@@ -99,22 +98,22 @@ def _is_flat_enough(text: str, loader: Any) -> bool:
 
 
 def file_fault(file: Path) -> str | None:
-    """Return why `file` is none that can be read ("is a folder"), None where it is a regular file."""
+    """Return why `file` cannot be read ("is a folder, not a file"); None if it is a regular file."""
     try:
         mode = file.stat().st_mode
     except FileNotFoundError:
         return "does not exist"
-    except (OSError, ValueError) as error:  # a loop of links, a name too long, no right to look; a null byte
+    except (OSError, ValueError) as error:  # a loop of links, a name too long, no permission; a null byte
         return f"cannot be read: {getattr(error, 'strerror', None) or error}"
     if stat.S_ISDIR(mode):
         return "is a folder, not a file"
-    return None if stat.S_ISREG(mode) else "is no regular file"
+    return None if stat.S_ISREG(mode) else "is not a regular file"
 
 
 def _text(file: Path, key: str, wanted: str) -> str:
     fault = file_fault(file)
     if fault is None and file.stat().st_size > LARGEST_BYTES:
-        fault = f"has {file.stat().st_size:,} bytes, which is no config"
+        fault = f"has {file.stat().st_size:,} bytes, too many for a config"
     if fault:
         raise ConfigError(Problem(key, f"{file} {fault}. {wanted}"))
     try:
@@ -125,12 +124,12 @@ def _text(file: Path, key: str, wanted: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        text = f"{file}, line {line}: byte 0x{content[error.start]:02x} is no UTF-8 text. {wanted}"
+        text = f"{file}, line {line}: byte 0x{content[error.start]:02x} is not UTF-8 text. {wanted}"
         raise ConfigError(Problem(key, text)) from error
 
 
 def _yaml_fault(error: yaml.YAMLError, text: str) -> str:
-    """Return ", line 3: what is wrong" in one line."""
+    """Return the error as one line: ", line 3: REASON"."""
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
         return f", line {line}: character {chr(int(error.character))!r} is not allowed in YAML"
@@ -142,10 +141,10 @@ def _yaml_fault(error: yaml.YAMLError, text: str) -> str:
 
 def _faults(node: yaml.Node | None) -> Iterator[str]:
     if node is None:
-        yield "line 1: it holds nothing"
+        yield "line 1: the file is empty"
     elif not isinstance(node, yaml.MappingNode):
         kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
-        yield f"line {node.start_mark.line + 1}: it holds {kind}, not a mapping"
+        yield f"line {node.start_mark.line + 1}: the file has {kind}, not a mapping"
     else:
         faults = list(_faults_within(node, set(), set()))
         yield from faults
@@ -154,7 +153,7 @@ def _faults(node: yaml.Node | None) -> Iterator[str]:
 
 
 def _expanded(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the number of values below `node`, one that several aliases name counted for each; `known` by id."""
+    """Return the number of values below `node` with aliases expanded; `known`: cache by id."""
     if id(node) not in known:
         pairs = node.value if isinstance(node, yaml.MappingNode) else ()
         children = node.value if isinstance(node, yaml.SequenceNode) else [value for _, value in pairs]
@@ -163,11 +162,11 @@ def _expanded(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def _faults_within(node: yaml.Node, above: set[int], seen: set[int]) -> Iterator[str]:
-    """Yield each key that a mapping gives twice (YAML would take the last), and each anchor that holds itself."""
+    """Yield duplicate keys of mappings (YAML would use the last), and anchors that contain themselves."""
     if id(node) in above:
-        yield f"line {node.start_mark.line + 1}: an anchor that holds itself"
+        yield f"line {node.start_mark.line + 1}: an anchor contains itself"
     if id(node) in seen:
-        return  # an alias of what was looked at
+        return  # an alias, checked already
     seen.add(id(node))
     children = list(node.value) if isinstance(node, yaml.SequenceNode) else []
     if isinstance(node, yaml.MappingNode):
@@ -175,21 +174,21 @@ def _faults_within(node: yaml.Node, above: set[int], seen: set[int]) -> Iterator
         for name, value in node.value:
             line = name.start_mark.line + 1
             if not isinstance(name, yaml.ScalarNode) or name.tag not in KEY_TAGS:
-                yield f"line {line}: the key is no text. Keys are names; quote '{name.value}' if it is one"
+                yield f"line {line}: the key is not text. Quote '{name.value}' if it is a name"
             elif first.setdefault(name.value, line) != line:
-                yield f"line {line}: the key '{name.value}' stands on line {first[name.value]} already"
+                yield f"line {line}: the key '{name.value}' is already on line {first[name.value]}"
             children.append(value)
     for child in children:
         yield from _faults_within(child, above | {id(node)}, seen)
 
 
 def config_text(config: Config) -> str:
-    """Return `config` as YAML that `train --config FILE` takes."""
+    """Return `config` as YAML for `train --config FILE`."""
     return str(yaml.dump(literal(config.model_dump()), Dumper=_DUMPER, sort_keys=False, allow_unicode=True))
 
 
 def literal(value: Any) -> Any:
-    """Return `value` with "${" in its texts escaped, so that a tree of OmegaConf resolves them to these texts."""
+    """Return `value` with "${" in texts escaped, so that OmegaConf resolves them to the same texts."""
     if isinstance(value, str):
         return INTERPOLATION.sub(lambda found: f"{found[1] * 2}\\${{", value)
     if isinstance(value, dict):
@@ -198,7 +197,7 @@ def literal(value: Any) -> Any:
 
 
 def without_escapes(value: Any) -> Any:
-    """Return `value`, read from a config.yaml as plain YAML, with its texts as they were in the config."""
+    """Return `value`, read from a config.yaml as plain YAML, with the escapes of texts removed."""
     if isinstance(value, str):
         return INTERPOLATION.sub(lambda found: f"{found[1][: len(found[1]) // 2]}${{", value)
     if isinstance(value, dict):
@@ -207,7 +206,7 @@ def without_escapes(value: Any) -> Any:
 
 
 def write_config(config: Config, file: Path) -> None:
-    """Write `config` so that `train --config FILE` repeats the run; the file appears whole."""
+    """Write `config` atomically, for `train --config FILE`."""
     partial = file.with_suffix(".partial")
     partial.write_text(config_text(config), encoding="utf-8")
     partial.rename(file)
@@ -215,9 +214,9 @@ def write_config(config: Config, file: Path) -> None:
 
 @contextmanager
 def in_memory(config: Config) -> Iterator[Path]:
-    """Yield a file with `config` for this process's children to read; it is gone with this process, however that ends.
+    """Yield a file with `config` for child processes; it disappears with this process.
 
-    It lies in memory (memfd_create(2)) and has no name but the one under /proc.
+    The file is in memory (memfd_create(2)) and only has a path under /proc.
     """
     with os.fdopen(os.memfd_create("config.yaml"), "wb") as file:
         file.write(config_text(config).encode())

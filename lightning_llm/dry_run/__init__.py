@@ -1,1 +1,1 @@
-"""The real model, layout, schedule and step of a plan, on fake ranks and fake tensors: counted, not estimated."""
+"""Run a plan's real model, layout, schedule and step on fake ranks and fake tensors, and count bytes and operations."""

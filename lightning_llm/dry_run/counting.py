@@ -1,7 +1,7 @@
-"""Counters of one rank's step, updated as its operations run: bytes held and sent, collectives, host waits.
+"""Counters of one rank's step, updated as operations run: memory, bytes sent, collectives, host waits.
 
-For fake tensors (`torch._subclasses.FakeTensorMode`). They have no numbers: where the host asks for one that does not
-follow from constants, it gets 1.0, 0 or False, and a lone integer that another rank sends is 1: a vote in favour.
+They work on fake tensors (`torch._subclasses.FakeTensorMode`), which have no values: a value that the host reads is
+1.0, 0 or False unless it follows from constants, and a single integer received from another rank is 1, a vote in favor.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ _FUNCTIONAL = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": 
 
 
 class SentBytes:
-    """Bytes that this rank sends to others, as a ring would, and how often, by (kind of collective, ranks)."""
+    """Bytes that this rank sends, as in a ring, and number of calls, by (kind of collective, ranks)."""
 
     def __init__(self, small_bytes: int) -> None:
         self.small_bytes = small_bytes
@@ -51,14 +51,14 @@ class SentBytes:
         return dict(kinds)
 
     def see(self, function: Any, args: Any, result: Any) -> None:
-        """Count `function`, an operator that has returned `result`, where it is a collective."""
+        """Count `function`, an operator that returned `result`, if it is a collective."""
         if function.namespace not in ("c10d", "_c10d_functional"):
             return
         library, name = function.name().split(".")[0].split("::")
         if library == "c10d" and name not in ("recv_", "barrier"):
             kind = _KINDS.get(name.removesuffix("_"))
-            if kind is None:  # of lists of tensors: as objects travel
-                text = f"ranks tell each other what they alone know ({function.name()}), and one rank is run here."
+            if kind is None:  # lists of tensors, as used to send objects
+                text = f"ranks exchange objects ({function.name()}), which one rank alone cannot. Omit --dry-run."
                 raise ConfigError(Problem("--dry-run", text))
             scripts = (each for each in args if isinstance(each, torch.ScriptObject))
             self._count(kind, args, dist.ProcessGroup.unbox(next(scripts)))
@@ -76,10 +76,7 @@ class SentBytes:
 
 
 class HeldBytes:
-    """Bytes of all living storages that operations created, and their peak.
-
-    The meta device holds nothing.
-    """
+    """Bytes of all live storages created by operations, and their peak. Meta tensors have no bytes."""
 
     def __init__(self) -> None:
         self.now_bytes = self.peak_bytes = 0
@@ -87,7 +84,7 @@ class HeldBytes:
         self._living: dict[int, ref[torch.UntypedStorage]] = {}
 
     def see(self, tensors: Any) -> None:
-        """Count the storages that an operation returned."""
+        """Count the storages of an operation's results."""
         for tensor in (tensors,) if isinstance(tensors, Tensor) else tree_leaves(tensors):
             if isinstance(tensor, Tensor) and _device(tensor).type != "meta":
                 storage = tensor.untyped_storage()
@@ -108,7 +105,7 @@ class HeldBytes:
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
-        """Follow storages that are emptied and filled again, as FSDP2 does with gathered parameters."""
+        """Track storages that are freed and reallocated, as FSDP2 does with gathered parameters."""
         whole = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -125,15 +122,15 @@ class HeldBytes:
 
 
 class Counting(TorchDispatchMode):
-    """Counts every operation within it: entered after a FakeTensorMode, which then runs them, or for real ones."""
+    """Counts every operation while active: inside a FakeTensorMode, or on real tensors."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Have torch call `__torch_dispatch__` as it is: nothing is compiled here, and a guard costs at every call."""
+        """Keep torch from guarding `__torch_dispatch__`: nothing is compiled here, and a guard costs time per call."""
         return False
 
     def __init__(self, small_bytes: int) -> None:
-        """`small_bytes`: a collective of no more than that carries counts, norms or flags, and is left out."""
+        """`small_bytes`: collectives up to this size carry counts, norms or flags, and are not counted."""
         super().__init__()
         self.held, self.sent = HeldBytes(), SentBytes(small_bytes)
         self.operations = self.host_waits = 0
@@ -141,7 +138,7 @@ class Counting(TorchDispatchMode):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Count from here on: operations, what FSDP2 empties and fills, and not what DTensor makes to find shapes."""
+        """Count operations and FSDP2's resizes from here on, without DTensor's operations for shape propagation."""
         finder, name = private(_sharding_prop, "ShardingPropagator"), "_propagate_tensor_meta_non_cached"
         whole = private(finder, name)
 
@@ -166,9 +163,9 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it takes itself apart into operations on what this rank has
+            return NotImplemented  # DTensor splits itself into operations on local tensors
         if function is torch.ops.prim.device.default:
-            return _device(args[0])  # autograd asks for it of every gradient
+            return _device(args[0])  # called by autograd for every gradient
         if function is READ_NUMBERS:
             self.host_waits += 1
             fake = any(isinstance(each, FakeTensor) for each in args[0])
@@ -187,7 +184,7 @@ class Counting(TorchDispatchMode):
 
 
 def _device(tensor: Tensor) -> torch.device:
-    """Return the device of `tensor`; that of a fake one without a dispatched operation."""
+    """Return the device of `tensor`; for fake tensors without dispatching an operation."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
@@ -200,7 +197,7 @@ def _number(tensor: FakeTensor) -> bool | int | float:
 
 
 def _vote(tensors: list[Tensor]) -> None:
-    """Give a lone integer that was received a value: torch's pipelines ask each other whether shapes are known."""
+    """Set a received single integer to 1: torch's pipeline ranks vote on whether shapes are known."""
     for tensor in tensors:
         if isinstance(tensor, FakeTensor) and tensor.numel() == 1 and not tensor.dtype.is_floating_point:
             with unset_fake_temporarily():

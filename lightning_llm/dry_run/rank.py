@@ -1,4 +1,4 @@
-"""One fake rank's training step: the code that trains, on tensors without data and a process group without others."""
+"""Training step of one fake rank: the real training code on fake tensors and a fake process group."""
 
 import gc
 import time
@@ -45,41 +45,41 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RankCounts:
-    """Memory, traffic and operations of one rank's step. In bytes, except `calls`, `operations` and `host_waits`."""
+    """Memory, traffic and operations of one rank's step. Sizes are in bytes."""
 
     rank: int
     pp_rank: int
     parameters_bytes: int
     gradients_bytes: int
-    """Between reduction and update: the sum in progress."""
+    """Measured between reduction and update."""
     optimizer_bytes: int
     peak_bytes: int
-    """Of all that lives at once, from the start of the step to its end."""
+    """Peak of all live bytes during the step."""
     sent_bytes: dict[str, int]
-    """By kind of collective, as a ring sends."""
+    """Bytes sent by kind of collective, as in a ring."""
     calls: dict[str, int]
-    """Collectives by kind."""
+    """Number of collectives by kind."""
     between: list[tuple[str, tuple[int, ...], int]] = field(repr=False)
-    """(kind, ranks, bytes sent) of every kind of collective among every set of ranks."""
+    """(kind, ranks, bytes sent) for every kind of collective and set of ranks."""
     operations: int
     host_waits: int
-    """Times the host waited for a number."""
+    """Number of times the host waited for a value."""
     cpu_seconds: float
 
 
 def dry_rank(plan: Plan, rank: int, progress: Callable[[], None] | None = None) -> RankCounts:
-    """Return the counts of global `rank` of `plan` in its first step. Joins a fake process group, once per process.
+    """Return the counts of global `rank` of `plan` in its first step. Call once per process: it joins a fake group.
 
-    Casts are kernels that allocate what they return and nothing else, and blocks are not compiled. `progress` is called
-    as each of the rank's stages begins a micro-batch.
+    Casts only allocate their results, and blocks are not compiled. `progress` is called when a stage of the rank begins
+    a micro-batch.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    gc.freeze()  # imports, which no collection needs to look through
+    gc.freeze()  # keep the garbage collector from scanning imported objects
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.degrees.world)
     parallel = plan.config.parallel.model_copy(update={"compile": False})
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # nobody is waited for
+        warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # there are no peers to wait for
         layout = Layout.from_config(parallel, plan.degrees, CPU, ranks_per_node(plan.config))
     return count_step(plan, layout, FakeTensorMode(allow_non_fake_inputs=True), progress)
 
@@ -87,7 +87,7 @@ def dry_rank(plan: Plan, rank: int, progress: Callable[[], None] | None = None) 
 def count_step(
     plan: Plan, layout: Layout, fake: FakeTensorMode | None, progress: Callable[[], None] | None = None
 ) -> RankCounts:
-    """Return the counts of this rank of `layout` in the first step of `plan`, in `fake`, or for real if it is None."""
+    """Return the counts of this rank of `layout` in the first step of `plan`, in `fake`, or on real tensors if None."""
     started = time.process_time()
     config, within = plan.config, fake or nullcontext()
     counting = Counting(small_bytes(config))
@@ -138,7 +138,7 @@ def count_step(
 
 
 def _tell_micro_batches(quantisation: Quantisation, progress: Callable[[], None]) -> None:
-    """Call `progress` when a stage first begins a micro-batch; recomputation begins it again."""
+    """Call `progress` when a stage first begins a micro-batch, not when it recomputes it."""
     begin, begun = quantisation.begin_micro_batch, set[tuple[int, int]]()
 
     def begin_micro_batch(model: nn.Module, step: int, micro_batch: int) -> None:
@@ -151,7 +151,7 @@ def _tell_micro_batches(quantisation: Quantisation, progress: Callable[[], None]
 
 
 def _teachers(config: Config) -> list[Decoder]:
-    """Return decoders of the teachers' shapes, on the meta device."""
+    """Return decoders with the teachers' shapes, on the meta device."""
     dtype = DTYPES[config.precision.compute_dtype]
     with torch.device("meta"):
         return [frozen(Decoder(model, dtype), dtype) for model in teacher_models(config)]
@@ -159,7 +159,7 @@ def _teachers(config: Config) -> list[Decoder]:
 
 def _asked(config: Config, decoders: Sequence[Decoder]) -> Distillation:
     if config.distil is None:
-        raise ValueError("there are no teachers to ask")
+        raise ValueError("there are no teachers")
     return Distillation(config.distil, Ensemble.from_members(decoders, config.distil.combine), config.model.vocab_size)
 
 
@@ -179,7 +179,7 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 class _Sending:
-    """A send in flight that keeps its tensor alive as long as it is referenced, as gloo's works do."""
+    """A send in flight that keeps its tensor alive while referenced, as gloo's works do."""
 
     def __init__(self, work: Any, tensor: Tensor):
         self._work, self._tensor = work, tensor
@@ -193,7 +193,7 @@ class _Sending:
 
 @contextmanager
 def sends_held() -> Iterator[None]:
-    """Make `dist.isend` return works that keep their tensors alive. It stays one function: schedules compare it."""
+    """Make `dist.isend` return works that keep their tensors alive. Schedules need it to be a single function."""
     whole = private(dist, "isend")
 
     @wraps(whole)

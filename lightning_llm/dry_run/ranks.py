@@ -1,6 +1,6 @@
-"""Dry run of a plan: one rank of each pipeline stage in its own process, compared with the formulas, and as text.
+"""Dry run of a plan: one rank of each pipeline stage in a separate process, compared with the formulas.
 
-The processes end with this one: by its first signal, or with its death.
+The processes end with this one, by its first signal or when it dies.
 """
 
 import multiprocessing
@@ -26,31 +26,31 @@ from lightning_llm.plan.text.describe import memory_text, traffic_text
 from lightning_llm.plan.traffic import bytes_sent
 
 EXACT = ("parameters", "gradients", "optimizer")
-"""Kinds of `memory_bytes` that the formulas have exactly."""
+"""Kinds of `memory_bytes` for which the formulas are exact."""
 AT_ONCE = 2
-"""Processes: one rank of a large model takes half a gigabyte of real memory."""
+"""Number of processes at once; a rank of a large model takes half a gigabyte of real memory."""
 KILLED = (
-    "a rank's process was ended from outside, as the system does where memory runs out. A rank of a large model takes "
-    "about half a gigabyte, and two run at once: free some, or plan without --dry-run."
+    "a rank's process was killed, probably because memory ran out. A rank of a large model takes "
+    "about half a gigabyte, and two run at once. Free memory, or plan without --dry-run."
 )
 POLL_SECONDS = 0.5
 """Interval at which the progress line is updated while no rank reports."""
 
 
 def dry_run(plan: Plan) -> dict[str, Any]:
-    """Return the counts of `plan`'s ranks in one step, run on fake tensors.
+    """Return the counts of `plan`'s ranks in one step on fake tensors.
 
-    One rank for each pipeline rank: the first of its stage, which has the largest shards. Keys: `ranks`, a list of
-    `RankCounts` as data; of the rank that `plan` is of, `memory_bytes` by kind and `bytes_sent` by kind, with the keys
-    of `plan_facts`; `traffic_bytes` within and between nodes, a mean over ranks; `differences`, where formulas and
-    counts are not the same: `name`, `planned` and `counted` bytes.
+    One rank per pipeline rank is run: the first, which has the largest shards. Keys: `ranks`, a list of `RankCounts` as
+    data; for the rank that `plan_facts` describes, with its keys, `memory_bytes` and `bytes_sent` by kind;
+    `traffic_bytes` within and between nodes, the mean over ranks; `differences` between formulas and counts: `name`,
+    `planned` and `counted` bytes.
 
     Raises:
         ConfigError: where a rank cannot be run dry, with the reason.
         RanksFailedError: where a rank's process was killed.
     """
     stride = plan.degrees.world // plan.degrees.pp
-    # The last stage takes longest, by its loss: begun last it would run alone.
+    # The last stage takes longest because of its loss, so it starts first.
     counts = count_ranks(plan, range(0, plan.degrees.world, stride)[::-1])[::-1]
     peak = max(counts, key=lambda each: each.peak_bytes)
     planned_of = counts[peak_memory_pp_rank(plan)]
@@ -70,7 +70,7 @@ def _memory(counts: RankCounts) -> dict[str, int]:
 
 
 def _traffic(plan: Plan, counts: RankCounts) -> dict[str, int]:
-    """Return the bytes within and between nodes: round a ring, or from this rank to each other in an all-to-all."""
+    """Return the bytes within and between nodes: around a ring, or to each other rank in an all-to-all."""
     per_node, between = ranks_per_node(plan.config), 0.0
     for kind, ranks, size in counts.between:
         nodes = [rank // per_node for rank in ranks]
@@ -93,7 +93,7 @@ def _differences(plan: Plan, counts: RankCounts) -> list[dict[str, Any]]:
 
 
 def count_ranks(plan: Plan, ranks: Sequence[int]) -> list[RankCounts]:
-    """Return the counts of each of `ranks` in a step, in their order, running at most `AT_ONCE` at a time.
+    """Return the counts of each of `ranks` in one step, in order, running at most `AT_ONCE` at a time.
 
     If this ends early (by a signal or a failing rank), all processes end at once.
 
@@ -141,10 +141,10 @@ def _start(context: ForkServerContext, plan: Plan, rank: int) -> tuple[Connectio
 
 
 def _run(connection: Connection, plan: Plan, rank: int) -> None:
-    """Run `rank` dry, and send None for each micro-batch that it begins, then its counts or its error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one, and ends it
+    """Run `rank` dry; send None for each micro-batch that it begins, then its counts or its error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C and ends this one
     die_with_parent()
-    with suppress(BrokenPipeError):  # nobody waits for this rank any more
+    with suppress(BrokenPipeError):  # the parent has ended
         try:
             connection.send(dry_rank(plan, rank, lambda: connection.send(None)))
         except ConfigError as error:
@@ -168,7 +168,7 @@ def _kill(running: dict[Connection, ForkServerProcess]) -> None:
 
 
 def render_counts(facts: dict[str, Any]) -> str:
-    """Return the `dry_run` of `plan_facts` as lines, with the differences between formulas and counts."""
+    """Return the `dry_run` of `plan_facts` as lines, including differences between formulas and counts."""
     counts = facts["dry_run"]
     memory, traffic = counts["memory_bytes"], counts["traffic_bytes"]
     within, between = traffic_text(traffic["within_nodes"]), traffic_text(traffic["between_nodes"])

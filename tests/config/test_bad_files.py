@@ -23,33 +23,33 @@ def test_a_config_dir_that_nobody_would_read(capsys, tmp_path):
         assert f"{folder / 'recipe' / 'mine.yml'} is not read. Rename it to mine.yaml." in told
     (folder / "recipe" / "mine.yml").rename(folder / "recipe" / "mine.yaml")
     told = refused(capsys, tmp_path, "config", "recipe=mine", "--config-dir", folder / "recipe")
-    assert f"is a group's own folder. Name the one it lies in: --config-dir {folder}." in told
+    assert f"the folder of a group. Give its parent: --config-dir {folder}." in told
     (folder / "recipe").rename(folder / "recipes")
     told = refused(capsys, tmp_path, "config", "recipe=mine", "--config-dir", folder / "recipes")
-    assert f"lies in no group's folder. Move it, to {folder / 'recipes' / 'recipe' / 'mine.yaml'} say." in told
+    assert f"is not in a group's folder. Move it, e.g. to {folder / 'recipes' / 'recipe' / 'mine.yaml'}." in told
 
 
 FILES = {
-    "list": ("- a\n- b\n", "it holds a list, not a mapping"),
-    "empty": ("", "it holds nothing"),
-    "comment": ("# @package _global_\n# Mine.\n", "it holds nothing"),
-    "scalar": ("hello\n", "it holds a single value"),
+    "list": ("- a\n- b\n", "the file has a list, not a mapping"),
+    "empty": ("", "the file is empty"),
+    "comment": ("# @package _global_\n# Mine.\n", "the file is empty"),
+    "scalar": ("hello\n", "the file has a single value"),
     "tab": ("trainer:\n\tmax_steps: 2\n", "line 2, column 1: while scanning for the next token: found character '\\t'"),
     "open": ("seed: [1\n", "line 2, column 1: while parsing a flow sequence"),
-    "binary": (BINARY, "line 1: byte 0x80 is no UTF-8 text"),
-    "latin": ("a: 1\nb: café\n".encode("latin-1"), "line 2: byte 0xe9 is no UTF-8 text"),
+    "binary": (BINARY, "line 1: byte 0x80 is not UTF-8 text"),
+    "latin": ("a: 1\nb: café\n".encode("latin-1"), "line 2: byte 0xe9 is not UTF-8 text"),
     "nul": ("seed: 1\x00\n", "line 1: character '\\x00' is not allowed"),
-    "twice": ("seed: 1\ntrainer:\n  name: x\n  name: y\n", "line 4: the key 'name' stands on line 3 already"),
+    "twice": ("seed: 1\ntrainer:\n  name: x\n  name: y\n", "line 4: the key 'name' is already on line 3"),
     "documents": ("seed: 4\n---\nseed: 5\n", "another document"),
-    "keys": ("1: x\nnull: y\n", "line 1: the key is no text"),
-    "circle": ("a: &a {b: *a}\n", "an anchor that holds itself"),
+    "keys": ("1: x\nnull: y\n", "line 1: the key is not text"),
+    "circle": ("a: &a {b: *a}\n", "an anchor contains itself"),
     "bomb": (
         "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)),
         "its aliases expand to more than 1,000,000 values",
     ),
     "deep": (f"seed: {'[' * 100_000}\n", "nested too deeply"),
     "runs_code": ("seed: !!python/object/apply:os.mkdir [here]\n", "could not determine a constructor"),
-    "package": ("# @package model\nseed: 1\n", "Leave out `# @package model`"),
+    "package": ("# @package model\nseed: 1\n", "Remove `# @package model`"),
     "half_package": ("# @package\nseed: 1\n", "Write `# @package NAME`"),
     "no_list": ("defaults: 3\n", "`defaults` must be a list"),
     "number": ("defaults:\n  - 3\n", "`defaults` has `3`"),
@@ -66,7 +66,7 @@ COMPOSED = {
     ),
     "no_override": ("defaults:\n  - precision: mxfp8\n", "write `- override /precision: mxfp8`"),
     "list": FILES["list"],
-    "itself": ("defaults:\n  - itself\n", "name each other in a circle"),
+    "itself": ("defaults:\n  - itself\n", "form a cycle"),
     "no_option": ("defaults:\n  - override /precision: fp33\n", "there is no 'fp33'. Did you mean 'fp32'?"),
     "no_group": ("defaults:\n  - override /nothing: x\n", "Could not override 'nothing'"),
     "environment": ("trainer: {max_steps: '${oc.env:NOT_THERE}'}\n", "Environment variable 'NOT_THERE' not found"),
@@ -109,7 +109,7 @@ def test_things_that_are_no_files(capsys, tmp_path):
         ("folder", "is a folder"),
         ("loop", "Too many levels of symbolic links"),
         ("gone", "does not exist"),
-        ("fifo", "is no regular file"),
+        ("fifo", "is not a regular file"),
     ):
         with pytest.raises(ConfigError, match=f"recipe={name}: {folder / name}.yaml .*{said}"):
             source.load_config(f"recipe/{name}")
@@ -142,7 +142,7 @@ def test_other_groups_are_read_in_the_same_way_and_need_no_header_either(capsys,
     (tmp_path / "precision" / "own.yaml").write_text("name: own\ncompute_dtype: bf16\n")
     assert compose_config(["precision=own"], tmp_path).precision.name == "own"
     (tmp_path / "precision" / "own.yaml").write_text("- name\n")
-    assert "it holds a list" in refused(capsys, tmp_path, "config", "--config-dir", tmp_path, "precision=own")
+    assert "the file has a list" in refused(capsys, tmp_path, "config", "--config-dir", tmp_path, "precision=own")
 
 
 def test_a_shipped_name_is_not_taken_in_silence(capsys, tmp_path):

@@ -23,19 +23,19 @@ def config():
 
 
 NO_OVERRIDES = {
-    "=5": "=5: there is no key before '='",
-    "=": "=: there is no key before '='",
-    "": "'': this is no override",
-    "a b": "a b: this is no override",
+    "=5": "=5: has no key before '='",
+    "=": "=: has no key before '='",
+    "": "'': is not an override",
+    "a b": "a b: is not an override",
     "precision = bf16": "without spaces",
     "quickstart": "Did you mean recipe=quickstart?",
     "mxfp8": "Did you mean precision=mxfp8?",
     "precisіon=bf16": "CYRILLIC SMALL LETTER BYELORUSSIAN-UKRAINIAN I",
     "–m": "EN DASH",
     "model@precision=llama_tiny": "moves the group to precision",
-    "hydra.run.dir=x": "hydra.run.dir: is Hydra's own, and nothing here reads it. Use run.dir=",
+    "hydra.run.dir=x": "hydra.run.dir: is a setting of Hydra that is not used here. Use run.dir=",
     "hydra.verbose=true": "hydra.verbose: is Hydra's own",
-    "hydra/launcher=basic": "hydra/launcher: is Hydra's own, and nothing here reads it. Use launcher=",
+    "hydra/launcher=basic": "hydra/launcher: is a setting of Hydra that is not used here. Use launcher=",
     "trainer.max_steps='5": "Quote a value with such characters",
 }
 WRONG_VALUES = {
@@ -79,7 +79,7 @@ def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
         (["schedule.type=wsd"], "schedule.type: unknown key. The schedule is schedule.name: constant, cosine, wsd."),
         (["data.tokenizer.name=gpt2"], "data.tokenizer.name: unknown key. Known here: "),
         (["logger=null"], "logger: there is no 'null'. Did you mean 'none'?"),
-        (["precision=[bf16,mxfp8]"], "precision: is a list, whose files would be merged into one."),
+        (["precision=[bf16,mxfp8]"], "precision: is a list, and its files would be merged."),
         (
             ["trainer.max_steps", "=", "10", "seed:", "3"],
             "trainer.max_steps = 10: has spaces. Write trainer.max_steps=10.",
@@ -101,7 +101,7 @@ def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
             ["data.sources.mine.path=/x"],
             "loader: a value must be given. Known here: huggingface, jsonl, megatron, ",
         ),
-        (["data=~/my/book.txt"], "A file is read by data=text data.sources.text.path=~/my/book.txt."),
+        (["data=~/my/book.txt"], "For a file, write data=text data.sources.text.path=~/my/book.txt."),
         (["trainer.max_steps=1e3"], "must be a valid integer. Write 1000."),
         (["callbacks.early=EarlyStopping"], "error: 1 problem"),
         (["+callbacks.early._target_=EarlyStopping"], "Lightning's is lightning.pytorch.callbacks.EarlyStopping."),
@@ -116,15 +116,15 @@ def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
         (["run.dir="], "run.dir: is empty"),
         (["-m", "precision=glob(zz*)"], "precision: glob(zz*) has no value"),
         (["-m", "seed=range(0)"], "seed: range(0) has no value"),
-        (["-m", "optim.learning_rate=interval(0,1)"], "an interval cannot be enumerated"),
+        (["-m", "optim.learning_rate=interval(0,1)"], "an interval, which cannot be enumerated"),
         (["-m", "launcher=local,slurm"], "launcher: is one for all jobs"),
         (["--config", "/nowhere/config.yaml"], "--config: /nowhere/config.yaml does not exist"),
         (["--config", "/tmp"], "--config: /tmp is a folder"),
-        (["--config", "/dev/null"], "is no regular file"),
+        (["--config", "/dev/null"], "is not a regular file"),
         (["--config", "/proc/self/mem"], "cannot be read"),
         (["--config", "x", "-m", "seed=1,2"], "--config: is one resolved run"),
-        (["--config", "x", "--config-dir", "/nowhere"], "--config-dir: /nowhere is no folder"),
-        (["--config-dir", "/nowhere"], "is no folder"),
+        (["--config", "x", "--config-dir", "/nowhere"], "--config-dir: is /nowhere, not a folder"),
+        (["--config-dir", "/nowhere"], "not a folder"),
         (["--info"], "--info: this option of Hydra is not supported"),
         (["--cfg", "hydra"], "--cfg hydra"),
         (["-cn", "x"], "Use recipe=NAME"),
@@ -310,7 +310,7 @@ def test_values_that_look_like_something_else_are_taken_as_typed(tmp_path):
     )
     assert (config.data.sources["jsonl"].path, config.run.name) == (str(Path.home() / "a=b"), "007")
     assert (config.precision.name, config.seed) == ("fp32", 3)
-    with pytest.raises(ConfigError, match=r"text with a comma: in quotes"):
+    with pytest.raises(ConfigError, match=r"quote text with a comma"):
         compose_config(["data=jsonl", "data.sources.jsonl.path=a,b.jsonl"])
 
 

@@ -15,9 +15,9 @@ REFUSED = {
     f"{LIGHTNING}.TQDMProgressBar": "callbacks.progress",
     f"{LIGHTNING}.StochasticWeightAveraging": "EMAWeightAveraging",
     f"{LIGHTNING}.BackboneFinetuning": "every parameter trains",
-    "tests.own_callbacks.Bars": "Bars (a TQDMProgressBar) would fight the strategy here: callbacks.progress",
-    "subprocess.Popen": "and that is no callback",
-    "lightning_llm.callbacks.throughput.FetchClock": "and that is no callback",
+    "tests.own_callbacks.Bars": "Bars (a TQDMProgressBar) conflicts with this trainer: callbacks.progress",
+    "subprocess.Popen": "must be a class derived from lightning.pytorch.Callback",
+    "lightning_llm.callbacks.throughput.FetchClock": "must be a class derived from lightning.pytorch.Callback",
     "pytorch_lightning.callbacks.Timer": "Take lightning.pytorch",
     "os.system": "there is no class 'system' in os",
     "builtins.eval": "there is no class 'eval' in builtins",
@@ -72,7 +72,7 @@ def test_every_verb_refuses_a_program_and_does_not_run_it(tmp_path, small_run, c
     words = small_run(tmp_path, f"+callbacks.x={{_target_: subprocess.Popen, args: [touch, '{mark}']}}")
     for verb in ("plan", "train"):
         assert main([verb, *words]) == 2
-        assert "callbacks.x._target_: is subprocess.Popen, and that is no callback" in capsys.readouterr().err
+        assert "callbacks.x._target_: is subprocess.Popen: must be a class derived from" in capsys.readouterr().err
     assert not mark.exists()
 
 
@@ -94,7 +94,7 @@ def test_what_a_constructor_refuses_is_said_with_its_key(tmp_path, small_run, ca
 def test_a_key_of_lightnings_trainer_leads_to_ours(key, ours, tmp_path, small_run, capsys):
     assert main(["plan", *small_run(tmp_path, f"trainer.{key}=2")]) == 2
     said = capsys.readouterr().err
-    assert f"trainer.{key}: is an argument of Lightning's Trainer; here " in said
+    assert f"trainer.{key}: is an argument of Lightning's Trainer. Use " in said
     assert ours in said
 
 

@@ -308,7 +308,7 @@ def test_groups_of_a_config_file_can_be_exchanged(tmp_path):
     assert read_file(file, ["parallel=mine"], own).checked().parallel.zero_stage == 2
     for words, said in (
         (["precision=fp33"], "Did you mean 'fp32'"),
-        (["recipe=other"], "what the file was"),
+        (["recipe=other"], "cannot be changed with --config"),
     ):
         with pytest.raises(ConfigError, match=said):
             read_file(file, words)
@@ -394,7 +394,7 @@ def test_shapes_that_do_not_fit_are_refused(changes, key):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "said"), [("sweep/samplemix", "prepare data=python --score"), ("sweep/distil", "Teachers are runs that")]
+    ("recipe", "said"), [("sweep/samplemix", "prepare data=python --score"), ("sweep/distil", "Give finished runs")]
 )
 def test_a_value_that_is_made_beforehand_is_asked_for_with_what_makes_it(recipe, said):
     with pytest.raises(ConfigError, match=said):

@@ -188,7 +188,7 @@ def test_the_end_of_document_token_is_named_by_files_or_the_caller(ending, tmp_p
         load(silent)
     assert load(silent, end_of_document="<|fin▁|>")[1].end_of_document == 0
     assert facts_of(capsys, silent, "--prompt", "a", "--max-new-tokens", 1, "--end-of-document", "<|fin▁|>")
-    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id holds 'x', which is no token's id"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id has 'x', which is not a token id"):
         load(ending("x", None))
 
 

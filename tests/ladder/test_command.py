@@ -104,7 +104,7 @@ def test_a_place_too_far_is_refused_and_nothing_written(ladder, capsys):
         (("--predict", "model=llama_1b", "data.tokens=many"), "data.tokens=many is no number of tokens"),
         (("--predict", "model=llama_1b", "steps=3", "data.tokens=1e6"), "'steps=3' says neither a model"),
         (("--ladder", "--beyond", "0"), "--beyond=0: must be above 0"),
-        (("--margin", "2 percent"), "is 2 percent, must be above 0"),
+        (("--margin", "2 percent"), "is 2 percent: must be above 0"),
         (("--margin", "80%"), "at most 50%"),
     ],
 )

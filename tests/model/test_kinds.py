@@ -206,7 +206,7 @@ def test_a_window_hides_earlier_tokens():
     [
         (
             {"layers": ["atention"]},
-            "there is no 'atention' in model.blocks, and no such mixer. Did you mean 'attention'?",
+            "'atention' is neither in model.blocks nor a mixer. Did you mean 'attention'?",
         ),
         ({"layers": []}, "at least 1 item"),
         ({"norm": "rmsnor"}, "there is no norm 'rmsnor'. Did you mean 'rmsnorm' or "),

@@ -37,7 +37,7 @@ def test_a_finished_run_goes_further(finished: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert main(pasted(resume_command(finished))) == 0
     told = capsys.readouterr().out
-    assert f"{finished} is finished at step 2; to twice as many: " in told
+    assert f"{finished} is finished at step 2; to double its steps: " in told
     assert main(pasted(told)) == 0
     assert [each["step"] for each in read_metrics(finished) if "loss" in each] == [1, 2, 3, 4]
 
@@ -47,7 +47,7 @@ def test_a_run_that_ended_early_goes_on(tmp_path: Path, small_run, capsys, monke
     assert main(["train", *words]) == 1
     told = capsys.readouterr().err
     hint = told.splitlines()[-1]
-    assert hint.startswith("go on: ") == any((tmp_path / "two words" / "run" / "checkpoints").glob("step=*"))
+    assert hint.startswith("to resume: ") == any((tmp_path / "two words" / "run" / "checkpoints").glob("step=*"))
     assert "spikes.policy=skip leaves such updates out" in told
     assert main(pasted(hint)) == 1  # it diverges again, in its own folder
     summary = json.loads((tmp_path / "two words" / "run" / "summary.json").read_text())
@@ -65,7 +65,7 @@ def test_a_run_that_ended_early_goes_on(tmp_path: Path, small_run, capsys, monke
         patch.setattr(run, "build_trainer", build)
         assert main(["train", *small_run(tmp_path / "again", "trainer.max_steps=1")]) == 130
     told = capsys.readouterr().err
-    assert "stopped by SIGINT, nothing was saved yet; begin it again: " in told
+    assert "stopped by SIGINT, nothing was saved yet; to start it again: " in told
     assert main(pasted(told)) == 0
 
 

@@ -168,7 +168,7 @@ def test_a_group_file_without_a_name_is_told_so(tmp_path, capsys):
     (tmp_path / "precision").mkdir()
     (tmp_path / "precision" / "own.yaml").write_text("compute_dtype: bf16\n")
     assert main(["plan", "precision=own", "--config-dir", str(tmp_path)]) == 2
-    assert "precision.name: a value must be given: what precision=NAME calls this file" in capsys.readouterr().err
+    assert "precision.name: a value must be given: the NAME of this file" in capsys.readouterr().err
 
 
 def test_a_run_name_stays_below_its_experiment(tmp_path, capsys):

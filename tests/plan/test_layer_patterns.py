@@ -147,7 +147,7 @@ def test_module_rules_go_by_the_layers_names():
 @pytest.mark.parametrize(
     ("words", "key", "text"),
     [
-        (["model.layers=[atention]"], "model.layers", "there is no 'atention' in model.blocks, and no such mixer."),
+        (["model.layers=[atention]"], "model.layers", "'atention' is neither in model.blocks nor a mixer."),
         (
             ["model.blocks={local: {mixer: {kind: attention, windw: 8}}}"],
             "model.blocks.local.mixer.windw",

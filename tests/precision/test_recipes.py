@@ -102,21 +102,21 @@ def test_a_phase_ends_before_the_step_at_its_end_and_the_next_may_begin_there():
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("phases: [{start: 0.5, end: 0.8}, {start: 0.7}]", "phases overlap: one ends at 0.8, the next starts at 0.7"),
-    ("phases: [{start: 0.5, end: 0.5}]", "must end after it starts"),
+    ("phases: [{start: 0.5, end: 0.8}, {start: 0.7}]", "one ends at 0.8, the next starts at 0.7"),
+    ("phases: [{start: 0.5, end: 0.5}]", "must be below end=0.5"),
     ("fprop: {x: {format: e9m9}}", "'e4m3', 'e5m2', 'e2m1'"),
     ("fprop: {x: {format: e4m3, block: 1x48}}", "'1x128'"),
-    ("fprop: {x: {block: 1x32}}", "name a format or drop them"),
+    ("fprop: {x: {block: 1x32}}", "Set a format, or omit them"),
     ("dgrad: {dy: {format: e2m1, block: 1x32, scale: e8m0_floor, hadamard: {size: 48}}}", "48 is not a power of two"),
-    ("dgrad: {dy: {format: e2m1, hadamard: {size: 4, signs: fixed}}}", "goes with signs: fixed"),
+    ("dgrad: {dy: {format: e2m1, hadamard: {size: 4, signs: fixed}}}", "must be set with signs: fixed"),
     ("dgrad: {dy: {format: e2m1, hadamard: {size: 4, signs: fixed, vector: [1, 1]}}}", "needs 4 entries"),
-    ("fprop: {x: {format: e4m3, block: 1x32, scale: delayed, delayed: {}}}", "one scale per tensor"),
-    ("fprop: {x: {format: e4m3, scale: delayed}}", "goes with scale: delayed"),
-    ("fprop: {x: {format: e4m3, scale: e8m0_ceil}}", "belongs to a block"),
+    ("fprop: {x: {format: e4m3, block: 1x32, scale: delayed, delayed: {}}}", "needs block: tensor"),
+    ("fprop: {x: {format: e4m3, scale: delayed}}", "must be set with scale: delayed"),
+    ("fprop: {x: {format: e4m3, scale: e8m0_ceil}}", "needs a block"),
     ("fprop: {x: {format: e4m3, block: 1x16, scale: two_level_e4m3}}", "NVFP4's"),
     ("fprop: {x: {format: e4m3, block: 1x32, scale: quest}}", "Quartet's"),
-    ("fprop: {x: {format: e4m3, prescale: 0.75}}", "prescale goes with an e8m0 scale"),
-    ("fprop: {x: {format: e4m3, clip_gradient: true}}", "clip_gradient goes with scale: quest"),
+    ("fprop: {x: {format: e4m3, prescale: 0.75}}", "prescale needs an e8m0 scale"),
+    ("fprop: {x: {format: e4m3, clip_gradient: true}}", "clip_gradient needs scale: quest"),
     ("fprop: {x: {format: e4m3, blokc: 1x32}}", "blokc"),
 ])  # fmt: skip
 def test_meaningless_settings_are_rejected(text, message):

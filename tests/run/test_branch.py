@@ -82,7 +82,7 @@ def test_presets_for_branches_need_branch_from(trunk, tmp_path, capsys):
     with pytest.raises(ConfigError, match="branch_from: a value must be given"):
         compose_config(["recipe=late"], tmp_path)
     said = refused(capsys, "recipe=quickstart", f"branch_from={trunk}")
-    assert "recipe: is quickstart, a run from its first step" in said
+    assert "recipe: is quickstart, a run from step 0" in said
     assert "`branch_from: ???`" in said
 
 
@@ -123,7 +123,7 @@ def test_an_invalid_parent_run_is_reported(trunk, tmp_path, capsys):
     )
     assert "precision: there is no 'mxfp9'" in refused(capsys, f"branch_from={trunk}", "precision=mxfp9")
     said = refused(capsys, f"branch_from={trunk}", "model=from_weights")
-    assert "model: is from_weights, and a branch goes on with its trunk's model" in said
+    assert "model: is from_weights, and a branch uses its parent run's model" in said
 
 
 def test_a_damaged_checkpoint_is_skipped_or_reported(trunk, tmp_path, capsys):
@@ -161,7 +161,7 @@ def test_a_damaged_summary_of_the_parent_run_is_reported(trunk, tmp_path, capsys
     capsys.readouterr()
     config = yaml.safe_load((copy / "config.yaml").read_text())
     (copy / "config.yaml").write_text(yaml.safe_dump({**config, "data": 5}))
-    assert "data: is 5, must be a mapping" in refused(capsys, f"branch_from={step(copy, 3)}")
+    assert "data: is 5 in the parent run's config: must be a mapping" in refused(capsys, f"branch_from={step(copy, 3)}")
 
 
 def test_plan_rejects_the_same_resumes_and_branches_as_train(trunk, small_run, tmp_path, capsys):

@@ -120,10 +120,8 @@ def test_a_config_holds_no_secret(tmp_path: Path, small_run: Any, capsys: pytest
     for verb in ("plan", "train"):
         assert main([verb, *small_run(tmp_path, interpolated, typed)]) == 2
         said = capsys.readouterr()
-        assert (
-            "callbacks.own.note: holds the value of $HF_TOKEN, and a config is written to the run's folder" in said.err
-        )
-        assert "logger.tags.source: holds an address with a password or a token" in said.err
+        assert "callbacks.own.note: has the value of $HF_TOKEN, and a config is written to the run's folder" in said.err
+        assert "logger.tags.source: has a URI with a password or a token" in said.err
         assert CANARY not in said.out + said.err
     assert main(["train", "-m", *small_run(tmp_path, typed), "seed=0,1"]) == 2
     assert CANARY not in capsys.readouterr().err
@@ -143,7 +141,7 @@ def test_no_verb_prints_a_secret_before_it_refuses_it(
     for verb, *more in verbs[:: 1 if name == NAMES[0] else 2]:
         assert main([verb, *words, *more]) == 2
         said = capsys.readouterr()
-        assert f"logger.tags.note: holds the value of ${name}" in said.err
+        assert f"logger.tags.note: has the value of ${name}" in said.err
         assert CANARY not in said.out + said.err
 
 
@@ -185,7 +183,7 @@ def test_a_secret_is_found_wherever_it_lies() -> None:
     token = os.environ["HF_TOKEN"]
     for value in ([{"Authorization": token}], [["a", {"b": [f"Bearer {token}"]}]], {token: 1}, [{token: 1}]):
         config = compose_config([]).model_copy(update={"callbacks": {"own": {"headers": value}}})
-        assert ["holds the value of $HF_TOKEN" in each.text for each in secret_problems(config)] == [True]
+        assert ["has the value of $HF_TOKEN" in each.text for each in secret_problems(config)] == [True]
 
 
 @pytest.mark.usefixtures("secrets")

@@ -140,7 +140,7 @@ def test_a_shuffled_range_is_all_of_it() -> None:
     [
         ("seed=range(0,3),range(5,7)", "seed: has a range among several values. Give one range, or the values"),
         ("seed=range(0,10,0)", "seed: range(0,10,0) cannot be listed: range() arg 3 must not be zero."),
-        ("seed=interval(0,1)", "seed: an interval cannot be enumerated"),
+        ("seed=interval(0,1)", "seed: is an interval, which cannot be enumerated"),
     ],
 )
 def test_values_that_cannot_be_listed_are_refused(word: str, said: str) -> None:
@@ -157,5 +157,5 @@ def test_looks_count_the_seeds_of_a_range_by_its_bounds() -> None:
 
 def test_more_seeds_than_that_are_refused_where_looks_ask_for_them() -> None:
     words = ["precision=bf16,fp8_current", "sweep.until=decided", "sweep.max_seeds=1000000000"]
-    with pytest.raises(ConfigError, match=r"sweep\.max_seeds: the last look is after 1,000,000,000 seeds"):
+    with pytest.raises(ConfigError, match=r"sweep\.max_seeds: has its last look at 1,000,000,000 seeds"):
         compose_sweep(words)

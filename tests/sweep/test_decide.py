@@ -203,21 +203,21 @@ def test_what_stays_near_the_margin_spends_the_budget(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["seed=0,1,2"], "seed: has 3 values, and the last declared look is after 6 seeds"),
+        (["seed=0,1,2"], "seed: has 3 values, and the last declared look is at 6 seeds"),
         (["sweep.looks=[4,3]"], "looks [4, 3] must ascend"),
         (
             ["precision=bf16"],
             "sweep.until: has nothing to decide: all jobs are of one recipe, and a baseline is lacking",
         ),
-        (["sweep.search=halving"], "until and search do not go together"),
+        (["sweep.search=halving"], "until and search exclude each other"),
         (["sweep.baseline=precision=fp32"], "sweep.baseline: 'fp32' is the level of no run. Known here: bf16, "),
         (["precision=mxfp8,mxfp4_sr"], "sweep.baseline: none of the runs is bf16 or fp32. Choose one: sweep.baseline="),
         (
             ["sweep.margin=2%"],
             "sweep.margin: 2% needs the baseline at two other numbers of tokens, about half and twice",
         ),
-        (["sweep.margin=2 percent"], "sweep.margin: is 2 percent, must be above 0"),
-        (["sweep.margin=2%", "sweep.until=null", "sweep.search=halving"], "search=halving takes one in nats"),
+        (["sweep.margin=2 percent"], "sweep.margin: is 2 percent: must be above 0"),
+        (["sweep.margin=2%", "sweep.until=null", "sweep.search=halving"], "must be in nats with search=halving"),
     ],
 )
 def test_looks_that_cannot_be_are_refused_before_anything_starts(more, said, tmp_path, capsys):

@@ -144,7 +144,7 @@ def test_a_signal_after_the_last_step_lets_the_run_end(small_run, tmp_path, monk
 
     monkeypatch.setattr("lightning_llm.run.inputs.open_corpus", stopped)
     assert main(["train", *small_run(tmp_path, "resume=auto", "trainer.max_steps=8")]) == 128 + number
-    assert f"stopped by {number.name}, state saved at step 6; go on: " in capfd.readouterr().err
+    assert f"stopped by {number.name}, state saved at step 6; to resume: " in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["pipe", "full", "closed"])
@@ -178,7 +178,7 @@ def test_a_hangup_saves_and_stops_as_sigterm_does_unless_it_is_ignored(tmp_path,
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
         assert steps_saved(tmp_path / "run") == [1]
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "stopped"
-        assert "stopped by SIGHUP, state saved at step 1; go on: " in capfd.readouterr().err
+        assert "stopped by SIGHUP, state saved at step 1; to resume: " in capfd.readouterr().err
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
         assert main(["train", *small_run(tmp_path, "logger=none", "resume=auto")]) == 0
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -98,7 +98,7 @@ def test_one_message_and_the_summary_says_it(fault, more, begun, child, small_ru
     assert len(told.splitlines()) == 1, told
     assert told.startswith("error: the state of step 6 was not saved: ")
     assert ("File too large" if fault is with_full_disk else "Permission denied") in told
-    assert "once the folder can be written again, go on: " in told
+    assert "once the folder can be written again, to resume: " in told
     assert "resume=auto" in told
     summary = json.loads((begun / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"

@@ -1,4 +1,4 @@
-"""The typed schema of every config group. Imports neither torch nor Hydra, so that a config error costs no start-up."""
+"""The typed schema of all config groups. Imports neither torch nor Hydra, so that config errors are found fast."""
 
 from typing import Annotated, Any
 
@@ -34,78 +34,78 @@ from lightning_llm.config.schema.run import (
 
 
 class Config(Group):
-    """One run, whole: what `config.yaml` holds."""
+    """The config of one run, the content of `config.yaml`."""
 
     model: ModelConfig
     data: DataConfig
     optim: Annotated[OptimConfig, OPTIMIZERS]
     schedule: Annotated[ScheduleConfig, SCHEDULES]
     algorithm: Annotated[AlgorithmConfig, ALGORITHMS] | None = Field(
-        None, description="name: a registered training algorithm, and its own keys; null: synchronous"
+        None, description="a registered training algorithm by `name`, and its keys; null: synchronous"
     )
     distil: DistilConfig | None = Field(
-        None, description="teachers: models that are there, whose predictions are learned; null: the next tokens are"
+        None, description="distillation from trained teachers; null: train on next tokens only"
     )
     precision: PrecisionConfig
     parallel: ParallelConfig
     trainer: TrainerConfig
     spikes: SpikesConfig = SpikesConfig()
     checkpoint: CheckpointConfig
-    callbacks: Callbacks = Field(description="Lightning callbacks by a name of your choice; null leaves one out")
+    callbacks: Callbacks = Field(description="Lightning callbacks, each under a name of your choice; null removes one")
     logger: LoggerConfig
     run: RunConfig
     launcher: LauncherConfig = LauncherConfig()
-    recipe: str | None = Field(None, description="the file of recipes/ that the config was composed with")
-    seed: int = Field(0, ge=0, lt=2**32, description="of all random numbers; hashed as one 32-bit word")
+    recipe: str | None = Field(None, description="the preset in recipes/ that the config was composed with")
+    seed: int = Field(0, ge=0, lt=2**32, description="seed of all random numbers")
     resume: str | None = Field(
-        None, description="auto: go on where run.dir's newest whole checkpoint is; a path: from that checkpoint or run"
+        None, description="auto: resume from run.dir's newest complete checkpoint; a path: from that checkpoint or run"
     )
     resume_strict: bool = Field(
         False,
-        description="refuse to go on where code, versions, device, threads, libraries, flags or variables are others",
+        description="refuse to resume if code, versions, device, threads, libraries, flags or variables differ",
     )
     branch_from: str | None = Field(
-        None, description="a run or one of its checkpoints/step=N: go on from there as a run of its own, keys changed"
+        None, description="a run or one of its checkpoints/step=N: start a new run from it, with keys changed"
     )
-    world: RankCount | None = Field(None, description="ranks in all, for plan; null: trainer.devices")
+    world: RankCount | None = Field(None, description="total number of ranks, for plan; null: trainer.devices")
     hardware: Hardware | None = Field(
         None,
-        description="the device `plan` judges native casts and memory by; null: this machine's. `train` looks itself",
+        description="device that `plan` assumes for native casts and memory; null: this machine's; ignored by `train`",
     )
 
     # The file of cluster=none is empty.
     cluster: Annotated[ClusterConfig | None, BeforeValidator(lambda given: given or None)] = Field(
-        None, description="the machines that `plan` times a step on; null (cluster=none): none, and no times"
+        None, description="the machines that `plan` times a step on; null (cluster=none): no times"
     )
 
     _step_law: Any = PrivateAttr(None)
-    """For `plan` to print; no part of the config, which holds the numbers."""
+    """For `plan` to print. Not part of the config, which has the resulting numbers."""
 
     @property
     def step_law(self) -> Any:
-        """The `plan.step_law.StepLaw` that a key asked for, None where all were given as numbers."""
+        """The `plan.step_law.StepLaw` if a key is `step_law`; None if all keys are numbers."""
         return self._step_law
 
     @property
     def planned_hardware(self) -> Hardware | None:
-        """The device that is planned for: `hardware`, or else the cluster's; None: this machine's."""
+        """The planned device: `hardware`, or else the cluster's; None: this machine's."""
         return self.hardware or (self.cluster.hardware if self.cluster else None)
 
     @property
     def chosen_algorithm(self) -> AlgorithmConfig:
-        """The training algorithm, `synchronous` where none is given."""
+        """The training algorithm; `synchronous` by default."""
         return self.algorithm or ALGORITHMS.default("synchronous")
 
 
 def add_degree(name: str, description: str) -> None:
-    """Add the degree of a mesh axis to `parallel`: 1 unless set, and 1 is left out of the config hash."""
+    """Add the degree of a mesh axis to `parallel`. The default 1 is not part of the config hash."""
     if name in ParallelConfig.model_fields:
         return
     degree: Any = RankCount | None
     key: Any = Field(1, description=description)
     ParallelConfig.__pydantic_fields__[name] = FieldInfo.from_annotated_attribute(degree, key)
     ADDED[f"parallel.{name}"] = 1
-    for group in (ParallelConfig, Config):  # built already where a config was read before
+    for group in (ParallelConfig, Config):  # already built if a config was read before
         if group.__pydantic_complete__:
             group.model_rebuild(force=True)
 

@@ -5,15 +5,15 @@ import re
 LIGHTNING_CALLBACKS = "lightning.pytorch.callbacks"
 CALLBACK = "lightning.pytorch.callbacks.callback.Callback"
 
-_CHECKPOINT = "checkpoint.every_steps and checkpoint.keep_last say when the whole state is saved"
-_BAR = "callbacks.progress is the bar, callbacks.progress=null leaves it out"
-_ALL_TRAIN = "every parameter trains, from the first step to the last"
+_CHECKPOINT = "checkpoint.every_steps and checkpoint.keep_last set when the full state is saved"
+_BAR = "callbacks.progress is the bar, callbacks.progress=null removes it"
+_ALL_TRAIN = "every parameter is trained in every step"
 
 REFUSED_CALLBACKS = {
     "Checkpoint": _CHECKPOINT,
     "ModelCheckpoint": _CHECKPOINT,
     "OnExceptionCheckpoint": _CHECKPOINT,
-    "GradientAccumulationScheduler": "data.global_batch_size over data.micro_batch_size is what is accumulated",
+    "GradientAccumulationScheduler": "data.global_batch_size over data.micro_batch_size sets the accumulation",
     "ProgressBar": _BAR,
     "TQDMProgressBar": _BAR,
     "RichProgressBar": _BAR,
@@ -21,13 +21,13 @@ REFUSED_CALLBACKS = {
     "schedule=constant|wsd sets the learning rate",
     "BatchSizeFinder": "data.micro_batch_size sets it; plan shows the memory it needs",
     "LearningRateFinder": "train -m optim.learning_rate=1e-3,3e-3 tries several",
-    "SpikeDetection": "spikes.policy says what is done about spikes",
+    "SpikeDetection": "spikes.policy sets the response to spikes",
     "ThroughputMonitor": "callbacks.throughput measures it",
     "BaseFinetuning": _ALL_TRAIN,
     "ModelPruning": _ALL_TRAIN,
     "BasePredictionWriter": "there is nothing to predict in training",
 }
-"""Lightning's callbacks that would fight what has the step, the checkpoints and the terminal here."""
+"""Lightning's callbacks that conflict with this trainer's step, checkpoints or terminal -> alternative."""
 
 TRAINER_KEYS = {
     "accelerator": "trainer.accelerator",
@@ -60,7 +60,7 @@ TRAINER_KEYS = {
     "use_distributed_sampler": "the group parallel",
     "val_check_interval": "trainer.validate_every_steps",
 }
-"""Arguments of Lightning's Trainer that are no keys of `trainer` here -> what sets the same."""
+"""Arguments of Lightning's Trainer that are not keys of `trainer` here -> equivalent keys."""
 _PRECISION = "the group precision (precision=bf16)"
 _PARALLEL = "the group parallel (parallel=zero3; lightning-llm config --group parallel lists them)"
 _ACCUMULATION = "data.global_batch_size over data.micro_batch_size and the data-parallel ranks (it follows from them)"
@@ -137,11 +137,11 @@ VALUES = {
         "half": "fp16", "float32": "fp32", "32-true": "fp32", "32": "fp32", "16": "fp16",
     },
 }  # fmt: skip
-"""{group: {what others call a value of it: ours}}."""
+"""{group: {value in other trainers: value here}}."""
 
 
 def known_elsewhere(word: str) -> str | None:
-    """Return " Did you mean 'key'?" or " Here ... does it." for a key of another trainer; None for any other word."""
+    """Return a hint for a key of another trainer, e.g. " Did you mean 'KEY'?"; None for any other word."""
     word = word.lower().replace("-", "_")
     ours = ALIASES.get(word) or TRAINER_KEYS.get(word)
     if ours is None:

@@ -1,8 +1,8 @@
-"""Callbacks that a config names: their class, arguments and monitored metrics, checked without importing them.
+"""Checks of a config's callbacks (class, arguments, monitored metrics) without importing them.
 
-Only `callbacks.NAME` may name a class, and only one that derives from Lightning's Callback: any other callable
-(`subprocess.Popen`) is rejected by every verb, before anything is imported. A callback's class is behind torch and
-Lightning, seconds of import that a typo should not cost, so classes and signatures are read from files' syntax trees.
+Only `callbacks.NAME` may name a class, and the class must derive from Lightning's Callback: any other callable
+(`subprocess.Popen`) is rejected by every verb before anything is imported. Importing a callback imports torch and
+Lightning, which takes seconds, so classes and signatures are read from syntax trees.
 """
 
 import ast
@@ -29,12 +29,12 @@ _SIMPLE_TYPES: dict[str, tuple[type, ...]] = {
 STOPS = "lightning.pytorch.callbacks.early_stopping.EarlyStopping"
 LOGS_RATES = "lightning.pytorch.callbacks.lr_monitor.LearningRateMonitor"
 SHIPPED = ("lightning", "lightning_llm")
-"""Packages whose callbacks put nothing there, but for `LOGS_RATES`."""
+"""Packages with callbacks that log no further metrics, except `LOGS_RATES`."""
 
 
 @dataclass(frozen=True)
 class SourceClass:
-    """A class statement. `module` is the one that defines it, whatever it was imported through."""
+    """A class statement. `module` is the module that defines it."""
 
     module: str
     node: ast.ClassDef
@@ -46,9 +46,9 @@ class SourceClass:
 
 
 def check_target(key: str, node: Any, others: Iterable[str] = ()) -> list[Problem]:
-    """Return what is wrong with a `{_target_: package.module.Class, argument: value, ...}` node at `key`.
+    """Return the problems of a `{_target_: package.module.Class, argument: value, ...}` node at `key`.
 
-    `others`: names of callbacks that `key` could be meant for.
+    `others`: names of callbacks to suggest instead.
     """
     if node is None:
         return []
@@ -58,7 +58,10 @@ def check_target(key: str, node: Any, others: Iterable[str] = ()) -> list[Proble
         return [Problem(key, text + (meant if "Did you mean" in meant else ""))]
     hidden = [*_hidden_keys(node, key)]
     if hidden:
-        return [Problem(each, "may not stand here: only the callback itself names a class.") for each in hidden]
+        return [
+            Problem(each, "is not allowed here: only the callback itself may name a class. Remove it.")
+            for each in hidden
+        ]
     target = node["_target_"]
     try:
         found = find_class(target)
@@ -66,8 +69,8 @@ def check_target(key: str, node: Any, others: Iterable[str] = ()) -> list[Proble
     except ModuleNotFoundError:
         return [Problem(f"{key}._target_", _no_module(target))]
     if found is None:
-        text = f"there is no class '{target.rpartition('.')[2]}' in {target.rpartition('.')[0]}, as far as its source "
-        return [Problem(f"{key}._target_", f"{text}text shows.{did_you_mean(target.rpartition('.')[2], known)}")]
+        text = f"there is no class '{target.rpartition('.')[2]}' in the source of {target.rpartition('.')[0]}."
+        return [Problem(f"{key}._target_", f"{text}{did_you_mean(target.rpartition('.')[2], known)}")]
     parents = list(lineage(found))
     if problem := refused(target, [each.path for each in parents]):
         return [Problem(f"{key}._target_", problem)]
@@ -75,26 +78,24 @@ def check_target(key: str, node: Any, others: Iterable[str] = ()) -> list[Proble
 
 
 def refused(target: str, lineage_paths: list[str]) -> str | None:
-    """Return why the class `target` cannot be a callback here, None if it can; `lineage_paths`: what it derives from.
+    """Return why the class `target` cannot be a callback here; None if it can.
 
-    The paths are those of the definitions, the class's own first.
+    `lineage_paths`: paths of the definitions of the class and its bases, its own first.
     """
     if any(path.startswith("pytorch_lightning.") for path in lineage_paths):
-        return (
-            f"is {target}, of the package pytorch_lightning. Take lightning.pytorch, its name today, which runs here."
-        )
+        return f"is {target}, of the package pytorch_lightning. Use lightning.pytorch, its current name."
     if CALLBACK not in lineage_paths:
-        return f"is {target}, and that is no callback: name a class derived from lightning.pytorch.Callback."
+        return f"is {target}: must be a class derived from lightning.pytorch.Callback."
     for path in lineage_paths:
         name = path.rpartition(".")[2]
         if path.startswith("lightning.pytorch.") and name in REFUSED_CALLBACKS:
             what = name if target.endswith(f".{name}") else f"{target.rpartition('.')[2]} (a {name})"
-            return f"{what} would fight the strategy here: {REFUSED_CALLBACKS[name]}."
+            return f"{what} conflicts with this trainer: {REFUSED_CALLBACKS[name]}."
     return None
 
 
 def _hidden_keys(node: dict[str, Any], key: str) -> Iterator[str]:
-    """Yield the keys that Hydra would take for more than an argument: a class deeper down, positional arguments, ..."""
+    """Yield the keys that Hydra would not treat as arguments: nested classes, positional arguments, ..."""
     for name, value in node.items():
         if str(name).startswith("_") and name != "_target_":
             yield f"{key}.{name}"
@@ -115,15 +116,17 @@ def _targets_within(value: Any, key: str) -> Iterator[str]:
 def _no_module(target: str) -> str:
     module = target.rpartition(".")[0]
     if module.partition(".")[0] == "config_dir":
-        return f"there is no '{module}': give --config-dir DIR, the folder whose callbacks/*.py it names."
+        return f"there is no '{module}': give --config-dir DIR, the folder with callbacks/*.py."
     if not module and target in names_in(LIGHTNING_CALLBACKS):
         return f"is '{target}', and must be package.module.Class. Lightning's is {LIGHTNING_CALLBACKS}.{target}."
-    hint = "Check its spelling, or install its package. A class of your own: --config-dir DIR (docs/howto/callbacks.md)"
+    hint = (
+        "Check the spelling, or install the package. For your own class use --config-dir DIR (docs/howto/callbacks.md)"
+    )
     return f"there is no module '{module}'. {hint}." if module else f"is '{target}', and must be package.module.Class."
 
 
 def _signature(classes: list[SourceClass]) -> ast.arguments | None:
-    """Return the arguments of the first `__init__` among a class and its parents; None where a decorator writes it."""
+    """Return the arguments of the first `__init__` of a class and its bases; None if a decorator generates it."""
     for each in classes:
         if each.node.decorator_list:
             return None
@@ -158,7 +161,7 @@ def _check_arguments(key: str, node: dict[str, Any], signature: ast.arguments | 
 
 
 def _fits(value: Any, annotation: str) -> bool:
-    """Return False only where `annotation` is a union of simple types and `value` is of none of them."""
+    """Return False only if `annotation` is a union of simple types and `value` has none of them."""
     names = re.split(r"\s*\|\s*", annotation)
     if any(name not in _SIMPLE_TYPES for name in names):
         return True
@@ -167,7 +170,7 @@ def _fits(value: Any, annotation: str) -> bool:
 
 
 def metric_names(config: Config) -> list[str]:
-    """Return the names of a run's own numbers: those of every step, then those of a validation."""
+    """Return the names of a run's metrics: those of every step, then those of a validation."""
     precision = config.precision
     steps = ["loss", "lr", "grad_norm", *(["loss_scale"] if precision.loss_scaling else [])]
     if not config.data.validation.fraction and not config.data.watched:
@@ -177,7 +180,7 @@ def metric_names(config: Config) -> list[str]:
 
 
 def monitor_problems(config: Config) -> Iterator[Problem]:
-    """Yield each EarlyStopping that monitors what nobody logs; where a class of the user's might, none."""
+    """Yield each EarlyStopping with a metric that is not logged; nothing if a user's callback might log it."""
     classes = {name: _lineage(node) for name, node in config.callbacks.items() if node}
     if any(paths and paths[0].partition(".")[0] not in SHIPPED for paths in classes.values()):
         return
@@ -190,22 +193,24 @@ def monitor_problems(config: Config) -> Iterator[Problem]:
             continue
         key = f"callbacks.{name}.monitor"
         if monitor.startswith("val_loss") and "val_loss" not in known:
-            yield Problem(key, f"is '{monitor}', and data.validation.fraction=0 holds out nothing to validate on.")
+            yield Problem(
+                key, f"is '{monitor}', and data.validation.fraction=0 holds out nothing to validate on. Raise it."
+            )
         else:
             yield Problem(key, f"is '{monitor}', which this run does not log.{did_you_mean(monitor, known)}")
 
 
 def _lineage(node: dict[str, object]) -> list[str]:
-    """Return the paths of a callback's class and all it derives from, nearest first; [] where no source tells."""
+    """Return the paths of a callback's class and its bases, nearest first; [] if the source is unknown."""
     try:
         found = find_class(str(node.get("_target_")))
-    except ModuleNotFoundError:  # which is reported by its own problem
+    except ModuleNotFoundError:  # reported by another rule
         return []
     return [each.path for each in lineage(found)] if found else []
 
 
 def find_class(path: str) -> SourceClass | None:
-    """Return the class at the dotted `path`, through re-exports; None where the source text defines none there.
+    """Return the class at the dotted `path`, following re-exports; None if the source text has none.
 
     Raises:
         ModuleNotFoundError: there is no such module.
@@ -214,7 +219,7 @@ def find_class(path: str) -> SourceClass | None:
 
 
 def lineage(found: SourceClass) -> Iterator[SourceClass]:
-    """Yield the class and all it derives from, as far as source text shows it, nearest first."""
+    """Yield the class and its bases, nearest first, as far as the source text shows them."""
     seen, waiting = set(), [found]
     while waiting:
         current = waiting.pop(0)
@@ -261,7 +266,7 @@ def _base(module: str, node: ast.expr) -> SourceClass | None:
 
 
 def _imports(module: str) -> dict[str, str]:
-    """Return {name: dotted path} of what the import statements at the top of `module` bind."""
+    """Return {name: dotted path} of the imports at the top of `module`."""
     file = source_file(module)
     package = module if file is not None and file.name == "__init__.py" else module.rpartition(".")[0]
     bound = {}
@@ -280,7 +285,7 @@ def _imports(module: str) -> dict[str, str]:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yield a module's statements, those within `if` and `try` included."""
+    """Yield a module's statements, including those within `if` and `try`."""
     waiting: list[ast.stmt] = list(tree.body)
     while waiting:
         each = waiting.pop(0)
@@ -298,7 +303,7 @@ def _tree(module: str) -> ast.Module:
 def _parse(file: Path, changed_ns: int) -> ast.Module:
     try:
         return ast.parse(file.read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError):  # whoever imports it is told
+    except (SyntaxError, ValueError):  # importing it reports the error
         return ast.Module([], [])
 
 
@@ -312,12 +317,12 @@ def _own_file(module: str) -> Path | None:
 
 @cache
 def _lightning() -> ModuleSpec | None:
-    """Return the spec of Lightning, whose callbacks each job of a sweep names."""
+    """Return the spec of Lightning; cached, since each job of a sweep looks up its callbacks."""
     return importlib.util.find_spec("lightning")
 
 
 def source_file(module: str) -> Path | None:
-    """Return the file of `module`, importing no parent but `lightning_llm` itself; None if it is no Python text.
+    """Return the file of `module` without importing parents except `lightning_llm`; None if it is not Python source.
 
     Raises:
         ModuleNotFoundError: there is no such module.

@@ -1,4 +1,4 @@
-"""One cast: how an operand of a GEMM is quantised (see `config.schema.precision` for the six of a linear layer)."""
+"""One cast: the quantization of a GEMM operand (see `config.schema.precision` for the six of a linear layer)."""
 
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -25,62 +25,72 @@ SLOTS = (("fprop", "x"), ("fprop", "w"), ("dgrad", "dy"), ("dgrad", "w"), ("wgra
 
 
 class HadamardConfig(Group):
-    """The rotation of groups of `size` along the contraction axis: x -> x diag(signs) H / sqrt(size) (H: Sylvester)."""
+    """Rotation of groups of `size` along the contraction axis: x -> x diag(signs) H / sqrt(size) (H: Sylvester)."""
 
     size: int = Field(ge=2, le=1024, description="a power of two that divides the contraction axis")
-    signs: Literal["none", "fixed", "random"] = Field("none", description="random: keyed, fresh per call and GEMM")
+    signs: Literal["none", "fixed", "random"] = Field(
+        "none", description="fixed: those of `vector`; random: keyed, new for each call and GEMM"
+    )
     vector: Annotated[tuple[Sign, ...], Field(strict=False)] | None = Field(None, description="signs=fixed: +1 and -1")
-    round_to: Literal["fp32", "bf16"] = Field("fp32", description="dtype the rotated tensor is kept in")
+    round_to: Literal["fp32", "bf16"] = Field("fp32", description="dtype that the rotated tensor is rounded to")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.size & (self.size - 1):
-            raise ValueError(f"size {self.size} is not a power of two; allowed are 2, 4, ..., 1024")
+            raise ValueError(f"size={self.size}: must be a power of two, 2, 4, ..., 1024")
         if (self.signs == "fixed") != (self.vector is not None):
-            raise ValueError("`vector` goes with signs: fixed, and only with it")
+            raise ValueError("`vector` must be set with signs: fixed, and only then")
         if self.vector is not None and (len(self.vector) != self.size or 0 in self.vector):
-            raise ValueError(f"vector needs {self.size} entries, each 1 or -1; it has {len(self.vector)}")
+            raise ValueError(f"vector has {len(self.vector)} entries: must have {self.size}, each 1 or -1")
         return self
 
 
 class DelayedConfig(Group):
-    """Delayed scaling's history of amax (Transformer Engine `DelayedScaling`)."""
+    """Amax history of delayed scaling (Transformer Engine `DelayedScaling`)."""
 
-    history_length: PositiveInt = Field(1024, description="updates that an amax stays for")
-    algorithm: Literal["max", "most_recent"] = Field("max", description="which amax of the history is taken")
+    history_length: PositiveInt = Field(1024, description="number of updates that an amax is kept")
+    algorithm: Literal["max", "most_recent"] = Field("max", description="the amax of the history that sets the scale")
     margin: NonNegativeInt = Field(0, description="the scale is divided by 2^margin")
     update: Literal["step", "micro_batch"] = Field(
         "step",
-        description="when scales move: after an optimizer step, or after one micro-batch of every data-parallel rank",
+        description="update of scales: after an optimizer step, or after a micro-batch of all data-parallel ranks",
         exclude_if=lambda update: update == "step",  # recipes from before the key keep their hash
     )
 
 
 class CastConfig(Group):
-    """How one operand of one GEMM is quantised. Blocks lie along the contraction axis (1x32: 32 elements of it)."""
+    """Quantization of one operand of one GEMM. Blocks are along the contraction axis (1x32: 32 elements of it)."""
 
     format: Format = Field("high", description="high: stays in compute_dtype")
-    block: Block = Field("tensor", description="who shares a scale; last number: along the contraction axis")
-    scale: Scale = Field("fp32", description="kind of the scale, see docs/reference/precision.md")
-    rounding: Rounding = Field("even", description="how a scaled element is rounded, see docs/reference/precision.md")
-    noise_bits: Literal[8, 20] = Field(20, description="random bits per element of stochastic rounding")
-    prescale: PositiveFloat = Field(1.0, le=1, description="multiplies before rounding, divided out after the GEMM")
-    hadamard: HadamardConfig | None = Field(None, description="with format high: rotated, and not rounded")
-    source: Literal["high_precision", "quantised"] = Field(
-        "high_precision", description="quantised: re-quantise (or, with format high, use) what fprop's slot produced"
+    block: Block = Field(
+        "tensor", description="elements that share a scale; the last number is along the contraction axis"
     )
-    clip_gradient: bool = Field(False, description="fprop only: no gradient through elements that were clipped")
-    amax_scope: Literal["logical", "shard"] = Field("logical", description="tensor-level amax over all shards, or one")
-    delayed: DelayedConfig | None = Field(None, description="scale=delayed: the history the scale is taken from")
+    scale: Scale = Field("fp32", description="kind of the scale, see docs/reference/precision.md")
+    rounding: Rounding = Field(
+        "even", description="rounding of a scaled element to a code, see docs/reference/precision.md"
+    )
+    noise_bits: Literal[8, 20] = Field(20, description="random bits per element of stochastic rounding")
+    prescale: PositiveFloat = Field(1.0, le=1, description="factor before rounding, divided out after the GEMM")
+    hadamard: HadamardConfig | None = Field(
+        None, description="rotation before the cast; with format high: rotate without rounding"
+    )
+    source: Literal["high_precision", "quantised"] = Field(
+        "high_precision", description="quantised: quantize the output of fprop's cast again (with format high: use it)"
+    )
+    clip_gradient: bool = Field(False, description="fprop only: no gradient for elements that were clipped")
+    amax_scope: Literal["logical", "shard"] = Field(
+        "logical", description="tensor amax over all shards, or over this rank's"
+    )
+    delayed: DelayedConfig | None = Field(None, description="scale=delayed: the amax history")
 
     @property
     def quantises(self) -> bool:
-        """Whether the operand leaves compute_dtype at all."""
+        """Whether the operand is quantized."""
         return self.format != "high"
 
     @property
     def number_format(self) -> NumberFormat:
-        """The row of `format`. Raises KeyError for high."""
+        """The number format. Raises KeyError for high."""
         return NUMBER_FORMATS[self.format]
 
     @property
@@ -90,12 +100,12 @@ class CastConfig(Group):
 
     @property
     def is_square(self) -> bool:
-        """Whether blocks are the same along either axis, of more than one element."""
+        """Whether blocks are square and have more than one element per side."""
         return self.block in ("128x128", "32x32", "16x16")
 
     @property
     def scales_partial_sums(self) -> bool:
-        """Whether block scales multiply partial sums of the GEMM, since grid value times scale may not fit bf16."""
+        """Whether block scales multiply partial sums of the GEMM, because code value times scale may not fit bf16."""
         if self.block == "tensor":
             return False
         return self.number_format.mantissa_bits + 1 + SCALE_BITS.get(self.scale, 0) > BF16_BITS
@@ -105,28 +115,28 @@ class CastConfig(Group):
         if self.format == "high":
             plain = CastConfig.model_construct(source=self.source, hadamard=self.hadamard)
             if any(getattr(self, key) != getattr(plain, key) for key in type(self).model_fields):
-                raise ValueError("format: high takes no block, scale, rounding or prescale; name a format or drop them")
+                raise ValueError("format: high takes no block, scale, rounding or prescale. Set a format, or omit them")
         if (self.scale == "delayed") != (self.delayed is not None):
-            raise ValueError("`delayed` ({history_length, ...}) goes with scale: delayed, and only with it")
+            raise ValueError("`delayed` ({history_length, ...}) must be set with scale: delayed, and only then")
         self._check_blocks()
         if self.prescale != 1 and self.scale not in ("e8m0_floor", "e8m0_ceil"):
-            raise ValueError(f"prescale goes with an e8m0 scale, not with {self.scale}")
+            raise ValueError(f"prescale needs an e8m0 scale, and scale is {self.scale}")
         if self.clip_gradient and self.scale != "quest":
-            raise ValueError("clip_gradient goes with scale: quest, the only scale that clips on purpose")
+            raise ValueError("clip_gradient needs scale: quest, the only scale that clips on purpose")
         return self
 
     def _check_blocks(self) -> None:
-        """Raise ValueError where a scale kind is not defined for the block or the format."""
+        """Raise ValueError if the scale is not defined for the block or the format."""
         tensor, sixteen = self.block == "tensor", self.block in ("1x16", "16x16")
         given = f"{self.format} with block {self.block}"
         if self.scale == "delayed" and not tensor:
-            raise ValueError(f"scale: delayed is one scale per tensor; block is {self.block}")
+            raise ValueError(f"scale: delayed needs block: tensor, and block is {self.block}")
         if self.scale == "two_level_e4m3" and not (sixteen and self.format == "e2m1"):
-            raise ValueError(f"scale: two_level_e4m3 is NVFP4's: format e2m1 with block 1x16 or 16x16, not {given}")
+            raise ValueError(f"scale: two_level_e4m3 (NVFP4) needs format e2m1 with block 1x16 or 16x16, not {given}")
         if self.scale.startswith("e8m0") and tensor:
-            raise ValueError("an e8m0 scale belongs to a block (1x32 in the OCP MX formats), not to a tensor")
+            raise ValueError("an e8m0 scale needs a block (1x32 in the OCP MX formats), not block: tensor")
         if self.scale == "quest" and not (self.block == "1x32" and self.format == "e2m1"):
-            raise ValueError(f"scale: quest is Quartet's: format e2m1 with block 1x32, not {given}")
+            raise ValueError(f"scale: quest (Quartet) needs format e2m1 with block 1x32, not {given}")
 
 
 HIGH = CastConfig()

@@ -27,49 +27,49 @@ from lightning_llm.config.schema.base import (
 
 
 class SourceConfig(Group):
-    """One source of documents within a mix: what every loader has, and what it must say and do."""
+    """Base class of loaders, one source of documents: shared keys, and the methods that the data pipeline calls."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()
-    """Endings of the files that it reads, in lower case."""
+    """Suffixes of the files that it reads, in lower case."""
     tokenised: ClassVar[bool] = False
-    """Whether its documents are tokens already."""
+    """Whether its documents are token ids already."""
 
-    loader: str = Field(description="what reads the documents: a registered loader")
+    loader: str = Field(description="a registered loader, which reads the documents")
     weight: NonNegativeFloat = Field(
-        1.0, description="share of the training tokens, relative to the other sources; 0: what is held out is scored"
+        1.0, description="share of the training tokens, relative to other sources; 0: used for validation only"
     )
     role: Literal["validation"] | None = Field(
-        None, description="validation: only watched, never trained on; null: trained on, less what is held out"
+        None, description="validation: never trained on; null: trained on, except for held-out documents"
     )
 
     @classmethod
     def is_local(cls, path: str) -> bool:
-        """Return whether `path` is a place in the file system."""
+        """Return whether `path` is a path of the file system."""
         return True
 
     def problems(self, key: str) -> Iterable[Problem]:
-        """Return what is wrong and cheap to see, no document read; `key` is the source's, data.sources.NAME."""
+        """Return problems that are cheap to find, without reading documents; `key`: data.sources.NAME."""
         raise NotImplementedError
 
     def files(self) -> list[Path]:
-        """Return the local files that are read, absolute and sorted; none where documents are elsewhere."""
+        """Return the local files that are read, absolute and sorted; none if documents are elsewhere."""
         raise NotImplementedError
 
     def skipped_files(self) -> dict[str, str]:
-        """Return the files and folders that its keys name and that are not read: path -> reason."""
+        """Return {path: reason} of files and folders that match its keys but are not read."""
         return {}
 
     def identity(self, files: Sequence[Path]) -> dict[str, Any]:
-        """Return what decides the documents, as JSON data, cheaply: its keys, and the files' size and times.
+        """Return JSON data that identifies the documents without reading them: keys, and the files' sizes and times.
 
-        Of the times, nobody can set the change time, so that a file replaced by one of the same size and modification
-        time (`cp -p`, `rsync -t`) is another. Inodes are left out: on network file systems they differ by mount.
+        The change time cannot be set by users, so it reveals a file replaced by one of the same size and modification
+        time (`cp -p`, `rsync -t`). Inodes are not used, since they differ by mount on network file systems.
         """
         keys = self.model_dump(exclude={"weight", "role"})
         return keys | {"files": [[str(file), *file_mark(file)[:3]] for file in files]}
 
     def cached_bytes(self, files: Sequence[Path]) -> int:
-        """Return about how many bytes of text go through the tokenizer into the cache."""
+        """Return an estimate of the bytes of text that are tokenized into the cache."""
         return sum(file.stat().st_size for file in files)
 
     def build(self, key: str, files: Sequence[Path]) -> Any:
@@ -80,8 +80,8 @@ class SourceConfig(Group):
 class TextSourceConfig(SourceConfig):
     """A built-in loader of text.
 
-    Each takes the keys of all of them, so that a source stays valid where its loader alone is replaced, and so do
-    configs that were saved when these keys were every source's.
+    All text loaders share these keys, so that a source stays valid if only its loader is replaced, and so that configs
+    of earlier releases stay valid.
     """
 
     part: Literal["code", "prose"] | None = Field(None, description="loader=python: sources or documentation")
@@ -92,84 +92,84 @@ class TextSourceConfig(SourceConfig):
     subset: str | None = Field(None, description="loader=huggingface: the configuration's name")
     split: str = Field("train", description="loader=huggingface: the split")
     revision: str | None = Field(None, description="loader=huggingface: hub commit or tag; null: the newest")
-    text_key: str = Field("text", description="jsonl, parquet, huggingface: the column that holds a document's text")
+    text_key: str = Field("text", description="jsonl, parquet, huggingface: the column with the text")
     sample_by: Literal["document", "paragraph", "line"] = Field(
-        "document", description="loader=text: what one document is; document: a whole file"
+        "document", description="loader=text: the unit of a document; document: a whole file"
     )
 
     def identity(self, files: Sequence[Path]) -> dict[str, Any]:
-        """Return what decides the documents; a source without `include` is what it was before there was such a key."""
+        """Return JSON data that identifies the documents; without `include` as in releases before that key."""
         found = super().identity(files)
         return {key: value for key, value in found.items() if key != "include" or value is not None}
 
 
 class TokenSourceConfig(SourceConfig):
-    """A loader of token ids that `data.tokenizer` gave: they are mapped where they lie, never copied."""
+    """A loader of token ids made with `data.tokenizer`; files are memory-mapped, never copied."""
 
     tokenised: ClassVar[bool] = True
 
     path: str | None = Field(None, description="file, folder or glob")
 
     def cached_bytes(self, files: Sequence[Path]) -> int:
-        """Return 0: the cache has the documents' places alone."""
+        """Return 0: the cache only has the documents' offsets."""
         return 0
 
 
 class Pace(NamedTuple):
-    """An epoch in the order of the stream: in `blocks` stretches, each shuffled; `falling`: from its end on."""
+    """An epoch in stream order: `blocks` segments, each shuffled; `falling`: from the end to the start."""
 
     blocks: int
     falling: bool = False
 
 
 class MixtureConfig(Group):
-    """Which source each training sample comes from: a function of the sample's number, so that nothing is resumed."""
+    """Base class of mixtures: a pure function from a sample's index to its source, without state to resume."""
 
     shares_by_tokens: ClassVar[bool] = False
-    """Whether a source's share is what its training stream holds, once documents are chosen, and no weight."""
+    """Whether sources have shares by their tokens, once documents are chosen, instead of weights."""
 
     chooses_documents: ClassVar[bool] = False
-    """Whether `chooser` returns one: which documents lie in the training streams, and in which order."""
+    """Whether `chooser` selects and orders the documents of the training streams."""
 
     kind: str = Field(description="a registered mixture")
 
     @property
     def pace(self) -> Pace | None:
-        """How an epoch goes through a source's stream as it lies; None: in no order."""
+        """Order of an epoch through a source's stream; None: shuffled as a whole."""
         return None
 
     def paced_steps(self, max_steps: int | None) -> int | None:
-        """Return the steps of the run whose windows `pace` puts in order; `max_steps` is the run's length."""
+        """Return the number of steps with samples ordered by `pace`; `max_steps` is the run's length."""
         return max_steps
 
     @property
     def follows_max_steps(self) -> bool:
-        """Whether a run of another length takes other samples at the same step."""
+        """Whether the samples of a step depend on the length of the run."""
         return False
 
     def problems(self, key: str, weights: Mapping[str, float]) -> Iterable[Problem]:
-        """Return what is wrong with it at `key` for sources of these `weights`, none of them only watched."""
+        """Return its problems at `key` for sources with `weights`, without validation-only sources."""
         raise NotImplementedError
 
     def drawn(self, weights: Mapping[str, float]) -> tuple[str, ...]:
-        """Return the names of the sources that some sample may come from, of those of these `weights`: all of them.
+        """Return the names of the sources that are ever sampled, by default all of `weights`.
 
-        A mixture that leaves some out in every run says so here: they are no part of what a run learns from.
+        A mixture that never samples some of them overrides this, so that they do not count as training data.
         """
         return tuple(weights)
 
     def identity(self) -> Any:
-        """Return what tells its samples from those of the weights alone, as JSON data; None: nothing does."""
+        """Return JSON data that identifies its samples; None if the weights alone determine them."""
         return self.model_dump()
 
     def chooser(self) -> Any:
-        """Return the `data.mixing.chosen.Chooser` of the documents in training streams; None: each once, as read."""
+        """Return the `data.mixing.chosen.Chooser` of training documents; None: each once, in order."""
         return None
 
     def build(self, weights: Mapping[str, float], step_samples: int, max_steps: int | None) -> Any:
-        """Return the `data.mixing.addressing.Mixture` of sources of these `weights`; of windows if `shares_by_tokens`.
+        """Return the `data.mixing.addressing.Mixture` for `weights`, or for numbers of windows if `shares_by_tokens`.
 
-        A step takes `step_samples` samples; `max_steps` is the run's length, None where nobody knows.
+        `step_samples`: samples per step. `max_steps`: length of the run, None if unknown.
         """
         raise NotImplementedError
 
@@ -195,73 +195,74 @@ MIXTURES: Registry[MixtureConfig] = Registry(
 
 
 def loader_of(name: str) -> str | None:
-    """Return the loader that a file of this name is meant for; None where it could be any."""
+    """Return the loader for a file of this name; None if the suffix is unknown."""
     return next((loader for loader in LOADERS if name.lower().endswith(LOADERS[loader].suffixes)), None)
 
 
 class TokenizerConfig(Group):
-    """How text becomes tokens."""
+    """The tokenizer."""
 
     kind: Literal["bpe", "file", "bytes"] = Field(
-        "bpe", description="byte-level BPE trained on the corpus; a tokenizer.json; bytes"
+        "bpe",
+        description="bpe: byte-level BPE trained on the corpus; file: a tokenizer.json; bytes: one token per byte",
     )
     vocab_size: PositiveInt | None = Field(None, description="kind=bpe: size to train; null: model.vocab_size")
     path: str | None = Field(None, description="kind=file: a tokenizer.json or a folder with one")
     end_of_document: str | None = Field(
-        None, description="kind=file: the token that ends a document; null: the one of the usual names it has"
+        None, description="kind=file: the token that ends a document; null: found by common names"
     )
 
 
 class ValidationConfig(Group):
-    """The documents held out of training, per source."""
+    """Documents held out of training, per source."""
 
     fraction: Fraction = Field(0.02, description="share of each source's documents that is held out")
     sequences: PositiveInt = Field(
-        64, description="sequences scored per validation, over all sources; of each that is only watched, as many more"
+        64, description="sequences scored per validation over all sources, and again for each validation-only source"
     )
     weights: dict[str, PositiveFloat] | None = Field(
-        None, description="each source's weight in these; null: that of the source. The same for mixes to be compared"
+        None, description="weight of each source in these; null: that of the source. Use equal weights to compare mixes"
     )
 
 
 class DataConfig(Group):
-    """A mix of sources and the batches drawn from it. Gradient accumulation follows from the batch keys."""
+    """A mix of sources and its batches. Gradient accumulation follows from the batch sizes."""
 
-    name: str = Field(description="the file it was composed from, or your own name")
+    name: str = Field(description="name of its file, or your own")
     sources: dict[str, Annotated[SourceConfig, LOADERS]] = Field(
-        description="the mix: each source under a name of your choice"
+        description="sources, each under a name of your choice"
     )
     mixture: Annotated[MixtureConfig, MIXTURES] | None = Field(
-        None, description="kind: a registered mixture, and its own keys; null: static, by the sources' weights"
+        None, description="a registered mixture by `kind`, and its keys; null: static, by the sources' weights"
     )
     tokenizer: TokenizerConfig
     validation: ValidationConfig = ValidationConfig()
     sequence_length: PositiveInt = Field(description="tokens per sequence")
-    micro_batch_size: PositiveInt = Field(description="sequences per rank and forward")
+    micro_batch_size: PositiveInt = Field(description="sequences per rank and forward pass")
     global_batch_size: PositiveInt = Field(
-        description="sequences per optimizer step; step_law, or step_law*0.5: of Step Law"
+        description="sequences per optimizer step; step_law or step_law*0.5: from Step Law"
     )
     max_tokens: TokenCount | None = Field(
         None,
-        description="training tokens that there are, of all sources by their weights, the same under every seed; null: "
-        "all of them",
+        description="limit of distinct training tokens over all sources, by weight, equal for all seeds; null: "
+        "no limit",
     )
     epochs: PositiveFloat | None = Field(
-        None, description="passes over data.max_tokens, which set trainer.max_steps; null: as many as that makes"
+        None, description="passes over data.max_tokens; sets trainer.max_steps; null: trainer.max_steps decides"
     )
-    shuffle: bool = Field(True, description="draw sequences in an order of the seed; false: as they lie")
+    shuffle: bool = Field(True, description="shuffle sequences by seed; false: in stored order")
     skip_samples: tuple[Annotated[tuple[NonNegativeInt, NonNegativeInt], Field(strict=False)], ...] | None = Field(
         None,
         strict=False,
-        description="training samples left out: [first, last] pairs of s * batch + r, for row r of step s",
+        description="training samples to skip: [first, last] pairs of s * batch + r, for row r of step s",
     )
-    document_mask: bool = Field(False, description="attention stays within a document")
-    cache_dir: str | None = Field(None, description="token caches; null: the user's cache folder")
+    document_mask: bool = Field(False, description="attention does not cross documents")
+    cache_dir: str | None = Field(None, description="folder of token caches; null: the user's cache folder")
     num_workers: Annotated[int, Field(ge=0, le=1024)] | None = Field(
-        None, description="loader processes per rank; null: 2 on CUDA, none on a CPU"
+        None, description="data loader processes per rank; null: 2 on CUDA, 0 on a CPU"
     )
     tokenize_processes: Annotated[int, Field(gt=0, le=1024)] | None = Field(
-        None, description="processes that build a token cache; null: the cores, and one for a short text"
+        None, description="processes that build a token cache; null: one per core, or one for short texts"
     )
 
     @field_validator("skip_samples")
@@ -269,27 +270,27 @@ class DataConfig(Group):
     def _in_order(cls, ranges: Any) -> Any:
         for first, last in ranges or ():
             if last < first:
-                raise ValueError(f"[{first}, {last}] ends before it begins: give [first, last], both left out")
+                raise ValueError(f"[{first}, {last}] ends before it begins. Give [first, last], both inclusive")
         return ranges
 
     @property
     def trained_weights(self) -> dict[str, float]:
-        """The weights of all sources but those that are only watched, by name; 0 for what is held out to be scored."""
+        """{name: weight} of all sources except validation-only ones."""
         return {name: source.weight for name, source in self.sources.items() if source.role is None}
 
     @property
     def chosen_mixture(self) -> MixtureConfig:
-        """The mixture, `static` where none is given."""
+        """The mixture; `static` by default."""
         return self.mixture or MIXTURES.default("static")
 
     @property
     def drawn(self) -> tuple[str, ...]:
-        """The names of the sources that are learned from: neither only watched, nor of weight 0 from first to last."""
+        """Names of the sources that are trained on."""
         return self.chosen_mixture.drawn(self.trained_weights)
 
     @property
     def watched(self) -> tuple[str, ...]:
-        """The names of the sources that are only watched."""
+        """Names of the validation-only sources."""
         return tuple(name for name, source in self.sources.items() if source.role == "validation")
 
 
@@ -297,28 +298,28 @@ Measure = Literal["quality", "diversity"]
 
 
 class UnscorableError(Exception):
-    """The documents at hand have no such score; why, in a few words."""
+    """These documents cannot be scored; the message is the reason."""
 
 
 class ScorerConfig(Group):
-    """What every scorer has, and what it must do."""
+    """Base class of scorers."""
 
     measures: ClassVar[Measure]
-    """What its numbers are taken for."""
+    """The property that its numbers measure."""
 
     kind: str = Field(description="a registered scorer")
 
     def problems(self, key: str) -> Iterable[Problem]:
-        """Return what keeps it from being run here, such as a library that is missing."""
+        """Return why it cannot run here, such as a missing library."""
         return ()
 
     def score(self, texts: Sequence[str]) -> tuple[Any, Any]:
-        """Return float64 [documents] in [0, 1], and of a measure by clusters int32 [documents], each one's; else None.
+        """Return (scores float64 [documents] in [0, 1], cluster ids int32 [documents] or None).
 
-        A function of the texts alone.
+        The result depends only on the texts.
 
         Raises:
-            UnscorableError: these texts cannot be scored; whatever else it raises is taken for its own fault.
+            UnscorableError: these texts cannot be scored. Any other exception counts as a bug of the scorer.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""What the schema declares at a key: types, choices, the keys below it. Read off pydantic's fields."""
+"""Declared types, choices and subkeys of a key, read from pydantic's fields."""
 
 import operator
 from collections.abc import Iterator, Sequence
@@ -15,18 +15,18 @@ AnyMark = TypeVar("AnyMark")
 
 
 def takes_text(key: str) -> bool:
-    """Return whether the value at the dotted `key` is text of any kind: a name, a path, an address, a tag."""
+    """Return whether the value at the dotted `key` may be text: a name, a path, an address, a tag."""
     return str in map(_plain, _alternatives(annotation_at(key.split("."))))
 
 
 def fields_at(location: list[str]) -> dict[str, bool]:
-    """Return the keys of the group at `location`, and whether something lies below each."""
+    """Return {key: has subkeys} for the group at `location`."""
     groups = groups_of(annotation_at(location))
     return {name: _has_keys(declared) for group in groups for name, declared in _declared(group).items()}
 
 
 def choices_at(key: str) -> list[str]:
-    """Return what can stand at the dotted `key`, where that is a choice."""
+    """Return the allowed values of the dotted `key`, if it is a choice."""
     options = _alternatives(annotation_at(key.split(".")))
     found = [value for each in options if get_origin(each) is Literal for value in get_args(each)]
     found += [value for each in options if each is bool for value in ("true", "false")]
@@ -35,7 +35,7 @@ def choices_at(key: str) -> list[str]:
 
 
 def _declared(group: type[BaseModel]) -> dict[str, Any]:
-    """Return the declared type of each key of `group`, with what pydantic keeps of it beside the field's annotation."""
+    """Return {key: declared type} of `group`, including metadata that pydantic stores outside the annotation."""
     return {
         name: Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
         for name, field in group.model_fields.items()
@@ -43,7 +43,7 @@ def _declared(group: type[BaseModel]) -> dict[str, Any]:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the types that "X" or "X | None" is made of; what marks "X | None" as a whole, marks X."""
+    """Return the types in "X" or "X | None"; metadata of the union applies to each of them."""
     if get_origin(annotation) is Annotated:
         inner, *marks = get_args(annotation)
         return tuple(Annotated[(each, *marks)] for each in _alternatives(inner)) if _is_union(inner) else (annotation,)
@@ -59,13 +59,13 @@ def _plain(annotation: Any) -> Any:
 
 
 def _marks(annotation: Any, kind: type[AnyMark]) -> list[AnyMark]:
-    """Return what `Annotated` adds to the type, of class `kind`."""
+    """Return the metadata of class `kind` that `Annotated` adds to the type."""
     added = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     return [each for each in added if isinstance(each, kind)]
 
 
 def registry_in(annotation: Any) -> Registry[Any] | None:
-    """Return the registry whose kinds `annotation` takes, None where it takes none."""
+    """Return the registry of kinds that `annotation` accepts; None if there is none."""
     return next((mark for each in _alternatives(annotation) for mark in _marks(each, Registry)), None)
 
 
@@ -74,12 +74,12 @@ def _has_keys(annotation: Any) -> bool:
 
 
 def keys_of(location: Sequence[Any]) -> tuple[Any, ...]:
-    """Return pydantic's `location` less the names of kinds in it, which stand behind the keys that hold them."""
+    """Return pydantic's `location` without the names of kinds, which it adds after their keys."""
     return _walk(location)[0]
 
 
 def group_at(location: Sequence[Any]) -> type[BaseModel] | None:
-    """Return the schema class at pydantic's `location`, that of a kind where one is named."""
+    """Return the schema class at pydantic's `location`, the kind's if one is named."""
     return next(iter(groups_of(_walk(location)[1])), None)
 
 
@@ -97,7 +97,7 @@ def _walk(location: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
 
 
 def annotation_at(location: list[str]) -> Any:
-    """Return the declared type of what lies at the keys `location`, None where nothing can lie there."""
+    """Return the declared type at the keys `location`; None if there is no such key."""
     annotation: Any = Config
     for part in location:
         annotation = _below(annotation, part)
@@ -105,10 +105,10 @@ def annotation_at(location: list[str]) -> Any:
 
 
 def _below(annotation: Any, part: str) -> Any:
-    """Return the declared type of what lies at the key or index `part` of a value of type `annotation`, or None."""
+    """Return the declared type at the key or index `part` of a value of type `annotation`, or None."""
     declared = [fields[part] for group in groups_of(annotation) if part in (fields := _declared(group))]
     if declared:
-        return reduce(operator.or_, declared)  # of several kinds each may have the key
+        return reduce(operator.or_, declared)  # several kinds may have the key
     mapping = next((each for each in map(_plain, _alternatives(annotation)) if get_origin(each) is dict), None)
     if mapping is not None:
         return get_args(mapping)[1]
@@ -116,7 +116,7 @@ def _below(annotation: Any, part: str) -> Any:
 
 
 def item_of(annotation: Any) -> Any:
-    """Return what a list in `annotation` ("tuple[X, ...]", also Annotated, also "or None") holds, if there is one."""
+    """Return the item type of a list in `annotation` ("tuple[X, ...]", also Annotated, also "| None"), if any."""
     if get_origin(annotation) is tuple:
         return get_args(annotation)[0]
     if get_origin(annotation) in (Annotated, Union, UnionType):
@@ -125,7 +125,7 @@ def item_of(annotation: Any) -> Any:
 
 
 def groups_of(annotation: Any) -> list[type[BaseModel]]:
-    """Return the schema classes in `annotation`: that of "X" or "X | None", all kinds' of a registry."""
+    """Return the schema classes in `annotation`: X of "X" or "X | None", or all kinds of a registry."""
     registry = registry_in(annotation)
     if registry is not None:
         return [registry[name] for name in registry]
@@ -134,7 +134,7 @@ def groups_of(annotation: Any) -> list[type[BaseModel]]:
 
 
 def all_keys(group: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key of `group` and below it, behind `prefix`."""
+    """Yield all dotted keys in and below `group`, with `prefix`."""
     for name, declared in _declared(group).items():
         yield prefix + name
         for child in groups_of(declared):

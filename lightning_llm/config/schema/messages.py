@@ -1,4 +1,4 @@
-"""Messages for pydantic's errors, in terms of the config: each has the key, the value, what is allowed and a remedy."""
+"""Messages for pydantic's errors: key, value, allowed values and remedy."""
 
 from typing import Any
 
@@ -20,28 +20,28 @@ from lightning_llm.config.schema.declared_types import (
 )
 
 NAMES_OF_KINDS = ("kind", "type", "name", "class", "_target_")
-"""Keys by which people name one of several kinds; each registry takes one of them."""
+"""Keys that users may try for choosing a kind; each registry accepts one of them."""
 A_MAPPING = "a mapping"
 _SHAPES = {
     **dict.fromkeys(("model_type", "dict_type"), A_MAPPING),
     **dict.fromkeys(("tuple_type", "list_type"), "a list"),
 }
-"""pydantic's types of error whose text names classes of Python: what must be there, in the words of YAML."""
+"""pydantic's error types with Python class names in their text -> the required YAML type."""
 HOW_MADE = {
     "data.mixture.scores": (
-        " Scores are made by lightning-llm prepare data=python --score quality=length_entropy diversity=tfidf_kmeans, "
-        "say, which writes scores.parquet; give that file (docs/howto/data_recipes.md)."
+        " lightning-llm prepare data=python --score quality=length_entropy diversity=tfidf_kmeans, "
+        "for example, writes scores.parquet; give that file (docs/howto/data_recipes.md)."
     ),
     "distil.teachers": (
-        " Teachers are runs that have finished, distil.teachers=[RUN,RUN]: train some first, say lightning-llm train "
+        " Give finished runs, distil.teachers=[RUN,RUN]; train some first, e.g. lightning-llm train "
         "-m recipe=quickstart seed=0,1,2 (docs/howto/data_recipes.md)."
     ),
 }
-"""{key of a file or runs that must exist before: how to make them}."""
+"""{key of files or runs that must exist: how to make them}."""
 
 
 def problem_of(details: Any) -> Problem:
-    """Return the problem of one of pydantic's `ErrorDetails`: its key as it is written, the value, and the remedy."""
+    """Return the problem for one of pydantic's `ErrorDetails`, with the key, the value and a remedy."""
     location = [str(part) for part in keys_of(details["loc"])]
     key, kind = ".".join(location), details["type"]
     if kind == "extra_forbidden":
@@ -52,27 +52,27 @@ def problem_of(details: Any) -> Problem:
         return Problem(key, f"a value must be given{which}.{HOW_MADE.get(key, '')}")
     if kind in ("union_tag_invalid", "union_tag_not_found", "model_attributes_type"):
         return _no_kind(location, details)
-    if kind == "value_error":  # of a validator of the schema, with the whole message
+    if kind == "value_error":  # raised by a validator of the schema, with the complete message
         text = details["msg"].removeprefix("Value error, ")
         return Problem(key, text if text.endswith((".", "?")) else f"{text}.")
     if kind in ("too_short", "too_long"):
         word, limit = ("least", "min_length") if kind == "too_short" else ("most", "max_length")
         count = details["ctx"][limit]
-        return Problem(key, f"must hold at {word} {count} item{'s' if count > 1 else ''}.")
+        return Problem(key, f"must have at {word} {count} item{'s' if count > 1 else ''}.")
     return Problem(key, _wrong_value(location, details))
 
 
 def _unknown_key(location: list[str], group: type[BaseModel] | None) -> str:
-    """Return the message for an unknown key of `group`: whose key it is elsewhere, else the nearest known one."""
+    """Return the message for an unknown key of `group`: its counterpart if it is another trainer's, or a near key."""
     name = location[-1]
     if location[0] == "trainer" and (ours := TRAINER_KEYS.get(name)):
-        return f"is an argument of Lightning's Trainer; here {ours} does it."
+        return f"is an argument of Lightning's Trainer. Use {ours} instead."
     if alias := known_elsewhere(name):
         return f"unknown key.{alias}"
     if of_kinds := _key_of_kinds(location, group):
         return of_kinds
     hint = did_you_mean(name, group.model_fields if group else ())
-    # Once each: every kind of optimizer has the learning rate.
+    # Without duplicates: every optimizer has a learning rate.
     elsewhere = [each for each in dict.fromkeys(all_keys(Config)) if each.rpartition(".")[2] == name]
     if elsewhere and name not in NAMES_OF_KINDS and "Did you mean" not in hint:
         hint = f" Did you mean {' or '.join(repr(each) for each in elsewhere[:3])}?"
@@ -80,7 +80,7 @@ def _unknown_key(location: list[str], group: type[BaseModel] | None) -> str:
 
 
 def _wrong_value(location: list[str], details: Any) -> str:
-    """Return the message for a value of the wrong type, or out of range."""
+    """Return the message for a value of the wrong type or out of range."""
     key, kind, given = ".".join(location), details["type"], details["input"]
     what = _SHAPES.get(kind) or details["msg"].removeprefix("Input should be ")
     if what == A_MAPPING and (keys := fields_at(location)):
@@ -99,9 +99,9 @@ def _wrong_value(location: list[str], details: Any) -> str:
 
 
 def _key_of_kinds(location: list[str], kind: type[BaseModel] | None) -> str:
-    """Return the problem of an unknown key in a group of a registry, if its other kinds or its own key explain it.
+    """Return the message for an unknown key of a registered kind if other kinds or the choice key explain it; else "".
 
-    `kind`: the class that does not take the key.
+    `kind`: the class that lacks the key.
     """
     registry = registry_in(annotation_at(location[:-1]))
     if registry is None:
@@ -115,14 +115,14 @@ def _key_of_kinds(location: list[str], kind: type[BaseModel] | None) -> str:
     own = next((f"'{name}'" for name in registry if registry[name] is kind), "this one")
     owners = " or ".join(f"'{name}'" for name in others)
     where = f"{group}.{registry.key}={owners}"
-    drop = f"drop the key (~{group}.{key} where a file sets it)"
+    drop = f"remove the key (~{group}.{key} if a file sets it)"
     return f"unknown key of the {registry.noun} {own}. It is a key of {where}. Set that, or {drop}."
 
 
 def _no_kind(location: list[str], details: Any) -> Problem:
-    """Return the problem of a value at `location` that should be one of a registry's kinds, and names none of them."""
+    """Return the problem of a value at `location` that names none of its registry's kinds."""
     registry = registry_in(annotation_at(location))
-    if registry is None:  # pydantic said that there is one
+    if registry is None:  # pydantic reports this error only for registries
         raise TypeError(f"{'.'.join(location)} has no registry")
     if details["type"] == "model_attributes_type":
         known = ", ".join(registry)

@@ -1,4 +1,4 @@
-"""Keys of config.yaml files that earlier versions wrote -> the keys of today."""
+"""Migration of config.yaml files of earlier releases: renamed and added keys."""
 
 from collections.abc import MutableMapping
 from typing import Any
@@ -7,24 +7,24 @@ RENAMED = {
     f"precision.modules.{key}": f"precision.modules.{key}_precision"
     for key in ("first_blocks_high", "last_blocks_high", "first_fraction_high", "last_fraction_high")
 }
-"""{dotted key as it was first called: as it is called now}. Hashes are over the first name, so that they stay."""
+"""{first name of a dotted key: current name}. Hashes use the first name, so that they stay the same."""
 
 ADDED = {"trainer.attention_kernel": "auto", "spikes.max_rollbacks": 3, "spikes.rollback_skip_steps": 2}
-"""{dotted key that shapes what is learned: the value that says what every version before it did}. Runs of these are
-read as if they said so, and hashes leave it out, so that they stay."""
+"""{dotted key that affects training: value that reproduces the releases before it}. Configs of those releases are read
+with this value, and hashes omit it, so that they stay the same."""
 
 _FIRST_NAMES = {now: before for before, now in RENAMED.items()}
 
 
 def first_name(key: str) -> str:
-    """Return what the dotted `key` was first called."""
+    """Return the first name of the dotted `key`."""
     return _FIRST_NAMES.get(key, key)
 
 
 def migrate(values: MutableMapping[Any, Any]) -> None:
-    """Rename and complete the keys of a whole config in place, where an earlier version wrote it.
+    """Rename and add keys of a config that an earlier release wrote, in place.
 
-    Where it has a key under both names, both stay, and reading it reports the former as unknown.
+    If a key is present under both names, both stay, and parsing reports the first as unknown.
     """
     for before, now in RENAMED.items():
         *parents, former = before.split(".")

@@ -15,45 +15,49 @@ MIXERS: Registry[Group] = Registry(
 )
 FEED_FORWARDS: Registry[Group] = Registry("feed-forward network", "lightning_llm.model.kinds")
 NORMS: Registry[Group] = Registry("norm", "lightning_llm.model.kinds")
-"""Their kinds are the classes of `model.spec`: `Mixer`, `FeedForward`, `Norm`."""
+"""Their kinds are subclasses of `Mixer`, `FeedForward` and `Norm` of `model.spec`."""
 
 
 class BlockConfig(Group):
-    """One kind of block. Null: the mixer that the block is called after, the feed-forward of model.activation."""
+    """One kind of block. Null: the mixer with the block's name, the feed-forward network of model.activation."""
 
-    mixer: Annotated[Group, MIXERS] | None = Field(None, description="kind: a registered mixer, and its own keys")
+    mixer: Annotated[Group, MIXERS] | None = Field(None, description="a registered mixer by `kind`, and its keys")
     feed_forward: Annotated[Group, FEED_FORWARDS] | None = Field(
-        None, description="kind: a registered feed-forward network, and its own keys"
+        None, description="a registered feed-forward network by `kind`, and its keys"
     )
-    post_norms: bool = Field(False, description="a norm behind mixer and feed-forward, too, before each is added")
+    post_norms: bool = Field(
+        False, description="also normalize the outputs of mixer and feed-forward network before adding them"
+    )
 
 
 class RopeScaling(Group):
-    """How rotary frequencies are stretched for a longer context; the kinds are transformers' `rope_type`."""
+    """Scaling of rotary frequencies for a longer context; the kinds are transformers' `rope_type`."""
 
     kind: Literal["llama3", "linear", "dynamic", "yarn"] | None = Field(
         None, description="null: llama3, Llama 3.1's (Meta's `apply_scaling`)"
     )
-    factor: PositiveFloat = Field(description="by which the lowest frequencies are divided")
+    factor: PositiveFloat = Field(description="divisor of the lowest frequencies")
     low_frequency_factor: PositiveFloat | None = Field(
-        None, description="llama3: original length over it: longer waves are scaled"
+        None, description="llama3: wavelengths above original length / this are scaled"
     )
     high_frequency_factor: PositiveFloat | None = Field(
-        None, description="llama3: original length over it: shorter waves stay"
+        None, description="llama3: wavelengths below original length / this are kept"
     )
     original_sequence_length: PositiveInt | None = Field(
-        None, description="llama3, yarn: tokens that the weights were first trained on"
+        None, description="llama3, yarn: sequence length of the original training"
     )
-    beta_fast: PositiveFloat | None = Field(None, description="yarn: turns from which frequencies stay; null: 32")
-    beta_slow: PositiveFloat | None = Field(None, description="yarn: turns up to which they are divided; null: 1")
+    beta_fast: PositiveFloat | None = Field(
+        None, description="yarn: rotations above which frequencies are kept; null: 32"
+    )
+    beta_slow: PositiveFloat | None = Field(None, description="yarn: rotations below which they are divided; null: 1")
     attention_factor: PositiveFloat | None = Field(
-        None, description="yarn: what cosine and sine are multiplied by; null: 0.1 ln(factor) + 1"
+        None, description="yarn: factor of cosine and sine; null: 0.1 ln(factor) + 1"
     )
-    truncate: bool | None = Field(None, description="yarn: whole numbers as ends of the ramp; null: true")
+    truncate: bool | None = Field(None, description="yarn: round the ends of the ramp to integers; null: true")
 
     @property
     def name(self) -> str:
-        """The kind, spelled out."""
+        """The kind, with the default filled in."""
         return self.kind or "llama3"
 
     @model_validator(mode="after")
@@ -72,36 +76,40 @@ class RopeScaling(Group):
 
 
 class ModelConfig(Group):
-    """A decoder: sizes of Llama, GPT-3, Qwen3 and Gemma 2 are points in this space, as YAML in `conf/model/`."""
+    """A decoder-only transformer. `conf/model/` has the sizes of Llama, GPT-3, Qwen3 and Gemma 2."""
 
-    name: str = Field(description="the file it was composed from, or your own name")
-    vocab_size: PositiveInt = Field(description="true vocabulary; the token ids of the data lie below it")
+    name: str = Field(description="name of its file, or your own")
+    vocab_size: PositiveInt = Field(description="size of the vocabulary; token ids must be below it")
     vocab_multiple: PositiveInt = Field(
-        128, description="embedding rows are padded to a multiple of this, in every layout"
+        128, description="embedding rows are padded to a multiple of this in every layout"
     )
-    num_layers: int = Field(gt=0, le=2**14, description="blocks")
-    hidden_size: PositiveInt = Field(description="elements of a token between blocks")
+    num_layers: int = Field(gt=0, le=2**14, description="number of blocks")
+    hidden_size: PositiveInt = Field(description="width of the residual stream")
     num_heads: PositiveInt = Field(description="query heads")
-    num_kv_heads: PositiveInt = Field(description="key and value heads; query heads share them evenly")
+    num_kv_heads: PositiveInt = Field(description="key and value heads, shared evenly by query heads")
     head_dim: PositiveInt | None = Field(None, description="null: hidden_size / num_heads")
-    ffn_hidden_size: PositiveInt = Field(description="elements of a token within the feed-forward network")
-    max_sequence_length: PositiveInt = Field(description="tokens; the table of learned positions has as many rows")
+    ffn_hidden_size: PositiveInt = Field(description="inner width of the feed-forward network")
+    max_sequence_length: PositiveInt = Field(
+        description="longest sequence in tokens; rows of the table of learned positions"
+    )
     norm: Annotated[str, NameIn(NORMS)] = Field("rmsnorm", description="a registered norm")
-    norm_eps: PositiveFloat = Field(1e-5, description="added to the variance")
+    norm_eps: PositiveFloat = Field(1e-5, description="epsilon added to the variance")
     position: Literal["rope", "learned"] = Field("rope", description="rotary embedding, or a learned table")
     rope_theta: PositiveFloat = Field(10_000.0, description="base of the rotary frequencies")
-    rope_scaling: RopeScaling | None = Field(None, description="how rotary frequencies are stretched")
-    activation: Annotated[str, NameIn(FEED_FORWARDS)] = Field("swiglu", description="the feed-forward network")
-    gelu: Literal["tanh", "exact"] = Field("tanh", description="which GELU, where the feed-forward network has one")
+    rope_scaling: RopeScaling | None = Field(None, description="scaling of rotary frequencies for longer contexts")
+    activation: Annotated[str, NameIn(FEED_FORWARDS)] = Field("swiglu", description="a registered feed-forward network")
+    gelu: Literal["tanh", "exact"] = Field("tanh", description="variant of GELU, if the feed-forward network has one")
     bias: bool = Field(False, description="biases in linears and norms")
-    tie_embeddings: bool = Field(False, description="the head is the embedding")
-    init: Literal["llama", "gpt2"] = Field("llama", description="named initialisation, see lightning_llm/model/init.py")
-    init_std: PositiveFloat = Field(0.02, description="standard deviation of what is drawn")
-    embedding_scale: Literal["sqrt_hidden_size"] | None = Field(
-        None, description="what token embeddings are multiplied by where they enter the first block; null: 1"
+    tie_embeddings: bool = Field(False, description="use the embedding as the head")
+    init: Literal["llama", "gpt2"] = Field(
+        "llama", description="initialization scheme, see lightning_llm/model/init.py"
     )
-    logit_cap: PositiveFloat | None = Field(None, description="logits are cap x tanh(logits / cap)")
-    blocks: dict[str, BlockConfig] | None = Field(None, description="blocks by name, for `layers`")
+    init_std: PositiveFloat = Field(0.02, description="standard deviation of initial weights")
+    embedding_scale: Literal["sqrt_hidden_size"] | None = Field(
+        None, description="factor of token embeddings at the first block's input; null: 1"
+    )
+    logit_cap: PositiveFloat | None = Field(None, description="soft cap: logits become cap x tanh(logits / cap)")
+    blocks: dict[str, BlockConfig] | None = Field(None, description="kinds of blocks by name, for `layers`")
     layers: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
         None,
         description="a pattern repeated over num_layers: names of `blocks`, or mixers with their defaults; null: "
@@ -109,10 +117,10 @@ class ModelConfig(Group):
     )
     init_from: str | None = Field(
         None,
-        description="weights to start from: a folder, a run, a checkpoint; without model=, the shape is theirs; null: "
-        "random; ???: to be named before a run begins",
+        description="initial weights: a folder, a run or a checkpoint; without model=, also the model's shape; null: "
+        "random; ???: must be given before training",
     )
-    parameters_published: int | None = Field(None, gt=0, description="the published parameter count, asserted in tests")
+    parameters_published: int | None = Field(None, gt=0, description="the published parameter count, for tests")
 
     @property
     def attention_head_dim(self) -> int:
@@ -121,16 +129,16 @@ class ModelConfig(Group):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding and of the head: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        """Rows of embedding and head: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     def layer_name(self, index: int) -> str:
-        """Return the name of block `index`, counted from 0: blocks of one name are alike."""
+        """Return the name of block `index` (from 0). Blocks with equal names have equal structure."""
         pattern = self.layers or DEFAULT_LAYERS
         return pattern[index % len(pattern)]
 
     def block_at(self, index: int) -> BlockConfig:
-        """Return what block `index` is made of, with mixer and feed-forward."""
+        """Return the config of block `index`, with mixer and feed-forward network filled in."""
         name = self.layer_name(index)
         block = (self.blocks or {}).get(name, BlockConfig())
         mixer = block.mixer or MIXERS[name if name in MIXERS else "attention"]()
@@ -141,7 +149,7 @@ class ModelConfig(Group):
     @field_validator("layers")
     @classmethod
     def _names_blocks(cls, layers: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
-        if "blocks" not in info.data:  # which is wrong, and said to be
+        if "blocks" not in info.data:  # invalid, and reported already
             return layers
         blocks = info.data["blocks"] or {}
         for name in layers or ():
@@ -149,6 +157,6 @@ class ModelConfig(Group):
                 continue
             if name not in MIXERS:
                 known = [*blocks, *MIXERS]
-                raise ValueError(f"there is no '{name}' in model.blocks, and no such mixer.{did_you_mean(name, known)}")
+                raise ValueError(f"'{name}' is neither in model.blocks nor a mixer.{did_you_mean(name, known)}")
             MIXERS.default(name)
         return layers

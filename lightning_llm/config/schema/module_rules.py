@@ -1,4 +1,4 @@
-"""`precision.modules`: which linear layers a recipe quantises, and which of them have casts of their own."""
+"""`precision.modules`: the linear layers that a recipe quantizes, and separate casts for some of them."""
 
 from typing import Annotated, Literal, Self
 
@@ -9,7 +9,7 @@ from lightning_llm.config.schema.casts import HIGH, SLOTS, CastConfig
 
 Globs = Annotated[tuple[str, ...], Field(strict=False)]
 SELECTS = {"names", "first_blocks", "first_fraction", "last_blocks", "last_fraction"}
-"""Keys of a `CastRule` that say which layers it is for."""
+"""Keys of a `CastRule` that select layers."""
 
 
 class FpropSlots(Group):
@@ -34,24 +34,26 @@ class WgradSlots(Group):
 
 
 class CastRule(Group):
-    """Casts of their own for the linear layers that `names` matches, in the blocks that are named (none: in all).
+    """Separate casts for the linear layers that match `names`, in the selected blocks (default: all blocks).
 
-    `recipe`, `high` or slots say which casts; slots beside a `recipe` come before that recipe's.
+    Casts come from `recipe`, `high` or slots; slots override those of `recipe`.
     """
 
-    names: Globs = Field(("*",), min_length=1, description="globs over module names; a layer needs one that matches")
-    first_blocks: PositiveInt | None = Field(None, description="only in so many blocks at the start, or `last_...`")
+    names: Globs = Field(("*",), min_length=1, description="globs of module names; one of them must match")
+    first_blocks: PositiveInt | None = Field(None, description="only in this many first blocks (or in `last_...`)")
     first_fraction: Fraction | None = Field(None, description="the same as a fraction of the model's blocks")
-    last_blocks: PositiveInt | None = Field(None, description="only in so many blocks at the end, or `first_...`")
+    last_blocks: PositiveInt | None = Field(None, description="only in this many last blocks (or in `first_...`)")
     last_fraction: Fraction | None = Field(None, description="the same as a fraction of the model's blocks")
-    recipe: str | None = Field(None, description="take the six slots of this precision recipe, and nothing else of it")
-    high: Literal[True] | None = Field(None, description="stay in compute_dtype")
+    recipe: str | None = Field(
+        None, description="use the six slots of this precision recipe, and none of its other keys"
+    )
+    high: Literal[True] | None = Field(None, description="do not quantize")
     fprop: FpropSlots | None = None
     dgrad: DgradSlots | None = None
     wgrad: WgradSlots | None = None
 
     def given(self) -> dict[str, CastConfig]:
-        """Return the casts that the rule sets, by dotted slot name; the others are the recipe's own."""
+        """Return {dotted slot: cast} that the rule sets; other slots keep the recipe's casts."""
         if self.high:
             return {f"{gemm}.{operand}": HIGH for gemm, operand in SLOTS}
         parts = {gemm: getattr(self, gemm) for gemm, _ in SLOTS if getattr(self, gemm) is not None}
@@ -63,19 +65,19 @@ class CastRule(Group):
         _one_of_each_end(self, "first_blocks", "last_blocks", "first_fraction", "last_fraction")
         given = self.given()
         if self.high and (self.recipe is not None or self.fprop or self.dgrad or self.wgrad):
-            raise ValueError("high: true leaves nothing to cast; drop it, or `recipe` and the slots")
+            raise ValueError("high: true excludes `recipe` and slots. Remove one of them")
         if self.recipe is not None and len(given) < len(SLOTS):
             raise ValueError(
-                f"recipe: {self.recipe} is read when a config is composed (--config-dir, precision=...), and was not "
-                "here; write its six slots"
+                f"recipe: {self.recipe} is only resolved when a config is composed (--config-dir, precision=...). "
+                "Write its six slots"
             )
         if not given:
-            raise ValueError("says no casts; give `recipe` (another precision recipe), `high: true`, or slots")
+            raise ValueError("has no casts. Give `recipe` (another precision recipe), `high: true`, or slots")
         return self
 
 
 def _one_of_each_end(group: Group, *keys: str) -> None:
-    """Raise ValueError where an end of the model is given as a count and as a fraction; `keys`: counts, fractions."""
+    """Raise ValueError if an end of the model has both a count and a fraction; `keys`: counts, then fractions."""
     for count, fraction in zip(keys[:2], keys[2:], strict=True):
         if getattr(group, count) and getattr(group, fraction) is not None:
             unset = "0" if "high" in count else "null"
@@ -86,23 +88,23 @@ def _one_of_each_end(group: Group, *keys: str) -> None:
 
 
 class ModuleRules(Group):
-    """Which linear layers are quantised, and how. Norms, embeddings, attention and the head are never.
+    """Selection of the linear layers to quantize. Norms, embeddings, attention and the head are never quantized.
 
-    A fraction of the blocks is rounded to the nearest count of them, halves up.
+    A fraction of the blocks is rounded to the nearest number of blocks, halves up.
     """
 
-    first_blocks_high_precision: NonNegativeInt = Field(0, description="blocks at the start that stay high precision")
-    last_blocks_high_precision: NonNegativeInt = Field(0, description="blocks at the end that stay high precision")
+    first_blocks_high_precision: NonNegativeInt = Field(0, description="first blocks that are not quantized")
+    last_blocks_high_precision: NonNegativeInt = Field(0, description="last blocks that are not quantized")
     first_fraction_high_precision: Fraction | None = Field(
         None, description="instead of a count: a fraction of the blocks"
     )
     last_fraction_high_precision: Fraction | None = Field(
         None, description="instead of a count: a fraction of the blocks"
     )
-    include: Globs = Field(("*",), description="globs over module names; a layer needs one that matches")
-    exclude: Globs = Field((), description="globs over module names; one that matches keeps the layer high")
+    include: Globs = Field(("*",), description="globs of module names; layers that match none are not quantized")
+    exclude: Globs = Field((), description="globs of module names; layers that match one are not quantized")
     casts: Annotated[tuple[CastRule, ...], Field(strict=False)] | None = Field(
-        None, description="casts of their own for some layers of those that do not stay high; the first rule that fits"
+        None, description="separate casts for some of the quantized layers; the first matching rule applies"
     )
 
     @model_validator(mode="after")

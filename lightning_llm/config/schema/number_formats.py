@@ -1,7 +1,8 @@
-"""Number formats of quantised operands, one row each; whatever depends on a format reads its row. Imports no torch.
+"""Number formats of quantized operands, one row each. Imports no torch.
 
-A magnitude in [2^e, 2^(e+1)) lies on multiples of 2^(max(e, min_exponent) - mantissa_bits), up to `max`; subnormals are
-kept. An integer of b bits is such a format with one exponent bit and b - 2 mantissa bits: its step is 1 throughout.
+Representable magnitudes in [2^e, 2^(e+1)) are the multiples of 2^(max(e, min_exponent) - mantissa_bits), up to `max`;
+subnormals are kept. An integer of b bits is a format with one exponent bit and b - 2 mantissa bits: its step is always
+1.
 """
 
 import math
@@ -11,12 +12,12 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """One format: its fields in bits, its largest number, and what has it.
+    """One number format: fields in bits, largest number, source, and hardware names.
 
-    `specials`: codes that are no numbers. "none": NaN is cast to `max`. "nan": all ones is NaN (the FN formats of
+    `specials`: codes that are not numbers. "none": NaN is cast to `max`. "nan": all ones is NaN (the FN formats of
     arXiv 2209.05433). "ieee": the highest exponent is Inf or NaN. `integer`: codes are two's complement, not sign and
-    magnitude. `torch_dtype`: torch's name of a dtype with the same codes. `unit`: the unit of a device that multiplies
-    it, as `plan` times it. `engine_dtype`: Transformer Engine's name of it; without one it is emulated everywhere.
+    magnitude. `torch_dtype`: torch dtype with the same codes. `unit`: device unit that multiplies it, for times in
+    `plan`. `engine_dtype`: Transformer Engine's name; formats without one are always emulated.
     """
 
     name: str
@@ -53,11 +54,11 @@ class NumberFormat:
 
     @property
     def largest_fraction(self) -> float:
-        """`max` over the power of two behind it: scaled to that power, larger magnitudes clip."""
+        """`max` over the next power of two: after scaling to that power, larger magnitudes are clipped."""
         return self.max / 2.0 ** (self.max_exponent + 1)
 
     def value(self, code: int) -> float:
-        """Return the number that `code`, an integer of `code_bits`, stands for."""
+        """Return the number encoded by `code`, an integer of `code_bits` bits."""
         sign = code >> (self.code_bits - 1)
         if self.integer:
             return float(code - (sign << self.code_bits))
@@ -88,4 +89,4 @@ NUMBER_FORMATS = {
         NumberFormat("int4", 1, 2, -1, 7.0, "symmetric: -8 is not used", "none", True),
     )
 }
-"""The rows by name, as `format` takes them."""
+"""{name: format}; the names are the values of `format`."""

@@ -24,13 +24,13 @@ from lightning_llm.config.schema.base import (
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Role = Literal["hidden", "embedding", "head", "vector"]
-"""Matrices of the blocks; tables of tokens and positions (a head tied to one, too); the head; what is no matrix: norms,
-biases, and parameters of blocks with three or more dimensions."""
+"""hidden: matrices of the blocks; embedding: tables of tokens and positions, and a tied head; head: an untied head;
+vector: norms, biases, and parameters of blocks with three or more dimensions."""
 
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """What one rank holds of a parameter: [rows, columns], all dimensions but the first; of a vector [elements, 1]."""
+    """A rank's shard of a parameter as [rows, all other dimensions]; [elements, 1] for vectors."""
 
     rows: int
     columns: int
@@ -38,12 +38,12 @@ class ParameterShard:
 
     @property
     def elements(self) -> int:
-        """Elements of the shard, the padding of its rows included."""
+        """Elements of the shard, including the padding of its rows."""
         return self.rows * self.columns
 
 
 def role_in_block(dimensions: int) -> Role:
-    """Return the role of a block's parameter with so many dimensions."""
+    """Return the role of a block's parameter with `dimensions` dimensions."""
     return "hidden" if dimensions == 2 else "vector"
 
 
@@ -54,62 +54,61 @@ class OptimConfig(Group):
     """`package.module:Class` of the torch.optim.Optimizer, called with (parameters, config)."""
 
     name: str = Field(description="a registered optimizer")
-    learning_rate: PositiveFloat = Field(description="peak learning rate; step_law, or step_law*0.5: of Step Law")
-    weight_decay: NonNegativeFloat = Field(0.1, description="times the learning rate, taken off the weights per step")
-    decay_norms: bool = Field(False, description="norms decay, too")
-    decay_biases: bool = Field(False, description="biases decay, too")
-    decay_embeddings: bool = Field(False, description="embeddings decay, too")
+    learning_rate: PositiveFloat = Field(description="peak learning rate; step_law or step_law*0.5: from Step Law")
+    weight_decay: NonNegativeFloat = Field(0.1, description="decoupled weight decay, times the learning rate")
+    decay_norms: bool = Field(False, description="also decay norms")
+    decay_biases: bool = Field(False, description="also decay biases")
+    decay_embeddings: bool = Field(False, description="also decay embeddings")
     gradient_clip_norm: PositiveFloat | None = Field(1.0, description="largest global gradient norm; null: no clipping")
 
     @property
     def takes_adamw_rates(self) -> bool:
-        """Whether learning rates that serve AdamW serve, too: what Step Law is fitted on."""
+        """Whether it works with AdamW's learning rates, which Step Law predicts."""
         return False
 
     def state_bytes(self, shard: ParameterShard, dtype_bytes: int) -> int:
-        """Return the bytes that a rank keeps of `shard`, whose weights have `dtype_bytes` each; step counts left out.
+        """Return the bytes of a rank's state for `shard` with `dtype_bytes` per weight, without step counts.
 
-        State is sharded as its parameter is.
+        State is sharded like its parameter.
         """
         raise NotImplementedError
 
     def exchanged_bytes(self, shard: ParameterShard) -> int:
-        """Return the bytes of `shard` as it travels to the rank that takes the whole matrix, 0 where none does."""
+        """Return the bytes sent for `shard` to the rank that updates the whole matrix; 0 if none does."""
         return 0
 
     def shard_problem(self, columns: int, parts: int) -> str | None:
-        """Return why rows of `columns` elements cannot be cut into `parts`, as the rest of a sentence; None if so."""
+        """Return why rows of `columns` elements cannot be split into `parts`, as the end of a sentence, or None."""
         return None
 
     def build(self, parameters: Iterable[tuple[str, Any]], on_whole: Any) -> Any:
-        """Return the torch.optim.Optimizer over (name, nn.Parameter) pairs, the peak rate of each group as its `lr`.
+        """Return the torch.optim.Optimizer over (name, nn.Parameter) pairs, with `lr` set to each group's peak rate.
 
-        Parameters, gradients and state are this rank's DTensors where anything is sharded. `on_whole` is an
-        `optim.matrices.OnWhole`: how a rule that needs whole matrices gets them.
+        If anything is sharded, parameters, gradients and state are this rank's DTensors. `on_whole` is an
+        `optim.matrices.OnWhole`, which gives update rules whole matrices.
         """
         return resolve_name(self.module)(parameters, self)
 
 
 class ScheduleConfig(Group):
-    """The learning rate as a factor of its peak, per optimizer step.
+    """Base class of schedules: the learning rate as a factor of its peak, per optimizer step.
 
-    Every schedule takes the keys of all that are built in, so that a recipe that sets one still composes with another.
+    Every schedule has the keys of all built-in ones, so that a preset which sets a key still composes with another
+    schedule.
     """
 
     name: str = Field(description="a registered schedule")
-    warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up, absolute")
-    total_steps: PositiveInt | None = Field(
-        None, description="steps over which the rate decays; null: trainer.max_steps"
-    )
-    decay_fraction: Fraction = Field(0.2, description="wsd: share of total_steps that decays")
+    warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up")
+    total_steps: PositiveInt | None = Field(None, description="step at which the decay ends; null: trainer.max_steps")
+    decay_fraction: Fraction = Field(0.2, description="wsd: fraction of total_steps with decay")
     peak_factor: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="share of optim.learning_rate that the warm-up rises to, such as re-warming; null: all of it"
+        None, description="fraction of optim.learning_rate reached by warm-up, e.g. for re-warming; null: 1"
     )
     final_factor: Fraction | None = Field(
-        0.1, description="cosine, wsd: the factor of the peak at total_steps; null where final_learning_rate is given"
+        0.1, description="cosine, wsd: factor of the peak at total_steps; null if final_learning_rate is set"
     )
     final_learning_rate: NonNegativeFloat | None = Field(
-        None, description="cosine, wsd: what optim.learning_rate falls to, in place of final_factor"
+        None, description="cosine, wsd: learning rate at total_steps, instead of final_factor"
     )
 
     @model_validator(mode="before")
@@ -121,25 +120,25 @@ class ScheduleConfig(Group):
 
     @property
     def peak(self) -> float:
-        """The factor of `optim.learning_rate` that the warm-up rises to."""
+        """The factor of `optim.learning_rate` at the end of the warm-up."""
         return 1.0 if self.peak_factor is None else self.peak_factor
 
     @property
     def floor(self) -> float:
-        """The factor of the peak at total_steps. Raises ValueError for a rate: `relative_to` makes a factor of it."""
+        """The factor of the peak at total_steps. Raises ValueError if it is a rate; `relative_to` converts it."""
         if self.final_factor is None:
-            raise ValueError("the floor is a rate: ask `relative_to(learning_rate)` for the schedule")
+            raise ValueError("the floor is a rate: call `relative_to(learning_rate)` first")
         return self.final_factor
 
     def relative_to(self, learning_rate: float) -> Self:
-        """Return the schedule with a `final_learning_rate` as a factor of the peak that `learning_rate` has."""
+        """Return the schedule with `final_learning_rate` converted to a factor of the peak."""
         if self.final_learning_rate is None:
             return self
         factor = self.final_learning_rate / (learning_rate * self.peak)
         return self.model_copy(update={"final_factor": factor, "final_learning_rate": None})
 
     def after_warmup(self, updates: int, total: int) -> float:
-        """Return the factor of the peak for the update after `updates` made ones of `total`, past the warm-up."""
+        """Return the factor of the peak for the next update after `updates` of `total`, past the warm-up."""
         raise NotImplementedError
 
 
@@ -156,21 +155,21 @@ class AlgorithmConfig(Group):
     name: str = Field(description="a registered training algorithm")
 
     def summed_axes(self, data_axes: Sequence[str]) -> Sequence[str]:
-        """Return those of the mesh's `data_axes`, whose ranks have different data, over which gradients are summed.
+        """Return the axes among `data_axes` (axes with different data) over which gradients are summed in every step.
 
-        All of them, unless an algorithm lets ranks go apart and brings them together by itself. Of an axis that is left
-        out each rank's step is that of its own group: gradients, the targets that its loss is a mean over, the norm.
+        All of them by default. An algorithm that lets ranks diverge and synchronizes them itself omits an axis; then
+        gradients, the number of target tokens and the gradient norm are those of each rank's own group.
         """
         return data_axes
 
     def state_bytes(self, shard: ParameterShard, dtype_bytes: int) -> int:
-        """Return the bytes that a rank keeps of `shard`, whose weights have `dtype_bytes` each."""
+        """Return the bytes of a rank's state for `shard` with `dtype_bytes` per weight."""
         raise NotImplementedError
 
     def build(self, parameters: Iterable[tuple[str, Any]], layout: Any) -> Any:
         """Return the `train.algorithm.Algorithm` over this rank's (name, nn.Parameter) pairs.
 
-        `layout` is the `parallel.layout.Layout`: what it reduces over which ranks.
+        `layout` is the `parallel.layout.Layout`, with the groups of ranks to reduce over.
         """
         return resolve_name(self.module)(parameters, self)
 

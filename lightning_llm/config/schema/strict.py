@@ -1,4 +1,4 @@
-"""A plain mapping -> `Config`, or every problem with it, and the sound part for rules that do not read wrong keys."""
+"""Validate a mapping: a `Config`, or all problems and the valid part, on which further rules can run."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ Rule = Callable[[], Iterable[Problem]]
 
 @dataclass(frozen=True)
 class Reading:
-    """A whole `config`, or `problems` and the config without the wrong keys; None where too little is sound."""
+    """Result of parsing: a complete `config`, or `problems` and the valid part of the config (None if too little)."""
 
     config: Config | None
     problems: tuple[Problem, ...] = ()
@@ -43,16 +43,16 @@ def read_config(
     *,
     to_build: bool = True,
 ) -> Reading:
-    """Return `values` as a `Config`, or their problems and the sound part.
+    """Return `values` as a `Config`, or their problems and the valid part.
 
     Problems are unknown keys (reported with the nearest known one), wrong types, values out of range, and arguments
     that a callback's class does not take.
 
     Args:
         values: groups and keys, resolved.
-        broken: known problems by path; None where one is reported already.
-        stand_ins: groups whose chosen file does not exist, replaced by the default.
-        to_build: whether the callbacks' classes must exist and take their arguments.
+        broken: {path: known problem}; None if it is reported already.
+        stand_ins: groups that were replaced by their default because the chosen file does not exist.
+        to_build: whether the callbacks' classes must exist and accept their arguments.
     """
     problems = [problem for problem in broken.values() if problem]
     try:
@@ -68,8 +68,8 @@ def read_config(
         if any(location[: len(path)] == path for path in broken):
             continue
         if details["type"] == "too_short" and any(path[: len(location)] == location for path in paths):
-            continue  # pydantic counts the sound items alone
-        if not (to_build and location[0] == "callbacks" and len(location) > 1):  # which are checked below
+            continue  # pydantic counts only the valid items
+        if not (to_build and location[0] == "callbacks" and len(location) > 1):  # checked below
             problems.append(problem_of(details))
         if details["type"] == "extra_forbidden":
             _remove(rest, keys)
@@ -84,7 +84,7 @@ def read_config(
 
 
 def gather(rules: Iterable[Rule]) -> list[Problem]:
-    """Return the problems of all rules, each once; a rule that reads a broken key adds nothing."""
+    """Return the problems of all rules without duplicates; a rule that reads an invalid key is skipped."""
     found: dict[Problem, None] = {}
     for rule in rules:
         try:
@@ -96,10 +96,10 @@ def gather(rules: Iterable[Rule]) -> list[Problem]:
 
 
 def sound_part(values: Mapping[str, Any], broken: Collection[tuple[str, ...]]) -> Config | None:
-    """Return `values` as a `Config` that lacks the fields at the paths in `broken`: reading one is `BrokenKeyError`.
+    """Return `values` as a `Config` without the fields at the paths in `broken`: reading one raises BrokenKeyError.
 
-    Of a path the first two keys count: a wrong `data.sources.code.weight` leaves the config without `data.sources`.
-    Unknown keys must have been removed. None where the rest does not stand by itself.
+    Only the first two keys of a path count: an invalid `data.sources.code.weight` removes `data.sources`. Unknown keys
+    must have been removed before. Returns None if the rest is not a valid config.
     """
     whole = {path[0] for path in broken if len(path) == 1}
     inner: dict[str, set[str]] = defaultdict(set)
@@ -116,14 +116,14 @@ def sound_part(values: Mapping[str, Any], broken: Collection[tuple[str, ...]]) -
                 whole.add(name)
         rest = {name: value for name, value in values.items() if name not in groups}
         read = _without(Config, rest, whole | groups.keys())
-    except (ValidationError, AttributeError, TypeError):  # a value in the wrong place altogether, which was reported
+    except (ValidationError, AttributeError, TypeError):  # a value in a wrong place, reported already
         return None
     read.__dict__.update(groups)
     return read
 
 
 def _class_of(field: FieldInfo, values: Any) -> Any:
-    """Return the class of a group: of a registry's kinds the one that `values` name, if they do."""
+    """Return the class of a group; for a registry, the kind that `values` name, if any."""
     registry = next((each for each in field.metadata if isinstance(each, Registry)), None)
     name = values.get(registry.key) if registry is not None and isinstance(values, Mapping) else None
     if registry is not None and isinstance(name, str) and name in registry:
@@ -133,7 +133,7 @@ def _class_of(field: FieldInfo, values: Any) -> Any:
 
 
 def _without(group: type[AnyGroup], values: Mapping[str, Any], left_out: Collection[str]) -> AnyGroup:
-    """Return a `group` of `values` that lacks the fields `left_out`; rules between fields are not checked."""
+    """Return a `group` of `values` without the fields `left_out`; rules between fields are not checked."""
     kept = {name: (field.annotation, field) for name, field in group.model_fields.items() if name not in left_out}
     reader: Any = create_model(group.__name__, __base__=Group, **kept)  # type: ignore[call-overload]
     read = reader.model_validate({name: value for name, value in values.items() if name in kept})

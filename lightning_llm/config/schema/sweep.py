@@ -1,4 +1,4 @@
-"""`sweep`: what a sweep does beside its product of values. No single run reads it, or has it in its config."""
+"""`sweep`: keys of a sweep in addition to its product of values. They are not part of a run's config."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from lightning_llm.config.schema.messages import problem_of
 
 FEWEST_AT_A_LOOK = 2
 FEWEST_SIZES, FEWEST_TOKENS = 3, 3
-"""Model sizes, and numbers of tokens, that a law over both takes: of so many a sweep is a ladder."""
+"""Minimum numbers of model sizes and of token counts for a scaling law: such a sweep is a ladder."""
 
 DECIDED, HALVING, OPTUNA = "sweep.until=decided", "sweep.search=halving", "sweep.search=optuna"
 READ_BY = {
@@ -22,108 +22,112 @@ READ_BY = {
     **dict.fromkeys(("trials", "sampler", "search_seed", "pruning", "startup_trials"), (OPTUNA,)),
     "rungs": (HALVING,),
 }
-"""The kinds of sweep that read a key, of those that not every kind does."""
+"""{key: kinds of sweep that read it}, for keys that not every kind reads."""
 MOST_PERCENT = 50.0
-"""Of a margin in tokens."""
+"""Largest margin in tokens."""
 
 
 def _margin(word: Any) -> float | str:
-    """Return a margin as it is kept: a number of nats, or "2%". Raises ValueError."""
+    """Return a validated margin: a number of nats, or a text such as "2%". Raises ValueError."""
     nats, share = read_margin(word)
     return nats if share is None else str(word).strip()
 
 
 class SweepConfig(Group):
-    """`sweep`: further jobs, seeds by declared looks, a search in place of a product."""
+    """`sweep`: further jobs, seeds by declared looks, or a search instead of a product."""
 
     also: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        (), description="further jobs, a line of overrides each: 'precision=bf16 seed=0,1'"
+        (), description="further jobs, one line of overrides each: 'precision=bf16 seed=0,1'"
     )
     until: Literal["decided"] | None = Field(
-        None, description="decided: seeds by `looks`, until each verdict is decided; null: the seeds that are given"
+        None, description="decided: add seeds by `looks` until each verdict is decided; null: only the given seeds"
     )
     looks: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1, max_length=100)] = Field(
-        (3, 4, 5, 6, 8, 10), description="until=decided: the numbers of seeds after which verdicts are taken"
+        (3, 4, 5, 6, 8, 10), description="until=decided: numbers of seeds at which verdicts are computed"
     )
     max_seeds: PositiveInt | None = Field(
-        None, description="until=decided: the budget: looks end here, the last one at it; null: at the last of `looks`"
+        None, description="until=decided: budget of seeds, the last look; null: the last of `looks`"
     )
     spending: Literal["linear", "pocock", "obrien_fleming"] = Field(
-        "linear", description="how looks share the error: evenly by seeds, the first ones more, the last ones more"
+        "linear", description="error spending over looks: linear in seeds, more on early looks, more on late looks"
     )
     margin: Annotated[float | str, BeforeValidator(_margin)] = Field(
         0.01,
-        description="the gap that is still lossless, in nats per token or of `metric`; 2%: tokens more that may be "
-        "needed, which takes the baseline at two other numbers of tokens",
+        description="largest gap that counts as lossless, in nats per token or units of `metric`; 2%: extra tokens "
+        "allowed, which needs the baseline at two other token counts",
     )
-    confidence: float = Field(0.95, ge=0.5, lt=1, description="of all intervals of all looks together")
-    metric: str = Field("val_loss", description="of the validation records, as `compare --metric`")
-    tail: Fraction = Field(0.1, lt=1, description="last share of the steps, averaged over, as `compare --tail`")
+    confidence: float = Field(0.95, ge=0.5, lt=1, description="joint confidence of all intervals of all looks")
+    metric: str = Field("val_loss", description="validation metric, as `compare --metric`")
+    tail: Fraction = Field(0.1, lt=1, description="final fraction of steps to average over, as `compare --tail`")
     baseline: str | None = Field(
-        None, description="what the others are held against, as `compare --baseline`; null: the usual one"
+        None, description="baseline of the comparison, as `compare --baseline`; null: the default one"
     )
 
     search: Literal["optuna", "halving"] | None = Field(
-        None, description="optuna: values of intervals and choices are searched; halving: recipes drop out by rungs"
+        None, description="optuna: search over intervals and choices; halving: recipes are dropped at rungs"
     )
-    trials: PositiveInt = Field(20, description="search=optuna: how many, those that are pruned included")
-    sampler: Literal["tpe", "random", "gp"] = Field("tpe", description="search=optuna: Optuna's sampler of this name")
-    search_seed: int = Field(0, ge=0, lt=2**32, description="search=optuna: of the sampler")
+    trials: PositiveInt = Field(20, description="search=optuna: number of trials, including pruned ones")
+    sampler: Literal["tpe", "random", "gp"] = Field("tpe", description="search=optuna: Optuna's sampler")
+    search_seed: int = Field(0, ge=0, lt=2**32, description="search=optuna: seed of the sampler")
     pruning: Literal["median", "none"] = Field(
-        "median", description="search=optuna: median: end a trial whose paired gap is above the median of those before"
+        "median", description="search=optuna: median: end trials with a paired gap above the median of earlier ones"
     )
-    startup_trials: PositiveInt = Field(4, description="search=optuna: trials that are whole before any is pruned")
+    startup_trials: PositiveInt = Field(4, description="search=optuna: number of complete trials before any is pruned")
     rungs: Annotated[tuple[Fraction, ...], Field(strict=False, min_length=1)] = Field(
-        (0.25, 0.5), description="search=halving: shares of the steps after which recipes may drop out"
+        (0.25, 0.5), description="search=halving: fractions of the steps at which recipes may be dropped"
     )
 
     @model_validator(mode="after")
     def _looks_ascend(self) -> Self:
         if list(self.looks) != sorted(set(self.looks)):
-            raise ValueError(f"looks {list(self.looks)} must ascend, each number of seeds once")
+            raise ValueError(f"looks={list(self.looks)}: must ascend without duplicates")
         if self.looks[0] < FEWEST_AT_A_LOOK:
-            raise ValueError(f"looks begin after {FEWEST_AT_A_LOOK} seeds at the earliest: one pair shows no spread")
+            raise ValueError(f"looks must begin at {FEWEST_AT_A_LOOK} seeds or more, because one pair has no spread")
         if self.max_seeds is not None and self.max_seeds < FEWEST_AT_A_LOOK:
-            raise ValueError(f"max_seeds is {self.max_seeds}, and no look is before {FEWEST_AT_A_LOOK} seeds")
+            raise ValueError(
+                f"max_seeds={self.max_seeds}: must be at least {FEWEST_AT_A_LOOK}, the first possible look"
+            )
         return self
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         if self.until is not None and self.search is not None:
-            raise ValueError("until and search do not go together: a search has its own end")
+            raise ValueError("until and search exclude each other, because a search has its own end")
         if list(self.rungs) != sorted(set(self.rungs)) or not self.rungs[0] > 0 or not self.rungs[-1] < 1:
-            raise ValueError(f"rungs {list(self.rungs)} must ascend, each above 0 and below 1")
+            raise ValueError(f"rungs={list(self.rungs)}: must ascend, each above 0 and below 1")
         if self.search == "halving" and isinstance(self.margin, str):
-            raise ValueError(f"margin is {self.margin}, and search=halving takes one in nats: it judges on the way")
+            raise ValueError(
+                f"margin={self.margin}: must be in nats with search=halving, which decides during training"
+            )
         return self
 
     @property
     def kind(self) -> str | None:
-        """What makes it more than a product of values, as it is typed; None of a product."""
+        """The override that makes it more than a product of values; None for a plain product."""
         if self.search is not None:
             return f"sweep.search={self.search}"
         return None if self.until is None else f"sweep.until={self.until}"
 
     @property
     def margin_nats(self) -> float:
-        """The margin in nats; NaN of one in tokens."""
+        """The margin in nats; NaN if it is in tokens."""
         return read_margin(self.margin)[0]
 
     @property
     def looks_within_budget(self) -> tuple[int, ...]:
-        """The looks, the last one where the budget ends."""
+        """The looks up to the budget, the last one at the budget."""
         if self.max_seeds is None:
             return self.looks
         return (*(look for look in self.looks if look < self.max_seeds), self.max_seeds)
 
 
 def read_sweep_keys(values: Any) -> SweepConfig:
-    """Return the keys below `sweep`, checked. Raises ConfigError with all that is wrong with them."""
+    """Return the validated keys below `sweep`. Raises ConfigError with all problems."""
     try:
         keys = SweepConfig.model_validate(values)
     except ValidationError as error:
         details = error.errors()
-        wrong = {each["loc"][0] for each in details if len(each["loc"]) > 1}  # pydantic counts the sound items alone
+        wrong = {each["loc"][0] for each in details if len(each["loc"]) > 1}  # pydantic counts only the valid items
         reported = [each for each in details if each["type"] != "too_short" or each["loc"][0] not in wrong]
         raise ConfigError([_problem(each) for each in reported]) from error
     if problems := [*_unread(keys), *_never_pruned(keys)]:
@@ -132,23 +136,23 @@ def read_sweep_keys(values: Any) -> SweepConfig:
 
 
 def _unread(keys: SweepConfig) -> Iterator[Problem]:
-    """Yield each key that is given, in a recipe's file or typed, and that this kind of sweep does nothing with."""
+    """Yield each key that is set, in a preset or on the command line, but not read by this kind of sweep."""
     for key, kinds in READ_BY.items():
         if key not in keys.model_fields_set or getattr(keys, key) is None or keys.kind in kinds:
             continue
-        here = f"with {keys.kind} nothing reads it" if keys.kind else "this sweep has neither looks nor a search"
-        yield Problem(f"sweep.{key}", f"is of {' and '.join(kinds)}, and {here}. Leave it out.")
+        here = f"this sweep has {keys.kind}" if keys.kind else "this sweep has neither looks nor a search"
+        yield Problem(f"sweep.{key}", f"is only read with {' or '.join(kinds)}, and {here}. Omit it.")
 
 
 def _never_pruned(keys: SweepConfig) -> Iterator[Problem]:
-    """Yield a number of whole trials, given and no usual one, that leaves none of a search to be pruned."""
+    """Yield a given number of startup trials that leaves no trial to prune."""
     if keys.search != "optuna" or keys.pruning == "none" or keys.startup_trials < keys.trials:
         return
-    if "startup_trials" not in keys.model_fields_set:  # a first look by few trials, which more of them may follow
+    if "startup_trials" not in keys.model_fields_set:  # the default; more trials may follow
         return
     text = (
-        f"is {keys.startup_trials}, and of sweep.trials={keys.trials} none would be left to prune. Give fewer, more "
-        "trials, or sweep.pruning=none."
+        f"is {keys.startup_trials}: must be below sweep.trials={keys.trials}, or no trial can be pruned. Lower it, "
+        "raise trials, or set sweep.pruning=none."
     )
     yield Problem("sweep.startup_trials", text)
 
@@ -176,9 +180,9 @@ def read_margin(word: str | float) -> tuple[float, float | None]:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        said = f"is {text}, must be above 0: nats per token (0.01), or tokens more that the recipe may need (2%)"
-        raise ValueError(said)
+        problem = f"is {text}: must be above 0, in nats per token (0.01) or extra tokens (2%)"
+        raise ValueError(problem)
     if in_tokens and value > MOST_PERCENT:
-        said = f"is {text}; a margin in tokens is at most {MOST_PERCENT:g}%, which half the tokens show"
-        raise ValueError(said)
+        problem = f"is {text}: must be at most {MOST_PERCENT:g}% in tokens, because half the tokens show no more"
+        raise ValueError(problem)
     return (math.nan, value / 100) if in_tokens else (value, None)

@@ -100,8 +100,8 @@ class TensorAxis(MeshAxis):
         - The embedding's output is in the master dtype; the head's input is gathered; the loss takes three fp32 numbers
           per token.
         - Gradients of norms, positions and row-parallel biases are all-reduced once per step with sequence parallelism,
-          otherwise the first rank broadcasts them. Those of norms within heads and within parts are always all-reduced, those of
-          duplicated linears always broadcast. The input gradients of duplicated linears are all-reduced.
+          otherwise the first rank broadcasts them. Those of norms within heads and within parts are always all-reduced,
+          those of duplicated linears always broadcast. The input gradients of duplicated linears are all-reduced.
         """
         recipe, model, tp = step.config.precision, step.config.model, step.degrees.tp
         if tp == 1:

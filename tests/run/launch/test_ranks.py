@@ -119,7 +119,7 @@ def test_one_rank_that_fails_ends_the_run_and_is_named_first(small_run, tmp_path
     last, hint = complained.strip().splitlines()[-2:]
     assert last.startswith("error: rank 1 failed first")
     assert reason in last
-    assert hint.startswith("begin it again: ")
+    assert hint.startswith("to start it again: ")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert "rank 1 failed first" in summary["detail"]

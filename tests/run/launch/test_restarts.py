@@ -86,7 +86,7 @@ def test_errors_that_would_recur_are_not_retried(tmp_path, small_run, forked_ran
     fault = "+callbacks.fault={_target_: tests.run.launch.faults.Fail, rank: 1, step: 3}"
     words = ["parallel=ddp", "trainer.devices=2", "trainer.max_restarts=3", fault]
     assert main(["train", *small_run(tmp_path, *STEPS, *words)]) == 1
-    assert "again" not in capfd.readouterr().err.replace("begin it again", "")
+    assert "again" not in capfd.readouterr().err.replace("to start it again", "")
     assert "restarts" not in summary_of(tmp_path / "run")
 
 
