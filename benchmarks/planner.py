@@ -18,10 +18,10 @@ from lightning_llm.plan.check import layout_rule_problems
 from lightning_llm.plan.degrees import resolve_degrees
 from lightning_llm.plan.memory.accounting import ACCOUNTINGS
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
-from lightning_llm.plan.resolve import Resolution
+from lightning_llm.plan.resolve import DerivedConfig
 from lightning_llm.plan.search.galvatron import mix_by_block
 from lightning_llm.plan.search.pricing import Pricer
-from lightning_llm.plan.search.report import layout_words
+from lightning_llm.plan.search.report import layout_name
 from lightning_llm.plan.search.search import search
 from lightning_llm.plan.search.space import Space
 from lightning_llm.plan.time.step import StepTimer
@@ -77,13 +77,13 @@ def _with(config: Config, tp: int, pp: int) -> Config:
     plain = {"schedule": "1f1b", "virtual_stages": 1}
     for schedule in ({}, plain) if pp > 1 else (plain,):
         made = config.model_copy(update={"parallel": config.parallel.model_copy(update={**keys, **schedule})})
-        if not layout_rule_problems(Resolution(made)):
+        if not layout_rule_problems(DerivedConfig(made)):
             return made
     return made
 
 
 def _fitting_seconds(config: Config) -> float | None:
-    found = Resolution(config)
+    found = DerivedConfig(config)
     if config.cluster is None or layout_rule_problems(found):
         return None
     plan = found.plan()
@@ -97,7 +97,7 @@ def _frontier(recipe: str) -> Iterator[Row]:
     seconds = {}
     for tp in FRONTIER_TP:
         made = config.model_copy(update={"parallel": config.parallel.model_copy(update={"tp": tp})})
-        found = Resolution(made)
+        found = DerivedConfig(made)
         if config.cluster is not None and not layout_rule_problems(found):
             seconds[tp] = StepTimer(found.plan(), config.cluster).time.total
     order = sorted(seconds, key=lambda each: seconds[each])
@@ -111,7 +111,7 @@ def _galvatron(length: int) -> Iterator[Row]:
         raise ValueError("the words name no cluster")
     modes = ("full",) * 20 + ("none",) * 12
     keys = {"dp_shard": 8, "zero_stage": 3, "activation_checkpoint_layers": modes}
-    plan = Resolution(config.model_copy(update={"parallel": config.parallel.model_copy(update=keys)})).plan()
+    plan = DerivedConfig(config.model_copy(update={"parallel": config.parallel.model_copy(update=keys)})).plan()
     held, theirs = memory_bytes(plan)["total"], StepTimer(plan, config.cluster).time.total
     fits = f"{'fits' if held <= GALVATRON_BYTES else 'does not fit'} 36 GiB"
     yield f"Galvatron, Llama 2 7B, {length} tokens: GiB a rank of its plan", held / 2**30, fits
@@ -119,5 +119,5 @@ def _galvatron(length: int) -> Iterator[Row]:
     found = search(pricer, partial(mix_by_block, pricer))
     if found.fitting:
         best = found.fitting[0]
-        text = f"{layout_words(best)}, {best.memory_bytes / 2**30:.1f} GiB; theirs {theirs:.4g} s"
+        text = f"{layout_name(best)}, {best.memory_bytes / 2**30:.1f} GiB; theirs {theirs:.4g} s"
         yield f"Galvatron, {length} tokens: seconds of its plan over the fastest found", theirs / best.seconds, text

@@ -20,8 +20,9 @@ from lightning_llm.config.recipes import describe, group_names, option_files
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.run_paths import secret_problems
 from lightning_llm.config.schema import Config
+from lightning_llm.config.sources import kinds_without_file
 from lightning_llm.config.yaml_file import config_text
-from lightning_llm.plan.resolve import Resolution
+from lightning_llm.plan.resolve import DerivedConfig
 from lightning_llm.plan.step_law import law_notes, law_row
 from lightning_llm.run.checked_plan import problems_beyond, read_arguments
 from lightning_llm.run.resume.branch import with_branch_resolved
@@ -56,7 +57,7 @@ def config(arguments: argparse.Namespace) -> int:
         print(text, flush=True)
     for line in law_notes(found.step_law):
         print(line, file=sys.stderr)
-    if problems := problems_beyond(Resolution(found)):
+    if problems := problems_beyond(DerivedConfig(found)):
         raise ConfigError(problems)
     return 0
 
@@ -213,13 +214,21 @@ def _print_groups(arguments: argparse.Namespace) -> int:
         group: {name: describe(file) for name, file in option_files(group, arguments.config_dir).items()}
         for group in wanted
     }
+    kinds = {group: kinds_without_file(group, found[group]) for group in wanted}
     if arguments.json:
-        print(json.dumps({group: {"chosen": choices.get(group), "values": found[group]} for group in wanted}, indent=1))
+        facts = {
+            group: {"chosen": choices.get(group), "values": found[group]}
+            | ({"kinds_without_file": kinds[group]} if kinds[group] else {})
+            for group in wanted
+        }
+        print(json.dumps(facts, indent=1))
         return 0
-    width = max(len(name) for names in found.values() for name in names)
+    width = max(len(name) for names in (*found.values(), *kinds.values()) for name in names)
     for group, names in found.items():
         if not arguments.group:
             print(f"{group}=")
         for name, text in names.items():
             print(f"{'*' if name == choices.get(group) else ' '} {name:<{width}}  {text}".rstrip())
+        for name, text in kinds[group].items():
+            print(f"  {name:<{width}}  {text} Has no file: set {group}.name={name}.")
     return 0

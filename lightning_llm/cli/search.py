@@ -12,7 +12,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.plan.check import config_problems, layout_rule_problems
 from lightning_llm.plan.degrees import checkpointing_problems
 from lightning_llm.plan.nodes import ranks_per_node
-from lightning_llm.plan.resolve import Resolution
+from lightning_llm.plan.resolve import DerivedConfig
 from lightning_llm.plan.search.galvatron import mix_by_block
 from lightning_llm.plan.search.layout_file import layout_file_problems, write_layout
 from lightning_llm.plan.search.placement import place_fastest
@@ -92,7 +92,7 @@ def _space_problems(space: Space) -> list[Problem]:
     first = next(space.choices(), None)
     if first is None:
         return [*no_layout_problems(space), *listed]
-    found = Resolution(space.config_of(first))
+    found = DerivedConfig(space.config_of(first))
     of_layout = set(layout_rule_problems(found))
     return [*listed, *(problem for problem in config_problems(found) if problem not in of_layout)]
 

@@ -33,7 +33,7 @@ from lightning_llm.config.overrides import choices_of, parse_overrides, read_ove
 from lightning_llm.config.recipes import group_names
 from lightning_llm.config.resolve import first_line, read_tree
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.strict import Reading
+from lightning_llm.config.schema.strict import ParsedConfig
 from lightning_llm.config.schema.sweep import SweepConfig, read_sweep_keys
 from lightning_llm.config.sources import group_options, open_hydra, unknown_option
 from lightning_llm.config.weight_folders import INIT_FROM
@@ -72,7 +72,7 @@ def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> 
     return read_composed(overrides, config_dir).checked()
 
 
-def read_composed(overrides: Sequence[str], config_dir: Path | None = None) -> Reading:
+def read_composed(overrides: Sequence[str], config_dir: Path | None = None) -> ParsedConfig:
     """Return the config of `compose_config` with its problems; further rules can run on its valid part.
 
     Raises:
@@ -109,7 +109,7 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> tu
             raise _not_composed(error) from error
 
 
-def compose_one(parsed: Sequence[Override], composer: "Composer", known: Sequence[Problem]) -> Reading:
+def compose_one(parsed: Sequence[Override], composer: "Composer", known: Sequence[Problem]) -> ParsedConfig:
     """Return the config of one run; `known`: problems of arguments that are not in `parsed`."""
     unknown = composer.unknown(parsed)
     problems = [*known, *unknown.values()]
@@ -136,7 +136,7 @@ def compose_one(parsed: Sequence[Override], composer: "Composer", known: Sequenc
         raise ConfigError([*problems, *_not_composed(error).problems]) from error
     # Without the preset or an override, the rest is not the intended run, so rules are not applied.
     sound_part = None if known or "recipe" in unknown else reading.config
-    return Reading(sound_part, (*problems, *reading.problems))
+    return ParsedConfig(sound_part, (*problems, *reading.problems))
 
 
 def recipe_sweep(typed: Sequence[Override], composer: "Composer") -> tuple[list[str], list[str]]:

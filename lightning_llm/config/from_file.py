@@ -14,7 +14,7 @@ from lightning_llm.config.overrides import read_overrides
 from lightning_llm.config.resolve import read_tree
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate
-from lightning_llm.config.schema.strict import Reading
+from lightning_llm.config.schema.strict import ParsedConfig
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.config.yaml_file import read_mapping
 
@@ -46,7 +46,7 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
         raise ConfigError(Problem(str(file), text)) from error
 
 
-def read_file(file: Path, overrides: Sequence[str], config_dir: Path | None = None) -> Reading:
+def read_file(file: Path, overrides: Sequence[str], config_dir: Path | None = None) -> ParsedConfig:
     """Return the config of `--config FILE` with overrides on top, and its problems.
 
     A run's config.yaml applies to the folder that contains it (`place_where_it_lies`), unless overridden.
@@ -64,7 +64,7 @@ def read_file(file: Path, overrides: Sequence[str], config_dir: Path | None = No
 
 def _read_resolved(
     tree: DictConfig, overrides: Sequence[str], config_dir: Path | None = None, *, to_build: bool
-) -> Reading:
+) -> ParsedConfig:
     parsed, problems = read_overrides(overrides)
     one_machine = tree.get("world") == OmegaConf.select(tree, "trainer.devices")
     for each in parsed:

@@ -24,7 +24,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import MOST_TOKENS
 from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.config.schema.messages import HOW_MADE
-from lightning_llm.config.schema.strict import Reading, read_config
+from lightning_llm.config.schema.strict import ParsedConfig, read_config
 from lightning_llm.config.weight_folders import INIT_FROM, UNNAMED
 from lightning_llm.config.yaml_file import literal
 
@@ -39,7 +39,7 @@ TOKENS = re.compile(r"(?P<number>[\d.]+(?:e[+-]?\d+)?)\s*tokens", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class LawWords:
+class StepLawRequest:
     """Requested factors of the law's learning rate and batch, and the run's `tokens`; None: the key has a number."""
 
     rate: float | None = None
@@ -56,10 +56,10 @@ def _environment(name: str, *default: Any) -> Any:
 OmegaConf.register_new_resolver("oc.env", _environment, replace=True)
 
 
-def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool = True) -> Reading:
+def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool = True) -> ParsedConfig:
     """Resolve the tree and return it as a config; `stand_ins` and `to_build` as in `read_config`."""
     if flat := list(_no_groups(tree)):  # other keys cannot be resolved then
-        return Reading(None, tuple(flat))
+        return ParsedConfig(None, tuple(flat))
     found: dict[tuple[str, ...], Problem | None] = {_path(problem.key): problem for problem in _unnamed(tree)}
     if problem := _without_cluster(tree):
         found[("cluster",)] = problem
@@ -191,8 +191,8 @@ def first_line(error: Exception) -> str:
 def _read_with_laws(
     values: dict[str, Any],
     broken: Mapping[tuple[str, ...], Problem | None],
-    read: Callable[[Mapping[str, Any], Mapping[tuple[str, ...], Problem | None]], Reading],
-) -> Reading:
+    read: Callable[[Mapping[str, Any], Mapping[tuple[str, ...], Problem | None]], ParsedConfig],
+) -> ParsedConfig:
     """Replace `step_law` and `tokens` in `values` by numbers, in place, and return `read(values, broken)`.
 
     Malformed ones are added to `broken`. If another problem prevents computing the law, its keys get placeholders.
@@ -212,14 +212,14 @@ def _read_with_laws(
             values[path[0]][path[1]] = STAND_INS.get(path) or _at(values, ("data", "micro_batch_size"))
     if not asked:
         return read(values, found)
-    reading = read(values, found)
-    if reading.config is None or reading.problems:
-        return reading
-    words = LawWords(asked.get(RATE), asked.get(BATCH), asked.get(STEPS))
-    settled, law, problems = importlib.import_module(LAW).settle(values, words, reading.config)
+    parsed = read(values, found)
+    if parsed.config is None or parsed.problems:
+        return parsed
+    request = StepLawRequest(asked.get(RATE), asked.get(BATCH), asked.get(STEPS))
+    replaced, law, problems = importlib.import_module(LAW).apply_step_law(values, request, parsed.config)
     if problems:
-        return Reading(reading.config, tuple(problems))
-    final = read(settled, found)
+        return ParsedConfig(parsed.config, tuple(problems))
+    final = read(replaced, found)
     if final.config is not None and law is not None:
         final.config._step_law = law
     return final

@@ -6,7 +6,7 @@ preset without `# @package _global_` below `recipe`. `workspace` imports the Pyt
 """
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources.abc import Traversable
@@ -41,6 +41,15 @@ NAMED_AFTER_FILE = ("model", "data", "precision", "parallel", "trainer", "spikes
 """Groups with a free `name`; in other groups `name` selects a kind."""
 KINDS: Mapping[str, Registry[Any]] = {"optim": OPTIMIZERS, "schedule": SCHEDULES}
 """Groups with one registered kind per file. An installed package may add a kind without a file."""
+
+
+def kinds_without_file(group: str, files: Container[str]) -> dict[str, str]:
+    """Return {kind: description} of the group's registered kinds that have none of `files`.
+
+    An installed package adds them by entry point; `GROUP.name=KIND` selects one.
+    """
+    registry: Mapping[str, Any] = KINDS.get(group, {})
+    return {name: (registry[name].__doc__ or "").partition("\n")[0] for name in registry if name not in files}
 
 
 @contextmanager

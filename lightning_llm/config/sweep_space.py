@@ -14,7 +14,7 @@ from lightning_llm.config.compose import COMPOSITION_ERRORS, Composer, compose_o
 from lightning_llm.config.overrides import MOST_JOBS, parse_overrides, read_overrides, values_of
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.strict import Reading
+from lightning_llm.config.schema.strict import ParsedConfig
 from lightning_llm.config.schema.sweep import SweepConfig
 
 
@@ -33,7 +33,7 @@ def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> l
     return [(arguments, reading.checked()) for arguments, reading in read]
 
 
-def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Reading]]:
+def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], ParsedConfig]]:
     """Return the jobs of `compose_sweep`, each with its problems and the valid part of its config.
 
     Raises:
@@ -43,7 +43,7 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list
         typed, problems = read_overrides(overrides)
         keys = _sweep_keys(typed, composer)
         groups = _of_search(_with_seeds(_groups(typed, composer), typed, keys), keys)
-        jobs: list[tuple[list[str], Reading]] = []
+        jobs: list[tuple[list[str], ParsedConfig]] = []
         with Waiting("composing the sweep's jobs") as waiting:
             for arguments in chain.from_iterable(product(*each) for each in _choices(groups, composer)):
                 waiting.tell(len(jobs))

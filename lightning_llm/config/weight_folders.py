@@ -59,7 +59,7 @@ def shape_of(path: Path) -> dict[str, Any]:
         raise ConfigError(Problem(str(file), f"{getattr(error, 'strerror', None) or error}.")) from error
     run = run_of(path)
     if run is None:
-        what = "has no weights" if path.is_dir() else "is a file" if path.exists() else "does not exist"
+        what = "contains no weights" if path.is_dir() else "is a file" if path.exists() else "does not exist"
         raise ConfigError(Problem(INIT_FROM, f"{path} {what}. Give {EXPECTED}."))
     model = read_mapping(run / "config.yaml", str(run / "config.yaml"), "It must be as its run wrote it.").get("model")
     found_in_run: Any = OmegaConf.to_container(model, resolve=True) if isinstance(model, DictConfig) else {}

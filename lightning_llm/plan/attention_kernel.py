@@ -8,7 +8,7 @@ from lightning_llm.config.schema.model import DEFAULT_LAYERS
 from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.spec import ForwardPass, Mixer
 from lightning_llm.model.structure import mixer_of
-from lightning_llm.plan.resolve import Plan, Resolution, compiles
+from lightning_llm.plan.resolve import DerivedConfig, Plan, compiles
 
 KEY = "trainer.attention_kernel"
 OF_CUDA = ("cudnn", "efficient", "flex")
@@ -27,22 +27,22 @@ def is_masked(mixer: AttentionSpec, config: Config, context_ranks: int, on_gpu: 
     return mixer.is_masked(ForwardPass(0, data.sequence_length, data.document_mask, context_ranks, on_gpu))
 
 
-def attention_kernel_problems(found: Resolution) -> Iterator[Problem]:
+def attention_kernel_problems(derived: DerivedConfig) -> Iterator[Problem]:
     """Yield why the chosen kernel cannot be used."""
-    config, name = found.config, found.config.trainer.attention_kernel
+    config, name = derived.config, derived.config.trainer.attention_kernel
     if name == "auto":
         return
-    mixers, context_ranks = mixers_of(config), found.likely_degrees.sequence
-    on_gpu = found.capability.compute_capability is not None
+    mixers, context_ranks = mixers_of(config), derived.likely_degrees.sequence
+    on_gpu = derived.capability.compute_capability is not None
     own = [each for each, mixer in mixers.items() if not (isinstance(mixer, AttentionSpec) and mixer.takes_kernels)]
     if own:
         yield Problem(KEY, f"is {name}, which blocks of {', '.join(own)} do not use. Set auto.")
     if name in OF_CUDA and not on_gpu:
         yield Problem(
-            KEY, f"is {name}, a CUDA kernel, and the device is {found.capability.device}. Set auto, flash or math."
+            KEY, f"is {name}, a CUDA kernel, and the device is {derived.capability.device}. Set auto, flash or math."
         )
     if name == "short" and on_gpu:
-        text = f"is short, a CPU kernel, and the device is {found.capability.device}. Set auto or one of torch's."
+        text = f"is short, a CPU kernel, and the device is {derived.capability.device}. Set auto or one of torch's."
         yield Problem(KEY, text)
     if name == "short" and context_ranks > 1:
         text = f"is short, which needs whole sequences, and parallel.cp={context_ranks} splits them. Set auto."
@@ -56,15 +56,15 @@ def attention_kernel_problems(found: Resolution) -> Iterator[Problem]:
         text = f"is flash, which takes no mask on CUDA; blocks of {', '.join(masked)} have one ({MASK_SOURCES})."
         yield Problem(KEY, f"{text} Set auto, efficient or cudnn.")
     if name == "flex" and on_gpu:
-        yield from _flex_problems(found, [each for each in mixers if each not in masked])
+        yield from _flex_problems(derived, [each for each in mixers if each not in masked])
 
 
-def _flex_problems(found: Resolution, plain: list[str]) -> Iterator[Problem]:
+def _flex_problems(derived: DerivedConfig, plain: list[str]) -> Iterator[Problem]:
     """Yield why FlexAttention cannot be used: for blocks with `plain` causal attention, or blocks that run eagerly."""
     if plain:
         text = f"is flex, which needs a mask ({MASK_SOURCES}), and blocks of {', '.join(plain)} have none"
         yield Problem(KEY, f"{text}. Set auto or flash.")
-    if not compiles(found.config.parallel, found.likely_degrees, found.capability):
+    if not compiles(derived.config.parallel, derived.likely_degrees, derived.capability):
         yield Problem(KEY, "is flex, which runs only in compiled blocks. Set trainer.compile=true, or auto.")
 
 

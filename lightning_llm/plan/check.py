@@ -19,7 +19,7 @@ from lightning_llm.plan.cluster import cluster_rules
 from lightning_llm.plan.degrees import Degrees, checkpointing_problems, fit_problems
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.memory.weight_casts import parameter_gather_problems, weight_cast_problems
-from lightning_llm.plan.resolve import Plan, Resolution, compiler_failure
+from lightning_llm.plan.resolve import DerivedConfig, Plan, compiler_failure
 from lightning_llm.plan.teachers import teacher_problems
 from lightning_llm.precision.recipe.lint import lint
 from lightning_llm.precision.recipe.module_rules import (
@@ -41,24 +41,24 @@ def check_config(config: Config, to_train: bool = True) -> Plan:
     Raises:
         ConfigError: with the problems of all violated rules.
     """
-    found = Resolution(config, to_train=to_train)
-    if problems := config_problems(found):
+    derived = DerivedConfig(config, to_train=to_train)
+    if problems := config_problems(derived):
         raise ConfigError(problems)
-    return found.plan()
+    return derived.plan()
 
 
-def config_problems(found: Resolution) -> list[Problem]:
+def config_problems(derived: DerivedConfig) -> list[Problem]:
     """Return the problems between keys. For the valid part of a config (`config.schema.strict`), those of that part."""
-    config, to_train = found.config, found.to_train
+    config, to_train = derived.config, derived.to_train
     rules: list[Rule] = [
         lambda: shape_problems(config.model),
         lambda: _length_problems(config),
         lambda: _schedule_problems(config),
-        *_layout_rules(found),
+        *_layout_rules(derived),
         lambda: lint(config.precision),
         lambda: _precision_problems(config),
-        lambda: teacher_problems(config, found.likely_degrees),
-        lambda: attention_kernel_problems(found),
+        lambda: teacher_problems(config, derived.likely_degrees),
+        lambda: attention_kernel_problems(derived),
         lambda: monitor_problems(config),
         lambda: run_path_problems(config),
         lambda: secret_problems(config),
@@ -67,7 +67,7 @@ def config_problems(found: Resolution) -> list[Problem]:
         lambda: retention_problems(config),
         lambda: _logger_problems(config) if to_train else [],
         lambda: _launcher_problems(config.launcher),
-        *data_rules(lambda: config.data, lambda: config.model.vocab_size, lambda: found.data_parallel_ranks),
+        *data_rules(lambda: config.data, lambda: config.model.vocab_size, lambda: derived.data_parallel_ranks),
     ]
     return gather(rules)
 
@@ -81,31 +81,31 @@ def _launcher_problems(launcher: LauncherConfig) -> Iterator[Problem]:
         yield Problem(f"launcher.{key}", text)
 
 
-def layout_rule_problems(found: Resolution) -> list[Problem]:
+def layout_rule_problems(derived: DerivedConfig) -> list[Problem]:
     """Return the problems between layout, batch and model, for a config that is valid with another layout."""
-    config = found.config
-    batch: Rule = lambda: batch_problems(config.data, found.data_parallel_ranks)  # noqa: E731
-    return gather([*_layout_rules(found), batch, lambda: _rotation_problems(config)])
+    config = derived.config
+    batch: Rule = lambda: batch_problems(config.data, derived.data_parallel_ranks)  # noqa: E731
+    return gather([*_layout_rules(derived), batch, lambda: _rotation_problems(config)])
 
 
-def _layout_rules(found: Resolution) -> list[Rule]:
-    config = found.config
+def _layout_rules(derived: DerivedConfig) -> list[Rule]:
+    config = derived.config
     return [
-        lambda: fit_problems(found.fitted),
-        *[partial(_axis_problems, axis, found) for axis in AXES.values()],
+        lambda: fit_problems(derived.fitted),
+        *[partial(_axis_problems, axis, derived) for axis in AXES.values()],
         lambda: checkpointing_problems(config.parallel, config.model.num_layers),
-        lambda: _shard_problems(config, found.likely_degrees),
-        lambda: _update_problems(config, found.likely_degrees),
-        lambda: _native_problems(found),
-        lambda: parameter_gather_problems(found),
-        lambda: weight_cast_problems(found),
-        lambda: _compiler_problems(config, found.likely_degrees),
+        lambda: _shard_problems(config, derived.likely_degrees),
+        lambda: _update_problems(config, derived.likely_degrees),
+        lambda: _native_problems(derived),
+        lambda: parameter_gather_problems(derived),
+        lambda: weight_cast_problems(derived),
+        lambda: _compiler_problems(config, derived.likely_degrees),
     ]
 
 
-def _axis_problems(axis: MeshAxis, found: Resolution) -> list[Problem]:
-    problems = list(axis.layout_problems(found.config, found.likely_degrees, found.degrees is not None))
-    return problems if found.degrees is None else [*problems, *axis.machine_problems(found.config, found.degrees)]
+def _axis_problems(axis: MeshAxis, derived: DerivedConfig) -> list[Problem]:
+    problems = list(axis.layout_problems(derived.config, derived.likely_degrees, derived.degrees is not None))
+    return problems if derived.degrees is None else [*problems, *axis.machine_problems(derived.config, derived.degrees)]
 
 
 def _shard_problems(config: Config, degrees: Degrees) -> list[Problem]:
@@ -203,16 +203,16 @@ def _update_problems(config: Config, degrees: Degrees) -> list[Problem]:
     return [Problem("parallel.pp", text)]
 
 
-def _native_problems(found: Resolution) -> list[Problem]:
+def _native_problems(derived: DerivedConfig) -> list[Problem]:
     """Return why `precision.backend=native` is not possible on this machine. Only for runs that start here.
 
     A plan shows the refusal instead.
     """
-    config = found.config
+    config = derived.config
     recipe = config.precision
-    if not (recipe.quantises and recipe.backend == "native" and found.to_train):
+    if not (recipe.quantises and recipe.backend == "native" and derived.to_train):
         return []
-    return found.decision.refusals()
+    return derived.decision.refusals()
 
 
 def _compiler_problems(config: Config, degrees: Degrees) -> list[Problem]:

@@ -85,7 +85,7 @@ class Plan:
         return self.config.parallel.model_copy(update={"compile": self.compiled})
 
 
-class Resolution:
+class DerivedConfig:
     """Values derived from a config, computed lazily and cached.
 
     On the valid part of a config (`config.schema.strict`), reading a missing key raises `BrokenKeyError`.
@@ -175,7 +175,7 @@ def plan_of(config: Config, device: Capability | None = None) -> Plan:
     Raises:
         ConfigError: the degrees do not multiply to the world.
     """
-    return Resolution(config, device).plan()
+    return DerivedConfig(config, device).plan()
 
 
 def coverage_of(config: Config) -> Coverage | None:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_llm.base.errors import Problem
-from lightning_llm.config.resolve import LawWords
+from lightning_llm.config.resolve import StepLawRequest
 from lightning_llm.config.schema import Config
 from lightning_llm.model.flops import count_parameters
-from lightning_llm.plan.resolve import Resolution
+from lightning_llm.plan.resolve import DerivedConfig
 
 RATE_INTERCEPT, RATE_PARAMETERS, RATE_TOKENS = 0.5863077907399267, -0.7129222911869902, 0.3074909504120696
 BATCH_INTERCEPT, BATCH_TOKENS = -0.5435421736103339, 0.5709443646895044
@@ -103,48 +103,48 @@ class StepLaw:
         }
 
 
-def settle(
-    values: dict[str, Any], words: LawWords, config: Config
+def apply_step_law(
+    values: dict[str, Any], request: StepLawRequest, config: Config
 ) -> tuple[dict[str, Any], StepLaw | None, list[Problem]]:
-    """Return (`values` with numbers in place of `words`, the law's result, problems).
+    """Return (`values` with numbers in place of `request`, the law's result, problems).
 
     Args:
         values: a resolved config as plain data, changed in place.
-        words: the factors and tokens that the config asks for.
-        config: the same config, parsed, with placeholders for `words`.
+        request: the requested factors and tokens.
+        config: the same config, parsed, with placeholders for `request`.
     """
-    problems = [*_problems(words, config)]
+    problems = [*_problems(request, config)]
     if problems:
         return values, None, problems
     length = config.data.sequence_length
-    multiple = config.data.micro_batch_size * Resolution(config).data_parallel_ranks
+    multiple = config.data.micro_batch_size * DerivedConfig(config).data_parallel_ranks
     batch_tokens, sequences, steps = None, config.data.global_batch_size, config.trainer.max_steps
-    if words.batch is not None:
-        given = words.tokens
-        batch_tokens = words.batch * law_batch_tokens(given) if given else batch_tokens_at_steps(steps, words.batch)
+    if request.batch is not None:
+        given = request.tokens
+        batch_tokens = request.batch * law_batch_tokens(given) if given else batch_tokens_at_steps(steps, request.batch)
         sequences = max(1, round(batch_tokens / length / multiple)) * multiple
         values["data"]["global_batch_size"] = sequences
-    if words.tokens is not None:
-        steps = max(1, round(words.tokens / (sequences * length)))
+    if request.tokens is not None:
+        steps = max(1, round(request.tokens / (sequences * length)))
         values["trainer"]["max_steps"] = steps
-    if words.batch is None and words.rate is None:
+    if request.batch is None and request.rate is None:
         return values, None, []
     parameters, tokens, rate = count_parameters(config.model).linear, steps * sequences * length, None
-    if words.rate is not None:
-        rate = float(f"{words.rate * law_learning_rate(parameters, tokens):.{DIGITS - 1}e}")
+    if request.rate is not None:
+        rate = float(f"{request.rate * law_learning_rate(parameters, tokens):.{DIGITS - 1}e}")
         values["optim"]["learning_rate"] = rate
     final = None if config.schedule.name == "constant" else config.schedule.final_learning_rate
     law = StepLaw(
-        parameters, tokens, length, multiple, sequences, words.rate, words.batch, rate, batch_tokens,
+        parameters, tokens, length, multiple, sequences, request.rate, request.batch, rate, batch_tokens,
         config.optim.name, final,
     )  # fmt: skip
     return values, law, []
 
 
-def _problems(words: LawWords, config: Config) -> list[Problem]:
-    if (words.rate is None and words.batch is None) or config.optim.takes_adamw_rates:
+def _problems(request: StepLawRequest, config: Config) -> list[Problem]:
+    if (request.rate is None and request.batch is None) or config.optim.takes_adamw_rates:
         return []
-    key = "optim.learning_rate" if words.rate is not None else "data.global_batch_size"
+    key = "optim.learning_rate" if request.rate is not None else "data.global_batch_size"
     text = f"is step_law, which is fitted on AdamW, and optim={config.optim.name} needs other rates. Give a number"
     muon = ", or optim.adjust_learning_rate=match_rms_adamw" if config.optim.name == "muon" else ""
     return [Problem(key, f"{text}{muon}.")]

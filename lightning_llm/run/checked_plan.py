@@ -7,22 +7,22 @@ from pathlib import Path
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.compose import read_composed
 from lightning_llm.config.from_file import read_file
-from lightning_llm.config.schema.strict import Reading, gather
+from lightning_llm.config.schema.strict import ParsedConfig, gather
 from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.checkpoints import disk_problems
-from lightning_llm.plan.resolve import Plan, Resolution
+from lightning_llm.plan.resolve import DerivedConfig, Plan
 from lightning_llm.run.launch.environment import adopt_world, rank_environment
 from lightning_llm.run.launch.local_ranks import is_started_again, with_auto_resume
 from lightning_llm.run.resume.branch import branch_problems, with_branch_resolved
 from lightning_llm.run.resume.weights import init_problems, unnamed_problems
 
 
-def read_arguments(arguments: argparse.Namespace) -> Reading:
+def read_arguments(arguments: argparse.Namespace) -> ParsedConfig:
     """Return the config given by --config, or by overrides and --config-dir. Raises ConfigError."""
     return read_words(arguments.overrides, arguments.config, arguments.config_dir)
 
 
-def read_words(overrides: Sequence[str], file: Path | None, config_dir: Path | None) -> Reading:
+def read_words(overrides: Sequence[str], file: Path | None, config_dir: Path | None) -> ParsedConfig:
     """Return the config of `file` (a run's config.yaml), or composed of the shipped groups and `config_dir`.
 
     Raises:
@@ -44,8 +44,8 @@ def checked_plan(arguments: argparse.Namespace, *, to_train: bool) -> Plan:
 
 
 def checked_resolution(
-    reading: Reading, *, to_train: bool, saves: bool = True, by_launcher: bool = False
-) -> Resolution:
+    reading: ParsedConfig, *, to_train: bool, saves: bool = True, by_launcher: bool = False
+) -> DerivedConfig:
     """Check a config and return it with everything derived from it. Raises ConfigError as `checked_plan` does.
 
     `saves`: whether checkpoints will be written, which need disk space. `by_launcher`: whether `launcher` decides where
@@ -53,18 +53,18 @@ def checked_resolution(
     """
     if to_train and (rank_environment() is not None or is_started_again()):
         config = adopt_world(reading.checked())
-        reading = Reading(with_auto_resume(config) if is_started_again() else config)
+        reading = ParsedConfig(with_auto_resume(config) if is_started_again() else config)
     reading = with_branch_resolved(reading)
     if reading.config is None:
         raise ConfigError(reading.problems)
     on_ray = by_launcher and rank_environment() is None and reading.config.launcher.name == "ray"
-    found = Resolution(reading.config, to_train=to_train and not on_ray)
+    found = DerivedConfig(reading.config, to_train=to_train and not on_ray)
     if problems := dict.fromkeys([*reading.problems, *problems_beyond(found, saves=saves)]):
         raise ConfigError(problems)
     return found
 
 
-def problems_beyond(found: Resolution, *, jobs: int = 1, saves: bool = True) -> list[Problem]:
+def problems_beyond(found: DerivedConfig, *, jobs: int = 1, saves: bool = True) -> list[Problem]:
     """Return the conflicts between the valid keys of a config, one of `jobs` that share a disk."""
     problems = config_problems(found)
     problems += gather([lambda: init_problems(found.config), lambda: branch_problems(found.config)])

@@ -11,7 +11,7 @@ from lightning_llm.config.overrides import typed_value
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.strict import gather
 from lightning_llm.config.sweep_space import read_sweep
-from lightning_llm.plan.resolve import Resolution, plan_of
+from lightning_llm.plan.resolve import DerivedConfig, plan_of
 from lightning_llm.plan.text.notes import notes
 from lightning_llm.run.checked_plan import problems_beyond
 from lightning_llm.run.launch.ray_cluster import in_sweep, ray_problems
@@ -57,7 +57,7 @@ def start(jobs: Sequence[Job], relay: Relay, phase: SearchPhase | None = None) -
     """Run `jobs`, one at least, where their launcher has them run; return how they came out. `phase`: of a search."""
     launcher = jobs[0].config.launcher
     here = launcher.name == "local"  # what Slurm's and Ray's machines are is not known on this one
-    plans = [Resolution(job.config, to_train=here).plan() for job in jobs]
+    plans = [DerivedConfig(job.config, to_train=here).plan() for job in jobs]
     lines = [line for plan in plans for line in notes(plan, to_train=True)]
     for line in dict.fromkeys(lines):
         print(line, flush=True)
@@ -87,7 +87,7 @@ def checked_jobs(
     problems = dict.fromkeys(problem for _, reading in read for problem in reading.problems)
     configs = [reading.config for _, reading in read if reading.config]
     for config in _one_of_each_kind(configs):
-        found = Resolution(config, to_train=to_train)
+        found = DerivedConfig(config, to_train=to_train)
         problems.update(dict.fromkeys(problems_beyond(found, jobs=len(read))))
     problems.update(dict.fromkeys(gather([lambda: _launcher_problems(configs, to_train)])))
     varied = {word.partition("=")[0] for words, _ in read for word in words}

@@ -67,14 +67,14 @@ def run_here(jobs: Sequence[Job], at_once: int, relay: Relay, progress: Progress
             each.result()
 
 
-def frozen_config(job: Job) -> Path:
+def job_config_file(job: Job) -> Path:
     """Return the file that a job's process reads its config from; the run's folder then holds it as config.yaml."""
     return job.folder.with_suffix(".yaml")
 
 
 def job_command(job: Job) -> tuple[list[str], Path]:
     """Write the job's frozen config; return the command that runs it, and the file, which can go once it has run."""
-    file = frozen_config(job)
+    file = job_config_file(job)
     file.parent.mkdir(parents=True, exist_ok=True)
     resume = job.config.resume or "auto"  # go on where an earlier start of the sweep failed or was stopped
     write_config(job.config.model_copy(update={"resume": resume}), file)

@@ -15,7 +15,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.run import LauncherConfig
 from lightning_llm.run.launch.relay import Relay
 from lightning_llm.sweep.job_locks import Outcome, allow_open_files, locked
-from lightning_llm.sweep.local import frozen_config, job_command
+from lightning_llm.sweep.local import job_command, job_config_file
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.tracking.files import mark_failed, write_json
 from lightning_llm.tracking.run_state import SETTLED, state_of
@@ -151,7 +151,7 @@ def _code_of_ended(job: Job, submitted: Any) -> int:
     code = _exit_code(submitted)
     if code and state_of(job.folder) == "running":  # on another machine: nobody else can tell yet
         mark_failed(job.folder, f"ended without a word: exit code {code}, {submitted.state} for Slurm")
-    for file in (_note_of(job), frozen_config(job)):
+    for file in (_note_of(job), job_config_file(job)):
         file.unlink(missing_ok=True)
     return code
 

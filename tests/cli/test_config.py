@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
@@ -19,6 +20,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.overrides import parse_overrides
 from lightning_llm.config.recipes import describe, group_names, option_files
+from lightning_llm.config.schema.optim import SCHEDULES, ScheduleConfig
 
 ROOT = Path(__file__).parents[2]
 PLACE = {"run": {"name", "dir"}, "recipe": True}
@@ -133,6 +135,21 @@ def test_groups(capsys):
     everything = printed(capsys, "--group").splitlines()
     assert [line[:-1] for line in everything if line[0] not in " *"] == group_names()
     assert json.loads(printed(capsys, "--group", "--json"))["parallel"]["chosen"] == "single"
+
+
+def test_a_group_shows_kinds_of_installed_packages(capsys, monkeypatch):
+    class RisingConfig(ScheduleConfig):
+        """A rate that only rises."""
+
+        name: Literal["rising"] = "rising"
+
+    assert "Has no file" not in printed(capsys, "--group", "schedule")
+    monkeypatch.setitem(SCHEDULES._kinds, "rising", RisingConfig)
+    last = printed(capsys, "--group", "schedule").splitlines()[-1]
+    assert last.split(maxsplit=1) == ["rising", "A rate that only rises. Has no file: set schedule.name=rising."]
+    shown = json.loads(printed(capsys, "--group", "schedule", "--json"))["schedule"]
+    assert shown["kinds_without_file"] == {"rising": "A rate that only rises."}
+    assert "rising" not in shown["values"]
 
 
 @pytest.mark.parametrize("group", group_names())

@@ -13,7 +13,7 @@ from lightning_llm.config.run_paths import run_path_problems, tracking_problems
 from lightning_llm.config.schema.aliases import ALIASES, KEY
 from lightning_llm.config.schema.declared_types import fields_at
 from lightning_llm.plan.check import config_problems
-from lightning_llm.plan.resolve import Resolution
+from lightning_llm.plan.resolve import DerivedConfig
 from tests.config.refusals import outputs, refused  # noqa: F401 - outputs is a fixture of every test
 
 
@@ -258,7 +258,7 @@ RATES = "+callbacks.rates={_target_: lightning.pytorch.callbacks.LearningRateMon
     ],
 )
 def test_what_early_stopping_waits_for_must_be_logged(words, said):
-    found = {problem.key: str(problem) for problem in config_problems(Resolution(compose_config(words)))}
+    found = {problem.key: str(problem) for problem in config_problems(DerivedConfig(compose_config(words)))}
     assert said in found["callbacks.stop.monitor"] if said else "callbacks.stop.monitor" not in found
 
 

@@ -19,7 +19,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.schema import Config
 from lightning_llm.config.sweep_space import compose_sweep
-from lightning_llm.plan.resolve import Resolution
+from lightning_llm.plan.resolve import DerivedConfig
 from lightning_llm.plan.text.report import plan_facts
 
 HERE = Path(__file__).parent
@@ -82,7 +82,7 @@ def recipes() -> list[str]:
 
 def plan_lines(override: str) -> list[str]:
     """Return the numbers, flags and names of a recipe's plan, one line "key value" each."""
-    facts = json.loads(json.dumps(plan_facts(Resolution(composed(override)).plan())))
+    facts = json.loads(json.dumps(plan_facts(DerivedConfig(composed(override)).plan())))
     if facts["hardware"]["name"] == "cpu":
         del facts["hardware"]  # this machine's memory
     return list(_facts(facts))

@@ -8,7 +8,7 @@ import pytest
 from lightning_llm.config.compose import compose_config
 from lightning_llm.parallel import cuda_environment
 from lightning_llm.parallel.cuda_environment import AGENT, ALLOCATOR, GLOO, NCCL, environment_line, set_missing, wanted
-from lightning_llm.plan.resolve import Resolution
+from lightning_llm.plan.resolve import DerivedConfig
 from lightning_llm.precision.native.capability import DEVICES
 
 
@@ -21,7 +21,7 @@ def environment(monkeypatch):
 
 
 def of(*words, device="sm_90"):
-    return wanted(Resolution(compose_config(list(words)), DEVICES[device]).plan())
+    return wanted(DerivedConfig(compose_config(list(words)), DEVICES[device]).plan())
 
 
 def test_variables_set_for_ranks():

@@ -6,7 +6,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash, differences_on_resume
 from lightning_llm.config.schema.migrations import migrate
 from lightning_llm.plan.attention_kernel import attention_kernel_problems
-from lightning_llm.plan.resolve import Resolution, plan_of
+from lightning_llm.plan.resolve import DerivedConfig, plan_of
 from lightning_llm.plan.text.report import plan_facts
 from lightning_llm.precision.native.capability import DEVICES
 
@@ -37,7 +37,7 @@ from lightning_llm.precision.native.capability import DEVICES
 )
 def test_what_cannot_be_had(words, device, said):
     config = compose_config([f"trainer.attention_kernel={words[0]}", *words[1:]])
-    problems = list(attention_kernel_problems(Resolution(config, DEVICES[device])))
+    problems = list(attention_kernel_problems(DerivedConfig(config, DEVICES[device])))
     assert len(problems) == (said is not None), problems
     if said is not None:
         assert said in problems[0].text

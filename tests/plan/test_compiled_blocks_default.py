@@ -11,7 +11,7 @@ from lightning_llm.compare.cost import SPEED_KEYS
 from lightning_llm.compare.runs.differences import ROUNDING, meaningful
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import differences_on_resume
-from lightning_llm.plan.resolve import Plan, Resolution, compile_note
+from lightning_llm.plan.resolve import DerivedConfig, Plan, compile_note
 from lightning_llm.plan.text.describe import layout_facts
 from lightning_llm.precision.native.capability import DEVICES
 from lightning_llm.run import opening
@@ -29,7 +29,7 @@ def run_of(config: dict[str, object], **summary: object) -> Run:
 
 
 def plan_of(*words: str, device=CPU) -> Plan:
-    return Resolution(compose_config(["model=llama_tiny", "run.name=run", *words]), device).plan()
+    return DerivedConfig(compose_config(["model=llama_tiny", "run.name=run", *words]), device).plan()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from lightning_llm.model.structure import linear_names
 from lightning_llm.plan import stages as stages_module
 from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.memory.units import units_of
-from lightning_llm.plan.resolve import Resolution, plan_of
+from lightning_llm.plan.resolve import DerivedConfig, plan_of
 from lightning_llm.plan.stages import split_layers
 from lightning_llm.plan.text.report import plan_facts, render
 
@@ -137,11 +137,11 @@ def test_masks_are_planned_where_the_model_makes_them(words, masks):
 def test_module_rules_go_by_the_layers_names():
     words = [SMALL, "model.layers=[attention, small]", "model.num_layers=4", "precision=mxfp8"]
     fits = config_of(*words, "precision.modules.casts=[{names: ['*.gate_proj'], high: true}]")
-    assert config_problems(Resolution(fits)) == []
+    assert config_problems(DerivedConfig(fits)) == []
     layers = plan_facts(plan_of(fits))["precision"]["module_casts"][0]["layers"]
     assert layers == []  # those that it quantises: none, they stay high
     misses = config_of(*words, "precision.modules.exclude=['layers.[13].*.gate_proj']")
-    assert [problem.key for problem in config_problems(Resolution(misses))] == ["precision.modules.exclude"]
+    assert [problem.key for problem in config_problems(DerivedConfig(misses))] == ["precision.modules.exclude"]
 
 
 @pytest.mark.parametrize(

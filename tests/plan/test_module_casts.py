@@ -12,7 +12,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema.precision import HIGH, slots_of
 from lightning_llm.plan.check import check_config
-from lightning_llm.plan.resolve import Resolution
+from lightning_llm.plan.resolve import DerivedConfig
 from lightning_llm.precision.native.capability import DEVICES
 from lightning_llm.precision.recipe.lint import lint
 
@@ -127,16 +127,16 @@ def test_blocks_that_ranks_would_cut_are_found_in_the_rules_layers_alone():
 def test_a_mix_is_native_only_where_every_part_is(folder):
     mixed, deepseek = (composed(folder, f"precision={name}") for name in ("mixed", "deepseek_like"))
     runs = {
-        name: {device: Resolution(config, DEVICES[device]).decision.runs for device in ("sm_90", "sm_100", "sm_120")}
+        name: {device: DerivedConfig(config, DEVICES[device]).decision.runs for device in ("sm_90", "sm_100", "sm_120")}
         for name, config in (("mixed", mixed), ("deepseek_like", deepseek))
     }
     assert runs["mixed"] == {"sm_90": "emulated", "sm_100": "native", "sm_120": "emulated"}
-    made = Resolution(mixed, DEVICES["sm_100"]).decision
+    made = DerivedConfig(mixed, DEVICES["sm_100"]).decision
     assert made.reason == "Transformer Engine 2.20.2, NVFP4BlockScaling and MXFP8BlockScaling"
     assert any(native.stochastic for native in made.natives)
     # Transformer Engine has one kind of scale for a layer's operands: o_proj's weight here has another than its input.
     assert set(runs["deepseek_like"].values()) == {"emulated"}
-    said = Resolution(deepseek, DEVICES["sm_90"]).decision.reason
+    said = DerivedConfig(deepseek, DEVICES["sm_90"]).decision.reason
     assert "precision.modules.casts.0.fprop.w is e4m3 128x128 fp32, and" in said
 
 

@@ -15,7 +15,7 @@ from lightning_llm.config.schema.run import Hardware
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.memory.units import units_of
-from lightning_llm.plan.resolve import Resolution, plan_of
+from lightning_llm.plan.resolve import DerivedConfig, plan_of
 from lightning_llm.plan.text.notes import notes
 from lightning_llm.plan.text.report import plan_facts, plan_line, render
 from lightning_llm.precision.native.capability import DEVICES, HARDWARE
@@ -192,7 +192,7 @@ def test_a_run_is_judged_by_the_device_it_starts_on(hardware):
     """And is not told to name another: that is for `plan`."""
     words = ["precision=mxfp8", "trainer.accelerator=cpu", "parallel=ddp", "world=2"]  # two machines of one rank
     config = compose_config([*words, f"hardware={hardware or 'null'}"])
-    found = Resolution(config, to_train=True)
+    found = DerivedConfig(config, to_train=True)
     assert found.decision.runs == "emulated"
     said = [line for line in notes(found.plan(), to_train=True) if "hardware" in line]
     expected = "note   hardware=b200 is for `plan`: casts run as this machine's device (cpu) allows"

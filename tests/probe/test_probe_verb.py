@@ -162,7 +162,7 @@ def test_paths_that_hold_nothing_to_probe(run_folder, tmp_path, capsys):
     for path, part in {
         tmp_path / "nowhere": "does not exist. Give a folder that `import` made",
         run_folder / "config.yaml": "is a file",
-        bare: "has no weights. Give a folder",
+        bare: "contains no weights. Give a folder",
         weightless: "contains no checkpoint",
         lost: "not in a run's folder",
     }.items():

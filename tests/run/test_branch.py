@@ -11,7 +11,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
-from lightning_llm.config.schema.strict import Reading
+from lightning_llm.config.schema.strict import ParsedConfig
 from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.data.mixing.addressing import SampleOrder
 from lightning_llm.run.resume.branch import first_step, with_branch_resolved
@@ -60,7 +60,7 @@ def test_a_branch_has_the_parent_run_s_config_and_its_overrides(trunk, tmp_path,
 
 def test_a_branch_with_other_data_keeps_the_parent_run_s_tokenizer_and_batches(trunk):
     words = [f"branch_from={step(trunk, 2)}", "data=python", "data.micro_batch_size=1"]
-    config = with_branch_resolved(Reading(compose_config(words))).checked()
+    config = with_branch_resolved(ParsedConfig(compose_config(words))).checked()
     was = load_config(trunk / "config.yaml", []).data
     assert list(config.data.sources) == ["code", "prose"]
     assert (config.data.sequence_length, config.data.global_batch_size) == (was.sequence_length, was.global_batch_size)
@@ -223,21 +223,21 @@ def test_a_changed_mix_continues_each_source_where_it_was_left(trunk):
     """Annealing on more of a source: no window that the trunk has seen comes again, and none is left out."""
     at, width = 3, 4
     words = [f"branch_from={step(trunk, at)}", "data.sources.jsonl.weight=0.5", "data.sources.other.weight=0.5"]
-    branch = with_branch_resolved(Reading(compose_config([*words, "trainer.max_steps=9"]))).checked()
+    branch = with_branch_resolved(ParsedConfig(compose_config([*words, "trainer.max_steps=9"]))).checked()
     was = load_config(trunk / "config.yaml", [])
     assert drawn(branch, at * width) == drawn(was, at * width)
     later = drawn(branch, 9 * width)
     assert {name: len(each) for name, each in later.items()} == {"jsonl": 12 + 12, "other": 12}
     whole = drawn(was, 24)["jsonl"]
     assert later["jsonl"] == whole  # the same windows in the same order, more slowly
-    again = with_branch_resolved(Reading(branch)).checked()
-    assert again == branch  # what is with_branch_resolved stays so
+    again = with_branch_resolved(ParsedConfig(branch)).checked()
+    assert again == branch  # a resolved branch stays the same
 
 
 def test_a_branch_of_a_branch_appends_its_phase(trunk, tmp_path):
     words = [f"branch_from={step(trunk, 2)}", "data.sources.other.weight=1.0", "data.sources.jsonl.weight=1.0"]
     first = with_branch_resolved(
-        Reading(compose_config([*words, f"run.root={tmp_path}", "run.experiment=x", "run.name=y"]))
+        ParsedConfig(compose_config([*words, f"run.root={tmp_path}", "run.experiment=x", "run.name=y"]))
     )
     assert main(["train", *words, f"run.root={tmp_path}", "run.experiment=x", "run.name=y"]) == 0
     run = tmp_path / "x" / "y"
@@ -253,7 +253,7 @@ def test_a_branch_of_a_branch_appends_its_phase(trunk, tmp_path):
     assert main(["train", *more, f"run.dir={tmp_path / 'z'}", f"run.root={tmp_path}", "trainer.max_steps=5"]) == 0
     roots = [summary_of(each)["branch"]["root_run_id"] for each in (run, tmp_path / "z")]
     assert roots == [summary_of(trunk)["run_id"]] * 2
-    second = with_branch_resolved(Reading(compose_config(more))).checked()
+    second = with_branch_resolved(ParsedConfig(compose_config(more))).checked()
     assert list(second.data.mixture.phases) == ["trunk", "from_step_2", "from_step_4"]
     assert drawn(second, 16) == drawn(made, 16)
 

@@ -12,7 +12,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.recipes import recipe_files
-from lightning_llm.plan.resolve import Resolution
+from lightning_llm.plan.resolve import DerivedConfig
 from lightning_llm.run.checked_plan import problems_beyond
 from lightning_llm.tracking.files import read_records, summary_of
 from tests.weight_folders import write_huggingface
@@ -112,8 +112,8 @@ def test_a_first_loss_far_above_that_of_equal_logits_is_noted(small_run, tmp_pat
 def test_a_config_from_python_without_its_weights_is_refused_as_well():
     config = compose_config(["recipe=cpt/swallow_8b"])
     assert config.model.init_from == "???"
-    assert not problems_beyond(Resolution(config))
-    problems = problems_beyond(Resolution(config, to_train=True), saves=False)
+    assert not problems_beyond(DerivedConfig(config))
+    problems = problems_beyond(DerivedConfig(config, to_train=True), saves=False)
     assert "model.init_from" in {each.key for each in problems}
     with pytest.raises(ConfigError, match=r"model\.init_from"):
         compose_config(["model=from_weights"])

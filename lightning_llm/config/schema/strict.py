@@ -23,7 +23,7 @@ Rule = Callable[[], Iterable[Problem]]
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParsedConfig:
     """Result of parsing: a complete `config`, or `problems` and the valid part of the config (None if too little)."""
 
     config: Config | None
@@ -42,7 +42,7 @@ def read_config(
     stand_ins: Iterable[str] = (),
     *,
     to_build: bool = True,
-) -> Reading:
+) -> ParsedConfig:
     """Return `values` as a `Config`, or their problems and the valid part.
 
     Problems are unknown keys (reported with the nearest known one), wrong types, values out of range, and arguments
@@ -80,7 +80,7 @@ def read_config(
     for name, node in callbacks.items():
         others = [other for other, each in callbacks.items() if isinstance(each, dict) and "_target_" in each]
         problems += check_target(f"callbacks.{name}", node, others)
-    return Reading(sound_part(rest, paths) if config is None or paths else config, tuple(problems))
+    return ParsedConfig(sound_part(rest, paths) if config is None or paths else config, tuple(problems))
 
 
 def gather(rules: Iterable[Rule]) -> list[Problem]:

@@ -9,7 +9,7 @@ from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.accounting import OURS, Accounting
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
-from lightning_llm.plan.resolve import Plan, Resolution
+from lightning_llm.plan.resolve import DerivedConfig, Plan
 
 RESERVE = 0.05
 """Fraction of device memory that a proposed change leaves free, for CUDA's context and memory that is not counted."""
@@ -108,10 +108,10 @@ def _first_that_fits(
 ) -> dict[str, Any] | None:
     for overrides in several:
         config = _changed(plan.config, overrides)
-        found = Resolution(config, plan.capability)
-        if config_problems(found):
+        derived = DerivedConfig(config, plan.capability)
+        if config_problems(derived):
             continue
-        needed = memory_bytes(found.plan(), accounting)["total"]
+        needed = memory_bytes(derived.plan(), accounting)["total"]
         if needed <= (1 - RESERVE) * memory:
             words = [f"{key}={'null' if value is None else value}" for key, value in overrides.items()]
             return {"overrides": words, "memory_bytes": needed}

@@ -13,7 +13,7 @@ from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.divisibility import SHARD_AXES
 from lightning_llm.plan.memory.activations import code_bits
 from lightning_llm.plan.memory.units import Units, shard_ranks, uses_fsdp
-from lightning_llm.plan.resolve import Plan, Resolution
+from lightning_llm.plan.resolve import DerivedConfig, Plan
 from lightning_llm.plan.stages import StagePart, layers_of, units_at
 from lightning_llm.precision.linear.weight_rules import (
     WEIGHT_SLOTS,
@@ -67,16 +67,16 @@ def _why_not_here(config: Config, degrees: Degrees, native: bool) -> str | None:
     return None
 
 
-def weight_cast_problems(found: Resolution) -> list[Problem]:
+def weight_cast_problems(derived: DerivedConfig) -> list[Problem]:
     """Return why `precision.keep_weight_casts=true` is not possible: because of layout, casts, or kernels."""
-    config, recipe = found.config, found.config.precision
+    config, recipe = derived.config, derived.config.precision
     if not recipe.keep_weight_casts:
         return []
     layers = layers_of_casts(linear_names(config.model), recipe, config.model.num_layers)
     sets = {key: casts for key, casts in recipe.cast_sets().items() if layers[key]}
     modes = {config.parallel.checkpointing_of(index) for index in range(config.model.num_layers)}
     rotated = modes != {"selective"}
-    native = recipe.quantises and found.decision.runs == "native"
+    native = recipe.quantises and derived.decision.runs == "native"
     texts = []
     if not any(casts[slot].quantises for casts in sets.values() for slot in WEIGHT_SLOTS):
         texts.append("the recipe casts no weights. Use e.g. precision=fp8_current, or set null or false")
@@ -89,7 +89,7 @@ def weight_cast_problems(found: Resolution) -> list[Problem]:
             "Transformer Engine's kernels keep both casts of a weight or none, and none with delayed scales, because "
             "they measure the amax while casting. Set null or false, or precision.backend=emulated"
         )
-    if (reason := _why_not_here(config, found.likely_degrees, native)) is not None:
+    if (reason := _why_not_here(config, derived.likely_degrees, native)) is not None:
         texts.append(reason)
     return [Problem(KEY, f"is true, and {text}.") for text in texts]
 
@@ -135,9 +135,9 @@ def _bytes_of(plan: Plan, index: int, linear: LinearSpec) -> int:
 GATHER_KEY = "precision.parameter_gather"
 
 
-def parameter_gather_problems(found: Resolution) -> list[Problem]:
+def parameter_gather_problems(derived: DerivedConfig) -> list[Problem]:
     """Return why `precision.parameter_gather=quantised` is not possible: because of layout, casts, or kernels."""
-    config, recipe = found.config, found.config.precision
+    config, recipe = derived.config, derived.config.precision
     if recipe.parameter_gather == "high":
         return []
     texts = []
@@ -153,7 +153,7 @@ def parameter_gather_problems(found: Resolution) -> list[Problem]:
         if (reason := why_not_codes(casts)) is not None:
             where = f"{key}." if key else ""
             texts.append(f"is quantised, and precision.{where}{reason}. Set high, or use one scale per tensor")
-    if cast and found.decision.runs == "native":
+    if cast and derived.decision.runs == "native":
         text = "is quantised, and Transformer Engine casts weights itself, from compute_dtype"
         texts.append(f"{text}. Set high, or precision.backend=emulated")
     return [Problem(GATHER_KEY, f"{text}.") for text in texts]

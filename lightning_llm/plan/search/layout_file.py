@@ -17,7 +17,7 @@ from lightning_llm.config.recipes import option_files
 from lightning_llm.config.schema.run import ParallelConfig
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.search.pricing import Priced
-from lightning_llm.plan.search.report import layout_words
+from lightning_llm.plan.search.report import layout_name
 
 GROUP = "parallel"
 NAME = re.compile(r"[\w-]{1,100}")
@@ -65,7 +65,7 @@ def layout_text(name: str, priced: Priced, planner: str, overrides: list[str]) -
     if cluster is None or priced.time is None:
         raise ValueError("the layout has no time")
     comment = [
-        f"{layout_words(priced)}: found by `plan --search --planner {planner}`",
+        f"{layout_name(priced)}: found by `plan --search --planner {planner}`",
         f"for {config.model.name}, {config.data.global_batch_size} sequences of {config.data.sequence_length} tokens a "
         f"step, {config.precision.name}, on {priced.plan.degrees.world} ranks of {cluster.name}.",
         f"Planned: {priced.seconds:.4g} s a step at best, MFU {priced.time.mfu:.1%} of "

@@ -16,7 +16,7 @@ from lightning_llm.plan.check import layout_rule_problems
 from lightning_llm.plan.memory.activations import block_bytes
 from lightning_llm.plan.memory.fit import RESERVE, device_memory_bytes
 from lightning_llm.plan.memory.rank_bytes import ALLOCATOR_RESERVE, held_throughout, peak_memory
-from lightning_llm.plan.resolve import Plan, Resolution
+from lightning_llm.plan.resolve import DerivedConfig, Plan
 from lightning_llm.plan.search.space import Choice, Space
 from lightning_llm.plan.stages import StagePart, chunks_in_flight, split_layers
 from lightning_llm.plan.time.operations import Passes
@@ -90,7 +90,7 @@ class Bounds:
         """Return the bytes that the first rank has in all passes, except those that depend on micro-batches."""
         alike = choice._replace(activation_checkpoint="none", micro_batch_size=1, schedule="")
         if alike not in self._held:
-            plan = Resolution(self.space.config_of(choice), self.capability).plan()
+            plan = DerivedConfig(self.space.config_of(choice), self.capability).plan()
             persistent, throughout = held_throughout(plan, self.parts(choice)[:: choice.pp])
             buffers = sum(size for kind, size in throughout.items() if kind not in OF_MICRO_BATCHES)
             self._held[alike] = sum(persistent.values()) + int(self.reserve * buffers)
@@ -121,7 +121,7 @@ class Bounds:
         return self._blocks[key]
 
     def _table(self, config: Config, timed: bool) -> Blocks:
-        plan = Resolution(config, self.capability).plan()
+        plan = DerivedConfig(config, self.capability).plan()
         layers = range(config.model.num_layers)
         if not timed:
             every = [block_bytes(plan, index) for index in layers]
@@ -182,7 +182,7 @@ class Pricer:
         """Number of layouts `priced` and `timed`."""
         self._no_time: dict[Hashable, str | None] = {}
         first = next(iter(space.choices()), None)
-        self._capability = Resolution(space.config).capability
+        self._capability = DerivedConfig(space.config).capability
         self.bounds = Bounds(space, cluster, self._capability)
         self._resolved = None if first is None else self._resolution(space.config_of(first))
 
@@ -224,5 +224,5 @@ class Pricer:
         self.counts["timed"] += 1
         return replace(priced, time=StepTimer(priced.plan, self.cluster).time)
 
-    def _resolution(self, config: Config) -> Resolution:
-        return Resolution(config, self._capability)
+    def _resolution(self, config: Config) -> DerivedConfig:
+        return DerivedConfig(config, self._capability)

@@ -63,7 +63,7 @@ def search_facts(found: SearchResult, pricer: Pricer, planner: str) -> dict[str,
                 "rank": rank,
                 "seconds": priced.seconds,
                 "memory_bytes": priced.memory_bytes,
-                "layout": layout_words(priced),
+                "layout": layout_name(priced),
             }
             for rank, priced in enumerate(found.fitting, 1)
             if id(priced) in front
@@ -75,7 +75,7 @@ def search_facts(found: SearchResult, pricer: Pricer, planner: str) -> dict[str,
 def _facts(priced: Priced, pricer: Pricer) -> dict[str, Any]:
     time = priced.time
     return {
-        "layout": layout_words(priced),
+        "layout": layout_name(priced),
         "overrides": overrides_of(priced),
         "no_time": None if time else no_time(priced.plan, pricer.cluster),
         "seconds": time and time.total,
@@ -103,7 +103,7 @@ def _missing(priced: Priced, pricer: Pricer) -> dict[str, Any]:
     change = hardware_facts(priced.plan)["change"]
     lacking = priced.memory_bytes - (pricer.limit_bytes or 0)
     return {
-        "layout": layout_words(priced), "overrides": overrides_of(priced), "memory_bytes": priced.memory_bytes,
+        "layout": layout_name(priced), "overrides": overrides_of(priced), "memory_bytes": priced.memory_bytes,
         "missing_bytes": lacking, "change": change,
     }  # fmt: skip
 
@@ -186,7 +186,7 @@ def _table(layouts: list[dict[str, Any]]) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def layout_words(priced: Priced) -> str:
+def layout_name(priced: Priced) -> str:
     """Return a short name of a layout, e.g. "tp 8, pp 4 x 2, dp 8, ZeRO-2, no recomputation, micro-batch 1"."""
     choice = priced.choice
     words = [f"{axis} {size}" for axis in ("tp", "cp") if (size := getattr(choice, axis)) > 1]
@@ -196,10 +196,10 @@ def layout_words(priced: Priced) -> str:
     if (dp := choice.dp_replicate * choice.dp_shard) > 1 or not words:
         words.append(f"dp {choice.dp_replicate} x {choice.dp_shard}" if 1 < choice.dp_shard < dp else f"dp {dp}")
     words += [f"ZeRO-{choice.zero_stage}"] if choice.zero_stage else []
-    return ", ".join([*words, checkpointing_words(priced), f"micro-batch {choice.micro_batch_size}"])
+    return ", ".join([*words, checkpointing_name(priced), f"micro-batch {choice.micro_batch_size}"])
 
 
-def checkpointing_words(priced: Priced) -> str:
+def checkpointing_name(priced: Priced) -> str:
     """Return the recomputation of blocks, e.g. "selective recomputation" or "24 full + 8 none"."""
     modes = priced.plan.config.parallel.activation_checkpoint_layers
     if modes is None:
@@ -267,7 +267,7 @@ def draw_front(layouts: Sequence[Priced], limit_bytes: int | None, title: str, p
     for number, priced in enumerate(front[:LABELLED], 1):
         place = priced.memory_bytes / GIB, priced.seconds
         axes.annotate(str(number), place, xytext=(5, 4), textcoords="offset points", fontsize=8)
-    words = [f"{number}  {layout_words(priced)}" for number, priced in enumerate(front[:LABELLED], 1)]
+    words = [f"{number}  {layout_name(priced)}" for number, priced in enumerate(front[:LABELLED], 1)]
     axes.text(1.01, 1.0, "\n".join(words), transform=axes.transAxes, va="top", fontsize=8)
     if limit_bytes is not None and max(priced.memory_bytes for priced in layouts) > limit_bytes * NEAR:
         axes.axvline(limit_bytes / GIB, color="C3", linestyle="--", label=f"limit, {limit_bytes / GIB:.1f} GiB")

@@ -21,7 +21,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import open_config_dir
 from lightning_llm.config.yaml_file import in_memory
 from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted
-from lightning_llm.plan.resolve import Resolution
+from lightning_llm.plan.resolve import DerivedConfig
 from lightning_llm.run.launch.local_ranks import SAVE_SECONDS, passed_on
 from lightning_llm.run.launch.torch_agent import Node, launch_ranks
 
@@ -52,7 +52,7 @@ def main() -> int:
     try:
         config = _read(task)
         set_allocator()
-        set_missing(wanted(Resolution(config, to_train=True).plan()))
+        set_missing(wanted(DerivedConfig(config, to_train=True).plan()))
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: on {platform.node()}: {redacted(str(problem))}", file=sys.stderr)

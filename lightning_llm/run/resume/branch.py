@@ -16,7 +16,7 @@ from lightning_llm.config.branching import EXPECTED, KEY, changed_keys
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import BrokenKeyError
-from lightning_llm.config.schema.strict import Reading
+from lightning_llm.config.schema.strict import ParsedConfig
 from lightning_llm.config.weight_folders import TOKENIZER, run_of
 from lightning_llm.data.mixing.phases import PhasedMixture, WeightPhase
 from lightning_llm.data.tokens.tokenizer import tokenizer_file
@@ -40,20 +40,20 @@ WEIGHTS_ALONE = "Set it back, or use model.init_from, which loads only the weigh
 _looked: dict[tuple[Path, int], list[Damage]] = {}
 
 
-def with_branch_resolved(reading: Reading) -> Reading:
+def with_branch_resolved(reading: ParsedConfig) -> ParsedConfig:
     """Return the config with its branch resolved, or with the parent run's problems; other configs are unchanged."""
     config = reading.config
     try:
         if config is None or config.branch_from is None:
             return reading
-        return Reading(_settled(config), reading.problems)
+        return ParsedConfig(_branch_resolved(config), reading.problems)
     except ConfigError as error:
-        return Reading(config, (*reading.problems, *error.problems))
+        return ParsedConfig(config, (*reading.problems, *error.problems))
     except BrokenKeyError:  # an invalid key, already reported
         return reading
 
 
-def _settled(config: Config) -> Config:
+def _branch_resolved(config: Config) -> Config:
     """Return `config` with `branch_from` set to one checkpoint: where the run in its folder began, if it resumes.
 
     Raises:

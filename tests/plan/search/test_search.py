@@ -13,7 +13,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
-from lightning_llm.plan.resolve import Resolution, plan_of
+from lightning_llm.plan.resolve import DerivedConfig, plan_of
 from lightning_llm.plan.search.pricing import Pricer
 from lightning_llm.plan.search.search import SearchResult, pareto_front, search
 from lightning_llm.plan.search.space import Space, divisors, typed_values
@@ -51,7 +51,7 @@ def every_layout(config: Config, world: int):
                 "data": config.data.model_copy(update={"micro_batch_size": size}),
             }
         )
-        if not config_problems(Resolution(made)):
+        if not config_problems(DerivedConfig(made)):
             yield made
 
 

@@ -6,7 +6,7 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig, PhaseConfig, slots_of
 from lightning_llm.plan.check import check_config
-from lightning_llm.plan.resolve import Resolution, plan_of
+from lightning_llm.plan.resolve import DerivedConfig, plan_of
 from lightning_llm.plan.text.describe import matrix_rows
 from lightning_llm.precision.native import capability
 from lightning_llm.precision.native import transformer_engine as te
@@ -128,7 +128,7 @@ def test_all_reasons_against_native_are_reported_at_once_with_numbers():
     words = ["precision=fp8_subchannel", "precision.backend=native", "model.hidden_size=200", "model.num_heads=4"]
     config = compose_config([*words, "model.num_kv_heads=2", "model.ffn_hidden_size=640"])
     here = Capability("sm_86", (8, 6), (12, 6), "2.14.0", library_problem="Transformer Engine 2.14.0 is installed")
-    decision = Resolution(config, here).decision
+    decision = DerivedConfig(config, here).decision
     assert decision.runs == "refused"
     said = "\n".join(map(str, decision.refusals()))
     for part in (
@@ -143,8 +143,8 @@ def test_all_reasons_against_native_are_reported_at_once_with_numbers():
     assert "640" not in said
     assert decision.refusals() == list(dict.fromkeys(decision.refusals()))
     automatic = config.model_copy(update={"precision": config.precision.model_copy(update={"backend": "auto"})})
-    assert Resolution(automatic, here).decision.runs == "emulated"
-    assert Resolution(automatic, here).decision.refusals() == []
+    assert DerivedConfig(automatic, here).decision.runs == "emulated"
+    assert DerivedConfig(automatic, here).decision.refusals() == []
 
 
 SCOPES = [
@@ -167,15 +167,15 @@ def test_parts_of_tensors_are_cast_natively_where_that_is_the_cast_of_the_whole(
     """Scales of blocks, which no layout splits, and delayed ones, with amaxes merged over ranks; or scales of parts."""
     for axis in ("tp", "cp"):
         words = [f"precision={recipe}", f"parallel.{axis}=2", "model=llama_1b", *more]
-        decision = Resolution(compose_config(words), DEVICES[device]).decision
+        decision = DerivedConfig(compose_config(words), DEVICES[device]).decision
         assert decision.runs == ("native" if said is None else "emulated")
         assert said is None or (f"parallel.{axis} is 2, and" in decision.reason and said in decision.reason)
 
 
 def test_a_ranks_part_of_a_size_must_fit_the_kernels_too():
     words = ["precision=fp8_delayed", "model.ffn_hidden_size=1040"]
-    assert Resolution(compose_config(words), HOPPER).decision.runs == "native"
-    decision = Resolution(compose_config([*words, "parallel.tp=2"]), HOPPER).decision
+    assert DerivedConfig(compose_config(words), HOPPER).decision.runs == "native"
+    decision = DerivedConfig(compose_config([*words, "parallel.tp=2"]), HOPPER).decision
     parts = "model.ffn_hidden_size / tp=2", "520", "multiple of 16", "Float8Quantizer"
     assert missing(decision.reason, *parts) == []
 
@@ -190,14 +190,14 @@ def test_an_axis_that_cuts_is_named_with_its_degree():
         (["parallel.tp=null", "world=1"], []),
     ):
         config = compose_config(["precision=fp8_current", "precision.backend=native", *words])
-        refusals = [str(each) for each in Resolution(config, HOPPER).decision.refusals()]
+        refusals = [str(each) for each in DerivedConfig(config, HOPPER).decision.refusals()]
         assert [text[: len(start)] for text, start in zip(refusals, said, strict=True)] == said
         assert all("see a rank's part: 1 is needed; so precision.backend=native" in text for text in refusals)
 
 
 def test_sizes_are_named_by_their_keys_with_all_numbers():
     words = ["precision=fp8_current", "model.hidden_size=96", "model.num_heads=4", "model.num_kv_heads=1"]
-    said = Resolution(compose_config(words), HOPPER).decision.reason
+    said = DerivedConfig(compose_config(words), HOPPER).decision.reason
     parts = "model.num_kv_heads=1 x head_dim=24", "24", "multiple of 16", "Float8CurrentScaling"
     assert missing(said, *parts) == []
     config = compose_config([*words[1:], "precision=mxfp4_sr", "data.sequence_length=64"])
@@ -279,10 +279,10 @@ def test_only_a_recipe_that_quantises_asks_for_the_library(monkeypatch):
     monkeypatch.setattr(te, "import_problem", lambda: asked.append("imported"))
     capability_here.cache_clear()
     for name in ("bf16", "fp16", "fp32"):
-        assert Resolution(compose_config([f"precision={name}"])).decision.runs == "native"
+        assert DerivedConfig(compose_config([f"precision={name}"])).decision.runs == "native"
     assert asked == []
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    assert Resolution(compose_config(["precision=fp8_current"])).decision.runs == "native"
+    assert DerivedConfig(compose_config(["precision=fp8_current"])).decision.runs == "native"
     assert asked == ["imported"]
     capability_here.cache_clear()
 
@@ -302,16 +302,16 @@ def test_a_library_that_cannot_be_imported_is_a_reason_not_a_traceback(error, mo
 def test_random_bits_drawn_in_a_backward_pass_do_not_go_with_a_pipeline(layout, devices):
     """One generator is seeded before a forward pass; between it and its backward pass a stage runs others'."""
     place = [f"parallel={layout}", f"trainer.devices={devices}", "model.head_dim=64"]
-    drawn = Resolution(compose_config(["recipe=quickstart", "precision=nvfp4", *place]), DEVICES["sm_100"]).decision
+    drawn = DerivedConfig(compose_config(["recipe=quickstart", "precision=nvfp4", *place]), DEVICES["sm_100"]).decision
     assert drawn.runs == "emulated"
     assert [problem.key for problem in drawn.problems] == ["parallel.pp"]
     assert "stochastic rounding" in drawn.reason
     even = ["precision.dgrad.dy.rounding=even", "precision.wgrad.dy.rounding=even"]
     even += ["precision.dgrad.dy.noise_bits=20", "precision.wgrad.dy.noise_bits=20"]
     for words in (["precision=mxfp8", *place], ["precision=nvfp4", *even, *place]):
-        assert Resolution(compose_config(["recipe=quickstart", *words]), DEVICES["sm_100"]).decision.runs == "native"
+        assert DerivedConfig(compose_config(["recipe=quickstart", *words]), DEVICES["sm_100"]).decision.runs == "native"
     alone = compose_config(["recipe=quickstart", "precision=nvfp4", "parallel=pp", "trainer.devices=1"])
-    assert Resolution(alone, DEVICES["sm_100"]).decision.runs == "native"
+    assert DerivedConfig(alone, DEVICES["sm_100"]).decision.runs == "native"
 
 
 def test_a_bias_changes_nothing_and_a_mixers_own_sizes_count():
