@@ -14,7 +14,7 @@ from tests.config.refusals import outputs, refused  # noqa: F401 - outputs is a 
 BINARY = bytes(range(128, 256)) * 3
 
 
-def test_a_config_dir_that_nobody_would_read(capsys, tmp_path):
+def test_config_dirs_with_unread_files_are_refused(capsys, tmp_path):
     folder = tmp_path / "my"
     (folder / "recipe").mkdir(parents=True)
     (folder / "recipe" / "mine.yml").write_text("seed: 1\n")
@@ -54,7 +54,7 @@ FILES = {
     "no_list": ("defaults: 3\n", "`defaults` must be a list"),
     "number": ("defaults:\n  - 3\n", "`defaults` has `3`"),
     "launcher": ("defaults:\n  - override /hydra/launcher: submitit\n", "Use launcher=local, slurm or ray"),
-    "hydra": ("hydra:\n  run:\n    dir: x\n", "hydra.run.dir: is Hydra's own"),
+    "hydra": ("hydra:\n  run:\n    dir: x\n", "hydra.run.dir: is a setting of Hydra"),
     "hydra_text": ("hydra: x\n", "`hydra` must be a mapping"),
 }
 
@@ -62,7 +62,7 @@ FILES = {
 COMPOSED = {
     "group": (
         "model: llama_tiny\n",
-        "model: is 'llama_tiny', and must be a mapping. A recipe",
+        "model: is 'llama_tiny': must be a mapping. A preset",
     ),
     "no_override": ("defaults:\n  - precision: mxfp8\n", "write `- override /precision: mxfp8`"),
     "list": FILES["list"],
@@ -76,7 +76,7 @@ COMPOSED = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_that_hold_something_else(name, tmp_path):
+def test_invalid_files_are_refused(name, tmp_path):
     content, said = FILES[name]
     file = tmp_path / "recipe" / f"{name}.yaml"
     file.parent.mkdir()
@@ -96,7 +96,7 @@ def test_recipes_of_ones_own(name, capsys, tmp_path):
     assert said in refused(capsys, tmp_path, "config", "--config-dir", tmp_path, f"recipe={name}")
 
 
-def test_things_that_are_no_files(capsys, tmp_path):
+def test_paths_that_are_not_files_are_refused(capsys, tmp_path):
     folder = tmp_path / "recipe"
     folder.mkdir()
     (folder / "folder.yaml").mkdir()
@@ -119,7 +119,7 @@ def test_things_that_are_no_files(capsys, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_the_right_to_read_it(capsys, tmp_path):
+def test_unreadable_files_are_refused(capsys, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("seed: 1\n")
     file.chmod(0)

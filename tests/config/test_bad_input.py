@@ -34,7 +34,7 @@ NO_OVERRIDES = {
     "–m": "EN DASH",
     "model@precision=llama_tiny": "moves the group to precision",
     "hydra.run.dir=x": "hydra.run.dir: is a setting of Hydra that is not used here. Use run.dir=",
-    "hydra.verbose=true": "hydra.verbose: is Hydra's own",
+    "hydra.verbose=true": "hydra.verbose: is a setting of Hydra",
     "hydra/launcher=basic": "hydra/launcher: is a setting of Hydra that is not used here. Use launcher=",
     "trainer.max_steps='5": "Quote a value with such characters",
 }
@@ -57,7 +57,7 @@ WRONG_VALUES = {
 
 
 @pytest.mark.parametrize("said", [NO_OVERRIDES, WRONG_VALUES], ids=["no_overrides", "wrong_values"])
-def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
+def test_every_invalid_override_has_a_line(said, capsys, tmp_path):
     told = refused(capsys, tmp_path, "plan", "--", *said)
     assert [text for text in said.values() if text not in told] == []
     assert told.startswith(f"error: {len(said)} problems")
@@ -73,7 +73,7 @@ def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
         (["optim.name=lion"], "optim.name: there is no optimizer 'lion'. Known here: adamw, adamw8bit, muon."),
         (
             ["optim=adamw", "optim.nesterov=true"],
-            "optimizer 'adamw'. It is a key of optim.name='muon'. Set that, or drop the key (~optim.nesterov where",
+            "optimizer 'adamw'. It is a key of optim.name='muon'. Set that, or remove the key (~optim.nesterov if",
         ),
         (["optim.kind=lion"], "optim.kind: unknown key. The optimizer is optim.name: adamw, adamw8bit, muon."),
         (["schedule.type=wsd"], "schedule.type: unknown key. The schedule is schedule.name: constant, cosine, wsd."),
@@ -95,7 +95,7 @@ def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
         (["precision.phases=[5]"], "phases.0: is 5, must be a mapping with keys of these: start, end, fprop,"),
         (["precision.phases=5"], "precision.phases: is 5, must be a list of mappings."),
         (["model.layers={a:1}"], "model.layers: must be a list, and is a mapping."),
-        (["model.layers=[]"], "model.layers: must hold at least 1 item."),
+        (["model.layers=[]"], "model.layers: must have at least 1 item."),
         (["model.layers=[5]"], "error: 1 problem"),
         (
             ["data.sources.mine.path=/x"],
@@ -146,12 +146,12 @@ def test_words(words, said, capsys, tmp_path):
         (".", "leads out of run.root"),
         ("", "is empty"),
         (" ", "is empty"),
-        ("a\nb", "is not for a name"),
-        ("a\x1b[31m", "is not for a name"),
-        ("\udcff", "is not for a name"),
+        ("a\nb", "is not allowed"),
+        ("a\x1b[31m", "is not allowed"),
+        ("\udcff", "is not allowed"),
     ],
 )
-def test_names_that_make_no_folder(name, said, config):
+def test_invalid_run_names_are_refused(name, said, config):
     for key in ("experiment", "name"):
         parts = {"experiment": "e", "name": "n", key: name}
         run = config.run.model_copy(update={**parts, "dir": f"{config.run.root}/{parts['experiment']}/{parts['name']}"})
@@ -171,9 +171,9 @@ def test_names_that_make_no_folder(name, said, config):
         ("htp://x", "Did you mean 'http'?"),
         ("http://", "names no database or server"),
         ("sqlite:///", "names no database or server"),
-        ("/tmp/mlruns", "is no address"),
+        ("/tmp/mlruns", "not a URI"),
         ("foo://me:hunter2@h/x", "MLflow has no foo://"),
-        ("localhost:5000", "is no address"),
+        ("localhost:5000", "not a URI"),
         ("sqlite:////tmp/a b.db", None),
         ("postgresql+psycopg2://me:hunter2@h:5432/db", None),
         ("https://me:hunter2@h", None),
@@ -215,7 +215,7 @@ def test_without_a_verb_it_lists_them(capsys):
     assert all(f"\n    {verb}" in err for verb in VERBS)
 
 
-def test_what_other_trainers_call_it(capsys, tmp_path):
+def test_keys_of_other_trainers_get_a_hint(capsys, tmp_path):
     """Every word of the table leads to a key that is there, or says what does the same; none is a key of its group."""
     for alias, ours in ALIASES.items():
         if KEY.fullmatch(ours):
@@ -257,7 +257,7 @@ RATES = "+callbacks.rates={_target_: lightning.pytorch.callbacks.LearningRateMon
         ([STOPPING % "mine", "+callbacks.own={_target_: tests.own_callbacks.Remembers}"], None),
     ],
 )
-def test_what_early_stopping_waits_for_must_be_logged(words, said):
+def test_early_stopping_must_monitor_a_logged_metric(words, said):
     found = {problem.key: str(problem) for problem in config_problems(DerivedConfig(compose_config(words)))}
     assert said in found["callbacks.stop.monitor"] if said else "callbacks.stop.monitor" not in found
 
@@ -283,7 +283,7 @@ def test_all_problems_come_in_one_list(capsys, tmp_path):
     }  # fmt: skip
 
 
-def test_rules_do_not_speak_of_what_was_not_asked_for(capsys, tmp_path):
+def test_a_problem_causes_no_follow_up_problems(capsys, tmp_path):
     # data=jsonl has no path, which is all that is wrong: nothing is said of the weights and caches of its sources.
     assert refused(capsys, tmp_path, "plan", "data=jsonl").startswith("error: 1 problem")
     # The default layout fits two devices, the one that was meant is not known.

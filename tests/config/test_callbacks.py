@@ -14,13 +14,13 @@ REFUSED = {
     f"{LIGHTNING}.GradientAccumulationScheduler": "data.global_batch_size",
     f"{LIGHTNING}.TQDMProgressBar": "callbacks.progress",
     f"{LIGHTNING}.StochasticWeightAveraging": "EMAWeightAveraging",
-    f"{LIGHTNING}.BackboneFinetuning": "every parameter trains",
+    f"{LIGHTNING}.BackboneFinetuning": "every parameter is trained",
     "tests.own_callbacks.Bars": "Bars (a TQDMProgressBar) conflicts with this trainer: callbacks.progress",
     "subprocess.Popen": "must be a class derived from lightning.pytorch.Callback",
     "lightning_llm.callbacks.throughput.FetchClock": "must be a class derived from lightning.pytorch.Callback",
-    "pytorch_lightning.callbacks.Timer": "Take lightning.pytorch",
-    "os.system": "there is no class 'system' in os",
-    "builtins.eval": "there is no class 'eval' in builtins",
+    "pytorch_lightning.callbacks.Timer": "Use lightning.pytorch",
+    "os.system": "there is no class 'system' in the source of os",
+    "builtins.eval": "there is no class 'eval' in the source of builtins",
     f"{LIGHTNING}.EarlyStoping": "Did you mean 'EarlyStopping'?",
     "no_such_package.Callback": "--config-dir",
     "config_dir.callbacks.mine.Mine": "give --config-dir DIR",
@@ -29,7 +29,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("target", REFUSED)
-def test_what_may_not_be_named_is_refused_with_what_to_do(target):
+def test_forbidden_callbacks_are_refused_with_a_remedy(target):
     (problem,) = check_target("callbacks.x", {"_target_": target})
     assert problem.key == "callbacks.x._target_"
     assert REFUSED[target] in problem.text
@@ -76,7 +76,7 @@ def test_every_verb_refuses_a_program_and_does_not_run_it(tmp_path, small_run, c
     assert not mark.exists()
 
 
-def test_what_a_constructor_refuses_is_said_with_its_key(tmp_path, small_run, capsys):
+def test_errors_of_a_callbacks_constructor_are_reported_with_its_key(tmp_path, small_run, capsys):
     stop = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val_loss, mode: least}"
     assert main(["train", *small_run(tmp_path, stop)]) == 2
     assert "callbacks.stop: lightning.pytorch.callbacks.EarlyStopping cannot be made" in capsys.readouterr().err
@@ -91,7 +91,7 @@ def test_what_a_constructor_refuses_is_said_with_its_key(tmp_path, small_run, ca
         ("max_epochs", "max_steps"),
     ],
 )
-def test_a_key_of_lightnings_trainer_leads_to_ours(key, ours, tmp_path, small_run, capsys):
+def test_a_key_of_lightnings_trainer_gets_a_hint(key, ours, tmp_path, small_run, capsys):
     assert main(["plan", *small_run(tmp_path, f"trainer.{key}=2")]) == 2
     said = capsys.readouterr().err
     assert f"trainer.{key}: is an argument of Lightning's Trainer. Use " in said

@@ -51,7 +51,7 @@ def test_every_file_of_every_group_composes(chosen):
     assert named == {group: name for group, name in chosen.items() if group != "callbacks"}
 
 
-def test_a_file_that_is_built_on_another_has_a_name_of_its_own(tmp_path):
+def test_a_file_that_extends_another_has_its_own_name(tmp_path):
     files = {
         "precision/mine": "defaults: [mxfp8]\nfprop: {x: {rounding: stochastic}}\n",
         "precision/deep/er": "defaults: [mxfp8, _self_]\n",
@@ -84,13 +84,13 @@ SWALLOW = ["recipe=cpt/swallow_70b", "model.init_from=null", "data.tokenizer.kin
         (["recipe=quickstart", "optim=muon"], "optim"),
     ],
 )
-def test_a_group_that_is_chosen_beside_a_recipe_is_its_file_whole(words, group):
+def test_a_group_selected_next_to_a_preset_replaces_the_presets_keys(words, group):
     (choice,) = (word for word in words if word.startswith(f"{group}="))
     found, plain = compose_config(words), compose_config([choice])
     assert getattr(found, group).model_dump() == getattr(plain, group).model_dump()
 
 
-def test_a_choice_that_the_recipe_makes_itself_keeps_the_recipes_keys():
+def test_a_file_that_the_preset_selects_keeps_the_presets_keys():
     own = compose_config(SWALLOW)
     assert (own.parallel.pp, own.parallel.tp, own.parallel.zero_stage) == (8, 4, 1)
     for word in ("parallel=fsdp_pp_tp", "model=llama_70b", "precision=fp8_delayed", "optim=adamw"):
@@ -176,7 +176,7 @@ def test_weights_take_the_place_of_a_planned_model_and_the_recipe_stays():
     assert [problem.key for problem in error.value.problems] == ["model.init_from"]
 
 
-def test_a_recipe_without_its_weights_lacks_nothing_that_they_would_say():
+def test_missing_weights_cause_no_follow_up_problems():
     with pytest.raises(ConfigError) as error:
         compose_sweep(["recipe=ablate/merge", "optim.learning_rate=fast"])
     assert sorted(problem.key for problem in error.value.problems) == ["model.init_from", "optim.learning_rate"]
@@ -219,7 +219,7 @@ def test_a_typo_inside_a_file_is_found(tmp_path):
     assert "must be given" in found["model.hidden_size"]
 
 
-def test_arguments_of_an_observer_that_is_left_out_go_with_it(tmp_path):
+def test_arguments_of_a_removed_observer_are_removed(tmp_path):
     """The quickstart gives the sample a prompt; without observers there is none to give it to."""
     config = compose_config(["recipe=quickstart", "callbacks=none"])
     assert config.callbacks == {}
@@ -235,7 +235,7 @@ def test_arguments_of_an_observer_that_is_left_out_go_with_it(tmp_path):
         compose_config(["recipe=mine"], tmp_path)
 
 
-def test_several_values_without_m_are_said_to_be_a_sweep():
+def test_several_values_without_m_are_refused():
     with pytest.raises(ConfigError, match=r"precision: has several values.*\n?seed: has several values"):
         compose_config(["precision=bf16,mxfp8", "seed=0,1"])
 
@@ -248,7 +248,7 @@ def test_types_and_ranges():
     assert compose_config(["optim.learning_rate=1"]).optim.learning_rate == 1.0
 
 
-def test_an_override_that_is_none_is_named():
+def test_an_argument_that_is_not_an_override_is_reported():
     assert "no override" in problems_of("trainer.max_steps")["trainer.max_steps"]
 
 
@@ -314,7 +314,7 @@ def test_groups_of_a_config_file_can_be_exchanged(tmp_path):
             read_file(file, words)
 
 
-def test_a_sweep_is_the_product_and_its_problems_are_said_once():
+def test_a_sweep_is_a_product_and_its_problems_are_reported_once():
     jobs = compose_sweep(["recipe=quickstart", "precision=fp32,bf16", "seed=1,2"])
     assert [(config.precision.name, config.seed) for _, config in jobs] == [
         ("fp32", 1),
@@ -347,7 +347,7 @@ def command(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess
     )
 
 
-def test_the_command_line_says_all_and_exits_2_without_torch(tmp_path):
+def test_the_command_line_reports_all_problems_and_exits_with_2_without_torch(tmp_path):
     done = command("train", "model.hiden_size=3", "trainer.max_steps=x", f"run.root={tmp_path}", cwd=tmp_path)
     assert done.returncode == 2
     assert "2 problems" in done.stderr
@@ -396,6 +396,6 @@ def test_shapes_that_do_not_fit_are_refused(changes, key):
 @pytest.mark.parametrize(
     ("recipe", "said"), [("sweep/samplemix", "prepare data=python --score"), ("sweep/distil", "Give finished runs")]
 )
-def test_a_value_that_is_made_beforehand_is_asked_for_with_what_makes_it(recipe, said):
+def test_a_missing_input_is_reported_with_the_command_that_makes_it(recipe, said):
     with pytest.raises(ConfigError, match=said):
         compose_sweep([f"recipe={recipe}"])

@@ -21,7 +21,7 @@ def of_before(text: str) -> str:
 
 
 @pytest.mark.parametrize("overrides", [["precision=fp8_current"], ["precision=mxfp8", *HIGH], ["precision=bf16"]])
-def test_a_config_of_before_is_the_same_run(overrides, tmp_path, small_run):
+def test_a_config_of_an_earlier_release_is_the_same_run(overrides, tmp_path, small_run):
     config = compose_config(small_run(tmp_path, *overrides))
     file = tmp_path / "config.yaml"
     file.write_text(of_before(config_text(config)))

@@ -46,7 +46,7 @@ def entered(overrides: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     "overrides", [["optim.learning_rate=1e-3"], ["precision=mxfp8", "callbacks.sample=null"], ["recipe=quickstart"]]
 )
-def test_an_override_never_returns_to_a_module_that_it_has_left(overrides: list[str]) -> None:
+def test_an_override_passes_each_module_once(overrides: list[str]) -> None:
     modules = entered(overrides)
     assert modules[0] == "compose"
     assert {"overrides", "sources", "derived_keys", "resolve"} <= set(modules)

@@ -49,7 +49,7 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mail me@home", "mail me@home"),
     ],
 )
-def test_addresses_lose_their_credentials_and_nothing_else(given_text: str, clean: str) -> None:
+def test_only_credentials_are_removed_from_uris(given_text: str, clean: str) -> None:
     assert redact_uri(given_text) == clean
     assert redact_uri(clean) == clean
 

@@ -135,7 +135,7 @@ def test_a_dry_run_that_is_killed_leaves_no_process():
     assert alive == []
 
 
-def test_what_ranks_would_have_to_tell_each_other_is_said(small_run, tmp_path):
+def test_plans_with_exchanged_objects_cannot_run_dry(small_run, tmp_path):
     """Muon's ranks ask each other once which parts of a matrix they hold."""
     words = ["parallel=zero1", "trainer.devices=2", "optim=muon", "data.micro_batch_size=1", "data.global_batch_size=4"]
     with pytest.raises(ConfigError, match="--dry-run: ranks exchange objects"):

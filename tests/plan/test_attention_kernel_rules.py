@@ -35,7 +35,7 @@ from lightning_llm.precision.native.capability import DEVICES
         (("auto", "model.layers=[gla,attention]"), "cpu", None),
     ],
 )
-def test_what_cannot_be_had(words, device, said):
+def test_unavailable_attention_kernels_are_refused(words, device, said):
     config = compose_config([f"trainer.attention_kernel={words[0]}", *words[1:]])
     problems = list(attention_kernel_problems(DerivedConfig(config, DEVICES[device])))
     assert len(problems) == (said is not None), problems
@@ -64,7 +64,7 @@ def test_what_is_planned_of_a_mask_follows_the_kernel(tmp_path):
     assert seconds["flex"] == seconds["plain"] < seconds["efficient"]
 
 
-def test_a_named_kernel_is_another_run_that_may_go_on_and_the_default_changes_no_hash():
+def test_a_kernel_changes_the_hash_but_not_resuming_and_the_default_keeps_the_hash():
     plain, chosen = compose_config([]), compose_config(["trainer.attention_kernel=math"])
     assert config_hash(plain) != config_hash(chosen)
     assert differences_on_resume(plain, chosen) == {}

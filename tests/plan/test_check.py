@@ -81,7 +81,7 @@ def test_a_recipe_that_converts_something_or_casts_nothing_passes(words):
     assert problems_of(compose_config(words)) == []
 
 
-def test_it_is_found_before_torch_is_imported(tmp_path):
+def test_problems_are_found_before_torch_is_imported(tmp_path):
     words = ["train", "precision=mxfp8", "precision.modules.exclude=['*']", f"run.root={tmp_path}"]
     code = (
         f"import sys\nfrom lightning_llm.__main__ import main\nprint(main({words!r}))\n"
@@ -108,7 +108,7 @@ def test_the_room_that_checkpoints_need_follows_the_master_dtype(tmp_path, monke
     assert re.search(said, problem.text)
 
 
-def test_a_disk_that_will_be_nearly_full_is_told_and_what_a_run_has_there_counts_as_room(tmp_path, monkeypatch):
+def test_a_nearly_full_disk_is_noted_and_a_runs_own_checkpoints_count_as_free(tmp_path, monkeypatch):
     config = compose_config(["model=llama_tiny", f"run.dir={tmp_path / 'run'}", "checkpoint.keep_last=3"])
     whole = disk_facts(config)["bytes"]
     held = tmp_path / "run" / "checkpoints" / "step=5" / "tensors"
@@ -138,7 +138,7 @@ def test_gradients_have_one_dtype_through_the_whole_sum():
     ("precision", "said"),
     [("fp32", "so is compute_dtype, so nothing is rounded"), ("bf16_true", "accumulate in main_grad_dtype=bf16")],
 )
-def test_gradients_that_are_not_rounded_are_refused_where_that_changes_nothing(precision, said):
+def test_a_wgrad_dtype_without_effect_is_refused(precision, said):
     config = compose_config(["recipe=quickstart", f"precision={precision}", "precision.wgrad_dtype=fp32"])
     (problem,) = problems_of(config)
     assert problem.key == "precision.wgrad_dtype"
@@ -150,7 +150,7 @@ def test_null_is_named_where_a_choice_may_be_null():
         compose_config(["recipe=quickstart", "precision.wgrad_dtype=bf16"])
 
 
-def test_warming_up_for_longer_than_the_run_is_said_not_refused(capsys):
+def test_a_warm_up_longer_than_the_run_is_noted_but_not_refused(capsys):
     assert main(["plan", "recipe=quickstart", "trainer.max_steps=5"]) == 0
     assert "note   schedule.warmup_steps=50" in capsys.readouterr().out
     assert main(["plan", "recipe=quickstart", "schedule.total_steps=50"]) == 2
@@ -164,7 +164,7 @@ def test_a_glob_that_matches_nothing_is_a_typo(capsys):
     assert "layers.*.feed_forward.down_proj" in told
 
 
-def test_a_group_file_without_a_name_is_told_so(tmp_path, capsys):
+def test_a_group_file_without_a_name_is_reported(tmp_path, capsys):
     (tmp_path / "precision").mkdir()
     (tmp_path / "precision" / "own.yaml").write_text("compute_dtype: bf16\n")
     assert main(["plan", "precision=own", "--config-dir", str(tmp_path)]) == 2
@@ -195,7 +195,7 @@ def test_a_floor_is_a_factor_or_a_rate_and_below_the_peak(capsys):
 
 @pytest.mark.parametrize("modes", ["[none]", "[full]", "[selective, full]"])
 @pytest.mark.parametrize("compiled", ["true", "false"])
-def test_a_list_of_another_length_is_named_whatever_else_is_wrong(modes, compiled):
+def test_a_checkpointing_list_of_wrong_length_is_reported(modes, compiled):
     words = ["parallel=fsdp_cp_tp", "trainer.devices=8", "data.global_batch_size=16", f"trainer.compile={compiled}"]
     with pytest.raises(ConfigError, match=r"activation_checkpoint_layers: has \d entries"):
         check_config(compose_config([*words, f"parallel.activation_checkpoint_layers={modes}"]))

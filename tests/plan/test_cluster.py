@@ -33,7 +33,7 @@ def test_every_figure_has_its_source(name):
     assert not [line for line in figures if "#" not in line]
 
 
-def test_all_that_is_wrong_is_said_at_once(capsys):
+def test_all_problems_of_a_cluster_are_reported_at_once(capsys):
     words = ["cluster=h100_dgx", "hardware=b200", "cluster.memory_gb_per_second=-1", "cluster.devices_per_package=3"]
     words += ["cluster.between_nodes.gb_per_second=500", "cluster.start_microseconds=1e9"]
     assert main(["plan", *words]) == 2
@@ -81,12 +81,12 @@ def test_all_that_is_wrong_is_said_at_once(capsys):
         (["cluster.peak_tflops={bf16: 1979}"], "cluster.peak_tflops.bf16: is 1979: must be 0.01 to 1.2 times 989.5"),
     ],
 )
-def test_what_cannot_be_is_refused(words, said, capsys):
+def test_impossible_clusters_are_refused(words, said, capsys):
     assert main(["plan", "cluster=h100_dgx", *words]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_figures_of_a_cluster_that_nobody_chose_are_one_problem(capsys):
+def test_figures_without_a_selected_cluster_are_one_problem(capsys):
     words = ["cluster.between_nodes.gb_per_second=25", "cluster.start_microseconds=1", "trainer.max_steps=-1"]
     assert main(["plan", *words]) == 2
     problems = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
@@ -94,7 +94,7 @@ def test_figures_of_a_cluster_that_nobody_chose_are_one_problem(capsys):
     assert "cluster: is none, and cluster.between_nodes, cluster.start_microseconds changes" in problems[0]
 
 
-def test_a_chosen_cluster_goes_before_a_recipes_device(tmp_path, capsys):
+def test_a_selected_cluster_overrides_a_presets_hardware(tmp_path, capsys):
     words = ["recipe=megatron_2021_1b7", "cluster=h100_dgx"]
     assert compose_config(words).planned_hardware == "h100"
     assert compose_config(words[:1]).hardware == "a100"

@@ -45,7 +45,7 @@ def plan_of(*words: str, device=CPU) -> Plan:
         (H100, WHOLE, False, "fully recomputed blocks under cp=2 and tp=2 together"),
     ],
 )
-def test_blocks_are_compiled_on_cuda_unless_told(device, words, compiled, note):
+def test_blocks_are_compiled_on_cuda_by_default(device, words, compiled, note):
     plan = plan_of(*words, device=device)
     assert plan.compiled is plan.parallel.compile is compiled
     assert layout_facts(plan)["compile"] is compiled
@@ -53,7 +53,7 @@ def test_blocks_are_compiled_on_cuda_unless_told(device, words, compiled, note):
     assert (found is None) if note is None else (found is not None and found.endswith(note))
 
 
-def test_what_the_device_chose_is_in_no_hash_and_what_is_asked_for_is():
+def test_the_compile_default_is_not_hashed_but_an_explicit_choice_is():
     """Hashes are those of earlier releases, whose default was false."""
     on_cpu, on_gpu = plan_of(), plan_of(device=H100)
     before = plan_of("trainer.compile=false")
@@ -64,7 +64,7 @@ def test_what_the_device_chose_is_in_no_hash_and_what_is_asked_for_is():
     assert differences_on_resume(before.config, on_gpu.config) == {}
 
 
-def test_runs_differ_in_what_ran_not_in_what_was_asked_for():
+def test_runs_are_compared_by_the_compilation_that_ran():
     """An earlier release's run says by its config alone whether its blocks were compiled."""
     null, false = {"parallel.compile": None, "trainer.compile": None}, {"parallel.compile": False}
     earlier, here = run_of(false), run_of(null, compiled=False)
@@ -85,7 +85,7 @@ def test_runs_differ_in_what_ran_not_in_what_was_asked_for():
         (["parallel=zero3", "precision=bf16", "trainer.compile=false"], False),
     ],
 )
-def test_compiled_blocks_under_fsdp_are_not_said_to_have_one_ranks_bits(words, differ):
+def test_compiled_blocks_under_fsdp_are_reported_to_differ_in_bits(words, differ):
     facts = layout_facts(
         plan_of(*words, "trainer.devices=2", "data.global_batch_size=4", "data.micro_batch_size=1", device=H100)
     )

@@ -69,6 +69,6 @@ def test_micro_batches_are_dealt_once_and_bitwise_means_one_tree(replicate, shar
         ({"dp_replicate": None, "dp_shard": None}, 4, "only one may be"),
     ],
 )
-def test_what_does_not_multiply_to_the_world_is_said_with_the_arithmetic(keys, world, message):
+def test_degrees_that_do_not_multiply_to_the_world_are_refused_with_the_arithmetic(keys, world, message):
     with pytest.raises(ConfigError, match=message):
         resolve_degrees(layout(**keys), world)

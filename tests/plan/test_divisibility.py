@@ -78,14 +78,14 @@ def said(*words: str) -> str:
         ),
     ],
 )  # fmt: skip
-def test_everything_that_does_not_divide_is_said(words, texts):
+def test_all_sizes_that_do_not_divide_are_reported(words, texts):
     message = said(*words)
     for text in texts:
         assert text in message
 
 
 @pytest.mark.parametrize("recipe", ["fp8_subchannel", "fp8_subchannel_fp32scales", "mxfp4_sr", "mxfp4_rht_rne"])
-def test_the_size_that_is_named_passes(recipe):
+def test_the_suggested_size_passes(recipe):
     """192 / 2 = 96 is no multiple of 128 or 64: the quickstart's model is too narrow for tp=2 and these recipes."""
     words = ["recipe=quickstart", "parallel=fsdp_pp_tp", "trainer.devices=8", f"precision={recipe}"]
     with pytest.raises(ConfigError) as error:
@@ -108,7 +108,7 @@ def test_the_size_that_is_named_passes(recipe):
         ),
     ],
 )  # fmt: skip
-def test_degrees_that_do_not_fit_say_nothing_that_may_be_false(words, keys):
+def test_degrees_that_do_not_fit_give_no_misleading_problems(words, keys):
     with pytest.raises(ConfigError) as error:
         check_config(compose_config(["recipe=quickstart", *words]))
     assert sorted({problem.key for problem in error.value.problems}) == keys
@@ -122,13 +122,13 @@ def test_what_divides_passes():
     )
 
 
-def test_it_ends_with_exit_code_2_and_starts_nothing(capsys):
+def test_indivisible_layouts_exit_with_2_before_starting_ranks(capsys):
     assert main(["train", "recipe=quickstart", "parallel=tp", "trainer.devices=3"]) == 2
     assert "Use a divisor of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("times", "parts", "size"), product((1, 2, 6, 64), (2, 3, 4), (1, 16, 48)))
-def test_the_multiple_that_is_named_is_the_least_that_passes(times, parts, size):
+def test_the_suggested_multiple_is_the_least_that_passes(times, parts, size):
     axis = ShardedAxis("an axis", 0, parts, "tp", "a.key", times)
     expected = next(value for value in range(1, 10**4) if times * value % (parts * size) == 0)
     assert axis.passing(size) == expected

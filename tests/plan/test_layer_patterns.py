@@ -101,7 +101,7 @@ def test_the_plan_counts_each_layer_by_its_own_kind():
     assert sizes == [sizes[0]] * 3 + [sizes[0] - gate]
 
 
-def test_a_window_saves_flops_and_costs_a_mask():
+def test_a_window_saves_flops_and_needs_a_mask():
     plain, local = config_of(), config_of(SMALL, "model.layers=[local, attention]")
     assert count_parameters(local.model) == count_parameters(plain.model)
     seen = flops_per_token(plain.model, 128) - flops_per_token(local.model, 128)
@@ -134,7 +134,7 @@ def test_masks_are_planned_where_the_model_makes_them(words, masks):
     assert kept[0] - kept[1] == masks * length**2
 
 
-def test_module_rules_go_by_the_layers_names():
+def test_module_rules_select_layers_by_name():
     words = [SMALL, "model.layers=[attention, small]", "model.num_layers=4", "precision=mxfp8"]
     fits = config_of(*words, "precision.modules.casts=[{names: ['*.gate_proj'], high: true}]")
     assert config_problems(DerivedConfig(fits)) == []
@@ -162,7 +162,7 @@ def test_module_rules_go_by_the_layers_names():
         (["model.activation=gleu"], "model.activation", "there is no feed-forward network 'gleu'."),
     ],
 )
-def test_a_wrong_pattern_is_said_with_its_key(words, key, text):
+def test_an_invalid_layer_pattern_is_reported_with_its_key(words, key, text):
     with pytest.raises(ConfigError) as error:
         config_of(*words)
     problems = [(problem.key, problem.text) for problem in error.value.problems]

@@ -51,7 +51,7 @@ def composed(folder, *words):
     return compose_config(["model=llama_tiny", *words], folder)
 
 
-def test_a_rule_takes_the_slots_of_another_recipe_and_the_config_holds_them(folder, tmp_path):
+def test_a_rule_copies_the_slots_of_another_recipe_into_the_config(folder, tmp_path):
     config = composed(folder, "precision=mixed")
     check_config(config)
     recipe = config.precision
@@ -63,7 +63,7 @@ def test_a_rule_takes_the_slots_of_another_recipe_and_the_config_holds_them(fold
     assert load_config(file, []).precision.recipe_hash == recipe.recipe_hash
 
 
-def test_slots_beside_a_recipe_come_before_its_own():
+def test_slots_of_a_rule_override_those_of_its_recipe():
     rule = '{names: ["*.o_proj"], recipe: mxfp8, fprop: {x: {format: e5m2}}}'
     recipe = compose_config(["precision=bf16", f"precision.modules.casts=[{rule}]"]).precision
     casts, theirs = recipe.casts_under(0), slots_of(compose_config(["precision=mxfp8"]).precision)
@@ -98,7 +98,7 @@ def test_a_rule_for_no_layer_is_a_problem():
         check_config(config)
 
 
-def test_axes_are_judged_by_the_layers_that_a_rule_is_for():
+def test_rotations_are_checked_on_the_layers_of_their_rule():
     """o_proj sums over 96 and makes 64: a rotation of 64 fits its dgrad, not its fprop."""
     words = ["precision=mxfp8", "model.hidden_size=64", "model.num_heads=4", "model.head_dim=24"]
     words += ["model.num_kv_heads=4", "data.sequence_length=64"]
@@ -114,7 +114,7 @@ def test_axes_are_judged_by_the_layers_that_a_rule_is_for():
             assert all("= 96" in problem.text for problem in error.value.problems)
 
 
-def test_blocks_that_ranks_would_cut_are_found_in_the_rules_layers_alone():
+def test_split_blocks_are_checked_on_the_layers_of_their_rule():
     """With tp=2 o_proj's inputs are 2 x 32: blocks of 64 tokens' features do not fit there, and do elsewhere."""
     shape = ["model.hidden_size=256", "model.num_heads=4", "model.num_kv_heads=4", "model.head_dim=32"]
     shape += ["model.ffn_hidden_size=512", "parallel=tp", "trainer.devices=2", "precision=mxfp8"]

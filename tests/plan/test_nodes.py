@@ -109,7 +109,7 @@ def test_the_tree_sends_what_a_ring_does_between_machines_of_eight():
         (["parallel=hsdp", "parallel.dp_replicate=4", "world=16", "data.global_batch_size=16"], "native"),
     ],
 )
-def test_sums_are_the_librarys_where_they_cross_machines_and_nobody_asked_for_bits(words, chosen):
+def test_auto_reduction_depends_on_the_layout(words, chosen):
     config = compose_config([*ZERO3, "data.global_batch_size=1024", *words])
     assert plan_of(config).config.parallel.reduction == chosen
 
@@ -124,7 +124,7 @@ def test_sums_are_the_librarys_where_they_cross_machines_and_nobody_asked_for_bi
         ["parallel=fsdp_tp", "parallel.tp=4", "world=32"],
     ],
 )
-def test_what_auto_decides_by_is_what_traffic_counts(words):
+def test_auto_reduction_decides_by_the_counted_traffic(words):
     def between(reduction):
         plan = plan_of(compose_config([*ZERO3, *words, f"parallel.reduction={reduction}"]))
         counted = sum(
@@ -138,7 +138,7 @@ def test_what_auto_decides_by_is_what_traffic_counts(words):
     assert factor == pytest.approx(tree / native, rel=1e-3)  # but for rows that are padded
 
 
-def test_the_choice_and_its_price_are_said_by_the_plan(capsys):
+def test_the_plan_notes_the_reduction_and_its_cost(capsys):
     assert main(["plan", *ZERO3]) == 0
     out = capsys.readouterr().out
     assert "native reduction" in out
@@ -165,7 +165,7 @@ def test_the_choice_and_its_price_are_said_by_the_plan(capsys):
     assert facts["layout"]["ranks_per_node_assumed"] is True
 
 
-def test_nothing_is_said_of_machines_that_gradients_do_not_cross():
+def test_there_is_no_reduction_note_within_a_machine():
     for words in (["world=8"], ["parallel=single", "world=1"], ["parallel=tp", "world=8"]):
         plan = plan_of(compose_config([*ZERO3, "data.global_batch_size=1024", *words]))
         assert reduction_note(plan.config, plan.degrees) is None

@@ -48,7 +48,7 @@ def test_no_other_split_has_a_lighter_heaviest_stage(stages, tied, vocabulary):
     assert heaviest([len(part.layers) for part in parts]) == min(map(heaviest, every))
 
 
-def test_of_the_lightest_splits_the_most_even_one_is_taken_and_of_equals_the_later():
+def test_ties_between_splits_are_broken_by_evenness_then_by_later_stages():
     """Blocks of unlike weights, by trying every cut."""
     draw = Random(0)
     for _ in range(200):
@@ -109,7 +109,7 @@ def test_plan_prints_the_stages_and_the_bubble(capsys):
     assert pipeline["peak_memory_pp_rank"] == 1  # as many blocks as others, most of them in its first stage
 
 
-def test_stages_hold_their_part_of_what_persists():
+def test_stages_have_their_part_of_the_persistent_state():
     """Each stage has its own layers' bytes; the largest is the one that `plan` prints."""
     whole = memory_bytes(plan_of(config_of("model=llama_8b", "world=1", "data.global_batch_size=8")))
     staged = memory_bytes(plan_of(config_of("model=llama_8b", "parallel=pp", "world=4", "data.global_batch_size=8")))
@@ -142,7 +142,7 @@ def test_stages_hold_their_part_of_what_persists():
         (["parallel=fsdp_pp", "parallel.cp=2"], ["pp=2"]),
     ],
 )
-def test_what_does_not_fit_is_said_with_the_arithmetic(words, said):
+def test_pipelines_that_do_not_fit_are_refused_with_the_arithmetic(words, said):
     config = compose_config(["model=llama_tiny", "trainer.devices=4", "data.micro_batch_size=1",
                              "data.global_batch_size=8", *words])  # fmt: skip
     with pytest.raises(ConfigError) as error:

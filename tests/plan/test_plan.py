@@ -163,7 +163,7 @@ def test_the_first_line_of_a_run_names_the_device_as_its_records_do():
     assert plan_line(plan_of(compose_config([])), describe_device(cpu)).endswith(f" | {describe_device(cpu)}")
 
 
-def test_a_plan_judges_casts_by_the_planned_hardware(capsys):
+def test_native_casts_are_decided_for_the_planned_hardware(capsys):
     """As `decide` does for that compute capability, whatever this machine has."""
     words = ["plan", "--json", "recipe=llama3_8b_fsdp2", "model.head_dim=128"]
     for recipe, hardware, runs in (
@@ -177,7 +177,7 @@ def test_a_plan_judges_casts_by_the_planned_hardware(capsys):
     assert set(HARDWARE) == set(get_args(Hardware))
 
 
-def test_a_plan_of_many_ranks_says_whose_hardware_it_judges_by(capsys):
+def test_a_plan_of_many_ranks_notes_the_hardware_that_it_assumes(capsys):
     words = ["plan", "model=llama_8b", "parallel=zero3", "world=512", "precision=mxfp8", "data.global_batch_size=2048"]
     assert main(words) == 0
     assert "native or emulated is decided for this machine (cpu); hardware=h100" in capsys.readouterr().out
@@ -188,7 +188,7 @@ def test_a_plan_of_many_ranks_says_whose_hardware_it_judges_by(capsys):
 
 
 @pytest.mark.parametrize("hardware", [None, "cpu", "b200"])
-def test_a_run_is_judged_by_the_device_it_starts_on(hardware):
+def test_native_casts_of_a_run_are_decided_for_the_device_it_starts_on(hardware):
     """And is not told to name another: that is for `plan`."""
     words = ["precision=mxfp8", "trainer.accelerator=cpu", "parallel=ddp", "world=2"]  # two machines of one rank
     config = compose_config([*words, f"hardware={hardware or 'null'}"])
@@ -214,7 +214,7 @@ WHOLE = ["parallel.zero_stage=3", "parallel.dp_replicate=1", "parallel.dp_shard=
         (["parallel=single", "hardware=l4"], []),
     ],
 )
-def test_a_plan_says_whether_it_fits_and_a_change_by_which_it_would(words, overrides, capsys):
+def test_a_plan_reports_whether_it_fits_and_a_change_that_makes_it_fit(words, overrides, capsys):
     """The change is tried: its own plan fits, and holds what was said."""
     words = [*BIG, "data.global_batch_size=128", *words]
     assert main(words) == 0
@@ -241,7 +241,7 @@ def test_a_plan_says_whether_it_fits_and_a_change_by_which_it_would(words, overr
     assert changed["memory_bytes"]["total"] == change["memory_bytes"]
 
 
-def test_devices_that_nothing_names_have_no_memory(capsys):
+def test_unknown_devices_have_no_memory(capsys):
     assert main([*BIG, "data.global_batch_size=128", "parallel=zero3", "world=64"]) == 0
     assert json.loads(capsys.readouterr().out)["hardware"] == {
         "name": "cpu", "devices": 64, "memory_bytes": None, "fits": None, "spare_bytes": None, "change": None,
@@ -259,7 +259,7 @@ def test_devices_that_nothing_names_have_no_memory(capsys):
         (["data.micro_batch_size=1", "hardware=cpu"], None),
     ],
 )
-def test_a_plan_with_room_says_what_is_faster_and_fits_too(words, overrides, capsys):
+def test_a_plan_with_free_memory_suggests_a_faster_change_that_fits(words, overrides, capsys):
     """What is said is tried: less recomputation, else micro-batches as large as fit, of as many as a rank has."""
     words = [*BIG, "data.global_batch_size=128", "parallel=zero3", "world=8", "hardware=b200", *words]
     assert main(words) == 0
@@ -278,7 +278,7 @@ def test_a_plan_with_room_says_what_is_faster_and_fits_too(words, overrides, cap
 
 
 @pytest.mark.parametrize("more", [[], ["schedule=constant"], ["schedule.total_steps=1000"]])
-def test_a_warm_up_longer_than_the_run_is_said_whatever_the_schedule(more):
+def test_a_warm_up_longer_than_the_run_is_noted_for_every_schedule(more):
     def said(warmup: int) -> bool:
         words = ["recipe=quickstart", "trainer.max_steps=60", *more, f"schedule.warmup_steps={warmup}"]
         return any(

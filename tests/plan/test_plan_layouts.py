@@ -53,7 +53,7 @@ def config_of(
     ("layout", "world", "ranks"),
     [("single", 1, 1), ("ddp", 64, 1), ("zero1", 64, 64), ("zero2", 64, 64), ("zero3", 64, 64), ("hsdp", 64, 32)],
 )
-def test_what_persists_is_divided_as_zero_says(layout, world, ranks):
+def test_persistent_state_is_sharded_as_in_the_zero_paper(layout, world, ranks):
     """arXiv 1910.02054, section 5: of fp32 masters and moments, 12 Psi, each rank has 1 / N_d; so of the sum."""
     held = memory_bytes(plan_of(config_of(layout, world=world)))
     assert held["parameters"] + held["optimizer"] == 12 * PSI // ranks
@@ -72,7 +72,7 @@ def test_stage_3_gathers_two_blocks_head_and_root_or_first_the_embedding():
     assert memory_bytes(plan_of(config_of("zero3", "bf16")))["gathered"] == 4 * (LOOKUP + NORM) + 2 * BLOCK
 
 
-def test_gradients_wait_whole_in_stage_1_alone():
+def test_only_zero_1_keeps_unsharded_gradients():
     """P_os keeps the gradients of a step on every rank (section 5.1); P_os+g does not (5.2)."""
     for layout, whole in (("ddp", 0), ("zero1", 4 * PSI), ("zero2", 0), ("zero3", 0)):
         assert memory_bytes(plan_of(config_of(layout, micro_batches=2)))["unsharded_gradients"] == whole
@@ -96,7 +96,7 @@ def test_the_tree_costs_log2_of_the_accumulation(micro_batches, buffers):
 
 
 @pytest.mark.parametrize("reduction", ["tree", "native"])
-def test_a_step_sends_the_elements_that_zero_says(reduction):
+def test_a_step_sends_the_elements_of_the_zero_paper(reduction):
     """arXiv 1910.02054, section 7: 2 Psi for DDP, P_os and P_os+g, 3 Psi for P_os+g+p, times (N_d - 1) / N_d."""
 
     def sent(layout, micro_batches=1):
@@ -188,7 +188,7 @@ def test_all_axes_at_once_are_planned_but_sequences_over_stages(capsys):
         ("zero3", {"compile": True}, 4, "compiled blocks round differently"),
     ],
 )  # fmt: skip
-def test_whether_the_bits_are_one_ranks_is_said(layout, keys, micro_batches, reason):
+def test_plans_report_whether_bits_equal_those_of_one_rank(layout, keys, micro_batches, reason):
     config = config_of(layout, world=1 if layout == "single" else 8, micro_batches=micro_batches, **keys)
     facts = layout_facts(plan_of(config))
     assert facts["bitwise"] is (reason is None)

@@ -106,12 +106,12 @@ def test_without_a_pipeline_micro_batches_follow_one_another(schedule):
     assert passes_of(settings(schedule), 1, 0, 2) == [Pass(kind, 0, each) for each in (0, 1) for kind in (True, False)]
 
 
-def test_what_is_sent_is_waited_for():
+def test_passes_wait_for_their_inputs_from_other_ranks():
     orders = [passes_of(settings("gpipe"), 2, rank, 1) for rank in range(2)]
     assert finish_times(orders, 2, lambda _: 1.0, [0.25, 0.25]) == [4.5, 3.25]
 
 
-def test_orders_that_wait_for_each_other_are_an_error():
+def test_deadlocked_orders_are_an_error():
     orders = [[Pass(False, 0, 0), Pass(True, 0, 0)], [Pass(True, 1, 0), Pass(False, 1, 0)]]
     with pytest.raises(ValueError, match="wait for each other"):
         finish_times(orders, 2, lambda _: 1.0, [0.0, 0.0])

@@ -46,7 +46,7 @@ def test_the_batch_at_a_number_of_steps_is_the_laws_for_the_tokens_that_it_makes
     assert batch == pytest.approx(factor * law_batch_tokens(10_000 * batch), rel=1e-12)
 
 
-def test_words_become_numbers_before_the_hash():
+def test_step_law_becomes_numbers_before_hashing():
     config = compose_config([*LARGE, *BOTH, "trainer.max_steps=20e9tokens", "data.micro_batch_size=8"])
     sequences, steps = config.data.global_batch_size, config.trainer.max_steps
     assert sequences == 216 == round(law_batch_tokens(20e9) / 2048 / 8) * 8
@@ -74,7 +74,7 @@ def test_the_batch_is_a_multiple_of_ranks_by_micro_batch():
     assert "rounding makes the batch 1.2 x Step Law's" in "\n".join(law_notes(config.step_law))
 
 
-def test_where_it_was_not_fitted_is_said(capsys):
+def test_runs_outside_the_fitted_range_are_noted(capsys):
     assert law_notes(compose_config([*LARGE, *BOTH, "trainer.max_steps=20e9tokens"]).step_law) == []
     assert main(["plan", "recipe=quickstart", *BOTH, "optim=muon"]) == 0
     said = capsys.readouterr().out
@@ -87,7 +87,7 @@ def test_where_it_was_not_fitted_is_said(capsys):
     assert "fitted on sequences of 2,048 tokens (here 256), AdamW (here muon), a rate that decays to 1e-5" in said
 
 
-def test_the_row_is_at_one_with_the_notes():
+def test_the_row_and_the_notes_agree():
     for more, row in (
         ([], "N and D are inside the fitted range"),
         (
@@ -120,7 +120,7 @@ def test_a_grid_is_centred_by_it():
         ([*BOTH, "trainer.max_steps=no", "seed=-1"], "seed: is -1"),
     ],
 )
-def test_what_is_no_law_is_refused(words, text):
+def test_malformed_step_laws_are_refused(words, text):
     with pytest.raises(ConfigError) as refused:
         compose_config(words)
     assert text in "\n".join(map(str, refused.value.problems))

@@ -67,7 +67,7 @@ def test_a_thin_gemm_takes_what_its_weight_takes_to_read():
     assert device.gemm_seconds(1, 8192, 8192, "bf16") == pytest.approx(2 * (8192**2 + 2 * 8192) / 3350e9)
 
 
-def test_a_unit_that_the_device_lacks_is_an_error():
+def test_a_format_without_a_unit_on_the_device_is_an_error():
     with pytest.raises(ValueError, match="a100 has no unit for fp8"):
         Device(cluster_of("a100_dgx")).gemm_seconds(128, 128, 128, "fp8")
 
@@ -124,7 +124,7 @@ def test_reductions_hide_behind_the_computation_after_them():
 
 
 @given(st.lists(st.tuples(*(st.floats(0, 10) for _ in range(3))), min_size=1, max_size=8))
-def test_overlap_saves_time_and_takes_none(timeline):
+def test_overlap_never_makes_a_step_slower(timeline):
     forward = [(gather, seconds) for gather, seconds, _ in timeline]
     assert -1e-9 <= exposed_forward(forward, True) <= exposed_forward(forward, False) + 1e-9
     together, apart = (sum(exposed_backward(timeline, overlap, 1.0)) for overlap in (True, False))
@@ -238,7 +238,7 @@ def test_the_librarys_sums_over_replicas_wait_for_the_links_once_per_group(monke
     assert begun[TREE_SCATTER, "dp_replicate"] == -(-timer.sent[0][TREE_SCATTER, "dp_replicate"] // (25 * 2**20))
 
 
-def test_interleaving_pays_as_torchtitan_measured():
+def test_interleaving_speeds_up_as_torchtitan_measured():
     """128 against 100 tokens/s per GPU, table 5 of pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md."""
     words = ["recipe=llama3_405b_3d", "cluster=h100_dgx", "precision=bf16"]
     plain = step_of(*words, "parallel.schedule=1f1b", "parallel.virtual_stages=1")
@@ -353,7 +353,7 @@ def check_ratios(rows: Iterable[Published], families: int) -> None:
         assert [ratio.low, ratio.median, ratio.high] == expected
 
 
-def test_a_plan_prints_times_and_what_they_rest_on(capsys):
+def test_a_plan_prints_times_and_their_assumptions(capsys):
     words = ["plan", *SMALL, "parallel=zero3", "world=64", "trainer.max_steps=1000"]
     assert main([*words, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

@@ -44,7 +44,7 @@ def test_a_coarse_budget_is_never_exceeded():
     assert found is not None
 
 
-def test_no_budget_is_no_way():
+def test_a_negative_budget_allows_no_mode():
     assert cheapest_modes([[1.0]], [[1]], -1) is None
     assert cheapest_modes([[1.0]], [[2]], 1) is None
 

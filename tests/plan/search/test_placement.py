@@ -107,7 +107,7 @@ def test_a_plan_is_placed_where_its_pipeline_is_fast(tmp_path, capsys):
         (None, "cannot be read"),
     ],
 )
-def test_a_matrix_that_is_none_is_refused(text, told, tmp_path, capsys):
+def test_invalid_link_matrices_are_refused(text, told, tmp_path, capsys):
     file = tmp_path / "links.yaml"
     if text is not None:
         file.write_text(text)

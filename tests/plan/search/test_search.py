@@ -100,7 +100,7 @@ def test_every_layout_of_the_space_is_priced_as_its_plan_is():
         ([*TIGHT, "precision=fp8_subchannel", "world=4", "parallel.reduction=native", "parallel.cp=1"], 59),
     ],
 )
-def test_bounds_are_below_what_layouts_take_and_hold(words, every):
+def test_bounds_are_below_seconds_and_bytes_of_layouts(words, every):
     """A layout that is left out by them could not have been found."""
     config = compose_config(words)
     pricer = Pricer(Space(config, 4, {}), config.cluster)
@@ -184,7 +184,7 @@ def test_families_have_the_ratios_of_published_runs(capsys):
     assert shared["low"] > alone["high"]
 
 
-def test_the_front_is_what_nothing_beats():
+def test_the_pareto_front_has_the_layouts_that_no_other_beats():
     found, _ = searched([*TINY, "parallel.cp=1"], every=True)
     front = pareto_front(found.fitting)
 
@@ -199,7 +199,7 @@ def test_the_front_is_what_nothing_beats():
     assert {(each.seconds, each.memory_bytes) for each in front} == expected
 
 
-def test_what_was_typed_stays(capsys):
+def test_keys_of_the_command_line_are_not_varied(capsys):
     words = [*TINY, "parallel.tp=2", "data.micro_batch_size=1", "parallel.activation_checkpoint=full"]
     assert main(["plan", *words, "--search", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -210,7 +210,7 @@ def test_what_was_typed_stays(capsys):
     assert {(each["data.micro_batch_size"], each["parallel.activation_checkpoint"]) for each in chosen} == {(1, "full")}
 
 
-def test_the_file_that_is_written_plans_as_was_found_and_trains(tmp_path, small_run, capsys):
+def test_a_written_layout_file_has_the_found_plan_and_trains(tmp_path, small_run, capsys):
     file, picture = tmp_path / "mine" / "parallel" / "best.yaml", tmp_path / "front.svg"
     words = [*TINY, "data.sequence_length=128", "parallel.cp=1", "parallel.tp=2", "data.micro_batch_size=2"]
     assert main(["plan", *words, "--search", "--write", str(file), "--pareto", str(picture), "--json"]) == 0
@@ -285,14 +285,14 @@ def test_recomputing_by_block_changes_no_loss(tmp_path, small_run, capsys):
         (["--search", *TINY, "data.sequence_length=100000"], "model.max_sequence_length"),
     ],
 )
-def test_what_cannot_be_searched_is_refused(words, told, capsys):
+def test_invalid_searches_are_refused(words, told, capsys):
     assert main(["plan", *words]) == 2
     error = capsys.readouterr().err
     assert told in error
     assert told.startswith("is ") or "world: " not in error  # it is not blamed for what was typed
 
 
-def test_layouts_that_do_not_fit_say_by_how_much_and_what_would(capsys):
+def test_too_large_layouts_report_missing_bytes_and_a_change_that_fits(capsys):
     assert main(["plan", *TIGHT, "parallel.tp=1", "parallel.cp=1", "parallel.pp=1", "--search", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     nearest = facts["too_large"]

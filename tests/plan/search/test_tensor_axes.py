@@ -56,14 +56,14 @@ def test_unknown_names_of_matrices_alternate_as_they_should(name):
     assert found["layers.0.feed_forward.omega"] == "inputs"
 
 
-def test_every_block_begins_anew():
+def test_each_block_is_split_independently():
     odd = {f"layers.{block}.{name}.weight": (8, 8) for block in range(2) for name in ("alpha", "beta", "gamma")}
     found = tensor_axes(odd, ranks=2)
     assert [found[f"layers.1.{name}"] for name in ("alpha", "beta", "gamma")] == ["outputs", "inputs", "outputs"]
     assert alike(found) == {(f"layers.*.{name}", found[f"layers.0.{name}"]): 2 for name in ("alpha", "beta", "gamma")}
 
 
-def test_the_head_is_a_linear_of_which_ranks_have_outputs():
+def test_the_head_is_split_by_its_outputs():
     assert style_of("lm_head", "vocabulary") == "ColwiseParallel"
     assert style_of("model.embed_tokens", "vocabulary") == "RowwiseParallel"
 
@@ -98,7 +98,7 @@ def test_other_architectures_are_shared_as_they_are_by_hand(plan):
     assert tensor_axes(shapes, ranks=4) == plan
 
 
-def test_what_the_ranks_do_not_divide_is_whole():
+def test_sizes_that_ranks_do_not_divide_are_replicated():
     shapes = {"h.0.attn.q_proj.weight": (6, 8), "h.0.attn.o_proj.weight": (8, 6), "h.0.attn.c_attn.weight": (8, 6)}
     assert set(tensor_axes(shapes, ranks=4).values()) == {"replicate", "outputs"}
     assert set(tensor_axes(shapes, ranks=4, transposed=["h.0.attn.c_attn"]).values()) == {"replicate"}
