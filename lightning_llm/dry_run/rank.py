@@ -112,7 +112,9 @@ def count_step(
         scaler, spikes = LossScaler(config.precision.loss_scaling), SpikePolicy(config.spikes)
         state = TrainState(config.data.global_batch_size * config.data.sequence_length)
         quantisation.watch_overflow(parallel.model)
-        teachers = None if config.distil is None else _distillation(config, [each.to_empty(device=CPU) for each in decoders])
+        teachers = (
+            None if config.distil is None else _distillation(config, [each.to_empty(device=CPU) for each in decoders])
+        )
         step = TrainStep.build(config, parallel, state, scaler, spikes, lambda _: None, [measure_gradients], teachers)
         initialise_state(step.optimizer)
         batch = _batch(config, plan.micro_batches)
