@@ -163,7 +163,7 @@ def test_processes_that_cannot_train_are_refused_in_words(small_run, tmp_path, m
     assert refused == ["thread", "torch.distributed", "seed"]
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(lightning_llm.ConfigError, match=r"process: is rank 1 of 2.*lightning-llm train --config"):
+    with pytest.raises(lightning_llm.ConfigError, match=r"process: this is rank 1 of 2.*lightning-llm train --config"):
         lightning_llm.train(config)
 
 

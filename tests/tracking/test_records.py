@@ -96,9 +96,9 @@ def lines_of(steps: range) -> dict[int, list[bytes]]:
         (range(9, 13), 12, 7, False, "has no record of step 8"),
         (range(9, 13), 12, 10, False, None),
         (range(9, 13), 12, 10, True, None),  # an earlier release began the folder: at step 8, or later
-        (range(9, 13), 12, 4, True, "lacks the records of steps 5-8"),
+        (range(9, 13), 12, 4, True, "has no records of steps 5-8"),
         (range(1, 13), 0, 0, False, None),
-        (range(0), 2, 0, False, "lacks the records of steps 1-2"),
+        (range(0), 2, 0, False, "has no records of steps 1-2"),
     ],
 )
 def test_a_checkpoint_without_metrics_of_all_its_steps_is_damaged(

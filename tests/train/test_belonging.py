@@ -160,7 +160,7 @@ def without(file: Path, *steps: int) -> None:
     ("lost", "told"),
     [
         ((1,), "step=4/metrics.jsonl: has no record of step 1"),
-        ((2, 3, 6), "step=6/metrics.jsonl: lacks the records of steps 2-3, 6"),
+        ((2, 3, 6), "step=6/metrics.jsonl: has no records of steps 2-3, 6"),
         ((), "step=6/metrics.jsonl: is missing, with the records of steps 1-6"),
     ],
 )
@@ -213,8 +213,8 @@ def test_what_an_earlier_release_left_open(tmp_path):
     assert damaged_record(file, 4, 4, or_earlier=True) is None
     assert damaged_record(file, 4, 2) is None
     assert damaged_record(file, 4, 1) == "has no record of step 2"
-    assert damaged_record(file, 9, 0) == "lacks the records of steps 1-2, 5, 7-9"
-    assert damaged_record(file, 15, 4, or_earlier=True) == "lacks the records of steps 5, 7-15"
+    assert damaged_record(file, 9, 0) == "has no records of steps 1-2, 5, 7-9"
+    assert damaged_record(file, 15, 4, or_earlier=True) == "has no records of steps 5, 7-15"
     assert damaged_record(tmp_path / "none", 4, 4, or_earlier=True) is None
 
 
