@@ -225,7 +225,7 @@ def test_contradictions_are_named_without_digests_too(tmp_path):
         "its status is finished, but metrics.jsonl has no validation at step 100"
     )
     assert damaged(lambda r: r.__setitem__(5, {**r[5], "val_loss": True})) == (
-        "'val_loss' at step 5 is no number: 'True'"
+        "'val_loss' at step 5 is not a number: 'True'"
     )
 
 

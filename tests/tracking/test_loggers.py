@@ -124,7 +124,7 @@ def test_a_failing_logger_is_disabled(tmp_path, monkeypatch, caplog):
     config = make_config(tmp_path, logger={"name": "csv"})
     logger = write(config, records(1, 4))
     assert "ZeroDivisionError" in logger.summary_fields()["logger"]["problem"]
-    assert len([each for each in caplog.records if "left alone" in each.getMessage()]) == 1
+    assert len([each for each in caplog.records if "is disabled" in each.getMessage()]) == 1
     assert len(expected(Path(config.run.dir))) == 4
 
 
