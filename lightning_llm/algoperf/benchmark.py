@@ -1,16 +1,16 @@
 """AlgoPerf's score of runs: time to a target, performance profiles and their integral.
 
-A submission is a level of the factor, a workload a setting, a study a seed, a trial a value of the tuned key, all of
-whose runs of one seed are the trials of a study.
+A submission is a level of the factor, a workload a setting, a study a seed, and a trial a value of the tuned key: the
+runs of one seed at all values are the trials of a study.
 
 Dahl et al. 2023, "Benchmarking Neural Network Training Algorithms", arXiv 2306.07179, section 4, after Dolan and More,
 Math. Program. 91 (2002) 201-213. Submission s on workload w is run in several studies, each of several trials that
-differ in tuned values: t[s, w] is the median over studies of the least time of a trial, a trial that misses the target
-taking for ever. With r[s, w] = t[s, w] / min over s', the profile of s is
+differ in tuned values: t[s, w] is the median over studies of the smallest time of a trial, infinite for a trial that
+misses the target. With r[s, w] = t[s, w] / min over s', the profile of s is
 
     rho_s(tau) = share of workloads with r[s, w] <= tau
 
-and its score the mean of that over 1 <= tau <= 4: 1 for the fastest everywhere, 0 for who is never within 4 times.
+and its score the mean of that over 1 <= tau <= 4: 1 for the fastest everywhere, 0 if never within a factor of 4.
 """
 
 import math
@@ -31,20 +31,23 @@ from lightning_llm.compare.time_to_target import KEY, Reached, Targets, reached
 from lightning_llm.tracking.reading import Run
 
 LARGEST_RATIO, POINTS = 4.0, 100
-"""r_max, and the equally spaced values of tau that the integral is taken at, by trapezoids: as mlcommons' scoring does
+"""r_max, and the number of equally spaced values of tau for the trapezoidal integral: as in the scoring of mlcommons
 (`scoring/score_submissions.py`)."""
 CLOCKS = ("steps", "tokens", "seconds")
 USUAL_TRIALS = "optim.learning_rate"
 Trial = tuple[str, str, int]
 """Submission, workload, study."""
 Times = Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]]
-"""{submission: {workload: {study: time of each trial}}}, infinite where a trial missed its target."""
+"""{submission: {workload: {study: time of each trial}}}, infinite if a trial missed its target."""
 
 
 @dataclass
 class Benchmark:
-    """What came of it. `times`: {clock: {submission: {workload: {study: times of its trials}}}}; `targets`: by
-    workload; `problems`: what keeps the table from being whole."""
+    """Result of a benchmark.
+
+    `times`: {clock: {submission: {workload: {study: times of its trials}}}}; `targets`: by workload; `problems`:
+    reasons why the table is incomplete.
+    """
 
     factor: Factor
     trial_keys: tuple[str, ...]
@@ -68,7 +71,7 @@ class Benchmark:
         return scores(self.medians(clock))
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `time_to_target.json` holds; an infinite time is null."""
+        """Return the content of `time_to_target.json`; an infinite time is null."""
         tau, _ = profiles(ratios(self.medians("steps")))
         return {
             "factor": self.factor.name,
@@ -90,7 +93,7 @@ class Benchmark:
         }
 
     def _arrivals(self) -> str:
-        """Return in how many of its studies, one per workload and seed, each submission reached the target."""
+        """Return the number of studies, one per workload and seed, in which each submission reached the target."""
         counts = []
         for name, workloads in self.times["steps"].items():
             studies = [trials for own in workloads.values() for trials in own.values()]
@@ -98,20 +101,21 @@ class Benchmark:
         return f"{', '.join(counts)} studies"
 
     def notes(self) -> list[str]:
-        """Return what to read beside the table."""
+        """Return the notes on the table."""
         found = [
-            "Time is that of the first validation at the target or better: the least of a study's trials, the median "
-            f"over studies. A miss takes for ever, as does more than {LARGEST_RATIO:g} times the fastest. A score is "
-            "the mean share of workloads within tau times the fastest, 1 <= tau <= 4 (AlgoPerf, arXiv 2306.07179)."
+            "Time is that of the first validation at the target or better: the smallest of a study's trials, the "
+            f"median over studies. A miss counts as infinite, as does more than {LARGEST_RATIO:g} times the fastest. "
+            "A score is the mean share of workloads within tau times the fastest, 1 <= tau <= 4 (AlgoPerf, arXiv "
+            "2306.07179)."
         ]
         if not any(self.scores("steps").values()):
             found.append(
-                f"All score 0, since the median study has to arrive. The target was reached {self._arrivals()}."
+                f"All scores are 0: the median study must reach the target. It was reached {self._arrivals()}."
             )
         if self.shared_machine:
             found.append(
-                "Seconds are of runs that shared a machine (launcher.at_once), or of a CPU with other work: noise. "
-                "Steps and tokens are not."
+                "Seconds are noisy: the runs shared a machine (launcher.at_once) or a CPU with other work. Steps and "
+                "tokens are not affected."
             )
         return found
 
@@ -119,10 +123,10 @@ class Benchmark:
 def score_runs(
     runs: Sequence[Run], metric: str, targets: Targets, baseline: str | None, trial_keys: Sequence[str]
 ) -> Benchmark:
-    """Return the scores of `runs`, those that diverged being trials that miss.
+    """Return the scores of `runs`; diverged runs are trials that miss.
 
     Raises:
-        ConfigError: a target is missing or of no setting, a trial key does not vary, nothing is to be told apart.
+        ConfigError: a target is missing or of no setting, a trial key does not vary, or there is only one submission.
     """
     usable = [run for run in runs if run.finished or run.diverged]
     problems = unfinished_problems([run for run in runs if run not in usable], "No trial")
@@ -154,7 +158,7 @@ def score_runs(
 
 
 def _trial_keys(runs: Sequence[Run], asked: Sequence[str]) -> tuple[str, ...]:
-    """Return the keys whose values are trials; where none is asked for, the learning rate where it varies."""
+    """Return the keys that define trials; by default the learning rate if it varies."""
     varying = varying_keys(runs)
     if not asked:
         return (USUAL_TRIALS,) if USUAL_TRIALS in varying and len(varying) > 1 else ()
@@ -169,7 +173,7 @@ def _trial_keys(runs: Sequence[Run], asked: Sequence[str]) -> tuple[str, ...]:
 
 
 def _workloads(runs: Sequence[Run], factor: Factor, metric: str) -> list[str]:
-    """Return the workload of each run, in words: all that varies beside factor, trials and seed."""
+    """Return the workload of each run as text: everything that varies besides factor, trials and seed."""
     keys = setting_keys(runs, factor, metric)
     families: dict[Any, ComparisonGroup] = {}
     for run in runs:
@@ -182,7 +186,7 @@ def _workloads(runs: Sequence[Run], factor: Factor, metric: str) -> list[str]:
 def _check_targets(
     targets: Targets, names: Sequence[str], runs: Sequence[Run], workloads: Sequence[str], metric: str, *, higher: bool
 ) -> None:
-    """Raise ConfigError where a workload has no target, with what its runs come to, or a target no workload."""
+    """Raise ConfigError if a workload has no target (with the losses reached) or a target no workload."""
     if problems := targets.check(names):
         best = []
         for name in names:
@@ -194,7 +198,7 @@ def _check_targets(
             ]
             if ends:
                 best.append(f"{name} from {min(ends):.4g} to {max(ends):.4g}, half of them {median(ends):.4g}")
-        reach = f"The runs' best {metric}: {'; '.join(best)}. Choose a target before looking at who is first."
+        reach = f"The runs' best {metric}: {'; '.join(best)}. Choose a target before looking at the ranking."
         raise ConfigError([*problems, Problem(KEY, reach)])
 
 
@@ -213,7 +217,7 @@ def _enter(times: dict[str, Any], submission: str, workload: str, study: int, at
 
 
 def _unequal(times: dict[str, dict[str, dict[int, list[float]]]]) -> list[Problem]:
-    """Return where submissions had unequal chances: other workloads, studies, or numbers of trials."""
+    """Return problems of unequal comparisons: different workloads, studies, or numbers of trials."""
     counts = {
         name: {(w, s): len(trials) for w, studies in own.items() for s, trials in studies.items()}
         for name, own in times.items()
@@ -227,7 +231,8 @@ def _unequal(times: dict[str, dict[str, dict[int, list[float]]]]) -> list[Proble
             if own.get((w, s), 0) < most
         ]
         if short:
-            text = f"has fewer trials than others, {'; '.join(short[:3])}{' ...' * (len(short) > 3)}: no fair score."
+            cases = f"{'; '.join(short[:3])}{' ...' * (len(short) > 3)}"
+            text = f"has fewer trials than others, {cases}: the scores are not comparable."
             found.append(Problem(name, text))
     return found
 

@@ -1,7 +1,7 @@
-"""Each recipe at its own best value of a key, chosen by the losses of some seeds and judged by those of others.
+"""Compare each recipe at its own best value of a key, chosen by the losses of some seeds and judged by other seeds.
 
-Judged by the seeds that chose it, the recipe with more values to choose from, or with more noise, would look better
-than it is: the best of several is low by luck, too.
+If the seeds that choose a value also judged it, the recipe with more values or more noise would look better than it is,
+because the lowest of several losses is low by luck, too.
 """
 
 import json
@@ -22,25 +22,26 @@ from lightning_llm.tracking.sweep_definition import command_with_values
 
 @dataclass(frozen=True)
 class BestOf:
-    """What is asked for: the `key` whose best value is chosen, and the seeds that choose; none: the lowest.
+    """The request: the `key` to tune and the seeds that choose its value; no seeds: the lowest seed chooses.
 
-    `by_all`: every seed chooses, and judges as well, which the whole grid then makes up for (`tuned`).
+    `by_all`: every seed both chooses and judges, which the tests over the whole grid account for (`tuned`).
     """
 
     key: str
     seeds: tuple[int, ...] = ()
     sweeps: tuple[Path, ...] = ()
-    """Folders of the sweeps that are judged, one of which a longer grid would be added to."""
+    """Folders of the judged sweeps. A longer grid would be added to one of them."""
     by_all: bool = False
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for one recipe; `losses`: their mean over the choosing seeds by value, infinite where one failed.
+    """The value chosen for one recipe.
 
-    `words` name the recipe. `value` is None where all failed, `lost_seeds` the judging seeds that failed at it;
-    `plateau`: the range of values within the margin of the best by the mean over all seeds that have all values, which
-    `best_over_all` seeds may be another value than those that chose took, at the grid's end, too.
+    `words` names the recipe; `losses`: {value: mean loss over the choosing seeds}, infinite if a run failed. `value` is
+    None if all values failed. `lost_seeds` are the judging seeds that failed at it. `plateau` is the range of values
+    within the margin of the best mean over all seeds that have every value. `best_over_all` is the best value over
+    those seeds: it may differ from `value` and be at the end of the grid.
     """
 
     words: str
@@ -52,31 +53,31 @@ class Choice:
 
     @property
     def at_the_edge(self) -> bool:
-        """Whether the chosen value is the least or the greatest of several numbers: a better one may lie beyond."""
+        """True if the chosen value is the smallest or largest of several: a better one may lie beyond."""
         return len(self.losses) > 1 and self.value in (min(self.losses), max(self.losses))
 
     def line(self, name: str) -> str:
-        """Return the choice among values of `name` in words."""
+        """Return the choice among values of `name` as a sentence."""
         losses = ", ".join(
             f"{f'{loss:.4f}' if math.isfinite(loss) else 'diverged'} at {value:g}"
             for value, loss in sorted(self.losses.items())
         )
         if self.value is None:
-            return f"{self.words}: no {name} can be chosen, all diverged ({losses}); it is not judged."
-        edge = " It is the last of the grid." if self.at_the_edge else ""
+            return f"{self.words}: no {name} can be chosen, all diverged ({losses}); the recipe is not judged."
+        edge = " It is at the end of the grid." if self.at_the_edge else ""
         if self.plateau is not None:
             low, high = self.plateau
             flat = f"from {low:.3g} to {high:.3g}, a factor of {high / low:.3g}" if low else ""
             least = "" if self.best_over_all in (None, self.value) else f", {self.best_over_all:g},"
             edge += f" Over all seeds the loss is within the margin of its best{least} {flat}." if flat else ""
         seeds = f"seed{'s' if len(self.lost_seeds) > 1 else ''} {', '.join(map(str, self.lost_seeds))}"
-        lost = f" At {seeds}, which chose nothing, it diverged." if self.lost_seeds else ""
+        lost = f" At the judging {seeds} it diverged." if self.lost_seeds else ""
         return f"{self.words}: best at {name}={self.value:g} (loss {losses}).{edge}{lost}"
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One recipe at judging seeds: `runs`: {value: {seed: run}}, the chosen `value`, and all that were `tried`."""
+    """One recipe at the judging seeds: `runs` {value: {seed: run}}, the chosen `value`, and all values `tried`."""
 
     value: Any
     runs: dict[Any, dict[int, Run]]
@@ -85,9 +86,9 @@ class Grid:
 
 @dataclass
 class Selection:
-    """The choices over `key`, made by `seeds`, and the runs that are left to judge.
+    """The values of `key` chosen by `seeds`, and the runs left to judge.
 
-    `others`: the keys that tell recipes apart; `grids`: {a recipe's values of these: its grid}.
+    `others`: the keys that distinguish recipes; `grids`: {values of these keys: grid of that recipe}.
     """
 
     key: str
@@ -101,11 +102,11 @@ class Selection:
     by_all: bool = False
 
     def grid_of(self, run: Run) -> Grid:
-        """Return the grid of the recipe that `run` is of."""
+        """Return the grid of the recipe of `run`."""
         return self.grids[_identity(run, self.others)]
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `compare.json` holds of it."""
+        """Return the entry "selection" of `compare.json`."""
         choices = [
             {
                 "recipe": each.words,
@@ -119,33 +120,33 @@ class Selection:
         return {"key": self.key, "seeds": list(self.seeds), "choices": choices}
 
     def lines(self) -> list[str]:
-        """Return what there is to say of it, a sentence each."""
+        """Return the note on the selection and one sentence per recipe."""
         name, seeds = self.key.rpartition(".")[2], ", ".join(map(str, self.seeds))
         over = "all of them" if self.by_all else "the other seeds"
-        what = f"Each recipe has its best {self.key} by the loss at seed {seeds}; verdicts are over {over}."
+        what = f"Each recipe runs at its best {self.key}, chosen by the loss at seed {seeds}; verdicts are over {over}."
         return [what, *(each.line(name) for each in self.choices)]
 
 
 def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:
-    """Return what --best-of and --choose-by ask for. Raises ConfigError."""
+    """Parse --best-of and --choose-by. Raises ConfigError."""
     if best_of is None:
         if choose_by is not None:
-            raise ConfigError(Problem("--choose-by", "says by which seeds --best-of KEY chooses. Give that, too."))
+            raise ConfigError(Problem("--choose-by", "requires --best-of KEY. Add --best-of KEY."))
         return None
     if choose_by == "all":
         return BestOf(best_of, by_all=True)
     words = [] if choose_by is None else choose_by.split(",")
     if not all(word.isdecimal() for word in words):
-        raise ConfigError(Problem("--choose-by", f"is '{choose_by}', must be seeds, such as 0 or 0,1, or all."))
+        raise ConfigError(Problem("--choose-by", f"is '{choose_by}', must be seeds such as 0 or 0,1, or all."))
     return BestOf(best_of, tuple(sorted({int(word) for word in words})))
 
 
 def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, terms: Terms) -> Selection:
-    """Return the best value of `asked.key` for each combination of all else that varies, and the runs to judge.
+    """Return the best value of `asked.key` per recipe (combination of the other varying keys) and the runs to judge.
 
     Raises:
-        ConfigError: the key does not vary, holds no numbers, a recipe lacks a choosing seed, no other seed is left, or
-            fewer than two recipes kept their loss at any value.
+        ConfigError: the key does not vary or is not numeric, a recipe lacks a choosing seed, no seed is left to judge,
+            or fewer than two recipes have a value at which no run diverged.
     """
     others = _other_keys(runs, unfinished, asked.key)
     every = tuple(sorted({run.seed for run in runs}))
@@ -171,7 +172,7 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
         judged = [run for run in finished if run.config[asked.key] == best and run.seed not in kept_back]
         lost = tuple(sorted(run.seed for run in judged if run.diverged))
         over_all = _losses_over_all(finished, asked.key, terms)
-        flat = plateau(over_all, terms.margin) if math.isfinite(terms.margin) else None  # in tokens: not known yet
+        flat = plateau(over_all, terms.margin) if math.isfinite(terms.margin) else None  # NaN: in tokens
         least = min(over_all, key=lambda value: over_all[value], default=None)
         selection.choices.append(choice := Choice(words, best, losses, lost, flat, least))
         if choice.at_the_edge:
@@ -190,9 +191,9 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
 
 
 def has_grid(runs: Sequence[Run], key: str) -> bool:
-    """Return whether two recipes or more ran at several values of `key`, so that each may be taken at its best.
+    """Return whether at least two recipes ran at three or more values of `key`, so each can be compared at its best.
 
-    That is three at least: the best of two is always the last at one end.
+    With two values the best is always at an end of the grid.
     """
     others = [each for each in varying_keys(runs) if each != key]
     values: dict[str, dict[int, set[Any]]] = {}
@@ -202,7 +203,7 @@ def has_grid(runs: Sequence[Run], key: str) -> bool:
 
 
 class Beyond(NamedTuple):
-    """Where a grid ends with its best: which `end`, the next value `further` on, as its neighbours go, and `seeds`."""
+    """Extension of a grid that has its best value at an end: which `end`, the next value `further` out, and `seeds`."""
 
     end: str
     further: float
@@ -210,7 +211,7 @@ class Beyond(NamedTuple):
 
 
 def beyond_of(choice: Choice, runs: Sequence[Run]) -> Beyond:
-    """Return where the grid of `choice`, whose best is its last value, is to go on, at the seeds of `runs`."""
+    """Return how to extend the grid of `choice`, which has its best value at an end, at the seeds of `runs`."""
     values = sorted(choice.losses)
     end = "below" if choice.value == values[0] else "above"
     neighbour = values[1] if end == "below" else values[-2]
@@ -219,22 +220,23 @@ def beyond_of(choice: Choice, runs: Sequence[Run]) -> Beyond:
 
 
 def edge_problem(choices: Sequence[Choice], where: Beyond, asked: BestOf) -> Problem:
-    """Return that the best value of recipes is the grid's last, which end to extend, and the command that does.
+    """Return the problem of recipes with their best value at the end of the grid, and the command that extends it.
 
-    A better value may lie beyond, and how much better nobody knows: such a recipe is not judged.
+    Such a recipe is not judged: a better value may lie beyond, and its loss is unknown.
     """
     *others, name = (f"{each.words} (at {each.value:g})" for each in choices)
     names = f"{', '.join(others)} and {name}" if others else name
-    last = "least" if where.end == "below" else "greatest"
+    last = "smallest" if where.end == "below" else "largest"
     verb, they = ("is", "it is") if len(choices) == 1 else ("are", "they are")
     text = (
-        f"{names} {verb} best at the {last} value of the grid, so that a better one may lie beyond, and {they} not "
-        f"judged. Extend the grid {where.end}"
+        f"{names} {verb} best at the {last} value of the grid. A better value may lie beyond it, so {they} not judged. "
+        f"Extend the grid {where.end}"
     )
     command = ""
     if len(asked.sweeps) == 1 and where.further > 0:
         command = command_with_values(asked.sweeps[0], asked.key, [where.further], where.seeds)
-    return Problem(f"--best-of {asked.key}", f"{text}: {command}" if command else f"{text}, to {where.further:g}, say.")
+    text += f": {command}" if command else f", for example to {where.further:g}."
+    return Problem(f"--best-of {asked.key}", text)
 
 
 def _by_seed(finished: Sequence[Run], key: str, choosing: Sequence[int]) -> dict[Any, dict[int, Run]]:
@@ -247,7 +249,7 @@ def _by_seed(finished: Sequence[Run], key: str, choosing: Sequence[int]) -> dict
 
 
 def _losses_over_all(finished: Sequence[Run], key: str, terms: Terms) -> dict[Any, float]:
-    """Return the mean loss at each value over the seeds that have all values, infinite where a run lost its loss."""
+    """Return {value: mean loss} over the seeds that have all values; infinite if a run diverged."""
     runs = {(run.config[key], run.seed): run for run in finished}
     values = sorted({value for value, _ in runs})
     seeds = [seed for seed in sorted({seed for _, seed in runs}) if all((value, seed) in runs for value in values)]
@@ -263,12 +265,13 @@ def _losses_over_all(finished: Sequence[Run], key: str, terms: Terms) -> dict[An
 
 
 def _other_keys(runs: Sequence[Run], unfinished: Sequence[Run], key: str) -> list[str]:
-    """Return the keys that vary beside `key`. Raises ConfigError where `key` does not, or holds no numbers."""
+    """Return the other keys that vary. Raises ConfigError if `key` does not vary or is not numeric."""
     varying = varying_keys([*runs, *unfinished])
     if key not in varying:
         raise ConfigError(Problem("--best-of", f"'{key}' does not vary over these runs.{_tunable(runs, key, varying)}"))
     if not _is_numeric(runs, key):
-        raise ConfigError(Problem("--best-of", f"'{key}' holds no numbers; the factor is what is compared by."))
+        text = f"'{key}' is not numeric. Choose a numeric key such as optim.learning_rate."
+        raise ConfigError(Problem("--best-of", text))
     return [each for each in varying if each != key]
 
 
@@ -278,14 +281,15 @@ def _is_numeric(runs: Sequence[Run], key: str) -> bool:
 
 
 def _tunable(runs: Sequence[Run], key: str, varying: Sequence[str]) -> str:
-    """Return which keys a best value can be taken of instead of `key`; where none is, what varies, and what to run."""
+    """Suggest keys that can be tuned instead of `key`; if there are none, name the keys that vary and the runs to
+    add."""
     found = [each for each in varying if _is_numeric(runs, each) and has_grid(runs, each)]
     if found:
         return did_you_mean(key, found)
     groups = ", ".join(dict.fromkeys(each.partition(".")[0] for each in varying))
-    what = f": what varies is {groups}, the factor, by which recipes are told apart" if groups else ": nothing varies"
+    what = f": only {groups} varies, and defines the recipes" if groups else ": nothing varies"
     return (
-        f" No key can be tuned here{what}. Run each recipe at several values of it, say "
+        f" No key can be tuned here{what}. Run each recipe at several values of a key, for example "
         "optim.learning_rate=1e-3,2e-3,4e-3,8e-3."
     )
 
@@ -293,16 +297,16 @@ def _tunable(runs: Sequence[Run], key: str, varying: Sequence[str]) -> str:
 def _losses_by_value(
     finished: Sequence[Run], key: str, seeds: Sequence[int], tail: Tail | None, words: str, problems: list[Problem]
 ) -> dict[Any, float]:
-    """Return one recipe's mean loss over `seeds` at each value, infinite where a run lost its loss.
+    """Return one recipe's {value: mean loss over `seeds`}, infinite if a run diverged.
 
-    A value that lacks a seed goes to `problems`.
+    A value that lacks a seed is reported in `problems`.
     """
     losses: dict[Any, float] = {}
     for value in sorted({run.config[key] for run in finished}):
         found = {run.seed: run for run in finished if run.config[key] == value}
         if missing := sorted(set(seeds) - found.keys()):
             text = f"has no finished run of {words} at {value:g} and seed {missing[0]}. "
-            problems.append(Problem(f"--best-of {key}", f"{text}Finish it, or give other --choose-by seeds."))
+            problems.append(Problem(f"--best-of {key}", f"{text}Finish it, or choose other --choose-by seeds."))
             continue
         of_seeds = [found[seed] for seed in seeds]
         whole = tail is not None and not any(run.diverged for run in of_seeds)
@@ -311,20 +315,20 @@ def _losses_by_value(
 
 
 def _nothing_to_judge(selection: Selection) -> list[Problem]:
-    """Return why no verdict can follow from `selection`, if so."""
+    """Return the problems if `selection` leaves nothing to judge."""
     key, lost = selection.key, [each for each in selection.choices if each.value is None]
-    if lost and len(selection.choices) - len(lost) < 2:  # nothing is left to hold against another
+    if lost and len(selection.choices) - len(lost) < 2:  # nothing is left to compare
         text = " ".join(each.line(key.rpartition(".")[2]) for each in lost)
-        return [Problem(f"--best-of {key}", f"{text} Try lower values, or give other --choose-by seeds.")]
+        return [Problem(f"--best-of {key}", f"{text} Try lower values, or choose other --choose-by seeds.")]
     judged = {_identity(run, selection.others) for run in selection.runs}
     if selection.problems and len(judged) < 2:
-        return [Problem(f"--best-of {key}", "so fewer than two recipes are left whose best value is inside the grid.")]
+        return [Problem(f"--best-of {key}", "fewer than two recipes have their best value inside the grid.")]
     if selection.runs:
         return []
-    text = f"all runs at the best values have the seeds that chose them ({', '.join(map(str, selection.seeds))})."
+    text = f"all runs at the best values have the choosing seeds ({', '.join(map(str, selection.seeds))})."
     best = [each for each in selection.choices if each.value is not None]
     chosen = "; ".join(f"{each.words} {key}={each.value:g}" for each in best)
-    return [Problem(f"--best-of {key}", f"{text} Run others: {chosen}, each with seeds of its own.")]
+    return [Problem(f"--best-of {key}", f"{text} Run other seeds of {chosen}.")]
 
 
 def _identity(run: Run, keys: Sequence[str]) -> str:
@@ -332,7 +336,7 @@ def _identity(run: Run, keys: Sequence[str]) -> str:
 
 
 def _words(run: Run, keys: Sequence[str]) -> str:
-    """Return a recipe by the names of the groups that vary, and by the keys of those that have none."""
+    """Return the name of a recipe: the names of the groups that vary, or KEY=VALUE for groups without a name."""
     words = []
     for group in dict.fromkeys(key.partition(".")[0] for key in keys):
         name = run.config.get(f"{group}.name")

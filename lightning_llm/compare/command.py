@@ -1,4 +1,4 @@
-"""The verdicts over runs that a command names: printed, written to files and to MLflow. Imports no torch."""
+"""Compare the runs that a command names: print the verdicts, write the report, log to MLflow. Imports no torch."""
 
 import re
 import shlex
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_llm.compare.report.tables import Supplement
 
 RATE = "optim.learning_rate"
-"""The key of which a sweep may have a grid for each recipe, at whose best it is to be judged."""
+"""Key for which a sweep may have a grid per recipe, so that each can be compared at its best value."""
 
 
 def compare_named(
@@ -40,20 +40,20 @@ def compare_named(
     show: Callable[[Comparison], None],
     say: Callable[[str], None],
 ) -> Comparison:
-    """Return the verdicts over the runs that `words` name; they are shown, and written to files beside the runs.
+    """Return the verdicts over the runs that `words` name, after showing them and writing the report.
 
     Args:
         words: RUN arguments, see `find_runs`.
-        asked: the terms; what is None there is as it was declared for the sweep, or else as usual.
-        output: another folder for the report, which then goes to no MLflow either.
+        asked: the requested terms; None: as declared for the sweep, or else the default.
+        output: another folder for the report; nothing is then logged to MLflow.
         show: prints the verdicts.
-        say: prints a line on where the report went.
+        say: prints a line on the location of the report.
 
     Raises:
         IncompleteComparisonError: not all could be judged; the rest is shown and written.
         ConfigError: nothing could be judged.
     """
-    terms_of(asked)  # what is wrong with them, before anything is read
+    terms_of(asked)  # report invalid terms before anything is read
     found = find_runs(words)
     declared = declared_looks(found, asked, baseline, best_of)
     terms, baseline = terms_of(asked, declared.terms), declared.baseline or baseline
@@ -69,11 +69,11 @@ def compare_named(
     comparison.problems = [*found.problems, *problems, *comparison.problems]
     comparison.advice = advise(open_verdicts(comparison.verdicts), found.sweeps, runs)
     comparison.notes += [*declared.notes, *ended]
-    is_open = best_of is None and comparison.design is None  # at each one's best, declared looks have lost their error
+    is_open = best_of is None and comparison.design is None  # --best-of would void the declared error rate
     if is_open and comparison.factor.name != RATE and has_grid(comparison.runs, RATE):
         same = flags_of(asked, baseline, RATE)
         better = command("compare", *(words or [str(found.home)]), "--best-of", RATE, *same)
-        comparison.notes.append(f"Recipes ran at several values of {RATE}. Each at its own best: {better}")
+        comparison.notes.append(f"Recipes ran at several values of {RATE}. To compare each at its best value: {better}")
     if comparison.design is None:
         note_look(comparison, found.home / "compare")
     show(comparison)
@@ -85,28 +85,29 @@ def compare_named(
 
 
 def against_all_pairs(terms: Terms, best_of: BestOf | None, design: Design | None, found: RunSelection) -> str:
-    """Return why recipes are not held against each other here, and what to do; empty where they are."""
+    """Return why --all-pairs cannot be used here and the remedy; empty if it can."""
     if best_of is not None:
-        return f"goes without --best-of {best_of.key}, whose whole grid it does not look at. Leave out one of the two."
+        return f"cannot be combined with --best-of {best_of.key}. Remove one of the two."
     if design is not None:
         runs = f"{shlex.quote(str(found.sweeps[0]))}/[0-9]*/"
         return (
-            "is a table of one look, and the verdicts here are by looks that were declared, whose error it does not "
-            "have. Leave it out; or name the runs in place of their sweep, and all of it is of one look at what is "
-            f"there: {command('compare')} {runs} --all-pairs"
+            "cannot be used for a sweep with declared looks: its intervals lack the declared error rate. Remove it, or "
+            "name the runs instead of their sweep, which judges the existing runs at one undeclared look: "
+            f"{command('compare')} {runs} --all-pairs"
         )
     if terms.token_margin is not None:
         return (
-            "takes a margin in nats: tokens are read off the baseline's own curve, and these gaps are to others. Give "
-            "one, --margin 0.01, or leave --all-pairs out."
+            "requires a margin in nats: a margin in tokens refers to the baseline's own curve. Use --margin 0.01, or "
+            "remove --all-pairs."
         )
     return ""
 
 
 def flags_of(asked: RequestedTerms, baseline: str | None, key: str) -> list[str]:
-    """Return the flags that ask for the same terms and baseline beside --best-of `key`, which takes no --all-pairs.
+    """Return the flags for the same terms and baseline together with --best-of `key`, without --all-pairs.
 
-    A recipe's best value of `key` is no part of the baseline's name there: "optim=adamw (learning_rate=0.002)".
+    The baseline's name must not contain a value of `key` there: "optim=adamw (learning_rate=0.002)" becomes
+    "optim=adamw".
     """
     value = rf" \((\w+\.)*{re.escape(key.rpartition('.')[2])}=[^,()]*\)$"
     given = {
@@ -118,7 +119,7 @@ def flags_of(asked: RequestedTerms, baseline: str | None, key: str) -> list[str]
 
 
 def note_look(comparison: Comparison, folder: Path) -> None:
-    """Write this look down beside the runs, whatever folder the report goes to, and say what many looks do."""
+    """Record this look beside the runs, even if the report goes elsewhere, and add a note on repeated looks."""
     try:
         comparison.looks = record_look(look_at(comparison.verdicts, comparison.terms), folder)
     except (OSError, ValueError) as error:
@@ -137,10 +138,10 @@ def write_comparison(
     place: str = "compare",
     lines: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Write the report to `folder` and, with `log`, the verdicts to MLflow; return what to say of it.
+    """Write the report to `folder` and, with `log`, the verdicts to MLflow; return the lines to print.
 
-    Where it cannot be written, that is one more of the comparison's problems. `supplement`: what stands in it beside
-    the verdicts; `place`, `lines`: as `log_verdicts`.
+    If it cannot be written, that is added to the comparison's problems. `supplement`: further parts of the report;
+    `place`, `lines`: as for `log_verdicts`.
     """
     from lightning_llm.compare.report.tables import NOTHING
     from lightning_llm.compare.report.write import write_report
@@ -156,23 +157,23 @@ def write_comparison(
         comparison.problems.append(Problem("--output", text))
         return []
     note = log_verdicts(comparison, folder, place, lines) if log else None
-    said = [f"note   {each}" for each in failed]
+    printed = [f"note   {each}" for each in failed]
     if (folder / "report.html").is_file():
-        said.append(f"report {folder / 'report.html'}")
-    return [*said, *([note] if note else [])]
+        printed.append(f"report {folder / 'report.html'}")
+    return [*printed, *([note] if note else [])]
 
 
 def print_table(comparison: Comparison) -> None:
-    """Print the verdicts and what is to be read along."""
+    """Print the verdicts and the notes on them."""
     from lightning_llm.compare.table import print_comparison
 
     print_comparison(comparison, table_console())
 
 
 def table_console() -> "Console":
-    """Return a console for tables: elsewhere than on a terminal 180 columns wide, without color.
+    """Return a console for tables: unless on a terminal, 180 columns wide and without color.
 
-    Markup is off: text comes from configs, where [brackets] are lists.
+    Markup is off, because text from configs contains [lists].
     """
     return new_console(markup=False) if sys.stdout.isatty() else new_console(markup=False, width=180, no_color=True)
 
@@ -183,5 +184,5 @@ def print_data(comparison: Comparison) -> None:
 
 
 def print_escaped(line: str, file: TextIO | None = None) -> None:
-    """Print a line on where something went: a path may hold any character."""
+    """Print a line with a path, escaped: a path may contain any character."""
     print(escaped(line), file=file)

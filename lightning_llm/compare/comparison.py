@@ -1,4 +1,4 @@
-"""A whole comparison: the verdicts, the baselines' figures, and everything that could not be used and why."""
+"""A whole comparison: the verdicts, the figures of the baselines, and the runs that could not be used, with reasons."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -27,7 +27,7 @@ from lightning_llm.tracking.reading import Run
 
 @dataclass(frozen=True)
 class Baseline:
-    """The baseline of one family."""
+    """The baseline of one group of runs."""
 
     label: str
     family: ComparisonGroup
@@ -35,13 +35,13 @@ class Baseline:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """Every run that a recipe's is paired with, once."""
+        """Every run that a recipe is paired with, once."""
         pairs = [pair for pairs in self.family.recipes.values() for pair in pairs]
         return list({id(pair.baseline): pair.baseline for pair in pairs}.values())
 
     @cached_property
     def losses(self) -> dict[int, float]:
-        """{seed: mean loss over the tail, nats per token} of the runs that kept theirs."""
+        """{seed: mean loss over the tail, nats per token} of the runs that did not diverge."""
         kept = [run for run in self.runs if not run.diverged]
         tail = tail_of(kept, self.terms.metric, self.terms.tail_share)
         found = {run.seed: tail.level_of(run) for run in kept} if tail else {}
@@ -60,11 +60,11 @@ class Baseline:
 
     @property
     def peak_memory_bytes(self) -> float | None:
-        """The most of any run."""
+        """The maximum over the runs."""
         return max((run.peak_memory_bytes for run in self.runs if run.peak_memory_bytes), default=None)
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `compare.json` has under "baselines"."""
+        """Return one entry of "baselines" in `compare.json`."""
         return {
             "name": self.label,
             "setting": self.family.setting,
@@ -80,7 +80,7 @@ class Baseline:
 
 @dataclass
 class Comparison:
-    """What was judged; `runs` that were read, `problems` with what was given, `notes` to read along."""
+    """Verdicts over `runs`, with `problems` of the arguments or runs and `notes` on the verdicts."""
 
     factor: Factor
     terms: Terms
@@ -94,10 +94,10 @@ class Comparison:
     looks: list[RecordedLook] = field(default_factory=list)
     selection: Selection | None = None
     all_pairs: list[PairGap] = field(default_factory=list)
-    """Every recipe against every other, where that was asked for."""
+    """Every recipe against every other, if requested (--all-pairs)."""
     design: Design | None = None
     ladder: bool = False
-    """Whether a law over sizes and tokens was fitted to it, which its methods then say."""
+    """True if a law over sizes and tokens was fitted, which the methods then describe."""
 
     @property
     def baselines(self) -> list[Baseline]:
@@ -110,7 +110,7 @@ class Comparison:
 
     @property
     def methods(self) -> Methods:
-        """What was done, in words, and what that is taken from."""
+        """The methods text and its references."""
         chosen, looks = self.selection, self.looks
         return methods_of(
             Study(
@@ -120,7 +120,7 @@ class Comparison:
         )  # fmt: skip
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `compare.json` holds."""
+        """Return the content of `compare.json`."""
         methods = self.methods
         curves = {
             id(verdict): curve.as_data()
@@ -161,7 +161,7 @@ class Comparison:
 
 
 class IncompleteComparisonError(ConfigError):
-    """Not all that was given could be judged: `problems` say what, and `comparison` has the verdicts on the rest."""
+    """Some of the named runs could not be judged: `problems` has the reasons, `comparison` the other verdicts."""
 
     def __init__(self, comparison: Comparison):
         self.comparison = comparison
@@ -172,7 +172,7 @@ class IncompleteComparisonError(ConfigError):
 
 
 def verdict_data(verdict: Verdict) -> dict[str, Any]:
-    """Return one verdict; the order is that of the file."""
+    """Return one entry of "verdicts" in `compare.json`, in the order of the file."""
     judged, family = verdict.judged, verdict.family
     measured, estimate = judged.measured, judged.estimate
     return {
@@ -233,7 +233,7 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
 
 
 def _seeds_data(verdict: Verdict) -> dict[str, Any]:
-    """Return how many more seeds would decide the verdict, and how many for each true gap that is planned for."""
+    """Return the number of further seeds that would decide the verdict, for each planned true gap."""
     plan = verdict.plan
     return {
         "more_seeds": plan.more,

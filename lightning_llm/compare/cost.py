@@ -1,4 +1,4 @@
-"""Cost of a recipe beside the baseline: time to a loss, speed, memory, and what went wrong on the way."""
+"""Cost of a recipe relative to the baseline: time to a loss, speed, memory, spikes and skipped steps."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ SPEED_KEYS = (
 
 @dataclass(frozen=True)
 class TimeToLoss:
-    """The first time at which a run's validation loss was at a target: `tokens` seen, `seconds` of training."""
+    """First time at which a validation loss reached a target: `tokens` seen, `seconds` of training."""
 
     tokens: float
     seconds: float
@@ -42,10 +42,10 @@ class TimeToLoss:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one recipe. Ratios are the recipe's over the baseline's: geometric means over pairs, None without any.
+    """Cost of one recipe. Ratios are recipe over baseline: geometric means over pairs, None without pairs.
 
-    `tokens_to_loss_ratio`, `seconds_to_loss_ratio`: how much longer the recipe took to a loss that both reached
-    (`time_ratio`), over `timed_pairs`; `speed_confounders`: what makes speed and memory incomparable.
+    `tokens_to_loss_ratio`, `seconds_to_loss_ratio`: time to a loss that both runs reached (`time_ratio`), over
+    `timed_pairs`; `speed_confounders`: the differences that make speed and memory incomparable.
     """
 
     timed_pairs: int
@@ -60,7 +60,7 @@ class Cost:
     speed_confounders: tuple[str, ...]
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `compare.json` has of it."""
+        """Return the cost entries of a verdict in `compare.json`."""
         return {
             "time_to_loss": {
                 "pairs": self.timed_pairs,
@@ -78,7 +78,7 @@ class Cost:
 
 
 def cost_of(pairs: Sequence[Pair], tail: Tail | None) -> Cost:
-    """Return what the recipe of `pairs`, none of which failed, costs; times are to losses of the tail's metric."""
+    """Return the cost of the recipe of `pairs`, none of which failed; times are to losses of the metric of `tail`."""
     ratios = [found for pair in pairs if tail and (found := time_ratio(pair, tail.metric))]
     speeds = _ratios(pairs, "tokens_per_second_median")
     peaks = [run.peak_memory_bytes for run in (pair.run for pair in pairs) if run.peak_memory_bytes]
@@ -106,11 +106,11 @@ def cost_of(pairs: Sequence[Pair], tail: Tail | None) -> Cost:
 def time_ratio(pair: Pair, metric: str) -> TimeToLoss | None:
     """Return the run's time over the baseline's to the lowest loss that both reached.
 
-    That target, the higher of the two lowest losses, treats the two alike: no pair is left out because one of them
-    never got there, and where they differ in noise alone the ratio is as often above 1 as below. (To the baseline's own
-    last loss it would be below 1 in every sweep without a difference: those that get there late are those that do not.)
-    None where the records of one of the two do not begin at the first step, or hold no finite loss; and of what was
-    evaluated at steps that somebody chose.
+    This target, the higher of the two lowest losses, is symmetric: no pair is left out because one run never reached
+    it, and if the two differ in noise alone the ratio is as often above 1 as below. (With the baseline's last loss as
+    target it would be below 1 even without a difference, because runs that would arrive late do not arrive at all.)
+    None if a run's records do not begin at the first step or contain no finite loss, and for metrics evaluated at
+    chosen steps.
     """
     if not metric.startswith(LOSS) or pair.run.first_step > 1 or pair.baseline.first_step > 1:
         return None
@@ -126,7 +126,7 @@ def time_ratio(pair: Pair, metric: str) -> TimeToLoss | None:
 
 
 def _first_at(run: Run, losses: dict[int, float], target: float) -> TimeToLoss:
-    """Return when the run, whose `losses` reach `target`, first did: on straight lines between validations."""
+    """Return when the run first reached `target`, interpolated linearly between validations of `losses`."""
     before: int | None = None
     for step in sorted(losses):
         if losses[step] <= target:
@@ -149,7 +149,7 @@ def _mean_ratio(ratios: Sequence[float]) -> float | None:
 
 
 def _other_surroundings(pair: Pair) -> set[str]:
-    """Return what differs in where the two ran: speed depends on it, the loss does not."""
+    """Return the differences in environment (host, concurrent runs): they affect speed, not the loss."""
     hosts = {run.summary.get("host") for run in (pair.run, pair.baseline)}
     found = {"host"} if len(hosts) > 1 else set()
     return found | ({"launcher.at_once"} if pair.run.at_once != pair.baseline.at_once else set())

@@ -1,17 +1,17 @@
-"""A gap as tokens: what a recipe's D tokens are worth, read off the baseline's own losses at other numbers of tokens.
+"""A gap in tokens: the number of baseline tokens that a recipe's D tokens are worth, from the baseline's losses.
 
-The baseline was run for D / 2, D and 2 D tokens, say, each with a decay of its own, at the same seeds. Between them its
-loss is E + B D^-beta with the beta at which the three mean losses lie on such a curve: the identity by which a speedup
-is read from two losses, ((L_worse - E) / (L_better - E))^(1 / beta), with E and beta from the baseline itself. Given
-beta it is linear in the losses, b(D') = sum of w_k(D') b_k. The recipe's run at D, of loss r, is worth m D tokens where
-b(m D) = r.
+The baseline was run for D / 2, D and 2 D tokens, for example, each with its own decay, at the same seeds. Between them
+its loss is E + B D^-beta, with the beta at which the three mean losses lie on such a curve. This is the identity that
+gives a speedup from two losses, ((L_worse - E) / (L_better - E))^(1 / beta), with E and beta from the baseline itself.
+Given beta it is linear in the losses, b(D') = sum of w_k(D') b_k. The recipe's run at D, with loss r, is worth m D
+tokens, where b(m D) = r.
 
-The interval. For each ratio u the differences r_s - b_s(u D), one per seed, have a mean of zero if u is the true one,
-whatever noise a seed's runs share, so that a t test over seeds is exact for normal noise; the interval is every u that
-it does not reject. For u near 1 that is E. C. Fieller's interval for a ratio of two means, of the gap to the slope of
-the baseline's curve ("Some problems in interval estimation", J. R. Stat. Soc. B 16 (1954) 175-185), and it goes on
-where a ratio of means will not do. Student's interval of a jackknife over seeds of ln(m) is all but the same where the
-slope is known well, and too short where it is not: docs/reference/error_rates.md has both by simulation.
+The interval. For each ratio u the differences r_s - b_s(u D), one per seed, have mean zero if u is the true ratio,
+whatever noise the runs of a seed share. So a t test over seeds is exact for normal noise, and the interval is every u
+that it does not reject. For u near 1 that is E. C. Fieller's interval for a ratio of two means, of the gap to the slope
+of the baseline's curve ("Some problems in interval estimation", J. R. Stat. Soc. B 16 (1954) 175-185); it also exists
+where a ratio of means fails. Student's interval of a jackknife over seeds of ln(m) is almost the same where the slope
+is known well, and too short where it is not: docs/reference/error_rates.md has simulations of both.
 """
 
 import math
@@ -27,18 +27,21 @@ from scipy import special
 Array = NDArray[np.float64]
 
 REACH = 1.25
-"""How far beyond the token counts that were run a loss is still read off, as a factor: a margin of 2 % below D / 2."""
+"""Factor by which losses are extrapolated beyond the token counts that were run: a margin of 2 % below D / 2."""
 STEEPEST = 3.0
-"""Of the exponent: a baseline whose loss bends more over a factor of 4 in tokens is not falling as a law does."""
+"""Limit of the exponent: a baseline with more curvature over a factor of 4 in tokens does not follow a power law."""
 GRID = 801
-"""Ratios that are tried, evenly in ln: over a factor of 4 they are 0.2 % apart, and roots are found between them."""
+"""Ratios tried, evenly spaced in ln: 0.2 % apart over a factor of 4, with roots interpolated between them."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The baseline's losses over tokens. `tokens`: token counts, ascending, [K], two or three; `losses`: {seed: nats,
-    [K]}, of the seeds that were run at all of them; `at`: the tokens of the runs that are judged, one of `tokens`;
-    `settled`: seeds at which the baseline's runs at the other counts came to an end, whatever end."""
+    """The baseline's losses over tokens.
+
+    `tokens`: ascending token counts, [K], two or three; `losses`: {seed: nats, [K]} of the seeds run at all of them;
+    `at`: tokens of the judged runs, one of `tokens`; `settled`: seeds at which the baseline's runs at the other counts
+    have ended, finished or not.
+    """
 
     tokens: tuple[float, ...]
     losses: dict[int, Array]
@@ -47,17 +50,17 @@ class Curve:
 
     @property
     def reach(self) -> tuple[float, float]:
-        """The least and the largest ratio to `at` that a loss is read off for."""
+        """The smallest and largest ratio to `at` for which a loss is computed."""
         return self.tokens[0] / self.at / REACH, self.tokens[-1] / self.at * REACH
 
     @cached_property
     def beta(self) -> float:
-        """The exponent at which the mean losses lie on E + B D^-beta; 0, a line in ln(D), of two token counts."""
+        """The exponent for which the mean losses lie on E + B D^-beta; 0 (linear in ln D) for two token counts."""
         if len(self.tokens) < 3:
             return 0.0
         logs, means = np.log(np.array(self.tokens) / self.at), np.mean(list(self.losses.values()), axis=0)
 
-        def bend(beta: float) -> float:  # rises with beta; where the losses themselves do not fall it has no root
+        def bend(beta: float) -> float:  # increasing in beta; no root if the losses do not fall
             x = _stretched(logs, beta)
             return float((means[0] - means[1]) * (x[2] - x[1]) - (means[1] - means[2]) * (x[1] - x[0]))
 
@@ -71,7 +74,8 @@ class Curve:
         return (low + high) / 2
 
     def weights(self, ratios: Array) -> Array:
-        """Return w [U, K]: the loss at `ratios` [U] times `at` is `w @ losses`; Lagrange's, in D^-beta."""
+        """Return w [U, K] such that the loss at `ratios` [U] times `at` is `w @ losses`: Lagrange polynomials in
+        D^-beta."""
         logs = np.log(np.array(self.tokens) / self.at)
         nodes, where = _stretched(logs, self.beta), _stretched(np.log(ratios), self.beta)
         found = np.ones((len(ratios), len(nodes)))
@@ -81,16 +85,17 @@ class Curve:
         return found
 
     def shares(self, seeds: Sequence[int], ratio: float) -> list[float]:
-        """Return, for each seed, the loss at `ratio` times `at` tokens less that at `at`, nats."""
+        """Return, for each seed, the loss at `ratio` times `at` tokens minus the loss at `at`, nats."""
         weights = self.weights(np.array([ratio, 1.0]))
         return [float((weights[0] - weights[1]) @ self.losses[seed]) for seed in seeds]
 
     def within(self, seeds: Collection[int]) -> "Curve":
-        """Return the curve of these seeds alone."""
+        """Return the curve restricted to these seeds."""
         return replace(self, losses={seed: losses for seed, losses in self.losses.items() if seed in seeds})
 
     def margins(self, share: float) -> dict[int, float]:
-        """Return {seed: what the baseline loses with D / (1 + share) tokens, nats}: a margin of `share` more tokens."""
+        """Return {seed: increase of the baseline's loss with D / (1 + share) tokens, nats}: the margin of `share` more
+        tokens."""
         if not self.losses:
             return {}
         return dict(zip(self.losses, self.shares(list(self.losses), 1 / (1 + share)), strict=True))
@@ -98,10 +103,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class EffectiveData:
-    """What the recipe's tokens are worth, as a share of them: `ratio` with [`low`, `high`], and `seeds` it is from.
+    """Effective number of tokens of a recipe: `ratio` to its own, with interval [`low`, `high`], from `seeds` seeds.
 
-    0.96: it reached what the baseline reaches with 96 % of the tokens. Where the bound or the ratio lies beyond what
-    the baseline was run for it is 0 or infinite: not above, or not below, the last that was. NaN without an interval.
+    0.96: it reached the loss that the baseline reaches with 96 % of the tokens. A ratio or bound beyond the token
+    counts of the baseline is 0 or infinite. The bounds are NaN without an interval.
     """
 
     ratio: float
@@ -112,7 +117,8 @@ class EffectiveData:
 
     @property
     def more_tokens(self) -> float:
-        """The share of tokens more that the recipe needs to the baseline's loss, 0.041 for 4.1 %: 1 / ratio - 1."""
+        """The share of further tokens that the recipe needs to reach the baseline's loss, 0.041 for 4.1 %: 1 / ratio -
+        1."""
         return _more(self.ratio)
 
     @property
@@ -121,7 +127,7 @@ class EffectiveData:
         return _more(self.high), _more(self.low)
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `compare.json` has of it; bounds that are beyond the baseline's runs are null."""
+        """Return the entry "effective_data" of `compare.json`; bounds beyond the baseline's runs are null."""
         return {
             "ratio": self.ratio,
             "ci": [self.low or None, self.high],
@@ -132,17 +138,17 @@ class EffectiveData:
 
 
 def _more(ratio: float) -> float:
-    """Return the tokens more that a ratio stands for, infinite for a ratio of 0."""
+    """Return the share of further tokens for a ratio, infinite for a ratio of 0."""
     return 1 / ratio - 1 if ratio else math.inf
 
 
 def _stretched(logs: Array, beta: float) -> Array:
-    """Return (1 - D^-beta) / beta of ln(D), which is ln(D) itself where beta is 0."""
+    """Return (1 - D^-beta) / beta from ln(D), which is ln(D) for beta = 0."""
     return -np.expm1(-beta * logs) / beta if abs(beta) > 1e-6 else logs
 
 
 def effective_data(losses: dict[int, float], curve: Curve, confidence: float = 0.95) -> EffectiveData | None:
-    """Return what the recipe of `losses`, {seed: nats}, has made of its tokens; None without a seed in common."""
+    """Return the effective data of the recipe with `losses`, {seed: nats}; None without a common seed."""
     seeds = sorted(losses.keys() & curve.losses.keys())
     if not seeds:
         return None
@@ -165,7 +171,7 @@ def effective_data(losses: dict[int, float], curve: Curve, confidence: float = 0
 def _crossing(ratios: Array, values: Array, *, last: bool = False) -> float:
     """Return the ratio at which `values` cross zero upwards: the first time, or the last.
 
-    0 where they are above it from the first, infinite where they never are.
+    0 if they are above zero from the start, infinite if they never are.
     """
     if last:
         below = np.flatnonzero(values <= 0)

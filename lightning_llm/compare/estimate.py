@@ -1,4 +1,5 @@
-"""From a recipe's pairs to its verdict on loss, its verdict on stability, and the two together; the A/A floor."""
+"""From the pairs of a recipe to its verdict on loss, its verdict on stability and the combined decision; the A/A
+floor."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,14 +21,14 @@ from lightning_llm.tracking.reading import Run
 
 @dataclass(frozen=True)
 class Measured:
-    """One recipe of a family as its runs came out.
+    """Measured results of one recipe.
 
-    `differences`: {seed: nats} of pairs of which neither run diverged; `diverged_seeds`, `baseline_diverged_seeds`:
-    where one did; `missing_seeds`: where the recipe's run did not come to its end and the baseline's did; `identical`:
-    every pair is equal to the last bit; `unlearned`: (the baseline's loss, what it should be below) where no run of the
-    baseline has learned anything, so that nothing follows for the recipe. Of a margin in tokens `margins`: {seed: nats}
-    by the baseline's own runs at that seed, None of one in nats; `unpriced_seeds`: of sound pairs that have none, which
-    are no part of `differences`.
+    `differences`: {seed: nats} of pairs in which neither run diverged. `diverged_seeds`, `baseline_diverged_seeds`:
+    seeds at which one did. `missing_seeds`: seeds at which the baseline's run finished and the recipe's did not.
+    `identical`: the runs of every pair are bitwise equal. `unlearned`: (the baseline's loss, the required loss) if no
+    baseline run has learned anything, so nothing can be concluded. `margins`: {seed: nats} of a margin in tokens, from
+    the baseline's own runs at that seed; None for a margin in nats. `unpriced_seeds`: seeds of sound pairs without such
+    a margin, which are not in `differences`.
     """
 
     label: str
@@ -44,17 +45,18 @@ class Measured:
 
     @property
     def seeds(self) -> list[int]:
-        """Every seed at which there is a pair, whatever became of it."""
+        """Every seed that has a pair, including failed ones."""
         failed = {*self.diverged_seeds, *self.baseline_diverged_seeds}
         return sorted({*self.differences, *failed, *self.unpriced_seeds})
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A recipe's gap over the seeds at which neither run failed, `outlier_seeds` left out; NaN where there is none.
+    """The gap of a recipe over the seeds at which neither run failed, without `outlier_seeds`; NaN if there is none.
 
-    `sd`: of one pair's difference, with `df` degrees of freedom, as the interval has it; `pool`: recipes that share the
-    variance; `pool_sd`: the SD that they share, which `sd` is at least; `comparisons`: intervals that hold together.
+    `sd`: of one pair's difference, with `df` degrees of freedom, as used by the interval; `pool`: number of recipes
+    that share the variance; `pool_sd`: the shared SD, a lower limit of `sd`; `comparisons`: number of simultaneous
+    intervals.
     """
 
     gap: float = math.nan
@@ -71,9 +73,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class VerdictInputs:
-    """A recipe's verdict: `loss` by the interval alone, `stability`, and what the two come to, `decision`.
+    """The verdict of a recipe on `loss` (by the interval alone), on `stability`, and the combined `decision`.
 
-    `margin`: that it was held against, nats; of one in tokens the mean over the seeds that the gap is of.
+    `margin`: the margin used, in nats; for a margin in tokens the mean over the seeds of the gap.
     """
 
     measured: Measured
@@ -91,7 +93,7 @@ def measure(
     terms: Terms,
     margins: Mapping[int, float] | None = None,
 ) -> Measured:
-    """Return what the recipe's pairs came to: tail, differences, and what became of each seed.
+    """Return the tail, the differences and the failed seeds of a recipe's pairs.
 
     `margins`: {seed: nats} of a margin in tokens.
     """
@@ -118,7 +120,7 @@ def measure(
 
 
 def _unlearned(pairs: Sequence[Pair], tail: Tail | None) -> tuple[float, float] | None:
-    """Return (the lowest loss of the baseline, what it should be below); None where all of its runs diverged."""
+    """Return (lowest loss of the baseline, required loss); None if all of its runs diverged."""
     if tail is None:
         return None
     known = [pair.baseline for pair in pairs if not diverged(pair.baseline, tail, learnable=False)]
@@ -126,7 +128,7 @@ def _unlearned(pairs: Sequence[Pair], tail: Tail | None) -> tuple[float, float] 
 
 
 def _equal_bits(pair: Pair, metric: str) -> bool:
-    """Whether the two runs had the same losses throughout: there is nothing to estimate."""
+    """True if the two runs have the same losses throughout, so there is nothing to estimate."""
     ours, theirs = pair.run, pair.baseline
     return ours.validations[metric] == theirs.validations[metric] and ours.last_loss == theirs.last_loss
 
@@ -134,9 +136,9 @@ def _equal_bits(pair: Pair, metric: str) -> bool:
 def judge_all(
     recipes: Sequence[Measured], floor_sd: float | None, terms: Terms, levels: LookLevels | None = None
 ) -> list[VerdictInputs]:
-    """Return the verdict on each recipe of one family; intervals and tests hold together.
+    """Return the verdict inputs of each recipe of one group, with simultaneous intervals and tests.
 
-    `levels`: of one declared look of several, over all of which they then hold; None: of the only look.
+    `levels`: of one of several declared looks, with error rates over all looks; None: a single look.
     """
     if not recipes:
         return []
@@ -160,7 +162,7 @@ def judge_all(
 
 
 def _usual_margin(recipes: Sequence[Measured], terms: Terms) -> float:
-    """Return the margin in nats; of one in tokens the mean over the seeds at which it is known."""
+    """Return the margin in nats; for a margin in tokens the mean over the seeds at which it is known."""
     if terms.token_margin is None:
         return terms.margin
     margins = {seed: nats for recipe in recipes for seed, nats in (recipe.margins or {}).items()}
@@ -168,11 +170,10 @@ def _usual_margin(recipes: Sequence[Measured], terms: Terms) -> float:
 
 
 def _decision(recipe: Measured, loss: Decision, stability: Stability) -> Decision:
-    """Return the verdict on both counts.
+    """Return the combined decision.
 
-    Lossy where either says so. Lossless where the loss says so and no more seeds failed than of the baseline's, or so
-    few that the rate is shown to be small; and no run is missing that may have gone wrong. Nothing at all where the
-    baseline has not learned: what does not train cannot be damaged.
+    Lossy if either verdict is bad. Lossless if the loss is, no run is missing, and no more seeds failed than of the
+    baseline or so few that the failure rate is shown to be small. Inconclusive if the baseline has not learned.
     """
     if recipe.unlearned:
         return "inconclusive"
@@ -187,10 +188,10 @@ def _outliers(recipe: Measured, recipes: Sequence[Measured], floor_sd: float, ma
 
 
 def _estimates(recipes: Sequence[Measured], outliers: Sequence[list[int]], confidence: float) -> list[Estimate]:
-    """Return the gap of each recipe, with intervals that hold together."""
+    """Return the gap of each recipe with simultaneous intervals."""
     rows = [_row(recipe, out) for recipe, out in zip(recipes, outliers, strict=True)]
     seeds = sorted({seed for row in rows for seed in row})
-    # Runs of equal bits show no spread; in the pool they would only make it smaller for the others.
+    # Bitwise equal runs have no spread; in the pool they would make the spread of the others too small.
     spread = [{} if recipe.identical else row for recipe, row in zip(recipes, rows, strict=True)]
     matrix = np.array([[row.get(seed, math.nan) for seed in seeds] for row in spread]).reshape(len(rows), len(seeds))
     intervals = simultaneous_intervals(matrix, confidence)
@@ -203,12 +204,12 @@ def _estimates(recipes: Sequence[Measured], outliers: Sequence[list[int]], confi
 
 
 def _row(recipe: Measured, outliers: Sequence[int]) -> dict[int, float]:
-    """Return {seed: difference} of the pairs that the gap is of; of a margin in tokens with its noise in their spread.
+    """Return {seed: difference} of the pairs in the gap; for a margin in tokens including its noise.
 
-    Such a margin is itself measured, by the baseline's other runs of the seed. "The gap is below it" is that a mean of
-    difference less margin, seed by seed, is below 0, which a t test over seeds holds exactly: the set of ratios that it
-    does not reject is Fieller's interval (`effective_data`). Each difference less how far the margin of its seed lies
-    above their mean has the same mean as before, and that statistic's spread.
+    Such a margin is itself measured, from the baseline's other runs of the seed. "The gap is below it" means that the
+    mean over seeds of difference minus margin is below 0, which a t test over seeds tests exactly: the ratios that it
+    does not reject are Fieller's interval (`effective_data`). Subtracting from each difference the deviation of its
+    seed's margin from the mean margin keeps the mean and gives it the spread of that statistic.
     """
     row = {seed: value for seed, value in recipe.differences.items() if seed not in outliers}
     if recipe.margins is None or not row:
@@ -231,11 +232,11 @@ def _estimate(index: int, intervals: Intervals, outliers: tuple[int, ...]) -> Es
 
 @dataclass(frozen=True)
 class Floor:
-    """The run-to-run noise over groups of runs of one recipe and seed that differ in the order of sums alone.
+    """Run-to-run noise over groups of runs of one recipe and seed that differ only in the order of sums.
 
-    `losses`: the tail losses of each group's runs that differ at all; `identical`: runs equal to another to the last
-    bit, which show no noise and are only counted; `unlearned`: runs left out because their group has learned nothing;
-    `keys`: what the runs differ in.
+    `losses`: tail losses of the distinct runs of each group; `identical`: runs bitwise equal to another, which show no
+    noise and are only counted; `unlearned`: runs left out because their group has not learned; `keys`: the keys that
+    differ.
     """
 
     losses: list[list[float]]
@@ -245,19 +246,19 @@ class Floor:
 
     @property
     def pairs(self) -> int:
-        """Independent pairs, the degrees of freedom of `sd`: one less than runs, per group."""
+        """Independent pairs, the degrees of freedom of `sd`: runs minus one, per group."""
         return sum(len(group) - 1 for group in self.losses)
 
     @property
     def sd(self) -> float | None:
-        """SD of a pair's difference, whose mean is zero: for groups of two the root mean square difference."""
+        """SD of the difference of a pair, which has mean zero: for groups of two the root mean square difference."""
         if not self.pairs:
             return None
         squares = math.fsum((len(group) - 1) * variance(group) for group in self.losses)
         return math.sqrt(2 * squares / self.pairs)
 
     def as_data(self, family: ComparisonGroup) -> dict[str, Any]:
-        """Return what `compare.json` has under "aa"."""
+        """Return one entry of "aa" in `compare.json`."""
         return {
             "setting": family.setting,
             "floor": self.sd,
@@ -271,13 +272,13 @@ class Floor:
 
 
 def measure_floor(family: ComparisonGroup, metric: str, tail_share: float) -> Floor:
-    """Return the family's noise floor over the tails of `metric`; runs that diverged or learned nothing are left out.
+    """Return the noise floor of a group over the tails of `metric`, without runs that diverged or learned nothing.
 
-    How far apart runs land that learn nothing says nothing of how far apart those land that do.
+    The distance between runs that learn nothing is not informative about runs that learn.
     """
     losses, identical, unlearned, keys = [], 0, 0, set()
     for group in family.aa_groups:
-        whole = [run for run in group if not run.diverged]  # one that ended early has few steps in common
+        whole = [run for run in group if not run.diverged]  # a run that ended early has few steps in common
         tail = tail_of(whole, metric, tail_share)
         learned = any(has_learned(run, tail) for run in whole)
         kept = [run for run in whole if tail is not None and not diverged(run, tail, learnable=learned)]

@@ -8,10 +8,10 @@ from typing import Any
 
 
 def more_or_fewer(share: float, interval: tuple[float, float]) -> str:
-    """Return a share of tokens more in words: "4.1 % more tokens [2.0, 6.5]", and -0.002 as "0.2 % fewer tokens".
+    """Return a share of further tokens as text: "4.1 % more tokens [2.0, 6.5]", and -0.002 as "0.2 % fewer tokens".
 
-    Bounds are of the word before them: [-0.003, -0.001] more is [0.1, 0.3] fewer. "beyond": not known from the runs
-    there are, a bound that is infinite or -1; without an interval, NaN, there are no brackets.
+    Bounds refer to the word before them: [-0.003, -0.001] more is [0.1, 0.3] fewer. "beyond": a bound beyond the runs
+    (infinite or -1). Without an interval (NaN) there are no brackets.
     """
     fewer = round(100 * share, 1) < 0
     bounds = tuple(-each for each in reversed(interval)) if fewer else interval
@@ -24,7 +24,7 @@ def more_or_fewer(share: float, interval: tuple[float, float]) -> str:
 
 
 def nats(value: float, *, signed: bool = False) -> str:
-    """Return a loss or a gap to four digits behind the point; what a table has no room for, as a power of ten."""
+    """Return a loss or a gap with four decimals, or in exponent notation if it is too wide for a table."""
     sign = "+" if signed else ""
     return format(value, f"{sign}.4f" if not 1e5 <= abs(value) < math.inf else f"{sign}.2e")
 
@@ -35,12 +35,12 @@ def interval_text(low: float, high: float) -> str:
 
 
 def minus(words: str) -> str:
-    """Return `words` with the sign that is as wide as a plus before negative numbers, for print."""
+    """Return `words` with typographic minus signs before negative numbers, for print."""
     return re.sub(r"(?<!\w)-(?=[\d.]|inf)", "−", words)
 
 
 def short(number: int | float | None) -> str:
-    """Return a count to two or three digits: 6.9M, 1.6M, 768K."""
+    """Return a count with three significant digits: 6.9M, 1.6M, 768K."""
     if number is None:
         return "unknown"
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
@@ -50,7 +50,7 @@ def short(number: int | float | None) -> str:
 
 
 def per_parameter(tokens: int, parameters: int) -> str:
-    """Return tokens per parameter to two digits, all of those before the point: 0.023, 5.5, 160."""
+    """Return tokens per parameter with two significant digits: 0.023, 5.5, 160."""
     return short(float(f"{tokens / parameters:.2g}"))
 
 
@@ -65,7 +65,7 @@ def seeds_text(seeds: Sequence[int]) -> str:
 
 
 def finite(value: float) -> float | None:
-    """Return `value`, None where it is no finite number, for which JSON has no word."""
+    """Return `value`, or None if it is not finite, which JSON cannot represent."""
     return value if math.isfinite(value) else None
 
 
@@ -79,5 +79,5 @@ def json_ready(value: Any) -> Any:
 
 
 def as_json(value: Any) -> str:
-    """Return `value` as JSON; what is no finite number is null, for which JSON has no other word."""
+    """Return `value` as JSON, with null for every number that is not finite."""
     return json.dumps(json_ready(value), indent=1, default=str, allow_nan=False)

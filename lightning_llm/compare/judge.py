@@ -1,4 +1,4 @@
-"""From runs to verdicts: select runs, pair them, and judge each family of recipes at one look or at declared looks."""
+"""From runs to verdicts: select runs, pair them, and judge each group of recipes at one look or at declared looks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,14 +42,14 @@ def compare_runs(
     design: Design | None = None,
     damaged: Sequence[Path] = (),
 ) -> Comparison:
-    """Return the verdicts over `runs`; `baseline` is "group=level" or "key=value", None for the usual one.
+    """Return the verdicts over `runs`; `baseline` is "group=level" or "key=value", None for the default.
 
-    `best_of`: each recipe at its best value of a key, by seeds that are not judged. `design`: declared looks, by which
-    verdicts are taken; `terms` and `baseline` are then its own. `damaged`: folders of runs that were to be compared and
-    cannot be used; beside them, and beside copies under another seed, no recipe is called lossless.
+    `best_of`: compare each recipe at its best value of a key, chosen by seeds that are not judged. `design`: declared
+    looks; `terms` and `baseline` are then those of the design. `damaged`: folders of runs that cannot be used. If there
+    are any, or copies under another seed, no recipe is called lossless.
 
     Raises:
-        ConfigError: where no verdict at all can be given, with every reason.
+        ConfigError: no verdict can be given, with every reason.
     """
     runs, copies = without_copies(runs)
     damaged = [*damaged, *(Path(each.key) for each in copies)]
@@ -67,7 +67,7 @@ def compare_runs(
             notes += selection.lines()
             problems += selection.problems
             if selection.problems and baseline is None:
-                text = "a recipe is not judged, which may be what the others are held against. Say which: optim=adamw."
+                text = "a recipe is not judged, which may be the baseline. Name the baseline, for example optim=adamw."
                 raise ConfigError(Problem("--baseline", text))
         factor = choose_factor(usable, baseline, best_of.key if best_of else None)
     except ConfigError as error:
@@ -93,7 +93,7 @@ def compare_runs(
 
 
 def _judge_families(comparison: Comparison, unfinished: Sequence[Run]) -> None:
-    """Add the verdicts, and the noise, of each setting; or why there are none. `unfinished`: that may yet go on."""
+    """Add the verdicts and the noise floor of each setting, or the reason why there are none."""
     factor, terms, usable, selection = comparison.factor, comparison.terms, comparison.runs, comparison.selection
     of_baseline = [run for run in (*usable, *unfinished) if factor.level(run) == factor.baseline]
     for family in comparison.families:
@@ -113,7 +113,7 @@ def _judge_families(comparison: Comparison, unfinished: Sequence[Run]) -> None:
 
 
 def _add_all_pairs(comparison: Comparison, damaged: bool) -> None:
-    """Hold every recipe against every other, or note why none is."""
+    """Compare every recipe with every other, or add a note if that is not possible."""
     for family in comparison.families:
         comparison.all_pairs += all_pairs(comparison.verdicts_of(family), damaged)
     if not comparison.all_pairs:
@@ -125,9 +125,9 @@ def _add_all_pairs(comparison: Comparison, damaged: bool) -> None:
 def judge(
     family: ComparisonGroup, factor: Factor, terms: Terms, curve: Curve | None = None, design: Design | None = None
 ) -> tuple[list[Verdict], Floor, list[Problem]]:
-    """Return the verdicts of one family, its A/A floor, and what could not be judged; by `design`'s looks, if any.
+    """Return the verdicts of one group, its A/A floor and the problems; at the looks of `design`, if any.
 
-    `curve`: the baseline's losses at other numbers of tokens, for what gaps are worth in those.
+    `curve`: the baseline's losses at other numbers of tokens, which convert gaps to tokens.
     """
     recipes: list[Measured] = []
     problems: list[Problem] = []
@@ -169,15 +169,15 @@ def _verdict(
         curve = curve.within(sequential.seeds)
     sound = [pair for pair in judged.measured.pairs if pair.run.seed in judged.measured.differences]
     cost = cost_of(sound, judged.measured.tail)
-    plan = plan_seeds(judged, terms) if sequential is None else SeedPlan()  # declared looks say when to go on
+    plan = plan_seeds(judged, terms) if sequential is None else SeedPlan()  # declared looks fix the seeds
     return Verdict(judged, family, factor, terms, floor, plan, cost, curve=curve, sequential=sequential)
 
 
 def withheld_beside(verdict: Verdict, damaged: Sequence[Path]) -> Verdict:
-    """Return `verdict`, inconclusive instead of lossless where runs of the comparison are `damaged`.
+    """Return `verdict`, inconclusive instead of lossless if runs of the comparison are `damaged`.
 
-    What they would have shown is unknown, and so may be which recipe they are of; the intervals of a family, and the
-    variance that it shares, rest on all of its runs.
+    The results of damaged runs are unknown, and possibly even their recipe. The intervals of a group and its pooled
+    variance depend on all of its runs.
     """
     if not damaged or verdict.decision != "lossless":
         return verdict
@@ -186,7 +186,8 @@ def withheld_beside(verdict: Verdict, damaged: Sequence[Path]) -> Verdict:
 
 
 def open_verdicts(verdicts: Sequence[Verdict]) -> dict[str, int]:
-    """Return {recipe: how many more seeds would decide} of those that are open and can be decided so."""
+    """Return {recipe: number of further seeds that would decide it} of the inconclusive recipes for which it is
+    known."""
     found: dict[str, int] = {}
     for verdict in verdicts:
         if verdict.decision == "inconclusive" and verdict.plan.more is not None:

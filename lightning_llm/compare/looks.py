@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeclaredLook:
-    """A declared look: after `seeds`, with intervals at `levels`; `number` counts from 1."""
+    """A declared look: after `seeds` seeds, with error rates `levels`; `number` counts from 1."""
 
     number: int
     seeds: int
@@ -38,7 +38,8 @@ class DeclaredLook:
 
 @dataclass(frozen=True)
 class Design:
-    """`seeds`: in the order they are run; `recipes`: the most that are held against one baseline together."""
+    """The declared looks, terms and `seeds` (in the order they are run); `recipes`: the most compared with one
+    baseline."""
 
     looks: tuple[DeclaredLook, ...]
     seeds: tuple[int, ...]
@@ -49,15 +50,15 @@ class Design:
 
     @property
     def last(self) -> DeclaredLook:
-        """The look at which the budget of seeds is spent."""
+        """The look at which all declared seeds are used."""
         return self.looks[-1]
 
     def seeds_at(self, look: DeclaredLook) -> list[int]:
-        """Return the seeds that are judged at `look`."""
+        """Return the seeds judged at `look`."""
         return list(self.seeds[: look.seeds])
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `sweep.json` has of it, its hash last."""
+        """Return the design as in `sweep.json`, its hash last."""
         about: dict[str, Any] = {
             "looks": [look.seeds for look in self.looks],
             "spending": self.spending,
@@ -77,20 +78,20 @@ class Design:
 
     @property
     def words(self) -> str:
-        """The looks in a few words, for plans and notes."""
+        """The looks as a phrase, for plans and notes."""
         looks = ", ".join(str(look.seeds) for look in self.looks)
         return f"after {looks} seeds, margin {self.terms.margin_and_unit}, {self.spending} spending"
 
 
 def hash_of(about: Mapping[str, Any]) -> str:
-    """Return 12 hex digits over a design as data."""
+    """Return the hash of a design: 12 hex digits."""
     return sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def declare(
     looks: tuple[int, ...], seeds: tuple[int, ...], terms: Terms, spending: Spending, recipes: int, baseline: str | None
 ) -> Design:
-    """Return the design of these looks, with the confidence that each takes."""
+    """Return the design for these looks, with the confidence of each."""
     confidences = boundary(looks, recipes, terms.confidence, spending)
     failures = increments(looks, 1 - terms.confidence, spending)
     made = (
@@ -101,20 +102,20 @@ def declare(
 
 
 def read_design(about: Any, where: str) -> Design | None:
-    """Return the design in the content of a `sweep.json`, None where it declares none.
+    """Return the design in the content of a `sweep.json`, None if it has none.
 
     Raises:
-        ConfigError: it is not as it was declared: its hash is another's.
+        ConfigError: the design was changed after it was declared: its hash does not match.
     """
     if not isinstance(about, Mapping) or DESIGN not in about:
         return None
     data = about[DESIGN]
     try:
         if not isinstance(data, Mapping) or not data:
-            raise ValueError("it is damaged: nothing is declared in it")
+            raise ValueError("it is damaged: it is empty")
         rest = {key: value for key, value in data.items() if key != "hash"}
         if hash_of(rest) != data["hash"]:
-            raise ValueError("its hash is another's, so it was changed after it was declared")
+            raise ValueError("its hash does not match, so it was changed after it was declared")
         derived = data["derived"]
         levels = zip(data["looks"], derived["interval_confidences"], derived["failure_levels"], strict=True)
         looks = tuple(
@@ -128,19 +129,19 @@ def read_design(about: Any, where: str) -> Design | None:
         raise ConfigError(Problem(where, text)) from error
 
 
-USUAL = "the usual one"
+USUAL = "the default"
 
 
 @dataclass(frozen=True)
 class Declared:
-    """The `design` that verdicts are taken by, None where they are not; `notes` on that; the declared `baseline`."""
+    """The `design` that verdicts follow, None without one; `notes` on it; the declared `baseline`."""
 
     design: Design | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def terms(self) -> Terms | None:
-        """The declared terms, if verdicts are taken by a design."""
+        """The declared terms, if there is a design."""
         return self.design.terms if self.design else None
 
     @property
@@ -152,19 +153,19 @@ class Declared:
 def declared_looks(
     found: RunSelection, asked: RequestedTerms, baseline: str | None, best_of: BestOf | None
 ) -> Declared:
-    """Return the design that the runs which were found are judged by: that of the one sweep that was named whole.
+    """Return the design for the selected runs, if they are exactly one whole sweep and the declared terms are kept.
 
-    By other terms than it declares, or with other runs, a verdict has not its error, which is noted.
+    With other terms or other runs a verdict does not have the declared error rate, which a note reports.
 
     Raises:
-        ConfigError: the design is damaged, or was changed after it was declared.
+        ConfigError: the design is damaged or was changed after it was declared.
     """
     folders = found.sweeps or sorted({run.parent for run in found.folders if (run.parent / FILE).is_file()})
     designs: dict[Path, Design] = {}
     for folder in folders:
         try:
             declared = read_declared(folder)
-        except ConfigError:  # which `lost_jobs` names
+        except ConfigError:  # `lost_jobs` reports it
             continue
         if design := read_design(declared, str(folder / FILE)):
             designs[folder] = design
@@ -177,14 +178,14 @@ def declared_looks(
     if others:
         text = (
             f"The looks of {', '.join(folder.name for folder in designs)} were declared before its first run "
-            f"({design.words}), and this asks for something else: {'; '.join(others)}. These verdicts are of one look "
-            "at what is there, stopped for another reason, and do not have the declared error."
+            f"({design.words}), but this comparison differs: {'; '.join(others)}. Its verdicts are taken at one "
+            "undeclared look at the existing runs and do not have the declared error rate."
         )
         return Declared(None, (text,))
     text = (
-        f"Looks were declared before the first run: {design.words}. The intervals hold together over all looks and "
-        f"recipes with {100 * design.terms.confidence:g} %, whenever a sweep stops (repeated confidence intervals). A "
-        "recipe has the verdict, and the interval, of the look that decided it, or else of its last."
+        f"Looks were declared before the first run: {design.words}. The intervals are valid jointly over all looks and "
+        f"recipes with {100 * design.terms.confidence:g} %, whenever a sweep stops (repeated confidence intervals). "
+        "The verdict and interval of a recipe are those of the look that decided it, or of its last look."
     )
     return Declared(design, (text,))
 
@@ -197,27 +198,27 @@ def _other_terms(design: Design, asked: RequestedTerms, baseline: str | None, be
         "baseline": (design.baseline or USUAL, baseline or design.baseline or USUAL),
     }  # fmt: skip
     if baseline == "precision=bf16" and design.baseline is None:
-        named.pop("baseline")  # which is the usual one
+        named.pop("baseline")  # the default
     others = [f"{name} {new} in place of {old}" for name, (old, new) in named.items() if new != old]
     return [*others, *([f"--best-of {best_of.key}"] if best_of else [])]
 
 
 LOOKS_FILE = "looks.json"
 LOOKS = (
-    "Every look at a growing sweep is another chance to err: with a true gap at the margin, lossless is reported "
-    "falsely at some look of {few} where the looks are after 2, 3, 4 and 5 seeds, of {many} over 2 to 20, and not "
-    "2.5 %. Choose the number of seeds first, and take the verdict at that number."
+    "Every look at a growing sweep is another chance of a false verdict. With a true gap at the margin, lossless is "
+    "reported falsely in {few} of sweeps with looks after 2, 3, 4 and 5 seeds, and in {many} with looks after 2 to 20 "
+    "seeds, instead of 2.5 %. Choose the number of seeds first, and take the verdict at that number."
 )
 FALSE_LOSSLESS_BY_LOOKS = {(2, 5): 0.068, (2, 20): 0.129}
-"""{(first, last number of seeds looked at): how often lossless is reported at some look at a gap of the margin}: one
-recipe, 95 % intervals; tests/compare/test_stability.py."""
+"""{(first, last number of seeds at a look): rate of a false lossless at some look with the gap at the margin}, for one
+recipe and 95 % intervals; from tests/compare/test_stability.py."""
 
 
 @dataclass(frozen=True)
 class RecordedLook:
-    """One look: `at` (ISO 8601), what was asked for, pairs and verdicts by recipe; `seen` is a hash of the losses.
+    """One look: time `at` (ISO 8601), the terms, pairs and verdicts by recipe; `seen` is a hash of the losses.
 
-    `margin` in nats, None where it was given as the share `token_margin` of tokens.
+    `margin` in nats, None if it was given as the share `token_margin` of tokens.
     """
 
     at: str
@@ -232,7 +233,7 @@ class RecordedLook:
 
 
 def look_at(verdicts: Sequence["Verdict"], terms: Terms) -> RecordedLook:
-    """Return this look, which equals an earlier one in `seen` where there is nothing new."""
+    """Return this look; its `seen` equals that of an earlier look if nothing is new."""
     names = {id(each): " ".join(filter(None, (each.name, each.family.words))) for each in verdicts}
     shown = [
         [names[id(each)], each.factor.baseline_label, sorted(each.judged.measured.differences.items()),
@@ -254,7 +255,7 @@ def look_at(verdicts: Sequence["Verdict"], terms: Terms) -> RecordedLook:
 
 
 def _asked(terms: Terms) -> dict[str, Any]:
-    """Return the terms that verdicts follow from, as they are hashed; what is shown beside these is no look."""
+    """Return the terms that determine verdicts, for the hash; other terms only change the display."""
     words = {key: getattr(terms, key) for key in ("margin", "confidence", "metric", "tail_share")}
     return words if terms.token_margin is None else words | {"token_margin": terms.token_margin}
 
@@ -264,7 +265,7 @@ def record_look(look: RecordedLook, folder: Path) -> list[RecordedLook]:
 
     Raises:
         OSError: the file cannot be read or written.
-        ValueError: it holds no looks.
+        ValueError: it does not contain looks.
     """
     file = folder / LOOKS_FILE
     try:
@@ -279,7 +280,7 @@ def record_look(look: RecordedLook, folder: Path) -> list[RecordedLook]:
 
 
 def _read(each: Any) -> RecordedLook:
-    """Return one look as it was written. Raises TypeError or ValueError where it is none."""
+    """Return one recorded look. Raises TypeError or ValueError if it is invalid."""
     look = RecordedLook(**each)
     numbers: dict[str, Any] = {"confidence": look.confidence, "tail": look.tail}
     numbers |= {"token_margin": look.token_margin} if look.margin is None else {"margin": look.margin}
@@ -292,11 +293,11 @@ def _read(each: Any) -> RecordedLook:
     if not wrong and look.pairs.keys() != look.verdicts.keys():
         wrong.append("pairs")
     if wrong:
-        raise ValueError(f"a look has no sound {', '.join(wrong)}")
+        raise ValueError(f"a look has no valid {', '.join(wrong)}")
     return look
 
 
 def looks_statement() -> str:
-    """Return what repeated looks do to the error rate."""
+    """Return the statement on the error rate of repeated looks."""
     few, many = (f"{100 * rate:.1f} %" for rate in FALSE_LOSSLESS_BY_LOOKS.values())
     return LOOKS.format(few=few, many=many)

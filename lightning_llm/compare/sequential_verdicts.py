@@ -1,8 +1,8 @@
-"""Verdicts at declared looks: each recipe is judged at one look after the other, until it is decided.
+"""Verdicts at declared looks: each recipe is judged at one look after another, until it is decided.
 
-What a look finds is a function of the runs, the declared seeds and the terms. So a sweep that was killed between two
-looks finds what it had found, and no look is spent twice. A recipe that is decided stays so, with the interval it was
-decided by, whatever later seeds of others make of the pooled variance.
+The result of a look is a function of the runs, the declared seeds and the terms. So a sweep killed between two looks
+repeats the same results, and no look is spent twice. A decided recipe keeps its decision and interval, whatever later
+seeds of other recipes do to the pooled variance.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,15 +18,15 @@ from lightning_llm.compare.terms import LookLevels
 from lightning_llm.tracking.reading import Run
 
 MOST_AWAITED = 3
-"""Runs that a look waits for, named one by one."""
+"""Maximum number of awaited runs listed by name."""
 
 
 @dataclass(frozen=True)
 class SequentialState:
-    """Where a recipe stands: `look` its last one, None before the first; `coming` the one it waits for, None if none.
+    """Progress of a recipe: `look` is its last look, None before the first; `coming` the next one, None if none.
 
-    `unlearned`: the baseline has not learned, and no more seeds are run for that. `waits_for`: {label: runs}, of the
-    baseline and of every recipe that is open, whose runs at the seeds of the coming look have no end.
+    `unlearned`: the baseline has not learned, so no more seeds are run. `waits_for`: {label: unfinished runs} of the
+    baseline and of all open recipes at the seeds of the coming look.
     """
 
     look: DeclaredLook | None
@@ -37,27 +37,27 @@ class SequentialState:
 
     @property
     def levels(self) -> LookLevels:
-        """What the look that it was judged at may use up; before the first, that one's."""
+        """The error rates of the look at which it was judged, or of the first look."""
         return (self.look or self.design.looks[0]).levels
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds that it was judged by."""
+        """The seeds by which it was judged."""
         return self.design.seeds_at(self.look or self.design.looks[0])
 
     @property
     def settled(self) -> bool:
-        """Whether the recipe gets no more seeds: it is decided, or all looks are taken."""
+        """True if the recipe gets no more seeds: it is decided, or all looks are taken."""
         return self.coming is None
 
     @property
     def words(self) -> str:
-        """The look in words: "look 2 of 6"."""
+        """The look as text: "look 2 of 6"."""
         return f"look {self.look.number if self.look else 0} of {len(self.design.looks)}"
 
     @property
     def what_next(self) -> str:
-        """What is to come where the recipe is open."""
+        """The next step of an open recipe."""
         if self.coming is not None and self.waits_for:
             return f"open at {self.words}; the next, after {self.coming.seeds} seeds, waits for {self._awaited}"
         if self.coming is not None:
@@ -68,7 +68,7 @@ class SequentialState:
 
     @property
     def _awaited(self) -> str:
-        """The runs that it waits for in words: "bf16 at seed 1 (job 3: unreadable)"."""
+        """The awaited runs as text: "bf16 at seed 1 (job 3: unreadable)"."""
         found = [
             f"{label} at seed {run.seed} (job {run.folder.name}: {status_of(run)})"
             for label, runs in self.waits_for.items()
@@ -78,7 +78,7 @@ class SequentialState:
         return f"{', '.join(found[:MOST_AWAITED])}{more}"
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `compare.json` has under "look"."""
+        """Return the entry "look" of `compare.json`."""
         return {
             "number": self.look.number if self.look else 0,
             "of": len(self.design.looks),
@@ -97,11 +97,11 @@ FloorAt = Callable[[Sequence[int]], float | None]
 def judge_by_looks(
     family: ComparisonGroup, floor_at: FloorAt, design: Design, curve: Curve | None = None
 ) -> dict[str, tuple[VerdictInputs, SequentialState]]:
-    """Return {recipe: (its verdict at its last look, where it stands)} of one family.
+    """Return {recipe: (its verdict inputs at its last look, its state)} of one group.
 
-    A look is taken where every recipe that is still open has a run, whatever became of it, at all its seeds. Runs at
-    later seeds are not looked at. Recipes that were decided at an earlier look stay in the pool with what they had. A
-    margin in tokens is by the baseline's `curve` over the seeds of the look, whose other runs have to have ended, too.
+    A look is taken once every open recipe has a usable run, finished or diverged, at all its seeds; runs at later seeds
+    are ignored. Recipes decided at an earlier look stay in the pool with their results there. A margin in tokens uses
+    the baseline's `curve` over the seeds of the look, so the baseline's other runs must have ended, too.
     """
     share = design.terms.token_margin
 
@@ -122,7 +122,7 @@ def judge_by_looks(
 def _with_awaited(
     state: SequentialState, family: ComparisonGroup, found: Mapping[str, tuple[VerdictInputs, SequentialState]]
 ) -> SequentialState:
-    """Return where a recipe stands, with the runs that its coming look lacks: of any recipe that takes it, too."""
+    """Return `state` with the unfinished runs that its coming look needs, of any recipe that takes part."""
     if state.coming is None:
         return state
     seeds = state.design.seeds_at(state.coming)
@@ -142,9 +142,9 @@ def replay(
     floor_at: FloorAt,
     design: Design,
 ) -> dict[str, tuple[VerdictInputs, SequentialState]]:
-    """Return what `judge_by_looks` does, of recipes called `labels`.
+    """Judge recipes called `labels` as `judge_by_looks` does.
 
-    `is_there`: whether a recipe has its runs at all these seeds; `measured`: what came of them there.
+    `is_there`: whether a recipe has its runs at all these seeds; `measured`: returns their results.
     """
     found: dict[str, tuple[VerdictInputs, SequentialState]] = {}
     done: dict[str, DeclaredLook] = {}
@@ -166,7 +166,7 @@ def replay(
                 settled = judged.decision != "inconclusive" or unlearned
                 found[label] = judged, SequentialState(look, None if settled else following, design, unlearned)
         done |= {label: look for label, (_, state) in found.items() if state.coming is None and label not in done}
-    if not found:  # not one look yet: what there is, and no decision
+    if not found:  # before the first look: the existing runs, without a decision
         first = design.looks[0]
         for label, judged in judged_at(first).items():
             found[label] = replace(judged, decision="inconclusive"), SequentialState(None, first, design)

@@ -22,7 +22,7 @@ COLUMNS = ("gap", "CI", "pairs", "failed", "A/A", "loss", "tokens to loss", "tok
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print the table, the verdict lines, the command that would decide more, and the notes."""
+    """Print the table, the verdict lines, the command for more seeds, and the notes."""
     terms, factor = comparison.terms, comparison.factor
     kind = "repeated" if comparison.design else "simultaneous"
     level = f"{100 * terms.confidence:g} % {kind} intervals"
@@ -34,7 +34,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for verdict in comparison.verdicts:
         _print(console, Text(line_of(verdict), style=STYLES[verdict.colour]))
     if comparison.all_pairs:
-        console.print(Text("every recipe against every other, by loss alone; intervals hold together", style="bold"))
+        console.print(Text("every recipe against every other, by loss alone; simultaneous intervals", style="bold"))
         console.print(pairs_table(comparison))
     if advice := comparison.advice:
         more = f"{advice.more_seeds} more seed{'s' * (advice.more_seeds > 1)}, for {', '.join(advice.decides)}"
@@ -47,7 +47,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 def _print(console: Console, line: Text) -> None:
     if console.is_terminal:
         console.print(Padding(line, (0, 0, 0, 2), expand=False))
-    else:  # whole, for grep and logs
+    else:  # unwrapped, for grep and logs
         console.print(Text("  ") + line, soft_wrap=True)
 
 
@@ -84,7 +84,7 @@ def pairs_table(comparison: Comparison) -> Table:
 
 
 def pair_cells(each: PairGap, *, settings: bool) -> tuple[str, ...]:
-    """Return one of all pairs as words: recipe, against, its setting where there are several, verdict and figures."""
+    """Return the cells of one pair: recipe, against, its setting if there are several, verdict and figures."""
     words = [each.setting] if settings else []
     known = each.low == each.low
     decision = f"{each.decision}{'' if each.controlled else ' (not controlled)'}"
@@ -94,7 +94,7 @@ def pair_cells(each: PairGap, *, settings: bool) -> tuple[str, ...]:
 
 
 def baseline_cells(baseline: Baseline) -> list[str]:
-    """Return the baseline's own figures as words, under `COLUMNS`."""
+    """Return the baseline's own figures as text, under `COLUMNS`."""
     data = baseline.as_data()
     speed = baseline.tokens_per_second
     diverged = len(baseline.runs) - len(baseline.losses)
@@ -106,7 +106,7 @@ def baseline_cells(baseline: Baseline) -> list[str]:
 
 
 def cells(verdict: Verdict) -> list[str]:
-    """Return the figures of one verdict as words, under `COLUMNS`: for the terminal's and the report's table."""
+    """Return the figures of one verdict as text, under `COLUMNS`, for the terminal and the report."""
     judged, cost = verdict.judged, verdict.cost
     estimate, stability = judged.estimate, judged.stability
     speed, times = cost.tokens_per_second_ratio, cost.tokens_to_loss_ratio
@@ -138,12 +138,12 @@ JUDGED = ("gap", "CI", "pairs", "failed", "stability", "tokens/s", "loss")
 COST = ("SD of a pair, as judged", "A/A", "tokens to loss", "memory", "spikes", "skipped")
 """Columns of the table of noise and cost."""
 LONG = ("gap", "CI", "stability", "tokens/s", "loss")
-"""Of these, those whose words take a phone's whole width."""
+"""Columns that take the whole width of a phone."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One recipe, or the baseline, whose `decision` is None; `figures`: {column: words}, empty where there is none."""
+    """One recipe, or the baseline with `decision` None; `figures`: {column: text}, empty without a value."""
 
     name: str
     decision: Decision | None
@@ -173,12 +173,12 @@ def baseline_row(baseline: Baseline) -> Row:
 
 
 def _printed(figures: Mapping[str, str]) -> dict[str, str]:
-    """Return the figures as they are printed: what is not there leaves its cell empty."""
+    """Return the figures for print: missing values leave their cell empty."""
     return {column: "" if words == "-" else minus(words) for column, words in figures.items()}
 
 
 def stability_words(stability: Stability) -> str:
-    """Return the verdict on stability and the failure rate that it allows, short."""
+    """Return the stability verdict with the failure rate that it allows, in short."""
     failed, runs = len(stability.failed), stability.seeds
     if not runs:
         return ""

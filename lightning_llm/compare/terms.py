@@ -1,4 +1,4 @@
-"""Terms of a verdict: margin, confidence, metric, tail and targets; asked for, declared for the sweep, or the usual."""
+"""Terms of a verdict: margin, confidence, metric, tail and targets; requested, declared for the sweep, or default."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,11 +11,10 @@ from lightning_llm.config.schema.sweep import read_margin
 
 @dataclass(frozen=True)
 class Terms:
-    """What a verdict is asked for: `margin` in nats per token, `confidence` of all intervals of a family together.
+    """Terms of a verdict: `margin` in nats per token, joint `confidence` of all intervals of a group.
 
-    `token_margin`: the margin as a share of tokens, 0.02 for 2 %, where it was given so; `margin` is then NaN until it
-    is known for a group (`token_margin.in_nats`), and of a verdict the one over its own pairs
-    (`VerdictInputs.margin`).
+    `token_margin`: the margin as a share of tokens, 0.02 for 2 %, if it was given so; `margin` is then NaN until it is
+    known for a group of runs (`token_margin.in_nats`) or a verdict (`VerdictInputs.margin`).
     """
 
     margin: float = 0.01
@@ -23,14 +22,14 @@ class Terms:
     metric: str = "val_loss"
     tail_share: float = TAIL_SHARE
     targets: Targets = NO_TARGETS
-    """What time to target is measured to (--target); none by default."""
+    """Targets of the time to target (--target); none by default."""
     all_pairs: bool = False
-    """Whether recipes are held against each other, too."""
+    """True if recipes are also compared with each other."""
     token_margin: float | None = None
 
     @property
     def margin_words(self) -> str:
-        """The margin: "0.01", "2 % of tokens (0.0041)"."""
+        """The margin as text: "0.01", "2 % of tokens (0.0041)"."""
         if self.token_margin is None:
             return f"{self.margin:g}"
         nats = f" ({self.margin:.2g})" if math.isfinite(self.margin) else ""
@@ -38,19 +37,19 @@ class Terms:
 
     @property
     def margin_and_unit(self) -> str:
-        """The margin as it was asked for: "0.01 nats per token", "2 % of tokens"."""
+        """The requested margin with its unit: "0.01 nats per token", "2 % of tokens"."""
         return self.margin_words if self.token_margin is not None else f"{self.margin:g} {self.unit}"
 
     @property
     def unit(self) -> str:
-        """What `margin` and gaps are in."""
+        """The unit of `margin` and gaps."""
         return "nats per token" if self.metric.removeprefix("eval/").startswith(LOSS) else f"of {self.metric}"
 
 
 @dataclass(frozen=True)
 class LookLevels:
-    """What one of several declared looks may use up: `intervals` the confidence of its intervals, `failures` its share
-    of the error of the verdict on stability."""
+    """Error rates of one of several declared looks: `intervals` is the confidence of its intervals, `failures` its
+    share of the error of the stability verdict."""
 
     intervals: float
     failures: float
@@ -58,7 +57,7 @@ class LookLevels:
 
 @dataclass(frozen=True)
 class RequestedTerms:
-    """The terms that were asked for, None where nothing was; `margin` in nats, or "2%" of tokens."""
+    """The requested terms, None if not given; `margin` in nats, or "2%" of tokens."""
 
     margin: float | str | None = None
     confidence: float | None = None
@@ -68,7 +67,7 @@ class RequestedTerms:
     all_pairs: bool = False
 
     def over(self, terms: Terms) -> Terms:
-        """Return `terms`, replaced where something was asked for. Raises ConfigError for an invalid margin."""
+        """Return `terms` with the requested values replaced. Raises ConfigError for an invalid margin."""
         margin, share = (terms.margin, terms.token_margin) if self.margin is None else margin_of(self.margin)
         return replace(
             terms,
@@ -83,7 +82,7 @@ class RequestedTerms:
 
 
 def terms_of(asked: RequestedTerms, declared: Terms | None = None) -> Terms:
-    """Return the terms of a verdict: those declared for the sweep, or else those asked for.
+    """Return the terms of a verdict: those declared for the sweep, or else those requested.
 
     Raises:
         ConfigError: with every term that is out of range.
@@ -95,10 +94,10 @@ def terms_of(asked: RequestedTerms, declared: Terms | None = None) -> Terms:
     with gathered(problems):
         terms = asked.over(Terms())
     if terms.token_margin is not None and not terms.metric.startswith(LOSS):
-        text = f"in tokens is one of a loss, and --metric is {terms.metric}. Give it in its unit."
+        text = f"in tokens requires a loss as metric, but --metric is {terms.metric}. Give the margin in its unit."
         problems.append(Problem("--margin", text))
     if not 0.5 <= terms.confidence < 1:
-        problems.append(Problem("--confidence", f"is {terms.confidence:g}, must be from 0.5 to below 1, say 0.95."))
+        problems.append(Problem("--confidence", f"is {terms.confidence:g}, must be from 0.5 to below 1, e.g. 0.95."))
     if not 0 <= terms.tail_share < 1:
         problems.append(Problem("--tail", f"is {terms.tail_share:g}, must be from 0 (the last validation) to below 1."))
     if problems:
@@ -107,7 +106,7 @@ def terms_of(asked: RequestedTerms, declared: Terms | None = None) -> Terms:
 
 
 def margin_of(word: str | float) -> tuple[float, float | None]:
-    """Return (nats, None) of "0.01", and (NaN, 0.02) of "2%": a share of tokens, which becomes nats for each family.
+    """Return (nats, None) for "0.01", and (NaN, 0.02) for "2%", a share of tokens that is converted to nats per group.
 
     Raises:
         ConfigError: it is neither.

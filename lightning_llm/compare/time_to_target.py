@@ -1,11 +1,11 @@
-"""Time to a target (`--target`): the value to reach, when a run reached it, and a recipe beside the baseline.
+"""Time to a target (`--target`): when a run first reached a value, and a recipe's time relative to the baseline's.
 
-Such times are censored on either side. Leaving out pairs of which one never arrives flatters: who arrives late is who
-else does not arrive. Here such a pair says what it knows. Where the recipe alone misses, its time over the baseline's
-is above its budget over the baseline's time; where the baseline alone misses, below the recipe's time over the
-baseline's budget; where both do, anything. The median over the pairs of the lower ends and that of the upper ends bound
-the median ratio; that of the times themselves, with a miss beyond all, is the Kaplan-Meier estimate where all runs are
-watched for equally long (E. L. Kaplan and P. Meier, J. Am. Stat. Assoc. 53 (1958) 457-481).
+Such times are censored on both sides. Leaving out pairs in which one run never arrived would flatter: runs that would
+arrive late are the ones that do not arrive. Here such a pair gives bounds on the ratio. If only the recipe misses, its
+time over the baseline's is above its budget over the baseline's time; if only the baseline misses, it is below the
+recipe's time over the baseline's budget; if both miss, it is unknown. The medians over the pairs of the lower and the
+upper bounds bound the median ratio. The median of the times, with a miss as infinite, is the Kaplan-Meier estimate if
+all runs have the same budget (E. L. Kaplan and P. Meier, J. Am. Stat. Assoc. 53 (1958) 457-481).
 """
 
 import math
@@ -25,50 +25,50 @@ KEY = "--target"
 
 @dataclass(frozen=True)
 class Targets:
-    """`for_all`: of every setting that `by_setting`, {a setting's words: its own}, does not name; None: none."""
+    """`for_all`: target of every setting not named in `by_setting`, {setting as text: target}; None: no target."""
 
     for_all: float | None = None
     by_setting: tuple[tuple[str, float], ...] = ()
 
     def of(self, setting: str) -> float | None:
-        """Return the target of the setting called `setting`."""
+        """Return the target of a setting."""
         return dict(self.by_setting).get(setting, self.for_all)
 
     @property
     def words(self) -> list[str]:
-        """The targets as `read_targets` reads them."""
+        """The targets in the form that `read_targets` reads."""
         own = [f"{setting}:{value!r}" for setting, value in self.by_setting]
         return own if self.for_all is None else [repr(self.for_all), *own]
 
     def check(self, settings: Sequence[str]) -> list[Problem]:
-        """Return which names are of no setting, and which settings have no target."""
-        found = []
+        """Return problems with names that are no setting, and with settings without a target."""
+        found: list[Problem] = []
         alone = list(settings) in ([""], ["all"])
         for name, value in self.by_setting:
             if name not in settings and alone:
-                text = f"'{name}:{value:g}' names a setting, and these runs are of one, which needs no name"
+                text = f"'{name}:{value:g}' names a setting, but these runs have only one, which needs no name"
                 found.append(Problem(KEY, f"{text}: --target {value:g}."))
             elif name not in settings:
                 known = ", ".join(f"'{each}'" for each in settings)
-                text = f"'{name}' is no setting of these runs, which are {known}.{did_you_mean(name, settings)}"
+                text = f"'{name}' is no setting of these runs. Allowed: {known}.{did_you_mean(name, settings)}"
                 found.append(Problem(KEY, text))
         if alone:
-            nothing = (
-                [] if found or self.of(settings[0]) is not None else [Problem(KEY, "none is given: --target VALUE.")]
-            )
-            return [*found, *nothing]
+            if not found and self.of(settings[0]) is None:
+                found.append(Problem(KEY, "no target is given. Use --target VALUE."))
+            return found
         missing = [each for each in settings if self.of(each) is None]
-        return [*found, *(Problem(KEY, f"none is given for '{each}': --target '{each}:VALUE'.") for each in missing)]
+        found += [Problem(KEY, f"no target is given for '{each}'. Use --target '{each}:VALUE'.") for each in missing]
+        return found
 
 
 NO_TARGETS = Targets()
 
 
 def read_targets(words: Sequence[str]) -> Targets:
-    """Return what "4.4" and "model=llama_tiny:4.4" ask for; a later one for the same takes its place.
+    """Parse targets such as "4.4" and "model=llama_tiny:4.4"; a later one for the same setting replaces an earlier one.
 
     Raises:
-        ConfigError: with all that are no targets.
+        ConfigError: with all invalid targets.
     """
     problems, for_all, own = [], None, {}
     for word in words:
@@ -78,7 +78,7 @@ def read_targets(words: Sequence[str]) -> Targets:
         except ValueError:
             value = math.nan
         if not 0 < value < math.inf:
-            text = f"is '{word}', must be a number above 0, 4.4, or that of one setting, model=llama_tiny:4.4."
+            text = f"is '{word}', must be a number above 0 such as 4.4, or SETTING:NUMBER such as model=llama_tiny:4.4."
             problems.append(Problem(KEY, text))
         elif setting:
             own[setting.strip()] = value
@@ -91,9 +91,9 @@ def read_targets(words: Sequence[str]) -> Targets:
 
 @dataclass(frozen=True)
 class Reached:
-    """When a run first was at its target: optimizer `steps`, `tokens`, `seconds` of training, validations left out.
+    """First time a run was at its target: optimizer `steps`, `tokens`, `seconds` of training without validations.
 
-    Infinite where it never was. `ended_tokens`: its last validation's, up to where one that missed was watched.
+    Infinite if it never was. `ended_tokens`: tokens of its last validation, up to which a run that missed was observed.
     """
 
     steps: float
@@ -103,7 +103,7 @@ class Reached:
 
 
 def reached(run: Run, metric: str, target: float, *, higher_is_better: bool) -> Reached:
-    """Return the first validation of `run` at which `metric` was at `target` or better: nothing is interpolated."""
+    """Return the first validation of `run` at which `metric` was at `target` or better, without interpolation."""
     values = run.validations.get(metric, {})
     ended = float(max((run.tokens.get(step, 0) for step in values), default=0))
     for step in sorted(values):
@@ -115,12 +115,12 @@ def reached(run: Run, metric: str, target: float, *, higher_is_better: bool) -> 
 
 @dataclass(frozen=True)
 class TimeToTarget:
-    """Of one recipe at `target`, over its pairs by seed, tokens seen being the time.
+    """Time of one recipe to `target`, in tokens, over its pairs by seed.
 
-    `arrived`, `baseline_arrived`: runs that reached it; `tokens`, `baseline_tokens`: medians, infinite where half or
-    more missed; `low`, `high`: what the median ratio of a pair's tokens lies between, equal where censoring does not
-    matter; `slower`, `faster`: pairs of which that is known; `p`: two-sided, of as many or more on one side (exact sign
-    test); `interval`: of the median ratio, by the order of the pairs, with at least `confidence`; None for too few.
+    `arrived`, `baseline_arrived`: runs that reached it; `tokens`, `baseline_tokens`: medians, infinite if half or more
+    missed; `low`, `high`: bounds of the median ratio of a pair's tokens, equal without relevant censoring; `slower`,
+    `faster`: pairs for which that is known; `p`: two-sided exact sign test of these; `interval`: order-statistics
+    interval of the median ratio with at least `confidence`, None for too few pairs.
     """
 
     target: float
@@ -139,7 +139,7 @@ class TimeToTarget:
 
     @property
     def words(self) -> str:
-        """The ratio, as far as it is known."""
+        """The ratio as text, as far as it is known."""
         if not self.pairs:
             return "-"
         if self.low == self.high:
@@ -149,7 +149,7 @@ class TimeToTarget:
         return f"<= {self.high:.2f}x" if self.low == 0 else f"{self.low:.2f} to {self.high:.2f}x"
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `compare.json` has under "time_to_target"; an infinite bound is null."""
+        """Return the entry "time_to_target" of `compare.json`; infinite bounds are null."""
         return {
             "target": self.target,
             "pairs": self.pairs,
@@ -169,9 +169,9 @@ class TimeToTarget:
 def time_to_target(
     pairs: Sequence[Pair], metric: str, target: float, confidence: float, *, higher_is_better: bool = False
 ) -> TimeToTarget:
-    """Return how much longer the runs of `pairs` took to `target` than the baseline's.
+    """Return the time of the runs of `pairs` to `target` relative to the baseline's.
 
-    One that diverged first never arrives: it misses for as long as the other was watched.
+    A run that diverged before the target never arrives: it counts as observed for as long as the other run.
     """
     times = []
     for pair in pairs:
@@ -188,7 +188,7 @@ def time_to_target(
 
 
 def of_times(times: Sequence[tuple[Reached, Reached]], target: float, confidence: float) -> TimeToTarget:
-    """Return `time_to_target` of pairs of times, the recipe's first."""
+    """Return `time_to_target` for pairs of times, the recipe's first."""
     bounds = [_ratio(ours, theirs) for ours, theirs in times]
     slower, faster = sum(low > 1 for low, _ in bounds), sum(high < 1 for _, high in bounds)
     decided = slower + faster
@@ -226,7 +226,7 @@ def _median_interval(lows: Sequence[float], highs: Sequence[float], confidence: 
     """Return the order-statistics interval of the median: the k-th lower end from below, the k-th upper from above.
 
     Exact for any continuous distribution (W. R. Thompson, Ann. Math. Stat. 7 (1936) 122-128), and wider where pairs are
-    censored. None where even the extremes hold less than `confidence`: below 6 pairs at 95 %.
+    censored. None where even the extremes contain less than `confidence`: below 6 pairs at 95 %.
     """
     count = len(lows)
     fitting = [k for k in range(1, count // 2 + 1) if 1 - 2 * special.bdtr(k - 1, count, 0.5) >= confidence]

@@ -1,4 +1,4 @@
-"""A margin in tokens: the baseline's curve at other numbers of tokens, the margin in nats, and missing runs."""
+"""A margin in tokens: the baseline's curve at other numbers of tokens, the margin in nats, and the runs it lacks."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,26 +14,26 @@ from lightning_llm.compare.runs.differences import ROUNDING, same_config, valida
 from lightning_llm.compare.runs.factor import Factor
 from lightning_llm.compare.runs.losses import LOSS, has_learned, tail_of
 from lightning_llm.compare.runs.pairing import ComparisonGroup, Pair
-from lightning_llm.compare.runs.usable import ENDED_EARLY, RUNNING, how_they_go_on, status_of
+from lightning_llm.compare.runs.usable import ENDED_EARLY, RUNNING, resume_commands, status_of
 from lightning_llm.compare.terms import Terms
 from lightning_llm.config.commands import command
 from lightning_llm.tracking.reading import Run
 
 OF_TOKENS = ("trainer.max_steps", "schedule.", "optim.learning_rate", "data.global_batch_size", "branch_from")
-"""What a run of more or fewer tokens may have otherwise and still be the baseline: its length and decay, and the rate
-and batch that go with them."""
-OTHERWISE = (*ROUNDING, *OF_TOKENS)
+"""Keys in which a shorter or longer run may differ and still be the baseline: length, decay, and the rate and batch
+size that go with them."""
+MAY_DIFFER = (*ROUNDING, *OF_TOKENS)
 SAME_TOKENS = 0.02
-"""Two numbers of tokens are one, to this share: steps are whole."""
+"""Relative difference below which two token counts count as equal: steps are whole numbers."""
 MOST_FACTOR = 4.5
-"""Of tokens, between the judged runs and the next of the baseline: further apart the curve between them is a guess."""
+"""Largest factor in tokens between the judged runs and the baseline's next length; beyond it the curve is a guess."""
 
 
 def curve_of(family: ComparisonGroup, runs: Sequence[Run], factor: Factor, terms: Terms) -> Curve | None:
-    """Return the baseline's losses at and around the family's number of tokens; None without any other number.
+    """Return the baseline's losses at and around the group's number of tokens; None without other token counts.
 
-    Of several it is the next below and the next above; where one side has none, the two nearest. Seeds are those at
-    which the baseline ran, and learned, at all of them.
+    Of several counts the next below and the next above are used, or the two nearest if one side has none. The seeds are
+    those at which the baseline finished and learned at all of them.
     """
     pairs = {pair.baseline.seed: pair for found in family.recipes.values() for pair in found}
     own = _losses_of([pair.baseline for pair in pairs.values()], terms)
@@ -46,7 +46,7 @@ def curve_of(family: ComparisonGroup, runs: Sequence[Run], factor: Factor, terms
     for pair in pairs.values():
         alike = [run for run in of_baseline if _is_longer_or_shorter(run, pair, terms)]
         lengths[pair.baseline.seed] = [planned_tokens(run) for run in alike]
-        # The last stays: of several of one length the one that differs least.
+        # Later entries overwrite: of several runs of one length the one that differs least is kept.
         sound = [run for run in alike if is_sound(run, terms)]
         for run in sorted(sound, key=lambda run: (_unlike(run, pair.baseline), run.started_at), reverse=True):
             for seed, (tokens, loss) in _losses_of([run], terms).items():
@@ -67,7 +67,7 @@ def curve_of(family: ComparisonGroup, runs: Sequence[Run], factor: Factor, terms
 
 
 def _losses_of(runs: Sequence[Run], terms: Terms) -> dict[int, tuple[int, float]]:
-    """Return {seed: (tokens, tail loss)} of runs of one length, those that lost their loss left out."""
+    """Return {seed: (tokens, tail loss)} of runs of one length that did not diverge."""
     sound = [run for run in runs if is_sound(run, terms)]
     tail = tail_of(sound, terms.metric, terms.tail_share)
     if tail is None:
@@ -76,7 +76,7 @@ def _losses_of(runs: Sequence[Run], terms: Terms) -> dict[int, tuple[int, float]
 
 
 def is_sound(run: Run, terms: Terms) -> bool:
-    """Return whether a run of the baseline came to its end and learned, so that its loss tells of its tokens."""
+    """Return whether a baseline run finished and learned, so that its loss can be used for the curve."""
     return run.finished and has_learned(run, tail_of([run], terms.metric, terms.tail_share))
 
 
@@ -85,7 +85,7 @@ def _is_longer_or_shorter(run: Run, pair: Pair, terms: Terms) -> bool:
     return (
         run.seed == base.seed
         and run is not base
-        and same_config(run, base, OTHERWISE)
+        and same_config(run, base, MAY_DIFFER)
         and not validation_differences(base, run, terms.metric)
     )
 
@@ -95,7 +95,7 @@ def _unlike(run: Run, base: Run) -> int:
 
 
 def around(at: int, counts: Sequence[int]) -> list[int]:
-    """Return those of `counts`, numbers of tokens, that a curve around `at` is read from: the nearest either side."""
+    """Return the token counts used for a curve around `at`: the nearest below and above."""
     near = [count for count in counts if 1 / MOST_FACTOR <= count / at <= MOST_FACTOR]
     below, above = sorted(count for count in near if count < at), sorted(count for count in near if count > at)
     if below and above:
@@ -104,7 +104,7 @@ def around(at: int, counts: Sequence[int]) -> list[int]:
 
 
 def planned_tokens(run: Run) -> int:
-    """Return the tokens that a run sees until its last step; one that diverged, or is yet to run, has not got there."""
+    """Return the tokens of a run up to its last planned step, also if it diverged or has not run yet."""
     steps = int(run.config.get("trainer.max_steps") or run.last_step)
     if run.tokens:
         seen = max(run.tokens)
@@ -115,21 +115,22 @@ def planned_tokens(run: Run) -> int:
 
 
 LONGER = (2, 4, 3)
-"""Times the judged length: what else the baseline is run for, the first first."""
+"""Multiples of the judged length proposed for further baseline runs, in order of preference."""
 NEEDS = "needs the baseline at two other numbers of tokens, about half and twice, each with its own decay,"
 
 
 def in_nats(terms: Terms, family: ComparisonGroup, curve: Curve | None, of_baseline: Sequence[Run] = ()) -> Terms:
-    """Return the terms with a margin given in tokens made one in nats for this family; others as they are.
+    """Return the terms with a margin in tokens converted to nats for this group; other terms unchanged.
 
-    A recipe that needs a share m of tokens more is worth D / (1 + m): the margin is that much of the baseline's loss.
-    It is the mean over all seeds; a verdict is by that of each seed (`Curve.margins`), so that its noise is accounted.
+    A recipe that needs a share m of further tokens is worth D / (1 + m): the margin is the baseline's loss increase
+    there. It is the mean over all seeds; a verdict uses that of each seed (`Curve.margins`), which accounts for its
+    noise.
 
     Args:
-        of_baseline: all its runs, of any length, those that may yet come to their end as well.
+        of_baseline: all baseline runs, of any length, also unfinished ones.
 
     Raises:
-        ConfigError: the baseline was not run at other numbers of tokens, or its loss does not fall with them.
+        ConfigError: the baseline was not run at other numbers of tokens, or its loss does not fall with tokens.
     """
     share = terms.token_margin
     if share is None:
@@ -140,28 +141,28 @@ def in_nats(terms: Terms, family: ComparisonGroup, curve: Curve | None, of_basel
         raise ConfigError(Problem("--margin", f"{100 * share:g}%{where} {lacking}"))
     nats = float(np.mean(list(curve.margins(share).values())))
     if not nats > 0:
-        text = f"{100 * share:g}%{where} is no loss in nats: the baseline's loss does not fall from "
+        text = f"{100 * share:g}%{where} cannot be converted to nats: the baseline's loss does not fall from "
         counts = ", ".join(f"{count:,.0f}" for count in curve.tokens)
-        raise ConfigError(Problem("--margin", f"{text}{counts} tokens. Give the margin in nats, say --margin 0.01."))
+        raise ConfigError(Problem("--margin", f"{text}{counts} tokens. Give the margin in nats, e.g. --margin 0.01."))
     return replace(terms, margin=nats)
 
 
 def _shows(curve: Curve, share: float) -> bool:
-    """Whether the baseline's token counts are enough to read off what `share` more tokens are worth."""
+    """True if the baseline's token counts suffice for a margin of `share` further tokens."""
     return len(curve.tokens) >= 3 and curve.reach[0] <= 1 / (1 + share) <= curve.reach[1]
 
 
 def _shows_with(at: int, counts: set[int], share: float) -> bool:
-    """Whether runs of the baseline at `counts` tokens would be enough beside those at `at`."""
+    """True if baseline runs at `counts` tokens would suffice together with those at `at`."""
     return _shows(Curve(tuple(map(float, sorted({*around(at, sorted(counts - {at})), at}))), {}, float(at)), share)
 
 
 @dataclass(frozen=True)
 class Unplanned:
-    """A setting whose margin in tokens planned jobs would leave unknown.
+    """A setting in which the planned jobs would leave a margin in tokens unknown.
 
-    `baseline`: a run of it, of the length that is judged, which is `steps`; `there`: all the numbers of steps that it
-    is planned for; `others`: two that would be enough beside.
+    `baseline`: a baseline run of the judged length, `steps`; `there`: all its planned numbers of steps; `others`: two
+    further numbers of steps that would suffice.
     """
 
     setting: str
@@ -174,11 +175,11 @@ class Unplanned:
 def unplanned(
     families: Sequence[ComparisonGroup], runs: Sequence[Run], seeds: Sequence[int], terms: Terms
 ) -> list[Unplanned]:
-    """Return the settings in which jobs that are planned would leave a margin in tokens unknown; [] for one in nats.
+    """Return the settings in which the planned jobs would leave a margin in tokens unknown; [] for a margin in nats.
 
     Args:
-        runs: every job, of all seeds, as a run that has only its config.
-        seeds: at which the margin is needed.
+        runs: every job, of all seeds, as a run with only a config.
+        seeds: seeds at which the margin is needed.
     """
     share, found = terms.token_margin, []
     if share is None:
@@ -186,7 +187,7 @@ def unplanned(
     for family in families:
         pair = next(iter(family.recipes.values()))[0]
         at, steps = planned_tokens(pair.baseline), int(pair.baseline.config["trainer.max_steps"])
-        alike = [run for run in runs if run is not pair.baseline and same_config(run, pair.baseline, OTHERWISE)]
+        alike = [run for run in runs if run is not pair.baseline and same_config(run, pair.baseline, MAY_DIFFER)]
         counts = set.intersection(*({planned_tokens(run) for run in alike if run.seed == seed} for seed in seeds))
         if not _shows_with(at, counts, share):
             there = tuple(round(count / at * steps) for count in sorted({*counts, at}))
@@ -196,22 +197,23 @@ def unplanned(
 
 
 def _lacking(family: ComparisonGroup, curve: Curve | None, terms: Terms, of_baseline: Sequence[Run]) -> str:
-    """Return what runs a margin in tokens needs, which of them tell it, which go on, and what adds the others."""
+    """Return the problem of a margin in tokens: runs needed, present, useless or unfinished, and the command to add
+    them."""
     share, base = terms.token_margin or 0.0, next(iter(family.recipes.values()))[0].baseline
     steps, at = int(base.config.get("trainer.max_steps") or base.last_step), planned_tokens(base)
     seeds = sorted({pair.baseline.seed for pairs in family.recipes.values() for pair in pairs})
-    alike = [run for run in of_baseline if run.seed in seeds and same_config(run, base, OTHERWISE)]
+    alike = [run for run in of_baseline if run.seed in seeds and same_config(run, base, MAY_DIFFER)]
     useless = _by_length([run for run in alike if _is_over(run) and not is_sound(run, terms)], base)
     if curve is None and steps in useless:
-        return f"is not known: at {steps} steps {_says_nothing({steps: useless[steps]})}. Train for longer."
+        return f"is not known: at {steps} steps {_why_useless({steps: useless[steps]})}. Train longer."
     there = {round(count / curve.at * steps): round(count) for count in curve.tokens} if curve else {steps: at}
-    text = f"{NEEDS} at the same seeds. It is there at {_listed(there)} steps."
+    text = f"{NEEDS} at the same seeds. Usable runs exist at {_listed(there)} steps."
     useless = {length: runs for length, runs in useless.items() if length not in there}
     if useless:
-        text += f" At {_listed(useless)} steps {_says_nothing(useless)}."
+        text += f" At {_listed(useless)} steps {_why_useless(useless)}."
     pending = [run for run in alike if not _is_over(run)]
     if ended := _by_length([run for run in pending if status_of(run) == ENDED_EARLY], base):
-        text += f" At {_where(ended)} a search ended its runs early."
+        text += f" At {_where(ended)} a search stopped its runs early."
     coming = _by_length([run for run in pending if status_of(run) != ENDED_EARLY], base)
     waiting = {length: runs for length, runs in coming.items() if length not in there}
     expected = {**there, **{length: planned_tokens(runs[0]) for length, runs in waiting.items()}}
@@ -228,7 +230,7 @@ def _is_over(run: Run) -> bool:
 
 
 def _by_length(runs: Sequence[Run], base: Run) -> dict[int, list[Run]]:
-    """Return {steps, of batches as the base's: runs}, in ascending order."""
+    """Return {steps, in batches of the size of the base: runs}, ascending."""
     steps, at = int(base.config.get("trainer.max_steps") or base.last_step), planned_tokens(base)
     found: dict[int, list[Run]] = {}
     for run in sorted(runs, key=planned_tokens):
@@ -236,19 +238,20 @@ def _by_length(runs: Sequence[Run], base: Run) -> dict[int, list[Run]]:
     return found
 
 
-def _says_nothing(useless: Mapping[int, Sequence[Run]]) -> str:
-    """Return why the baseline's runs there tell nothing of tokens."""
+def _why_useless(useless: Mapping[int, Sequence[Run]]) -> str:
+    """Return why the baseline's runs of these lengths cannot be used."""
     diverged = {run.diverged for runs in useless.values() for run in runs}
     why = {True: "the baseline diverged", False: "the baseline has not learned"}
-    return f"{' or '.join(why[each] for each in sorted(diverged))}, which tells nothing of tokens"
+    return f"{' or '.join(why[each] for each in sorted(diverged))}, so these runs cannot be used"
 
 
 def _what_to_add(
     base: Run, steps: int, share: float, seeds: Sequence[int], known: Mapping[int, int], useless: set[int]
 ) -> str:
-    """Return the lengths that would be enough beside those `known`, {steps: tokens}, and how to run them.
+    """Return the lengths that suffice together with `known`, {steps: tokens}, and how to run them.
 
-    None is below one that is too short to learn, and none is asked for that would not show so large a margin.
+    Lengths below one that is too short to learn are not proposed, nor lengths that would not determine so large a
+    margin.
     """
     at, below = planned_tokens(base), max(1, steps // 2)
     lengths = [] if any(below <= length < steps for length in useless) else [below]
@@ -267,27 +270,28 @@ def _what_to_add(
 
 
 def _no_length_shows(steps: int, share: float, known: Iterable[int]) -> str:
-    """Return what is left where no further length will do; `known`: those that are read, or will be, in steps."""
-    shortest = max((length for length in known if length < steps), default=steps)  # that is read: the next below
+    """Return the advice if no further length suffices; `known`: existing and expected lengths in steps."""
+    shortest = max((length for length in known if length < steps), default=steps)  # the next length below
     most = math.floor(100 * (REACH * steps / shortest - 1) + 1e-6)
     margin = f"a margin of at most {most}%, or one" if 100 * share > most else "a margin"
-    return f"No longer run shows {100 * share:g}%: train for longer, or give {margin} in nats (--margin 0.01)."
+    return f"No longer run can determine {100 * share:g}%. Train longer, or give {margin} in nats (--margin 0.01)."
 
 
 def _unfinished(waiting: Mapping[int, Sequence[Run]]) -> str:
-    """Return at which lengths, and seeds, the baseline's runs are running, or are to go on, and by what command."""
+    """Return the lengths and seeds at which the baseline's runs are running or stopped, and the command to resume
+    them."""
     running = {n: [run for run in runs if status_of(run) == RUNNING] for n, runs in waiting.items()}
     stopped = {n: [run for run in runs if status_of(run) != RUNNING] for n, runs in waiting.items()}
     sentences = [f"At {_where(running)} its runs are running: wait for them"] if any(running.values()) else []
     if any(stopped.values()):
-        go_on = how_they_go_on([run for runs in stopped.values() for run in runs])
-        how = f", and this goes on with them: {go_on}" if go_on else ": go on with them"
-        sentences.append(f"At {_where(stopped)} its runs are there and not finished{how}")
+        go_on = resume_commands([run for runs in stopped.values() for run in runs])
+        how = f". Resume them: {go_on}" if go_on else ". Resume them"
+        sentences.append(f"At {_where(stopped)} its runs are not finished{how}")
     return ". ".join(sentences)
 
 
 def _where(runs: Mapping[int, Sequence[Run]]) -> str:
-    """Return of {steps: runs} the steps that have any, each with their seeds."""
+    """Return the keys of {steps: runs} that have runs, with their seeds, as text."""
     lengths = [f"{steps} steps ({seeds_text(sorted({run.seed for run in at}))})" for steps, at in runs.items() if at]
     return " and ".join(lengths)
 

@@ -1,4 +1,4 @@
-"""The verdicts in MLflow: on the runs they are about, and on the sweep they belong to. Never fails the command."""
+"""Log verdicts to MLflow: to the runs they judge and to the parent run of their sweep. Never fails the command."""
 
 import math
 import os
@@ -24,26 +24,26 @@ from lightning_llm.tracking.run_state import state_of
 from lightning_llm.tracking.sweep_file import FILE, parent_of_sweep
 
 BEGIN, END = "<!-- verdicts -->", "<!-- end of verdicts -->"
-"""Around the verdicts in a sweep's description: what stands outside is somebody's own."""
+"""Markers around the verdicts in a sweep's description: the text outside belongs to the user."""
 WHERE = (
     "The report, with curves, intervals and methods, is under **Artifacts**: `{place}/report.html` opens there "
-    "and prints on paper. In the table of runs the columns `verdict` and `final/val_loss_gap` have each "
-    "run's own."
+    "and prints on paper. In the table of runs the columns `verdict` and `final/val_loss_gap` have the "
+    "values of each run."
 )
-"""Where the rest is found in MLflow's pages, for who reads the description."""
+"""Location of the report in MLflow's pages, for readers of the description."""
 Place = tuple[str, str]
-"""An MLflow, by its address, and the id of a run there."""
+"""An MLflow address and the id of a run there."""
 
 
 def log_verdicts(
     comparison: Comparison, folder: Path, place: str = "compare", lines: Mapping[str, str] | None = None
 ) -> str:
-    """Set tags and metrics on the runs, and tags and files on their parent; return what to say of it, or "".
+    """Set tags and metrics on the runs, and tags and files on their parent; return the lines to print, or "".
 
     Args:
-        folder: of the report.
-        place: of its files among the parent's artifacts.
-        lines: {tag of the parent: text}, beside those of the verdicts.
+        folder: folder of the report.
+        place: folder of its files among the parent's artifacts.
+        lines: {tag of the parent: text}, besides those of the verdicts.
     """
     tracked = [(pair, verdict) for verdict in comparison.verdicts for pair in verdict.pairs if _run_id(pair.run)]
     lacking = lacking_line(comparison.runs)
@@ -64,18 +64,18 @@ def log_verdicts(
             pages.append(artifact_page(uri, experiment, parent, f"{place}/report.html"))
     except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
         why = redacted(f"{type(error).__name__}: {error}".splitlines()[0])[:200]
-        said = [f"note   the verdicts were not logged to MLflow ({why}); the report has everything"]
+        printed = [f"note   the verdicts were not logged to MLflow ({why}); the report has everything"]
     else:
         sweeps = f", {len(parents)} sweep" if parents else ""
         logged = f"logged to MLflow: {len(tracked)} runs{sweeps}"
-        said = [logged, *(f"       {page}" for page in pages)] if tracked or parents else []
-    return "\n".join([*said, *([lacking] if lacking else [])])
+        printed = [logged, *(f"       {page}" for page in pages)] if tracked or parents else []
+    return "\n".join([*printed, *([lacking] if lacking else [])])
 
 
 def lacking_line(runs: Sequence[Run]) -> str:
-    """Return how many of the runs that were to be in MLflow are there whole, and what hands in the rest; "" if all are.
+    """Return how many runs are completely in MLflow, and the command that uploads the others; "" if all are.
 
-    One that is under way hands in itself.
+    Running runs upload themselves.
     """
     meant = [run for run in runs if _run_id(run) or "mlflow" in run.summary]
     behind = [run for run in meant if _is_behind(run)]
@@ -91,9 +91,10 @@ def _is_behind(run: Run) -> bool:
 
 
 def _verdicts_by_parent(verdicts: Sequence[Verdict], of_sweep: Mapping[Path, Place]) -> dict[Place, list[Verdict]]:
-    """Return each sweep's parent with all verdicts on its runs, on those that MLflow lacks, too.
+    """Return {parent run of a sweep: all verdicts on its runs}, including runs missing in MLflow.
 
-    `of_sweep`: {a sweep's folder: its parent}, as its runs in MLflow name it; where none does, its own file knows.
+    `of_sweep`: {folder of a sweep: its parent}, as its runs in MLflow name it; otherwise it is read from the sweep's
+    file.
     """
     known: dict[Path, Place | None] = dict(of_sweep)
     found: dict[Place, list[Verdict]] = {}
@@ -114,16 +115,16 @@ def _run_id(run: Run) -> str | None:
 
 
 def tracking_uri(pair: Pair) -> str:
-    """Return where the pair's run is tracked, by its own config as it was run; with credentials that are at hand."""
+    """Return the tracking URI of the pair's run from its own config, with available credentials."""
     noted = redact_uri(
         (pair.run.summary.get("mlflow") or {}).get("tracking_uri") or ""
-    )  # what MLFLOW_TRACKING_URI was then
+    )  # MLFLOW_TRACKING_URI at that time
     uri = pair.run.config.get("logger.tracking_uri") or noted or os.environ.get("MLFLOW_TRACKING_URI")
     return with_credentials(str(uri or sqlite_address(Path(str(pair.run.config.get("run.root")), "mlflow.db"))))
 
 
 def _log_child(client: Any, pair: Pair, verdict: Verdict) -> str | None:
-    """Log what MLflow's table of runs is to be sorted by; return the id of the run's parent."""
+    """Log the values by which MLflow's table of runs is sorted; return the id of the run's parent."""
     from mlflow.entities import Metric, RunTag
 
     run_id = pair.run.summary["mlflow_run_id"]
@@ -150,7 +151,7 @@ def _log_parent(
         client.set_tag(parent, _safe(key), line[:5000])
     run = client.get_run(parent)
     curves = f"[Curves of all jobs]({children_page(str(run.info.experiment_id), parent)})"
-    before = run.data.tags.get(DESCRIPTION, "").removeprefix(f"{curves}. ")  # the sweep's start wrote it
+    before = run.data.tags.get(DESCRIPTION, "").removeprefix(f"{curves}. ")  # written at the start of the sweep
     parts = (headline(verdicts), curves, verdict_table(verdicts), WHERE.format(place=place))
     client.set_tag(parent, DESCRIPTION, described(before, "\n\n".join(parts)))
     for file in sorted(folder.iterdir()):
@@ -187,7 +188,7 @@ def verdict_table(verdicts: Sequence[Verdict]) -> str:
 
 
 def described(before: str, verdicts: str) -> str:
-    """Return a description that begins with `verdicts`, in place of those that it contained, and keeps all else."""
+    """Return a description that begins with `verdicts`, replacing the previous ones and keeping all other text."""
     head, begin, rest = before.partition(BEGIN)
     others = [head.strip(), rest.partition(END)[2].strip() if begin else ""]
     kept = "\n\n".join(filter(None, others))

@@ -1,18 +1,18 @@
-"""Verdicts at each recipe's own best rate, that hold whatever the choice of the rate: intersection-union tests.
+"""Verdicts at each recipe's own best rate that are valid whichever rate was chosen: intersection-union tests.
 
 The claim is about the best of a grid: gap = min over v of mean[recipe, v] - min over u of mean[baseline, u]. A choice
-by few seeds may be wrong, and of two recipes the noisier one chooses worse: held against the other at the chosen rates
-alone, it would be called lossy though at its best it is not. So the side that would profit from a better choice is
-given every value of the grid:
+by few seeds may be wrong, and the noisier of two recipes chooses worse: compared at the chosen rates alone, it would be
+called lossy although it is not lossy at its best. So the side that would gain from a better choice is tested at every
+value of the grid:
 
-    lossy:    at every value v of its own, the recipe's gap to the baseline at the chosen value is above the margin;
-    lossless: the recipe at its chosen value is within the margin of the baseline at every value u.
+lossy:    at each of its own values v, the recipe's gap to the baseline at the chosen value is above the margin;
+lossless: the recipe at its chosen value is within the margin of the baseline at every value u.
 
-Either is a claim that several hypotheses are all wrong, each of which is tested at the full level: the test of all has
-that level, too (R. L. Berger, Technometrics 24 (1982) 295-300), and needs no correction for the size of the grid. The
-other side's value is chosen by seeds that are not judged; where that choice is wrong, it only makes the claim harder.
+Each claim is that several hypotheses are all wrong. Each hypothesis is tested at the full level, so the joint test has
+that level, too (R. L. Berger, Technometrics 24 (1982) 295-300), without a correction for the size of the grid. The
+other side's value is chosen by seeds that are not judged; a wrong choice there only makes the claim harder.
 
-Letters: K recipes behind the baseline, R values, S judging seeds; arrays may have further axes in front.
+Letters: K recipes besides the baseline, R values, S judging seeds; arrays may have further leading axes.
 """
 
 import math
@@ -33,14 +33,17 @@ if TYPE_CHECKING:
     from lightning_llm.compare.verdict import Verdict
 
 FEWEST_JUDGED = 2
-"""Pairs at a value that say anything of it."""
+"""Pairs that a value needs to be judged."""
 
 
 @dataclass(frozen=True)
 class GridBounds:
-    """[..., K, R] each: `low` of the recipe at each own value against the baseline's chosen one, `high` of the recipe
-    at its chosen value against each of the baseline's; `worse`, `baseline_worse`: runs diverged there, so that it is
-    not the best; `judged`, `baseline_judged`: there are pairs enough to say."""
+    """Interval bounds over a grid of values, each [..., K, R].
+
+    `low`: of the recipe at each own value against the baseline's chosen value; `high`: of the recipe at its chosen
+    value against each value of the baseline; `worse`, `baseline_worse`: runs diverged there, so that value is not the
+    best; `judged`, `baseline_judged`: there are enough pairs.
+    """
 
     low: Array
     high: Array
@@ -50,23 +53,23 @@ class GridBounds:
     baseline_judged: NDArray[np.bool_]
 
     def lossy(self, margin: float) -> NDArray[np.bool_]:
-        """Return whether each recipe is lossy at every value of its own that was judged, [..., K]."""
+        """Return whether each recipe is lossy at all of its judged values, [..., K]."""
         with np.errstate(invalid="ignore"):
             return np.asarray(((self.low > margin) | self.worse | ~self.judged).all(-1) & self.judged.any(-1))
 
     def lossless(self, margin: float) -> NDArray[np.bool_]:
-        """Return whether each is lossless against every value of the baseline that was judged, [..., K]."""
+        """Return whether each recipe is lossless against all judged values of the baseline, [..., K]."""
         with np.errstate(invalid="ignore"):
             within = (self.high < margin) | self.baseline_worse | ~self.baseline_judged
         return np.asarray(within.all(-1) & self.baseline_judged.any(-1))
 
 
 def grid_bounds(losses: Array, chosen: NDArray[np.int64], confidence: float = 0.95) -> GridBounds:
-    """Return the bounds that both claims rest on; those of K recipes hold together (Dunnett), at each value.
+    """Return the bounds for both claims; at each value those of the K recipes are simultaneous (Dunnett).
 
     Args:
-        losses: [..., 1 + K, R, S] in nats at judging seeds, the baseline first; NaN: no run, infinite: it diverged.
-        chosen: [..., 1 + K] the place of each one's value, chosen by other seeds.
+        losses: [..., 1 + K, R, S] in nats at judging seeds, the baseline first; NaN: no run, infinite: diverged.
+        chosen: [..., 1 + K] index of each chosen value, chosen by other seeds.
     """
     values = losses.shape[-2]
     lost: NDArray[np.bool_] = np.asarray(np.isinf(losses).any(-1))  # [..., 1 + K, R]
@@ -90,9 +93,9 @@ def grid_bounds(losses: Array, chosen: NDArray[np.int64], confidence: float = 0.
 
 
 def plateau(losses: Mapping[float, float], margin: float) -> tuple[float, float] | None:
-    """Return the range of values over which the loss is within `margin` of its least: straight lines over log(value).
+    """Return the range of values with a loss within `margin` of the lowest, interpolated linearly over log(value).
 
-    Ends at the grid's ends, where those are within it, too. None without a finite loss.
+    The range ends at the end of the grid if that is within the margin, too. None without a finite loss.
     """
     known = sorted((value, loss) for value, loss in losses.items() if math.isfinite(loss))
     if not known:
@@ -103,7 +106,8 @@ def plateau(losses: Mapping[float, float], margin: float) -> tuple[float, float]
 
 
 def _end(known: Sequence[tuple[float, float]], limit: float) -> float:
-    """Return where the losses, going out from the least, first rise above `limit`; the last value if nowhere."""
+    """Return the value at which the losses, from the lowest outwards, first exceed `limit`; the last value if none
+    does."""
     for (inner, low), (outer, high) in pairwise(known):
         if high > limit:
             share = (limit - low) / (high - low)
@@ -115,9 +119,12 @@ def _end(known: Sequence[tuple[float, float]], limit: float) -> float:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What the grid says of one verdict. `value`, `baseline_value`: chosen; `withheld`: the decision that the grid does
-    not bear out, None where it does; `because`: {"own" or "baseline's": value} that stand against it; `unjudged`:
-    values, of either, with too few judging pairs to say."""
+    """Result of the grid tests for one verdict.
+
+    `value`, `baseline_value`: chosen; `withheld`: the decision that the grid does not support, None if it does;
+    `because`: ("own" or "baseline's", value) pairs that contradict it; `unjudged`: values of either side with too few
+    judging pairs.
+    """
 
     key: str
     value: Any
@@ -128,19 +135,19 @@ class Tuned:
 
     @property
     def words(self) -> str:
-        """Why a decision is withheld, as a phrase; empty where none is."""
+        """The reason why a decision is withheld, as a phrase; empty if none is."""
         if not self.withheld:
             return ""
         name = self.key.rpartition(".")[2]
         values = ", ".join(f"{value:g}" for _, value in self.because)
         if self.withheld == "lossy":
-            claim = f"lossy at {name}={self.value:g}, but not shown to be so at its own {values}"
+            claim = f"lossy at {name}={self.value:g}, but not shown to be lossy at its own {values}"
         else:
             claim = f"lossless against the baseline at {name}={self.baseline_value:g}, but not at {values}"
-        return f"{claim}: which is best is open"
+        return f"{claim}: the best value is not known"
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `compare.json` has of a verdict under "tuned"."""
+        """Return the entry "tuned" of a verdict in `compare.json`."""
         return {
             "key": self.key,
             "value": self.value,
@@ -152,7 +159,7 @@ class Tuned:
 
 
 def borne_out(verdicts: Sequence["Verdict"], selection: "Selection") -> list["Verdict"]:
-    """Return one family's verdicts, lossy or lossless only where the whole grid bears that out."""
+    """Return the verdicts of one group, with lossy and lossless kept only if the whole grid supports them."""
     if not verdicts:
         return []
     arms = [selection.grid_of(verdicts[0].pairs[0].baseline)]
@@ -174,7 +181,7 @@ def borne_out(verdicts: Sequence["Verdict"], selection: "Selection") -> list["Ve
                 losses[number, values.index(value), seeds.index(seed)] = _loss(run, tail)
     chosen = np.array([values.index(arm.value) for arm in arms])
     margin = terms.margin
-    if terms.token_margin is not None:  # of each seed its own, whose noise is then that of the differences
+    if terms.token_margin is not None:  # one margin per seed, so its noise is part of the differences
         losses[1:] -= _margins(verdicts, seeds)
         margin = 0.0
     bounds = grid_bounds(_settled(losses, chosen), chosen, terms.confidence)
@@ -205,7 +212,7 @@ def borne_out(verdicts: Sequence["Verdict"], selection: "Selection") -> list["Ve
 
 
 def _margins(verdicts: Sequence["Verdict"], seeds: Sequence[int]) -> Array:
-    """Return a margin in tokens at each of `seeds`, [S] in nats, NaN where it is not known."""
+    """Return the margin in tokens at each of `seeds`, [S] in nats, NaN if unknown."""
     known = {seed: nats for verdict in verdicts for seed, nats in (verdict.judged.measured.margins or {}).items()}
     return np.array([known.get(seed, math.nan) for seed in seeds])
 
@@ -215,7 +222,7 @@ def _loss(run: Run, tail: Tail) -> float:
 
 
 def _settled(losses: Array, chosen: "np.ndarray[Any, Any]") -> Array:
-    """Return `losses` without what failed at a chosen value: of that the verdict on stability speaks."""
+    """Return `losses` without runs that failed at a chosen value: the stability verdict covers those."""
     found = losses.copy()
     for arm, place in enumerate(chosen):
         found[arm, place] = np.where(np.isinf(found[arm, place]), math.nan, found[arm, place])

@@ -1,4 +1,4 @@
-"""A verdict: one per recipe and setting, and what it rests on."""
+"""A verdict: one per recipe and setting, with everything derived from its runs."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ HIGH_PRECISION = "val_loss_high_precision"
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one recipe in one setting. Everything else about it follows from these."""
+    """The verdict on one recipe in one setting. Everything else about it follows from these fields."""
 
     judged: VerdictInputs
     family: ComparisonGroup
@@ -42,17 +42,17 @@ class Verdict:
     plan: SeedPlan
     cost: Cost
     tuned: Tuned | None = None
-    """What the grid says, of a verdict at each one's best value (--best-of)."""
+    """Result of the grid tests, for a verdict at each recipe's best value (--best-of)."""
     curve: Curve | None = None
     sequential: SequentialState | None = None
-    """Where it stands among declared looks; None of a verdict at one look."""
+    """State among declared looks; None for a verdict at one look."""
 
     damaged: tuple[Path, ...] = ()
-    """Folders of damaged runs, and damaged files of sweeps, because of which it is not called lossless."""
+    """Folders of damaged runs and damaged files of sweeps: if there are any, no recipe is called lossless."""
 
     @property
     def name(self) -> str:
-        """The recipe, or whatever level of the factor it is."""
+        """The recipe, or the level of another factor."""
         return self.judged.measured.label
 
     @property
@@ -62,34 +62,34 @@ class Verdict:
 
     @property
     def interval_confidence(self) -> float:
-        """Of the verdict's own interval and those beside it: of declared looks what that look's are taken at."""
+        """Confidence of the verdict's own intervals; for declared looks that of the look."""
         return self.terms.confidence if self.sequential is None else self.sequential.levels.intervals
 
     @property
     def pairs(self) -> list[Pair]:
-        """One per seed, those that failed included."""
+        """One pair per seed, including failed ones."""
         return self.judged.measured.pairs
 
     @cached_property
     def sound_pairs(self) -> list[Pair]:
-        """The pairs of which neither run diverged: those whose losses and speeds can be averaged."""
+        """The pairs in which neither run diverged: their losses and speeds can be averaged."""
         return [pair for pair in self.pairs if pair.run.seed in self.judged.measured.differences]
 
     @property
     def parameters(self) -> int | None:
-        """Of the model, at which the verdict holds."""
+        """Number of parameters of the model for which the verdict holds."""
         return self.pairs[0].run.parameters
 
     @property
     def tokens(self) -> int | None:
-        """The tokens that the judged losses are after, by the baseline: a run that diverged may have ended early."""
+        """Tokens at which the losses were judged, from the baseline: a run that diverged may have ended early."""
         seen, tail = self.pairs[0].baseline.tokens, self.judged.measured.tail
         found = seen.get(tail.steps[-1]) if tail else None
         return found or max((max(pair.baseline.tokens.values(), default=0) for pair in self.pairs), default=0) or None
 
     @cached_property
     def confounders(self) -> dict[str, list[Any]]:
-        """Each key that differs within any pair beside the factor, with all values met, the baseline's first."""
+        """Each key besides the factor that differs within any pair, with all values, the baseline's first."""
         found: dict[str, list[Any]] = {}
         for pair in self.pairs:
             for key, values in pair.confounders.items():
@@ -100,37 +100,37 @@ class Verdict:
 
     @cached_property
     def switch(self) -> Switch | None:
-        """Where the runs branched off their trunks, which is all that the verdict holds for; None of whole runs."""
+        """The steps at which the runs branched off their parent runs, which limits the verdict; None for whole runs."""
         return switch_of([run for pair in self.pairs for run in (pair.run, pair.baseline)])
 
     @property
     def controlled(self) -> bool:
-        """Whether only the factor differs."""
+        """True if only the factor differs."""
         return not self.confounders
 
     @cached_property
     def unverified(self) -> list[Run]:
-        """The runs that it rests on whose records could not be verified."""
+        """The runs behind the verdict with unverified records."""
         runs = {id(run): run for pair in self.pairs for run in (pair.baseline, pair.run)}
         return [run for run in runs.values() if run.unverified]
 
     @property
     def may_not_have_acted(self) -> bool:
-        """Whether the runs equal the baseline's to the last bit though the factor changes more than the order of sums.
+        """True if the runs are bitwise equal to the baseline's although the factor changes more than the order of sums.
 
-        Layouts and ways to round are made to equal each other; a recipe that does may not have been applied at all.
+        Layouts and rounding variants are meant to be bitwise equal; a recipe that is may not have been applied at all.
         """
         rounding = self.factor.name == ITSELF or all(below(key, (*LAYOUT, *ROUNDING)) for key in self.factor.keys)
         return self.judged.measured.identical and not rounding and self.factor.name != "parallel"
 
     @property
     def worse(self) -> bool:
-        """Whether the interval says that there is a gap, and not whether it is above the margin."""
+        """True if the interval shows a gap without showing whether it is above the margin."""
         return self.decision == "inconclusive" and not self.judged.measured.unlearned and self.judged.estimate.low > 0
 
     @property
     def open_because(self) -> str | None:
-        """What stands between the runs and a verdict, in a few words; None where there is one."""
+        """The reason why there is no decision, in a few words; None if there is one."""
         judged = self.judged
         measured, pairs = judged.measured, judged.estimate.pairs
         if self.decision != "inconclusive":
@@ -151,7 +151,7 @@ class Verdict:
 
     @property
     def qualified(self) -> str:
-        """The decision in a few words, with what keeps it from being taken at its word: for tables and tags."""
+        """The decision in a few words, with its qualifications: for tables and tags."""
         parts: list[str] = [self.decision]
         if reason := self.open_because:
             parts.append(reason)
@@ -169,13 +169,13 @@ class Verdict:
 
     @property
     def colour(self) -> Decision:
-        """The decision whose colour it is shown in: no green where something stands against it."""
+        """The decision that determines the color: no green for a qualified lossless."""
         clean = self.controlled and not self.may_not_have_acted and not self.unverified
         return "inconclusive" if self.decision == "lossless" and not clean else self.decision
 
     @property
     def emulated(self) -> bool:
-        """Whether the recipe ran emulated, so that its speed is none of the format's."""
+        """True if the recipe ran emulated, so that its speed is not that of the format."""
         return any(
             run.summary.get("backend") == "emulated" or (run.typed is not None and run.typed.precision.quantises)
             for run in (pair.run for pair in self.pairs)
@@ -184,17 +184,17 @@ class Verdict:
 
     @cached_property
     def coverage(self) -> Coverage | None:
-        """Linear layers and blocks that the recipe's runs quantized; None without casts or without a whole config."""
+        """Linear layers and blocks quantized by the recipe's runs; None without casts or without a complete config."""
         return _coverage(self.pairs[0].run)
 
     @cached_property
     def baseline_coverage(self) -> Coverage | None:
-        """The same of the baseline's runs."""
+        """The same for the baseline's runs."""
         return _coverage(self.pairs[0].baseline)
 
     @cached_property
     def effective_data(self) -> EffectiveData | None:
-        """What the recipe's tokens are worth by the baseline's; None without its runs at other numbers of tokens."""
+        """Effective tokens of the recipe; None without baseline runs at other numbers of tokens."""
         tail = self.judged.measured.tail
         if self.curve is None or tail is None or self.judged.measured.unlearned:
             return None
@@ -204,9 +204,10 @@ class Verdict:
 
     @property
     def net_speed(self) -> float | None:
-        """Time to the baseline's loss: its over the recipe's, by speed and effective data; None of an emulation.
+        """Speedup to the baseline's loss, from speed and effective data; None for emulated runs.
 
-        None, too, where the two did not run alike: a speed that says nothing of the format is no gain to be netted.
+        Also None if the two ran under different conditions (`Cost.speed_confounders`), so their speeds are not
+        comparable.
         """
         worth, speed = self.effective_data, self.cost.tokens_per_second_ratio
         if worth is None or speed is None or self.emulated or self.cost.speed_confounders:
@@ -229,7 +230,7 @@ class Verdict:
 
     @cached_property
     def time_to_target(self) -> TimeToTarget | None:
-        """How long to `Terms.targets`, censored both ways; None where this setting has none."""
+        """Time to `Terms.targets`, censored on both sides; None if this setting has no target."""
         target = self.terms.targets.of(self.family.words)
         if target is None:
             return None
@@ -239,7 +240,7 @@ class Verdict:
 
     @cached_property
     def spikes(self) -> Spikes:
-        """The verdict on spikes, over the pairs of which neither run diverged."""
+        """The verdict on spikes, over the pairs in which neither run diverged."""
         counts = {pair.run.seed: (pair.run.spikes, pair.baseline.spikes) for pair in self.sound_pairs}
         steps = max((pair.baseline.last_step for pair in self.sound_pairs), default=0)
         error = 1 - self.terms.confidence if self.sequential is None else self.sequential.levels.failures
@@ -247,13 +248,13 @@ class Verdict:
 
     @cached_property
     def gap_high_precision(self) -> float | None:
-        """The gap of the same weights without casts in the forward pass; None where the recipe quantises nothing."""
+        """The gap of the same weights without casts in the forward pass; None if the recipe quantizes nothing."""
         tail = self.judged.measured.tail
         return None if tail is None else high_precision_gap(self.sound_pairs, tail)
 
     @cached_property
     def gap_by_source(self) -> dict[str, float]:
-        """The mean gap on each source that all runs scored, and of which each pair scored the same."""
+        """The mean gap on each source scored by all runs, if both runs of each pair scored the same text."""
         tail = self.judged.measured.tail
         return {} if tail is None else gaps_by_source(self.sound_pairs, tail)
 
@@ -265,8 +266,8 @@ def _coverage(run: Run) -> Coverage | None:
 def high_precision_gap(pairs: Sequence[Pair], tail: Tail) -> float | None:
     """Return the mean gap, nats per token, of the weights of `pairs` without casts in the forward pass, over `tail`.
 
-    None where the recipe quantises nothing, and for another metric than the loss. A baseline that casts nothing has no
-    second loss, and is taken by its own.
+    None if the recipe quantizes nothing or the metric is not the loss. A baseline without casts has no second loss; its
+    loss is used.
     """
     if not (tail.metric == LOSS or tail.metric.startswith(f"{LOSS}/")):
         return None
@@ -279,7 +280,8 @@ def high_precision_gap(pairs: Sequence[Pair], tail: Tail) -> float | None:
 
 
 def gaps_by_source(pairs: Sequence[Pair], tail: Tail) -> dict[str, float]:
-    """Return {source: mean gap over `tail`, nats per token} of those that all runs scored, and each pair alike."""
+    """Return {source: mean gap over `tail`, nats per token} of sources scored by all runs, on the same text in each
+    pair."""
     if not pairs:
         return {}
     keys = set.intersection(*(set(run.validations) for pair in pairs for run in (pair.run, pair.baseline)))

@@ -1,4 +1,4 @@
-"""Verdicts as text: one line each, the reasons behind it, and notes on how far verdicts reach."""
+"""Verdicts as text: one line each, the reasons, and notes on the scope of verdicts."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ from lightning_llm.tracking.sweep_file import FILE as SWEEP_FILE
 
 
 def line_of(verdict: Verdict) -> str:
-    """Return a verdict in one line: with the model's size, the tokens, the setting and the margin, every time."""
+    """Return a verdict in one line, always with model size, tokens, setting and margin."""
     scale = f"{short(verdict.parameters)} parameters, {short(verdict.tokens)} tokens"
     where = ", ".join(filter(None, (scale, verdict.family.words, verdict.family.survived_at)))
     decided = f"{verdict.decision} against {verdict.factor.baseline_label} at margin {verdict.terms.margin_words}"
@@ -29,7 +29,7 @@ def line_of(verdict: Verdict) -> str:
     if not verdict.controlled:
         keys = list(verdict.confounders)
         more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
-        text += f"; not controlled: the runs differ in {', '.join(keys[:4])}{more} too"
+        text += f"; not controlled: the runs also differ in {', '.join(keys[:4])}{more}"
     if verdict.unverified:
         runs = {id(run) for pair in verdict.pairs for run in (pair.baseline, pair.run)}
         text += f"; records not verified ({len(verdict.unverified)} of {count(len(runs), 'run')})"
@@ -37,7 +37,7 @@ def line_of(verdict: Verdict) -> str:
 
 
 def quantized_sentences(verdicts: Sequence[Verdict]) -> list[str]:
-    """Return one sentence per recipe and model: how much of the model it quantized, and what it could not keep."""
+    """Return one sentence per recipe and model: the share of the model that was quantized, and the shortfall."""
     found: dict[str, None] = {}
     several = len({verdict.parameters for verdict in verdicts}) > 1
     for verdict in verdicts:
@@ -50,7 +50,7 @@ def quantized_sentences(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def reason_of(verdict: Verdict) -> str:
-    """Return what has to be reported beside the numbers, as one phrase; empty where they show it all."""
+    """Return the qualifications of the numbers as one phrase; empty if there are none."""
     grid = verdict.tuned.words if verdict.tuned else ""
     parts = [
         _damaged(verdict),
@@ -65,7 +65,8 @@ def reason_of(verdict: Verdict) -> str:
 
 
 def failures(stability: Stability) -> str:
-    """Return how many of the recipe's runs failed and what rate that allows; the baseline's, too, where any did."""
+    """Return the number of failed runs and the failure rate it allows; also of the baseline if any of its runs
+    failed."""
     baseline = ""
     if stability.baseline_failed:
         baseline = f", of the baseline's {_rate(len(stability.baseline_failed), stability)}"
@@ -108,7 +109,7 @@ def _numbers(verdict: Verdict) -> list[str]:
 
 
 def _to_target(time: TimeToTarget) -> str:
-    """Return how long it took to the target, and who got there where not all did."""
+    """Return the time to the target, and how many runs reached it if not all did."""
     if time.arrived == time.baseline_arrived == 0:
         return f"no run of its {count(time.pairs, 'pair')} reached {time.target:g}, nor any of the baseline's"
     text = f"tokens to {time.target:g}: {time.words} the baseline's"
@@ -118,7 +119,7 @@ def _to_target(time: TimeToTarget) -> str:
 
 
 def tokens_needed(verdict: Verdict) -> str:
-    """Return what the gap is in tokens: "4.1 % more tokens [2.0, 6.5]", and the time it nets where speeds are real."""
+    """Return the gap in tokens: "4.1 % more tokens [2.0, 6.5]", with the net speedup if speeds are native."""
     worth = verdict.effective_data
     if worth is None:
         return ""
@@ -132,14 +133,14 @@ def tokens_needed(verdict: Verdict) -> str:
 
 
 def _surer_in_tokens(verdict: Verdict) -> str:
-    """Return why the interval in tokens leaves out 0 where that of the gap holds it; empty where it is not so."""
+    """Return why the interval in tokens excludes 0 while that of the gap contains it; empty if it does not."""
     estimate, worth = verdict.judged.estimate, verdict.effective_data
     if worth is None or estimate.comparisons < 2 or not estimate.low <= 0 <= estimate.high:
         return ""
     low, high = worth.more_tokens_interval
     if not (low > 0 or high < 0):
         return ""
-    return "the interval in tokens, by its own pairs alone, excludes 0; that of the gap, for all recipes together, not"
+    return "the interval in tokens, for this recipe alone, excludes 0; that of the gap, for all recipes, contains it"
 
 
 def _damaged(verdict: Verdict) -> str:
@@ -150,7 +151,7 @@ def _damaged(verdict: Verdict) -> str:
     found = ["another run"] if runs == 1 else [f"{runs} other runs"] if runs else []
     found += [SWEEP_FILE] if sweeps else []
     verb = "is" if len(verdict.damaged) == 1 else "are"
-    return f"{' and '.join(found)} {verb} damaged, so nothing is called lossless"
+    return f"{' and '.join(found)} {verb} damaged, so no recipe is called lossless"
 
 
 def _unlearned(verdict: Verdict) -> str:
@@ -162,11 +163,11 @@ def _unlearned(verdict: Verdict) -> str:
         entropy = any(pair.baseline.figure("validation_unigram_nats") == below for pair in verdict.pairs)
         source = "the frequencies of the tokens alone give" if entropy else f"{LEARNED_SHARE:g} ln(vocabulary) is"
         text += f": its best run ends at {loss:.3f} nats, where {source} {below:.3f}"
-    return f"{text}. What a recipe loses cannot show: train for longer"
+    return f"{text}. A gap cannot show yet: train longer"
 
 
 def _failed(verdict: Verdict) -> str:
-    """Return which seeds failed and how, and what that makes of the verdict."""
+    """Return the failed seeds, the kind of failure, and its effect on the verdict."""
     judged = verdict.judged
     stability, outliers = judged.stability, judged.estimate.outlier_seeds
     parts = []
@@ -183,33 +184,33 @@ def _failed(verdict: Verdict) -> str:
     if stability.verdict == "unstable":
         parts.append(f"unstable: it fails more often than the baseline (p = {stability.p:.2g})")
     elif judged.loss == "lossless" and not stability.allows_lossless:
-        parts.append(f"so it is not called lossless by the other {count(judged.estimate.pairs, 'pair')}")
+        parts.append(f"so the remaining {count(judged.estimate.pairs, 'pair')} cannot make it lossless")
     return ", ".join(parts)
 
 
 def _missing(verdict: Verdict) -> str:
     missing = verdict.judged.measured.missing_seeds
-    if not missing or (verdict.sequential is not None and verdict.sequential.waits_for):  # which names them
+    if not missing or (verdict.sequential is not None and verdict.sequential.waits_for):  # which lists them
         return ""
     lead = f"{seeds_text(missing)} missing: crashed or unfinished where the baseline was not"
     spared = verdict.judged.loss == "lossless" and verdict.judged.stability.allows_lossless
-    return f"{lead}, so it is not called lossless by the others" if spared else lead
+    return f"{lead}, so the remaining pairs cannot make it lossless" if spared else lead
 
 
 def _unpriced(verdict: Verdict) -> str:
     seeds = verdict.judged.measured.unpriced_seeds
-    why = "the baseline has no sound runs of other numbers of tokens there, which say what the margin is"
+    why = "the baseline has no usable runs of other lengths there, which the margin in tokens needs"
     return f"{seeds_text(seeds)} left out: {why}" if seeds else ""
 
 
 def _identical(verdict: Verdict) -> str:
     if not verdict.may_not_have_acted:
         return ""
-    return "every loss equals the baseline's to the last bit: the recipe may not have acted at all; see plan"
+    return "every loss equals the baseline's to the last bit: the recipe may not have acted at all; check it with plan"
 
 
 def _open(verdict: Verdict) -> str:
-    """Return what more seeds would do, for true gaps that are worth planning for: the observed one is noise."""
+    """Return the effect of more seeds, for planned true gaps: the observed gap is noise."""
     judged, plan = verdict.judged, verdict.plan
     if verdict.decision != "inconclusive" or judged.measured.unlearned or judged.measured.identical or verdict.damaged:
         return ""
@@ -224,7 +225,7 @@ def _open(verdict: Verdict) -> str:
         more = count(plan.more or 1, "more seed")
         return f"{more} without another failure would show a failure rate below {100 * STABILITY_MARGIN:g} %"
     if not judged.estimate.pairs:
-        return "no pair is left whose loss can be compared"
+        return "no pair is left to compare"
     if judged.estimate.pairs == 1:
         return f"one pair shows no spread: at least {count(plan.more or 1, 'more seed')} ({FEWEST_SEEDS} pairs in all)"
     worse = "worse; by more than the margin: open; " if verdict.worse else ""
@@ -237,7 +238,7 @@ def _seed_plan(verdict: Verdict) -> str:
         text = f"more than {MOST_SEEDS} seeds would be needed to decide if the true gap is 0"
         return text if plan.if_lossy is None else f"{text}, about {plan.if_lossy} if it is {PLANNED_GAP} margins"
     if plan.more is None:
-        power = f"{count(pairs, 'seed')} would mostly have told a gap of 0 or of {PLANNED_GAP} margins"
+        power = f"{count(pairs, 'seed')} would mostly have shown a gap of 0 or of {PLANNED_GAP} margins"
         return f"the gap is likely near the margin, and more seeds would hardly decide: {power}"
     return (
         f"about {count(plan.more, 'more seed')} ({pairs + plan.more} in all) would decide if the true gap is 0, "
@@ -246,61 +247,60 @@ def _seed_plan(verdict: Verdict) -> str:
 
 
 def power_statement() -> str:
-    """Return what "N more seeds would decide" assumes."""
+    """Return the assumptions behind "N more seeds would decide"."""
     return (
         f"'N more seeds would decide': with a probability of at least {100 * POWER:.0f} % if the true gap is the one "
-        "named, averaged over what the true spread may be, given the one estimated here. A spread from few pairs is "
-        "itself known to a factor of two or so, and N goes with its square."
+        "named, averaged over the possible true spreads given the one estimated here. A spread from few pairs is "
+        "uncertain by a factor of about two, and N is proportional to its square."
     )
 
 
 def notes_on(
     factor: Factor, families: Sequence[ComparisonGroup], verdicts: Sequence[Verdict], damaged: Sequence[Path] = ()
 ) -> list[str]:
-    """Return what to read beside the verdicts, one sentence or two each."""
+    """Return the notes on the verdicts, one or two sentences each."""
     notes = [factor.note] if factor.note else []
     notes.append(
         "A verdict holds at its model size and number of tokens. It can rule a recipe out; lossless here does not "
-        "imply lossless for larger models or longer runs, where damage may grow: see how the gap moves over both."
+        "imply lossless for larger models or longer runs, where damage may grow: compare the gap at several of both."
     )
     if any(each.plan.if_no_gap and each.plan.more for each in verdicts):
         notes.append(power_statement())
     if any(each.judged.estimate.comparisons > 1 for each in verdicts):
-        notes.append("The intervals of recipes that share a baseline hold together, not one by one (Dunnett).")
+        notes.append("The intervals of recipes that share a baseline are simultaneous (Dunnett).")
     runs = list({id(run): run for family in families for run in family.runs}.values())
     notes += [*_on_records(runs, damaged), *_on_middles(runs)]
     if any((run.summary.get("git") or {}).get("dirty") and "code_hash" not in run.summary for run in runs):
-        notes.append("Some runs are of a changed checkout (git dirty): that they ran the same code is not recorded.")
+        notes.append("Some runs used a modified checkout (git dirty): whether they ran the same code is not recorded.")
     if unnamed := [run for run in runs if run.summary.get("data_hash") is None]:
         notes.append(
-            f"Some runs do not name their data by a hash ({_named(unnamed)}): that it was the same is known from the "
-            "configs alone."
+            f"Some runs have no hash of their data ({_named(unnamed)}), so only their configs show it was the same."
         )
     notes += [
-        f"{run.name} went on from another folder at step {run.first_step}: its tokens to loss, spikes and skipped "
-        "steps before that are not known."
+        f"{run.name} was resumed from another folder at step {run.first_step}: its earlier tokens to loss, spikes and "
+        "skipped steps are unknown."
         for run in runs
         if run.first_step > 1 and not run.branch
     ]
     notes += notes_on_branches(runs)
     notes += _short_tails(verdicts)
     if keys := sorted({key for each in verdicts for key in each.cost.speed_confounders}):
-        notes.append(f"Speed and memory are not of like runs: they differ in {', '.join(keys)}.")
+        notes.append(f"Speed and memory are not comparable: the runs differ in {', '.join(keys)}.")
     at_once = sorted({run.at_once for run in runs} - {1})
     if at_once:
         notes.append(
             f"Speed, seconds to loss and memory are of runs that shared the machine, {' or '.join(map(str, at_once))} "
-            "at once (launcher.at_once): not of a run alone, and the less like it the more its neighbours differed."
+            "at once (launcher.at_once); they differ from those of a run alone."
         )
     notes += quantized_sentences(verdicts)
     emulated = [each.name for each in verdicts if each.emulated]
     if emulated:
-        notes.append(f"Emulated, so that their speed is none of the format's: {', '.join(dict.fromkeys(emulated))}.")
+        notes.append(f"Emulated, so their speed is not that of the format: {', '.join(dict.fromkeys(emulated))}.")
     return notes
 
 
 MOST_NAMED = 6
-"""Runs that a note names one by one."""
+"""Maximum number of runs listed in a note."""
 
 
 def _named(runs: Iterable[Run]) -> str:
@@ -310,13 +310,13 @@ def _named(runs: Iterable[Run]) -> str:
 
 
 def _on_records(runs: Sequence[Run], damaged: Sequence[Path]) -> list[str]:
-    """Return what to say of damaged runs, and of those whose records nothing verifies, by why."""
+    """Return the notes on damaged runs and on runs with unverified records, by reason."""
     notes = []
     if damaged:
         names = ", ".join(str(shown("/".join(folder.parts[-2:]))) for folder in damaged)
         notes.append(
-            f"Damaged, and left out: {names}. Beside them no recipe is called lossless. Bring their files back from a "
-            "copy, make them again, or compare the sound runs by naming these alone."
+            f"Damaged and left out: {names}. With damaged runs no recipe is called lossless. Restore their files from "
+            "a copy, rerun them, or name only the intact runs."
         )
     reasons: dict[str, list[Run]] = {}
     for run in runs:
@@ -327,7 +327,7 @@ def _on_records(runs: Sequence[Run], damaged: Sequence[Path]) -> list[str]:
 
 
 def _on_middles(runs: Sequence[Run]) -> list[str]:
-    """Return a note for each run that went on after a validation whose loss was not finite."""
+    """Return a note for each run that continued after a validation with a non-finite loss."""
     notes = []
     for run in runs:
         losses = run.validations.get(LOSS, {})
@@ -338,7 +338,7 @@ def _on_middles(runs: Sequence[Run]) -> list[str]:
 
 
 def _short_tails(verdicts: Sequence[Verdict]) -> list[str]:
-    """Return what to say where the tail is a single validation: what its noise adds to the spread need not be there."""
+    """Return a note if the tail is a single validation, whose noise adds to the spread."""
     tails = [each.judged.measured.tail for each in verdicts]
     steps = sorted({tail.steps[0] for tail in tails if tail and len(tail.steps) == 1})
     if not steps:
@@ -350,8 +350,8 @@ def _short_tails(verdicts: Sequence[Verdict]) -> list[str]:
         for pair in each.pairs
         for step in pair.run.validations.get(each.terms.metric, {})
     )
-    more = ", or take in more of what there is (--tail 0.3)" if earlier else ""
+    more = ", or use more of the existing validations (--tail 0.3)" if earlier else ""
     return [
         f"The tail is one validation (step {', '.join(map(str, steps))}), so nothing is averaged. The mean of several "
-        f"has less of the noise from step to step: validate more often (trainer.validate_every_steps={every}){more}."
+        f"has less noise from step to step: validate more often (trainer.validate_every_steps={every}){more}."
     ]

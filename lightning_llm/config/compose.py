@@ -140,15 +140,15 @@ def compose_one(parsed: Sequence[Override], composer: "Composer", known: Sequenc
 
 
 def recipe_sweep(typed: Sequence[Override], composer: "Composer") -> tuple[list[str], list[str]]:
-    """Return the selected preset's `hydra.sweeper.params`, without overridden ones, and its `sweep.also`.
+    """Return the preset's `hydra.sweeper.params`, without overridden ones, and `sweep.also`, of the preset or typed.
 
     Raises:
         ConfigError: several presets are selected, and one of them is a sweep.
     """
     chosen = [each for each in typed if each.key_or_group == "recipe"]
-    if not chosen:
+    if not chosen and not any(each.key_or_group in ("sweep", "sweep.also") for each in typed):
         return [], []
-    for word in composer.choices(chosen[-1]) if chosen[-1].is_sweep_override() else []:
+    for word in composer.choices(chosen[-1]) if chosen and chosen[-1].is_sweep_override() else []:
         if any(recipe_sweep(parse_overrides([word]), composer)):
             text = f"has several values, but {word} is a sweep itself, and its values would be ignored."
             raise ConfigError(Problem("recipe", f"{text} Give it alone."))

@@ -1,19 +1,19 @@
 """Bands of golden curves: the allowed distance between runs of one program, measured over repeats, not chosen.
 
 The model. Runs of one program on one machine, or on machines that round otherwise, give numbers that scatter around
-their mean, each number by a variance of its own. Of n runs with mean m and standard deviation s, one more run lies
+their mean, with a separate variance per number. Of n runs with mean m and standard deviation s, one more run is
 within
 
     m +- t(n - 1, 1 - p / 2) * s * sqrt(1 + 1 / n)
 
-with probability 1 - p where they are normal: the prediction interval for one further observation (G. J. Hahn and
-W. Q. Meeker, "Statistical Intervals", Wiley 1991, section 4.7). Student's t knows how little a few runs say of s. A
-check compares many numbers and fails where one lies outside, so each gets p = `false_alarms` / count (Bonferroni): an
-unchanged program fails in at most that share of checks, however the numbers hang together. Few runs make it wide: with
-3,000 numbers and one false alarm in 100 checks it is 632 s of 3 runs, 24 s of 6, 9.6 s of 11, 6.5 s of 21.
+with probability 1 - p if they are normal: the prediction interval for one further observation (G. J. Hahn and
+W. Q. Meeker, "Statistical Intervals", Wiley 1991, section 4.7). Student's t accounts for the uncertainty of s.
+A check compares many numbers and fails if one is outside, so each gets p = `false_alarms` / count (Bonferroni): an
+unchanged program fails in at most that share of checks, however the numbers are correlated. Few runs make it wide: with
+3,000 numbers and one false alarm in 100 checks it is 632 s with 3 runs, 24 s with 6, 9.6 s with 11, 6.5 s with 21.
 
-Numbers are kept in fp32. Its rounding, with a variance of u^2 / 12 for a unit u in the last place, is part of the
-scatter that runs which all round to the same number do not show; it is added to s^2.
+Numbers are stored in fp32. Rounding to fp32, with a variance of u^2 / 12 for a unit u in the last place, hides scatter
+if all runs round to the same number; it is added to s^2.
 """
 
 import math
@@ -30,7 +30,7 @@ from lightning_llm.golden.curve import GRADIENT_NORMS, LEARNING_RATE, Curve, as_
 FP32_UNIT = 2.0**-23
 """A unit in the last place of an fp32 number, relative to it, at most."""
 FEWEST_REPEATS = 2
-"""Of one repeat and the run itself s has one degree of freedom: the band would be 200,000 s wide."""
+"""With one repeat besides the run itself s has one degree of freedom: the band would be 200,000 s wide."""
 
 
 @dataclass(frozen=True)

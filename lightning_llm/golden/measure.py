@@ -134,12 +134,13 @@ def _depth(name: str) -> float:
 def nudge_weights(model: nn.Module, number: int) -> None:
     """Move every weight up or down as far as sums round: by sqrt(K) 2^-24 of it, or to its neighbour in its dtype.
 
-    K is how many products a sum over its last axis has. A sum of K products in fp32 is off by about sqrt(K) 2^-24,
-    whatever the order (N. J. Higham and T. Mary, "A new approach to probabilistic rounding error analysis", SIAM J.
-    Sci. Comput. 41 (2019) A2815-A2835): so far apart lie kernels that sum in other orders. That rounding errors are
-    stood for by such a change at the start, and a port is judged by how it grows: J. M. Rosinski and D. L. Williamson,
-    "The accumulation of rounding errors and port validation for global atmospheric models", SIAM J. Sci. Comput. 18
-    (1997) 552-564. Up or down follows from a weight's own bits and `number`: ranks that hold it move it alike.
+    K is the number of products in a sum over its last axis. A sum of K products in fp32 has an error of about
+    sqrt(K) 2^-24 in any order (N. J. Higham and T. Mary, "A new approach to probabilistic rounding error analysis",
+    SIAM J. Sci. Comput. 41 (2019) A2815-A2835), the typical distance between kernels with different orders. Replacing
+    rounding errors by such an initial change, and judging a port by its growth, is the method of J. M. Rosinski and
+    D. L. Williamson, "The accumulation of rounding errors and port validation for global atmospheric models", SIAM J.
+    Sci. Comput. 18 (1997) 552-564. The direction follows from a weight's bits and `number`, so it is the same on all
+    ranks with a copy of the weight.
     """
     for parameter in model.parameters():
         shard: Tensor = local(parameter)

@@ -21,8 +21,8 @@ from lightning_llm.run.launch.torch_agent import STOP_SECONDS, as_rank, launch_r
 def measured_runs(plan: Plan, steps: int, nudges: Sequence[int | None]) -> list[Measured]:
     """Return the first `steps` steps of one run for each of `nudges`, see `measure`.
 
-    Several runs are made in processes of their own, one after the other, as a later check will be: what a process
-    chooses by timing, a kernel say, is part of how runs differ. Ranks that torchrun or srun started make them all.
+    Several runs are made in separate processes, one after the other, like a later check: choices that a process makes
+    by timing, such as a kernel, are part of the noise. Ranks started by torchrun or srun make all runs themselves.
 
     Raises:
         ConfigError: what `train` refuses.

@@ -1,4 +1,4 @@
-"""A ladder over the runs that a command names: fitted, predicted from, graded, printed and written."""
+"""Fit a ladder over the runs that a command names, predict from it, grade predictions, print and write the results."""
 
 import json
 import math
@@ -29,14 +29,17 @@ from lightning_llm.ladder.refusal import DECADES, Target, refusals, too_few_pair
 from lightning_llm.ladder.report import Report, print_report
 
 FOLDER = "compare/ladder"
-"""Of the report, beside the runs and in MLflow: that of `compare` alone stays what it is."""
+"""Folder of the report, next to the runs and in MLflow; the report of `compare` is kept."""
 
 
 @dataclass(frozen=True)
 class LadderRequest:
-    """`fit`: the ladder itself; `predict`: where, if anywhere; `decades`: how far beyond the ladder at most; `grade`:
-    hold earlier predictions against the runs; `ledger`: the file they stand in, None for the one beside the runs;
-    `output`: another folder for the report, which then goes to no MLflow either."""
+    """Options of the command.
+
+    `fit`: fit the ladder; `predict`: the target of a prediction, if any; `decades`: limit of extrapolation; `grade`:
+    compare earlier predictions with the runs; `ledger`: their file, None for the one beside the runs; `output`: another
+    folder for the report, which is then not logged to MLflow.
+    """
 
     fit: bool = False
     predict: Target | None = None
@@ -56,10 +59,10 @@ def ladder_named(
     show: Callable[[Report], None],
     say: Callable[[str], None],
 ) -> Report:
-    """Return the ladder over the runs that `words` name, the newest one without; what was asked for is done and shown.
+    """Fit, predict, grade and show the ladder over the named runs (default: the newest ladder), and return it.
 
     Raises:
-        ConfigError: not all could be done; the rest is done and shown.
+        ConfigError: some of it could not be done; the rest is done and shown.
     """
     found = find_runs(words or [str(newest_ladder(graded=asked.grade and asked.ledger is None))])
     file = asked.ledger or found.home / "compare" / FILE
@@ -97,7 +100,7 @@ def ladder_named(
 
 
 def _write(comparison: Comparison, report: Report, file: Path, folder: Path, *, log: bool) -> list[str]:
-    """Write the report of the verdicts with the ladder in it; return what to say of it."""
+    """Write the report of the verdicts with the ladder in it; return the lines to print."""
     from lightning_llm.ladder.supplement import supplement_of
 
     comparison.ladder, comparison.notes = True, [*comparison.notes, *report.notes]
@@ -107,13 +110,13 @@ def _write(comparison: Comparison, report: Report, file: Path, folder: Path, *, 
     lines = {f"ladder/{each.claim['recipe']}": each.claim["line"] for each in ledger}
     supplement = supplement_of(report, ledger)
     before = len(comparison.problems)
-    said = write_comparison(comparison, folder, log=log, supplement=supplement, place=FOLDER, lines=lines)
+    printed = write_comparison(comparison, folder, log=log, supplement=supplement, place=FOLDER, lines=lines)
     report.problems += comparison.problems[before:]  # where it cannot be written
-    return said
+    return printed
 
 
 def _grade(report: Report, file: Path) -> None:
-    """Give outcomes to the predictions of `file` whose runs are there; those that have one keep it."""
+    """Add outcomes to the predictions of `file` that have runs and no outcome yet."""
     report.ledger = read_ledger(file)
     if not report.ledger:
         report.problems.append(_nothing_to_grade(file))
@@ -129,11 +132,11 @@ def _nothing_to_grade(file: Path) -> Problem:
 
 
 def _fit(report: Report) -> Fit | None:
-    """Return the fit over what can be fitted; what cannot is among the report's problems, and stays in its ladder."""
+    """Return the fit over the usable recipes; the others are reported as problems and stay in the ladder."""
     measured = report.ladder
     if reason := too_small(measured):
         lengths = f"lengths (trainer.max_steps=...){_longer(measured)}"
-        more = f"Add sizes (model=A,B,C) and {lengths} to the sweep, or begin with sweep/ladder"
+        more = f"Add sizes (model=A,B,C) and {lengths} to the sweep, or start with sweep/ladder"
         report.problems.append(Problem("RUN", f"there is no ladder to fit: {reason}. {more} (docs/howto/ladder.md)."))
         return None
     few = {name: reasons for name in measured.recipes if (reasons := too_few_pairs(measured, name))}
@@ -145,18 +148,18 @@ def _fit(report: Report) -> Fit | None:
 
 
 def _longer(measured: Ladder) -> str:
-    """Return what lengths have to be above where the baseline has not learned at some; "" where it has at all."""
+    """Return the minimum length if the baseline has not learned at some lengths; "" if it has learned at all."""
     short_of = [tokens for (_, tokens), why in measured.left_out.items() if why == UNLEARNED]
     return f" of more than {short(max(short_of))} tokens, longer than those that have not learned," if short_of else ""
 
 
 def _refuse(report: Report, fit: Fit, asked: LadderRequest) -> None:
-    """Note of which recipes nothing is predicted, and why: a problem where a prediction was asked for."""
+    """Record the recipes without a prediction and the reasons: problems if a prediction was requested."""
     for name in fit.gaps:
         reasons = refusals(fit, name, asked.predict, asked.decades)
         if asked.predict and is_run(report.ladder, name, asked.predict):
             reasons = [
-                "its runs at that size and number of tokens are there already; --grade holds predictions to them"
+                "its runs at that size and number of tokens exist already. Use --grade to compare predictions with them"
             ]
         if not reasons:
             continue
@@ -170,19 +173,19 @@ def _on_looks(declared: bool) -> list[str]:
     if not declared:
         return []
     return [
-        "These runs are of a sweep that declared looks, whose error is that of its verdicts (`compare`)."
-        " The fit takes all pairs that are there; where a sweep stops once it is decided, these are not all alike many."
+        "These runs are of a sweep with declared looks. Their error rate applies to its verdicts (`compare`), not to "
+        "this fit, which uses all existing pairs. A sweep that stops once decided has unequal numbers of pairs."
     ]
 
 
 def _notes(comparison: Comparison) -> list[str]:
     notes = [
-        "N are all parameters, embeddings included. Intervals hold one by one, for the data, schedule and rates "
-        "of these runs; beyond the ladder they hold if the same three terms go on doing so."
+        "N counts all parameters, including embeddings. Intervals are not simultaneous and hold for the data, "
+        "schedule and rates of these runs; beyond the ladder they assume that the same three terms continue to hold."
     ]
     loose = sorted({key for verdict in comparison.verdicts for key in verdict.confounders})
     if loose:
-        notes.append(f"Not controlled: within pairs {', '.join(loose)} differ, too.")
+        notes.append(f"Not controlled: {', '.join(loose)} also differ within pairs.")
     return notes
 
 
@@ -197,10 +200,10 @@ def print_text(report: Report) -> None:
 
 
 def newest_ladder(*, graded: bool = False) -> Path:
-    """Return the folder of the newest sweep whose runs are of several sizes and numbers of tokens.
+    """Return the folder of the newest sweep with runs of several sizes and numbers of tokens.
 
     Args:
-        graded: one with predictions to grade, where there is any.
+        graded: prefer one with predictions to grade.
 
     Raises:
         ConfigError: there is none.
@@ -238,7 +241,7 @@ def _is_ladder(folder: Path) -> bool:
             sizes.add(json.dumps(shape, sort_keys=True, default=str))
             tokens.add(math.prod(map(int, counts)))
         except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError):
-            continue  # no run of a ladder that can be read; another says whether this is one
+            continue  # not a readable run of a ladder; other runs decide
         if len(sizes) >= FEWEST_SIZES and len(tokens) >= FEWEST_TOKENS:
             return True
     return False

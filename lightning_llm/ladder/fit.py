@@ -1,4 +1,4 @@
-"""The fit of a ladder: the baseline's law, and each recipe's gap over it, with what the two are known to.
+"""The fit of a ladder: the baseline's law, each recipe's gap over it, and their uncertainty.
 
 A recipe's gap over the baseline at N parameters and D tokens, in nats per token, is fitted as
 
@@ -10,17 +10,17 @@ Precision", 2024, arXiv 2411.04330, section 4) leaves c_N = m^-alpha - 1. Both h
 parameter), is a term that grows as a model is trained on more tokens per parameter, as the same paper finds for
 weights quantised after training (section 3, there as a power of D / N).
 
-How well all this is known comes from a wild bootstrap (C. F. J. Wu, Ann. Statist. 14 (1986) 1261-1295): every run's
-residuals, the baseline's own and its pairs', are given one random sign and put back on the fitted values, and law and
-gaps are fitted anew. So rungs may scatter unlike one another, and what a seed's runs share stays shared. Residuals are
+The uncertainty is from a wild bootstrap (C. F. J. Wu, Ann. Statist. 14 (1986) 1261-1295): the residuals of every run,
+the baseline's and its pairs', get one random sign and are added to the fitted values, and law and gaps are fitted
+again. So the scatter may differ between rungs, and noise shared by the runs of a seed stays shared. Residuals are
 divided by 1 - leverage (J. G. MacKinnon and H. White, J. Econometrics 29 (1985) 305-325), and intervals are Student's
-with as many degrees of freedom as there are pairs that matter to the figure (F. E. Satterthwaite, Biometrics Bull. 2
-(1946) 110-114): where the smallest size is loud and weighs most, fewer than there are pairs.
+with the effective number of pairs as degrees of freedom (F. E. Satterthwaite, Biometrics Bull. 2 (1946) 110-114): fewer
+than there are pairs if the smallest size is noisy and has the largest weight.
 
-A gap as tokens (`Effect`). On the baseline's law a run is worth m D tokens where its loss is that of the baseline after
-m D: gap = B (m D)^-beta - B D^-beta, so 1 / m = (1 + gap / (B D^-beta))^(1/beta). It is the same identity by which
-others read a speedup from two losses, ((L_worse - L_inf) / (L_better - L_inf))^(1 / exponent), with all but the tokens'
-term taken for L_inf.
+A gap in tokens (`Effect`). On the baseline's law a run is worth m D tokens if its loss is that of the baseline after
+m D: gap = B (m D)^-beta - B D^-beta, so 1 / m = (1 + gap / (B D^-beta))^(1/beta). This is the usual identity for a
+speedup from two losses, ((L_worse - L_inf) / (L_better - L_inf))^(1 / exponent), with everything except the term of
+tokens as L_inf.
 """
 
 import math
@@ -36,14 +36,14 @@ from lightning_llm.ladder.scatter import lack_of_fit, pure_error, unequal_lack_o
 
 DRAWS = 400
 TERMS = 3
-"""Of a gap: c_D, c_N, c_O."""
+"""Number of terms of a gap: c_D, c_N, c_O."""
 LEAST = 1e-6
-"""Of 1 + gap / (B D^-beta): a gap so far below zero that no number of tokens would do is taken for next to none."""
+"""Lower limit of 1 + gap / (B D^-beta), for gaps so negative that no number of tokens would match them."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of a ladder as arrays over (rung, seed), [R, S]; NaN where there is none."""
+    """The runs of a ladder as arrays over (rung, seed), [R, S]; NaN without a run."""
 
     parameters: Array
     tokens: Array
@@ -51,7 +51,7 @@ class Runs:
     differences: dict[str, Array]
 
     @classmethod
-    def of(cls, ladder: Ladder) -> "Runs":
+    def from_ladder(cls, ladder: Ladder) -> "Runs":
         """Return the runs of `ladder`."""
         seeds = sorted({seed for rung in ladder.rungs for seed in rung.losses})
 
@@ -68,10 +68,13 @@ class Runs:
 
 @dataclass(frozen=True)
 class Gap:
-    """One recipe's fitted gap. `terms`: c_D, c_N, c_O, [3]; `drawn`: the same by bootstrap, [B, 3]; `fitted`, [R], on
-    every rung; `sd`: of one pair's difference about the fit, nats, with `df`; `lack_of_fit`: p of the test that means
-    of rungs scatter about the fit no more than their pairs do, each size by its own; NaN where no rung has two pairs;
-    `influence`, [n, 3]: of each pair on the terms, and `residuals`, [n], over 1 - leverage."""
+    """One recipe's fitted gap.
+
+    `terms`: c_D, c_N, c_O, [3]; `drawn`: the same by bootstrap, [B, 3]; `fitted`: on every rung, [R]; `sd`: of one
+    pair's difference about the fit, nats, with `df`; `lack_of_fit`: p of the test that the rungs' means scatter about
+    the fit no more than their pairs do, each size with its own variance, NaN if no rung has two pairs; `influence`, [n,
+    3]: of each pair on the terms; `residuals`, [n]: over 1 - leverage.
+    """
 
     terms: Array
     drawn: Array
@@ -92,10 +95,10 @@ class Gap:
         return ratio, float(special.stdtr(self.df_of(np.array([0.0, 0.0, 1.0])), -ratio))
 
     def df_of(self, combination: Array) -> float:
-        """Return the degrees of freedom that the variance of `combination` [3] of the terms is known with.
+        """Return the degrees of freedom of the variance of `combination` [3] of the terms.
 
-        Satterthwaite's, of a sum of squares w_i of one degree each, 3 (sum w)^2 / sum w^2 by what w^2 is on average
-        for normal noise, less the share that three fitted terms take; from 2 to `df`.
+        Satterthwaite's, for a sum of squares w_i with one degree each: 3 (sum w)^2 / sum w^2 (3 is the ratio for normal
+        noise), minus the share of three fitted terms; between 2 and `df`.
         """
         squares = ((self.influence @ combination) * self.residuals) ** 2
         if not squares.any():
@@ -106,9 +109,12 @@ class Gap:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted ladder. `law` [1] and `drawn_laws` [B] are the baseline's; `residuals` [R]: of its rungs' mean losses;
-    `lack_of_fit`: the F test's p of the law, `noise`: SD of one of its runs about its rung's mean, both NaN without two
-    seeds on any rung; `misfit`: root mean square residual, nats."""
+    """A fitted ladder.
+
+    `law` [1] and `drawn_laws` [B] are the baseline's; `residuals` [R]: of the rungs' mean losses; `lack_of_fit`: p of
+    the F test of the law, and `noise`: SD of a baseline run about the mean of its rung, both NaN without two seeds on
+    any rung.
+    """
 
     ladder: Ladder
     runs: Runs
@@ -126,20 +132,20 @@ class Fit:
 
     @cached_property
     def fall(self) -> float:
-        """From the highest to the lowest mean loss of a rung, nats per token."""
+        """Difference between the highest and lowest mean loss of a rung, nats per token."""
         return float(np.ptp(np.nanmean(self.runs.losses, axis=1)))
 
 
 def fit_ladder(ladder: Ladder, draws: int = DRAWS, seed: int = 0) -> Fit:
-    """Return the fit. There have to be `PARAMETERS` + 1 rungs or more, which `refusal.py` sees to."""
-    runs = Runs.of(ladder)
+    """Return the fit. Requires at least `PARAMETERS` + 1 rungs, which `refusal.py` checks."""
+    runs = Runs.from_ladder(ladder)
     counts = np.isfinite(runs.losses).sum(1)
     means = np.nanmean(runs.losses, axis=1)
     noise, pure_df, pure = pure_error(runs.losses)
     rungs = Rungs(runs.parameters, runs.tokens, counts / max(noise if pure_df else LEAST_NOISE, LEAST_NOISE) ** 2)
     law = fit_law(rungs, means)
     fitted = law.loss(runs.parameters, runs.tokens)[0]
-    # As noisy as it is seen to be about the law, so that the prior has its due weight; then fitted once more.
+    # Set the noise to the scatter about the law, so that the prior has the correct weight, and fit again.
     scatter = math.sqrt(float((counts * (means - fitted) ** 2).sum()) / max(len(means) - PARAMETERS, 1))
     rungs = Rungs(runs.parameters, runs.tokens, counts / max(noise if pure_df else 0.0, scatter, LEAST_NOISE) ** 2)
     law = refit(rungs, means[None], law)
@@ -147,7 +153,7 @@ def fit_ladder(ladder: Ladder, draws: int = DRAWS, seed: int = 0) -> Fit:
     lack = lack_of_fit(float((counts * (means - fitted) ** 2).sum()), len(means) - PARAMETERS, pure, pure_df)
     signs = np.random.default_rng(seed).choice((-1.0, 1.0), (draws, *runs.losses.shape))
     inflate = math.sqrt(len(means) / max(len(means) - PARAMETERS, 1))
-    # Of a run: where its rung lies about the law, and where it lies in its rung.
+    # Residuals of a run: of its rung about the law, and of the run within its rung.
     within = np.where(np.isfinite(runs.losses), runs.losses - means[:, None], 0.0)
     within *= np.sqrt(counts / np.maximum(counts - 1, 1))[:, None]
     between = np.random.default_rng(seed + 1).choice((-1.0, 1.0), (draws, len(means))) * inflate * (means - fitted)
@@ -158,7 +164,7 @@ def fit_ladder(ladder: Ladder, draws: int = DRAWS, seed: int = 0) -> Fit:
 
 
 def _share_of_misfit(lack: float) -> float:
-    """Return how much of the rungs' scatter about the law is not their runs' own scatter: all where it is not known."""
+    """Return the share of the rungs' scatter about the law not due to their runs: 1 if that is unknown."""
     return 1.0 if math.isnan(lack) or lack < 0.5 else 0.0
 
 
@@ -170,7 +176,7 @@ def design(law: Law, parameters: Array | float, tokens: Array | float) -> Array:
 
 
 def _fit_gap(runs: Runs, differences: Array, law: Law, laws: Law, signs: Array) -> Gap:
-    """Return a recipe's gap by least squares on its pairs, and by the bootstrap of `signs`, [B, R, S]."""
+    """Return a recipe's gap by least squares on its pairs, with the bootstrap of `signs`, [B, R, S]."""
     there = np.isfinite(differences)
     counts = there.sum(1)  # [R]
     on = counts > 0
@@ -191,7 +197,7 @@ def _fit_gap(runs: Runs, differences: Array, law: Law, laws: Law, signs: Array) 
 
 
 def _least_squares(terms: Array, counts: Array, means: Array) -> tuple[Array, Array]:
-    """Return coefficients [B, 3] of `means` [B, R] on `terms` [B, R, 3], each rung by its pairs; and (X'X)^-1."""
+    """Return coefficients [B, 3] of `means` [B, R] on `terms` [B, R, 3], weighted by pairs; and (X'X)^-1."""
     scale = np.sqrt((counts[:, None] * terms**2).sum(1, keepdims=True) / counts.sum()) + 1e-300  # [B, 1, 3]
     unit = terms / scale
     normal = np.einsum("bri,r,brj->bij", unit, counts, unit)
@@ -203,9 +209,12 @@ def _least_squares(terms: Array, counts: Array, means: Array) -> tuple[Array, Ar
 
 @dataclass(frozen=True)
 class Effect:
-    """A recipe's at one place. `gap` in nats with its standard error `gap_se` (of the true mean, not of a run); as a
-    share, 0.041 for 4.1 % more tokens: `more_tokens`, with the interval [`low`, `high`] of `confidence`; `df` and
-    `pair_sd`, nats, of the pairs that it was fitted to."""
+    """A recipe's cost at one place.
+
+    `gap` in nats with its standard error `gap_se` (of the true mean, not of a run); `more_tokens`: as a share of
+    tokens, 0.041 for 4.1 % more, with the interval [`low`, `high`] of `confidence`; `df` and `pair_sd`, nats, of the
+    fitted pairs.
+    """
 
     recipe: str
     parameters: int
@@ -220,30 +229,30 @@ class Effect:
     confidence: float
 
     def gap_interval(self, seeds: int | None = None) -> tuple[float, float]:
-        """Return the interval of the true gap in nats, or of the mean gap of `seeds` pairs yet to be run."""
+        """Return the interval of the true gap in nats, or of the mean gap of `seeds` future pairs."""
         return (
             self.gap - (half := self.quantile * self.gap_sd(seeds)),
             self.gap + half,
         )
 
     def gap_sd(self, seeds: int | None = None) -> float:
-        """Return the SD that the mean of `seeds` pairs has about the fitted gap; without, that of the true gap."""
+        """Return the SD of the mean of `seeds` pairs about the fitted gap; without `seeds`, that of the true gap."""
         return float(np.hypot(self.gap_se, self.pair_sd / seeds**0.5 if seeds else 0.0))
 
     @property
     def quantile(self) -> float:
-        """Of Student's t."""
+        """Quantile of Student's t."""
         return float(special.stdtrit(self.df, 0.5 + self.confidence / 2))
 
 
 def more_tokens(gap: Array, law: Law, tokens: float) -> Array:
-    """Return the share of tokens more that makes up for `gap`, [B], at `tokens`; -1 would be none needed at all."""
+    """Return the share of further tokens that compensates `gap`, [B], at `tokens`; -1 if none were needed at all."""
     token_term = law.parts(1.0, tokens)[2][:, 0]
     return np.maximum(1 + gap / token_term, LEAST) ** (1 / law.beta) - 1
 
 
 def effect_at(fit: Fit, recipe: str, parameters: int, tokens: int, confidence: float = 0.95) -> Effect:
-    """Return what the recipe costs at a place, on the ladder or beyond it."""
+    """Return the cost of the recipe at a place, on the ladder or beyond it."""
     gap = fit.gaps[recipe]
     here = design(fit.law, parameters, tokens)[0, 0]
     estimate, df = here @ gap.terms, gap.df_of(here)
@@ -252,7 +261,7 @@ def effect_at(fit: Fit, recipe: str, parameters: int, tokens: int, confidence: f
     logs = np.log1p(more_tokens(drawn, fit.drawn_laws, tokens))
     wider = special.stdtrit(df, 0.5 + confidence / 2) / special.ndtri(0.5 + confidence / 2)
     tails = np.quantile(logs, (0.5 - confidence / 2, 0.5 + confidence / 2))
-    # About their own middle: what the draws' law bends them to is no part of how far they scatter.
+    # Centered at their median: a bias of the draws is not part of their scatter.
     low, high = np.expm1(np.log1p(share) + wider * (tails - np.median(logs)))
     return Effect(
         recipe, parameters, tokens, float(estimate), float(drawn.std(ddof=1)), share, float(min(low, share)),

@@ -1,13 +1,13 @@
 """The baseline's law, L(N, D) = E + A N^-alpha + B D^-beta, in nats per token.
 
 J. Hoffmann et al., "Training Compute-Optimal Large Language Models" (2022, arXiv 2203.15556), equation 2, with N all
-parameters and D the tokens of a run whose schedule ends there. Fitted by least squares on the losses themselves, since
-it is nats that gaps are measured in, with a weak prior on the two exponents: over a ladder of some factors of two in N
-and D the exponents and E can hardly be told apart, and the fit would wander to an exponent of 0 or an E below 0.
+parameters and D the tokens of a run with a schedule that ends there. Fitted by least squares on the losses themselves,
+because gaps are measured in nats, with a weak prior on the two exponents: over a ladder of a few factors of two in N
+and D the exponents and E are hardly identifiable, and the fit would drift to an exponent of 0 or an E below 0.
 
-Letters: R rungs, B fits at once (starts, or draws of a bootstrap). Losses are [B, R]; parameters of the law [B, 5]:
-E, ln a, ln b, ln alpha, ln beta, with a = A N0^-alpha, b = B D0^-beta at the ladder's geometric mean size N0 and tokens
-D0, so that all are of one order of magnitude.
+Letters: R rungs, B simultaneous fits (starts, or draws of a bootstrap). Losses are [B, R]; parameters of the law [B,
+5]: E, ln a, ln b, ln alpha, ln beta, with a = A N0^-alpha, b = B D0^-beta at the ladder's geometric mean size N0 and
+tokens D0, so that all are of one order of magnitude.
 """
 
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ PARAMETERS = 5
 PRIOR_EXPONENT = (0.35, 0.37)
 """alpha and beta of T. Besiroglu et al., "Chinchilla Scaling: A replication attempt" (2024, arXiv 2404.10102)."""
 PRIOR_WIDTH = 0.5
-"""SD of ln(exponent) in the prior: a factor of 1.6 either way is one SD."""
+"""SD of ln(exponent) in the prior: one SD is a factor of 1.6."""
 LEAST_NOISE = 1e-3
-"""Nats: the SD that a rung's loss is taken to have at least; a law in three terms is no truer than that."""
+"""Lower limit, in nats, of the SD of a rung's loss: a law with three terms is not more accurate than that."""
 STEPS, FEW_STEPS = 60, 10
 """Of the descent: from afar, and from the law's own parameters, where more would change no digit that is shown."""
 
 
 @dataclass(frozen=True)
 class Rungs:
-    """Where losses were measured, each [R]: `parameters` of the model, `tokens` of the run, `weights`: of the losses'
-    squared residuals, 1 / (SD in nats)^2."""
+    """Measured rungs, each [R]: `parameters` of the model, `tokens` of the run, `weights` of the squared residuals, 1 /
+    (SD in nats)^2."""
 
     parameters: Array
     tokens: Array
@@ -82,7 +82,7 @@ class Law:
 
 
 def fit_law(rungs: Rungs, losses: Array) -> Law:
-    """Return the law of least squares over `losses`, [R], the best of several starts."""
+    """Return the least-squares law for `losses`, [R], the best of several starts."""
     spread = max(float(np.ptp(losses)), 0.1)
     starts = [
         (losses.min() - share * spread, np.log(spread * split), np.log(spread * (1 - split)), np.log(al), np.log(be))
@@ -98,15 +98,15 @@ def fit_law(rungs: Rungs, losses: Array) -> Law:
 
 
 def refit(rungs: Rungs, losses: Array, law: Law) -> Law:
-    """Return the laws of several sets of `losses`, [B, R], each begun at `law`."""
+    """Return the laws for several sets of `losses`, [B, R], each started at `law`."""
     theta, _ = _descend(rungs, losses, np.repeat(law.theta[:1], len(losses), axis=0), FEW_STEPS)
     return Law(theta, law.centre)
 
 
 def _descend(rungs: Rungs, losses: Array, theta: Array, steps: int = STEPS) -> tuple[Array, Array]:
-    """Return the parameters of least cost and that cost by Levenberg and Marquardt's descent, all fits at once.
+    """Minimize the cost of all fits at once by Levenberg-Marquardt; return the parameters and their cost.
 
-    Every fit has a damping of its own; a step that does not lower the cost is not taken. E is kept at 0 or above.
+    Each fit has its own damping; a step that does not lower the cost is rejected. E is kept at 0 or above.
     """
     theta, damping = theta.copy(), np.full(len(theta), 1e-2)
     residuals, jacobian = _residuals(rungs, losses, theta)

@@ -1,7 +1,7 @@
-"""Predictions, written down before they are tested: `predictions.jsonl`, a line each.
+"""Ledger of predictions that are recorded before they are tested: `predictions.jsonl`, one per line.
 
-A line holds the `date`, a `hash` over date, claim and terms, the `claim`, the `terms` that it is graded by, and its
-`outcome`, null until there are runs to grade it with. A claim that was changed afterwards no longer has its hash.
+A line has the `date`, a `hash` over date, claim and terms, the `claim`, the `terms` by which it is graded, and its
+`outcome`, null until there are runs to grade it. A claim that was changed afterwards no longer matches its hash.
 """
 
 import json
@@ -21,7 +21,8 @@ from lightning_llm.ladder.measured import Ladder, Rung
 
 FILE = "predictions.jsonl"
 SAME_TOKENS = 0.02
-"""A run is where a prediction was made if its tokens are those, to this share: steps are whole, and words round."""
+"""Relative difference in tokens up to which a run tests a prediction: steps are whole numbers, and targets are
+rounded."""
 
 
 @dataclass
@@ -35,17 +36,17 @@ class Prediction:
 
     @property
     def hash(self) -> str:
-        """Of what was said, and not of what came of it."""
-        said = {"date": self.date, "claim": self.claim, "terms": self.terms}
-        return sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+        """Hash of the prediction without its outcome."""
+        predicted = {"date": self.date, "claim": self.claim, "terms": self.terms}
+        return sha256(json.dumps(predicted, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def same_as(self) -> tuple[Any, ...]:
-        """What makes a second prediction the same as an earlier one: the claim, and the runs it was made from."""
+        """Key of equal predictions: the claim, and the runs from which it was made."""
         return json.dumps(self.claim, sort_keys=True), self.terms["fitted_to"]["digest"]
 
     def as_data(self) -> dict[str, Any]:
-        """Return the line."""
+        """Return the line as data."""
         return {
             "date": self.date,
             "hash": self.hash,
@@ -61,10 +62,10 @@ def now() -> str:
 
 
 def read_ledger(file: Path) -> list[Prediction]:
-    """Return the predictions of `file`, none where there is no such file.
+    """Return the predictions of `file`, none if there is no such file.
 
     Raises:
-        ConfigError: a line is no prediction, or not the one that its hash is of.
+        ConfigError: a line is no prediction, or does not match its hash.
     """
     found, problems = [], []
     try:
@@ -82,7 +83,7 @@ def read_ledger(file: Path) -> list[Prediction]:
             problems.append(Problem(f"{file}:{number}", f"is no prediction ({type(error).__name__}: {error})."))
             continue
         if hashed != each.hash:
-            text = f"was changed after it was made: its hash is {hashed}, and of what it says {each.hash}. Restore it."
+            text = f"was changed after it was made: its hash is {hashed}, but its content has {each.hash}. Restore it."
             problems.append(Problem(f"{file}:{number}", text))
         found.append(each)
     if problems:
@@ -91,7 +92,7 @@ def read_ledger(file: Path) -> list[Prediction]:
 
 
 def write_ledger(file: Path, predictions: Sequence[Prediction]) -> None:
-    """Write all of them in place of the file, at once: a crash leaves the old one. Raises ConfigError."""
+    """Replace the file atomically: a crash leaves the old one. Raises ConfigError."""
     text = "".join(json.dumps(each.as_data(), sort_keys=True, allow_nan=False) + "\n" for each in predictions)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -103,9 +104,9 @@ def write_ledger(file: Path, predictions: Sequence[Prediction]) -> None:
 
 
 def add_predictions(file: Path, made: Sequence[Prediction]) -> list[Prediction]:
-    """Write new predictions behind those of `file`; return what now stands there of `made`.
+    """Append new predictions to those of `file`; return the ledger's entries for `made`.
 
-    One that was made before from the same runs is not made again: the earlier date holds.
+    A prediction that was made before from the same runs keeps its earlier date.
     """
     ledger = read_ledger(file)
     earlier = {each.same_as: each for each in ledger}
@@ -116,12 +117,12 @@ def add_predictions(file: Path, made: Sequence[Prediction]) -> list[Prediction]:
 
 
 def is_of(prediction: Prediction, ladder: Ladder) -> bool:
-    """Whether the prediction is of the ladder's baseline and metric; of other ones it says nothing here."""
+    """Return whether the prediction has the ladder's baseline and metric, so that the ladder can grade it."""
     return (ladder.baseline, ladder.metric) == (prediction.claim["baseline"], prediction.claim["metric"])
 
 
 def grade(prediction: Prediction, ladder: Ladder) -> bool:
-    """Give the prediction its outcome if its runs are there and it has none; return whether it got one."""
+    """Set the outcome of a prediction without one if it has runs; return whether it was set."""
     claim, terms = prediction.claim, prediction.terms
     alike = is_of(prediction, ladder)
     rung = next((rung for rung in ladder.rungs if alike and _is_place(rung, claim)), None)

@@ -1,4 +1,4 @@
-"""What a ladder is fitted to: losses of the baseline and paired differences of recipes, by size and tokens."""
+"""Data for the fit of a ladder: losses of the baseline and paired differences of recipes, by size and tokens."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,9 +18,12 @@ UNLEARNED = "the baseline has not learned there"
 
 @dataclass
 class Rung:
-    """One size and number of tokens. `losses`: the baseline's, {seed: nats per token}; `differences`: {recipe: {seed:
-    nats}}, recipe minus baseline; `unlearned`: the baseline has learned nothing there, and no gap can show; `began`:
-    when each recipe's first run did, ISO 8601."""
+    """One size and number of tokens.
+
+    `losses`: the baseline's, {seed: nats per token}; `differences`: {recipe: {seed: nats}}, recipe minus baseline;
+    `unlearned`: the baseline has learned nothing there, so no gap can be measured; `began`: start of each recipe's
+    first run, ISO 8601.
+    """
 
     parameters: int
     tokens: int
@@ -37,7 +40,7 @@ class Rung:
 
 @dataclass
 class Ladder:
-    """All rungs, by size and then tokens; `left_out`: {place: why}, of rungs that cannot be fitted to."""
+    """All rungs, sorted by size and tokens; `left_out`: {place: reason} of rungs excluded from the fit."""
 
     baseline: str
     metric: str
@@ -46,7 +49,7 @@ class Ladder:
 
     @property
     def recipes(self) -> list[str]:
-        """Every recipe that was measured on any rung, in the order met."""
+        """Every recipe measured on any rung, in order of appearance."""
         return list(dict.fromkeys(name for rung in self.rungs for name in rung.differences))
 
     def without(self, places: Iterable[Place]) -> "Ladder":
@@ -55,7 +58,7 @@ class Ladder:
         return Ladder(self.baseline, self.metric, [rung for rung in self.rungs if rung.place not in gone])
 
     def of_recipes(self, names: Collection[str]) -> "Ladder":
-        """Return the ladder with the gaps of these recipes alone, and all of the baseline."""
+        """Return the ladder with the gaps of these recipes only, and all baseline losses."""
         rungs = [
             replace(rung, differences={name: row for name, row in rung.differences.items() if name in names})
             for rung in self.rungs
@@ -63,7 +66,7 @@ class Ladder:
         return replace(self, rungs=rungs)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return plain data, a row per run: what `ladder_of_rows` reads."""
+        """Return a row per run as plain data, as read by `ladder_of_rows`."""
         found: list[dict[str, Any]] = []
         for rung in self.rungs:
             where = {"parameters": rung.parameters, "tokens": rung.tokens}
@@ -79,7 +82,7 @@ class Ladder:
 
 
 def ladder_of_rows(rows: Sequence[Mapping[str, Any]], baseline: str, metric: str = "val_loss") -> Ladder:
-    """Return the ladder of rows {parameters, tokens, recipe, seed, loss}, such as a file of results holds."""
+    """Return the ladder from rows {parameters, tokens, recipe, seed, loss}, such as those in a file of results."""
     rungs: dict[Place, Rung] = {}
     for row in sorted(rows, key=lambda row: row["recipe"] != baseline):
         rung = rungs.setdefault((row["parameters"], row["tokens"]), Rung(row["parameters"], row["tokens"]))
@@ -92,17 +95,17 @@ def ladder_of_rows(rows: Sequence[Mapping[str, Any]], baseline: str, metric: str
 
 
 def ladder_of(comparison: Comparison) -> Ladder:
-    """Return the ladder of a comparison: its pairs, and the baseline's runs where no recipe was run beside them.
+    """Return the ladder of a comparison: its pairs, and baseline runs without a recipe.
 
     Raises:
-        ConfigError: two settings of one size and number of tokens: which is the rung is not known.
+        ConfigError: several settings have one size and number of tokens, so the rung is ambiguous.
     """
     rungs: dict[Place, Rung] = {}
     for verdict in comparison.verdicts:
         _add_pairs(rungs, verdict)
     problems = [
         Problem("RUN", f"{len(words)} settings have {where[0]} parameters and {where[1]} tokens ({'; '.join(words)}): "
-                "a rung is one. Name the runs of one setting, or take each recipe at its best (--best-of KEY).")
+                "a rung must be one. Name the runs of one setting, or use each recipe's best (--best-of KEY).")
         for where, words in _settings_by_place(comparison).items() if len(words) > 1
     ]  # fmt: skip
     if problems:
@@ -139,7 +142,7 @@ def _add_pairs(rungs: dict[Place, Rung], verdict: Verdict) -> None:
 
 
 def _add_lone_baselines(rungs: dict[Place, Rung], comparison: Comparison) -> None:
-    """Add the baseline's runs that are in no pair: they tell its law, at tokens that the recipes were not run for."""
+    """Add the baseline's runs without a pair: they improve its law, at tokens without recipe runs."""
     terms, factor = comparison.terms, comparison.factor
     for run in comparison.runs:
         if factor.level(run) != factor.baseline or run.diverged or not run.finished:
@@ -160,9 +163,9 @@ def _place_of(run: Run, step: int) -> Place | None:
 
 
 def _sifted(ladder: Ladder) -> Ladder:
-    """Return the ladder without the rungs that say nothing, which `left_out` names."""
+    """Return the ladder without unusable rungs, which `left_out` lists."""
     out = {rung.place: UNLEARNED for rung in ladder.rungs if rung.unlearned}
-    out |= {rung.place: "no sound run of the baseline" for rung in ladder.rungs if not rung.losses}
+    out |= {rung.place: "no usable run of the baseline" for rung in ladder.rungs if not rung.losses}
     kept = ladder.without(out)
     kept.left_out = out
     return kept

@@ -1,4 +1,4 @@
-"""Predictions from a ladder: the place that `--predict` names, and the claims written down in the ledger."""
+"""Predictions from a ladder: the target of `--predict`, and the claims recorded in the ledger."""
 
 import json
 import math
@@ -23,25 +23,25 @@ FLAG = "--predict"
 
 
 def target_of(words: Sequence[str]) -> Target:
-    """Return the place that `words` name: model=NAME, further keys of the model, and data.tokens=NUMBER.
+    """Parse the target: model=NAME, further keys of the model, and data.tokens=NUMBER.
 
     Raises:
-        ConfigError: with all that is missing or is no such word, and whatever the model's config says.
+        ConfigError: with everything missing or invalid, including errors of the model's config.
     """
     problems = [
-        Problem(FLAG, f"'{word}' says neither a model (model=NAME, model.KEY=VALUE) nor {TOKENS}=NUMBER.")
+        Problem(FLAG, f"'{word}' is neither a model (model=NAME, model.KEY=VALUE) nor {TOKENS}=NUMBER.")
         for word in words
         if not word.startswith((f"{TOKENS}=", "model=", "model."))
     ]
     model = [word for word in words if word.startswith(("model=", "model."))]
     counts = [word.partition("=")[2] for word in words if word.startswith(f"{TOKENS}=")]
     if not any(word.startswith("model=") for word in model):
-        problems.append(Problem(FLAG, "names no model. Give one, say model=llama_1b: its parameters are what counts."))
+        problems.append(Problem(FLAG, "has no model. Add one for its number of parameters, e.g. model=llama_1b."))
     if len(counts) != 1:
-        problems.append(Problem(FLAG, f"gives {len(counts)} numbers of tokens. Give one, say {TOKENS}=20e9."))
+        problems.append(Problem(FLAG, f"has {len(counts)} numbers of tokens. Give one, for example {TOKENS}=20e9."))
     tokens = _number(counts[0]) if counts else math.nan
     if len(counts) == 1 and not tokens >= 1:
-        problems.append(Problem(FLAG, f"{TOKENS}={counts[0]} is no number of tokens. Write 20e9, say."))
+        problems.append(Problem(FLAG, f"{TOKENS}={counts[0]} is no number of tokens. Use for example 20e9."))
     if problems:
         raise ConfigError(problems)
     config = compose_config([*model, "data=python", "logger=none"]).model
@@ -57,7 +57,7 @@ def _number(word: str) -> float:
 
 
 def is_run(measured: Ladder, recipe: str, target: Target) -> bool:
-    """Return whether the recipe's runs at `target` are there already."""
+    """Return whether the recipe has runs at `target` already."""
     return any(
         rung.parameters == target.parameters and abs(rung.tokens - target.tokens) <= 0.02 * target.tokens
         for rung in measured.rungs
@@ -66,7 +66,7 @@ def is_run(measured: Ladder, recipe: str, target: Target) -> bool:
 
 
 def predict(report: Report, fit: Fit, target: Target, terms: Terms, file: Path) -> list[Prediction]:
-    """Write down what each recipe that is not refused will cost at `target`; return what stands in the ledger of it."""
+    """Record the predicted cost of each recipe without a refusal at `target`; return these ledger entries."""
     date = now()
     made = [_prediction(fit, name, target, terms, date) for name in fit.gaps if name not in report.refused]
     return add_predictions(file, made) if made else []

@@ -1,4 +1,4 @@
-"""When a ladder does not carry a prediction, and what to say of it."""
+"""Reasons why a ladder does not support a prediction, as messages."""
 
 import math
 from collections.abc import Sequence
@@ -15,21 +15,22 @@ from lightning_llm.ladder.measured import Ladder, Place
 from lightning_llm.ladder.scatter import own_variance
 
 FEWEST_RUNGS = PARAMETERS + 3
-"""Of the baseline: its law has five parameters, and three rungs more say whether it fits."""
+"""Rungs of the baseline: its law has five parameters, and three further rungs test the fit."""
 FEWEST_PAIRED_RUNGS = TERMS + 2
-"""Of a recipe: a gap has three terms."""
+"""Rungs of a recipe: a gap has three terms."""
 MISFIT_LEVEL = 0.01
-"""Where a test of fit refuses, shared out over the recipes: 1 % of sound ladders are refused for nothing."""
+"""Level of the tests of fit, divided by the number of recipes: 1 % of valid ladders are refused."""
 MATERIAL_SHARE = 0.05
-"""Of the fall of the loss over the ladder: a law is refused that misses by more than this, and by more than noise. No
-law is exact, and with seeds enough any is refuted; one that is 2 % off still gives the slope by which gaps are read."""
+"""Share of the fall of the loss over the ladder. A law is refused if it misses by more than this and by more than
+noise. No law is exact, and with enough seeds any is refuted; one that is 2 % off still gives the slope that converts
+gaps."""
 DECADES = 1.0
-"""How far beyond the ladder a prediction is said, in powers of ten of size, of tokens and of tokens per parameter."""
+"""Limit of extrapolation, in powers of ten of size, tokens and tokens per parameter."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a prediction is asked for; `name`: of the model."""
+    """Target of a prediction; `name`: of the model."""
 
     parameters: int
     tokens: int
@@ -42,26 +43,27 @@ class Target:
 
 
 def too_small(ladder: Ladder) -> str:
-    """Return why the ladder cannot be fitted at all: what there is, and what is lacking; "" where it can."""
+    """Return why the ladder cannot be fitted at all: existing and missing sizes, token counts and rungs; "" if it
+    can."""
     wanted = {"model size": FEWEST_SIZES, "token count": FEWEST_TOKENS, "rung": FEWEST_RUNGS}
     here = _counted([rung.place for rung in ladder.rungs])
     lacking = [count(fewest - len(here[noun]), noun) for noun, fewest in wanted.items() if len(here[noun]) < fewest]
     if not lacking:
         return ""
     text = (
-        f"a law over sizes and tokens, of {PARAMETERS} constants, takes {FEWEST_SIZES} model sizes, {FEWEST_TOKENS} "
-        f"token counts and {FEWEST_RUNGS} rungs (a size at a token count)"
+        f"a law over sizes and tokens, with {PARAMETERS} constants, requires {FEWEST_SIZES} model sizes, "
+        f"{FEWEST_TOKENS} token counts and {FEWEST_RUNGS} rungs (a size at a token count)"
     )
     there = _counted([*(rung.place for rung in ladder.rungs), *ladder.left_out])
     text = f"{text}. These runs have {_described(there)}"
     if ladder.left_out:
         out = [f"{short(n)} / {short(d)}: {why}" for (n, d), why in ladder.left_out.items()]
-        text += f", of which {_described(here)} can be fitted to ({'; '.join(out)})"
-    return f"{text}. Lacking: {', '.join(lacking)}"
+        text += f", but only {_described(here)} can be used ({'; '.join(out)})"
+    return f"{text}. Missing: {', '.join(lacking)}"
 
 
 def _counted(places: Sequence[Place]) -> dict[str, list[str]]:
-    """Return the sizes, the token counts and the rungs of `places`, in words."""
+    """Return the sizes, token counts and rungs of `places`, as text."""
     sizes, tokens = ({place[axis] for place in places} for axis in (0, 1))
     return {
         "model size": [short(each) for each in sorted(sizes)],
@@ -79,24 +81,24 @@ def _described(counted: dict[str, list[str]]) -> str:
 
 
 def too_few_pairs(ladder: Ladder, recipe: str) -> list[str]:
-    """Return why the recipe's gap cannot be fitted; [] where it can."""
+    """Return why the recipe's gap cannot be fitted; [] if it can."""
     rungs = [rung for rung in ladder.rungs if rung.differences.get(recipe)]
     sizes, pairs = {rung.parameters for rung in rungs}, sum(len(rung.differences[recipe]) for rung in rungs)
     if len(rungs) < FEWEST_PAIRED_RUNGS or len(sizes) < 2 or len({rung.tokens for rung in rungs}) < 2:
         where = f"{len(rungs)} rungs of {len(sizes)} sizes"
         return [f"it was run on {where}; {FEWEST_PAIRED_RUNGS} of two sizes and two token counts are needed"]
     if pairs < TERMS + 3:
-        return [f"it has {pairs} pairs; {TERMS + 3} are needed, better two seeds or three on every rung"]
+        return [f"it has {pairs} pairs; {TERMS + 3} are needed, preferably two or three seeds on every rung"]
     return []
 
 
 def refusals(fit: Fit, recipe: str, target: Target | None = None, decades: float = DECADES) -> list[str]:
-    """Return every reason not to predict from the fit, in words; [] where it may be."""
+    """Return all reasons against a prediction from the fit; [] if it is allowed."""
     return [*law_misfit(fit), *_gap_misfit(fit, recipe), *_not_foreseen(fit, recipe), *_too_far(fit, target, decades)]
 
 
 def law_misfit(fit: Fit) -> list[str]:
-    """Return why no cost is read off the fit at all: the baseline's law does not hold; [] where it may."""
+    """Return why no cost is computed from the fit: the baseline's law does not hold; [] if it does."""
     share = fit.misfit / fit.fall if fit.fall else 1.0
     known = not math.isnan(fit.lack_of_fit)
     if share <= MATERIAL_SHARE or (known and fit.lack_of_fit >= MISFIT_LEVEL):
@@ -104,7 +106,7 @@ def law_misfit(fit: Fit) -> list[str]:
     p = f", p = {fit.lack_of_fit:.1g}" if known else ""
     return [
         f"the baseline's losses do not follow E + A N^-alpha + B D^-beta: they miss it by {nats(fit.misfit)} nats, "
-        f"{100 * share:.0f} % of their fall over the ladder{p}. Take rungs of one regime: enough updates, and each "
+        f"{100 * share:.0f} % of their fall over the ladder{p}. Use rungs of one regime: enough updates, each "
         "at its best learning rate"
     ]
 
@@ -115,12 +117,12 @@ def _gap_misfit(fit: Fit, recipe: str) -> list[str]:
         return []
     return [
         f"its gaps do not follow the terms of the fit: they scatter about it by more than seeds do (p = {lack:.1g}). "
-        "Something else sets in on the way, so what lies beyond is open"
+        "Another effect appears within the ladder, so the fit cannot be extrapolated"
     ]
 
 
 def _not_foreseen(fit: Fit, recipe: str) -> list[str]:
-    """Whether the smaller sizes would have predicted the largest: the test that a prediction is about to be put to."""
+    """Return a reason if the smaller sizes would not have predicted the largest: a test of extrapolation itself."""
     largest = max(rung.parameters for rung in fit.ladder.rungs)
     top = [rung for rung in fit.ladder.rungs if rung.parameters == largest]
     smaller = fit.ladder.without(rung.place for rung in top)
@@ -129,10 +131,10 @@ def _not_foreseen(fit: Fit, recipe: str) -> list[str]:
         return []
     before = fit_ladder(smaller, draws=len(fit.drawn_laws.theta))
     foreseen = [effect_at(before, recipe, *rung.place) for rung in measured]
-    values = Runs.of(Ladder(fit.ladder.baseline, fit.ladder.metric, measured)).differences[recipe]
+    values = Runs.from_ladder(Ladder(fit.ladder.baseline, fit.ladder.metric, measured)).differences[recipe]
     miss = np.nanmean(values, axis=1) - [each.gap for each in foreseen]
     variance, own_df = own_variance(miss, values, before.gaps[recipe].sd ** 2)
-    # What the fit does not know its predictions share, so those errors add up; those of the pairs average out.
+    # Errors of the fit are common to its predictions and add up; those of the pairs average out.
     shared = float(np.mean([each.gap_se for each in foreseen])) ** 2
     own = variance * float((1 / np.isfinite(values).sum(1)).sum()) / len(measured) ** 2
     t = float(miss.mean()) / (shared + own) ** 0.5 if shared + own else 0.0
@@ -142,7 +144,7 @@ def _not_foreseen(fit: Fit, recipe: str) -> list[str]:
     if p >= MISFIT_LEVEL / len(fit.gaps):
         return []
     return [
-        f"the smaller sizes do not predict its own largest, {short(largest)}: measured less predicted is "
+        f"the smaller sizes do not predict its own largest, {short(largest)}: measured minus predicted is "
         f"{nats(float(miss.mean()), signed=True)} nats (p = {p:.1g})"
     ]
 
@@ -165,6 +167,6 @@ def _too_far(fit: Fit, target: Target | None, decades: float) -> list[str]:
         if away > decades + 1e-9:
             found.append(
                 f"{short(wanted)} {what} are {away:.1f} decades beyond the ladder ({short(min(there))} to "
-                f"{short(max(there))}), and predictions are said over {decades:g} (--beyond DECADES allows more)"
+                f"{short(max(there))}), and predictions are limited to {decades:g} (--beyond DECADES raises the limit)"
             )
     return found

@@ -22,8 +22,11 @@ GROWTH_LEVEL = 0.05
 
 @dataclass
 class Report:
-    """`fit`: None where there is none, as `problems` say; `refused`: {recipe: why nothing is predicted of it};
-    `predictions` made now; `ledger`: all that were ever made, where it was asked for; `graded`: how many were now."""
+    """Results of a ladder.
+
+    `fit`: None without a fit (see `problems`); `refused`: {recipe: reasons for no prediction}; `predictions` made now;
+    `ledger`: all recorded predictions, if requested; `graded`: number graded now.
+    """
 
     ladder: Ladder
     confidence: float
@@ -37,22 +40,22 @@ class Report:
 
     @property
     def misfit(self) -> list[str]:
-        """Why no recipe's cost is read off the fit; [] where it is, or there is none."""
+        """Why no recipe's cost is computed from the fit; [] if it is, or without a fit."""
         return [] if self.fit is None else law_misfit(self.fit)
 
     def costs(self, effect: Effect) -> str:
-        """Return what the recipe costs in tokens, in words, "-" where the law does not hold that it is read off."""
+        """Return the cost of the recipe in tokens as text, "-" if the law does not hold."""
         return "-" if self.misfit else share(effect)
 
     def effects(self, recipe: str) -> list[Effect]:
-        """Return what the recipe costs at each rung it was run on, by the fit."""
+        """Return the fitted cost of the recipe at each rung on which it was run."""
         if self.fit is None:
             return []
         rungs = [rung for rung in self.ladder.rungs if rung.differences.get(recipe)]
         return [effect_at(self.fit, recipe, rung.parameters, rung.tokens, self.confidence) for rung in rungs]
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
+        """Return the output of `--json`."""
         fit = self.fit
         data: dict[str, Any] = {
             "baseline": self.ladder.baseline,
@@ -81,7 +84,7 @@ class Report:
         return data
 
     def _unfitted(self, name: str) -> dict[str, Any]:
-        """Return what there is of a recipe that no gap was fitted to."""
+        """Return the data of a recipe without a fitted gap."""
         rungs = [
             {"parameters": rung.parameters, "tokens": rung.tokens, "measured_gap": float(np.mean(list(pairs.values())))}
             for rung in self.ladder.rungs
@@ -117,10 +120,10 @@ def measured_gap(ladder: Ladder, effect: Effect) -> float:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the fit, a line per recipe and rung, what was predicted or refused, and the ledger."""
+    """Print the fit, a line per recipe and rung, predictions or refusals, and the ledger."""
     if report.fit is not None:
         for reason in report.misfit:
-            _line(console, f"No cost is read off this fit: {reason}.", "yellow")
+            _line(console, f"No cost is computed from this fit: {reason}.", "yellow")
         _line(console, law_line(report.fit))
         for name, gap in report.fit.gaps.items():
             _line(console, gap_line(name, gap))
@@ -131,12 +134,12 @@ def print_report(report: Report, console: Console) -> None:
         _line(console, prediction_line(each), "" if each.outcome is None or each.outcome["inside"] else "red")
     if report.ledger:
         _line(console, tally(report.ledger), "bold")
-    said = {problem.key for problem in report.problems}  # which stderr has
+    reported = {problem.key for problem in report.problems}  # on stderr
     for name, reasons in report.refused.items():
-        for reason in reasons if name not in said else ():
+        for reason in reasons if name not in reported else ():
             _line(console, f"{name} is not predicted: {reason}.", "yellow")
-    told = report.fit is None and bool(too_small(report.ladder))  # by the problem, rung by rung
-    for (parameters, tokens), why in report.ladder.left_out.items() if not told else ():
+    listed = report.fit is None and bool(too_small(report.ladder))  # the problem lists every rung
+    for (parameters, tokens), why in report.ladder.left_out.items() if not listed else ():
         _line(console, f"{short(parameters)} / {short(tokens)} is left out: {why}.", "dim")
     for note in report.notes:
         _line(console, note, "dim")
@@ -171,16 +174,16 @@ def share(effect: Effect) -> str:
 
 
 def growth(gap: Gap) -> str:
-    """Return what the test of growth says."""
+    """Return the result of the test for growth with tokens per parameter."""
     _, p = gap.growth
     if p != p:
         return "growth with tokens per parameter not tested"
-    said = f"p = {p:.3f}" if p >= 0.0005 else "p < 0.001"
-    return f"{'grows' if p < GROWTH_LEVEL else 'not shown to grow'} with tokens per parameter ({said})"
+    value = f"p = {p:.3f}" if p >= 0.0005 else "p < 0.001"
+    return f"{'grows' if p < GROWTH_LEVEL else 'not shown to grow'} with tokens per parameter ({value})"
 
 
 def law_line(fit: Fit) -> str:
-    """Return the baseline's law in a line, with how well it fits."""
+    """Return the baseline's law in a line, with its goodness of fit."""
     law = fit.law.constants()
     lack = "" if fit.lack_of_fit != fit.lack_of_fit else f", lack of fit p = {fit.lack_of_fit:.2g}"
     return (
@@ -202,7 +205,7 @@ def gap_line(name: str, gap: Gap) -> str:
 
 
 def prediction_line(prediction: Prediction) -> str:
-    """Return a prediction with its date and hash, and its outcome where there is one."""
+    """Return a prediction with its date and hash, and its outcome if it has one."""
     claim, outcome = prediction.claim, prediction.outcome
     text = f"{claim['line']} [{prediction.date} {prediction.hash}]"
     if outcome is None:
@@ -212,7 +215,7 @@ def prediction_line(prediction: Prediction) -> str:
     when = {
         True: "predicted before it was run",
         False: "NOT before it was run",
-        None: "when it was run is not known",
+        None: "the time of its runs is not known",
     }[outcome["made_before_the_runs"]]
     held = "held" if outcome["inside"] else "FAILED"
     measured, predicted = (nats(each, signed=True) for each in (outcome["gap"], claim["gap"]))
@@ -231,5 +234,5 @@ def tally(predictions: Sequence[Prediction]) -> str:
     at = f" at {' or '.join(f'{level:g} %' for level in levels)}" if levels else ""
     late = len(graded) - len(early)
     return f"{held} of {len(early)} graded predictions held{at}; {len(predictions) - len(graded)} not run yet" + (
-        f"; {late} made after the runs, which count for nothing" if late else ""
+        f"; {late} made after the runs, which do not count" if late else ""
     )

@@ -1,4 +1,4 @@
-"""How far runs scatter about their rungs, and whether rungs scatter about a fit by more."""
+"""Scatter of runs about their rungs, and tests whether rungs scatter more about a fit."""
 
 import math
 
@@ -8,8 +8,8 @@ from scipy import special
 from lightning_llm.ladder.law import Array
 
 PRIOR_DF = 3
-"""What the scatter of other sizes says of a size's own counts for as many of its own pairs: noise that grows with size
-is seen, and two seeds are not left with next to no degrees of freedom."""
+"""Weight of the scatter of other sizes, in pairs of this size: noise that grows with size is detected, and two seeds
+keep enough degrees of freedom."""
 
 
 def pure_error(values: Array) -> tuple[float, int, float]:
@@ -34,17 +34,17 @@ def lack_of_fit(between: float, between_df: int, within: float, within_df: int) 
 
 
 def unequal_lack_of_fit(terms: Array, values: Array, sizes: Array) -> float:
-    """Return p of a test for lack of fit that lets each size scatter as it does; NaN where no rung has two pairs.
+    """Return p of a test for lack of fit with a separate variance per size; NaN if no rung has two pairs.
 
-    The sum of squares of the rungs' means about the least squares fit is held against what it would be on average if
-    the fit were right, by the pure error of each size (M. B. Brown and A. B. Forsythe, Technometrics 16 (1974)
-    129-132); both have the degrees of freedom of G. E. P. Box (Ann. Math. Stat. 25 (1954) 290-302, theorem 3.1). With
-    one variance for all sizes this is Fisher's test.
+    The sum of squares of the rungs' means about the least squares fit is compared with its expectation if the fit is
+    correct, from the pure error of each size (M. B. Brown and A. B. Forsythe, Technometrics 16 (1974) 129-132); both
+    have the degrees of freedom of G. E. P. Box (Ann. Math. Stat. 25 (1954) 290-302, theorem 3.1). With one variance for
+    all sizes this is Fisher's test.
 
     Args:
         terms: of each rung, [R, K].
-        values: of its pairs, [R, S], NaN where there is none.
-        sizes: of each rung, [R], any number that tells sizes apart.
+        values: of its pairs, [R, S], NaN without a pair.
+        sizes: of each rung, [R], any number that identifies the size.
     """
     on = np.isfinite(values).any(1)
     (squares, df), sizes = _within(values[on]), sizes[on]
@@ -52,7 +52,7 @@ def unequal_lack_of_fit(terms: Array, values: Array, sizes: Array) -> float:
         return math.nan
     counts = df + 1
     weighted = np.sqrt(counts)[:, None] * terms[on] / np.abs(terms[on]).max(0)
-    left = np.eye(len(counts)) - weighted @ np.linalg.pinv(weighted)  # what the fit leaves of a rung's mean, [R, R]
+    left = np.eye(len(counts)) - weighted @ np.linalg.pinv(weighted)  # residual matrix of the rungs' means, [R, R]
     means = np.nanmean(values[on], axis=1)
     between = float(((left @ (np.sqrt(counts) * means)) ** 2).sum())
     variances, doubt = np.empty(len(counts)), 0.0
@@ -69,13 +69,13 @@ def unequal_lack_of_fit(terms: Array, values: Array, sizes: Array) -> float:
 def own_variance(miss: Array, values: Array, prior: float) -> tuple[float, float]:
     """Return the variance of a pair at one size, nats^2, and its degrees of freedom.
 
-    It is the pairs' own about what they miss a prediction by on average, moderated by `prior` as if that had `PRIOR_DF`
-    degrees of freedom (G. K. Smyth, Stat. Appl. Genet. Mol. Biol. 3 (2004) 3, section 3), and no less than `prior`.
+    It is the variance of the pairs about their mean deviation from a prediction, moderated by `prior` with `PRIOR_DF`
+    degrees of freedom (G. K. Smyth, Stat. Appl. Genet. Mol. Biol. 3 (2004) 3, section 3), and at least `prior`.
 
     Args:
-        miss: of each rung's mean, nats, [R]: measured less predicted.
-        values: of the rungs' pairs, [R, S], NaN where there is none.
-        prior: variance of a pair elsewhere, nats^2.
+        miss: measured minus predicted mean of each rung, nats, [R].
+        values: of the rungs' pairs, [R, S], NaN without a pair.
+        prior: variance of a pair at other sizes, nats^2.
     """
     counts = np.isfinite(values).sum(1)
     within, _ = _within(values)

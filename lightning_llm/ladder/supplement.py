@@ -1,4 +1,4 @@
-"""The ladder in a report: a table of each recipe's cost on each rung, and pictures of that over size and tokens."""
+"""The ladder in a report: a table of each recipe's cost on each rung, and pictures over size and tokens."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ from lightning_llm.ladder.ledger import Prediction
 from lightning_llm.ladder.measured import Rung
 from lightning_llm.ladder.report import Report, gap_line, law_line, measured_gap
 
-HEADING = "The ladder: what a recipe costs in tokens"
+HEADING = "The ladder: cost of a recipe in tokens"
 IN_FIGURES = "The ladder, rung by rung"
 POINTS = 24
-"""Of a fitted line, evenly in ln."""
+"""Points of a fitted line, evenly spaced in ln."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """`name`: of the quantity along it, "tokens" or "parameters"; a line is drawn for each value of the other."""
+    """`name`: the quantity along it, "tokens" or "parameters"; a line is drawn for each value of the other."""
 
     name: str
     label: str
@@ -41,9 +41,11 @@ AXES = (
 
 @dataclass(frozen=True)
 class Line:
-    """One size's, or token count's. `xs`: rungs with pairs, `costs` there, a share of tokens more, with [`lows`,
-    `highs`] by their pairs alone (NaN of one pair); the fit at `fitted_xs`: `fitted` within [`fitted_low`,
-    `fitted_high`]."""
+    """Line of one size or token count.
+
+    `xs`: rungs with pairs; `costs` there as a share of further tokens, with [`lows`, `highs`] from their pairs alone
+    (NaN with one pair); the fit at `fitted_xs`: `fitted` within [`fitted_low`, `fitted_high`].
+    """
 
     name: str
     xs: Array
@@ -58,7 +60,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A prediction at `x`, of the other quantity `of` in words."""
+    """A prediction at `x`; `of`: value of the other quantity, as text."""
 
     x: float
     cost: float
@@ -78,7 +80,7 @@ class CostPanel:
 
 
 def supplement_of(report: Report, predictions: Sequence[Prediction]) -> Supplement:
-    """Return what a fitted ladder adds to the report of its runs; `predictions`: all that were ever made of them."""
+    """Return the parts that a fitted ladder adds to the report; `predictions`: all recorded ones of its runs."""
     if report.fit is None:
         raise ValueError("there is no fit to report")
     table = _table(report, report.fit, predictions)
@@ -99,10 +101,10 @@ def _table(report: Report, fit: Fit, predictions: Sequence[Prediction]) -> Table
                 rows.append((f"{name}, predicted", *_place(each.claim["parameters"], each.claim["tokens"]), *words))
                 figures.append(_predicted(each))
     level = f"{100 * report.confidence:g} %"
-    refused = "".join(f" No cost is read off this fit: {reason}." for reason in report.misfit)
+    refused = "".join(f" No cost is computed from this fit: {reason}." for reason in report.misfit)
     caption = (
-        f"Gaps to {fit.ladder.baseline} in nats per token, as measured and by the fit, and the tokens more that make "
-        f"up for them, with {level} intervals, one by one. {law_line(fit)}. "
+        f"Gaps to {fit.ladder.baseline} in nats per token, as measured and as fitted, and the further tokens that "
+        f"compensate them, with {level} intervals, not simultaneous. {law_line(fit)}. "
         + " ".join(f"{gap_line(name, gap)}." for name, gap in fit.gaps.items())
         + refused
     )
@@ -163,10 +165,10 @@ def _pictures(report: Report, fit: Fit, predictions: Sequence[Prediction]) -> It
 
 
 def _picture(report: Report, costs: CostPanel, name: str) -> Picture:
-    lead = f"{costs.name}: tokens more that it needs"
+    lead = f"{costs.name}: further tokens that it needs"
     caption = _caption(report, lead, costs.axis.label, predicted=bool(costs.predicted))
     paint = partial(draw_costs, panel=costs)
-    return Picture(f"ladder-{name}", HEADING, caption, f"{caption} {_said(costs)}", paint, height=3.3)
+    return Picture(f"ladder-{name}", HEADING, caption, f"{caption} {_described(costs)}", paint, height=3.3)
 
 
 def _caption(report: Report, lead: str, over: str, *, predicted: bool) -> str:
@@ -174,10 +176,10 @@ def _caption(report: Report, lead: str, over: str, *, predicted: bool) -> str:
         f"{lead}, over {over}. Lines and bands: the fit with its {100 * report.confidence:g} % intervals; points: each "
         "rung's mean gap read off the baseline's law"
     )
-    return f"{text}; stars: what was predicted, with its interval." if predicted else f"{text}."
+    return f"{text}; stars: predictions with their intervals." if predicted else f"{text}."
 
 
-def _said(panel: CostPanel) -> str:
+def _described(panel: CostPanel) -> str:
     lines = [
         f"{line.name}: " + ", ".join(f"{100 * y:.1f} % at {short(x)}" for x, y in zip(line.xs, line.costs, strict=True))
         for line in panel.lines
@@ -191,7 +193,7 @@ def _said(panel: CostPanel) -> str:
 
 
 def panels_of(report: Report, fit: Fit, recipe: str, axis: Axis, predictions: Sequence[Prediction]) -> CostPanel:
-    """Return the panel of one recipe along `axis`; the fit's lines go on to what was predicted."""
+    """Return the panel of one recipe along `axis`; fitted lines extend to the predictions."""
     claims = [each.claim for each in predictions if each.claim["recipe"] == recipe]
     rungs = [rung for rung in fit.ladder.rungs if rung.differences.get(recipe)]
     xs = [*(getattr(rung, axis.name) for rung in rungs), *(claim[axis.name] for claim in claims)]
@@ -237,7 +239,7 @@ def _line(
 
 
 def _measured(fit: Fit, rung: Rung, recipe: str, confidence: float) -> tuple[float, float, float]:
-    """Return a rung's mean gap as a share of tokens more, by the law, with Student's interval of its pairs alone."""
+    """Return a rung's mean gap as a share of further tokens, with Student's interval of its pairs alone."""
     pairs = np.array(list(rung.differences[recipe].values()))
     mean, half = float(pairs.mean()), np.nan
     if len(pairs) > 1:
@@ -286,7 +288,7 @@ def draw_costs(axes: Any, panel: CostPanel) -> None:
 
 
 def _limit(axes: Any, panel: CostPanel) -> None:
-    """Keep the range to what is fitted, measured and predicted: the interval of two loud pairs squeezes nobody."""
+    """Limit the range to fits, measurements and predictions, without the wide intervals of a few noisy pairs."""
     edges = [0.0]
     for line in panel.lines:
         edges += [*(100 * line.fitted_low), *(100 * line.fitted_high), *(100 * line.costs)]

@@ -1,8 +1,8 @@
-"""`sweep.until=decided`: seeds look by look, until each recipe's verdict is decided or the declared looks are spent.
+"""`sweep.until=decided`: run seeds look by look, until each verdict is decided or the declared looks are used up.
 
-Which jobs come next follows from the runs in the sweep's folder and the design in its `sweep.json` alone
-(`compare.sequential_verdicts`). So the same command continues after any end, repeats nothing, and no look is spent
-twice. `declared_sweep` finds all that is wrong with the declaration before anything runs.
+The next jobs only depend on the runs in the sweep's folder and the design in its `sweep.json`
+(`compare.sequential_verdicts`). So the same command continues after any interruption, repeats nothing, and no look is
+spent twice. `declared_sweep` reports all problems of the declaration before anything runs.
 """
 
 import json
@@ -44,17 +44,17 @@ Definition = Callable[[], Sweep]
 
 @dataclass(frozen=True)
 class NextJobs:
-    """What a sequential sweep does next: `jobs`, none where it is at its end; what the last look found, if any yet."""
+    """The next `jobs` of a sequential sweep, none at its end; `comparison`: the result of the last look, if any."""
 
     jobs: tuple[Job, ...]
     comparison: Comparison | None = None
 
 
 def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
-    """Run the jobs that each look needs, and look, until all is decided; return the exit code, as `sweep` does.
+    """Run the jobs of each look and judge them, until all is decided; return the exit code, as `sweep` does.
 
     Raises:
-        ConfigError: the jobs or the folder do not fit the looks, before anything starts; or what a look cannot judge.
+        ConfigError: the jobs or the folder do not match the looks (before anything starts), or a look cannot be judged.
     """
     definition, design = declared_sweep(composed, keys)
     whole = definition()
@@ -65,7 +65,7 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
         while True:
             coming = next_jobs(whole, design)
             _print_look(coming, design)
-            if relay.received:  # as the last job that the look needed came to its end
+            if relay.received:  # the signal may come with the end of the last job
                 break
             todo = left_to_do(coming.jobs)
             if not todo and not await_elsewhere(coming.jobs, relay, "the next look needs it"):
@@ -83,7 +83,7 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
 
 
 def next_jobs(whole: Sweep, design: Design) -> NextJobs:
-    """Return the jobs that the next look needs and that are not settled, by all runs of the sweep that are."""
+    """Return the unsettled jobs that the next look needs, given the settled runs of the sweep."""
     first = design.seeds_at(design.looks[0])
     waiting = [job for job in whole.jobs if job.config.seed in first and state_of(job.folder) not in SETTLED]
     if waiting:
@@ -103,16 +103,16 @@ def next_jobs(whole: Sweep, design: Design) -> NextJobs:
     jobs = []
     for job in whole.jobs:
         kind = kinds[job.folder]
-        count = needed.get(kind, 0) if kind in paired else most  # in no pair: A/A runs, which go on with the others
+        count = needed.get(kind, 0) if kind in paired else most  # not in a pair: A/A runs
         if job.config.seed in design.seeds[:count] and state_of(job.folder) not in SETTLED:
             jobs.append(job)
     return NextJobs(tuple(jobs), comparison)
 
 
 def _opened_for(definition: Definition, jobs: Iterable[Job], parent_run_id: str | None) -> Sweep:
-    """Return the sweep, its file written with the jobs that have begun and `jobs`; its parent run made if it has none.
+    """Return the sweep after writing its file with `jobs` and those that have begun; creates a missing parent run.
 
-    It is defined anew: another start of it may have given numbers by now.
+    The sweep is defined again, because another start of it may have assigned numbers meanwhile.
     """
     if parent_run_id is None:
         parent_run_id = opened(lambda: _begun(definition(), jobs)).parent_run_id
@@ -128,7 +128,7 @@ def _begun(whole: Sweep, further: Iterable[Job]) -> Sweep:
 
 
 def _with_started(whole: Sweep, further: Iterable[Job]) -> tuple[Job, ...]:
-    """Return the jobs that have begun, and `further` ones: a job that no look has asked for is not missing."""
+    """Return the jobs that have begun and `further` ones: a job that no look requested is not missing."""
     coming = {job.key for job in further}
     return tuple(job for job in whole.jobs if job.key in coming or state_of(job.folder) != "new")
 
@@ -153,10 +153,10 @@ def _print_look(coming: NextJobs, design: Design) -> None:
 
 
 def declared_sweep(composed: Composed, keys: SweepConfig) -> tuple[Definition, Design]:
-    """Return what defines the sweep of all jobs that its looks may need, seed by seed, and the design it is begun with.
+    """Return the definition of the sweep of all jobs that its looks may need, seed by seed, and its recorded design.
 
     Raises:
-        ConfigError: there is nothing to decide, a recipe lacks seeds, or the folder was begun with other looks.
+        ConfigError: there is nothing to decide, a recipe lacks seeds, or the folder has other looks.
     """
     jobs, name, typed = composed
     check_metric(keys.metric, [config for _, config in jobs])
@@ -182,28 +182,28 @@ def _check_margin(
     jobs: Sequence[tuple[list[str], Config]],
     seeds: Sequence[int],
 ) -> None:
-    """Raise ConfigError where a margin in tokens will not be known, before anything is run for it."""
+    """Raise ConfigError if a margin in tokens cannot be determined, before its jobs are run."""
     found = unplanned(families, [_planned(config) for _, config in jobs], seeds, terms)
     words_of = {kind_of(config): words for words, config in jobs}
     problems = [
         Problem("sweep.margin", _what_to_plan(keys, each, words_of[str(each.baseline.folder)])) for each in found
     ]
     if terms.token_margin is not None and not keys.metric.startswith(LOSS):
-        text = f"in tokens is one of a loss, and sweep.metric is {keys.metric}. Give it in its unit."
+        text = f"in tokens requires a loss as metric, but sweep.metric is {keys.metric}. Give the margin in its unit."
         problems = [Problem("sweep.margin", text)]
     if problems:
         raise ConfigError(problems)
 
 
 def _what_to_plan(keys: SweepConfig, lacking: Unplanned, words: Sequence[str]) -> str:
-    """Return which jobs a margin in tokens lacks, and how to give them. `words`: of a job of the baseline."""
+    """Return the jobs that a margin in tokens lacks, and how to add them. `words`: overrides of a baseline job."""
     where = f" ({lacking.setting})" if lacking.setting else ""
     below, above = lacking.others
     own = [word for word in words if not word.startswith(("seed=", f"{LENGTH}="))]
     lines = [
         *keys.also,
         " ".join([*own, f"{LENGTH}={below},{above}"]),
-    ]  # what is typed takes the place of all there were
+    ]  # a typed value replaces all previous ones
     also = shlex.quote(f"sweep.also={json.dumps(lines, ensure_ascii=False)}")
     return (
         f"{keys.margin}{where} {NEEDS} at every seed of the looks, and these jobs have it at "
@@ -213,27 +213,27 @@ def _what_to_plan(keys: SweepConfig, lacking: Unplanned, words: Sequence[str]) -
 
 
 def _planned(config: Config) -> Run:
-    """Return the run of a job as it will be, with nothing but its config."""
+    """Return the run of a job before it has run, with only its config."""
     flat = flatten(config.model_dump(mode="json"))
     return Run(Path(kind_of(config)), flat, {"status": "finished"}, typed=config)
 
 
 def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: str | None) -> list[ComparisonGroup]:
-    """Return how jobs of these configs will be judged together: as `compare` would pair those of the first seed.
+    """Return the groups in which jobs of these configs will be judged, paired as `compare` does for the first seed.
 
     Raises:
-        ConfigError: nothing would be held against a baseline, or a recipe or its baseline lacks one of `seeds`.
+        ConfigError: there is no baseline, or a recipe or its baseline lacks one of `seeds`.
     """
-    if len(trunks := {config.branch_from for config in configs}) > 1:
-        text = f"has {len(trunks)} values, and seeds are added to one trunk. Give one trunk, or a sweep without looks."
+    if len(parents := {config.branch_from for config in configs}) > 1:
+        text = f"has {len(parents)} values, but seeds are added to one. Give one parent run, or remove sweep.until."
         raise ConfigError(Problem("branch_from", text))
     seeds_of: dict[str, set[int]] = {}
     for config in configs:
         seeds_of.setdefault(kind_of(config), set()).add(config.seed)
     if len(seeds_of) == 1:
         name = configs[0].precision.name
-        beside = f"precision=bf16,{name}" if name != "bf16" else "precision=bf16,mxfp8"
-        text = f"has nothing to decide: all jobs are of one recipe, and a baseline is lacking beside it, say {beside}."
+        both = f"precision=bf16,{name}" if name != "bf16" else "precision=bf16,mxfp8"
+        text = f"has nothing to decide: all jobs have the same recipe. Add a baseline, for example {both}."
         raise ConfigError(Problem("sweep.until", text))
     first = [config for config in configs if config.seed == seeds[0]]
     runs = [_planned(config) for config in first]
@@ -245,34 +245,34 @@ def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: 
         for label, (pair,) in family.recipes.items():
             both = seeds_of[str(pair.run.folder)] & seeds_of[str(pair.baseline.folder)]
             if lacking := sorted(set(seeds) - both):
-                text = f"has no job at seed {', '.join(map(str, lacking))}, which the looks need, or no baseline there."
+                text = f"has no job, or no baseline, at seed {', '.join(map(str, lacking))}, which the looks need."
                 problems.append(Problem(label, text))
     if not families and not problems:
-        problems.append(Problem("sweep.until", "has nothing to decide: no recipe has a baseline to be held against."))
+        problems.append(Problem("sweep.until", "has nothing to decide: no recipe has a baseline."))
     if problems:
         raise ConfigError(problems)
     return families
 
 
 def _of_a_sweep(problem: Problem) -> Problem:
-    """Return what is wrong with a comparison as what is wrong with the keys of the sweep that declares it."""
+    """Translate a problem of a comparison to the keys of the sweep that declares it."""
     if problem.key == "--baseline":
         return Problem("sweep.baseline", problem.text.replace("--baseline ", "sweep.baseline="))
     return Problem("sweep.until", f"has nothing to decide: {problem.text}")
 
 
 def most_jobs(whole: Sweep, design: Design) -> tuple[int, int]:
-    """Return the number of jobs of the first look, and of all looks if nothing is decided before the last."""
+    """Return the numbers of jobs of the first look, and of all looks if nothing is decided before the last."""
     first = design.seeds_at(design.looks[0])
     return sum(job.config.seed in first for job in whole.jobs), len(whole.jobs)
 
 
 def check_metric(metric: str, configs: Iterable[Config]) -> None:
-    """Raise ConfigError where not every job's validations have `metric`: it would be missed after all had run."""
+    """Raise ConfigError if the validations of some job do not record `metric`, before anything runs."""
     known = set.intersection(*(set(_recorded(config)) for config in configs))
     if metric not in known:
         text = f"is '{metric}', which these jobs' validations do not record.{did_you_mean(metric, known)}"
-        raise ConfigError(Problem("sweep.metric", f"{text} They have {', '.join(sorted(known))}."))
+        raise ConfigError(Problem("sweep.metric", f"{text} Available: {', '.join(sorted(known))}."))
 
 
 def _recorded(config: Config) -> list[str]:

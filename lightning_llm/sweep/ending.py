@@ -1,4 +1,4 @@
-"""How a sweep came out: its last lines, what MLflow is told, and the exit code."""
+"""The end of a sweep: its last lines, the report to MLflow, and the exit code."""
 
 import sys
 from collections import Counter
@@ -21,7 +21,7 @@ from lightning_llm.tracking.sweep_file import TOLD, read_sweep_file
 
 @dataclass
 class _Ending:
-    """A sweep as it stands when this start of it ends: its jobs' states, and which of them went wrong, and where."""
+    """State of a sweep when this start of it ends: the states of its jobs, and the failed ones."""
 
     whole: Sweep
     outcomes: list[Outcome]
@@ -36,17 +36,17 @@ class _Ending:
 
     @property
     def left(self) -> dict[int, str]:
-        """{Number: state} of jobs that have not come to their end, and that no search has ended."""
+        """{number: state} of jobs that are not settled and were not stopped by a search."""
         return {n: state for n, state in self.states.items() if state not in SETTLED and n not in self.ended}
 
     @property
     def failed(self) -> list[Outcome]:
-        """Of the jobs that ran here: a diverged one has a result, and one that was told to stop did so."""
-        return [each for each in self.outcomes if each.code and not (self._diverged(each) or self._was_told(each))]
+        """Failed jobs of this start. A diverged job is a result, and a job that was stopped has not failed."""
+        return [each for each in self.outcomes if each.code and not (self._diverged(each) or self._was_stopped(each))]
 
     @property
     def failed_elsewhere(self) -> list[Job]:
-        """Of another start; the summary of a job that runs may be of an earlier attempt."""
+        """Failed jobs of other starts. The summary of a running job may be from an earlier attempt."""
         known = {each.job.number for each in self.outcomes} | {job.number for job in self.running}
         return [job for job in self.whole.jobs if self.states[job.number] == "failed" and job.number not in known]
 
@@ -58,21 +58,22 @@ class _Ending:
     def _diverged(self, each: Outcome) -> bool:
         return self.states[each.job.number] == "diverged"
 
-    def _was_told(self, each: Outcome) -> bool:
+    def _was_stopped(self, each: Outcome) -> bool:
         return bool(self.stopped_by or each.job.number in self.ended) and each.code in STOPPED
 
 
 def close(
     whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collection[int] = (), further: str = ""
 ) -> int:
-    """Print how the sweep came out, tell MLflow, and return the exit code.
+    """Print the result of the sweep, report it to MLflow, and return the exit code.
 
-    `ended`: numbers of jobs that a search ended before their end, which are no failures. `further`: what is still to
-    come beside the jobs that there are, such as "look 2 of 6".
+    `ended`: numbers of jobs that a search stopped early, which have not failed. `further`: work still to come besides
+    the existing jobs, such as "look 2 of 6".
     """
     ending = _Ending(whole, outcomes, stopped_by, ended)
-    _tell_mlflow(ending)
-    counts = {"diverged": ending.diverged, "ended by the search": len(ended), "running elsewhere": len(ending.running)}
+    _report_to_mlflow(ending)
+    counts = {"diverged": ending.diverged, "stopped by the search": len(ended)}
+    counts["running elsewhere"] = len(ending.running)
     lost = "".join(f", {count} {how}" for how, count in counts.items() if count)
     print(f"sweep  {ending.finished} of {len(ending.states)} jobs finished{lost}, in {whole.folder}")
     if outcomes:
@@ -91,25 +92,25 @@ def close(
 
 
 def close_again(whole: Sweep) -> None:
-    """Tell MLflow of a sweep that has nothing left to do what the start that ran its last job did not live to tell."""
-    told = read_sweep_file(whole.folder).get(TOLD)
-    if not (isinstance(told, dict) and told.get("status")):  # null: jobs ran elsewhere
-        _tell_mlflow(_Ending(whole, [], 0, ()))
+    """Report a completed sweep to MLflow if the start that ran its last job was killed before it could."""
+    reported = read_sweep_file(whole.folder).get(TOLD)
+    if not (isinstance(reported, dict) and reported.get("status")):  # null: jobs were running elsewhere
+        _report_to_mlflow(_Ending(whole, [], 0, ()))
     elif whole.jobs[0].config.logger.name == "mlflow":
-        _hand_in_late(whole)
+        _upload_missing(whole)
     print_where_to_judge(whole)
 
 
-def _tell_mlflow(ending: _Ending) -> None:
-    """Log how the sweep ended, and hand in what MLflow lacks of its jobs; nothing where the logger is another."""
+def _report_to_mlflow(ending: _Ending) -> None:
+    """Log the end of the sweep, and upload missing data of its jobs; does nothing for other loggers."""
     if ending.whole.jobs[0].config.logger.name != "mlflow":
         return
-    if _log_end(ending.whole, _told(ending)) and not ending.stopped_by:
-        _hand_in_late(ending.whole)
+    if _log_end(ending.whole, _end_facts(ending)) and not ending.stopped_by:
+        _upload_missing(ending.whole)
 
 
-def _told(ending: _Ending) -> dict[str, Any]:
-    """Return what MLflow is told of the end: its `status`, null where jobs still run, and counts of jobs."""
+def _end_facts(ending: _Ending) -> dict[str, Any]:
+    """Return the facts for MLflow: `status`, null while jobs still run, and counts of jobs."""
     failed = len(ending.failed) + len(ending.failed_elsewhere)
     sound = not failed and not ending.left
     status = "KILLED" if ending.stopped_by else "FINISHED" if sound else "FAILED"
@@ -117,66 +118,66 @@ def _told(ending: _Ending) -> dict[str, Any]:
     return {"status": None if ending.running else status, "jobs": counts}
 
 
-def _hand_in_late(whole: Sweep) -> None:
-    """Hand in to MLflow what it lacks of the jobs in the sweep's folder, of whichever start; print where it cannot be.
+def _upload_missing(whole: Sweep) -> None:
+    """Upload to MLflow the missing data of jobs in the sweep's folder, of any start; print a note if that fails.
 
-    A start that was killed left its jobs to the next one. Those that a process trains right now hand in themselves.
+    A start that was killed leaves its jobs to the next one. Running jobs upload their own data.
     """
     folders = [whole.folder / str(each["number"]) for each in read_sweep_file(whole.folder).get("jobs", [])]
     if problem := catch_up([folder for folder in folders if not is_trained(folder)]):
-        text = f"note   MLflow lacks something of this sweep ({problem}). Later: {sync_command(whole.folder)}"
+        text = f"note   MLflow lacks data of this sweep ({problem}). Later: {sync_command(whole.folder)}"
         print(text, file=sys.stderr)
 
 
 def _print_stop(whole: Sweep, left: Mapping[int, str], further: str) -> None:
-    """Print where a signal stopped the sweep, and how to go on, if there is anything to go on with.
+    """Print where a signal stopped the sweep and how to resume it, if anything is left.
 
-    `left`: {number: state} of jobs not at their end; `further`: what comes behind those that there are.
+    `left`: {number: state} of unsettled jobs; `further`: work that follows the existing jobs.
     """
     if not left and not further:
-        print(f"stopped after the last job: all {len(whole.jobs)} have come to their end", file=sys.stderr)
+        print(f"stopped after the last job: all {len(whole.jobs)} are finished", file=sys.stderr)
         return
     stopped = [str(number) for number, state in left.items() if state == "stopped"]
     where = f"in job {', '.join(stopped)}" if stopped else "between jobs"
-    jobs = f"{len(left)} of {len(whole.jobs)} jobs are left" if left else f"{further} is still to come"
-    print(f"stopped {where}; {jobs}; go on: {command_to_go_on(whole)}", file=sys.stderr)
+    jobs = f"{len(left)} of {len(whole.jobs)} jobs are left" if left else f"{further} remains"
+    print(f"stopped {where}; {jobs}; to resume: {command_to_go_on(whole)}", file=sys.stderr)
 
 
 def _print_where_and_how(config: Config, outcomes: Sequence[Outcome]) -> None:
-    """Print where MLflow shows the sweep, and that its jobs shared a machine."""
+    """Print the address of the sweep in MLflow, and a note if jobs shared the machine."""
     if config.logger.name == "mlflow":
         tracked = mlflow_facts(outcomes[0].job.folder)
         for line in ui_lines(tracking_uri(config), tracked.get("experiment_id")):
             print(line)
     if config.launcher.name == "local" and config.launcher.at_once > 1 and len(outcomes) > 1:
         at_once = min(config.launcher.at_once, len(outcomes))
-        print(f"note   {at_once} jobs at a time shared this machine: their speeds compare within this sweep alone")
+        print(f"note   {at_once} jobs at a time shared this machine: compare speeds within this sweep only")
 
 
 def print_where_to_judge(whole: Sweep) -> None:
-    """Print the command that gives the verdict, if jobs differ in more than the seed and one of them can be judged."""
+    """Print the `compare` command if jobs differ in more than the seed and one of them can be judged."""
     varied = any(len(values) > 1 for key, values in whole.axes.items() if key != "seed")
     if varied and any(state_of(job.folder) in SETTLED for job in whole.jobs):
         print(f"       the verdict: {command('compare', str(whole.folder))}")
 
 
-def _log_end(whole: Sweep, told: Mapping[str, Any]) -> bool:
-    """Log how the sweep ended to MLflow; return whether that was possible, and print where not."""
-    with one_at_a_time(whole.folder):  # another start of it may end at the same time
+def _log_end(whole: Sweep, facts: Mapping[str, Any]) -> bool:
+    """Log the end of the sweep to MLflow; return whether that succeeded, and print a note if not."""
+    with one_at_a_time(whole.folder):  # another start may end at the same time
         about = write_sweep(whole)
     job = parent_job(whole.folder, about, tracking_uri(whole.jobs[0].config))
-    job["metrics"] = {f"jobs/{key}": count for key, count in told["jobs"].items()}
-    job["status"] = told["status"]
+    job["metrics"] = {f"jobs/{key}": count for key, count in facts["jobs"].items()}
+    job["status"] = facts["status"]
     parent, problem = write_parent(job)
     if problem:
         later = f"Later: {sync_command(whole.folder)}"
-        print(f"note   MLflow was not told how the sweep ended ({problem}). {later}", file=sys.stderr)
+        print(f"note   the end of the sweep was not logged to MLflow ({problem}). {later}", file=sys.stderr)
         return False
     with one_at_a_time(whole.folder):
-        write_sweep(replace(whole, parent_run_id=parent), told)  # it may have been made just now
+        write_sweep(replace(whole, parent_run_id=parent), facts)  # which may be new
     return True
 
 
 def _print_ending(job: Job, how: str) -> None:
-    why = detail_of(job.folder) or "it said nothing; see its output"
+    why = detail_of(job.folder) or "no reason recorded; see its output"
     print(f"  {how}: {job.folder} ({' '.join(job.words)}): {why}", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Which process runs a job: locks, so that one process at a time runs it, and jobs that another start runs.
+"""Locks that let one process at a time run a job, and jobs that another start runs.
 
-A start that was killed may leave jobs behind that still train.
+A start that was killed may leave jobs that are still training.
 """
 
 import resource
@@ -25,12 +25,12 @@ from lightning_llm.tracking.sweep_definition import Job
 from lightning_llm.tracking.sweep_file import LOCKS
 
 OTHER_FILES = 64
-"""What a process may still open beside the locks that it is to hold."""
+"""Number of files that a process may open besides its locks."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job came out, `code` as its process left it; `seconds` of this start alone."""
+    """Result of a job: exit `code` of its process, and `seconds` of this start."""
 
     job: Job
     code: int
@@ -39,7 +39,7 @@ class Outcome:
 
 @contextmanager
 def one_at_a_time(sweep: Path) -> Iterator[None]:
-    """Hold the folder of a sweep while its definition and its parent run are written."""
+    """Lock the folder of a sweep while its definition and its parent run are written."""
     with FileLock(_locks(sweep) / "sweep"):
         yield
 
@@ -51,7 +51,7 @@ def _locks(sweep: Path) -> Path:
 
 
 def allow_open_files(locks: int) -> None:
-    """Let this process hold as many locks, each an open file, as there are jobs: the usual limit is 1,024 files.
+    """Raise the limit of open files (usually 1,024) if needed for one lock per job.
 
     Raises:
         ConfigError: the machine does not allow as many.
@@ -68,7 +68,7 @@ def allow_open_files(locks: int) -> None:
 
 @contextmanager
 def locked(job: Job) -> Iterator[bool]:
-    """Yield whether this process may run `job`: False while another one does. A lock ends with its process."""
+    """Yield whether this process may run `job`: False while another process does. A lock ends with its process."""
     lock = FileLock(_locks(job.folder.parent) / str(job.number))
     try:
         lock.acquire(timeout=0)
@@ -83,18 +83,19 @@ def locked(job: Job) -> Iterator[bool]:
 
 AWAITED_EVERY_SECONDS = 2.0
 NAMED_AFTER_SECONDS = 60.0
-"""Of waiting, after which it is said which processes are waited for: one may hang, or ignore SIGTERM."""
+"""Waiting time after which the awaited processes are listed: one may hang or ignore SIGTERM."""
 
 
 def runs_elsewhere(job: Job) -> bool:
-    """Return whether a process trains the job, or is about to; to be asked while this start runs none for it."""
+    """Return whether a process trains the job or is about to. Only valid while this start does not run it."""
     return is_trained(job.folder)
 
 
 def is_trained(folder: Path) -> bool:
     """Return whether a process trains the run in `folder`, or is about to.
 
-    Its summary says "running" once the data are ready, and the lock of the run's folder is its before that.
+    Its summary has status "running" once the data are ready; before that the process holds the lock of the run's
+    folder.
     """
     state = state_of(folder)
     return state == "running" or (state not in SETTLED and is_locked(folder))
@@ -103,10 +104,10 @@ def is_trained(folder: Path) -> bool:
 def await_elsewhere(
     jobs: Iterable[Job], relay: Relay, why: str, is_over: Callable[[Job], bool] = lambda job: False
 ) -> bool:
-    """Wait for those of `jobs` that run elsewhere, until they have ended or `is_over` says so; whether any did.
+    """Wait for those of `jobs` that run elsewhere, until they have ended or `is_over` is true; return whether any did.
 
-    False, too, where a signal comes meanwhile. `why`: what is said of the wait, after the number of jobs. A wait has no
-    end of its own: after `NAMED_AFTER_SECONDS` it is said once which process to end where it hangs.
+    Also False if a signal arrives meanwhile. `why`: reason of the wait, printed after the number of jobs. The wait is
+    unlimited; after `NAMED_AFTER_SECONDS` a note names the processes to end if they hang.
     """
 
     def waited_for(job: Job) -> bool:
@@ -116,7 +117,7 @@ def await_elsewhere(
     if not elsewhere:
         return False
     numbers = ", ".join(dict.fromkeys(str(job.number) for job in elsewhere))  # trials may share one
-    print(f"sweep  waits for job {numbers}, which another start runs or has left behind: {why}", flush=True)
+    print(f"sweep  waits for job {numbers}, which another start runs or left behind: {why}", flush=True)
     seconds, are_named = 0.0, False
     while not relay.received and (left := [job for job in elsewhere if waited_for(job)]):
         if seconds >= NAMED_AFTER_SECONDS and not are_named:
@@ -128,11 +129,11 @@ def await_elsewhere(
 
 
 def _what_to_end(job: Job) -> str:
-    """Return which process trains the job, and how to end it where it hangs."""
+    """Return a note on the process that trains the job, and how to end it if it hangs."""
     mark = str(summary_of(job.folder).get("process", "")) if state_of(job.folder) == "running" else ""
     number = mark.partition(" ")[2].partition(" ")[0]
     how = "" if not number else f": kill -9 {number}" if is_of_this_machine(mark) else " there"
     return (
-        f"note   job {job.number} is still trained by {whose(mark)}, in {job.folder}, and this start waits on. If that "
-        f"process hangs or does not stop, end it{how}"
+        f"note   job {job.number} is still trained by {whose(mark)}, in {job.folder}; this start keeps waiting. "
+        f"If that process hangs or does not stop, end it{how}"
     )

@@ -1,4 +1,4 @@
-"""Jobs of a sweep: composed and checked, opened in its folder, and started where their launcher has them run."""
+"""Jobs of a sweep: composed and checked, recorded in its folder, and started by their launcher."""
 
 import argparse
 import sys
@@ -27,36 +27,36 @@ from lightning_llm.tracking.run_state import SETTLED, settled_state
 from lightning_llm.tracking.sweep_definition import Job, Sweep, SweepSource, tracked, write_sweep
 
 NOT_CHECKED = {"seed", "resume", "run"}
-"""Jobs that differ in these alone are checked once: each gets a folder of its own in the sweep's, and no rule reads the
-others."""
+"""Jobs that only differ in these keys are checked once: each gets a separate folder in the sweep's, and no rule reads
+the other keys."""
 
 PLACES = {"run.name", "run.root", "run.dir"}
 
 
 def left_to_do(jobs: Iterable[Job]) -> list[Job]:
-    """Return the jobs that are neither with_branch_resolved nor running elsewhere, and print what the others are."""
+    """Return the jobs that are neither settled nor running elsewhere, and print the states of the others."""
     todo = []
     for job in jobs:
         state = settled_state(job.folder)
         state = "running" if runs_elsewhere(job) else state
         if state in (*SETTLED, "running"):
-            again = f", a result (to run it again, remove {job.folder})" if state == "diverged" else ""
-            print(f"job    {job.name}: {state}, left as it is{again}")
+            again = f", a result (to rerun it, remove {job.folder})" if state == "diverged" else ""
+            print(f"job    {job.name}: {state}, skipped{again}")
         else:
             todo.append(job)
     return todo
 
 
 def opened(definition: Callable[[], Sweep]) -> Sweep:
-    """Return the sweep, its file and its parent run written before any of its jobs starts."""
-    with one_at_a_time(definition().folder):  # another start of it may have given numbers, or made the parent, by now
+    """Return the sweep after writing its file and its parent run, before any of its jobs starts."""
+    with one_at_a_time(definition().folder):  # another start may have done so meanwhile
         return _open(definition())
 
 
 def start(jobs: Sequence[Job], relay: Relay, phase: SearchPhase | None = None) -> list[Outcome]:
-    """Run `jobs`, one at least, where their launcher has them run; return how they came out. `phase`: of a search."""
+    """Run `jobs`, at least one, with their launcher; return their outcomes. `phase`: of a search."""
     launcher = jobs[0].config.launcher
-    here = launcher.name == "local"  # what Slurm's and Ray's machines are is not known on this one
+    here = launcher.name == "local"  # the machines of Slurm and Ray are not known here
     plans = [DerivedConfig(job.config, to_train=here).plan() for job in jobs]
     lines = [line for plan in plans for line in notes(plan, to_train=True)]
     for line in dict.fromkeys(lines):
@@ -73,15 +73,15 @@ def start(jobs: Sequence[Job], relay: Relay, phase: SearchPhase | None = None) -
 def checked_jobs(
     arguments: argparse.Namespace, *, to_train: bool = True
 ) -> tuple[list[tuple[list[str], Config]], str | None, SweepSource]:
-    """Return the composed jobs that the arguments name, the name given to their sweep, and the arguments, for `define`.
+    """Return the composed jobs of the arguments, the name given to their sweep, and the arguments, for `define`.
 
-    Every job is checked: against this machine, too, where it is `to_train`.
+    Every job is checked, also against this machine if `to_train`.
 
     Raises:
-        ConfigError: with the problems of all jobs, each said once.
+        ConfigError: with the problems of all jobs, each once.
     """
     if arguments.config:
-        raise ConfigError(Problem("--config", "is one resolved run; a sweep (-m) is composed. Give overrides instead."))
+        raise ConfigError(Problem("--config", "is one resolved run, but a sweep (-m) is composed. Use overrides."))
     composed = read_sweep(arguments.overrides, arguments.config_dir)
     read = [(words, with_branch_resolved(reading)) for words, reading in composed]
     problems = dict.fromkeys(problem for _, reading in read for problem in reading.problems)
@@ -92,7 +92,7 @@ def checked_jobs(
     problems.update(dict.fromkeys(gather([lambda: _launcher_problems(configs, to_train)])))
     varied = {word.partition("=")[0] for words, _ in read for word in words}
     for key in sorted(varied & PLACES):
-        problems[Problem(key, "is one for all jobs of a sweep: its folder, in which each job has its own.")] = None
+        problems[Problem(key, "must be the same for all jobs, which get numbered folders. Give one value.")] = None
     if problems:
         raise ConfigError(problems)
     jobs = [(arguments, plan_of(reading.checked()).config) for arguments, reading in read]
@@ -101,12 +101,12 @@ def checked_jobs(
 
 
 def _one_of_each_kind(configs: Sequence[Config]) -> Iterator[Config]:
-    """Yield the configs that the rules can tell apart, the first of each."""
+    """Yield one config of each kind that the rules can distinguish."""
     known = set()
     with Waiting("checking the sweep's jobs") as waiting:
         for number, config in enumerate(configs):
             waiting.tell(number)
-            kind = config.model_dump_json(exclude=NOT_CHECKED, warnings=False)  # a sound part lacks fields
+            kind = config.model_dump_json(exclude=NOT_CHECKED, warnings=False)  # parts may be invalid
             if kind not in known:
                 known.add(kind)
                 yield config
@@ -114,7 +114,7 @@ def _one_of_each_kind(configs: Sequence[Config]) -> Iterator[Config]:
 
 def _launcher_problems(configs: list[Config], to_train: bool) -> Iterator[Problem]:
     if any(config.launcher != configs[0].launcher for config in configs):
-        yield Problem("launcher", "is one for all jobs of a sweep, and these differ in it.")
+        yield Problem("launcher", "must be the same for all jobs of a sweep. Give one value.")
     elif to_train and configs:
         yield from slurm_problems(configs[0].launcher)
         for config in configs:
@@ -122,7 +122,7 @@ def _launcher_problems(configs: list[Config], to_train: bool) -> Iterator[Proble
 
 
 def _open(whole: Sweep) -> Sweep:
-    """Write the sweep's file, and the MLflow run that its jobs are children of, before any of them starts."""
+    """Write the sweep's file, and the MLflow parent run of its jobs, before any of them starts."""
     whole.folder.mkdir(parents=True, exist_ok=True)
     parent = whole.parent_run_id
     about = write_sweep(whole)
@@ -131,7 +131,7 @@ def _open(whole: Sweep) -> Sweep:
         parent = found or parent
         if problem:
             print(
-                f"note   MLflow has no parent run of this sweep ({problem}). The jobs run all the same; later: "
+                f"note   MLflow has no parent run of this sweep ({problem}). The jobs still run. Later: "
                 f"{sync_command(whole.folder)}",
                 file=sys.stderr,
             )

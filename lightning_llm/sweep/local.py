@@ -1,6 +1,6 @@
-"""Jobs of a sweep as processes on this machine; with launcher=ray each has its ranks placed by Ray, and waits.
+"""Jobs of a sweep as processes on this machine; with launcher=ray each job has its ranks placed by Ray, and waits.
 
-Jobs that run side by side get CUDA devices of their own: otherwise all would take the first.
+Concurrent jobs get separate CUDA devices: otherwise all would use the first.
 """
 
 import os
@@ -26,14 +26,14 @@ from lightning_llm.tracking.sweep_definition import Job
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 REFUSED = 2
-"""Exit code of a job whose config or folder is no good: another process trains there, say."""
+"""Exit code of a job with an invalid config or folder, for example because another process trains there."""
 
 
 def run_here(jobs: Sequence[Job], at_once: int, relay: Relay, progress: Progress) -> None:
-    """Run `jobs`, `at_once` of them at a time, and tell `progress` of each. None is started after a signal.
+    """Run `jobs`, `at_once` of them at a time, and report each to `progress`. None is started after a signal.
 
-    One at a time speaks on this terminal; several write to `logs/N.log` beside their folders, share the cores, and get
-    CUDA devices of their own as far as there are any.
+    A single job at a time prints to this terminal; several write to `logs/N.log` beside their folders, share the cores,
+    and get separate CUDA devices as far as available.
     """
     printing = threading.Lock()
     devices = DevicePool(cuda_devices() if at_once > 1 and any(map(_may_use_cuda, jobs)) else [])
@@ -68,21 +68,21 @@ def run_here(jobs: Sequence[Job], at_once: int, relay: Relay, progress: Progress
 
 
 def job_config_file(job: Job) -> Path:
-    """Return the file that a job's process reads its config from; the run's folder then holds it as config.yaml."""
+    """Return the file from which a job's process reads its config; the run's folder then has it as config.yaml."""
     return job.folder.with_suffix(".yaml")
 
 
 def job_command(job: Job) -> tuple[list[str], Path]:
-    """Write the job's frozen config; return the command that runs it, and the file, which can go once it has run."""
+    """Write the job's frozen config; return the command that runs it, and the file, which can be removed afterwards."""
     file = job_config_file(job)
     file.parent.mkdir(parents=True, exist_ok=True)
-    resume = job.config.resume or "auto"  # go on where an earlier start of the sweep failed or was stopped
+    resume = job.config.resume or "auto"  # resume if an earlier start failed or was stopped
     write_config(job.config.model_copy(update={"resume": resume}), file)
     return python_module("lightning_llm", "train", "--config", str(file), *config_dir_arguments()), file
 
 
 def _may_use_cuda(job: Job) -> bool:
-    return job.config.trainer.accelerator != "cpu" and job.config.launcher.name != "ray"  # Ray gives out its own
+    return job.config.trainer.accelerator != "cpu" and job.config.launcher.name != "ray"  # Ray assigns devices itself
 
 
 def _run(job: Job, at_once: int, relay: Relay, devices: Sequence[str]) -> int:
@@ -99,7 +99,7 @@ def _run(job: Job, at_once: int, relay: Relay, devices: Sequence[str]) -> int:
         log.parent.mkdir(exist_ok=True)
         output = log.open("ab")
     try:
-        # In a process group of its own: a terminal's Ctrl-C would reach it beside ours, and the second one kills.
+        # In a separate process group: Ctrl-C would reach it twice, and the second signal kills.
         process = subprocess.Popen(command, process_group=0, env=environment, stdout=output, stderr=output)
         relay.processes.add(process)
         relay.of_job[job.number] = process
@@ -111,12 +111,12 @@ def _run(job: Job, at_once: int, relay: Relay, devices: Sequence[str]) -> int:
     finally:
         if output is not None:
             output.close()
-        file.unlink(missing_ok=True)  # the folder holds it as config.yaml
+        file.unlink(missing_ok=True)  # the folder has it as config.yaml
     return code if code >= 0 else 128 - code
 
 
 class DevicePool:
-    """Lends devices to jobs side by side: each gets those with the fewest jobs on them, in the order of `devices`."""
+    """Lends devices to concurrent jobs: each gets those with the fewest jobs, in the order of `devices`."""
 
     def __init__(self, devices: Sequence[str]):
         self.devices = list(devices)
@@ -125,7 +125,8 @@ class DevicePool:
 
     @contextmanager
     def lent(self, count: int) -> Iterator[list[str]]:
-        """Yield `count` different devices until the context ends; [] where the machine has fewer: the job says so."""
+        """Yield `count` different devices until the context ends; [] if the machine has fewer, which the job
+        reports."""
         with self._changing:
             enough = count <= len(self.devices)
             chosen = sorted(self.devices, key=lambda name: self._jobs[name])[:count] if enough else []
@@ -139,11 +140,11 @@ class DevicePool:
 
 
 def cuda_devices() -> list[str]:
-    """Return the CUDA devices of this machine by the names that `CUDA_VISIBLE_DEVICES` takes; [] without a driver."""
+    """Return the CUDA devices of this machine as in `CUDA_VISIBLE_DEVICES`; [] without a driver."""
     if VISIBLE in os.environ:
         return [name.strip() for name in os.environ[VISIBLE].split(",") if name.strip() not in ("", "-1")]
     if not any(Path(file).exists() for file in DRIVER_FILES):
         return []
-    import torch  # seconds, which a machine without a GPU does not need to spend; it makes no CUDA context here
+    import torch  # takes seconds, so only with a driver; creates no CUDA context
 
     return [str(number) for number in range(torch.cuda.device_count())]

@@ -1,4 +1,4 @@
-"""`plan -m`: the jobs of a sweep, what has become of them and what they cost, without starting any."""
+"""`plan -m`: the jobs of a sweep, their states and costs, without starting any."""
 
 import argparse
 import json
@@ -25,24 +25,24 @@ from lightning_llm.tracking.sweep_definition import Job, Sweep, define
 from lightning_llm.tracking.sweep_file import SEARCH, SEARCH_FILE
 
 SHOWN = 3
-"""How many origins of weights or tokenizers a line gives."""
+"""Number of origins of weights or tokenizers shown in a line."""
 
 
 def outline(arguments: argparse.Namespace) -> int:
-    """Print what `train -m` of the same words would run; as text or, with --json, as data. Return 0.
+    """Print what `train -m` with the same overrides would run, as text or (--json) as data. Return 0.
 
     Raises:
         ConfigError: with the problems of all jobs.
     """
     if arguments.matrix:
-        raise ConfigError(Problem("--matrix", "is of one run: leave out -m and name a recipe that is no sweep."))
+        raise ConfigError(Problem("--matrix", "is for one run. Remove -m, and use a recipe without a sweep."))
     facts = _facts(arguments)
     print(json.dumps(facts, indent=1) if arguments.json else render(facts))
     return 0
 
 
 def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the sweep as plain data, with its looks, or its search, if it has such."""
+    """Return the sweep as plain data, with its looks or its search, if any."""
     keys = read_sweep_keys(arguments.overrides, arguments.config_dir)
     if keys.search is not None:
         whole, about = search_facts(arguments, keys)
@@ -61,9 +61,10 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def sweep_facts(whole: Sweep, ended: Collection[int] = ()) -> dict[str, Any]:
-    """Return the sweep as plain data: `jobs` with their sizes and states, and `left`, what is still to be run.
+    """Return the sweep as plain data: `jobs` with sizes and states, and `left`, the work still to be run.
 
-    A stopped job counts whole there; it may go on from a checkpoint. `ended`: numbers of jobs that a search has ended.
+    A stopped job counts completely in `left`, although it may resume from a checkpoint. `ended`: numbers of jobs
+    stopped by a search.
     """
     jobs = [_job_facts(job) | ({"state": "ended"} if job.number in ended else {}) for job in whole.jobs]
     left = [job for job in jobs if job["state"] not in (*SETTLED, "running", "ended")]
@@ -86,10 +87,10 @@ def sweep_facts(whole: Sweep, ended: Collection[int] = ()) -> dict[str, Any]:
 
 
 def search_facts(arguments: argparse.Namespace, keys: SweepConfig) -> tuple[Sweep, dict[str, Any]]:
-    """Return the sweep of the jobs that are known before a search, and what it would do, as data and as lines.
+    """Return the sweep of the jobs known before a search, and the plan of the search, as data and as lines.
 
     Raises:
-        ConfigError: as starting it does, with all problems.
+        ConfigError: the same problems as when starting it.
     """
     asked = SearchRequest(arguments, keys, to_train=False)
     if keys.search == "halving":
@@ -113,7 +114,7 @@ def search_facts(arguments: argparse.Namespace, keys: SweepConfig) -> tuple[Swee
 
 
 def _done(whole: Sweep) -> int:
-    """Return how many trials the search's own record has."""
+    """Return the number of trials in the search's record."""
     file = whole.folder / SEARCH_FILE
     return len(json.loads(file.read_text(encoding="utf-8"))["trials"]) if file.is_file() else 0
 
@@ -126,7 +127,7 @@ def _pruning(keys: SweepConfig) -> str:
 
 
 def nothing_to_compare(whole: Sweep, jobs: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return what a ladder lacks that has one recipe on each rung; None of another sweep, or where nothing does.
+    """Describe the missing part of a ladder with only one recipe on each rung; None for other sweeps.
 
     `jobs`: as in `sweep_facts`.
     """
@@ -137,8 +138,8 @@ def nothing_to_compare(whole: Sweep, jobs: Sequence[Mapping[str, Any]]) -> str |
     recipe = whole.jobs[0].config.precision.name
     both = f"{recipe},mxfp8" if recipe in USUAL_BASELINES["precision"] else f"bf16,{recipe}"
     return (
-        f"a baseline, or a recipe to hold against it: each of {len(sizes)} sizes has one run per number of tokens and "
-        f"seed, so that `ladder` has no gap to fit. Give two, as precision={both}"
+        f"a baseline or a second recipe: each of {len(sizes)} sizes has one run per number of tokens and seed, so "
+        f"`ladder` has no gap to fit. Use two, for example precision={both}"
     )
 
 
@@ -161,7 +162,7 @@ def _job_facts(job: Job) -> dict[str, Any]:
 
 
 def _quantized_rows(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return one row per recipe and size of model: how much of the model the recipe quantizes."""
+    """Return one row per recipe and model size, with the share of the model that the recipe quantizes."""
     found: dict[str, None] = {}
     several = len({job["parameters"] for job in jobs}) > 1
     for job in jobs:
@@ -173,7 +174,7 @@ def _quantized_rows(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _state(folder: Path) -> str:
-    """Return `state_of`, and "damaged" where the summary cannot be read: that job needs a look."""
+    """Return `state_of`, or "damaged" if the summary cannot be read."""
     try:
         summary_of(folder)
     except ValueError:
@@ -193,7 +194,7 @@ def render(facts: dict[str, Any]) -> str:
     count = f"{left['jobs']} job{'' if left['jobs'] == 1 else 's'}"
     further = []
     if looks := facts.get("sequential"):
-        jobs = f"{looks['first_jobs']} jobs for the first, {looks['most_jobs']} if nothing is decided before the last"
+        jobs = f"{looks['first_jobs']} jobs for the first, {looks['most_jobs']} if nothing is decided early"
         further = [("looks", f"{looks['words']}; {jobs}")]
     if search := facts.get("search"):
         further = [("search", search["words"]), *search["rows"]]

@@ -10,15 +10,15 @@ from lightning_llm.tracking.run_state import state_of
 from lightning_llm.tracking.sweep_definition import Job
 
 STOPPED = {exit_code(number) for number in STOPPING}
-"""Exit codes of a job that was told to save and stop."""
+"""Exit codes of a job that was asked to save and stop."""
 
 
 @dataclass(frozen=True)
 class SearchPhase:
-    """A part of a search, whose jobs are stopped on purpose: at a rung to go on later, or for good.
+    """A phase of a search that may stop jobs on purpose: at a rung to resume later, or for good.
 
-    `stopped`: how a job came out that the search has stopped, None where it was not the search. Of a search that knows
-    how far it has to go: `step_of` a job, the steps that it has made, and `steps_left` of all jobs of the search.
+    `stopped`: returns the reason if the search has stopped a job, else None. If the length of the search is known:
+    `step_of`: steps made by a job, and `steps_left` of all jobs.
     """
 
     stopped: Callable[[Job], str | None]
@@ -27,12 +27,12 @@ class SearchPhase:
 
 
 class Progress:
-    """Prints a line as each of `jobs` jobs starts and ends; `outcomes` are in the order they ended.
+    """Prints a line as each of `jobs` jobs starts and ends; `outcomes` are in the order of their ends.
 
-    Jobs go by their numbers, which count from 0 as their folders do; how many of them have started or ended is said as
-    a count, behind.
+    Jobs are named by their numbers, which count from 0 like their folders, followed by the count of started or ended
+    jobs.
 
-    `queued`: jobs start, here, when they are submitted, and how many of them run is not known. `phase`: of a search.
+    `queued`: jobs are submitted instead of started, and the number of running ones is unknown. `phase`: of a search.
     """
 
     def __init__(self, jobs: int, *, queued: bool = False, phase: SearchPhase | None = None):
@@ -48,7 +48,7 @@ class Progress:
         self._side_by_side = 1
 
     def starting(self, job: Job) -> None:
-        """Say that `job` starts."""
+        """Report that `job` starts."""
         self._started += 1
         self._running[job.number] = time.monotonic()
         self._side_by_side = max(self._side_by_side, len(self._running))
@@ -58,15 +58,16 @@ class Progress:
         print(f"job    {job.name}: {how}, {self._started} of {self.jobs} so far", flush=True)
 
     def left_alone(self, job: Job) -> None:
-        """Say that `job` runs in a process of another start, which may have been killed; it may have been started."""
+        """Report that `job` runs in a process of another start, which may have been killed; it may have been
+        counted."""
         if self._running.pop(job.number, None) is not None:
             self._started -= 1
             self._from.pop(job.number, None)
         self.jobs -= 1
-        print(f"job    {job.name}: runs in a process that another start left behind, left alone", flush=True)
+        print(f"job    {job.name}: runs in a process that another start left behind, skipped", flush=True)
 
     def ended(self, outcome: Outcome) -> None:
-        """Take in how a job came out, and say how long the others will take."""
+        """Record the outcome of a job, and print the remaining time."""
         self.outcomes.append(outcome)
         self._running.pop(outcome.job.number, None)
         if self.phase and self.phase.step_of:
@@ -80,7 +81,7 @@ class Progress:
         print(f"job    {outcome.job.name}: {how} after {duration(outcome.seconds)}{rest}", flush=True)
 
     def _rest(self, done: int) -> str:
-        """Return how much is left to do, in words."""
+        """Return the remaining work as text."""
         if self.phase and self.phase.steps_left:
             steps = self.phase.steps_left()
             if not steps or self._steps <= 0:
@@ -92,7 +93,7 @@ class Progress:
         )
 
     def _seconds_left(self) -> float:
-        """Return the time for what is not done, jobs taking what they took so far, as many side by side as so far."""
+        """Return the remaining time, from the mean time of a job and the number of parallel jobs so far."""
         if self.queued:
             return (time.monotonic() - self._began) / len(self.outcomes) * (self.jobs - len(self.outcomes))
         each = sum(outcome.seconds for outcome in self.outcomes) / len(self.outcomes)

@@ -1,4 +1,4 @@
-"""`train -m`: a sweep run as its product, look by look until decided, or as a search."""
+"""`train -m`: run a sweep as a product of values, look by look until decided, or as a search."""
 
 import argparse
 
@@ -12,11 +12,11 @@ from lightning_llm.tracking.sweep_definition import define
 
 
 def sweep(arguments: argparse.Namespace) -> int:
-    """Run what is left to do of a sweep in `run.root/experiment/<sweep>/<n>`.
+    """Run the remaining jobs of a sweep in `run.root/experiment/<sweep>/<n>`.
 
-    Finished and diverged runs are skipped, those that failed or were stopped go on, those that run elsewhere are left
-    alone. Returns 0, 1 where a job failed, or 128 + a signal, which is passed on to the jobs under way: they save and
-    stop. A diverged job is a result and no failure.
+    Finished and diverged runs are skipped, failed or stopped runs are resumed, and runs of other processes are left
+    alone. Returns 0, 1 if a job failed, or 128 + a signal, which is passed on to the running jobs: they save and stop.
+    A diverged job is a result, not a failure.
     """
     keys = read_sweep_keys(arguments.overrides, arguments.config_dir)
     if keys.search is not None:
@@ -35,19 +35,19 @@ def sweep(arguments: argparse.Namespace) -> int:
     keys_left = {job.key for job in todo}
     whole = opened(lambda: define(*composed))
     with signals_passed_on() as relay:
-        outcomes = start([job for job in whole.jobs if job.key in keys_left], relay)  # they know their parent now
+        outcomes = start([job for job in whole.jobs if job.key in keys_left], relay)  # now with their parent
     return close(whole, outcomes, relay.received)
 
 
 def _search(arguments: argparse.Namespace, keys: SweepConfig) -> int:
-    """Run a search in the place of the product; return the exit code.
+    """Run a search instead of the product of values; return the exit code.
 
     Raises:
-        ConfigError: with all that is wrong, before anything starts.
+        ConfigError: with all problems, before anything starts.
     """
     if arguments.config:
         raise ConfigError(
-            Problem("--config", "is one resolved run; a search (-m) is composed. Give overrides instead.")
+            Problem("--config", "is one resolved run, but a search (-m) is composed. Use overrides instead.")
         )
     from lightning_llm.sweep.search.request import SearchRequest
 

@@ -25,16 +25,16 @@ POLL_SECONDS = 2.0
 
 
 def slurm_problems(launcher: LauncherConfig) -> Iterator[Problem]:
-    """Yield what keeps jobs from being submitted from this machine."""
+    """Yield the reasons why jobs cannot be submitted from this machine."""
     if launcher.name != "slurm":
         return
     if find_spec("submitit") is None:
-        yield Problem("launcher.name", "is slurm, which needs submitit: pip install 'lightning-llm[slurm]'.")
+        yield Problem("launcher.name", "is slurm, which requires submitit: pip install 'lightning-llm[slurm]'.")
     if launcher.cluster == "slurm" and which("sbatch") is None:
-        text = "is slurm, and there is no sbatch here. Start from a login node, or set launcher=local."
+        text = "is slurm, but there is no sbatch here. Start from a login node, or use launcher=local."
         yield Problem("launcher.name", text)
     if launcher.container is not None:
-        text = f"is {launcher.container!r}, of `plan --script` alone: jobs of a sweep run outside. Leave it out."
+        text = f"is {launcher.container!r}, but only `plan --script` supports containers. Remove it for a sweep."
         yield Problem("launcher.container", text)
 
 
@@ -65,14 +65,14 @@ def array_parameters(config: Config) -> dict[str, Any]:
 
 
 def run_on_slurm(jobs: Sequence[Job], relay: Relay, progress: Progress) -> None:
-    """Submit `jobs`, wait for them and tell `progress` of each; a signal cancels what has not ended.
+    """Submit `jobs`, wait for them and report each to `progress`; a signal cancels those that have not ended.
 
-    Jobs that ask for the same (`array_parameters`) are one array, of which `launcher.at_once` run at a time. What an
-    earlier start submitted and Slurm still has is waited for and not submitted again; what another start waits for is
-    left to it. Output is in `slurm/` beside the jobs' folders.
+    Jobs with equal `array_parameters` form one array, with `launcher.at_once` of them running at a time. Jobs of an
+    earlier start that Slurm still has are awaited and not submitted again; jobs that another start waits for are left
+    to it. Output is in `slurm/` beside the jobs' folders.
 
     Raises:
-        ConfigError: Slurm did not take them.
+        ConfigError: Slurm rejected them.
     """
     began = time.monotonic()
     allow_open_files(len(jobs))
@@ -107,12 +107,12 @@ def _submit(jobs: Sequence[Job]) -> dict[Any, Job]:
         executor.update_parameters(**array_parameters(group[0].config))
         submissions = []
         try:
-            with executor.batch():  # one array: outside of it, at_once would bind nothing
+            with executor.batch():  # one array, to which at_once applies
                 for job in group:
                     submissions.append(executor.submit(subprocess.call, job_command(job)[0]))
         except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
             why = (str(error).strip().splitlines() or ["no reason given"])[-1]
-            raise ConfigError(Problem("launcher", f"asks for what Slurm did not take: {why}")) from error
+            raise ConfigError(Problem("launcher", f"Slurm rejected the jobs: {why}")) from error
         for submitted, job in zip(submissions, group, strict=True):
             tasks = max(1, submitted.num_tasks)
             write_json(_note_of(job), {"slurm_job_id": submitted.job_id, "tasks": tasks})
@@ -121,7 +121,7 @@ def _submit(jobs: Sequence[Job]) -> dict[Any, Job]:
 
 
 def _known_to_slurm(jobs: Sequence[Job]) -> dict[Any, Job]:
-    """Return {submission: job} for what an earlier start has submitted and has not ended."""
+    """Return {submission: job} of submissions of an earlier start that have not ended."""
     import submitit
 
     noted: dict[Any, Job] = {}
@@ -129,7 +129,7 @@ def _known_to_slurm(jobs: Sequence[Job]) -> dict[Any, Job]:
         if job.config.launcher.cluster == "slurm" and _note_of(job).is_file():
             note = json.loads(_note_of(job).read_text(encoding="utf-8"))
             noted[submitit.SlurmJob(_folder_of(job), note["slurm_job_id"], range(note["tasks"]))] = job
-    # A preempted job counts as ended: one that is to go on is queued again, and is called so.
+    # A preempted job counts as ended: if it is requeued, its state shows that.
     return {
         known: job
         for known, job in noted.items()
@@ -142,22 +142,22 @@ def _folder_of(job: Job) -> Path:
 
 
 def _note_of(job: Job) -> Path:
-    """Return the file that says which Slurm job this one is while it is queued or runs."""
+    """Return the file with the Slurm id of this job while it is queued or runs."""
     return _folder_of(job) / f"{job.number}.json"
 
 
 def _code_of_ended(job: Job, submitted: Any) -> int:
-    """Clean up after a job that has ended; return its exit code, having noted in its summary what it could not."""
+    """Clean up after an ended job and return its exit code; records the reason in its summary if the job could not."""
     code = _exit_code(submitted)
-    if code and state_of(job.folder) == "running":  # on another machine: nobody else can tell yet
-        mark_failed(job.folder, f"ended without a word: exit code {code}, {submitted.state} for Slurm")
+    if code and state_of(job.folder) == "running":  # on another machine, so only Slurm knows
+        mark_failed(job.folder, f"ended without a message: exit code {code}, Slurm state {submitted.state}")
     for file in (_note_of(job), job_config_file(job)):
         file.unlink(missing_ok=True)
     return code
 
 
 def _exit_code(submitted: Any) -> int:
-    """Return the exit code of a job's first rank that failed, 0 if none did; 1 for a job that Slurm ended."""
+    """Return the exit code of a job's first failed rank, 0 if none failed; 1 for a job that Slurm ended."""
     import submitit
 
     try:

@@ -19,7 +19,7 @@ def test_the_critical_value_is_tukeys(levels, df):
     assert range_critical_value(levels, df) == pytest.approx(expected, rel=5e-5)
 
 
-def test_alike_levels_have_the_two_way_layouts_intervals():
+def test_levels_of_equal_spread_have_the_intervals_of_a_two_way_layout():
     """With pairs of one spread the pool is the residual of recipes by seeds, of (M - 1) (S - 1) degrees of freedom."""
     losses = np.random.default_rng(3).normal(0, 1, (4, 6))
     gap, low, high, pairs = pairwise_intervals(losses)
@@ -55,7 +55,7 @@ def test_heavy_tails_and_missing_seeds():
     assert pairs[0].tolist() == [3, 4, 4, 3, 3, 4]
 
 
-def test_a_level_of_equal_bits_joins_no_pool():
+def test_bitwise_equal_levels_are_not_pooled():
     losses = np.random.default_rng(6).normal(0, 1, (3, 4))
     losses[2] = losses[0]
     gap, low, high, _ = pairwise_intervals(losses)
@@ -72,7 +72,7 @@ def test_compare_prints_and_writes_all_pairs(sweep, capsys, tmp_path):
     for name, row in found["by_name"].items():
         assert rows[name, "bf16"]["gap"] == pytest.approx(row["gap"])
     assert main(["compare", str(sweep), *map(str, words)]) == 0
-    assert "every recipe against every other, by loss alone; intervals hold together" in capsys.readouterr().out
+    assert "every recipe against every other, by loss alone; simultaneous intervals" in capsys.readouterr().out
     assert verdicts(capsys, sweep, "--output", tmp_path)["all_pairs"] == []
     assert main(["compare", str(sweep), "--all-pairs", "--best-of", "optim.learning_rate"]) == 2
-    assert "--all-pairs: goes without --best-of optim.learning_rate" in capsys.readouterr().err
+    assert "--all-pairs: cannot be combined with --best-of optim.learning_rate" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def make_branches(folder, blocks, gaps=(("bf16", 0.0), ("mxfp8", 0.0), ("mxfp4_s
     return folder
 
 
-def test_verdicts_over_trunks_say_that_they_hold_for_late_switching(tmp_path, capsys):
+def test_verdicts_over_branches_are_limited_to_late_switching(tmp_path, capsys):
     folder = make_branches(tmp_path / "s", [("a", 0, 0), ("b", 1, 1), ("c", 2, 2)])
     found = verdicts(capsys, folder)
     assert found["factor"] == "precision"
@@ -49,18 +49,18 @@ def test_verdicts_over_trunks_say_that_they_hold_for_late_switching(tmp_path, ca
     for row in (good, bad):
         assert (row["pairs"], row["controlled"], row["setting"]) == (3, True, {})
         assert row["qualified"] == f"{row['verdict']} (late switching)"
-        holds = f"holds for late switching only: from step {BEGUN} of {STEPS}, over 3 trunks"
+        holds = f"holds for late switching only: from step {BEGUN} of {STEPS}, over 3 parent runs"
         assert row["line"].endswith(f"; {holds}")
         assert row["late_switching"] == {
             "steps": [BEGUN], "max_steps": [STEPS], "trunks": 3, "seeds": 3, "holds_for": holds,
         }  # fmt: skip
-    assert any(note.startswith("Branches share what came before") for note in found["notes"])
-    assert not any("one trunk" in note or "went on from another folder" in note for note in found["notes"])
+    assert any(note.startswith("Branches share everything before") for note in found["notes"])
+    assert not any("one parent run" in note or "resumed from another folder" in note for note in found["notes"])
     assert holds in (folder / "compare" / "verdicts.csv").read_text()
     assert holds in (folder / "compare" / "report.html").read_text()
 
 
-def test_whole_runs_say_nothing_of_it(tmp_path, capsys):
+def test_whole_runs_are_not_limited_to_late_switching(tmp_path, capsys):
     for number, precision in enumerate(("bf16", "mxfp8")):
         make_run(tmp_path / str(number), f"precision={precision}")
     row = verdicts(capsys, tmp_path)["by_name"]["mxfp8"]
@@ -68,16 +68,16 @@ def test_whole_runs_say_nothing_of_it(tmp_path, capsys):
     assert "late switching" not in row["line"] + row["qualified"]
 
 
-def test_seeds_after_one_trunk_speak_of_that_trunk(tmp_path, capsys):
+def test_seeds_after_one_parent_run_only_cover_that_run(tmp_path, capsys):
     folder = make_branches(tmp_path / "s", [("a", seed, 0) for seed in (0, 1, 2)])
     found = verdicts(capsys, folder)
     row = found["by_name"]["mxfp8"]
     assert (row["pairs"], row["controlled"]) == (3, True)
-    assert row["line"].endswith("after one trunk, over 3 seeds")
-    assert any(note.startswith("All branch off one trunk") for note in found["notes"])
+    assert row["line"].endswith("after one parent run, over 3 seeds")
+    assert any(note.startswith("All branch off one parent run") for note in found["notes"])
 
 
-def test_seeds_after_several_trunks_are_no_replicates_of_trunks(tmp_path, capsys):
+def test_seeds_after_several_parent_runs_are_no_replicates(tmp_path, capsys):
     """Six pairs of two trunks would make an interval of six, and there are two trunks."""
     blocks = [(trunk, seed, trunk_seed) for trunk, trunk_seed in (("a", 0), ("b", 1)) for seed in (5, 6, 7)]
     folder = make_branches(tmp_path / "s", blocks, gaps=(("bf16", 0.0), ("mxfp8", 0.0)))
@@ -98,11 +98,14 @@ def test_branches_off_other_steps_or_trunks_are_not_controlled(tmp_path, capsys)
     assert {row["key"] for row in found["mxfp8"]["confounders"]} == {"branch.digest", "branch.step", "branch_from"}
     assert "from step 60 or 80" in found["mxfp8"]["line"]
     assert {row["key"] for row in found["mxfp4_sr"]["confounders"]} == {"branch.digest", "branch_from"}
-    assert "not controlled: the runs differ in branch.digest, branch.step, branch_from" in found["fp8_delayed"]["line"]
+    assert (
+        "not controlled: the runs also differ in branch.digest, branch.step, branch_from"
+        in found["fp8_delayed"]["line"]
+    )
     assert not any(row["controlled"] for row in found.values())
 
 
-def test_a_trunk_that_is_a_branch_of_another_is_no_replicate_beside_it(tmp_path):
+def test_a_parent_run_branched_off_another_is_no_replicate(tmp_path):
     """They share their first steps, whatever their seeds."""
 
     def run(digest, seed, root):
@@ -113,7 +116,7 @@ def test_a_trunk_that_is_a_branch_of_another_is_no_replicate_beside_it(tmp_path)
     assert equivalent_starts([run("x", 0, "x"), run("y", 1, "x")]) == ()
 
 
-def test_the_same_trunk_at_two_paths_is_one(tmp_path):
+def test_one_parent_run_at_two_paths_counts_once(tmp_path):
     def run(path, digest, seed=0):
         about = {"digest": digest, "step": 8, "seed": seed}
         return Run(tmp_path, {"branch_from": path, "seed": seed}, {"branch": about})
@@ -139,7 +142,7 @@ def test_the_tail_is_of_the_branch_s_own_steps(tmp_path):
     assert whole.steps == tuple(range(55, STEPS + 1, EVERY))
 
 
-def test_a_trunk_whose_branch_is_gone_is_missing(tmp_path, capsys):
+def test_a_parent_run_without_its_branch_is_missing(tmp_path, capsys):
     folder = make_branches(
         tmp_path / "s", [("a", 0, 0), ("b", 1, 1), ("c", 2, 2)], gaps=(("bf16", 0.0), ("mxfp8", 0.0))
     )

@@ -33,7 +33,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_what_cannot_be_used_is_said_and_the_rest_is_judged(kind, tmp_path, capsys):
+def test_unusable_runs_are_reported_and_the_rest_judged(kind, tmp_path, capsys):
     words, more, said = BAD[kind]
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp4_sr": 0.001})
     make_run(sweep / "30", *words, **more)
@@ -69,7 +69,7 @@ def test_without_hashes_the_configs_decide_what_is_comparable(tmp_path, capsys):
     assert "data.sources.code.weight" in said
 
 
-def test_nothing_to_compare_is_said(tmp_path, capsys, monkeypatch):
+def test_nothing_to_compare_is_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path / "outputs"))
     make_run(tmp_path / "outputs" / "precision_study" / "alone", "precision=bf16")
     (tmp_path / "outputs" / "mlartifacts").mkdir()  # MLflow's: no experiment
@@ -80,11 +80,11 @@ def test_nothing_to_compare_is_said(tmp_path, capsys, monkeypatch):
     one = make_run(tmp_path / "one", "precision=bf16")
     assert "1 finished run: a verdict needs a baseline and another" in refusal(capsys, one)
     two = make_run(tmp_path / "two", "precision=bf16", "seed=1")
-    assert "all 2 runs have the same config, but for the seed; a verdict needs" in refusal(capsys, one, two)
+    assert "all 2 runs have the same config except for the seed. A verdict needs" in refusal(capsys, one, two)
     three = make_run(tmp_path / "three", "precision=mxfp8")
     assert "'fp23' is the level of no run. Known here" in refusal(capsys, one, three, "--baseline", "precision=fp23")
     assert "there is no group or key 'precison'" in refusal(capsys, one, three, "--baseline", "precison=bf16")
-    assert "--baseline precision=NAME, of mxfp8, nvfp4" in refusal(
+    assert "--baseline precision=NAME, one of mxfp8, nvfp4" in refusal(
         capsys, three, make_run(tmp_path / "four", "precision=nvfp4")
     )
     problems = refusal(capsys, one, three, "--margin", "-1", "--confidence", "1", "--tail", "1")
@@ -98,9 +98,7 @@ def test_nothing_to_compare_is_said(tmp_path, capsys, monkeypatch):
 def test_metrics_that_end_early_and_a_metric_that_no_run_has_are_named(tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp4_sr": 0.001})
     told = refusal(capsys, sweep, "--metric", "nosuch")
-    assert (
-        "--metric: no run has a validation of 'nosuch'. These runs' validations have: val_loss, val_loss/code" in told
-    )
+    assert "--metric: no run has a validation of 'nosuch'. Available: val_loss, val_loss/code" in told
     lines = (sweep / "4" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (sweep / "4" / "metrics.jsonl").write_text("".join(lines[:60]))
     rewritten(sweep / "4")
@@ -109,7 +107,7 @@ def test_metrics_that_end_early_and_a_metric_that_no_run_has_are_named(tmp_path,
     assert [row["pairs"] for row in found["verdicts"]] == [2]
 
 
-def test_jobs_that_shared_the_machine_and_a_tail_of_one_validation_are_said(tmp_path, capsys):
+def test_shared_machines_and_single_validation_tails_are_noted(tmp_path, capsys):
     once = {step: curve(step) for step in range(20, STEPS + 1, 20)}
     words = ("launcher.at_once=2",)
     for seed in range(2):
@@ -120,7 +118,7 @@ def test_jobs_that_shared_the_machine_and_a_tail_of_one_validation_are_said(tmp_
     assert "at once" not in notes  # each was started alone, with a config that a sweep's job had
     assert "The tail is one validation (step 100)" in notes
     assert "trainer.validate_every_steps=2" in notes
-    assert "or take in more of what there is (--tail 0.3)" in notes  # step 80 is there
+    assert "or use more of the existing validations (--tail 0.3)" in notes  # step 80 is there
     (tmp_path / "s" / "sweep.json").write_text('{"jobs": []}')
     found = verdicts(capsys, tmp_path / "s")
     assert "2 at once (launcher.at_once)" in " ".join(found["notes"])

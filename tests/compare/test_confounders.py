@@ -101,7 +101,7 @@ def test_every_single_key_is_either_listed_or_known_to_mean_nothing(runs):
             assert row["controlled"] != means_something(key), key
 
 
-def test_where_the_same_data_lay_is_neither_confounder_nor_setting(runs):
+def test_the_location_of_equal_data_is_neither_confounder_nor_setting(runs):
     """One recipe started from two folders, on one text."""
 
     def lying_in(folder, run):
@@ -150,7 +150,7 @@ def test_a_source_that_is_only_scored_confounds_nothing_on_a_source_that_both_sc
         compare_runs(runs, Terms(metric="val_loss/code"), "precision=bf16")
 
 
-def test_a_gap_is_shown_of_sources_alone_that_both_scored_alike(tmp_path):
+def test_gaps_are_only_shown_for_sources_scored_on_the_same_text(tmp_path):
     def run(name, code):
         summary = {"validation_hashes": {"code": code}}
         return read_run(make_run(tmp_path / f"{name}-{code}", f"precision={name}", summary=summary))
@@ -202,7 +202,7 @@ def test_an_exact_partner_is_preferred(tmp_path):
         ({"data.micro_batch_size": [4]}, {}, {"earlier.data.micro_batch_size"}),
     ],
 )
-def test_what_an_earlier_part_of_a_resumed_run_had_otherwise_is_a_confounder(ours, theirs, listed, tmp_path):
+def test_settings_changed_across_resumes_are_confounders(ours, theirs, listed, tmp_path):
     made = []
     for seed in (0, 1):
         for name, earlier in (("bf16", ours), ("mxfp8", theirs)):
@@ -220,7 +220,7 @@ def test_what_an_earlier_part_of_a_resumed_run_had_otherwise_is_a_confounder(our
         ("lightning_llm.callbacks.profile.Profile", True),
     ],
 )
-def test_a_callback_that_is_not_ours_may_act_on_training(target, controlled, tmp_path):
+def test_foreign_callbacks_are_confounders(target, controlled, tmp_path):
     extra = [f"+callbacks.extra._target_={target}"]
     extra += [] if controlled else ["+callbacks.extra.decay=0.9"]
     made = []
@@ -233,7 +233,7 @@ def test_a_callback_that_is_not_ours_may_act_on_training(target, controlled, tmp
         assert {each["key"] for each in row["confounders"]} == {"callbacks.extra._target_", "callbacks.extra.decay"}
 
 
-def test_what_a_recipe_allows_and_casts_by_layer_are_part_of_what_is_compared(tmp_path):
+def test_recipe_options_and_layer_rules_are_compared(tmp_path):
     rule = '[{names: ["*.o_proj"], high: true}]'
     words = ("precision.allow=[mx_gradients_in_e5m2]", f"precision.modules.casts={rule}")
     for number, word in enumerate(words):

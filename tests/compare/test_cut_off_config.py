@@ -11,7 +11,7 @@ from lightning_llm.tracking.reading import read_run
 from tests.compare.run_folders import make_run
 
 
-def test_a_config_that_was_cut_off_is_named_and_is_no_other_recipe(tmp_path: Path) -> None:
+def test_a_truncated_config_is_reported_and_no_other_recipe(tmp_path: Path) -> None:
     file = make_run(tmp_path / "run") / "config.yaml"
     text = file.read_text()
     file.write_text(text[: text.index("\nseed:") + 1])

@@ -43,7 +43,7 @@ def test_the_error_is_shared_by_the_recipes_of_a_family_and_by_declared_looks():
         assert wide.estimate.comparisons == 3
 
 
-def test_a_floor_that_is_wide_makes_no_outliers():
+def test_a_wide_noise_floor_prevents_outliers():
     assert [each.estimate.outlier_seeds for each in judge_all(family(), 0.2, TERMS)] == [(), (), ()]
 
 
@@ -64,7 +64,7 @@ def test_a_margin_in_tokens_is_the_mean_over_the_seeds_that_the_gap_is_of():
     assert priced.estimate.sd == pytest.approx(own)
 
 
-def test_what_has_not_learned_is_inconclusive_and_a_missing_run_forbids_lossless():
+def test_unlearned_baselines_are_inconclusive_and_missing_runs_forbid_lossless():
     unlearned = Measured("unlearned", differences={seed: 0.5 + gap for seed, gap in NEAR.items()}, unlearned=(7.0, 6.2))
     missing = Measured("missing", differences=NEAR, missing_seeds=[9])
     lossy = Measured("lossy", differences={seed: 0.5 + gap for seed, gap in NEAR.items()}, missing_seeds=[9])
@@ -73,7 +73,7 @@ def test_what_has_not_learned_is_inconclusive_and_a_missing_run_forbids_lossless
     assert [each.decision for each in found] == ["inconclusive", "inconclusive", "lossy"]
 
 
-def test_a_pair_alone_has_no_interval_that_must_hold_with_others():
+def test_a_single_pair_does_not_widen_other_intervals():
     one = Measured("one", differences={0: 0.001})
     found = judge_all([*family(), one], None, TERMS)
     assert [each.estimate.comparisons for each in found] == [3] * 4
@@ -111,7 +111,7 @@ def test_pairs_of_which_a_run_diverged_are_counted_and_left_out(
     assert (found.identical, found.seeds, found.missing_seeds) == (identical, [0, 1, 2], [7])
 
 
-def test_seeds_without_a_price_are_no_part_of_the_differences():
+def test_seeds_without_a_margin_are_not_in_the_differences():
     pairs = [Pair(run_of(seed, 3.0 + seed / 100), run_of(seed, 3.0), {}) for seed in range(4)]
     found = measure("recipe", pairs, [], TERMS, margins={1: 0.01, 3: 0.02, 9: 0.5})
     assert found.differences == pytest.approx({1: 0.01, 3: 0.03})

@@ -14,7 +14,7 @@ from tests.compare.run_folders import make_run, make_sweep, refusal, rewritten, 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 
-def test_a_baseline_is_named_by_its_value_however_it_is_written(tmp_path, capsys):
+def test_a_baseline_value_matches_in_any_notation(tmp_path, capsys):
     for weight in (0, 0.5):
         for seed in range(3):
             words = [
@@ -80,12 +80,12 @@ def test_a_level_whose_varying_keys_are_null_is_not_without_the_group(tmp_path, 
     assert found["baseline"].endswith("temperature=null, weight=null")
 
 
-def test_of_two_usual_baselines_none_is_chosen_silently(tmp_path, capsys):
+def test_two_default_baselines_are_reported(tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=bf16 precision.optimizer.eps=1e-6": 0.001})
     make_sweep(sweep / "more", {"precision=mxfp8": 0.001})
     error = refusal(capsys, sweep)
     assert "2 levels are called bf16 (bf16 (optimizer.eps=null) and bf16 (optimizer.eps=1e-06)). Choose one" in error
-    assert "; the first is --baseline 'precision=bf16 (optimizer.eps=null)'." in error  # as a shell takes it
+    assert ". For example --baseline 'precision=bf16 (optimizer.eps=null)'." in error  # as a shell takes it
     found = verdicts(capsys, sweep, "--baseline", "precision=bf16 (optimizer.eps=1e-06)")
     assert found["baseline"] == "bf16 (optimizer.eps=1e-06)"
     make_sweep(sweep / "fp32", {"precision=fp32": 0.001})
@@ -144,10 +144,10 @@ def test_backends_alone_can_be_compared_and_are_no_confounder_of_themselves(tmp_
     assert (found["factor"], found["baseline"]) == ("precision.backend", "precision.backend=emulated")
     (row,) = found["verdicts"]
     assert (row["controlled"], row["confounders"]) == (True, [])
-    assert "held against itself" not in " ".join(found["notes"])
+    assert "All runs have the same recipe" not in " ".join(found["notes"])
 
 
-def test_what_is_no_rounding_is_not_called_one(tmp_path, capsys):
+def test_differences_beyond_rounding_are_not_called_rounding(tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"spikes.policy=log": 0.0, "spikes.policy=skip": 0.05})
     found = verdicts(capsys, sweep)
     assert (found["factor"], found["verdicts"][0]["verdict"]) == ("spikes.policy", "lossy")

@@ -21,7 +21,7 @@ from tests.compare.run_folders import make_sweep, refusal, verdicts
             (
                 "--all-pairs: has no effect", "--target: has no effect", "--trials: has no effect",
                 "--beyond: has no effect without --predict", "--ledger: has no effect", "--margin=2%: must be in nats",
-                "--confidence: is 2", "--choose-by: says by which seeds",
+                "--confidence: is 2", "--choose-by: requires --best-of KEY",
             ),
         ),
         ("--grade --beyond 0", ("--beyond: has no effect", "--beyond=0: must be above 0")),
@@ -29,10 +29,10 @@ from tests.compare.run_folders import make_sweep, refusal, verdicts
             "--beyond 2 --ledger f --trials a --tail 3",
             ("--beyond: an option of", "--ledger: an option of", "--trials: an option of", "--tail: is 3"),
         ),
-        ("--all-pairs --margin 2%", ("--all-pairs: takes a margin in nats",)),
+        ("--all-pairs --margin 2%", ("--all-pairs: requires a margin in nats",)),
     ],
 )  # fmt: skip
-def test_what_would_be_ignored_is_refused_all_at_once(words, said, sweep, capsys):
+def test_ignored_keys_are_refused_all_at_once(words, said, sweep, capsys):
     told = refusal(capsys, sweep, *words.split())
     assert [each for each in said if each not in told] == []
 
@@ -51,16 +51,16 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_looks_that_are_damaged_are_refused(wrong, tmp_path):
     (tmp_path / "looks.json").write_text(json.dumps({"looks": [LOOK | wrong]}))
-    with pytest.raises(ValueError, match=r"looks.json is damaged: a look has no sound .*Restore it"):
+    with pytest.raises(ValueError, match=r"looks.json is damaged: a look has no valid .*Restore it"):
         record_look(RecordedLook(**LOOK), tmp_path)
 
 
-def test_looks_that_are_damaged_cost_a_line_and_no_report(sweep, capsys):
+def test_a_damaged_looks_file_only_costs_a_note(sweep, capsys):
     file = sweep / "compare" / "looks.json"
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps({"looks": [LOOK | {"verdicts": 3}]}))
     found = verdicts(capsys, sweep)
-    assert any("looks.json is damaged: a look has no sound verdicts" in note for note in found["notes"])
+    assert any("looks.json is damaged: a look has no valid verdicts" in note for note in found["notes"])
     assert (file.parent / "report.html").is_file()
     assert "could not be made" not in found["stderr"]
     assert json.loads(file.read_text()) == {"looks": [LOOK | {"verdicts": 3}]}  # left for its owner
@@ -77,12 +77,12 @@ def test_a_look_by_a_margin_in_tokens_is_shown(sweep, capsys):
 
 
 @pytest.mark.parametrize("declared", [{}, None, []], ids=repr)
-def test_looks_that_were_declared_and_are_gone_are_damage(declared, tmp_path, capsys):
+def test_removed_declared_looks_are_damage(declared, tmp_path, capsys):
     folder = make_sweep(tmp_path / "outputs" / "e" / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0}, seeds=2)
     jobs = [{"number": n, "key": str(n), "words": [], "kind": "k", "seed": n} for n in range(4)]
     (folder / "sweep.json").write_text(json.dumps({"jobs": jobs, "sequential": declared}))
     said = refusal(capsys, folder)
-    assert "the declared looks ('sequential') cannot be used: it is damaged: nothing is declared in it" in said
+    assert "the declared looks ('sequential') cannot be used: it is damaged: it is empty" in said
     words = ["-m", "model=llama_tiny", "data=python", "precision=bf16,mxfp8", "logger=none", "run.name=s"]
     place = [f"run.root={tmp_path / 'outputs'}", "run.experiment=e"]
     assert main(["plan", *words, *place]) == 2

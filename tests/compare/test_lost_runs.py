@@ -23,7 +23,7 @@ def test_a_recipe_without_a_finished_run_is_named(tmp_path, capsys):
     assert found["by_name"]["mxfp8"]["pairs"] == 3
 
 
-def test_the_step_that_a_stop_left_unmade_is_no_step_of_the_run(tmp_path):
+def test_a_step_not_made_before_a_stop_is_not_counted(tmp_path):
     losses = {step: curve(step) for step in range(5, 31, 5)}
     run = make_run(tmp_path / "run", losses=losses, summary={"status": "failed", "detail": "SpikeStop: step 31 is ..."})
     stop = {"step": 31, "tokens": 1, "time": 0.0, "loss": "nan", "event": "non_finite", "event_action": "stop"}
@@ -54,7 +54,7 @@ def test_one_divergence_of_three_is_a_result_and_not_lossy_by_itself(tmp_path, c
         assert (row["diverged_seeds"], row["stability"]["verdict"]) == ([seed], "open")
         assert row["stability"]["rate_ci"] == pytest.approx(stats.binomtest(1, 3).proportion_ci())
         assert "1 of 3 failed: failure rate 1 to 91 %), diverged at seed " + str(seed) in row["line"]
-        assert "not called lossless by the other 2 pairs" in row["line"]
+        assert "so the remaining 2 pairs cannot make it lossless" in row["line"]
     assert "205K tokens" in rows["mxfp8"]["line"]
 
 
@@ -67,7 +67,7 @@ def test_a_recipe_that_diverges_at_every_seed_is_lossy_and_no_interval_is_needed
     assert "unstable: it fails more often than the baseline (p = 0.0093)" in row["line"]
 
 
-def test_a_baseline_that_diverges_is_counted_as_any_recipe_is(tmp_path, capsys):
+def test_a_diverged_baseline_is_counted_like_a_diverged_recipe(tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0, "precision=fp8_current": 0.0})
     diverge(sweep / "1", "precision=bf16", "seed=1")
     diverge(sweep / "5", "precision=mxfp8", "seed=2")
@@ -93,7 +93,7 @@ def test_a_catastrophic_seed_is_named_and_the_others_are_judged(tmp_path, capsys
     assert (flipped["verdict"], flipped["stability"]["baseline_failed_seeds"]) == ("lossless", [9])
 
 
-def test_one_pair_that_diverged_before_its_first_validation_is_said(tmp_path, capsys):
+def test_a_single_diverged_pair_without_validation_is_reported(tmp_path, capsys):
     make_run(tmp_path / "s" / "0", "precision=bf16", "seed=0")
     lost = make_run(
         tmp_path / "s" / "1", "precision=mxfp8", "seed=0", summary={"status": "failed", "detail": "NonFiniteError: ..."}
@@ -127,7 +127,7 @@ def test_a_baseline_that_has_not_learned_gives_no_verdict(tmp_path, capsys):
     assert (floor["floor"], floor["unlearned"]) == (None, 6)
 
 
-def test_what_takes_no_context_to_reach_is_not_learned(tmp_path, capsys):
+def test_a_loss_reachable_without_context_is_not_learned(tmp_path, capsys):
     """A model of the tokens' frequencies alone is far below guessing where tokens are not equally frequent."""
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
     assert verdicts(capsys, sweep)["by_name"]["mxfp8"]["baseline_learned"]
@@ -193,7 +193,7 @@ def test_of_runs_that_differ_in_rounding_each_way_has_its_own_missing_seeds(tmp_
     assert {name.rpartition("=")[2]: row["missing_seeds"] for name, row in rows.items()} == {"2": [], "1": [9]}
 
 
-def test_what_is_not_finite_on_the_way_is_passed_over_and_the_output_stays_json(tmp_path, capsys):
+def test_non_finite_losses_are_skipped_and_the_output_stays_json(tmp_path, capsys):
     for seed in range(2):
         make_run(tmp_path / "s" / f"0{seed}", "precision=bf16", f"seed={seed}", noise=NOISE[seed])
         losses = {step: curve(step) - 0.01 if step > 90 else curve(step) + 1 for step in range(5, STEPS + 1, 5)}
@@ -211,7 +211,7 @@ def test_what_is_not_finite_on_the_way_is_passed_over_and_the_output_stays_json(
     assert (row["pairs"], row["loss_pairs"], row["baseline_diverged_seeds"]) == (3, 2, [2])
 
 
-def test_a_run_that_failed_before_its_first_record_is_missed(tmp_path, capsys):
+def test_a_run_that_failed_before_its_first_record_is_missing(tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
     early = make_run(sweep / "20", "precision=mxfp8", "seed=3")
     make_run(sweep / "21", "precision=bf16", "seed=3", noise=0.3)
@@ -258,13 +258,13 @@ def test_a_job_of_a_sweep_that_is_gone_or_damaged_is_a_missing_seed(loss, tmp_pa
     assert (row["missing_seeds"], row["pairs"], row["verdict"]) == ([1], 2, "inconclusive")
     assert ("unreadable" in found["stderr"]) == (loss != "all of it")
     (sweep / "sweep.json").write_text('{"jobs')
-    assert "a job may be missing unseen" in verdicts(capsys, sweep, expect=2)["stderr"]
+    assert "missing jobs cannot be detected" in verdicts(capsys, sweep, expect=2)["stderr"]
     some = [sweep / str(number) for number in (0, 2, 3, 5)]
     assert verdicts(capsys, *some)["by_name"]["mxfp8"]["missing_seeds"] == []  # the sweep was not named
 
 
 @pytest.mark.parametrize("twin", ["data.micro_batch_size=1", "seed=0"])
-def test_a_run_that_diverged_is_not_passed_over_for_a_twin_that_did_not(twin, tmp_path, capsys):
+def test_a_diverged_run_is_not_replaced_by_its_rerun(twin, tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp4_sr": 0.0})
     losses = {step: curve(step) for step in range(5, 31, 5)}
     ended = {"status": "failed", "detail": "NonFiniteError: the loss of step 31 is nan. ..."}
@@ -274,7 +274,7 @@ def test_a_run_that_diverged_is_not_passed_over_for_a_twin_that_did_not(twin, tm
     assert (row["verdict"], row["diverged_seeds"], row["controlled"]) == ("inconclusive", [0], True)
 
 
-def test_a_lost_job_is_known_by_its_config_whatever_its_words(tmp_path, capsys):
+def test_a_lost_job_is_identified_by_its_config(tmp_path, capsys):
     """The words of a job are those of the command that last named it, relative to the others of that command."""
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
     jobs = [
@@ -291,7 +291,7 @@ def described(jobs):
     return json.dumps({"jobs": [{"number": n, "words": words.split(), "key": str(n)} for n, words in enumerate(jobs)]})
 
 
-def test_a_level_is_known_however_its_number_is_written(tmp_path, capsys):
+def test_a_level_matches_in_any_notation_of_its_number(tmp_path, capsys):
     """Of jobs whose words are all that is known: no run is of their model."""
     key = "optim.learning_rate"
     sweep = make_sweep(tmp_path / "s", {f"{key}=1e-3": 0.0, f"{key}=0.01": 0.0})
@@ -303,7 +303,7 @@ def test_a_level_is_known_however_its_number_is_written(tmp_path, capsys):
     assert line == f"  - {key}=4e-2: has no verdict: none of its runs is finished (seed 1)."
 
 
-def test_a_whole_number_is_the_level_that_a_fraction_is(tmp_path, capsys):
+def test_integers_and_equal_floats_are_one_level(tmp_path, capsys):
     key = "optim.weight_decay"
     sweep = make_sweep(tmp_path / "s", {f"{key}=0.5": 0.0, f"{key}=1.0": 0.0})
     lost = [f"{key}=1 seed=3", f"{key}=2 seed=4"]
@@ -326,7 +326,7 @@ def test_a_run_whose_records_begin_later_has_no_time_to_loss(tmp_path, capsys):
         rewritten(sweep / str(number))
     found = verdicts(capsys, sweep)
     assert found["by_name"]["mxfp8"]["time_to_loss"]["pairs"] == 0
-    assert "went on from another folder at step 51" in " ".join(found["notes"])
+    assert "was resumed from another folder at step 51" in " ".join(found["notes"])
 
 
 @pytest.mark.parametrize(
@@ -337,8 +337,8 @@ def test_beside_a_sweeps_file_of_another_form_nothing_is_lossless(content, tmp_p
     assert verdicts(capsys, sweep)["by_name"]["mxfp8"]["verdict"] == "lossless"
     (sweep / "sweep.json").write_text(content)
     found = verdicts(capsys, sweep, expect=2)
-    assert f"{sweep / 'sweep.json'}: cannot be read, so a job may be missing unseen" in found["stderr"]
+    assert f"{sweep / 'sweep.json'}: cannot be read, so missing jobs cannot be detected" in found["stderr"]
     row = found["by_name"]["mxfp8"]  # a missing seed may be one that was lossy
     assert (row["verdict"], row["damaged"]) == ("inconclusive", [str(sweep / "sweep.json")])
     assert main(["compare", str(sweep)]) == 2
-    assert "sweep.json is damaged, so nothing is called lossless" in " ".join(capsys.readouterr().out.split())
+    assert "sweep.json is damaged, so no recipe is called lossless" in " ".join(capsys.readouterr().out.split())

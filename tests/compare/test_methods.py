@@ -86,7 +86,7 @@ def test_the_runs_are_described_as_they_were(several, alone):
     text = several.methods.texts[0]
     assert text.startswith(
         "Runs. mxfp8 (Transformer Engine, MXFP8BlockScaling; Mishra et al. 2025) and mxfp4_sr (Tseng et al. 2025; "
-        "amazon-science/mxfp4-llm, BW_USE_MXFP4=3) were held against bf16 (Kalamkar et al. 2019) (precision) in 3 "
+        "amazon-science/mxfp4-llm, BW_USE_MXFP4=3) were compared with bf16 (Kalamkar et al. 2019) (precision) in 3 "
         "pairs of runs each, of seeds 0 to 2: 9 runs."
     )
     for words in (

@@ -66,7 +66,7 @@ def test_equal_bits_are_no_noise(tmp_path, capsys):
     assert found["aa"][0]["identical"] == 1
 
 
-def test_a_run_made_again_is_dropped_if_equal_and_noise_if_not(tmp_path, capsys):
+def test_a_rerun_is_dropped_if_equal_and_noise_if_not(tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.001})
     later = {"started_at": "2026-11-22T10:00:00+00:00"}
     make_run(sweep / "20", "precision=bf16", "seed=0", noise=NOISE[0], summary=later)
@@ -106,7 +106,7 @@ def test_layouts_with_the_same_bits_are_no_confounder_and_others_are(tmp_path, c
     }  # fmt: skip
 
 
-def test_a_twin_that_diverged_early_leaves_the_floor_at_the_end(tmp_path, capsys):
+def test_a_diverged_rerun_does_not_change_the_noise_floor(tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
     make_run(sweep / "20", "precision=bf16", "data.micro_batch_size=1", "seed=0", noise=NOISE[0] + 0.002)
     early = {5: curve(5), 10: 9.0}

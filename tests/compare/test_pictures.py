@@ -125,7 +125,7 @@ def test_at_its_last_step_a_curve_has_the_interval_of_the_verdict_on_that_step(t
     assert [*one] == ["steps", "tokens", "gap", "low", "high", "confidence"]
 
 
-def test_only_what_has_an_aa_floor_is_said_to_be_shaded(comparison, tmp_path):
+def test_only_pictures_with_an_aa_floor_mention_shading(comparison, tmp_path):
     def said(judged):
         return {picture.name for picture in pictures_of(judged) if "A/A floor" in picture.caption + picture.alt}
 

@@ -84,7 +84,7 @@ def refs(page):
     return [each["id"].removeprefix("ref-") for each in page.all("li") if "id" in each]
 
 
-def test_a_phone_is_enough(report):
+def test_the_report_fits_a_phone(report):
     """Pictures shrink to the width there is, tables become lists or scroll by themselves, long words break."""
     folder, page, _ = report
     assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all("meta")
@@ -105,7 +105,7 @@ def test_a_phone_is_enough(report):
     assert widest < 2000
 
 
-def test_who_sees_no_picture_and_who_sees_no_colour_reads_the_same(report):
+def test_pictures_have_alternative_text_and_need_no_color(report):
     folder, page, _ = report
     found = {row["name"]: row for row in json.loads((folder / "compare.json").read_text())["verdicts"]}
     gaps, *others = [image["alt"] for image in page.all("img")]
@@ -174,7 +174,7 @@ def test_the_report_has_the_numbers_of_the_verdicts(report):
     assert (folder / "figure-gaps.pdf").read_bytes().startswith(b"%PDF-1.4")
 
 
-def test_what_cannot_be_made_is_said_and_nothing_else_is_lost(sweep, capsys, monkeypatch, tmp_path):
+def test_a_failed_part_of_the_report_is_noted_and_the_rest_written(sweep, capsys, monkeypatch, tmp_path):
     def broken(*_):
         raise RuntimeError("no ink")
 
@@ -184,7 +184,7 @@ def test_what_cannot_be_made_is_said_and_nothing_else_is_lost(sweep, capsys, mon
     (tmp_path / "report.pdf").touch()  # of an earlier release
     assert main(["compare", str(sweep), "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "note   report.tex could not be made (RuntimeError: no ink); the rest of the report is there." in out
+    assert "note   report.tex could not be made (RuntimeError: no ink); the rest was written." in out
     assert f"report {tmp_path / 'report.html'}" in out
     assert {file.suffix for file in tmp_path.iterdir()} == {".html", ".svg", ".csv", ".tex", ".bib", ".json"}
     monkeypatch.setattr(write, "page", broken)

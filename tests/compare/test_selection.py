@@ -60,7 +60,7 @@ def test_recipes_are_judged_at_the_rates_that_other_seeds_chose(sweep, capsys):
     assert "optim=muon: best at learning_rate=0.004 (loss 3.3" in notes
     assert "a factor of " in notes
     assert "Over all seeds the loss is within the margin of its best from 0.00" in notes
-    assert not any("Each at its own best" in note for note in found["notes"])
+    assert not any("To compare each at its best value" in note for note in found["notes"])
 
 
 def test_each_setting_has_a_best_of_its_own_and_its_own_baseline(tmp_path, capsys):
@@ -97,7 +97,10 @@ def test_lossy_at_the_chosen_rates_alone_is_not_lossy(sweep, capsys):
     assert (row["loss_verdict"], row["verdict"]) == ("lossy", "inconclusive")
     assert row["qualified"] == "inconclusive (lossy at the chosen values alone)"
     assert row["tuned"]["because"] == [{"whose": "own", "value": 0.002}]
-    assert "lossy at learning_rate=0.004, but not shown to be so at its own 0.002: which is best is open" in row["line"]
+    assert (
+        "lossy at learning_rate=0.004, but not shown to be lossy at its own 0.002: the best value is not known"
+        in row["line"]
+    )
 
 
 def test_lossless_at_the_chosen_rates_alone_is_not_lossless(sweep, capsys):
@@ -108,7 +111,7 @@ def test_lossless_at_the_chosen_rates_alone_is_not_lossless(sweep, capsys):
     assert row["tuned"]["because"] == [{"whose": "baseline's", "value": 0.002}]
 
 
-def test_what_the_whole_grid_bears_out_stays(sweep, capsys):
+def test_decisions_supported_by_the_whole_grid_are_kept(sweep, capsys):
     words = [sweep, "--best-of", "optim.learning_rate", "--choose-by", "0,1,2"]
     words += ["--baseline", "optim=adamw", "--margin", "0.001"]
     for seed in (4, 5, 6):  # at which both are best where the sum of the first three says
@@ -133,7 +136,7 @@ def test_a_best_rate_at_the_end_of_the_grid_is_not_judged(sweep, capsys):
     told = capsys.readouterr().err
     assert "optim=muon (at 0.004) is best at the greatest value of the grid" in told
     assert "Extend the grid above, to 0.008, say." in told
-    assert "so fewer than two recipes are left" in told
+    assert "fewer than two recipes have their best value inside the grid" in told
     for folder in sweep.glob("adamw-[48]e-3-*"):
         shutil.rmtree(folder)
     for folder in sweep.glob("muon-4e-3-*"):
@@ -143,7 +146,7 @@ def test_a_best_rate_at_the_end_of_the_grid_is_not_judged(sweep, capsys):
     assert "optim=adamw (at 0.002) and optim=muon (at 0.002) are best at the greatest value" in line
 
 
-def test_declared_looks_are_not_told_to_be_given_up_for_each_at_its_best(sweep, capsys):
+def test_best_of_is_not_suggested_with_declared_looks(sweep, capsys):
     design = declare((3, 4), tuple(range(4)), Terms(), "linear", 7, None)
     (sweep / "sweep.json").write_text(json.dumps({"jobs": [], "sequential": design.as_data()}))
     found = verdicts(capsys, sweep)
@@ -154,9 +157,9 @@ def test_declared_looks_are_not_told_to_be_given_up_for_each_at_its_best(sweep, 
     assert sum("--best-of optim.learning_rate --margin 0.02" in each for each in found["notes"]) == 1
 
 
-def test_a_grid_of_rates_that_is_compared_as_it_is_says_how_to_take_each_at_its_best(sweep, capsys):
-    (note,) = (each for each in verdicts(capsys, sweep)["notes"] if "Each at its own best" in each)
-    program, *words = shlex.split(note.partition("best: ")[2])
+def test_a_comparison_over_a_grid_of_rates_suggests_best_of(sweep, capsys):
+    (note,) = (each for each in verdicts(capsys, sweep)["notes"] if "To compare each at its best value" in each)
+    program, *words = shlex.split(note.partition("best value: ")[2])
     assert program.endswith("lightning-llm")
     assert main(words) == 0
     told = capsys.readouterr().out
@@ -167,18 +170,19 @@ def test_a_grid_of_rates_that_is_compared_as_it_is_says_how_to_take_each_at_its_
         "--baseline", "optim=muon",
     ]  # fmt: skip
     asked = verdicts(capsys, sweep, *given[:-1], "optim=muon (learning_rate=0.004)")
-    (note,) = (each for each in asked["notes"] if "Each at its own best" in each)
-    pasted = shlex.split(note.partition("best: ")[2])[2:]
+    (note,) = (each for each in asked["notes"] if "To compare each at its best value" in each)
+    pasted = shlex.split(note.partition("best value: ")[2])[2:]
     found = verdicts(capsys, *pasted)
     assert found["baseline"] == "muon"
     same = verdicts(capsys, sweep, "--best-of", "optim.learning_rate", *given)
     assert [found[key] for key in ("verdicts", "selection")] == [same[key] for key in ("verdicts", "selection")]
     assert (found["metric"], found["margin"], found["confidence"]) == ("val_loss/code", 0.5, 0.9)
     asked = verdicts(capsys, sweep, "--baseline", "optim.learning_rate=2e-3")  # rates are what is compared
-    assert not any("Each at its own best" in each for each in asked["notes"])
+    assert not any("To compare each at its best value" in each for each in asked["notes"])
     for folder in sweep.glob("*-[18]e-3-*"):
         shutil.rmtree(folder)
-    assert not any("Each at its own best" in each for each in verdicts(capsys, sweep)["notes"])  # both are at an end
+    notes = verdicts(capsys, sweep)["notes"]
+    assert not any("To compare each at its best value" in each for each in notes)  # both are at an end
 
 
 def test_the_grid_is_extended_by_a_command_that_repeats_nothing(sweep, tmp_path):
@@ -248,20 +252,20 @@ def diverge(sweep, optim, rate, seed):
     make_run(sweep / f"{optim}-{rate}-{seed}", *words, losses=losses, summary=summary)
 
 
-def test_where_all_diverged_nothing_is_chosen(sweep, capsys):
+def test_no_value_is_chosen_if_all_diverged(sweep, capsys):
     for rate in RATES:
         diverge(sweep, "muon", rate, 0)
     words = ["compare", str(sweep), "--best-of", "optim.learning_rate", "--choose-by", "0"]
     assert main(words) == 2
     told = capsys.readouterr().err
     assert "optim=muon: no learning_rate can be chosen, all diverged (diverged at 0.001, diverged at 0.002, " in told
-    assert "Try lower values, or give other --choose-by seeds." in told
+    assert "Try lower values, or choose other --choose-by seeds." in told
 
 
 def test_a_choice_that_diverged_at_judging_seeds_says_so(sweep, capsys):
     diverge(sweep, "adamw", BEST["adamw"], 2)
     found = verdicts(capsys, sweep, "--best-of", "optim.learning_rate", "--choose-by", "0")
-    assert "At seed 2, which chose nothing, it diverged." in "\n".join(found["notes"])
+    assert "At the judging seed 2 it diverged." in "\n".join(found["notes"])
 
 
 @pytest.mark.parametrize(
@@ -271,16 +275,16 @@ def test_a_choice_that_diverged_at_judging_seeds_says_so(sweep, capsys):
         ("--best-of optim.name", "'optim.name' holds no numbers"),
         ("--best-of optim.learning_rate --choose-by 9", "has no finished run of optim=adamw at 0.001 and seed 9"),
         ("--best-of optim.learning_rate --choose-by 0,1,2,3", "Run others: optim=adamw optim.learning_rate="),
-        ("--best-of optim.learning_rate --choose-by some", "must be seeds, such as 0 or 0,1, or all"),
-        ("--choose-by 0", "says by which seeds --best-of KEY chooses"),
+        ("--best-of optim.learning_rate --choose-by some", "must be seeds such as 0 or 0,1, or all"),
+        ("--choose-by 0", "requires --best-of KEY"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_chosen_is_said(sweep, capsys, words, text):
+def test_invalid_baselines_are_reported(sweep, capsys, words, text):
     assert main(["compare", str(sweep), *words.split()]) == 2
     assert text in capsys.readouterr().err
 
 
-def test_a_margin_in_tokens_is_held_against_the_whole_grid_as_one_in_nats(sweep, capsys):
+def test_a_margin_in_tokens_is_tested_over_the_whole_grid(sweep, capsys):
     """The baseline's other lengths have the same slope at each seed here, so that the two margins are one."""
     for steps in (50, 200):
         for rate in RATES[:3]:

@@ -42,7 +42,7 @@ def test_boundaries_are_those_of_lan_and_demets(spending, published):
 
 
 @pytest.mark.parametrize("recipes", [1, 3])
-def test_one_look_is_the_interval_of_old(recipes):
+def test_one_look_gives_the_usual_interval(recipes):
     assert boundary((5,), recipes, 0.95, "linear", 2000) == pytest.approx((0.95,))
 
 
@@ -74,7 +74,7 @@ def design(recipes: int = 2):
     return declare(LOOKS, tuple(range(LOOKS[-1])), Terms(), "linear", recipes, None)
 
 
-def test_a_recipe_that_is_decided_keeps_its_interval_whatever_comes_after():
+def test_a_decided_recipe_keeps_its_interval():
     labels, measured = simulated(0, [0.0, 0.01])
     until = {
         n: replay(labels, lambda label, seeds, n=n: len(seeds) <= n, measured, lambda _: None, design()) for n in LOOKS

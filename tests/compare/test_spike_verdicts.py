@@ -11,7 +11,7 @@ from tests.compare.run_folders import make_run, verdicts
 
 
 @pytest.mark.parametrize("values", [[1, 2, 3], [4, -1, 2, 7], [0, 0, 5, 1, -2], [-1, -2]])
-def test_the_signs_are_all_gone_through(values):
+def test_all_signs_are_enumerated(values):
     kept = [value for value in values if value]
     every = [sum(s * abs(v) for s, v in zip(signs, kept, strict=True)) for signs in product((1, -1), repeat=len(kept))]
     share = sum(total >= sum(kept) for total in every) / len(every)
@@ -42,7 +42,7 @@ def test_one_recipe(counts, verdict):
 
 @pytest.mark.parametrize("law", ["poisson", "clusters", "rare"])
 @pytest.mark.parametrize("seeds", [3, 6, 10])
-def test_where_recipe_and_baseline_are_alike_more_spikes_are_seldom_seen(law, seeds):
+def test_equal_recipes_are_seldom_said_to_have_more_spikes(law, seeds):
     rng = np.random.default_rng(2)
     shape = (500, seeds, 2)
     mean = {"poisson": 4.0, "clusters": rng.gamma(0.2, 20, shape), "rare": 20.0 * (rng.random(shape) < 0.1)}[law]

@@ -83,7 +83,7 @@ gaps = st.lists(st.floats(-0.02, 0.02), min_size=2, max_size=8)
 
 @settings(max_examples=200, derandomize=True)
 @given(near=gaps, far=st.floats(0.25, 5), favour=st.booleans())
-def test_a_catastrophe_is_named_and_ordinary_scatter_is_not(near, far, favour):
+def test_catastrophic_seeds_are_outliers_and_ordinary_scatter_is_not(near, far, favour):
     differences = dict(enumerate(near))
     assert outlier_seeds(differences, [], 0.01, 0.0) == []  # none is ten margins out
     differences[99] = -far if favour else far
@@ -97,7 +97,7 @@ def test_outliers_are_fewer_than_half_of_the_seeds():
     assert outlier_seeds({0: 0.001, 1: 0.9}, [0.001, 0.002], 0.01, 0.0) == []  # one of two
 
 
-def test_of_a_baseline_that_fails_often_no_rate_is_taken_to_be_rare():
+def test_no_failure_rate_bound_is_assumed_for_a_failing_baseline():
     """Up to 3 of 10 the common rate is at most 0.3; above, any is possible, and p is the larger for it."""
     often = judge_stability(10, [*range(8)], [0, 1, 2, 3], 1, 0.95)
     rarely = judge_stability(10, [*range(8)], [0, 1, 2], 1, 0.95)
@@ -107,7 +107,7 @@ def test_of_a_baseline_that_fails_often_no_rate_is_taken_to_be_rare():
     assert mcnemar(5, 0, 10, 0.5) > mcnemar(5, 0, 10, 0.3)
 
 
-def test_what_is_far_out_at_every_seed_is_a_gap_and_what_others_do_is_ordinary():
+def test_equally_large_differences_are_a_gap_not_outliers():
     assert outlier_seeds({0: 1.0, 1: 1.2, 2: 0.9}, [], 0.01, 0.0) == []
     assert outlier_seeds({0: 0.001, 1: 1.2, 2: 0.9}, [], 0.01, 0.0) == []  # the most: no outliers
     assert outlier_seeds({0: 0.001, 1: 0.9}, [], 0.01, 0.0) == []  # nothing to stand out from
@@ -146,7 +146,7 @@ def test_the_number_of_seeds_that_is_advised_decides_with_the_probability_that_i
 
 
 @pytest.mark.parametrize(("looks", "rate"), FALSE_LOSSLESS_BY_LOOKS.items())
-def test_repeated_looks_err_as_often_as_is_said(looks, rate):
+def test_repeated_looks_have_the_stated_error_rate(looks, rate):
     assert simulation.false_lossless_over_looks(looks[1]) == pytest.approx(rate, abs=0.006)
 
 

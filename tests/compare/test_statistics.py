@@ -74,7 +74,7 @@ def test_a_missing_pair_leaves_the_others():
     assert np.isfinite(ours.low[[0, 2]]).all()
 
 
-def test_a_recipe_that_scatters_more_keeps_its_spread_to_itself():
+def test_a_noisier_recipe_is_not_pooled():
     variances, df = np.array([1.0, 1.3, 0.8, 90.0]), np.full(4, 4)
     assert list(like_spread(variances, df)) == [True, True, True, False]
     calm, wild = simulate(1, 3, 5, [0.002] * 4)[0], simulate(2, 1, 5, [0.002, 0.2])[0]
@@ -140,7 +140,7 @@ def test_intervals_hold_together(recipes, seeds):
 
 @pytest.mark.parametrize(("recipes", "seeds"), [(1, 3), (1, 5), (2, 2), (4, 2), (4, 3), (4, 5)])
 @pytest.mark.parametrize("gap", [0.0, 0.03])
-def test_power_is_what_simulation_finds(recipes, seeds, gap):
+def test_power_matches_simulation(recipes, seeds, gap):
     rng = np.random.default_rng(3)
     losses = rng.normal(0, 0.006 / 2**0.5, (20_000, recipes + 1, seeds))
     found = simultaneous_intervals(losses[:, 1:] - losses[:, :1] + gap)
@@ -175,7 +175,7 @@ def test_seeds_needed_is_the_fewest_that_suffice():
     assert seeds_needed(0.0, 0.0, MARGIN) == 2
 
 
-def test_the_margin_decides():
+def test_the_decision_depends_on_the_margin():
     assert decision_of(-0.001, 0.009, MARGIN) == "lossless"
     assert decision_of(0.011, 0.02, MARGIN) == "lossy"
     assert decision_of(0.009, 0.011, MARGIN) == "inconclusive"

@@ -44,7 +44,7 @@ def judged(curve: Curve, losses: dict[int, float], share: float, margins: dict[i
 
 
 @pytest.mark.parametrize("run_sd", [0.002, 0.02])
-def test_the_verdict_is_what_the_interval_of_effective_data_says(run_sd):
+def test_verdicts_agree_with_the_interval_of_effective_data(run_sd):
     """Fieller's interval in tokens, found there by going through ratios: on which side of the margin does it lie?"""
     rng = np.random.default_rng(4)
     seen = []
@@ -88,7 +88,7 @@ def test_at_the_margin_over_all_cells(share, seeds, run_sd):
     assert max(lossless, lossy) <= 0.025 + 3.1 * (0.025 * 0.975 / 2000) ** 0.5
 
 
-def test_a_seed_without_the_baselines_other_runs_has_no_margin_and_takes_no_part():
+def test_a_seed_without_other_baseline_lengths_is_left_out():
     curve, losses = drawn(np.random.default_rng(6), 4, 0.0, 0.002)
     some = curve.within([0, 1, 2])
     assert sorted(some.margins(0.05)) == [0, 1, 2]
@@ -118,16 +118,16 @@ def errors_at_looks(looks: tuple[int, ...], trials: int, share: float = 0.1) -> 
     return tuple(np.mean(found, axis=0))
 
 
-def test_at_declared_looks_it_errs_no_more():
+def test_the_error_rate_holds_at_declared_looks():
     assert max(errors_at_looks((3, 4, 5), 200)) <= 0.025 + 3.1 * (0.025 * 0.975 / 200) ** 0.5
 
 
 @pytest.mark.full
-def test_at_all_looks_it_errs_no_more():
+def test_the_error_rate_holds_over_all_looks():
     assert max(errors_at_looks(SweepConfig().looks, 2000)) <= 0.025 + 3.1 * (0.025 * 0.975 / 2000) ** 0.5
 
 
-def test_a_look_waits_for_the_baselines_other_runs_and_goes_on_where_one_diverged(tmp_path):
+def test_a_look_waits_for_other_baseline_lengths_unless_one_diverged(tmp_path):
     terms = Terms(np.nan, token_margin=0.5, tail_share=0.0)
     design = declare((3, 4, 5), tuple(range(5)), terms, "linear", 1, None)
     for seed in range(5):
@@ -148,7 +148,7 @@ def test_a_look_waits_for_the_baselines_other_runs_and_goes_on_where_one_diverge
     assert (whole.sequential.look.number, whole.decision) == (1, "lossless")
     assert whole.judged.measured.unpriced_seeds == [1]
     assert whole.judged.estimate.pairs == 2
-    assert "seed 1 left out: the baseline has no sound runs of other numbers of tokens there" in line_of(whole)
+    assert "seed 1 left out: the baseline has no usable runs of other lengths there" in line_of(whole)
     waits = judged_at([run for run in runs if run.folder.name != "bf16-200-2"])
     assert (waits.sequential.look, waits.decision) == (None, "inconclusive")
 
@@ -176,9 +176,12 @@ def said(tmp_path):
     return refused
 
 
-def test_lengths_at_which_the_baseline_has_not_learned_are_there_and_tell_nothing(said):
+def test_unlearned_baseline_lengths_are_reported_as_useless(said):
     told = said(100, 50, 100, 200)
-    assert "It is there at 100, 200 steps. At 50 steps the baseline has not learned, which tells nothing" in told
+    assert (
+        "Usable runs exist at 100, 200 steps. At 50 steps the baseline has not learned, so these runs cannot be used"
+        in told
+    )
     assert "Add 400 to the sweep (trainer.max_steps), at seeds 0, 1, or run by run: " in told
     assert "Add 200 and 400 to the sweep" in said(100, 50, 100)
     assert "is not known: at 50 steps the baseline has not learned" in said(50, 50, 100)
@@ -188,13 +191,13 @@ def test_lengths_at_which_the_baseline_has_not_learned_are_there_and_tell_nothin
 def test_no_length_is_asked_for_that_cannot_show_the_margin(said, lengths):
     told = said(100, *lengths, share=0.3)
     assert "Add " not in told
-    assert "No longer run shows 30%: train for longer, or give a margin of at most 25%, or one in nats" in told
+    assert "No longer run can determine 30%. Train longer, or give a margin of at most 25%, or one in nats" in told
 
 
 @pytest.mark.parametrize("lengths", [(100,), (100, 200), (100, 80), (50, 100), (50, 100, 200), (50, 100, 200, 300)])
 @pytest.mark.parametrize("share", [0.05, 0.25, 0.5])
-def test_what_is_asked_for_is_enough(said, lengths, share):
-    """Or the runs are enough as they are, or it says that there is none, and which margin there is."""
+def test_proposed_lengths_suffice(said, lengths, share):
+    """Or the existing runs suffice, or the message names the largest margin that they allow."""
     sound = {length for length in lengths if length != 50}
     if _shows_with(100, sound, share):
         return
@@ -217,8 +220,8 @@ def test_runs_that_are_running_are_waited_for_and_those_that_a_search_ended_are_
     told = said(100, 100, 50, summary=alive)
     assert "wait for them. Add 200 to the sweep" in told
     told = said(100, 100, 50, 200, summary={"status": "stopped", "ended_by": "halving"})
-    assert "At 200 steps (seeds 0, 1) a search ended its runs early. Add 200 and 400 to the sweep" in told
+    assert "At 200 steps (seeds 0, 1) a search stopped its runs early. Add 200 and 400 to the sweep" in told
     assert "resume=auto" not in told
     told = said(100, 100, 200, 70, summary={"status": "stopped"})
-    assert "At 70 steps (seeds 0, 1) its runs are there and not finished, and this goes on with them: " in told
+    assert "At 70 steps (seeds 0, 1) its runs are not finished. Resume them: " in told
     assert "resume=auto" in told

@@ -78,7 +78,7 @@ def test_each_run_and_the_parent_get_the_verdict(tracked, capsys):
     assert "`compare/report.html` opens there" in note
 
 
-def test_a_description_keeps_what_is_not_ours():
+def test_user_text_in_an_mlflow_description_is_kept():
     first = described("before", "| old |")
     assert first == f"{BEGIN}\n| old |\n{END}\n\nbefore"
     assert described(first + " after", "| new |") == f"{BEGIN}\n| new |\n{END}\n\nbefore after"
@@ -103,11 +103,11 @@ def test_runs_are_found_by_their_ids_and_by_their_parents(tracked, capsys, monke
     gone = client.create_run(client.get_run(parent).info.experiment_id).info.run_id
     client.log_batch(gone, tags=[RunTag("run_dir", "/nowhere/at/all")])
     assert main(["compare", gone, ids[0]]) == 2
-    assert "its folder /nowhere/at/all is gone or on another machine" in capsys.readouterr().err
+    assert "its folder /nowhere/at/all is missing or on another machine" in capsys.readouterr().err
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{sweep.parents[1] / 'mlflow.db'}")
     assert main(["compare", "exp"]) == 2  # whoever asks for all of them hears of it, too
-    assert "its folder /nowhere/at/all is gone" in capsys.readouterr().err
+    assert "its folder /nowhere/at/all is missing" in capsys.readouterr().err
     client.delete_run(gone)
     assert main(["compare", uuid.uuid4().hex]) == 2
     assert "could not be asked for this run" in capsys.readouterr().err
@@ -156,7 +156,7 @@ def test_runs_that_mlflow_lacks_are_counted_and_their_verdicts_stand_in_the_pare
     assert "| fp8_current | **lossy**" in client.get_run(parent).data.tags["mlflow.note.content"]
 
 
-def test_another_report_has_a_place_of_its_own_and_its_lines_are_tags(tracked, tmp_path):
+def test_a_ladder_report_has_a_separate_place_and_tags(tracked, tmp_path):
     """As `compare --ladder` logs its own."""
     client, parent, sweep, _ = tracked
     comparison = compare_runs([read_run(sweep / str(number)) for number in range(4)], Terms())
@@ -168,7 +168,7 @@ def test_another_report_has_a_place_of_its_own_and_its_lines_are_tags(tracked, t
     assert [each.path for each in client.list_artifacts(parent, "compare/ladder")] == ["compare/ladder/ladder.csv"]
 
 
-def test_what_an_error_of_mlflows_says_is_redacted(tracked, tmp_path, monkeypatch):
+def test_mlflow_errors_are_redacted(tracked, tmp_path, monkeypatch):
     def fails(uri):
         raise OSError("denied to https://me:hunter2@host with swordfish-swordfish")
 

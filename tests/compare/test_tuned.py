@@ -35,7 +35,7 @@ def test_neither_claim_errs_over_two_thousand(scenario):
         hold(scenario, seeds, 2000)
 
 
-def test_the_chosen_rates_alone_err_and_the_grid_does_not():
+def test_only_tests_over_the_whole_grid_keep_the_error_rate():
     """A baseline that is loud chooses badly, and looks worse than it is: false lossless is above its level."""
     scenario = next(each for each in simulate.SCENARIOS if each.baseline_noise > 1)
     found = simulate.errors(scenario, 5, 1.001 * simulate.MARGIN, 400)
@@ -43,11 +43,11 @@ def test_the_chosen_rates_alone_err_and_the_grid_does_not():
     assert found["split lossless"] < NOMINAL
 
 
-def test_five_seeds_tell_that_there_is_no_gap():
+def test_five_seeds_show_that_there_is_no_gap():
     assert simulate.errors(simulate.SCENARIOS[0], 5, 0.0, 200)["split lossless"] > 0.85
 
 
-def test_bounds_by_hand():
+def test_grid_bounds_match_values_computed_by_hand():
     """One recipe: the interval at each value is the one-sample t interval of the differences."""
     rng = np.random.default_rng(0)
     losses = rng.normal(0, 0.01, (2, 3, 4))

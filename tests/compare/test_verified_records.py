@@ -155,7 +155,7 @@ def test_an_edited_config_is_named(sweep, sound, room, key, value):
 
 
 @pytest.mark.parametrize("seed", ["3", "0.5", "yes"])
-def test_a_copy_under_another_seed_is_no_second_seed(sweep, sound, tmp_path, seed):
+def test_a_copy_under_another_seed_is_not_counted_as_a_seed(sweep, sound, tmp_path, seed):
     copy = tmp_path / "copy"
     shutil.copytree(sweep[0] / "3", copy)
     text = (copy / "config.yaml").read_text()
@@ -193,7 +193,7 @@ def test_copies_are_known_by_their_run_ids_and_by_their_losses(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["records", "data_hash", "seed", "config_digest", "run_id"])
-def test_what_is_removed_from_a_summary_is_named(tmp_path, key):
+def test_keys_removed_from_a_summary_are_reported(tmp_path, key):
     run = make_run(tmp_path / "run", summary={"run_id": "a" * 32})
     known = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(json.dumps({name: value for name, value in known.items() if name != key}))
@@ -237,8 +237,8 @@ def test_a_torn_run_is_refused_and_named_by_the_command(tmp_path, capsys):
     assert f"{sweep}/3: cannot be read as a run: metrics.jsonl ends in an incomplete line" in found["stderr"]
     row = found["by_name"]["mxfp8"]
     assert (row["qualified"], row["damaged"]) == ("inconclusive (damaged runs)", [str(sweep / "3")])
-    assert "another run is damaged, so nothing is called lossless" in row["line"]
-    assert any("Beside them no recipe is called lossless" in note for note in found["notes"])
+    assert "another run is damaged, so no recipe is called lossless" in row["line"]
+    assert any("With damaged runs no recipe is called lossless" in note for note in found["notes"])
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -279,7 +279,7 @@ def test_nothing_that_runs_name_reaches_the_terminal_raw(tmp_path, monkeypatch):
     assert not any(line.strip().startswith("evil") for line in told.splitlines())
 
 
-def test_a_loss_that_was_lost_on_the_way_is_mentioned(tmp_path, capsys):
+def test_a_non_finite_validation_in_between_is_reported(tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", RECIPES)
     shutil.rmtree(sweep / "4")
     losses = {step: curve(step) + 0.1 for step in range(5, 101, 5)} | {40: float("nan")}
@@ -325,7 +325,7 @@ def test_a_run_copied_over_another_job_of_its_sweep_is_named(tmp_path, capsys):
     (sweep / "sweep.json").write_text(json.dumps({"jobs": jobs}))
     assert verdicts(capsys, sweep)["by_name"]["mxfp8"]["qualified"] == "lossless"
     for source, target, why in (
-        ("4", "3", "holds a run of seed 1, and the job of sweep.json has seed 0"),
+        ("4", "3", "contains a run of seed 1, but the job in sweep.json has seed 0"),
         ("0", "3", "has the run id of another job of its sweep"),
     ):
         copy = tmp_path / f"{source} over {target}"
@@ -338,7 +338,7 @@ def test_a_run_copied_over_another_job_of_its_sweep_is_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("edit", [{"seed": None}, {"seed": "x"}, {"seed": True}, {"kind": [1]}, {"branch_from": [1]}])
-def test_an_odd_job_of_a_sweep_is_a_damaged_sweep(edit):
+def test_an_invalid_job_entry_makes_a_sweep_damaged(edit):
     job = {"number": 0, "words": [], "key": "k", "seed": 0, "kind": "a"}
     assert checked_sweep({"jobs": [job]})["jobs"] == [job]
     with pytest.raises(ValueError, match="it is damaged: jobs with an invalid"):

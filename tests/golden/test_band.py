@@ -30,7 +30,7 @@ def drawn(generator: np.random.Generator, shared: float) -> Curve:
 
 
 @pytest.mark.parametrize(("shared", "least"), [(0.0, 0.02), pytest.param(0.9, 0.0, marks=pytest.mark.full)])
-def test_an_unchanged_program_fails_as_seldom_as_is_said(shared, least):
+def test_the_false_alarm_rate_of_a_band_is_the_stated_one(shared, least):
     generator, alarms, checks = np.random.default_rng(0), 0, 250
     for _ in range(checks):
         band = Band(Noise.of([drawn(generator, shared) for _ in range(4)], nudged=False), false_alarms=0.1)

@@ -105,7 +105,7 @@ def test_a_wgrad_of_the_wrong_tensor_is_named_at_the_step_where_it_begins(record
     assert "the loss of step 1 is equal, and so are gradients nearer to it" in told
 
 
-def test_what_begins_later_is_found_later(recorded, words, capsys, monkeypatch):
+def test_later_effects_need_later_rungs(recorded, words, capsys, monkeypatch):
     planted = wgrad_of_wrong_tensor(Linear.multiply, lambda call: call == 2 * 2 * LINEARS)  # q_proj of block 0
     monkeypatch.setattr(Linear, "multiply", planted)
     first = checked(words, recorded, capsys)[1]["first_difference"]
@@ -139,7 +139,7 @@ def nudged(words, tmp_path_factory) -> Path:
     return file
 
 
-def test_a_band_lets_other_roundings_pass_and_no_fault(nudged, words, capsys, monkeypatch, tmp_path):
+def test_a_band_accepts_other_rounding_and_rejects_a_fault(nudged, words, capsys, monkeypatch, tmp_path):
     noise = read_golden(nudged).noise
     assert (noise.runs, noise.nudged) == (4, True)
     assert 1e-9 < max(noise.sd.loss) < 1e-5  # of a loss near 6, in fp32
@@ -182,7 +182,7 @@ def test_nudged_weights_are_off_as_far_as_sums_round():
     assert set(one["low"].view(torch.int16).sub(weights["low"].view(torch.int16)).unique().tolist()) == {-1, 1}
 
 
-def test_a_callback_of_ones_own_acts_and_no_observer_does(words, recorded, capsys, tmp_path):
+def test_own_callbacks_define_another_sweep_and_observers_do_not(words, recorded, capsys, tmp_path):
     own = ["+callbacks.halved._target_=tests.own_callbacks.Halved", "callbacks=default"]
     file = tmp_path / "halved.json"
     assert main(["golden", "record", *words, *own, "--steps", "1", "--file", str(file)]) == 0
@@ -196,7 +196,7 @@ def test_a_callback_of_ones_own_acts_and_no_observer_does(words, recorded, capsy
     assert "callbacks.halved._target_: is none, and tests.own_callbacks.Halved in" in capsys.readouterr().err
 
 
-def test_a_run_that_fails_is_said_to(words, capsys, monkeypatch, tmp_path):
+def test_a_failed_run_is_reported(words, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(Decoder, "forward", infinite_gradient(Decoder.forward, lambda call: call == 2))
     capsys.readouterr()
     file = tmp_path / "failed.json"
@@ -250,7 +250,7 @@ def test_other_data_are_another_recipe(recorded, words, capsys, tmp_path):
         ("record", ["optim.learning_rat=1", "--force"], "Did you mean 'learning_rate'?"),
     ],
 )
-def test_wrong_words_are_refused_before_anything_runs(action, options, said, recorded, words, capsys, tmp_path):
+def test_invalid_arguments_are_refused_before_anything_runs(action, options, said, recorded, words, capsys, tmp_path):
     (tmp_path / "BROKEN").write_text('{"format": 1')
     (tmp_path / "LATER").write_text('{"format": 2}')
     data = json.loads(recorded.read_text())

@@ -85,30 +85,30 @@ def test_predicted_before_it_was_run_and_graded_after(ladder, capsys):
     assert graded["tally"] == "1 of 1 graded predictions held at 95 %; 0 not run yet"
     assert ask(capsys, ladder, "--grade")["ledger"] == [line]
     late = refusal(capsys, ladder, *target, verb="ladder")
-    assert "its runs at that size and number of tokens are there already" in late
+    assert "its runs at that size and number of tokens exist already" in late
 
 
-def test_a_place_too_far_is_refused_and_nothing_written(ladder, capsys):
+def test_a_prediction_beyond_the_limit_is_refused_and_not_recorded(ladder, capsys):
     ledger = ladder.parent / "other.jsonl"
     said = refusal(capsys, ladder, "--predict", "model=llama_1b", "data.tokens=20e9", "--ledger", ledger, verb="ladder")
     assert "no prediction at 1.24B / 20B" in said
     assert "decades beyond the ladder" in said
-    assert "--beyond DECADES allows more" in said
+    assert "--beyond DECADES raises the limit" in said
     assert not ledger.exists()
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--predict", "data.tokens=1e6"), "names no model"),
+        (("--predict", "data.tokens=1e6"), "has no model"),
         (("--predict", "model=llama_1b", "data.tokens=many"), "data.tokens=many is no number of tokens"),
-        (("--predict", "model=llama_1b", "steps=3", "data.tokens=1e6"), "'steps=3' says neither a model"),
+        (("--predict", "model=llama_1b", "steps=3", "data.tokens=1e6"), "'steps=3' is neither a model"),
         (("--ladder", "--beyond", "0"), "--beyond=0: must be above 0"),
         (("--margin", "2 percent"), "is 2 percent: must be above 0"),
         (("--margin", "80%"), "at most 50%"),
     ],
 )
-def test_words_that_say_nothing_are_refused(words, said, ladder, capsys):
+def test_invalid_targets_are_refused(words, said, ladder, capsys):
     assert said in refusal(capsys, ladder, *words)
 
 
@@ -126,8 +126,8 @@ def test_flags_of_earlier_releases_run_the_verb(ladder, capsys):
 def test_a_ladder_needs_rungs(ladder, capsys):
     some = [folder for folder in sorted(ladder.iterdir()) if folder.name.startswith("ladder_240k")]
     said = refusal(capsys, *some, verb="ladder")
-    assert "These runs have 1 model size (238K), 3 token counts (8.19K, 16.4K, 32.8K) and 3 rungs. Lacking: " in said
-    assert "Lacking: 2 model sizes, 5 rungs. Add sizes (model=A,B,C)" in said
+    assert "These runs have 1 model size (238K), 3 token counts (8.19K, 16.4K, 32.8K) and 3 rungs. Missing: " in said
+    assert "Missing: 2 model sizes, 5 rungs. Add sizes (model=A,B,C)" in said
     assert said.count("there is no ladder to fit") == 1
 
 
@@ -137,7 +137,7 @@ def unwritten(monkeypatch):
     monkeypatch.setattr(command, "_write", lambda *_, **__: [])
 
 
-def test_a_margin_in_tokens_is_what_the_baseline_loses_with_so_few(ladder, capsys, tmp_path):
+def test_a_margin_in_tokens_is_the_baselines_loss_increase(ladder, capsys, tmp_path):
     runs = [folder for folder in sorted(ladder.iterdir()) if folder.name.startswith("ladder_690k")]
     runs = [folder for folder in runs if "bf16" in folder.name or "-8-" in folder.name]
     tokens = 8 * STEP_TOKENS

@@ -149,7 +149,7 @@ def test_the_largest_sizes_variance_is_moderated_by_the_smaller_ones():
     assert own_variance(miss, pairs, 0.04) == pytest.approx((0.04, 7)), "no quieter than the smaller sizes"
 
 
-def test_what_does_not_follow_the_terms_is_refused_and_what_does_is_not():
+def test_gaps_that_do_not_fit_the_terms_are_refused():
     assert refusals(fit_ladder(ladder(noise=0.003)), "recipe") == []
     jumped = ladder(noise=0.003)
     for rung in jumped.rungs[-3:]:
@@ -166,19 +166,19 @@ def test_what_does_not_follow_the_terms_is_refused_and_what_does_is_not():
         with StringIO() as told:
             print_report(report, Console(file=told, width=200))
             assert ("% more tokens [" in told.getvalue()) == says_what_it_costs
-            assert ("No cost is read off this fit: the baseline's losses do not follow" in told.getvalue()) != (
+            assert ("No cost is computed from this fit: the baseline's losses do not follow" in told.getvalue()) != (
                 says_what_it_costs
             )
         (table,) = supplement_of(report, []).tables
         assert any("% more tokens [" in row[-1] for row in table.rows) == says_what_it_costs
-        assert ("No cost is read off" in table.caption) != says_what_it_costs
+        assert ("No cost is computed from" in table.caption) != says_what_it_costs
 
 
-def test_a_ladder_of_two_sizes_or_of_what_has_not_learned_is_none():
+def test_too_few_or_unlearned_rungs_make_no_ladder():
     made = ladder()
     few = made.without(rung.place for rung in made.rungs if rung.parameters > 700e3)
     assert "These runs have 2 model sizes (" in too_small(few)
-    assert "and 6 rungs. Lacking: 1 model size, 2 rungs" in too_small(few)
+    assert "and 6 rungs. Missing: 1 model size, 2 rungs" in too_small(few)
     rows = made.rows()
     for row in rows:
         if row["recipe"] == "bf16" and row["tokens"] == 33_000:
@@ -188,11 +188,11 @@ def test_a_ladder_of_two_sizes_or_of_what_has_not_learned_is_none():
     said = too_small(read)
     assert "These runs have 4 model sizes (" in said
     assert ", 3 token counts (33K, 66K, 131K) and 12 rungs, of which 4 model sizes" in said
-    assert "2 token counts (66K, 131K) and 8 rungs can be fitted to" in said
+    assert "2 token counts (66K, 131K) and 8 rungs can be used" in said
     assert "has not learned" in said
-    assert said.endswith("Lacking: 1 token count")
+    assert said.endswith("Missing: 1 token count")
     none = ladder_of_rows([{**row, "learned": False} for row in rows], "bf16")
-    assert "and 12 rungs, of which 0 model sizes, 0 token counts and 0 rungs can be fitted to" in too_small(none)
+    assert "and 12 rungs, but only 0 model sizes, 0 token counts and 0 rungs can be used" in too_small(none)
     assert too_few_pairs(made.without(rung.place for rung in made.rungs[4:]), "recipe")
 
 
@@ -211,7 +211,7 @@ def prediction(gap=0.01, se=0.003) -> Prediction:
     return Prediction("2026-11-01T00:00:00+00:00", claim, terms)
 
 
-def test_a_prediction_is_graded_once_by_the_pairs_that_came():
+def test_a_prediction_is_graded_once():
     made = ladder()
     made.rungs[0].differences["recipe"] = {0: 0.017, 1: 0.013}
     said = prediction()
@@ -263,7 +263,7 @@ def test_effective_data_is_the_ratio_of_a_law_and_fiellers_near_one():
     assert [found.low, found.high] == pytest.approx([np.exp(-roots[1]), np.exp(-roots[0])], rel=1e-4)
 
 
-def test_what_lies_beyond_the_baselines_runs_has_no_ratio():
+def test_gaps_beyond_the_baselines_runs_have_no_ratio():
     curve = Curve((0.5, 1.0, 2.0), {seed: np.array([4.0, 3.5, 3.1]) for seed in range(2)}, 1.0)
     worse = effective_data({0: 6.0, 1: 6.1}, curve)
     assert (worse.ratio, worse.high, worse.as_data()["more_tokens"]) == (0, 0, np.inf)

@@ -53,7 +53,7 @@ def said(capsys, *words, expect=0):
     return "".join(capsys.readouterr())
 
 
-def test_the_issues_own_command_writes_a_report_that_has_the_ladder_in_every_form(ladder, at_home, capsys):
+def test_a_ladder_report_has_the_ladder_in_every_form(ladder, at_home, capsys):
     told = said(capsys, "--predict", *PLACE)
     assert "% more tokens [" in told
     assert "at 2.16M / 32.8K (llama_tiny), not shown to grow with tokens per parameter (p = " in told
@@ -73,7 +73,7 @@ def test_the_issues_own_command_writes_a_report_that_has_the_ladder_in_every_for
     assert "\\input{ladder}" in (folder / "report.tex").read_text()
     assert "hoffmann2022" in (folder / "references.bib").read_text()
     page = (folder / "report.html").read_text()
-    assert "<h2>The ladder: what a recipe costs in tokens</h2>" in page
+    assert "<h2>The ladder: cost of a recipe in tokens</h2>" in page
     assert "<h2>The ladder, rung by rung</h2>" in page
     assert "<strong>Ladder.</strong> The baseline" in page
     assert "mxfp4_sr, predicted" in page
@@ -123,7 +123,7 @@ def predictions(ladder, capsys):
     return read_ledger(ladder / "compare" / "predictions.jsonl")
 
 
-def test_a_prediction_of_another_metric_is_none_of_this_ladder(compared, predictions):
+def test_predictions_of_another_metric_are_not_graded(compared, predictions):
     (made,), ladder = predictions, ladder_of(compare_runs(compared, Terms()))
     assert is_of(made, ladder)
     assert not is_of(replace(made, claim={**made.claim, "metric": "val_loss/code"}), ladder)

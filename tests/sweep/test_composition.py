@@ -92,7 +92,7 @@ def test_a_recipe_that_a_rule_names_is_composed_once_for_all_jobs(made: list[lis
     assert casts[0].fprop.x == compose_sweep(["precision=mxfp8_ocp"])[0][1].precision.fprop.x
 
 
-def test_what_is_shipped_is_composed_once_in_a_process(made: list[list[str]]) -> None:
+def test_shipped_files_are_composed_once_per_process(made: list[list[str]]) -> None:
     words = ["precision=mxfp8", "run.name=mine"]
     first = compose_config([*words, "seed=1"])
     first.logger.tags["of"] = "the first"
@@ -129,7 +129,7 @@ def test_more_jobs_than_anybody_means_are_refused_before_any_is_composed(
     assert len(made) <= 2
 
 
-def test_a_shuffled_range_is_all_of_it() -> None:
+def test_a_shuffled_range_keeps_all_values() -> None:
     (parsed,) = parse_overrides(["seed=shuffle(range(0,50))"])
     assert sorted(map(int, values_of(parsed, MOST_JOBS))) == list(range(50))
     assert len(values_of(parsed, 20)) == 20

@@ -122,7 +122,7 @@ def test_other_terms_than_the_declared_do_not_have_their_error(tmp_path, monkeyp
     assert all(row["look"] is None for row in other["verdicts"])
     assert main(["compare", folder, "--all-pairs"]) == 2
     told = capsys.readouterr().err
-    assert "--all-pairs: is a table of one look" in told
+    assert "--all-pairs: cannot be used for a sweep with declared looks" in told
     assert f"compare {folder}/[0-9]*/ --all-pairs" in told
     runs = sorted(str(each) for each in Path(folder).glob("[0-9]*/"))
     pairs = verdicts(capsys, *runs, "--all-pairs")
@@ -179,7 +179,7 @@ def test_a_sweep_that_was_killed_goes_on_and_repeats_nothing(tmp_path, monkeypat
 
 
 @pytest.mark.full
-def test_a_crashed_run_keeps_a_look_from_being_taken(tmp_path, monkeypatch, capsys):
+def test_a_look_is_not_taken_while_a_run_has_crashed(tmp_path, monkeypatch, capsys):
     lost = lambda config: (config["precision"]["name"], config["seed"]) == ("bf16", 1)  # noqa: E731
     started = make_jobs(monkeypatch, loss, dies=lost).started
     assert main(["train", *words(tmp_path)]) == 1
@@ -191,7 +191,7 @@ def test_a_crashed_run_keeps_a_look_from_being_taken(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.full
-def test_what_stays_near_the_margin_spends_the_budget(tmp_path, monkeypatch, capsys):
+def test_a_recipe_near_the_margin_uses_all_seeds(tmp_path, monkeypatch, capsys):
     started = make_jobs(monkeypatch, loss).started
     assert main(["train", *words(tmp_path, "precision=bf16,mxfp8", "sweep.max_seeds=5")]) == 0
     assert seeds_by_recipe(started)["mxfp8"] == [0, 1, 2, 3, 4]
@@ -207,11 +207,11 @@ def test_what_stays_near_the_margin_spends_the_budget(tmp_path, monkeypatch, cap
         (["sweep.looks=[4,3]"], "looks [4, 3] must ascend"),
         (
             ["precision=bf16"],
-            "sweep.until: has nothing to decide: all jobs are of one recipe, and a baseline is lacking",
+            "sweep.until: has nothing to decide: all jobs have the same recipe. Add a baseline",
         ),
         (["sweep.search=halving"], "until and search exclude each other"),
         (["sweep.baseline=precision=fp32"], "sweep.baseline: 'fp32' is the level of no run. Known here: bf16, "),
-        (["precision=mxfp8,mxfp4_sr"], "sweep.baseline: none of the runs is bf16 or fp32. Choose one: sweep.baseline="),
+        (["precision=mxfp8,mxfp4_sr"], "sweep.baseline: none of the runs is bf16 or fp32. Choose a baseline: sweep"),
         (
             ["sweep.margin=2%"],
             "sweep.margin: 2% needs the baseline at two other numbers of tokens, about half and twice",
@@ -220,7 +220,7 @@ def test_what_stays_near_the_margin_spends_the_budget(tmp_path, monkeypatch, cap
         (["sweep.margin=2%", "sweep.until=null", "sweep.search=halving"], "must be in nats with search=halving"),
     ],
 )
-def test_looks_that_cannot_be_are_refused_before_anything_starts(more, said, tmp_path, capsys):
+def test_invalid_looks_are_refused_before_anything_starts(more, said, tmp_path, capsys):
     assert main(["train", *words(tmp_path, *more)]) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -276,7 +276,7 @@ def test_a_margin_in_tokens_is_declared_and_judged_by_the_baselines_other_length
     )
 
 
-def test_the_baseline_goes_on_for_the_recipe_that_needs_most_seeds(monkeypatch):
+def test_the_baseline_runs_as_many_seeds_as_any_recipe_needs(monkeypatch):
     """Whatever the order of the verdicts; a recipe that is decided gets no more, and runs in no pair as many as any."""
 
     def job(name: str, seed: int) -> SimpleNamespace:

@@ -49,12 +49,12 @@ def test_a_recipe_adds_jobs_beside_its_product(recipes: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["seed=0,0,1"], ["seed=0", "precision=bf16,fp32,bf16"]])
-def test_a_value_that_is_there_twice_is_refused(words: list[str], recipes: Path) -> None:
+def test_duplicate_values_are_refused(words: list[str], recipes: Path) -> None:
     with pytest.raises(ConfigError, match=r"has (0|bf16) more than once.*Give it once"):
         compose_sweep(["recipe=mine", *words], recipes)
 
 
-def test_what_is_typed_takes_the_place_of_a_recipes_choices(recipes: Path) -> None:
+def test_typed_values_replace_a_recipes_choices(recipes: Path) -> None:
     jobs = compose_sweep(["recipe=mine", "seed=5,6", "precision=mxfp8", "trainer.max_steps=9"], recipes)
     assert [(c.precision.name, c.seed, c.data.micro_batch_size) for _, c in jobs] == [
         ("mxfp8", 5, 4), ("mxfp8", 6, 4), ("bf16", 5, 1), ("bf16", 6, 1),
@@ -66,6 +66,14 @@ def test_lines_that_are_typed_keep_their_choices(recipes: Path) -> None:
     also = "sweep.also=['precision=bf16 seed=3 trainer.max_steps=5,20']"
     jobs = compose_sweep(["recipe=mine", "trainer.max_steps=10", also], recipes)
     assert [(c.seed, c.trainer.max_steps) for _, c in jobs] == [(0, 10), (1, 10), (0, 10), (1, 10), (3, 5), (3, 20)]
+
+
+def test_lines_of_sweep_also_add_jobs_without_a_recipe() -> None:
+    also = "sweep.also=['precision=bf16 data.micro_batch_size=1']"
+    jobs = compose_sweep(["model=llama_tiny", "data=python", "precision=bf16,mxfp8", also])
+    assert [words for words, _ in jobs] == [
+        ["precision=bf16"], ["precision=mxfp8"], ["precision=bf16", "data.micro_batch_size=1"]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -177,7 +185,7 @@ def test_the_same_run_twice_is_two_jobs(tmp_path: Path, recipes: Path) -> None:
     assert [job.key for job in jobs[2:]] == [f"{job.key}-1" for job in jobs[:2]]
 
 
-def test_jobs_that_differ_in_what_no_config_hash_holds_keep_apart(tmp_path: Path) -> None:
+def test_jobs_that_differ_in_unhashed_keys_stay_separate(tmp_path: Path) -> None:
     words = ["precision=mxfp8", "precision.casts=eager"]
     first = sweep_of(tmp_path, *words, "precision.backend=emulated,auto")
     write_sweep(first)
@@ -211,7 +219,7 @@ def test_observers_make_no_other_sweep_and_one_of_an_earlier_version_goes_on(
     assert [job.number for job in grown.jobs] == [0, 2]
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_another_sweep_is_refused(tmp_path: Path) -> None:
     (tmp_path / "default" / "taken").mkdir(parents=True)
     (tmp_path / "default" / "taken" / "thesis.tex").touch()
     with pytest.raises(ConfigError, match=r"no sweep.*run\.name"):
@@ -245,7 +253,7 @@ def test_a_sweep_over_experiments_is_refused(tmp_path: Path) -> None:
         sweep_of(tmp_path, "run.experiment=a,b")
 
 
-def test_a_sweep_file_from_a_copy_gives_no_folders_number_twice(tmp_path: Path) -> None:
+def test_an_old_sweep_file_does_not_reuse_folder_numbers(tmp_path: Path) -> None:
     """Else a finished run of another seed would pass for the new job's."""
     whole = sweep_of(tmp_path, "seed=0,1,2", name="grown")
     write_sweep(whole)

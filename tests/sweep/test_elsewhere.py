@@ -77,16 +77,16 @@ def where(configs: list[dict[str, Any]]) -> list[str]:
     return sorted(Path(config["run"]["dir"]).name for config in configs)
 
 
-def test_a_sweep_leaves_it_alone_and_says_so(tmp_path, orphan, capsys):
+def test_a_sweep_skips_a_running_job_and_reports_it(tmp_path, orphan, capsys):
     kind = orphan()
     assert main(["train", *words(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert where(kind.started) == ["1", "2", "3"]
-    assert "job    0 precision=bf16 seed=0: running, left as it is" in told
+    assert "job    0 precision=bf16 seed=0: running, skipped" in told
     assert "3 of 4 jobs finished, 1 running elsewhere" in told
 
 
-def test_what_an_earlier_attempt_left_does_not_make_it_a_failed_one(tmp_path, orphan, capsys):
+def test_a_stale_summary_does_not_make_a_job_failed(tmp_path, orphan, capsys):
     orphan()
     assert main(["train", *words(tmp_path)]) == 0
     folder = tmp_path / "default" / "killed" / "0"
@@ -127,10 +127,10 @@ def test_a_halving_stops_what_it_ends_and_another_start_trains(tmp_path, monkeyp
     assert main(["train", *asked]) == 0
     assert process.poll() == 128 + signal.SIGTERM  # it was awaited, and not only told
     told = capsys.readouterr()
-    assert "ended  job 2, which another start runs or has left behind: told to stop" in told.out
-    assert "waits for job 2, which another start runs or has left behind: it saves and stops" in told.out
-    assert f"job 3 is ended, and process 7 of the machine distant trains it on, in {far}" in told.err
-    assert "2 of 4 jobs finished, 2 ended by the search, 1 running elsewhere" in told.out
+    assert "ended  job 2, which another start runs or left behind: asked to stop" in told.out
+    assert "waits for job 2, which another start runs or left behind: it saves and stops" in told.out
+    assert f"job 3 is ended, but process 7 of the machine distant trains it in {far}" in told.err
+    assert "2 of 4 jobs finished, 2 stopped by the search, 1 running elsewhere" in told.out
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_halving_stops_what_it_ends_and_another_start_trains(tmp_path, monkeyp
         ("sweep.search=halving", "sweep.rungs=[0.5]"),
     ],
 )
-def test_a_process_that_was_left_behind_is_awaited_to_its_end(more, tmp_path, monkeypatch, capsys):
+def test_a_process_left_by_a_killed_start_is_awaited(more, tmp_path, monkeypatch, capsys):
     kind = make_jobs(monkeypatch, loss)
     assert main(["train", *words(tmp_path, *more)]) == 0
     folder, started = tmp_path / "default" / "killed" / "0", len(kind.started)
@@ -152,12 +152,12 @@ def test_a_process_that_was_left_behind_is_awaited_to_its_end(more, tmp_path, mo
     assert main(["train", *words(tmp_path, *more)]) == 0
     assert process.wait(60) == 0
     told = capsys.readouterr().out.partition("jobs finished")[2]
-    assert "waits for job 0, which another start runs or has left behind" in told
+    assert "waits for job 0, which another start runs or left behind" in told
     assert len(kind.started) == started
     assert ("look   " if "decided" in more[0] else "rung 1 of 1") in told.partition("waits for job 0")[2]
 
 
-def test_one_that_takes_the_folder_first_makes_no_failed_job(tmp_path, monkeypatch, capsys):
+def test_a_faster_process_in_the_folder_is_no_failure(tmp_path, monkeypatch, capsys):
     kind = make_jobs(monkeypatch, loss)
     job, held = first_job(tmp_path), []
     ends = kind.wait
@@ -173,7 +173,7 @@ def test_one_that_takes_the_folder_first_makes_no_failed_job(tmp_path, monkeypat
     monkeypatch.setattr(kind, "wait", wait)
     assert main(["train", *words(tmp_path)]) == 0
     told = capsys.readouterr()
-    assert "0 precision=bf16 seed=0: runs in a process that another start left behind, left alone" in told.out
+    assert "0 precision=bf16 seed=0: runs in a process that another start left behind, skipped" in told.out
     assert "3 of 4 jobs finished, 1 running elsewhere" in told.out
     assert "exit code" not in told.out + told.err
     held[0].release()
@@ -188,13 +188,13 @@ def test_one_that_takes_the_folder_first_makes_no_failed_job(tmp_path, monkeypat
         ("sweep.search=optuna", "sweep.trials=1", "sweep.sampler=random"),
     ],
 )
-def test_what_has_to_judge_by_it_waits_for_it(more, tmp_path, orphan, capsys):
+def test_a_search_waits_for_jobs_it_needs(more, tmp_path, orphan, capsys):
     if "sweep.search=optuna" in more:
         pytest.importorskip("optuna")
     kind = orphan()
     assert main(["train", *words(tmp_path, *more)]) == 0
     told = capsys.readouterr().out
-    assert "waits for job 0, which another start runs or has left behind" in told
+    assert "waits for job 0, which another start runs or left behind" in told
     assert where(kind.started) == ["1", "2", "3"]
     assert where(kind.ended).count("0") == 1
     if "sweep.until=decided" in more:
@@ -244,7 +244,7 @@ def test_a_wait_says_after_a_while_which_process_to_end(tmp_path, monkeypatch, c
     ]  # fmt: skip
 
 
-def test_a_wait_for_another_machine_says_where_to_end_it(tmp_path, monkeypatch, capsys):
+def test_a_wait_for_another_machine_names_it(tmp_path, monkeypatch, capsys):
     job, relay = first_job(tmp_path), elsewhere.Relay()
     job.folder.mkdir(parents=True)
     (job.folder / "summary.json").write_text(json.dumps({"status": "running", "process": "distant 7 0"}))
@@ -256,7 +256,7 @@ def test_a_wait_for_another_machine_says_where_to_end_it(tmp_path, monkeypatch, 
     assert told.endswith("end it there\n")
 
 
-def test_what_compare_says_of_a_job_that_never_began_begins_it(tmp_path, monkeypatch, capsys):
+def test_the_printed_command_starts_a_job_that_never_began(tmp_path, monkeypatch, capsys):
     kind = make_jobs(monkeypatch, loss)
 
     class KilledError(BaseException):
@@ -275,7 +275,7 @@ def test_what_compare_says_of_a_job_that_never_began_begins_it(tmp_path, monkeyp
     assert main(["compare", str(folder)]) == 2
     told = capsys.readouterr().err
     (line,) = (line for line in told.splitlines() if "never begun" in line)
-    program, *command = shlex.split(line.partition("Left out; ")[2].removesuffix(" begins it."))
+    program, *command = shlex.split(line.partition("Left out; ")[2].removesuffix(" starts it."))
     assert program.endswith("lightning-llm")
     begun = make_jobs(monkeypatch, loss)
     assert main(command) == 0

@@ -59,7 +59,7 @@ def test_halving_ends_what_is_clearly_worse_and_nothing_by_rank_alone(tmp_path, 
     assert len(kind.started) == started
 
 
-def test_seeds_are_added_to_what_a_halving_left(tmp_path, monkeypatch, capsys):
+def test_seeds_can_be_added_to_the_remaining_recipes_of_a_halving(tmp_path, monkeypatch, capsys):
     """What `compare` advises, or anyone types, begins no ended recipe again."""
     kind = make_jobs(monkeypatch, recipe_loss)
     kind.pauses = staticmethod(lambda config: 10 if len(kind.started) <= 6 else None)
@@ -75,8 +75,8 @@ def test_seeds_are_added_to_what_a_halving_left(tmp_path, monkeypatch, capsys):
     assert main(["train", *more]) == 0
     assert sorted((each["precision"]["name"], each["seed"]) for each in kind.started) == [("bf16", 2), ("fp32", 2)]
     told = capsys.readouterr().out
-    assert "above precision=fp32 at step 10, in an earlier start: not run on" in told
-    assert "6 of 9 jobs finished, 3 ended by the search" in told
+    assert "above precision=fp32 at step 10, in an earlier start: not resumed" in told
+    assert "6 of 9 jobs finished, 3 stopped by the search" in told
     assert main(["compare", "--json", str(folder)]) == 0
     assert [row["pairs"] for row in json.loads(capsys.readouterr().out)["verdicts"]] == [3]
     (folder / "search.json").write_text('{"trials": [{"jobs": [4], "ended_at": {}}], "ended": {}}')
@@ -84,7 +84,7 @@ def test_seeds_are_added_to_what_a_halving_left(tmp_path, monkeypatch, capsys):
     assert "search.json: cannot be read: " in capsys.readouterr().err
 
 
-def test_a_halving_that_is_stopped_counts_what_it_ended_as_no_job_that_is_left(tmp_path, monkeypatch, capsys):
+def test_dropped_jobs_do_not_count_as_left_in_a_stopped_halving(tmp_path, monkeypatch, capsys):
     kind = make_jobs(monkeypatch, recipe_loss)
 
     def waits(config: dict[str, Any]) -> int:
@@ -99,11 +99,11 @@ def test_a_halving_that_is_stopped_counts_what_it_ended_as_no_job_that_is_left(t
     asked = words(tmp_path, "sweep.search=halving", "sweep.rungs=[0.25]", "precision=fp32,fp8_current", "seed=0,1")
     assert main(["train", *asked]) == 128 + signal.SIGTERM
     told = capsys.readouterr()
-    assert "0 of 4 jobs finished, 2 ended by the search" in told.out
-    assert "stopped in job 0, 1; 2 of 4 jobs are left; go on: " in told.err
+    assert "0 of 4 jobs finished, 2 stopped by the search" in told.out
+    assert "stopped in job 0, 1; 2 of 4 jobs are left; to resume: " in told.err
     kind.pauses = staticmethod(lambda config: None)
     assert main(["train", *asked]) == 0
-    assert "2 of 4 jobs finished, 2 ended by the search" in capsys.readouterr().out
+    assert "2 of 4 jobs finished, 2 stopped by the search" in capsys.readouterr().out
 
 
 def test_a_seed_of_an_ended_recipe_that_came_to_its_end_is_not_judged(tmp_path, monkeypatch, capsys):
@@ -118,11 +118,11 @@ def test_a_seed_of_an_ended_recipe_that_came_to_its_end_is_not_judged(tmp_path, 
     kind.pauses = staticmethod(waits)
     asked = words(tmp_path, "sweep.search=halving", "precision=bf16,fp32,fp8_current", "seed=0,1,2")
     assert main(["train", *asked]) == 0
-    assert "7 of 9 jobs finished, 2 ended by the search" in capsys.readouterr().out
+    assert "7 of 9 jobs finished, 2 stopped by the search" in capsys.readouterr().out
     assert main(["compare", "--json", str(tmp_path / "default" / "searched")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in found["verdicts"]] == ["fp32"]
-    assert any("left out here: job 6, 7, 8 (precision=fp8_current" in note for note in found["notes"])
+    assert any("left out: job 6, 7, 8 (precision=fp8_current" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize("spread", [(1, 1, 1, 1, 1), pytest.param((1, 1, 1, 3, 3), marks=pytest.mark.full)])
@@ -152,7 +152,7 @@ def test_an_interval_of_a_rung_has_its_share_of_the_error_and_clears_the_margin(
             assert [each[:3] for each in found.values()] == [(1, pytest.approx(middle), pytest.approx(low))] * ends
 
 
-def test_a_rung_ends_what_lost_all_its_losses_unless_all_did():
+def test_a_recipe_that_diverged_at_all_seeds_is_dropped_unless_all_did():
     nothing, some = [np.nan] * 3, [np.nan, 3.0, 3.1]
     keys = SweepConfig(margin=0.01)
     assert worse_than_best(np.array([nothing, some, nothing]), keys, 2).keys() == {0, 2}

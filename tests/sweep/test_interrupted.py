@@ -43,16 +43,16 @@ def stopped_in_last_of(jobs: int, kind: Any) -> Any:
     return stops
 
 
-def test_a_signal_to_the_last_job_as_it_ends_leaves_nothing_to_go_on_with(tmp_path, monkeypatch, capsys):
+def test_a_signal_at_the_end_of_the_last_job_leaves_nothing_to_resume(tmp_path, monkeypatch, capsys):
     kind = make_jobs(monkeypatch, loss)
     kind.loss = staticmethod(stopped_in_last_of(4, kind))
     assert main(["train", *words(tmp_path, "30")]) == 128 + signal.SIGINT
     told = capsys.readouterr()
     assert "4 of 4 jobs finished" in told.out
-    assert told.err == "stopped after the last job: all 4 have come to their end\n"
+    assert told.err == "stopped after the last job: all 4 are finished\n"
 
 
-def test_a_signal_to_the_last_job_of_a_look_leaves_the_next_one(tmp_path, monkeypatch, capsys):
+def test_a_signal_to_the_last_job_of_a_look_leaves_the_next_look(tmp_path, monkeypatch, capsys):
     kind = make_jobs(monkeypatch, loss)
     kind.loss = staticmethod(stopped_in_last_of(4, kind))
     looks = ("sweep.until=decided", "sweep.looks=[2,3]", "sweep.margin=1e-5")
@@ -61,8 +61,8 @@ def test_a_signal_to_the_last_job_of_a_look_leaves_the_next_one(tmp_path, monkey
     told = capsys.readouterr()
     assert told.out.count("look   ") == 1
     (line,) = told.err.splitlines()
-    assert line.startswith("stopped between jobs; another look is still to come; go on: ")
-    assert main(pasted(line, "go on: ", "")) == 0
+    assert line.startswith("stopped between jobs; another look remains; to resume: ")
+    assert main(pasted(line, "to resume: ", "")) == 0
     assert len(kind.started) == 6
 
 
@@ -90,24 +90,24 @@ def pasted(line: str, behind: str, before: str) -> list[str]:
     return command
 
 
-def test_lengths_that_are_jobs_are_gone_on_with_and_not_added(tmp_path, monkeypatch, capsys):
+def test_unfinished_lengths_are_resumed_instead_of_added(tmp_path, monkeypatch, capsys):
     sweep = interrupted(monkeypatch, tmp_path, "30,60,120", 8)
     jobs, *margins = told(capsys, sweep, "--margin", "2%")
     assert "4 of its 12 jobs are not finished: never begun, jobs 8, 9, 10, 11 (numbered from 0). Left out; " in jobs
     assert len(margins) == 2  # of runs over 30 steps, and over 60
     for line in margins:
-        assert "It is there at 30, 60 steps. At 120 steps (seeds 0, 1) its runs are there and not finished" in line
+        assert "Usable runs exist at 30, 60 steps. At 120 steps (seeds 0, 1) its runs are not finished" in line
         assert "Add" not in line
-    command = pasted(jobs, "Left out; ", " begins them.")
-    assert pasted(margins[0], "goes on with them: ", "") == command
+    command = pasted(jobs, "Left out; ", " starts them.")
+    assert pasted(margins[0], "Resume them: ", "") == command
     assert main(command) == 0
     assert told(capsys, sweep, "--margin", "2%", expect=0) == []
 
 
-def test_only_what_no_job_has_is_to_be_added(tmp_path, monkeypatch, capsys):
+def test_only_lengths_without_jobs_are_proposed(tmp_path, monkeypatch, capsys):
     sweep = interrupted(monkeypatch, tmp_path, "60,120", 4)
     line = told(capsys, sweep, "--margin", "2%")[-1]
-    assert "It is there at 60 steps. At 120 steps (seeds 0, 1) its runs are there and not finished" in line
+    assert "Usable runs exist at 60 steps. At 120 steps (seeds 0, 1) its runs are not finished" in line
     assert "Add 30 to the sweep (trainer.max_steps), at seeds 0, 1, or run by run: " in line
 
 
@@ -118,7 +118,7 @@ def test_declared_looks_by_a_margin_in_tokens_say_the_same(tmp_path, monkeypatch
     (jobs, *margins) = told(capsys, sweep)
     assert "4 of its 12 jobs are not finished" in jobs
     assert all("At 120 steps (seed" in line and "Add" not in line for line in margins)
-    assert main(pasted(jobs, "Left out; ", " begins them.")) == 0
+    assert main(pasted(jobs, "Left out; ", " starts them.")) == 0
     assert "look   " in capsys.readouterr().out
 
 
@@ -143,9 +143,9 @@ def test_unfinished_jobs_are_a_line_per_cause(tmp_path, monkeypatch, capsys):
         "(numbered from 0)",
         f"{here}2 of its 12 jobs are not finished: never begun, jobs 10, 11 (numbered from 0)",
     ]
-    goes_on = [line for line in lines[:4] if "goes on with" in line]
+    goes_on = [line for line in lines[:4] if "resumes" in line]
     assert len(goes_on) == 3
-    assert main(pasted(lines[0], "Left out; ", " goes on with them.")) == 0
+    assert main(pasted(lines[0], "Left out; ", " resumes them.")) == 0
     assert told(capsys, sweep, expect=0) == []
 
 
@@ -165,6 +165,6 @@ def test_many_jobs_are_named_by_the_first_and_a_recipe_without_any_run_once(tmp_
     (sweep / "2" / "metrics.jsonl").unlink()
     (line,) = (line for line in told(capsys, sweep) if "unreadable" in line)
     assert "seed=0,1 run.name=mine" in line
-    assert line.endswith(" makes it anew once the folder is removed.")
+    assert line.endswith(" reruns it once the folder is removed.")
     shutil.rmtree(sweep / "2")
-    assert main(pasted(line, "Left out; ", " makes it anew")) == 0
+    assert main(pasted(line, "Left out; ", " reruns it")) == 0

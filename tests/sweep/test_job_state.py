@@ -28,7 +28,7 @@ from lightning_llm.tracking.sweep_definition import Job, write_sweep
 from tests.sweep.short_jobs import sweep_of
 
 
-def test_processes_are_told_apart_from_those_that_took_their_number() -> None:
+def test_reused_process_ids_are_detected() -> None:
     mine = process_mark()
     host, number, started = mine.split()
     assert not has_ended(mine)
@@ -109,7 +109,7 @@ def test_a_run_of_another_machine_is_stopped_once_it_is_silent(
     assert state_of(job.folder) == "running"
 
 
-def test_a_sign_from_the_future_is_waited_for_no_longer_than_any_other(
+def test_a_heartbeat_in_the_future_is_awaited_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.5)
@@ -150,7 +150,7 @@ def test_an_end_by_the_spike_policy_is_what_compare_takes_it_for(
     assert read_run(job.folder).diverged == (state == "diverged")
 
 
-def test_a_claimed_job_is_left_alone(tmp_path: Path) -> None:
+def test_a_locked_job_is_skipped(tmp_path: Path) -> None:
     job = sweep_of(tmp_path, "seed=0").jobs[0]
     with locked(job) as mine, locked(job) as also:
         assert (mine, also) == (True, False)

@@ -110,7 +110,7 @@ def test_a_crashed_job_is_run_again_and_a_diverged_one_is_not(tmp_path: Path, mo
     assert handed_in[-1]["status"] == "FINISHED"
 
 
-def test_a_sweep_hands_in_what_a_killed_start_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_uploads_runs_of_a_killed_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As its jobs ended without their last words to MLflow, and the sweep itself before its end."""
     kind = make_jobs(monkeypatch, lambda config, step: 3.0)
     kind.summary = {"mlflow": {"synced": False}}

@@ -62,7 +62,7 @@ def test_a_ladder_of_one_recipe_says_what_it_lacks(tmp_path: Path, capsys: pytes
     assert main([*words, "precision=mxfp8"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("lacks"))
     assert "each of 4 sizes has one run per number of tokens and seed" in line
-    assert line.endswith("Give two, as precision=bf16,mxfp8")
+    assert line.endswith("Use two, for example precision=bf16,mxfp8")
     assert main([*words, "precision=mxfp8,bf16"]) == 0
     assert "lacks" not in capsys.readouterr().out
 
@@ -90,7 +90,9 @@ def test_the_time_left_counts_the_jobs_beside_each_other(
     assert said == ["5m05s", "4m55s", "3m25s", "3m15s"]
 
 
-def test_a_job_that_turns_out_to_run_elsewhere_is_not_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_job_running_elsewhere_is_removed_from_the_progress_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     jobs = sweep_of(tmp_path, "seed=0,1,2").jobs
     told = progress.Progress(3)
     told.left_alone(jobs[0])  # seen before it was started
@@ -101,7 +103,7 @@ def test_a_job_that_turns_out_to_run_elsewhere_is_not_counted(tmp_path: Path, ca
     assert capsys.readouterr().out == "job    2 seed=2: starts, 1 of 1 so far\n"
 
 
-def test_of_queued_jobs_the_pace_so_far_tells_the_time_left(
+def test_the_remaining_time_of_queued_jobs_is_by_their_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     jobs, clock = sweep_of(tmp_path, "seed=0,1,2,3").jobs, [0.0]
@@ -116,7 +118,7 @@ def test_of_queued_jobs_the_pace_so_far_tells_the_time_left(
     assert "2 of 4 ended, about 3m20s left" in capsys.readouterr().out
 
 
-def test_of_a_search_the_steps_that_are_left_tell_the_time(
+def test_the_remaining_time_of_a_search_is_by_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Three jobs of 100 steps, a step a second, are paused after 20 of them: 60 of 300 s are gone."""
@@ -141,7 +143,7 @@ def test_of_a_search_the_steps_that_are_left_tell_the_time(
     assert "exit code 143 after 15s | 3 of 3 ended, at most about 4m00s left" in said[2]  # not the search's doing
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_output_pipe_is_no_error(tmp_path: Path) -> None:
     """As of `plan -m ... | head`: the pipe is closed before anything is printed."""
     command = [sys.executable, "-m", "lightning_llm", "recipes"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -124,9 +124,7 @@ def test_jobs_are_one_array_however_often_the_sweep_is_started(
 
 
 @pytest.mark.usefixtures("short_children")
-def test_jobs_that_need_unlike_nodes_are_arrays_of_their_own_and_are_cancelled_by_a_signal(
-    tmp_path: Path, slurm: Path
-) -> None:
+def test_jobs_with_different_nodes_are_separate_arrays_cancelled_by_a_signal(tmp_path: Path, slurm: Path) -> None:
     jobs = sweep_of(tmp_path, "seed=0,1", "trainer.devices=1,2", "world=2", "launcher=slurm", "launcher.at_once=1").jobs
     (slurm / "scancel").write_text(f"#!/bin/bash\necho $1 >> {slurm}/cancelled\n")
     relay = Relay()
@@ -141,7 +139,7 @@ def test_jobs_that_need_unlike_nodes_are_arrays_of_their_own_and_are_cancelled_b
     assert sorted((slurm / "cancelled").read_text().split()) == ["70_0", "70_1", "71_0", "71_1"]
     assert progress.outcomes == []
     (slurm / "sbatch").write_text("#!/bin/bash\necho sbatch: error: invalid partition specified: gpu >&2; exit 1\n")
-    with pytest.raises(ConfigError, match=r"launcher: .* did not take: .*invalid partition"):
+    with pytest.raises(ConfigError, match=r"launcher: Slurm rejected the jobs: .*invalid partition"):
         run_on_slurm(jobs, Relay(), progress)
 
 
@@ -152,7 +150,7 @@ def test_a_job_that_slurm_ended_is_failed(tmp_path: Path, monkeypatch: pytest.Mo
     run_on_slurm([job], Relay(), progress)
     assert [each.code for each in progress.outcomes] == [137]
     assert state_of(job.folder) == "failed"
-    assert detail_of(job.folder).startswith("ended without a word: exit code 137")
+    assert detail_of(job.folder).startswith("ended without a message: exit code 137")
 
 
 OUT_OF_MEMORY = """
@@ -163,7 +161,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_slurm_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_of_slurm_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["launcher=slurm", "launcher.partition=gpu", "launcher.gpus_per_node=8", "trainer.devices=8", "world=16"]
     config = compose_config([f"run.root={tmp_path}", *words])
     asked = array_parameters(config)

@@ -71,7 +71,7 @@ def test_every_combination_runs_under_one_parent_and_is_not_run_again(tmp_path, 
     written = {file: file.stat().st_mtime_ns for file in tmp_path.glob("default/*/*/metrics.jsonl")}
     assert main(["train", "-m", *words]) == 0
     told = capfd.readouterr().out
-    assert "0 seed=3: finished, left as it is" in told
+    assert "0 seed=3: finished, skipped" in told
     assert "nothing left to do" in told
     assert {file: file.stat().st_mtime_ns for file in tmp_path.glob("default/*/*/metrics.jsonl")} == written
 
@@ -107,9 +107,7 @@ def test_a_job_that_diverges_is_a_result_and_is_not_run_again(tmp_path, small_ru
     assert f"diverged: {diverged} (optim.learning_rate=1e+30): NonFiniteError" in told.err
     assert main(["train", "-m", *words]) == 0
     told = capfd.readouterr().out
-    assert (
-        f"0 optim.learning_rate=1e+30: diverged, left as it is, a result (to run it again, remove {diverged})" in told
-    )
+    assert f"0 optim.learning_rate=1e+30: diverged, skipped, a result (to rerun it, remove {diverged})" in told
     assert "nothing left to do" in told
     assert json.loads((diverged / "summary.json").read_text())["starts"] == 1
 
@@ -152,7 +150,7 @@ def test_ctrl_c_saves_the_job_under_way_and_starts_no_other(tmp_path, small_run)
     (only,) = job_folders(tmp_path)
     assert status(only) == "stopped"
     assert steps_saved(only) == [read_metrics(only)[-1]["step"]]
-    assert "stopped in job 0; 2 of 2 jobs are left; go on: " in told
+    assert "stopped in job 0; 2 of 2 jobs are left; to resume: " in told
     assert "Traceback" not in told
 
 

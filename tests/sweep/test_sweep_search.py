@@ -60,7 +60,7 @@ def test_optuna_finds_the_best_rate_and_compare_reads_its_jobs(tmp_path, monkeyp
     assert {round(row["gap"], 9) for row in found["verdicts"]} == {round(each["gap"], 9) for each in trials}
 
 
-def test_a_search_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, monkeypatch):
+def test_a_killed_search_continues_unchanged(tmp_path, monkeypatch):
     make_jobs(monkeypatch, loss)
     assert main(["train", *optuna_words(tmp_path / "whole", "sweep.trials=3")]) == 0
     ran = 0
@@ -85,7 +85,7 @@ def test_a_search_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, m
     assert (len(kind.ended), len(trials_of(tmp_path / "killed"))) == (1, 4)
 
 
-def test_a_trial_above_the_median_is_ended_on_the_way_and_left_out_of_the_verdict(tmp_path, monkeypatch, capsys):
+def test_a_pruned_trial_is_left_out_of_the_verdict(tmp_path, monkeypatch, capsys):
     """Each trial waits at the second validation of four to be stopped, but those that have to be whole."""
     kind = make_jobs(monkeypatch, loss)
     waits = lambda config: 20 if len(kind.started) > 4 and loss(config, 40) > 3.2 else None  # noqa: E731
@@ -104,13 +104,13 @@ def test_a_trial_above_the_median_is_ended_on_the_way_and_left_out_of_the_verdic
     assert all(each["gap"] > np.median(whole) / 2 for each in pruned)  # half of the way
     told = capsys.readouterr().out
     assert "pruned at step" in told
-    assert f"{len(pruned)} ended by the search" in told
+    assert f"{len(pruned)} stopped by the search" in told
     assert told.count(": pruned after") == len(pruned)
     assert "exit code" not in told
     assert main(["compare", "--json", str(tmp_path / "default" / "searched")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["verdicts"]) == len(whole)
-    assert any("Ended by the search, and left out" in note for note in found["notes"])
+    assert any("Stopped by the search and left out" in note for note in found["notes"])
     started = len(kind.started)
     assert (
         main(["train", *optuna_words(tmp_path, "sweep.trials=7", "sweep.startup_trials=3", "sweep.sampler=random")])
@@ -147,7 +147,7 @@ def test_a_finished_seed_of_a_trial_that_was_pruned_is_left_out_of_the_verdict(t
     assert main(["compare", "--json", str(tmp_path / "default" / "searched")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["verdicts"]) == len(trials) - len(pruned)
-    (note,) = (note for note in found["notes"] if "Ended by the search, and left out" in note)
+    (note,) = (note for note in found["notes"] if "Stopped by the search and left out" in note)
     assert all(f"trial {each['trial']}, pruned at step 10" in note for each in pruned)
 
 
@@ -175,7 +175,7 @@ def test_hydras_sweep_syntax_is_the_space():
     assert words_of({"a": 1e-4, "b": 3, "d": "x"}) == ["a=0.0001", "b=3", "d=x"]
     assert len(corners_of(found)) == 8
     assert distributions_of(space_of("c=shuffle(range(0,1000000000000))")) == {"c": IntDistribution(0, 10**12 - 1)}
-    with pytest.raises(ConfigError, match=r"c: cannot be searched: it has more than 10,000 values, and an interval"):
+    with pytest.raises(ConfigError, match=r"c: cannot be searched: it has more than 10,000 values, so use an interval"):
         distributions_of(space_of("c=shuffle(range(0,1,1e-12))"))
     with pytest.raises(ConfigError, match=r"the interval from 2\.0 to 1\.0 is empty"):
         distributions_of(space_of("a=interval(2,1)"))
@@ -199,10 +199,10 @@ def test_hydras_sweep_syntax_is_the_space():
             "sweep.trials: is only read with sweep.search=optuna, and this",
         ),
         (["sweep.search=null", "sweep.margin=0.02", "seed=0,1"], "and this sweep has neither looks nor a search"),
-        (["optim.learning_rate=tag(lin,interval(1e-4,1e-3))"], "of tags there is log alone, and not lin"),
-        (["optim.learning_rate=tag(log,interval(0,1))"], "a logarithmic interval begins above 0"),
-        (["launcher.at_once=choice(1,2)"], "launcher.at_once: cannot be searched: it says how a run is kept"),
-        (["trainer.max_steps=choice(20,40)"], "trainer.max_steps: cannot be searched: trials are held"),
+        (["optim.learning_rate=tag(lin,interval(1e-4,1e-3))"], "the only tag is log, not lin"),
+        (["optim.learning_rate=tag(log,interval(0,1))"], "a logarithmic interval must begin above 0"),
+        (["launcher.at_once=choice(1,2)"], "launcher.at_once: cannot be searched: it does not change training"),
+        (["trainer.max_steps=choice(20,40)"], "trainer.max_steps: cannot be searched: trials are compared"),
         (["sweep.search=halving", "sweep.rungs=[]", "seed=0,1"], "sweep.rungs: must hold at least 1 item"),
         (
             ["sweep.search=halving", "sweep.rungs=0.5", "seed=0,1"],
@@ -210,11 +210,11 @@ def test_hydras_sweep_syntax_is_the_space():
         ),
         (
             ["sweep.search=halving", "trainer.validate_every_steps=10,20", "seed=0,1"],
-            "trainer.validate_every_steps: is one for all recipes",
+            "trainer.validate_every_steps: must be the same for all recipes",
         ),
     ],
 )
-def test_a_search_that_cannot_be_is_refused_before_anything_starts(more, said, tmp_path, capsys):
+def test_an_invalid_search_is_refused_before_anything_starts(more, said, tmp_path, capsys):
     assert main(["train", *words(tmp_path, "sweep.search=optuna", *more)]) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -244,7 +244,7 @@ def test_another_search_does_not_go_on_in_the_folder_of_one(tmp_path, monkeypatc
     assert not (tmp_path / "default" / "halved" / "search.db").exists()
 
 
-def test_a_search_that_did_not_note_what_its_trials_share_goes_on(tmp_path, monkeypatch, capsys):
+def test_a_search_without_recorded_shared_keys_is_resumed(tmp_path, monkeypatch, capsys):
     make_jobs(monkeypatch, loss)
     assert main(["train", *optuna_words(tmp_path, "sweep.trials=1")]) == 0
     file = tmp_path / "default" / "searched" / "sweep.json"

@@ -1,4 +1,4 @@
-"""Drawings of a report: each draws plain data of `panels.py` on axes that somebody else made."""
+"""Drawings of a report: each draws plain data of `panels.py` on given axes."""
 
 import math
 from collections.abc import Sequence
@@ -30,11 +30,12 @@ from lightning_llm.compare.report.picture import (
 )
 
 FAR = 20.0
-"""Margins from which on an axis of gaps is logarithmic beyond two: those near the margin could not be told apart."""
+"""Size of a gap, in margins, from which an axis of gaps becomes logarithmic, to keep small gaps readable."""
 
 
 def draw_forest(axes: Any, rows: Sequence[ForestRow], frame: Frame, *, numbers: bool = True) -> None:
-    """Draw each verdict's gap and interval against the margin, seeds below it, and what failed, from top to bottom."""
+    """Draw each verdict's gap and interval against the margin, its seeds below, and failed seeds, from top to
+    bottom."""
     places, labels, place = [], [], 0.0
     seen = None
     for row in rows:
@@ -99,7 +100,7 @@ def _beside(axes: Any, words: str, place: float, colour: str, size: float) -> No
 
 
 def draw_curve(axes: Any, panel: CurvePanel, frame: Frame, limits: tuple[float, float] | None = None) -> None:
-    """Draw a recipe's paired difference over tokens: its mean and band, single seeds, those that failed, the floor."""
+    """Draw a recipe's paired difference over tokens: mean and band, single seeds, failed seeds, and the A/A floor."""
     colour, curve = COLOURS[panel.decision], panel.curve
     if panel.floor:
         axes.axhspan(-panel.floor, panel.floor, color=FLOOR, linewidth=0, zorder=0, label="A/A floor")
@@ -131,7 +132,7 @@ def draw_curve(axes: Any, panel: CurvePanel, frame: Frame, limits: tuple[float, 
 
 
 def curve_limits(panels: Sequence[CurvePanel], frame: Frame) -> tuple[float, float]:
-    """Return the range that the curves of one setting share: their bands and seeds, the margin; not what failed."""
+    """Return the common range of the curves of one setting: bands, seeds and margin, without failed seeds."""
     edges = [0.0, frame.margin, *(panel.margin for panel in panels)]
     for panel in panels:
         edges += [edge for edge in (*panel.curve.gap, *panel.curve.low, *panel.curve.high) if math.isfinite(edge)]
@@ -141,7 +142,7 @@ def curve_limits(panels: Sequence[CurvePanel], frame: Frame) -> tuple[float, flo
 
 
 def draw_losses(axes: Any, lines: Sequence[LossLine], frame: Frame) -> None:
-    """Draw mean validation losses over tokens; around the baseline's, the range from the least seed to the most."""
+    """Draw mean validation losses over tokens; around the baseline's, the range over its seeds."""
     for place, line in enumerate(lines):
         style = line_style(place - 1)
         colour = INK if place == 0 else style.colour
@@ -157,7 +158,7 @@ def draw_losses(axes: Any, lines: Sequence[LossLine], frame: Frame) -> None:
 
 
 def draw_trend(axes: Any, trend: Trend, frame: Frame) -> None:
-    """Draw each recipe's gap and interval over the trend's quantity, and the A/A floor where there is one."""
+    """Draw each recipe's gap and interval over the trend's quantity, and the A/A floor if known."""
     xs = trend.xs
     logarithmic = xs[0] > 0
     if logarithmic:
@@ -192,7 +193,7 @@ def draw_trend(axes: Any, trend: Trend, frame: Frame) -> None:
 
 
 def draw_speed(axes: Any, points: Sequence[SpeedPoint], frame: Frame) -> None:
-    """Draw each recipe's gap and interval against its speed, and the baseline at (1, 0); hollow where emulated."""
+    """Draw each recipe's gap and interval against its speed, and the baseline at (1, 0); hollow markers: emulated."""
     _zero_and_margins(axes, frame, "y")
     axes.plot(1, 0, marker="*", markersize=11, color=INK, linestyle="")
     axes.annotate(frame.baseline, (1, 0), textcoords="offset points", xytext=(0, -13), ha="center", fontsize=8)
@@ -236,7 +237,7 @@ def _zero_and_margins(
 
 
 def _margins(trend: Trend) -> list[tuple[float, float, float]]:
-    """Return where each margin of a trend is drawn: around its x, as far as half way to the next."""
+    """Return the range of each margin of a trend: around its x, up to half way to its neighbors."""
     xs = trend.xs
     reach = min(after - before for before, after in pairwise(xs)) / 2.2
     found = {(point.x, point.margin) for line in trend.lines for point in line.points}
@@ -257,7 +258,7 @@ def _limits(axes: Any, edges: Sequence[float], frame: Frame, axis: str) -> None:
 
 
 def _spread_out(axes: Any, frame: Frame, axis: str) -> None:
-    """Make an axis of gaps logarithmic beyond two margins where one is so large that the others could not be told."""
+    """Make an axis of gaps logarithmic beyond two margins if a large gap would make the others unreadable."""
     low, high = axes.get_xlim() if axis == "x" else axes.get_ylim()
     if max(-low, high) > FAR * frame.margin:
         getattr(axes, f"set_{axis}scale")("symlog", linthresh=2 * frame.margin)

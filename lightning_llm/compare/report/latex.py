@@ -31,7 +31,7 @@ def escape(text: str) -> str:
 def verdicts_latex(comparison: Comparison) -> str:
     r"""Return a `tabular` (booktabs) of recipe, loss, gap, interval, pairs, failures, speed and verdict.
 
-    Settings, where there are several, are rows of their own above their baselines.
+    Each of several settings is a separate row above its baseline.
     """
     lines: list[str] = []
     for baseline in comparison.baselines:

@@ -1,8 +1,4 @@
-"""The methods of a comparison: a paragraph on its runs, and the passages of the method that apply, with citations.
-
-The one text of the report, of `compare.json`, of a paper and of the docs. Citations are marks as in Pandoc,
-"[@dunnett1955]", of entries of `references.bib`.
-"""
+"""The methods of a comparison: a paragraph on its runs, and the applicable parts of the method, with citations."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -27,7 +23,7 @@ from lightning_llm.compare.verdict_text import quantized_sentences
 
 @dataclass(frozen=True)
 class Methods:
-    """The methods of one comparison: `paragraphs` of (heading, text with citations), and the entries they cite."""
+    """The methods of one comparison: `paragraphs` of (heading, text with citations), and the cited `references`."""
 
     paragraphs: tuple[tuple[str, str], ...]
     references: tuple[Reference, ...]
@@ -39,7 +35,7 @@ class Methods:
 
 
 def methods_of(study: Study) -> Methods:
-    """Return what was done, in order of the passages, and what is cited, in order of first citation."""
+    """Return the methods, in the order of the passages, and the references, in order of first citation."""
     recipes = {name: sources_of(words) for name, words in study.recipe_sources.items()}
     paragraphs = {"Runs": runs_paragraph(study, {name: citation_of(found) for name, found in recipes.items()})}
     for passage in PASSAGES:
@@ -62,17 +58,17 @@ def plain(text: str, references: Sequence[Reference]) -> str:
 
 
 def runs_paragraph(study: Study, citations: dict[str, str]) -> str:
-    """Return what was run, on what, with what: model, data, seeds, precision, versions, hardware.
+    """Return the description of the runs: model, data, seeds, precision, versions, hardware.
 
-    `citations`: {precision recipe: the mark that cites what it is taken from}.
+    `citations`: {precision recipe: citation of its sources}.
     """
     cited = {name: f"{name} {mark}" for name, mark in citations.items()}
     baseline = study.factor.baseline_label
-    held = listed([cited.get(name, name) for name in study.recipes])
+    compared = listed([cited.get(name, name) for name in study.recipes])
     terms, (fewest, most) = study.terms, study.pairs
     pairs = f"{fewest}" if fewest == most else f"{fewest} to {most}"
     sentences = [
-        f"{held} {'was' if len(study.recipes) == 1 else 'were'} held against {cited.get(baseline, baseline)} "
+        f"{compared} {'was' if len(study.recipes) == 1 else 'were'} compared with {cited.get(baseline, baseline)} "
         f"({study.factor.name}) in {pairs} pair{'s' * (most > 1)} of runs each, of seed{'s' * (len(study.seeds) > 1)} "
         f"{spans(study.seeds)}"
         + (f", in each of {len(study.settings)} settings ({'; '.join(study.settings)})" if study.settings else "")
@@ -96,7 +92,7 @@ def runs_paragraph(study: Study, citations: dict[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Passage:
-    """A part of the method, with citations, and when it is part of what was done: in `words`, and by `applies`."""
+    """A part of the method with citations; it is included if `applies` is true; `words` describes this condition."""
 
     heading: str
     words: str
@@ -111,92 +107,90 @@ def _always(_: Study) -> bool:
 PASSAGES = (
     Passage(
         "Pairs", "always", _always,
-        "Runs of the same seed share initial weights and the order of the data, so they are compared in pairs. A "
-        "pair's difference is taken of the tail of the validation loss: the mean over the validations in the last part "
-        "of the steps that all runs have. The gap is the mean difference over the seeds at which neither run failed.",
+        "Runs of the same seed share initial weights and the order of the data, so they are compared in pairs. The "
+        "difference of a pair is that of the tail of the validation loss: the mean over the validations in the last "
+        "part of the steps that all runs have. The gap is the mean difference over seeds at which neither run failed.",
     ),
     Passage(
-        "Records", "every run has them", lambda study: not study.unverified,
-        "The losses are those that the runs wrote: the records, the configuration and the hashes of code and data of "
-        "each run were verified by a hash chain and digests.",
+        "Records", "all records are verified", lambda study: not study.unverified,
+        "The records, the configuration and the hashes of code and data of each run were verified by a hash chain and "
+        "digests.",
     ),
     Passage(
-        "Records", "a run has none, or went on from one without", lambda study: study.unverified,
+        "Records", "the records of a run, or of its predecessor, are not verified", lambda study: study.unverified,
         "The records of some runs carry no hash chain and were not verified.",
     ),
     Passage(
         "Intervals", "two recipes or more share a baseline", lambda study: study.comparisons > 1,
-        "Intervals hold together for all recipes that share a baseline [@dunnett1955], with seeds as blocks; the "
+        "Intervals are simultaneous for all recipes that share a baseline [@dunnett1955], with seeds as blocks; the "
         "multivariate t is integrated by quadrature [@genz2009].",
     ),
     Passage(
-        "Intervals", "one recipe stands alone", lambda study: study.decided_by_interval and study.comparisons == 1,
-        "The interval is Student's, of the paired differences over seeds.",
+        "Intervals", "there is one recipe", lambda study: study.decided_by_interval and study.comparisons == 1,
+        "The interval is Student's, for the paired differences over seeds.",
     ),
     Passage(
         "Intervals", "recipes share a variance", lambda study: study.pooled,
-        "The variance is pooled over all recipes but those that are much louder than the others (F test at 1 % over "
-        "their number), with degrees of freedom that allow for the baseline that they share [@satterthwaite1946]; so "
-        "a loud recipe in the pool widens the others' intervals. No recipe's variance is taken to be below its own "
-        "estimate, since a preliminary test would make intervals too short [@bancroft1944].",
+        "The variance is pooled over all recipes except those that are much noisier than the others (F test at 1 % "
+        "over their number), with degrees of freedom that account for the shared baseline [@satterthwaite1946]. A "
+        "noisy recipe in the pool therefore widens the intervals of the others. No recipe's variance is taken to be "
+        "below its own estimate, because a preliminary test would make intervals too short [@bancroft1944].",
     ),
     Passage(
-        "Intervals", "a recipe's spread stands out", lambda study: study.unpooled,
-        "A recipe outside the pool, or whose spread stands out of it (F test at 25 % [@bancroft1983]), is judged by "
-        "its own variance and degrees of freedom [@hasler2008].",
+        "Intervals", "a recipe has a larger spread", lambda study: study.unpooled,
+        "A recipe outside the pool, or with a larger spread than the pool (F test at 25 % [@bancroft1983]), is judged "
+        "by its own variance and degrees of freedom [@hasler2008].",
     ),
     Passage(
         "Intervals", "recipes have different seeds", lambda study: study.comparisons > 1 and study.unlike_seeds,
-        "Over seeds that not all recipes have, the smallest of their correlations is taken for all, which can only "
-        "widen the intervals [@sidak1968].",
+        "Recipes have different seeds, so the smallest of their correlations is used for all, which can only widen the "
+        "intervals [@sidak1968].",
     ),
     Passage(
         "Intervals", "a recipe has one pair", lambda study: study.one_pair,
-        "One pair shows no spread, and decides nothing.",
+        "One pair shows no spread and allows no decision.",
     ),
     Passage(
         "Verdicts", "always", _always,
-        "By loss a recipe is lossless where the interval's upper bound is below the margin, which is non-inferiority "
-        "[@ich1998, section 3.3.2], lossy where its lower bound is above it, and otherwise inconclusive. The verdict "
-        "is lossy where the loss or the stability says so. It is lossless where the loss says so, no run is missing, "
-        "and the recipe failed alone at no more seeds than the baseline did, or so few of so many that the rate is "
-        f"shown to be below {100 * STABILITY_MARGIN:g} %.",
+        "By loss a recipe is lossless if the upper bound of its interval is below the margin, which is non-inferiority "
+        "[@ich1998, section 3.3.2], lossy if the lower bound is above it, and inconclusive if neither holds. The "
+        "verdict is lossy if the recipe is lossy by loss or unstable. It is lossless if it is lossless by loss, no run "
+        "is missing, and the recipe failed alone at no more seeds than the baseline did, or its rate of failing "
+        f"alone is shown to be below {100 * STABILITY_MARGIN:g} %.",
     ),
     Passage(
         "Verdicts", "a baseline has not learned",
         lambda study: any(verdict.judged.measured.unlearned for verdict in study.verdicts),
-        "A baseline whose loss is not below the entropy of the tokens' frequencies (where that is not recorded, 0.9 "
-        "ln(vocabulary)) has not learned, and gives no verdict.",
+        "A baseline with a loss above the entropy of the tokens' frequencies (or above 0.9 ln(vocabulary), if that is "
+        "not recorded) has not learned and gives no verdict.",
     ),
     Passage(
-        "Verdicts", "each recipe is taken at its best value of a key, by seeds that do not judge",
+        "Verdicts", "each recipe is compared at its best value of a key, chosen by other seeds",
         lambda study: study.selection is not None and not study.selection.by_all,
-        "Each recipe was taken at its own best value of a key, chosen by the losses of seeds that were not judged: the "
-        "best of several is low by luck, too.",
+        "Each recipe was compared at its own best value of a key, chosen by the losses of seeds that were not judged, "
+        "because the lowest of several losses is low by luck, too.",
     ),
     Passage(
-        "Verdicts", "each recipe is taken at its best value of a key", lambda study: study.selection is not None,
-        "A recipe is lossy only if it is at every value of its own, and lossless only if it is against the baseline at "
-        "every value: whichever is the best, the verdict holds there.",
+        "Verdicts", "each recipe is compared at its best value of a key", lambda study: study.selection is not None,
+        "A recipe is called lossy only if it is lossy at all of its own values, and lossless only if it is lossless "
+        "against the baseline at every value, so the verdict holds whichever value is the best.",
     ),
     Passage(
         "Verdicts", "a search ended recipes early", lambda study: study.ended_by_search,
-        "A search ended the others early by their losses at the same seeds: these seeds chose the recipes that are "
-        "left, and judge them as well, so that the best of many may look better than it is. Seeds that chose nothing "
-        "would tell.",
+        "A search stopped other recipes early by their losses at the same seeds. These seeds both chose the remaining "
+        "recipes and judge them, so the best of many may look better than it is; other seeds would avoid this.",
     ),
     Passage(
         "Verdicts", "looks were declared before the first run", lambda study: study.design is not None,
-        "Looks that a sweep declared before its first run share out the error by a spending function [@lan1983], with "
-        "boundaries drawn for this very procedure. Intervals then hold together over all looks, too "
-        "[@jennison1989].",
+        "The looks declared before the first run divide the error by a spending function [@lan1983], with boundaries "
+        "simulated for this exact procedure. The intervals are also simultaneous over all looks [@jennison1989].",
     ),
     Passage(
         "Verdicts", "the margin is in tokens", lambda study: study.terms.token_margin is not None,
-        "A margin of a share m of tokens is what the baseline loses with D / (1 + m) of them, read at each seed off "
-        "its own runs at other numbers of tokens, each with its own decay. A recipe is within it where the mean over "
-        "seeds of difference less margin is below zero: the interval has the margin's noise in it, and what it does "
-        "not reject is Fieller's interval for the ratio of gap to slope [@fieller1954].",
+        "A margin of a share m of tokens is the increase of the baseline's loss with D / (1 + m) tokens, interpolated "
+        "at each seed between its own runs at other numbers of tokens, each with its own decay. A recipe is within it "
+        "if the mean over seeds of difference minus margin is below zero. The interval includes the noise of the "
+        "margin, and the ratios of gap to slope that it does not reject are Fieller's interval [@fieller1954].",
     ),
     Passage(
         "Verdicts", "the runs were looked at more than once", lambda study: len(study.looks) > 1, looks_statement(),
@@ -205,90 +199,91 @@ PASSAGES = (
         "Verdicts", "more seeds would decide a verdict",
         lambda study: any(verdict.plan.more is not None for verdict in study.verdicts),
         f"Seeds are planned for true gaps of 0 and of {PLANNED_GAP} margins, for a probability of {100 * POWER:g} % "
-        "of the right verdict, averaged over what the true spread may be, given the one found [@ohagan2005]; the gap "
-        "observed plays no part [@hoenig2001].",
+        "of the correct verdict, averaged over the possible true spreads given the estimate [@ohagan2005]; the "
+        "observed gap is not used [@hoenig2001].",
     ),
     Passage(
-        "All pairs", "every recipe is held against every other", lambda study: study.all_pairs,
-        "Gaps between all recipes, the baseline among them, are paired by seed as well. Their intervals hold together "
-        "over all pairs of levels of like spread by the studentized range [@tukey1953], with a variance of its own for "
-        "a pair whose spread stands out [@dunnett1980]; verdicts are by their own intervals, and not by these.",
+        "All pairs", "every recipe is compared with every other", lambda study: study.all_pairs,
+        "Gaps between all recipes, including the baseline, are paired by seed as well. Their intervals are "
+        "simultaneous over all pairs by the studentized range [@tukey1953], with a separate variance for a pair with a "
+        "larger spread [@dunnett1980]. Verdicts use their own intervals, not these.",
     ),
     Passage(
         "Failures", "no run failed", lambda study: not study.failed,
-        "A run fails where it diverges or its pair is an outlier; none did. The failure rate that this allows is "
-        "given by its exact upper bound [@clopper1934].",
+        "A run fails if it diverges or its pair is an outlier; none did. The failure rate that this allows is given by "
+        "its exact upper bound [@clopper1934].",
     ),
     Passage(
         "Failures", "a run failed", lambda study: study.failed,
-        "A run failed where it diverged, or where fewer than half of a recipe's pairs lie more than "
+        "A run failed if it diverged, or if its pair is among fewer than half of a recipe's pairs that are more than "
         f"{OUTLIER_FACTOR:g} times as far from zero as the margin, the A/A floor, the recipe's other pairs and the "
         "median of the other recipes' pairs. Failure rates have exact intervals [@clopper1934]. A recipe is unstable "
-        "where it failed and the baseline did not at more seeds than the other way round, by McNemar's test "
-        "[@mcnemar1947], exact and unconditional [@suissa1991], one-sided, shared out over the recipes (Bonferroni).",
+        "if it failed alone at more seeds than the baseline did, by McNemar's test [@mcnemar1947], exact and "
+        "unconditional [@suissa1991], one-sided, with Bonferroni's correction for the number of recipes.",
     ),
     Passage(
         "Noise", "an A/A floor was measured", lambda study: any(verdict.floor.pairs for verdict in study.verdicts),
-        "The A/A floor is the root mean square difference between runs of one recipe and seed that differ in the order "
-        "of sums alone (another micro-batch size, thread count or reduction).",
+        "The A/A floor is the root mean square difference between runs of one recipe and seed that only differ in the "
+        "order of sums (another micro-batch size, thread count or reduction).",
     ),
     Passage(
         "Noise", "curves are shown", lambda study: any(verdict.sound_pairs for verdict in study.verdicts),
-        "The bands of a curve of differences are intervals of the same kind at each step: they hold together over "
-        "recipes, and not over steps. So do those of the sources of the text, and not over sources.",
+        "The bands of a curve of differences are intervals of the same kind at each step: they are simultaneous over "
+        "recipes, not over steps. Intervals on sources of the text are simultaneous over recipes, not over sources.",
     ),
     Passage(
         "Noise", "looks were declared and curves are shown",
         lambda study: study.design is not None and any(verdict.sound_pairs for verdict in study.verdicts),
-        "Bands, and the intervals of sources, are at the confidence of the look that the recipe was judged at, over "
-        "the seeds that it had by then; the tests for failures and spikes have that look's share of the error. "
-        "Intervals of rates of failures and spikes are those of one look.",
+        "Bands and intervals on sources use the confidence and the seeds of the look at which the recipe was judged. "
+        "The tests for failures and spikes use that look's share of the error. Intervals of the rates of failures and "
+        "spikes are those of a single look.",
     ),
     Passage(
         "Noise", "a run had a spike", lambda study: any(sum(verdict.spikes.total) for verdict in study.verdicts),
-        "Spikes are judged by the seeds at which one of the two runs spiked at all (McNemar's test, as for failures), "
+        "Spikes are judged by the seeds at which only one of the two runs spiked (McNemar's test, as for failures) "
         "and by the signs of the differences of their numbers [@fisher1935, section 21], each with half of the error.",
     ),
     Passage(
         "Branches", "the runs are branches", lambda study: any(verdict.switch for verdict in study.verdicts),
-        "Branches off one checkpoint of a trunk are compared over their own steps, and what is found holds for a "
-        "recipe that is switched on there. Replicates are trunks of several seeds; seeds after one trunk speak of what "
-        "follows it alone, and several such trunks are judged apart: as replicates they would be pseudoreplicates "
-        "[@hurlbert1984].",
+        "Branches off one checkpoint of a parent run are compared over their own steps, and the result holds for a "
+        "recipe that is switched on there. Replicates are parent runs of several seeds. Seeds after one parent run "
+        "only cover the part after it, and several such parent runs are judged separately: as replicates they would be "
+        "pseudoreplicates [@hurlbert1984].",
     ),
     Passage(
         "Cost", "tokens to loss were measured",
         lambda study: any(verdict.cost.timed_pairs for verdict in study.verdicts),
-        "Tokens to loss is the ratio of the tokens that recipe and baseline took to the lowest loss that both reached; "
-        "the ratio of the training seconds is recorded beside it.",
+        "Tokens to loss is the ratio of the tokens that recipe and baseline needed for the lowest loss that both "
+        "reached; the ratio of the training seconds is recorded as well.",
     ),
     Passage(
         "Cost", "a target was given", lambda study: any(verdict.time_to_target for verdict in study.verdicts),
-        "Time to a target is that of the first validation at it, nothing interpolated. A pair of which one never "
-        "arrives bounds its ratio from below or from above; the median over pairs lies between the medians of these "
-        "bounds, and that of the times themselves is the product-limit estimate where all are watched equally long "
-        "[@kaplan1958]. Its interval is by the order of the pairs [@thompson1936], its test a sign test.",
+        "Time to a target is that of the first validation at it, without interpolation. A pair in which one run never "
+        "arrives gives a lower or an upper bound of its ratio. The median over pairs is between the medians of these "
+        "bounds, and the median of the times is the product-limit estimate if all runs have the same length "
+        "[@kaplan1958]. The interval uses order statistics of the pairs [@thompson1936], the test is a sign test.",
     ),
     Passage(
         "Cost", "the baseline was run at other numbers of tokens",
         lambda study: any(verdict.effective_data for verdict in study.verdicts),
-        "What a gap is in tokens is read off the baseline's own losses at other numbers of tokens, between which they "
-        "follow E + B D^-beta. The interval is every ratio that a t test over seeds of recipe less baseline does not "
-        "reject: near 1 Fieller's [@fieller1954].",
+        "Gaps are converted to tokens by the baseline's own losses at other numbers of tokens, interpolated by "
+        "E + B D^-beta. The interval contains every ratio that a t test over seeds of recipe minus baseline does not "
+        "reject; near 1 it is Fieller's [@fieller1954].",
     ),
     Passage(
         "Ladder", "a law over sizes and tokens was fitted", lambda study: study.ladder,
         "The baseline's losses over N parameters and D tokens are fitted by L = E + A N^-alpha + B D^-beta "
-        "[@hoffmann2022] with a weak prior on the exponents [@besiroglu2024], a recipe's gaps by c_D B D^-beta + c_N A "
-        "N^-alpha + c_O D / N: tokens, and parameters [@kumar2024], that count for less, and what grows with tokens "
-        "per parameter. Intervals are by a wild bootstrap over runs [@wu1986] of residuals over one less their "
-        "leverage [@mackinnon1985], with degrees of freedom by Satterthwaite [@satterthwaite1946]; they hold one by "
-        "one. Nothing is predicted where the law misses by more than seeds scatter (F test for lack of fit "
-        "[@fisher1922]) or gaps do (the same with each size's own variance [@brown1974]), where the smaller sizes do "
-        "not predict the largest (its variance moderated by theirs [@smyth2004]), or further than is said.",
+        "[@hoffmann2022] with a weak prior on the exponents [@besiroglu2024]. A recipe's gaps are fitted by c_D B "
+        "D^-beta + c_N A N^-alpha + c_O D / N: a loss of effective tokens, of effective parameters [@kumar2024], and a "
+        "term that grows with tokens per parameter. Intervals are from a wild bootstrap over runs [@wu1986] of "
+        "residuals divided by one minus their leverage [@mackinnon1985], with degrees of freedom by Satterthwaite "
+        "[@satterthwaite1946]; they are not simultaneous. There is no prediction if the law misses by more than the "
+        "scatter of seeds (F test for lack of fit [@fisher1922]) or of gaps (the same with a variance per size "
+        "[@brown1974]), if the smaller sizes do not predict the largest (with a moderated variance [@smyth2004]), or "
+        "beyond the stated range.",
     ),
 )  # fmt: skip
-"""In the order of the report; passages of one heading stand together, and make a paragraph."""
+"""Passages in the order of the report; consecutive passages with one heading form a paragraph."""
 
 
 def _trained(study: Study) -> str:
@@ -317,9 +312,7 @@ def _precision(study: Study) -> str:
     if study.native:
         sentences.append(f"{listed(study.native)} ran natively.")
     if study.emulated:
-        sentences.append(
-            f"{listed(study.emulated)} ran emulated: with the format's numbers, and a speed that says nothing of it."
-        )
+        sentences.append(f"{listed(study.emulated)} ran emulated: with the numerics of the format, but not its speed.")
     return " ".join(sentences)
 
 
@@ -352,7 +345,7 @@ def listed(words: Sequence[str]) -> str:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Return ascending numbers with runs of three or more in short: "0 to 4, 7"."""
+    """Return ascending numbers with runs of three or more abbreviated: "0 to 4, 7"."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

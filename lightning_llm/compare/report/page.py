@@ -1,4 +1,4 @@
-"""`report.html`: one file with everything in it, to read without the runs at hand, on a screen, a phone or paper."""
+"""`report.html`: one self-contained file for screens, phones and paper."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ ORDER: tuple[Decision, ...] = ("lossless", "lossy", "inconclusive")
 def page(
     comparison: Comparison, pictures: Sequence[Picture], files: Mapping[str, str], tables: Sequence[Table] = ()
 ) -> str:
-    """Return the page; `files`: {name of a file that lies beside it: what it is for}; `tables`: further ones."""
+    """Return the page; `files`: {name of a file beside it: its purpose}; `tables`: further tables."""
     environment = Environment(
         loader=PackageLoader("lightning_llm.compare.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -55,7 +55,7 @@ def page(
             if (verdicts := comparison.verdicts_of(baseline.family))
         ],
         pictures=[(group, list(found)) for group, found in groupby(pictures, key=lambda each: each.group)],
-        many=any(picture.folded for picture in pictures),  # a table of so many is to look things up in
+        many=any(picture.folded for picture in pictures),  # then its table is for looking things up
         sources=sorted({source for found in sources.values() for source in found}),
         source_gaps=[(verdict, sources[id(verdict)]) for verdict in comparison.verdicts],
         paragraphs=[(heading, _with_numbers(text, methods)) for heading, text in methods.paragraphs],
@@ -72,9 +72,9 @@ def title_of(comparison: Comparison) -> str:
 
 @dataclass(frozen=True)
 class Headline:
-    """One setting's verdicts: `setting` in words, `scale`: the model's size and the tokens.
+    """One setting's verdicts: `setting` as text, `scale`: model size and tokens.
 
-    `recipes`: (verdict, the verdict whose colour it is shown in, names).
+    `recipes`: (verdict, verdict that determines the color, names).
     """
 
     setting: str
@@ -83,7 +83,7 @@ class Headline:
 
 
 def headlines(comparison: Comparison) -> list[Headline]:
-    """Return one per setting; a recipe whose verdict has something against it says so behind its name."""
+    """Return one headline per setting; qualifications of a verdict follow the recipe's name."""
     found = []
     for family in comparison.families:
         verdicts = comparison.verdicts_of(family)
@@ -92,8 +92,8 @@ def headlines(comparison: Comparison) -> list[Headline]:
         groups: dict[tuple[Decision, Decision], list[str]] = {}
         for verdict in verdicts:
             against = verdict.qualified.partition(" (")[2].rstrip(")")
-            said = f"{verdict.name} ({against})" if against and verdict.decision != "inconclusive" else verdict.name
-            groups.setdefault((verdict.decision, verdict.colour), []).append(said)
+            name = f"{verdict.name} ({against})" if against and verdict.decision != "inconclusive" else verdict.name
+            groups.setdefault((verdict.decision, verdict.colour), []).append(name)
         first = verdicts[0]
         scale = f"{short(first.parameters)} parameters, {short(first.tokens)} tokens"
         ordered = sorted(groups, key=lambda group: (ORDER.index(group[0]), group[0] != group[1]))
@@ -103,7 +103,7 @@ def headlines(comparison: Comparison) -> list[Headline]:
 
 
 def sentence(comparison: Comparison) -> str:
-    """Return how many of the verdicts are what, in a sentence."""
+    """Return the numbers of verdicts by decision, as a sentence."""
     decisions = [verdict.decision for verdict in comparison.verdicts]
     counts = [f"{decisions.count(each)} {each}" for each in ORDER if each in decisions]
     number = len(decisions)

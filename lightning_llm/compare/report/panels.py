@@ -1,4 +1,4 @@
-"""Plain data behind the pictures, all that a drawing needs: gaps, curves, losses, speed, gaps over a quantity."""
+"""Plain data behind the pictures: gaps, curves, losses, speed, gaps over a quantity."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,10 +17,10 @@ from lightning_llm.tracking.reading import Run
 
 @dataclass(frozen=True)
 class Frame:
-    """What panels share: the baseline's name, the margin and what it is in, the confidence.
+    """Common properties of panels: the baseline's name, the margin and its unit, the confidence.
 
-    `margin`: nats; of several settings with margins in tokens the least, by which an axis is scaled: rows and points
-    have their own. `looks`: of declared ones, over which intervals hold together; 0 where none were.
+    `margin`: nats; for several settings with margins in tokens the smallest, which scales an axis (rows and points have
+    their own). `looks`: number of declared looks over which intervals are simultaneous; 0 without declared looks.
     """
 
     baseline: str
@@ -33,7 +33,7 @@ class Frame:
 
     @property
     def level(self) -> str:
-        """The verdicts' confidence in words: "95 %", "95 % repeated" where looks were declared."""
+        """The confidence of the verdicts as text: "95 %", "95 % repeated" with declared looks."""
         return f"{100 * self.confidence:g} %{' repeated' if self.looks else ''}"
 
     @property
@@ -44,7 +44,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Interval:
-    """A gap with its interval; `low`, `high`: NaN where one pair shows no spread; all NaN where no pair is left."""
+    """A gap with its interval; `low`, `high`: NaN with a single pair; all NaN without a pair."""
 
     gap: float
     low: float
@@ -52,14 +52,14 @@ class Interval:
 
     @property
     def bounded(self) -> bool:
-        """Whether there is an interval."""
+        """True if there is an interval."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
 
 @dataclass(frozen=True)
 class ForestRow:
-    """One verdict: its interval, each kept seed's difference, those of outliers, seeds that diverged, the A/A floor,
-    the margin that it was held against, nats."""
+    """One verdict: its interval, each kept seed's difference, those of outliers, diverged seeds, the A/A floor, and its
+    margin in nats."""
 
     name: str
     setting: str
@@ -87,7 +87,7 @@ class SeedLine:
 class CurvePanel:
     """A recipe's paired difference along the run, with its band, the single seeds, and the A/A floor.
 
-    `margin`: nats; `look`: "look 2 of 6" of a recipe that was judged at declared looks, else empty.
+    `margin`: nats; `look`: "look 2 of 6" if the recipe was judged at declared looks, else empty.
     """
 
     name: str
@@ -100,13 +100,13 @@ class CurvePanel:
 
     @property
     def band(self) -> str:
-        """What the band is, in words."""
+        """The description of the band."""
         return f"{100 * self.curve.confidence:.3g} % at each step{f' ({self.look})' if self.look else ''}"
 
 
 @dataclass(frozen=True)
 class LossLine:
-    """A mean validation loss along the run, between the least and the most of the seeds."""
+    """A mean validation loss along the run, with the range over the seeds."""
 
     name: str
     tokens: tuple[int, ...]
@@ -117,7 +117,7 @@ class LossLine:
 
 @dataclass(frozen=True)
 class SpeedPoint:
-    """A recipe's gap against its speed over the baseline's; `emulated`: the speed is none of the format's."""
+    """A recipe's gap and its speed relative to the baseline; `emulated`: the speed is not that of the format."""
 
     name: str
     decision: Decision
@@ -127,7 +127,7 @@ class SpeedPoint:
 
 
 def frame_of(comparison: Comparison, family: ComparisonGroup | None = None) -> Frame:
-    """Return what the panels share: those of `family`, or of all."""
+    """Return the common properties of the panels of `family`, or of all."""
     verdicts = comparison.verdicts_of(family) if family else comparison.verdicts
     terms = min((verdict.terms for verdict in verdicts), key=lambda each: each.margin)
     several = len({verdict.terms.margin for verdict in verdicts}) > 1
@@ -167,7 +167,7 @@ def interval_of(verdict: Verdict) -> Interval:
 
 
 def curve_panels(comparison: Comparison, family: ComparisonGroup) -> list[CurvePanel]:
-    """Return a panel per verdict of the family that has a curve, or a seed's line."""
+    """Return a panel for each verdict of the group that has a curve or a line of a seed."""
     verdicts = comparison.verdicts_of(family)
     panels = [
         CurvePanel(
@@ -193,7 +193,7 @@ def _seed_lines(verdict: Verdict) -> list[SeedLine]:
 
 
 def _points(pair: Pair, verdict: Verdict) -> dict[int, float]:
-    """Return {tokens: difference} at the validations that both have and at which both are finite."""
+    """Return {tokens: difference} at the validations at which both losses are finite."""
     metric = verdict.terms.metric
     both = set(pair.run.validations.get(metric, {})) & set(pair.baseline.validations.get(metric, {}))
     found = {pair.baseline.tokens.get(step, 0): difference(pair, verdict, step) for step in sorted(both)}
@@ -201,7 +201,7 @@ def _points(pair: Pair, verdict: Verdict) -> dict[int, float]:
 
 
 def loss_lines(comparison: Comparison, family: ComparisonGroup) -> list[LossLine]:
-    """Return the baseline's line and each recipe's, over the pairs of which neither run diverged."""
+    """Return the lines of the baseline and of each recipe, over the pairs in which neither run diverged."""
     verdicts, terms = comparison.verdicts_of(family), comparison.terms
     runs = {id(pair.baseline): pair.baseline for verdict in verdicts for pair in kept_pairs(verdict)}
     named = [(comparison.factor.baseline_label, list(runs.values()))]
@@ -227,7 +227,7 @@ def _loss_line(name: str, runs: Sequence[Run], terms: Terms) -> LossLine | None:
 
 
 def speed_points(comparison: Comparison, family: ComparisonGroup) -> list[SpeedPoint]:
-    """Return the recipes of the family whose gap and speed are both known."""
+    """Return the points of the recipes with a known gap and speed."""
     return [
         SpeedPoint(verdict.name, verdict.colour, ratio, interval_of(verdict), verdict.emulated)
         for verdict in comparison.verdicts_of(family)
@@ -237,12 +237,12 @@ def speed_points(comparison: Comparison, family: ComparisonGroup) -> list[SpeedP
 
 PARAMETERS, TOKENS = "parameters", "tokens"
 TOKEN_KEYS = ("trainer.max_steps", "schedule.", "data.global_batch_size", "data.sequence_length")
-"""Of a setting: what a number of tokens is made of, or follows from it."""
+"""Keys of a setting that determine the number of tokens or follow from it."""
 
 
 @dataclass(frozen=True)
 class TrendPoint:
-    """A verdict at `x`; `floor`: the A/A floor there, `margin`: what it was held against, nats."""
+    """A verdict at `x`; `floor`: the A/A floor there, `margin`: its margin in nats."""
 
     x: float
     interval: Interval
@@ -261,7 +261,7 @@ class TrendLine:
 
 @dataclass(frozen=True)
 class Trend:
-    """The gap over one quantity, `key`, where all else (`setting`, in words) is the same or follows from it."""
+    """The gap over one quantity, `key`, with everything else (`setting`, as text) constant or dependent on it."""
 
     key: str
     label: str
@@ -270,13 +270,13 @@ class Trend:
 
     @property
     def xs(self) -> list[float]:
-        """Where there are points."""
+        """The values of x with points."""
         return sorted({point.x for line in self.lines for point in line.points})
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What can be an axis: `values`: {verdict's id: x}; `prefixes`: of the keys of a setting that it stands for."""
+    """A possible axis: `values`: {id of a verdict: x}; `prefixes`: of the keys of a setting that it represents."""
 
     key: str
     label: str
@@ -284,15 +284,16 @@ class Quantity:
     prefixes: tuple[str, ...]
 
     def owns(self, name: str) -> bool:
-        """Whether a key of a setting is a part of it."""
+        """Return whether it represents a key of a setting."""
         return name.startswith(self.prefixes)
 
 
 def trends(comparison: Comparison) -> list[Trend]:
-    """Return a trend for each quantity of which two values or more were judged, and each combination of the others.
+    """Return a trend for each quantity with at least two values, and each combination of the others.
 
-    Where no two verdicts have all else the same, what has one value at each of the quantity's may move with it (a rate
-    that was chosen for each size); and over sizes whose tokens grow with them, lines are at as many per parameter.
+    If no two verdicts agree in everything else, keys with one value per value of the quantity may vary with it (for
+    example a rate chosen for each size). Over sizes with tokens that grow with them, lines are at equal tokens per
+    parameter.
     """
     verdicts = comparison.verdicts
     settings = {id(verdict): verdict.family.setting for verdict in verdicts}
@@ -311,7 +312,7 @@ def trends(comparison: Comparison) -> list[Trend]:
 
 
 def _panels(verdicts: Sequence[Verdict], quantity: Quantity, words: Mapping[int, tuple[str, ...]]) -> list[Trend]:
-    """Return a trend for each of `words`, {verdict's id: what is the same along a line}, that has two values of x."""
+    """Return a trend with at least two values of x for each of `words`, {id of a verdict: constants along a line}."""
     panels: dict[tuple[str, ...], dict[str, list[TrendPoint]]] = {}
     for verdict in verdicts:
         if id(verdict) in quantity.values:
@@ -331,7 +332,8 @@ def _panels(verdicts: Sequence[Verdict], quantity: Quantity, words: Mapping[int,
 
 
 def _words(verdicts: Sequence[Verdict], names: Sequence[str]) -> dict[int, tuple[str, ...]]:
-    """Return {verdict's id: its values of the keys `names`, in words}: a model by its size where that says which."""
+    """Return {id of a verdict: values of the keys `names` as text}, with a model named by its size if that is
+    unique."""
     plain = {id(each): tuple(f"{name}={each.family.setting.get(name)}" for name in names) for each in verdicts}
     short_words = {id(each): tuple(_short_words(each, names)) for each in verdicts}
     return short_words if len({*short_words.values()}) == len({*plain.values()}) else plain
@@ -352,7 +354,7 @@ def _per_parameter(verdict: Verdict) -> str:
 
 
 def _quantities(verdicts: Sequence[Verdict], settings: Mapping[int, Mapping[str, Any]]) -> list[Quantity]:
-    """Return what can be an axis: it is a number at every verdict, and has two values."""
+    """Return the possible axes: numeric for every verdict, with at least two values."""
     sizes = {id(each): float(each.parameters) for each in verdicts if each.parameters}
     tokens = {id(each): float(each.tokens) for each in verdicts if each.tokens}
     found = [
@@ -374,7 +376,7 @@ def _varying(settings: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _follows(name: str, values: Mapping[int, float], settings: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Whether a key of the settings has one value at each value of the quantity, and so does not split a line."""
+    """Return whether a key of the settings has one value at each value of the quantity, so it does not split a line."""
     at: dict[float, set[str]] = {}
     for of, x in values.items():
         at.setdefault(x, set()).add(str(settings[of].get(name)))

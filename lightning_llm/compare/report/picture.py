@@ -1,6 +1,6 @@
 """Pictures of a report: one drawn as SVG and PDF, many as small multiples, and the colors and marks they share.
 
-Colors and marks are told apart by readers who see no red or green, and in black and white.
+Colors and marks can be distinguished by red-green color-blind readers, and in black and white.
 """
 
 import io
@@ -14,9 +14,9 @@ from typing import Any, Literal
 from lightning_llm.compare.statistics.intervals import Decision
 
 COLOURS: dict[Decision, str] = {"lossless": "#0057b7", "inconclusive": "#6b6f75", "lossy": "#b84300"}
-"""On white each has a contrast of at least 4.5, which text needs (WCAG 2.2, 1.4.3)."""
+"""Each has a contrast of at least 4.5 on white, as text requires (WCAG 2.2, 1.4.3)."""
 DARK_COLOURS: dict[Decision, str] = {"lossless": "#5aa9ff", "inconclusive": "#c4c8cd", "lossy": "#ff9a5c"}
-"""The same on a dark page."""
+"""The same for dark pages."""
 SYMBOLS: dict[Decision, str] = {"lossless": "✓", "inconclusive": "?", "lossy": "✗"}
 MARKERS: dict[Decision, str] = {"lossless": "o", "inconclusive": "D", "lossy": "s"}
 INK, FAINT, FLOOR = "#222222", "#777777", "#f0e4b4"
@@ -26,7 +26,7 @@ Dashes = str | tuple[float, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class LineStyle:
-    """How one recipe's line is drawn where several share a panel."""
+    """Line style of one recipe in a panel with several."""
 
     colour: str
     marker: str
@@ -41,7 +41,7 @@ LINES = (
     LineStyle("#8a6d00", "v", (0, (5, 1))),
     LineStyle("#56b4e9", "P", (0, (3, 1, 1, 1))),
 )
-"""In turn; the colours are those of Okabe and Ito (Color Universal Design, 2008), the yellow one darker."""
+"""Used in turn; the colors are those of Okabe and Ito (Color Universal Design, 2008), the yellow one darker."""
 
 SETTINGS = {
     "font.size": 9.0,
@@ -76,12 +76,12 @@ def line_style(place: int) -> LineStyle:
 
 
 WIDTH, HEIGHT = 4.7, 3.1
-"""Of a picture, in inches: two stand side by side on a screen, one fills a phone's."""
+"""Size of a picture in inches: two fit side by side on a screen, one fills a phone's."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture: `name` is its file's, `alt` says in words what it shows, `paint` draws it on matplotlib axes.
+    """One picture: `name` of its file, `alt` text that describes it, `paint` draws it on matplotlib axes.
 
     `width`, `height`: in inches.
     """
@@ -94,9 +94,9 @@ class Picture:
     width: float = WIDTH
     height: float = HEIGHT
     narrow: "Picture | None" = None
-    """The same for a phone, where it is not narrow itself."""
+    """The version for phones, unless the picture is narrow itself."""
     folded: bool = False
-    """Whether it is of panels, as many as there are settings: to look things up in."""
+    """True for one panel per setting, if there are many: folded in the report."""
 
     @cached_property
     def svg(self) -> str:
@@ -130,7 +130,7 @@ def _saved(figure: Any, form: str) -> bytes:
 
 
 MOST_APART = 3
-"""Pictures of one kind that stand by themselves; more of them become panels of one."""
+"""Maximum number of separate pictures of one kind; more of them become panels of one picture."""
 WIDE, COLUMNS, COLUMNS_ON_A_PHONE = 7.2, 3, 2
 HEAD, BETWEEN = 0.55, 0.38
 """Inches: above the first row, for the legend; between two rows, for titles."""
@@ -141,7 +141,7 @@ MOST_LABELS = 6
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture as one of several, and what to call it there."""
+    """One picture of several, with its title."""
 
     title: str
     picture: Picture
@@ -153,12 +153,12 @@ def small_multiples(
     """Return `panels` as one picture: a title each, labels at the left and the bottom, one legend for all.
 
     Args:
-        about: what it is called, its group, the caption of what all panels show; its height, inches, is a panel's.
+        about: name, group and caption of the whole; its height, in inches, is that of a panel.
         shared: the axis that has the same range in all of them, "" for none.
-        threshold: where that axis is logarithmic beyond it in one panel, it is in all.
+        threshold: if that axis is logarithmic beyond it in one panel, it is in all.
     """
-    said = [f"{each.title}: {each.picture.alt.removeprefix(each.picture.caption).strip()}" for each in panels]
-    alt = " ".join([about.caption, *said])
+    described = [f"{each.title}: {each.picture.alt.removeprefix(each.picture.caption).strip()}" for each in panels]
+    alt = " ".join([about.caption, *described])
 
     def made(columns: int, width: float, narrow: Picture | None = None) -> Picture:
         rows = math.ceil(len(panels) / columns)
@@ -194,7 +194,7 @@ def _paint(axes: Any, panels: Sequence[Panel], columns: int, height: float, shar
 
 
 def _labels(axes: Any, insets: Sequence[Any], columns: int, shared: str) -> None:
-    """Say once what the axes are: beside all panels, and below the lowest of each column."""
+    """Label the axes once: at the left of all panels, and below the lowest of each column."""
     if label := insets[0].get_ylabel():
         axes.annotate(
             label, (0, 0.5), xycoords="axes fraction", xytext=(-38, 0), textcoords="offset points", rotation=90,
@@ -211,7 +211,7 @@ def _labels(axes: Any, insets: Sequence[Any], columns: int, shared: str) -> None
 
 
 def _legend(axes: Any, insets: Sequence[Any]) -> None:
-    """Draw what the panels' legends have, each label once, above all of them."""
+    """Draw one legend above all panels, with each label once."""
     known: dict[str, Any] = {}
     for inset in insets:
         handles, labels = inset.get_legend_handles_labels()
@@ -228,7 +228,7 @@ def _legend(axes: Any, insets: Sequence[Any]) -> None:
 
 
 def _share(insets: Sequence[Any], axis: str, threshold: float) -> None:
-    """Give one axis of all panels the range that holds theirs, and the scale of the one that needs the widest."""
+    """Give one axis of all panels the union of their ranges, and a logarithmic scale if one panel has it."""
     scales = {getattr(inset, f"get_{axis}scale")() for inset in insets}
     limits = [getattr(inset, f"get_{axis}lim")() for inset in insets]
     for inset in insets:

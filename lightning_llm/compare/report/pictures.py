@@ -1,4 +1,4 @@
-"""The report's pictures: which there are of a comparison, their captions and what they say to who does not see them."""
+"""The report's pictures: which pictures a comparison has, their captions and alternative texts."""
 
 import math
 from collections import Counter
@@ -28,15 +28,15 @@ from lightning_llm.compare.runs.pairing import ComparisonGroup
 
 SHADED = " Shaded around zero: the A/A floor."
 LOOKED_UP = 0.82
-"""Height, inches, of a panel that is one of as many as there are settings: two pictures of twelve go on a page."""
+"""Height, in inches, of a panel of many settings: two pictures of twelve panels fit on a page."""
 MOST_ROWS = 16
-"""Verdicts below each other in one picture."""
+"""Maximum number of verdicts in one picture without panels."""
 
 
 def pictures_of(comparison: Comparison) -> list[Picture]:
-    """Return what there is to draw, in order; nothing is drawn yet.
+    """Return the pictures in order, not drawn yet.
 
-    Of more than `MOST_APART` settings, pictures of one kind are panels of one.
+    With more than `MOST_APART` settings, pictures of one kind become panels of one picture.
     """
     frame, rows = frame_of(comparison), forest_rows(comparison)
     families = [family for family in comparison.families if comparison.verdicts_of(family)]
@@ -52,9 +52,9 @@ def pictures_of(comparison: Comparison) -> list[Picture]:
 
 
 def _over_settings(comparison: Comparison, families: Sequence[ComparisonGroup], frame: Frame) -> Iterator[Picture]:
-    """Yield the curves of differences, a picture per recipe, the losses and the gaps against speed: panels by setting.
+    """Yield the curves of differences (a picture per recipe), the losses and the gaps against speed: panels by setting.
 
-    They are shown on one scale.
+    The panels of a picture share one scale.
     """
     keys, titles = _titles([family.words for family in families])
     kinds: dict[str, list[Panel]] = {}
@@ -72,24 +72,24 @@ def _over_settings(comparison: Comparison, families: Sequence[ComparisonGroup], 
 
 
 def _about(name: str, group: str, caption: str, height: float) -> Picture:
-    """Return what a picture of panels is called; each is `height` inches high."""
+    """Return name, group and caption of a picture of panels; each panel is `height` inches high."""
     return Picture(name, group, caption, "", lambda _: None, height=height)
 
 
 def _titles(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the keys of settings, and each one's values: as their words, less what all have."""
+    """Return the keys of the settings, and each setting's values as a title."""
     parts = [dict(part.partition("=")[::2] for part in each.split(", ")) for each in words]
     if len({tuple(each) for each in parts}) > 1 or not all("=" in part for part in words[0].split(", ")):
-        return "setting", list(words)  # a value has commas of its own
+        return "setting", list(words)  # a value contains commas
     return ", ".join(parts[0]), [", ".join(each.values()) for each in parts]
 
 
 def _forest(rows: Sequence[ForestRow], frame: Frame) -> Picture:
-    hold = f"{frame.level} intervals that hold together" + (" over all looks, too" if frame.looks else "")
+    intervals = f"{frame.level} simultaneous intervals" + (" over recipes and looks" if frame.looks else "")
     caption = (
-        f"Gap to {frame.baseline} in {frame.metric}, with {hold}. Ticks below: single seeds."
-        f"{SHADED if any(row.floor for row in rows) else ''} A recipe is lossless where its interval ends below the "
-        "margin, lossy where it begins above it."
+        f"Gap to {frame.baseline} in {frame.metric}, with {intervals}. Ticks below: single seeds."
+        f"{SHADED if any(row.floor for row in rows) else ''} A recipe is lossless if its interval ends below the "
+        "margin, lossy if it begins above it."
     )
     alt = f"{caption} " + " ".join(
         f"{' '.join(filter(None, (row.name, row.setting)))}: {_number(row.interval)}, {row.qualified}." for row in rows
@@ -101,7 +101,7 @@ def _forest(rows: Sequence[ForestRow], frame: Frame) -> Picture:
 
 
 def _forests(rows: Sequence[ForestRow], frame: Frame) -> Picture:
-    """Return the gaps, a panel per setting: that many rows below each other would be taller than a page."""
+    """Return the gaps with a panel per setting: as rows of one panel they would be taller than a page."""
     whole = _forest(rows, frame)
     settings = list(dict.fromkeys(row.setting for row in rows))
     keys, titles = _titles(settings)
@@ -116,7 +116,7 @@ def _forests(rows: Sequence[ForestRow], frame: Frame) -> Picture:
 
 
 def _trends(comparison: Comparison, frame: Frame) -> Iterator[Picture]:
-    """Yield how the gap moves over each quantity: a picture for each setting of all else, or of many, panels of one."""
+    """Yield the gap over each quantity: a picture for each setting of all else, or panels of one picture for many."""
     numbered = list(enumerate(trends(comparison)))
     for key in dict.fromkeys(trend.key for _, trend in numbered):
         own = [(trend, _trend(trend, frame, number)) for number, trend in numbered if trend.key == key]
@@ -125,7 +125,7 @@ def _trends(comparison: Comparison, frame: Frame) -> Iterator[Picture]:
             continue
         caption = f"Gap over {own[0][0].label}, with the intervals of the verdicts."
         panels = [Panel(trend.setting, picture) for trend, picture in own]
-        about = _about(f"over-{_file_name(key)}", "How the gap moves", caption, 1.25)
+        about = _about(f"over-{_file_name(key)}", "Trends of the gap", caption, 1.25)
         yield small_multiples(about, panels, "y", 2 * frame.margin)
 
 
@@ -134,13 +134,13 @@ def _trend(trend: Trend, frame: Frame, number: int) -> Picture:
     caption = f"Gap over {trend.label}{where}, with the intervals of the verdicts."
     if any(point.floor for line in trend.lines for point in line.points):
         caption += SHADED
-    said = "; ".join(
+    described = "; ".join(
         f"{line.name}: " + ", ".join(f"{point.x:g}: {_number(point.interval)}" for point in line.points)
         for line in trend.lines
     )
     name = f"over-{_file_name(trend.key)}-{number}"
     paint = partial(draw.draw_trend, trend=trend, frame=frame)
-    return Picture(name, "How the gap moves", caption, f"{caption} {said}.", paint)
+    return Picture(name, "Trends of the gap", caption, f"{caption} {described}.", paint)
 
 
 def _of_family(comparison: Comparison, family: ComparisonGroup, frame: Frame, suffix: str) -> Iterator[Picture]:
@@ -151,7 +151,7 @@ def _of_family(comparison: Comparison, family: ComparisonGroup, frame: Frame, su
     group = f"Differences along the run{where}"
     for panel in panels:
         paint = partial(draw.draw_curve, panel=panel, frame=frame, limits=limits)
-        caption = f"{panel.name}: difference to {frame.baseline} at the same seed. Thin: single seeds."
+        caption = f"{panel.name}: difference to {frame.baseline} at the same seed. Thin lines: single seeds."
         if panel.look:
             caption += f" The band is at the confidence of its {panel.look}: {panel.band}."
         if panel.floor:
@@ -159,17 +159,17 @@ def _of_family(comparison: Comparison, family: ComparisonGroup, frame: Frame, su
         alt = f"{caption} {_course(panel)}"
         yield Picture(f"curve-{_file_name(panel.name)}{suffix}", group, caption, alt, paint, height=2.7)
     if lines := loss_lines(comparison, family):
-        caption = f"Mean {frame.metric}{where}; shaded: from the least to the most of {frame.baseline}'s seeds."
+        caption = f"Mean {frame.metric}{where}; shaded: the range over {frame.baseline}'s seeds."
         ends = "; ".join(f"{line.name} ends at {nats(line.mean[-1])}" for line in lines)
         paint = partial(draw.draw_losses, lines=lines, frame=frame)
         yield Picture(f"loss{suffix}", f"Loss and speed{where}", caption, f"{caption} {ends}.", paint, height=2.9)
     if points := speed_points(comparison, family):
         emulated = [point.name for point in points if point.emulated]
         caption = f"Gap against speed{where}."
-        caption += " Hollow: emulated, whose speed says nothing of the format's." if emulated else ""
-        said = "; ".join(f"{point.name}: {point.ratio:.2f}x, {_number(point.interval)}" for point in points)
+        caption += " Hollow markers: emulated, so the speed is not that of the format." if emulated else ""
+        described = "; ".join(f"{point.name}: {point.ratio:.2f}x, {_number(point.interval)}" for point in points)
         paint = partial(draw.draw_speed, points=points, frame=frame)
-        yield Picture(f"speed{suffix}", f"Loss and speed{where}", caption, f"{caption} {said}.", paint, height=2.9)
+        yield Picture(f"speed{suffix}", f"Loss and speed{where}", caption, f"{caption} {described}.", paint, height=2.9)
 
 
 def _course(panel: CurvePanel) -> str:
@@ -183,7 +183,7 @@ def _course(panel: CurvePanel) -> str:
 
 def _number(interval: Interval) -> str:
     if not math.isfinite(interval.gap):
-        return "no gap can be given"
+        return "no gap"
     gap = nats(interval.gap, signed=True)
     if not interval.bounded:
         return gap

@@ -44,7 +44,7 @@ class Reference:
 
     @property
     def text(self) -> str:
-        """The entry as it stands in a list of references, with its number at arXiv if it has one."""
+        """The entry as text for a list of references, with its arXiv number if it has one."""
         return f"{self.entry} arXiv:{self.eprint}." if self.eprint else self.entry
 
     @property
@@ -71,7 +71,7 @@ class Reference:
 
 
 def read_bib(text: str) -> dict[str, Reference]:
-    """Return the entries of a .bib file by key. Each field stands on a line of its own: `  name = {value},`."""
+    """Return the entries of a .bib file by key. Each field is on a separate line: `  name = {value},`."""
     found = {}
     for kind, key, body in re.findall(r"^@(\w+)\{([\w.-]+),\n(.*?)^\}", text, re.MULTILINE | re.DOTALL):
         field = dict(re.findall(r"^  (\w+) = \{(.*)\},$", body, re.MULTILINE))
@@ -90,7 +90,7 @@ KNOWN = read_bib((files(__package__) / "references.bib").read_text(encoding="utf
 PAPERS = {entry.eprint: entry for entry in KNOWN.values() if entry.eprint}
 """By number at arXiv."""
 PROGRAMS = [entry for entry in KNOWN.values() if not entry.authors]
-"""Of which recipes name a class or an option."""
+"""Programs in which recipes name a class or an option."""
 
 
 def citations_in(mark: str) -> list[tuple[str, str]]:
@@ -113,14 +113,14 @@ BETWEEN = re.compile(
     rf"[ ,]*(?P<place>\([^)]*\)|{_PART} [\w.]*\w)?(?:[ ,&]|and\b)*(?P<names>.*)",
     re.IGNORECASE,
 )
-"""Of two numbers: where in the first, and whose the second is."""
+"""Text between two numbers: the place in the first source, and the authors of the second."""
 PLACE = re.compile(rf"{_PART} .*|\S*[=/_.]\S*[^\s.]", re.IGNORECASE)
-"""What is a place in a source, and none of its title: a section, a file, an option."""
+"""A place in a source that is not part of its title: a section, a file, an option."""
 YEAR = re.compile(r"(?:, ?| ?\()((?:19|20)\d\d)\)?$")
 
 
 def sources_of(words: str) -> dict[Reference, str]:
-    """Return {source: where in it} of `words` such as "Transformer Engine DelayedScaling; Smith et al., arXiv 1.2"."""
+    """Parse {source: place in it} from `words` such as "Transformer Engine DelayedScaling; Smith et al., arXiv 1.2"."""
     found: dict[str, tuple[Reference, list[str]]] = {}
     for part in (" ".join(each.replace("[", "(").replace("]", ")").split()) for each in words.split(";")):
         for source, place in _sources(part) if part else ():

@@ -23,13 +23,13 @@ from lightning_llm.tracking.reading import Run
 
 GROUP = "model"
 MOST_KEYS = 8
-"""Named of a model that has little in common with its file."""
+"""Maximum number of listed keys of a model that differs from its file."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """The judged runs and how they were judged; `all_pairs`: recipes against each other, too; `ladder`: a law over
-    sizes and tokens was fitted."""
+    """The judged runs and the options of the comparison; `all_pairs`: all recipes were compared with each other;
+    `ladder`: a law over sizes and tokens was fitted."""
 
     factor: Factor
     terms: Terms
@@ -48,12 +48,12 @@ class Study:
 
     @property
     def recipes(self) -> list[str]:
-        """The recipes that were held against the baseline."""
+        """The recipes compared with the baseline."""
         return list(dict.fromkeys(verdict.name for verdict in self.verdicts))
 
     @property
     def settings(self) -> list[str]:
-        """The settings that were judged apart, in words; empty where there is one."""
+        """The settings judged separately, as text; empty if there is only one."""
         return [family.words for family in self.families if family.words]
 
     @property
@@ -63,13 +63,13 @@ class Study:
 
     @property
     def pairs(self) -> tuple[int, int]:
-        """Fewest and most pairs of a recipe in a setting, those that failed included."""
+        """Smallest and largest number of pairs of a recipe in a setting, including failed ones."""
         counts = [len(verdict.judged.measured.seeds) for verdict in self.verdicts]
         return min(counts), max(counts)
 
     @property
     def tail_validations(self) -> tuple[int, int]:
-        """Fewest and most validations that the tail's mean is of."""
+        """Smallest and largest number of validations in the tail."""
         counts = [len(tail.steps) for verdict in self.verdicts if (tail := verdict.judged.measured.tail)]
         return (min(counts), max(counts)) if counts else (0, 0)
 
@@ -80,7 +80,7 @@ class Study:
 
     @property
     def native(self) -> list[str]:
-        """The recipes whose quantised products ran natively throughout."""
+        """The recipes with natively executed quantized products throughout."""
         found = [
             verdict.name
             for verdict in self.verdicts
@@ -90,7 +90,7 @@ class Study:
 
     @property
     def recipe_sources(self) -> dict[str, str]:
-        """{precision recipe: what its file says that it is taken from}."""
+        """{precision recipe: the sources named in its file}."""
         found = {
             str(run.config.get("precision.name")): str(run.config["precision.reference"])
             for run in self.runs
@@ -105,11 +105,11 @@ class Study:
 
     @property
     def models(self) -> list[str]:
-        """What the models are called, with the keys in which they are not as their files say."""
+        """The names of the models, with the keys that differ from their files."""
         return models_of(self.runs)
 
     def recorded(self, key: str) -> list[str]:
-        """Return what the runs' summaries have under a dotted key, each once."""
+        """Return the values under a dotted key in the runs' summaries, each once."""
         return list(dict.fromkeys(str(value) for run in self.runs if (value := _at(run.summary, key)) is not None))
 
     @property
@@ -119,7 +119,7 @@ class Study:
 
     @property
     def commits(self) -> list[str]:
-        """The commits of the checkouts, 12 digits, with a word where files were changed; empty for wheels."""
+        """The commits of the checkouts, 12 digits, marked if files were changed; empty for wheels."""
         found = []
         for run in self.runs:
             git = run.summary.get("git") or {}
@@ -129,7 +129,7 @@ class Study:
 
     @property
     def tokens(self) -> list[int]:
-        """The numbers of tokens that the judged losses are after."""
+        """The numbers of tokens at which losses were judged."""
         return sorted({verdict.tokens for verdict in self.verdicts if verdict.tokens})
 
     @property
@@ -139,22 +139,22 @@ class Study:
 
     @property
     def comparisons(self) -> int:
-        """The most intervals that hold together."""
+        """The largest number of simultaneous intervals."""
         return max((verdict.judged.estimate.comparisons for verdict in self.verdicts), default=1)
 
     @property
     def decided_by_interval(self) -> bool:
-        """Whether any recipe has an interval."""
+        """True if any recipe has an interval."""
         return any(verdict.judged.estimate.low == verdict.judged.estimate.low for verdict in self.verdicts)
 
     @property
     def pooled(self) -> bool:
-        """Whether recipes shared a variance."""
+        """True if recipes shared a variance."""
         return any(verdict.judged.estimate.pool > 1 for verdict in self.verdicts)
 
     @property
     def unpooled(self) -> bool:
-        """Whether a recipe's spread stood out, so that it kept its own variance beside others that shared one."""
+        """True if a recipe with a larger spread kept its own variance while others shared one."""
         by_family: dict[int, set[bool]] = {}
         for verdict in self.verdicts:
             estimate = verdict.judged.estimate
@@ -164,7 +164,7 @@ class Study:
 
     @property
     def unlike_seeds(self) -> bool:
-        """Whether recipes of one family were compared over different seeds."""
+        """True if recipes of one group were compared over different seeds."""
         by_family: dict[int, set[tuple[int, ...]]] = {}
         for verdict in self.verdicts:
             out = verdict.judged.estimate.outlier_seeds
@@ -175,23 +175,23 @@ class Study:
 
     @property
     def failed(self) -> bool:
-        """Whether any run failed, the baseline's included."""
+        """True if any run failed, including the baseline's."""
         found = (verdict.judged.stability for verdict in self.verdicts)
         return any(stability.failed or stability.baseline_failed for stability in found)
 
     @property
     def ended_by_search(self) -> bool:
-        """Whether a search ended some recipes of the runs' sweeps early, and so chose those that are judged."""
+        """True if a search stopped some recipes of the sweeps early, and so chose the judged ones."""
         return ended_some(self.runs)
 
     @property
     def unverified(self) -> bool:
-        """Whether the records of any run could not be verified."""
+        """True if the records of any run could not be verified."""
         return any(run.unverified for run in self.runs)
 
     @property
     def one_pair(self) -> bool:
-        """Whether a recipe had one pair to be judged by, or none."""
+        """True if a recipe had at most one pair."""
         return any(verdict.judged.estimate.pairs < 2 for verdict in self.verdicts)
 
 
@@ -203,7 +203,7 @@ def _at(summary: Mapping[str, Any], key: str) -> Any:
 
 
 def models_of(runs: Iterable[Run]) -> list[str]:
-    """Return what the runs' models are called, each once, in order of the runs."""
+    """Return the names of the runs' models, each once, in order of the runs."""
     return list(dict.fromkeys(name for run in runs if (name := _called(run.config)) is not None))
 
 
@@ -233,7 +233,7 @@ def _word(value: Any) -> str:
 
 @cache
 def _values_of_file(name: str) -> dict[str, Any]:
-    """Return the flat values of the shipped model `name`, with the defaults of what it leaves out; {} without one."""
+    """Return the flat values of the shipped model `name`, including defaults; {} without one."""
     file = option_files(GROUP).get(name)
     if file is None or name == "from_weights":
         return {}

@@ -16,9 +16,10 @@ from lightning_llm.compare.verdict import Verdict
 
 @dataclass(frozen=True)
 class Table:
-    """A table: `rows` of text under `columns`, of which the first `names` are text and the others figures.
+    """A table: `rows` of text under `columns`, the first `names` of them text and the others figures.
 
-    `name`: of its files, `name.csv` and `name.tex`; `figures`: a row each for the CSV, numbers in full.
+    `name`: base name of its files, `name.csv` and `name.tex`; `figures`: one mapping per row for the CSV, with
+    unrounded numbers.
     """
 
     name: str
@@ -31,13 +32,13 @@ class Table:
 
     @property
     def csv(self) -> str:
-        """One line per row; empty where there is no number."""
+        """One line per row; cells without a number are empty."""
         return _csv(self.figures, list(self.figures[0]))
 
 
 @dataclass(frozen=True)
 class Supplement:
-    """Parts of a report beside the verdicts, by a package above this one (a ladder); `data`: keys of `compare.json`."""
+    """Further parts of a report from a package above this one (a ladder); `data`: keys of `compare.json`."""
 
     tables: tuple[Table, ...] = ()
     pictures: tuple[Picture, ...] = ()
@@ -48,7 +49,7 @@ NOTHING = Supplement()
 
 
 def tables_of(comparison: Comparison) -> list[Table]:
-    """Return the tables beside that of the verdicts, by the comparison alone: all pairs, where they were asked for."""
+    """Return the tables of the comparison besides the verdicts: all pairs, if requested."""
     found = comparison.all_pairs
     if not found:
         return []
@@ -57,7 +58,7 @@ def tables_of(comparison: Comparison) -> list[Table]:
     level = f"{100 * comparison.terms.confidence:g} %"
     caption = (
         f"Every recipe against every other by loss alone: the gap of the first to the second, {comparison.terms.unit}, "
-        f"with {level} intervals that hold together over all pairs (Tukey), and so are wider than the verdicts' own."
+        f"with {level} simultaneous intervals over all pairs (Tukey), which are wider than those of the verdicts."
     )
     figures = tuple(
         {
@@ -89,7 +90,7 @@ def gap_text(gap: SourceGap) -> str:
 
 
 def verdicts_csv(comparison: Comparison) -> str:
-    """Return one line per verdict and one per baseline, numbers in full; empty where there is none."""
+    """Return one line per verdict and one per baseline, with unrounded numbers; empty without a value."""
     sources = sources_of(comparison)
     rows: list[dict[str, Any]] = []
     for baseline in comparison.baselines:
@@ -146,9 +147,9 @@ def _figures(verdict: Verdict, sources: Mapping[str, SourceGap]) -> dict[str, An
 
 
 def curves_csv(comparison: Comparison) -> str:
-    """Return one line per verdict and validation: the gap there and its interval, empty where there is none.
+    """Return one line per verdict and validation: the gap and its interval, empty without a value.
 
-    `confidence`: of that interval; of declared looks that of the one the recipe was judged at.
+    `confidence`: of that interval; with declared looks that of the look at which the recipe was judged.
     """
     rows: list[dict[str, Any]] = []
     for family in comparison.families:
@@ -168,7 +169,7 @@ def curves_csv(comparison: Comparison) -> str:
 
 
 def _csv(rows: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None) -> str:
-    """Return the rows under `names` of columns; a cell is empty where there is no finite number."""
+    """Return the rows as CSV with columns `names`; a cell without a finite number is empty."""
     if names is None:
         by_source = sorted({key for row in rows for key in row if key.startswith("gap/")})
         names = [key for key in max(rows, key=len) if key not in by_source] + by_source

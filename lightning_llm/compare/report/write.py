@@ -1,4 +1,4 @@
-"""Write a report's files into a folder. A file that cannot be made is reported; the others are written all the same."""
+"""Write a report's files into a folder. A file that cannot be made is reported; the others are still written."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,23 +25,24 @@ FILES = {
     "verdicts.tex": "the table for LaTeX",
     "sources.tex": "the gaps by source for LaTeX",
     "methods.tex": "the methods for LaTeX",
-    "references.bib": "what they cite",
+    "references.bib": "the references of the methods",
     "pairs.csv": "the gaps of all pairs",
     "pairs.tex": "the same for LaTeX",
     "ladder.csv": "the ladder: gaps over sizes and tokens",
     "ladder.tex": "the same for LaTeX",
-    "report.tex": "all of it for LaTeX",
-    "compare.json": "everything for a program",
+    "report.tex": "a document with everything for LaTeX",
+    "compare.json": "everything for programs",
 }
-"""The files beside `report.html`, and their purposes; the pictures, `figure-*.svg` and `.pdf`, are not listed."""
+"""Files written together with `report.html`, and their purposes; the pictures, `figure-*.svg` and `.pdf`, are not
+listed."""
 OPTIONAL = ("pairs.", "ladder.")
-"""Beginnings of the names of files that not every report has."""
+"""Prefixes of files that not every report has."""
 
 
 def write_report(comparison: Comparison, folder: Path, supplement: Supplement = NOTHING) -> list[str]:
-    """Write everything but `compare.json` to `folder`; return a sentence for each file that could not be made.
+    """Write everything except `compare.json` to `folder`; return a sentence for each file that could not be made.
 
-    `supplement`: stands beside the verdicts, its pictures behind that of the gaps.
+    `supplement`: further parts; its pictures follow that of the gaps.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -51,7 +52,7 @@ def write_report(comparison: Comparison, folder: Path, supplement: Supplement = 
     tables = [*tables_of(comparison), *supplement.tables]
     of_tables = {f"{table.name}.{ending}" for table in tables for ending in ("csv", "tex")}
     files = {name: purpose for name, purpose in FILES.items() if not name.startswith(OPTIONAL) or name in of_tables}
-    # Of an earlier look, or an earlier release.
+    # Files of an earlier look or release.
     stale = [folder / name for name in ("report.pdf", *(FILES.keys() - files.keys()))]
     for file in [*stale, *folder.glob("figure-*.svg"), *folder.glob("figure-*.pdf")]:
         file.unlink(missing_ok=True)
@@ -85,11 +86,11 @@ def write_report(comparison: Comparison, folder: Path, supplement: Supplement = 
 
 
 def _write(name: str, make: Callable[[], str | bytes], folder: Path, failed: list[str]) -> bool:
-    """Write one file, which appears whole; return whether it could be made. Raises OSError if it cannot be written."""
+    """Write one file atomically; return whether it could be made. Raises OSError if it cannot be written."""
     try:
         made = make()
-    except Exception as error:  # whatever a drawing or a template may raise: the verdict stands without it
-        failed.append(f"{name} could not be made ({type(error).__name__}: {error}); the rest of the report is there.")
+    except Exception as error:  # drawings, templates: the verdict needs neither
+        failed.append(f"{name} could not be made ({type(error).__name__}: {error}); the rest was written.")
         (folder / name).unlink(missing_ok=True)  # of an earlier look
         return False
     partial_file = folder / f"{name}.partial"

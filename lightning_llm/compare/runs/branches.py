@@ -1,10 +1,10 @@
-"""Branches off a trunk in a comparison: what a verdict on them holds for, and what their replicates are.
+"""Branches off a parent run in a comparison: the scope of a verdict on them, and their replicates.
 
-Two branches off one checkpoint share all that came before, so their difference is that of a recipe switched on late.
-What is repeated decides what the interval speaks of. Several trunks, each of a seed that its branches keep, are
-replicates of the whole experiment: seeds as blocks, as for whole runs. Several seeds after one trunk repeat what
-follows it (order of data, random bits), given that trunk: counted as replicates of trunks they would be
-pseudoreplicates (S. H. Hurlbert, Ecological Monographs 54 (1984) 187-211), so trunks are then judged apart.
+Two branches off one checkpoint share everything before it, so their difference is the effect of switching a recipe on
+late. The replicates determine the meaning of the interval. Several parent runs, each of a seed that its branches keep,
+are replicates of the whole experiment: seeds as blocks, as for whole runs. Several seeds after one parent run repeat
+only the part after it (order of data, random bits). Counted as replicates of parent runs they would be pseudoreplicates
+(S. H. Hurlbert, Ecological Monographs 54 (1984) 187-211), so each parent run is then judged separately.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ KEY = "branch_from"
 
 @dataclass(frozen=True)
 class Switch:
-    """Where the branches of a verdict left their trunks: `steps` of `max_steps`, over `trunks` of them and `seeds`."""
+    """The branching points of a verdict: `steps` of `max_steps`, over `trunks` parent runs and `seeds`."""
 
     steps: tuple[int, ...]
     max_steps: tuple[int, ...]
@@ -27,16 +27,16 @@ class Switch:
 
     @property
     def words(self) -> str:
-        """What the verdict holds for, as the rest of a sentence."""
+        """The scope of the verdict, as the end of a sentence."""
         steps, last = (" or ".join(map(str, each)) for each in (self.steps, self.max_steps))
         if self.trunks > 1:
-            over = f"over {self.trunks} trunks"
+            over = f"over {self.trunks} parent runs"
         else:
-            over = f"after one trunk, over {self.seeds} seed{'s' * (self.seeds > 1)}"
+            over = f"after one parent run, over {self.seeds} seed{'s' * (self.seeds > 1)}"
         return f"holds for late switching only: from step {steps} of {last}, {over}"
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `compare.json` has of it."""
+        """Return the entry "late_switching" of `compare.json`."""
         return {
             "steps": list(self.steps),
             "max_steps": list(self.max_steps),
@@ -47,7 +47,7 @@ class Switch:
 
 
 def switch_of(runs: Sequence[Run]) -> Switch | None:
-    """Return where `runs` were switched, None where none is a branch."""
+    """Return the branching points of `runs`, None if none is a branch."""
     branches = [run for run in runs if run.branch]
     if not branches:
         return None
@@ -60,10 +60,11 @@ def switch_of(runs: Sequence[Run]) -> Switch | None:
 
 
 def equivalent_starts(runs: Sequence[Run]) -> tuple[str, ...]:
-    """Return the key of the start where it tells no recipe from another over `runs`: it is in each pair the same.
+    """Return the key of the start (`branch_from`) if it does not distinguish recipes over `runs`, else nothing.
 
-    That is where all branch off the same state, wherever it lies; or off several at one step, each of a seed that its
-    branches keep, so that the seed of a pair says which, and none a branch of another's trunk.
+    That holds if all branch off the same state, wherever it is stored. It also holds if they branch off several parent
+    runs at one step, each with a seed that its branches keep (so the seed identifies it), and none is a branch of
+    another's parent run.
     """
     if not runs or not all(run.branch for run in runs):
         return ()
@@ -78,29 +79,29 @@ def equivalent_starts(runs: Sequence[Run]) -> tuple[str, ...]:
 
 
 def _root(run: Run) -> Any:
-    """Return the id of the whole run that the branch goes back to, over all branches between."""
+    """Return the id of the whole run at the root of the branch, through all branches between."""
     return run.branch.get("root_run_id") or run.branch.get("run_id") or run.branch.get("digest")
 
 
-def trunks_are_replicates(runs: Sequence[Run]) -> bool:
-    """Whether more seeds of `runs` would have to be more trunks."""
+def parent_runs_are_replicates(runs: Sequence[Run]) -> bool:
+    """Return whether more seeds of `runs` require more parent runs."""
     return len({run.branch.get("digest") for run in runs}) > 1 and equivalent_starts(runs) == (KEY,)
 
 
 def notes_on_branches(runs: Sequence[Run]) -> list[str]:
-    """Return what to read beside verdicts on branches."""
+    """Return the notes on verdicts over branches."""
     switch = switch_of(runs)
     if switch is None:
         return []
     notes = [
-        "Branches share what came before their first step: a verdict on them says what a recipe costs that is switched "
-        "on there, and nothing of the same recipe from the first step on, which may cost more."
+        "Branches share everything before their first step: a verdict on them is about a recipe that is switched on "
+        "there. The same recipe from the first step on may cost more."
     ]
-    if trunks_are_replicates(runs):
-        notes.append("Each seed here is a trunk: more seeds are more trunks, with their branches.")
+    if parent_runs_are_replicates(runs):
+        notes.append("Each seed here is a parent run: more seeds require more parent runs with their branches.")
     if switch.trunks == 1:
         notes.append(
-            "All branch off one trunk: the interval is over what follows it (seeds: order of data, random bits), not "
-            "over trunks. Trunks of other seeds, branch_from=TRUNK_A,TRUNK_B,..., would say whether it holds for them."
+            "All branch off one parent run: the interval covers the part after it (seeds: order of data, random bits), "
+            "not parent runs. To include those, branch off several: branch_from=PARENT_A,PARENT_B,..."
         )
     return notes

@@ -1,4 +1,4 @@
-"""Keys in which two runs differ, and what such a difference means for a verdict."""
+"""Keys in which two runs differ, and the meaning of such a difference for a verdict."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ FREE = (
     "trainer.validate_every_steps",
     f"{FINGERPRINT}.os",
 )
-"""No difference in these changes what is learned: names, places, observers, and what other keys hold resolved
+"""No difference in these changes training: names, places, observers, and keys resolved into others
 (`trainer.accelerator` in the device, `*.compile` in `compiled`, `precision.backend` in the summary's,
 `data.skip_samples` in `skipped_samples`)."""
 
@@ -57,16 +57,16 @@ LAYOUT = (
 ROUNDING = (
     *LAYOUT, "compiled", "data.micro_batch_size", "trainer.threads", "threads", "trainer.attention_kernel"
 )  # fmt: skip
-"""These change the order of sums alone. Two runs of one recipe and seed that differ in nothing else are an A/A pair."""
+"""These only change the order of sums. Two runs of one recipe and seed that differ in nothing else are an A/A pair."""
 
 VALIDATION = ("data.tokenizer.", "data.validation.", "data.sources.", "data.sequence_length", "data.document_mask")
-"""What decides which tokens a validation scores, for runs whose summaries do not name the set by its hash."""
+"""Keys that determine the validation tokens, for runs without a hash of the set in their summaries."""
 
 
 def all_differences(one: Run, other: Run) -> dict[str, tuple[Any, Any]]:
-    """Return {key: (value in one, value in other)} over resolved configs and recorded facts; None where there is none.
+    """Return {key: (value in one, value in other)} over resolved configs and recorded facts; None for a missing value.
 
-    Keys that say where a run was kept are in it, too; `meaningful` leaves them out.
+    Includes keys about the storage of a run; `meaningful` leaves them out.
     """
     return _unequal(one.config, other.config) | _unequal(_comparable_facts(one, other), _comparable_facts(other, one))
 
@@ -74,19 +74,19 @@ def all_differences(one: Run, other: Run) -> dict[str, tuple[Any, Any]]:
 def meaningful(
     one: Run, other: Run, except_below: Iterable[str] = (), metric: str = LOSS
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the differences that can change what is learned, or what `metric` measures of it.
+    """Return the differences that can change training, or its measurement by `metric`.
 
-    Less the keys in `except_below` and the seed.
+    Without the keys in `except_below` and the seed.
     """
     free = (*FREE, "seed", *except_below)
     if one.bitwise_layout and other.bitwise_layout:
         free += LAYOUT
-    if None not in data_hashes([one, other]):  # which say what the data are, wherever they lie
+    if None not in data_hashes([one, other]):  # hashes identify the data, wherever they are stored
         free += tuple(filter(is_data_path, one.config | other.config))
     free += equal_by_hash([one, other], metric)
     free += equivalent_starts([one, other])
     digests = {facts(run).get("init_digest") for run in (one, other)}
-    if len(digests) == 1 and None not in digests:  # the same weights, wherever they lie
+    if len(digests) == 1 and None not in digests:  # the same weights, wherever they are stored
         free += ("model.init_from",)
     teachers = {facts(run).get("teachers") for run in (one, other)}
     if len(teachers) == 1 and None not in teachers:  # likewise
@@ -101,15 +101,15 @@ def meaningful(
 
 
 def data_hashes(runs: Iterable[Run]) -> set[str | None]:
-    """Return the hashes of the data that `runs` were trained on, None among them for one whose summary has none."""
+    """Return the hashes of the training data of `runs`, with None for a run without one."""
     return {facts(run).get("data_hash") for run in runs}
 
 
 def equal_by_hash(runs: Sequence[Run], metric: str) -> tuple[str, ...]:
-    """Return the keys, or what they begin with, that may differ since hashes say that what follows from them is equal.
+    """Return keys or prefixes that may differ because hashes show that the data are equal.
 
-    Where all of `runs` learned from the same data: the keys of sources that none of them drew from; and where `metric`
-    is of one source and all measured it on the same, what else was scored.
+    If all of `runs` learned from the same data: the keys of sources that none of them drew from. If `metric` is of one
+    source and all measured it on the same data: the other validation sources.
     """
     hashes = data_hashes(runs)
     if None in hashes or len(hashes) > 1:
@@ -125,7 +125,7 @@ def equal_by_hash(runs: Sequence[Run], metric: str) -> tuple[str, ...]:
 
 
 def _foreign_callbacks(run: Run) -> set[str]:
-    """Return the prefixes of the keys of callbacks that are not ours: they may do more than observe."""
+    """Return the key prefixes of callbacks from other packages: they may do more than observe."""
     return {
         key.removesuffix("_target_")
         for key, target in run.config.items()
@@ -134,18 +134,18 @@ def _foreign_callbacks(run: Run) -> set[str]:
 
 
 def same_config(one: Run, other: Run, except_below: Iterable[str] = ()) -> bool:
-    """Return whether the configs agree in all that can change what is learned, less `except_below` and the seed.
+    """Return whether the configs agree in everything that can change training, except `except_below` and the seed.
 
-    For a run that did not come to its end, whose summary may not yet say where its numbers come from.
+    For an unfinished run: its summary may lack facts.
     """
     free = (*FREE, "seed", *except_below)
     return all(below(key, free) for key in _unequal(one.config, other.config))
 
 
 def validation_differences(one: Run, other: Run, metric: str) -> dict[str, tuple[Any, Any]]:
-    """Return what makes `metric` of two runs no measurements of the same thing; empty where they are.
+    """Return the differences that make `metric` of two runs incomparable; empty if it is comparable.
 
-    Runs of earlier releases have no hash of each source: of these the hash of all that is scored is looked at.
+    Runs of earlier releases have no hash per source; for these the hash of the whole validation set is compared.
     """
     for name in (metric, LOSS):
         ours, theirs = measured_on(one, name), measured_on(other, name)
@@ -161,10 +161,10 @@ def _unequal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tu
 
 
 def _comparable_facts(run: Run, other: Run) -> dict[str, Any]:
-    """Return the run's facts, without git's where both have a hash of the code that ran.
+    """Return the run's facts, without those of git if both runs have a hash of the code.
 
-    Without the backend, too, where one of the two casts nothing and so has none: that is the recipe's doing. Without a
-    fingerprint where the other is of a release that recorded none.
+    Without the backend if one of the two casts nothing and so has none: that is part of the recipe. Without a
+    fingerprint if the other run is from a release that recorded none.
     """
     found, others = dict(facts(run)), facts(other)
     if not has_fingerprint(others):

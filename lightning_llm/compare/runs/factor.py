@@ -1,4 +1,4 @@
-"""The factor: what the runs are compared by, its levels and their names, and which level is the baseline."""
+"""The factor by which runs are compared, its levels and their names, and the baseline level."""
 
 import json
 import shlex
@@ -13,24 +13,24 @@ from lightning_llm.config.config_hash import below
 from lightning_llm.tracking.reading import Run
 
 GROUPS = ("precision", "optim", "schedule", "model", "data", "parallel", "trainer")
-"""In this order, where several vary and none is asked for."""
+"""Order of preference if several groups vary and none is requested."""
 NOT_THE_RECIPE = ("precision.backend",)
-"""Says where casts run, not which: a confounder."""
+"""Where casts run, not which casts: a confounder."""
 USUAL_BASELINES = {"precision": ("bf16", "fp32"), "parallel": ("single",)}
 ITSELF, SEVERAL = "rounding", "configuration"
-"""The factor where the runs differ in several keys that change the order of sums, and in nothing else; and where they
-differ in several keys of no one group."""
+"""Names of factors over several keys: `ITSELF` if all of them only change the order of sums, `SEVERAL` if they belong
+to no single group."""
 NOT_COMPARED = (*(key for key in FREE if key not in NOT_THE_RECIPE), "seed")
 Level = tuple[str, ...]
 WITHOUT = "no"
-"""Before a group's name: runs that have nothing of it, the usual baseline of those that do."""
+"""Prefix of a group's name for runs without it, the default baseline of runs with it."""
 
 
 @dataclass(frozen=True)
 class Factor:
-    """`name`: a config group, one dotted key, or "rounding"; `keys`: those in which it varies; `labels`: its levels.
+    """`name`: a config group, one dotted key, or "rounding"; `keys`: the keys that vary in it; `labels`: its levels.
 
-    `chosen`: one of the keys, of which each level has a value of its own in each setting, and so is not told by it.
+    `chosen`: one of the keys, with a different value per level and setting (--best-of); it does not distinguish levels.
     """
 
     name: str
@@ -41,36 +41,37 @@ class Factor:
     chosen: str | None = None
 
     def level(self, run: Run) -> Level:
-        """Return the values of the keys that tell levels apart."""
-        return level_of(run, self._telling)
+        """Return the values of the keys that distinguish levels."""
+        return level_of(run, self._distinguishing)
 
     @property
-    def _telling(self) -> tuple[str, ...]:
+    def _distinguishing(self) -> tuple[str, ...]:
         return tuple(key for key in self.keys if key != self.chosen)
 
     def label(self, run: Run) -> str:
-        """Return what the run's level is called: "mxfp8", "learning_rate=0.002"."""
+        """Return the label of the run's level: "mxfp8", "learning_rate=0.002"."""
         return self.labels[self.level(run)]
 
     def in_words(self, run: Run) -> str:
         """Return the run's level as its keys and their values: "optim.learning_rate=0.002"."""
-        return ", ".join(f"{key}={as_word(value)}" for key, value in zip(self._telling, self.level(run), strict=True))
+        pairs = zip(self._distinguishing, self.level(run), strict=True)
+        return ", ".join(f"{key}={as_word(value)}" for key, value in pairs)
 
     @property
     def baseline_label(self) -> str:
-        """What the baseline is called."""
+        """The label of the baseline."""
         return self.labels[self.baseline]
 
 
 def choose_factor(runs: Sequence[Run], asked: str | None = None, chosen: str | None = None) -> Factor:
     """Return the factor over `runs`; `asked` is "group=level", "dotted.key=value" or a level alone.
 
-    `chosen`: a key of which each recipe has a value of its own, which then is part of the factor, whatever its group.
+    `chosen`: a key with a separate value per recipe, which then is part of the factor, whichever group it is in.
 
     Raises:
         ConfigError: the runs do not differ, or no run has the baseline's level.
     """
-    name, equals, wanted = (asked or "").partition("=")  # the first: a level's own name may hold others
+    name, equals, wanted = (asked or "").partition("=")  # the first one: the name of a level may contain others
     if not equals:
         name, wanted = "", name
     found = varying_keys(runs)
@@ -92,10 +93,8 @@ def choose_factor(runs: Sequence[Run], asked: str | None = None, chosen: str | N
     keys = tuple(key for key in keys if key != own)
     levels = list(dict.fromkeys(level_of(run, keys) for run in runs))
     if len(levels) < 2:
-        same = name if asked or varying else "config, but for the seed"
-        text = (
-            f"all {len(runs)} runs have the same {same}; a verdict needs a baseline and something to hold against it."
-        )
+        same = name if asked or varying else "config except for the seed"
+        text = f"all {len(runs)} runs have the same {same}. A verdict needs a baseline and a run that differs from it."
         raise ConfigError(Problem("RUN", text))
     labels = labels_of(runs, name, keys, levels)
     baseline, reason = _baseline(name, labels, wanted, runs, keys)
@@ -103,27 +102,27 @@ def choose_factor(runs: Sequence[Run], asked: str | None = None, chosen: str | N
 
 
 def varying_keys(runs: Sequence[Run]) -> list[str]:
-    """Return the config keys that differ between any two runs and can change what is learned, without the seed."""
+    """Return the config keys that differ between any two runs and can change training, without the seed."""
     keys = sorted({key for run in runs for key in run.config})
     found = [
         key for key in keys if len({as_text(run.config.get(key)) for run in runs}) > 1 and not below(key, NOT_COMPARED)
     ]
     same_start = equivalent_starts(runs)
     found = [key for key in found if key not in same_start]
-    if all(run.bitwise_layout for run in runs):  # only where it is what they are compared by
+    if all(run.bitwise_layout for run in runs):  # layouts count only as the factor itself
         return [key for key in found if not below(key, LAYOUT) or key.startswith("parallel.")]
     return found
 
 
 def _most_likely(varying: list[str]) -> tuple[str, str]:
-    """Return the factor to take where none was asked for, and what to say of the choice."""
-    telling = [key for key in varying if key not in NOT_THE_RECIPE and not below(key, ROUNDING)]
-    candidates = [group for group in GROUPS if group in {key.partition(".")[0] for key in telling} - {"parallel"}]
+    """Return the factor to use if none was requested, and a note on the choice."""
+    relevant = [key for key in varying if key not in NOT_THE_RECIPE and not below(key, ROUNDING)]
+    candidates = [group for group in GROUPS if group in {key.partition(".")[0] for key in relevant} - {"parallel"}]
     if candidates:
-        several = f"{', '.join(candidates)} vary; compared by {candidates[0]} (--baseline GROUP=LEVEL chooses)."
+        several = f"{', '.join(candidates)} vary; compared by {candidates[0]}. To choose: --baseline GROUP=LEVEL."
         return candidates[0], several if len(candidates) > 1 else ""
     same = varying and all(below(key, ROUNDING) for key in varying)
-    note = "The runs are of one recipe, held against itself: no gap here is real." if same else ""
+    note = "All runs have the same recipe, so no gap here is real." if same else ""
     beside = {key for key in varying if not key.startswith("parallel.")} - {"trainer.devices", "world"}
     if not beside:
         return "parallel", note
@@ -136,13 +135,13 @@ def _most_likely(varying: list[str]) -> tuple[str, str]:
 
 
 def _itself(name: str, runs: Sequence[Run], keys: tuple[str, ...], wanted: str, note: str) -> Factor:
-    """Return the factor over runs of one recipe: each way to run it is a level, named by what is not as in the first.
+    """Return the factor over runs of one recipe: each way to run it is a level, named by its differences to the first.
 
     Raises:
-        ConfigError: a level was asked for: such runs have the first as their baseline.
+        ConfigError: a level was requested: such runs have the first as their baseline.
     """
     if wanted:
-        text = f"'{wanted}' alone does not say of which key; the runs differ in {', '.join(keys)}. Give KEY=VALUE."
+        text = f"'{wanted}' has no key, and the runs differ in {', '.join(keys)}. Use KEY=VALUE."
         raise ConfigError(Problem("--baseline", text))
     levels = list(dict.fromkeys(level_of(run, keys) for run in runs))
     first = levels[0]
@@ -157,7 +156,7 @@ def _itself(name: str, runs: Sequence[Run], keys: tuple[str, ...], wanted: str, 
 def _baseline(
     name: str, labels: dict[Level, str], wanted: str, runs: Sequence[Run], keys: tuple[str, ...]
 ) -> tuple[Level, str]:
-    """Return the baseline's level and what to say of how it was chosen."""
+    """Return the baseline's level and a note on the choice."""
     by_name: dict[str, list[Level]] = {}
     for run in runs:
         level = level_of(run, keys)
@@ -179,25 +178,25 @@ def _baseline(
 
 
 def _usual_baseline(name: str, labels: dict[Level, str], by_name: dict[str, list[Level]]) -> tuple[Level, str]:
-    """Return the level that is the baseline where none was asked for, and what to say of it."""
+    """Return the default baseline level and a note on the choice."""
     several = ""
     for usual in USUAL_BASELINES.get(name, ()):
         found = by_name.get(usual, [])
         if len(found) == 1:
-            reason = f"The baseline is {usual}, for {several}: --baseline {name}=LEVEL chooses one of them."
+            reason = f"The baseline is {usual}, because {several}. Choose one of them with --baseline {name}=LEVEL."
             return found[0], reason if several else ""
         if found and not several:
             several = f"{len(found)} levels are called {usual} ({' and '.join(labels[level] for level in found)})"
     if name == "precision":
         known = list(labels.values())
-        text = f"{several or 'none of the runs is bf16 or fp32'}. Choose one: --baseline precision=NAME, of "
-        text += f"{', '.join(known)}; the first is {shlex.join(['--baseline', f'precision={known[0]}'])}."
+        text = f"{several or 'none of the runs is bf16 or fp32'}. Choose a baseline: --baseline precision=NAME, one of "
+        text += f"{', '.join(known)}. For example {shlex.join(['--baseline', f'precision={known[0]}'])}."
         raise ConfigError(Problem("--baseline", text))
     without = [level for level, label in labels.items() if label == f"{WITHOUT} {name}"]
-    first, why = (without[0], f"the runs without {name}") if without else (next(iter(labels)), "as of the first run")
+    first, why = (without[0], f"the runs without {name}") if without else (next(iter(labels)), "from the first run")
     other = next(label for level, label in labels.items() if level != first)
     word = other if other.startswith(f"{name}=") else f"{name}={other}"
-    return first, f"The baseline is {labels[first]}, {why}; another: {shlex.join(['--baseline', word])}."
+    return first, f"The baseline is {labels[first]}, {why}. Choose another with {shlex.join(['--baseline', word])}."
 
 
 def level_of(run: Run, keys: tuple[str, ...]) -> Level:
@@ -206,14 +205,14 @@ def level_of(run: Run, keys: tuple[str, ...]) -> Level:
 
 
 def as_text(value: Any) -> str:
-    """Return a value of a config as JSON, by which values are told apart."""
+    """Return a value of a config as JSON, for comparison with others."""
     return json.dumps(value, sort_keys=True, default=str)
 
 
 def labels_of(runs: Sequence[Run], name: str, keys: tuple[str, ...], levels: list[Level]) -> dict[Level, str]:
-    """Return a name for each level: the group's `name`, with the keys that tell it from others of that name.
+    """Return a label for each level: the group's `name`, with the keys that distinguish it from others of that name.
 
-    Of a group without names that not all runs have (`distil`): "no distil", and the others by what tells them apart.
+    For a group without names that not all runs have (`distil`): "no distil", and for the others the differing keys.
     """
     named = {level_of(run, keys): str(run.config.get(f"{name}.name") or "") for run in reversed(runs)}
     without = [] if len(keys) < 2 else [level_of(run, keys) for run in runs if _lacks(run, name)][:1]
@@ -233,12 +232,12 @@ def labels_of(runs: Sequence[Run], name: str, keys: tuple[str, ...], levels: lis
 
 
 def _lacks(run: Run, group: str) -> bool:
-    """Return whether the run's config has nothing of the group, whatever keys of it vary."""
+    """Return whether the run's config has nothing in the group."""
     return not any(value not in (None, {}) for key, value in run.config.items() if below(key, (f"{group}.",)))
 
 
 def parsed(word: str) -> Any:
-    """Return a value as typed on the command line: a number, true, null or text. (2e-3 is text to YAML alone.)"""
+    """Parse a value as typed on the command line: a number, true, null or text. (YAML reads 2e-3 as text.)"""
     try:
         return json.loads(word)
     except ValueError:
@@ -246,11 +245,11 @@ def parsed(word: str) -> Any:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether two values of a config are one: 0 and 0.0 are, 0 and false are not."""
+    """True if two config values are equal: 0 and 0.0 are, 0 and false are not."""
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
 def as_word(value: str) -> str:
-    """Return such text as it is typed: text without quotes."""
+    """Return the text of `as_text` as it is typed: strings without quotes."""
     loaded = json.loads(value)
     return loaded if isinstance(loaded, str) else value

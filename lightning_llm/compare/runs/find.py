@@ -18,22 +18,22 @@ from lightning_llm.tracking.sweep_file import FILE
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 FOLDER_TAGS = ("sweep_folder", "run_dir")
-"""In MLflow: of a sweep's parent, all of whose jobs are then looked at, and of a run."""
+"""MLflow tags: of a sweep's parent (all of its jobs are then used), and of a run."""
 ARTIFACTS = "mlartifacts"
-"""MLflow's own folder, of copies of runs' files."""
+"""MLflow's own folder, with copies of runs' files."""
 MOST_ELSEWHERE = 3
-"""Sweeps of other folders that a refusal names."""
+"""Maximum number of sweeps in other folders that a message lists."""
 RUN_FILES = ("config.yaml", "metrics.jsonl")
-"""Files that a folder of a run is found by: one that lost its config is damaged, not absent."""
+"""Files that identify the folder of a run: a run that lost its config is damaged, not absent."""
 DEPTH = 3
-"""How many folders deep runs lie below one that is named: outputs/EXPERIMENT/SWEEP/N."""
+"""Maximum depth of runs below a named folder: outputs/EXPERIMENT/SWEEP/N."""
 
 
 @dataclass
 class RunSelection:
-    """`folders` of runs, `problems` with what was asked for, and `home`: where a report on them belongs.
+    """Selected runs: `folders`, `problems` of the arguments, and `home`, the folder for a report on them.
 
-    `sweeps`: folders of whole sweeps that were named, or lie below what was.
+    `sweeps`: folders of complete sweeps that were named, or are below a named folder.
     """
 
     folders: list[Path] = field(default_factory=list)
@@ -43,12 +43,12 @@ class RunSelection:
 
 
 def find_runs(arguments: Sequence[str]) -> RunSelection:
-    """Return the runs that `arguments` name: folders of runs or above runs, experiments, sweeps, SWEEP/N, MLflow ids.
+    """Return the runs named by `arguments`: folders of or above runs, experiments, sweeps, SWEEP/N, MLflow ids.
 
     Without arguments, those of the last sweep.
 
     Raises:
-        ConfigError: nothing was found at all.
+        ConfigError: nothing was found.
     """
     root = Path(default_outputs())
     found = RunSelection()
@@ -60,7 +60,7 @@ def find_runs(arguments: Sequence[str]) -> RunSelection:
         below = list(_runs_below(folder))
         if not below:
             found.problems.append(
-                Problem(str(folder), "there is no run in this folder. Give one that holds config.yaml.")
+                Problem(str(folder), "there is no run in this folder. Name a folder with a config.yaml.")
             )
         found.folders += below
         found.sweeps += [file.parent.resolve() for depth in range(DEPTH) for file in folder.glob("*/" * depth + FILE)]
@@ -72,7 +72,7 @@ def find_runs(arguments: Sequence[str]) -> RunSelection:
 
 
 def _home(above: list[Path], folders: list[Path]) -> Path:
-    """Return the folder that was named if it is one above runs, else the nearest one that holds all of them."""
+    """Return the named folder if it is above runs, else the nearest common parent of the runs."""
     if len(above) == 1 and above[0].resolve() not in folders:
         return above[0].resolve()
     return Path(os.path.commonpath([folder.parent for folder in folders]))
@@ -89,12 +89,12 @@ def _runs_below(folder: Path) -> Iterator[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether `folder` is a run's, also of one that failed before its first record, or lost its config."""
+    """Return whether `folder` is a run's, also if it failed before its first record or lost its config."""
     return (folder / "metrics.jsonl").is_file() or ((folder / "config.yaml").is_file() and has_begun(folder))
 
 
 def has_begun(folder: Path) -> bool:
-    """Return whether a run left anything in `folder` beside its config."""
+    """Return whether a run left anything in `folder` besides its config."""
     return any((folder / name).is_file() for name in ("metrics.jsonl", "summary.json", TOKENIZER))
 
 
@@ -115,7 +115,7 @@ def _newest_sweep(root: Path) -> Path:
 
 
 def _sweeps_elsewhere(root: Path) -> list[Path]:
-    """Return the newest sweeps below the working folder and below the roots that other settings choose."""
+    """Return the newest sweeps below the working folder and below the roots of other settings."""
     places = [Path.cwd(), *(Path(each) for each in possible_outputs())]
     files = {file.resolve() for each in places for depth in range(DEPTH + 1) for file in each.glob("*/" * depth + FILE)}
     newest = sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
@@ -124,19 +124,20 @@ def _sweeps_elsewhere(root: Path) -> list[Path]:
 
 
 def _folders_named(word: str, root: Path, found: RunSelection) -> list[Path]:
-    """Return the folders that one word names; `found` gets the problem of each that is gone.
+    """Return the folders that one word names; problems of missing folders are added to `found`.
 
     Raises:
-        ConfigError: it names none, or MLflow, which would have to know, does not answer.
+        ConfigError: it names none, or MLflow would have to know and does not answer.
     """
-    if RUN_ID.fullmatch(word) and not Path(word).is_dir():  # MLflow names folders of its own so, below its artifacts
+    if RUN_ID.fullmatch(word) and not Path(word).is_dir():  # MLflow uses such names for folders below its artifacts
         known = [file.parent for file in _id_files(root) if file.read_text(encoding="utf-8").strip() == word]
         return known or _ask_mlflow(word, root, found)
     above = folders_named(word, root)
     if len(above) == 1:
         return above
     if len(above) > 1:
-        text = f"is the name of {len(above)}. Say which: {', '.join(str(each.relative_to(root)) for each in above)}."
+        places = ", ".join(str(each.relative_to(root)) for each in above)
+        text = f"is the name of {len(above)} folders. Use one of: {places}."
         raise ConfigError(Problem(word, text))
     if known := _experiment_in_mlflow(word, root, found):
         return known
@@ -156,7 +157,7 @@ def _store_of(root: Path) -> str:
 
 
 def _experiment_in_mlflow(name: str, root: Path, found: RunSelection) -> list[Path]:
-    """Return the folders, as far as they are here, of the runs of MLflow's experiment `name`; [] where it has none."""
+    """Return the existing folders of the runs of MLflow's experiment `name`; [] if it has none."""
     try:
         client = existing_store(_store_of(root))
         experiment = client.get_experiment_by_name(name)
@@ -171,7 +172,7 @@ def _experiment_in_mlflow(name: str, root: Path, found: RunSelection) -> list[Pa
 
 
 def _ask_mlflow(run_id: str, root: Path, found: RunSelection) -> list[Path]:
-    """Return the folder that MLflow has as the run's tag `run_dir`; of a parent run, those of its children."""
+    """Return the folder in the run's tag `run_dir`; for a parent run, those of its children."""
     uri = _store_of(root)
     try:
         client = existing_store(uri)
@@ -186,19 +187,19 @@ def _ask_mlflow(run_id: str, root: Path, found: RunSelection) -> list[Path]:
         raise ConfigError(Problem(run_id, text)) from error
     named = [run, *children]
     if not any(tag in each.data.tags for each in named for tag in FOLDER_TAGS):
-        text = "MLflow has no folder for it; metrics.jsonl there is what a verdict is made from."
+        text = "MLflow has no folder for this run, and verdicts require its metrics.jsonl. Name the run's folder."
         raise ConfigError(Problem(run_id, text))
     return _folders_of(named, found)
 
 
 def _folders_of(runs: Iterable[Any], found: RunSelection) -> list[Path]:
-    """Return the folders that the tags of runs, and of sweeps' parents, name; `found` gets those that are gone."""
+    """Return the existing folders in the tags of runs and of sweeps' parents; problems of others go to `found`."""
     folders = []
     for run in runs:
         for folder in (Path(run.data.tags[tag]) for tag in FOLDER_TAGS if tag in run.data.tags):
             if folder.is_dir():
                 folders.append(folder)
                 continue
-            text = f"its folder {folder} is gone or on another machine; verdicts are made from what lies there."
+            text = f"its folder {folder} is missing or on another machine, and verdicts require its files."
             found.problems.append(Problem(run.info.run_id, text))
     return folders

@@ -7,40 +7,40 @@ from dataclasses import dataclass
 from lightning_llm.tracking.reading import Run
 
 TAIL_SHARE = 0.1
-"""The tail: every validation in the last tenth of the steps, the last one at least. Their mean, each with equal weight,
-has less of the loss's fluctuation from step to step than the last alone; how much of it is left does not matter to the
-intervals, which take the spread from seed to seed as they find it."""
+"""The tail: all validations in the last tenth of the steps, at least the last one. Their unweighted mean has less noise
+from step to step than the last alone; the remaining noise is part of the spread between seeds, which the intervals
+measure."""
 LEARNED_SHARE = 0.9
-"""Of ln(vocabulary): what a run has to be below that has learned more than to guess, where the entropy of the tokens'
-frequencies is not recorded."""
+"""Share of ln(vocabulary) below which a loss must be to count as learned, if the entropy of the token frequencies is
+not recorded."""
 LOSS = "val_loss"
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The steps whose validations count, ascending; `metric` is their key in `metrics.jsonl`."""
+    """The steps of the validations that count, ascending; `metric` is their key in `metrics.jsonl`."""
 
     metric: str
     steps: tuple[int, ...]
     higher_is_better: bool = False
 
     def of(self, run: Run) -> float:
-        """Return the mean of the run's losses over the tail, in nats per token; not finite where it diverged.
+        """Return the mean of the run's losses over the tail, in nats per token; not finite if it diverged.
 
-        Of a metric that is better the higher it is, its negative: what is less is better throughout.
+        For a metric for which higher is better, its negative: lower is always better.
         """
         return -self.level_of(run) if self.higher_is_better else self.level_of(run)
 
     def level_of(self, run: Run) -> float:
-        """Return the mean of the metric over the tail, as it was recorded."""
+        """Return the mean of the metric over the tail, as recorded."""
         values = run.validations.get(self.metric, {})
         return math.fsum(values.get(step, math.nan) for step in self.steps) / len(self.steps)
 
 
 def tail_of(runs: Sequence[Run], metric: str, share: float = TAIL_SHARE) -> Tail | None:
-    """Return the tail over the validations that all of `runs` have; None where they have none in common.
+    """Return the tail over the validations that all of `runs` have; None if they have none in common.
 
-    Of branches off a trunk `share` is of their own steps: near the first they have hardly begun to differ.
+    For branches `share` refers to their own steps, because near their start they have hardly differed.
     """
     if not runs:
         return None
@@ -53,16 +53,16 @@ def tail_of(runs: Sequence[Run], metric: str, share: float = TAIL_SHARE) -> Tail
 
 
 def guessing_loss(run: Run, metric: str) -> float:
-    """Return ln(vocabulary), the loss of guessing, in nats; infinite for another metric, or an unknown vocabulary."""
+    """Return ln(vocabulary), the loss of guessing, in nats; infinite for another metric or an unknown vocabulary."""
     size = run.config.get("model.vocab_size")
     return math.log(size) if isinstance(size, int) and metric.startswith(LOSS) else math.inf
 
 
 def learned_below(run: Run, metric: str) -> float:
-    """Return the loss, in nats, that a run has to be below to have learned anything that a recipe could damage.
+    """Return the loss, in nats, below which a run has learned something that a recipe could damage.
 
-    The entropy of the validation tokens' frequencies, which a model reaches that looks at no context; where it was not
-    recorded, or is of other tokens than the metric's, `LEARNED_SHARE` of guessing.
+    The entropy of the validation tokens' frequencies, which a model without context reaches; if that was not recorded,
+    or is of other tokens than the metric's, `LEARNED_SHARE` of guessing.
     """
     entropy = run.figure("validation_unigram_nats")
     below = LEARNED_SHARE * guessing_loss(run, metric)
@@ -70,12 +70,12 @@ def learned_below(run: Run, metric: str) -> float:
 
 
 def has_learned(run: Run, tail: Tail | None) -> bool:
-    """Whether the run's tail is below what takes no context to reach."""
+    """True if the run's tail is below the loss that needs no context."""
     return tail is not None and not run.diverged and tail.of(run) < learned_below(run, tail.metric)
 
 
 def diverged(run: Run, tail: Tail | None, *, learnable: bool) -> bool:
-    """Whether the run lost its loss: not finite, or in the end worse than guessing where others learn (`learnable`)."""
+    """True if the run diverged: loss not finite, or finally worse than guessing while others learn (`learnable`)."""
     if run.diverged or tail is None:
         return run.diverged
     loss = tail.of(run)

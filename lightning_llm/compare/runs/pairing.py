@@ -1,4 +1,4 @@
-"""Pairs of runs to compare: pairs of the same seed that differ in the factor, and in what else."""
+"""Pairs of runs to compare: runs of the same seed that differ in the factor, with all other differences."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ Setting = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Pair:
-    """A run and the baseline's run of the same seed; `confounders`: {key: (baseline's value, the run's)} beside the
+    """A run and the baseline's run of the same seed; `confounders`: {key: (baseline's value, run's value)} besides the
     factor."""
 
     run: Run
@@ -39,12 +39,12 @@ class Pair:
 
 @dataclass
 class ComparisonGroup:
-    """Recipes that share baseline runs and all that varies beside the factor (`setting`): judged together.
+    """Recipes that share baseline runs and everything that varies besides the factor (`setting`): judged together.
 
-    `words`: the setting in a line of text, as overrides; `survived_at`: what a search left one value of, likewise;
-    `recipes`: {label: pairs, one per seed}; `missing`: {label: seeds whose runs failed or are unfinished where the
-    baseline's finished}; `unfinished`: {label, the baseline's among them: its runs that have no end, at seeds at which
-    it has no other}; `aa_groups`: runs of one recipe and seed that differ in rounding alone.
+    `words`: the setting as text, as overrides; `survived_at`: likewise the keys of which a search kept one value;
+    `recipes`: {label: pairs, one per seed}; `missing`: {label: seeds at which the recipe's run failed or is unfinished
+    and the baseline's finished}; `unfinished`: {label, also of the baseline: its unfinished runs at seeds without
+    another}; `aa_groups`: runs of one recipe and seed that only differ in rounding.
     """
 
     setting: dict[str, Any]
@@ -57,12 +57,12 @@ class ComparisonGroup:
 
     @property
     def judged(self) -> Run:
-        """A run of its setting, of one of the recipes: a baseline's setting may be another, which is then said."""
+        """A run of one of the recipes in this setting: the baseline may run in another setting, which is reported."""
         return next(iter(self.recipes.values()))[0].run
 
     @property
     def runs(self) -> list[Run]:
-        """Every run that is in a pair, once."""
+        """Every run in a pair, once."""
         found = {id(run): run for pairs in self.recipes.values() for pair in pairs for run in (pair.baseline, pair.run)}
         return list(found.values())
 
@@ -70,9 +70,9 @@ class ComparisonGroup:
 def pair_runs(
     runs: Sequence[Run], factor: Factor, unfinished: Sequence[Run] = (), metric: str = LOSS
 ) -> tuple[list[ComparisonGroup], list[Problem]]:
-    """Return the families, and what could not be paired and why: runs that did not measure `metric` on the same data.
+    """Return the groups, and the problems of unpaired runs, such as a `metric` measured on different data.
 
-    `unfinished` runs are only looked for as missing.
+    `unfinished` runs are only used to find missing ones.
     """
     varying = setting_keys(runs, factor, metric)
     usual = Counter(_rounding(run, factor) for run in runs)
@@ -92,7 +92,7 @@ def pair_runs(
         problems += refused
         if not pairs:
             continue
-        # Twins that differ in rounding alone serve the floor; one pair per seed is judged: the one that differs least.
+        # Runs that only differ in rounding serve the A/A floor; of each seed the closest pair is judged.
         # One that lost its loss is no twin to pass over: the recipe did so where the baseline trained through.
         lost = [pair for pair in pairs if pair.run.diverged and all(below(key, ROUNDING) for key in pair.confounders)]
         best = min(sorted(lost or pairs, key=lambda pair: pair.run.started_at, reverse=True), key=rank)
@@ -109,7 +109,7 @@ def pair_runs(
 
 
 def _order(family: ComparisonGroup) -> tuple[int, int, list[tuple[bool, float, str]]]:
-    """Return what settings go by: parameters, tokens, then the values of what else varies, numbers by their size.
+    """Return the sort key of a setting: parameters, tokens, then the other varying values, numbers by size.
 
     The baseline's tokens: a run that diverged may have ended early.
     """
@@ -121,7 +121,7 @@ def _order(family: ComparisonGroup) -> tuple[int, int, list[tuple[bool, float, s
 
 
 def name_settings(families: Sequence[ComparisonGroup]) -> None:
-    """Give each family its `words`: a group by its name where that says which, else key by key."""
+    """Set `words` of each group: the name of a config group if that is unique, else key by key."""
     groups: dict[str, list[str]] = {}
     for key in sorted({key for family in families for key in family.setting}):
         groups.setdefault(key.partition(".")[0], []).append(key)
@@ -137,7 +137,7 @@ def name_settings(families: Sequence[ComparisonGroup]) -> None:
 
 
 def same_but_for_rounding(runs: Sequence[Run], metric: str) -> list[list[Run]]:
-    """Return the groups of runs of one recipe and seed that differ in the order of sums, if in anything."""
+    """Return the groups of runs of one recipe and seed that differ at most in the order of sums."""
     groups: list[list[Run]] = []
     for run in runs:
         for group in groups:
@@ -152,9 +152,9 @@ def same_but_for_rounding(runs: Sequence[Run], metric: str) -> list[list[Run]]:
 def _add_unfinished(
     family: ComparisonGroup, unfinished: Sequence[Run], baselines: list[Run], factor: Factor, metric: str
 ) -> None:
-    """Note the runs without an end, and the seeds at which a recipe has none that came to it, and the baseline has one.
+    """Record unfinished runs, and the seeds at which only the baseline finished.
 
-    Who is left of such a recipe may be those that were lucky.
+    The remaining runs of such a recipe may be the lucky ones.
     """
     first = next(iter(family.recipes.values()))[0].baseline
     if found := _without_end(first, baselines, unfinished, factor):
@@ -168,14 +168,14 @@ def _add_unfinished(
 
 
 def _without_end(one: Run, ended: Sequence[Run], unfinished: Sequence[Run], factor: Factor) -> list[Run]:
-    """Return those of `unfinished` that are as `one` but for the seed and rounding, at seeds of none that `ended`."""
+    """Return the `unfinished` runs equal to `one` except for seed and rounding, at seeds of none that `ended`."""
     seeds = {run.seed for run in ended}
     level = [run for run in unfinished if factor.level(run) == factor.level(one) and run.seed not in seeds]
     return [run for run in level if same_config(run, one, (*ROUNDING, *equivalent_starts([run, one])))]
 
 
 def _aa_groups(runs: Sequence[Run], family: ComparisonGroup, metric: str) -> list[list[Run]]:
-    """Return the groups of such runs that have to do with the family: one of them is judged in it."""
+    """Return the groups of runs that only differ in rounding, one of which is judged in this group of recipes."""
     judged = {id(run) for run in family.runs}
     return [group for group in same_but_for_rounding(runs, metric) if any(id(run) in judged for run in group)]
 
@@ -186,7 +186,7 @@ def _pairs_of(runs: list[Run], baselines: list[Run], factor: Factor, metric: str
         seeded = [each for each in baselines if each.seed == run.seed]
         if not seeded:
             level, base = factor.label(run), factor.baseline_label
-            text = f"{level} at seed {run.seed} has no run of {base} at that seed to go with it."
+            text = f"{level} at seed {run.seed} has no run of {base} at that seed to be paired with."
             problems.append(Problem(str(run.folder), text))
             continue
         comparable = [each for each in seeded if not validation_differences(each, run, metric)]
@@ -207,12 +207,12 @@ def _pairs_of(runs: list[Run], baselines: list[Run], factor: Factor, metric: str
 
 
 def _pair(run: Run, baseline: Run, factor: Factor, metric: str) -> Pair:
-    """Return the pair; keys of the factor are none of its confounders, nor is what comes of them."""
+    """Return the pair; keys of the factor, and keys that follow from them, are no confounders."""
     return Pair(run, baseline, meaningful(baseline, run, _own_keys(factor), metric))
 
 
 def _own_keys(factor: Factor) -> tuple[str, ...]:
-    """Return the keys of the factor, and those that come of them or go with them."""
+    """Return the keys of the factor, and keys that follow from them."""
     own = factor.keys
     if "trainer.threads" in own:
         own += ("threads",)
@@ -232,9 +232,10 @@ def _own_keys(factor: Factor) -> tuple[str, ...]:
 
 
 def _absent_with(factor: Factor, runs: Sequence[Run]) -> tuple[str, ...]:
-    """Return the keys that some runs lack as they lack the factor's whole group, and that are one in all others.
+    """Return the keys that are absent in runs without the factor's group and equal in all other runs.
 
-    Students of one ensemble beside runs without any, by `distil.weight`: `distil.teachers` is no setting of its own.
+    Example: with students of one ensemble and runs without distillation, compared by `distil.weight`, `distil.teachers`
+    is no separate setting.
     """
     group = factor.keys[0].partition(".")[0] if factor.keys else ""
     keys = sorted({key for run in runs for key in run.config if key.startswith(f"{group}.")})
@@ -245,11 +246,11 @@ def _absent_with(factor: Factor, runs: Sequence[Run]) -> tuple[str, ...]:
 
 
 def setting_keys(runs: Sequence[Run], factor: Factor, metric: str) -> list[str]:
-    """Return the keys that vary beside the factor, the seed and what changes rounding alone."""
+    """Return the keys that vary besides the factor, the seed and keys that only change rounding."""
     keys = sorted({key for run in runs for key in run.config})
     free = (*FREE, *ROUNDING, "seed", *factor.keys, *_absent_with(factor, runs), *equivalent_starts(runs))
     hashes = data_hashes(runs)
-    if len(hashes) == 1 and None not in hashes:  # the same data, though they lay elsewhere
+    if len(hashes) == 1 and None not in hashes:  # the same data, stored elsewhere
         free += tuple(filter(is_data_path, keys))
     free += equal_by_hash(runs, metric)
     return [key for key in keys if not below(key, free) and len({str(run.config.get(key)) for run in runs}) > 1]

@@ -1,4 +1,4 @@
-"""Read the runs that were found, without jobs that a search ended, and add the jobs of a sweep that have no run."""
+"""Read the selected runs, skip jobs that a search stopped, and add the jobs of a sweep that have no run."""
 
 import json
 from collections import Counter
@@ -15,10 +15,10 @@ from lightning_llm.tracking.sweep_file import FILE, SEARCH_FILE, checked_sweep, 
 
 
 class FoundRuns(NamedTuple):
-    """The `runs` that were found, and those of lost jobs; `problems` with others, and `notes`.
+    """The selected `runs` including those of lost jobs; `problems` with others, and `notes`.
 
-    `damaged`: folders of runs that cannot be read, or whose files are not what the run wrote, and files of sweeps that
-    cannot be read: they would say whether a run is missing.
+    `damaged`: folders of runs that cannot be read or contain modified files, and unreadable files of sweeps, without
+    which missing runs cannot be detected.
     """
 
     runs: list[Run]
@@ -28,7 +28,7 @@ class FoundRuns(NamedTuple):
 
 
 def read_found(found: RunSelection) -> FoundRuns:
-    """Return the runs that were found.
+    """Return the selected runs.
 
     Raises:
         ConfigError: a search's record cannot be read.
@@ -39,14 +39,14 @@ def read_found(found: RunSelection) -> FoundRuns:
     runs = [run for run in runs if str(run.folder) not in {each.key for each in misplaced}]
     damage = {Path(each.key): each.text.replace(f"{each.key}/", "") for each in unreadable}
     lost, of_sweeps = lost_jobs(found.sweeps, runs, kept.ended, damage)
-    told = {str(run.folder) for run in lost}  # as unfinished, with why
-    problems = [each for each in unreadable if each.key not in told]
+    reported = {str(run.folder) for run in lost}  # as unfinished, with the reason
+    problems = [each for each in unreadable if each.key not in reported]
     damaged = [*damage, *(Path(each.key) for each in of_sweeps)]
     return FoundRuns([*runs, *lost], [*problems, *of_sweeps], kept.notes, damaged)
 
 
 def read_all(folders: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
-    """Return the runs that can be read, and what is wrong with the others."""
+    """Return the runs that can be read, and the problems of the others."""
     runs: list[Run] = []
     problems: list[Problem] = []
     with Waiting(f"reading {len(folders)} runs") as waiting:
@@ -66,7 +66,7 @@ class Kept(NamedTuple):
 
 
 def without_ended(found: RunSelection) -> Kept:
-    """Return the folders that were found less those of jobs that a search ended.
+    """Return the selected folders without those of jobs that a search stopped.
 
     Raises:
         ConfigError: a search's record cannot be read.
@@ -84,7 +84,7 @@ def without_ended(found: RunSelection) -> Kept:
         return Kept(found.folders, set(ended), [])
     why = "; ".join(dict.fromkeys(ended[folder] for folder in left_out))
     numbers = ", ".join(folder.name for folder in left_out)
-    note = f"Ended by the search, and left out here: job {numbers} ({why})."
+    note = f"Stopped by the search and left out: job {numbers} ({why})."
     return Kept([folder for folder in found.folders if folder not in ended], set(ended), [note])
 
 
@@ -95,13 +95,13 @@ Described = Mapping[str, Any]
 def lost_jobs(
     sweeps: Sequence[Path], runs: Sequence[Run], ended: Collection[Path] = (), damage: Mapping[Path, str] | None = None
 ) -> tuple[list[Run], list[Problem]]:
-    """Return the jobs of whole `sweeps` that none of `runs` is, as runs without a step; and what is wrong with a sweep.
+    """Return the jobs of whole `sweeps` without a run in `runs`, as runs without a step; and problems with sweep files.
 
-    `ended`: folders of jobs that are not to be missed; `damage`: {folder: why it cannot be read}, which such a run has
-    as what it said of its end.
+    `ended`: folders of jobs that are not expected; `damage`: {folder: reason why it cannot be read}, reported as the
+    detail of such a run.
 
-    What such a job was is known from a run that differs in the seed alone, or the trunk, as the sweep's file says, or
-    in numbers alone, as its words do. Of others the words are all that is known (`Run.words`).
+    The config of such a job is known from a run that only differs in the seed or the parent run, as the sweep's file
+    records, or only in numbers, as its overrides show. Otherwise only its overrides are known (`Run.words`).
     """
     by_folder = {run.folder: run for run in runs}
     lost, problems = [], []
@@ -109,7 +109,7 @@ def lost_jobs(
         try:
             jobs = checked_sweep(json.loads((sweep / FILE).read_text(encoding="utf-8"))).get("jobs", [])
         except (OSError, ValueError, RecursionError) as error:
-            problems.append(Problem(str(sweep / FILE), f"cannot be read, so a job may be missing unseen: {error}."))
+            problems.append(Problem(str(sweep / FILE), f"cannot be read, so missing jobs cannot be detected: {error}."))
             continue
         known = _Known([(job, by_folder[folder]) for job in jobs if (folder := _folder(sweep, job)) in by_folder])
         lost += [
@@ -121,10 +121,10 @@ def lost_jobs(
 
 
 def misplaced_runs(sweeps: Sequence[Path], runs: Sequence[Run]) -> list[Problem]:
-    """Return a problem for each run in the folder of a sweep's job that it cannot be, by its seed or its run id.
+    """Return a problem for each run in the folder of a sweep's job with another seed or a duplicate run id.
 
-    One that was copied over another job's folder would hide that the other is lost. A sweep's file that cannot be read
-    is reported by `lost_jobs`.
+    A run copied over another job's folder would hide that the other is lost. Unreadable files of sweeps are reported by
+    `lost_jobs`.
     """
     by_folder = {run.folder: run for run in runs}
     problems = []
@@ -137,12 +137,12 @@ def misplaced_runs(sweeps: Sequence[Path], runs: Sequence[Run]) -> list[Problem]
         ids = Counter(run.summary["run_id"] for run, _ in there if run.summary.get("run_id"))
         for run, seed in there:
             if run.seed != seed:
-                what = f"holds a run of seed {run.seed}, and the job of {FILE} has seed {seed}"
+                what = f"contains a run of seed {run.seed}, but the job in {FILE} has seed {seed}"
             elif ids[run.summary.get("run_id")] > 1:
                 what = "has the run id of another job of its sweep, so one was copied over the other"
             else:
                 continue
-            problems.append(Problem(str(run.folder), f"{what}. Bring the job's own folder back, or make it again."))
+            problems.append(Problem(str(run.folder), f"{what}. Restore the job's own folder, or rerun it."))
     return problems
 
 
@@ -151,7 +151,7 @@ def _folder(sweep: Path, job: Described) -> Path:
 
 
 class _Known:
-    """The jobs of a sweep that there are runs of: a run of each kind, of like words, and of each trunk."""
+    """The jobs of a sweep that have runs: one run of each kind, of similar overrides, and of each parent run."""
 
     def __init__(self, jobs: Sequence[tuple[Described, Run]]):
         self.by_kind: dict[str, Run] = {}
@@ -182,10 +182,10 @@ def _lost(folder: Path, job: Described, known: _Known, damage: Mapping[Path, str
 
 
 def _config_by_words(words: Sequence[str], known: _Known) -> dict[str, Any]:
-    """Return the config of a run whose words have other numbers alone, with these; {} without any such run.
+    """Return the config of a run with the same overrides except for numbers, with these numbers; {} without such a run.
 
-    A number is of the type that the run's is: 1 is 1.0 where that is a float.
-    A word of a group (precision=mxfp8) stands for many keys, and one such as step_law for a number not known here.
+    A number gets the type of the run's value: 1 becomes 1.0 if that is a float. An override of a group
+    (precision=mxfp8) stands for many keys, and one such as step_law for a number that is not known here.
     """
     run = known.by_words.get(_without_numbers(words))
     numbers = dict(filter(None, map(_number, words)))
@@ -195,7 +195,7 @@ def _config_by_words(words: Sequence[str], known: _Known) -> dict[str, Any]:
 
 
 def _without_numbers(words: Iterable[str]) -> frozenset[str]:
-    """Return the words, of those that set a single key to a number the key alone."""
+    """Return the overrides, reduced to the key if they set a single key to a number."""
     return frozenset(found[0] if (found := _number(word)) else word for word in words)
 
 
@@ -212,7 +212,7 @@ def _number(word: str) -> tuple[str, int | float] | None:
 
 
 def _kind_and_seed(job: Described) -> tuple[str, int | None]:
-    """Return what the job shares with those of other seeds, and its seed; earlier versions noted words alone."""
+    """Return the kind that a job shares with those of other seeds, and its seed; from overrides in older files."""
     if "kind" in job:
         return job["kind"], job["seed"]
     seeds = [word.partition("=")[2] for word in job["words"] if word.startswith("seed=")]

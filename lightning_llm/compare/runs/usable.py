@@ -1,4 +1,4 @@
-"""Which runs a comparison can use (finished, in one metric, no copies), and what to report of unfinished ones."""
+"""Select the runs that a comparison can use (finished, in one metric, no copies), and report unfinished ones."""
 
 import json
 import math
@@ -21,38 +21,40 @@ UNREADABLE = "unreadable"
 KILLED = "killed, its process is gone"
 RUNNING, ENDED_EARLY = "running", "ended early"
 AS_THEY_ARE = (RUNNING, ENDED_EARLY)
-"""States of runs that nothing is to be done about."""
+"""States of runs that need no action."""
 MOST_NUMBERS = 8
-"""Of jobs that are named one by one."""
-REMEDY = "None of them is used: which is the original cannot be known. Remove the copy, or name the sound runs alone."
+"""Maximum number of listed jobs."""
+REMEDY = "None of them is used: the original is unknown. Remove the copy, or name only the intact runs."
 
 
 def split_usable(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """Return the runs that reached their end, or lost their loss on the way, which is a result, too; and the others."""
+    """Split runs into (finished or diverged, rest)."""
     usable = [run for run in runs if run.finished or run.diverged]
     return usable, [run for run in runs if not (run.finished or run.diverged)]
 
 
 def why_incomparable(usable: Sequence[Run], metric: str) -> Problem | None:
-    """Return why finished runs cannot be held against each other by `metric` at all, None where they can."""
+    """Return why finished runs cannot be compared by `metric` at all, None if they can."""
     if len(usable) < 2:
-        text = f"{len(usable)} finished run{'' if len(usable) == 1 else 's'}: a verdict needs a baseline and another."
+        text = (
+            f"{len(usable)} finished run{'' if len(usable) == 1 else 's'}: a verdict needs a baseline and another run."
+        )
         return Problem("RUN", text)
     measured = [run for run in usable if metric in run.validations]
     if not measured:
         known = ", ".join(sorted({key for run in usable for key in run.validations})) or "none at all"
-        return Problem("--metric", f"no run has a validation of '{metric}'. These runs' validations have: {known}.")
+        return Problem("--metric", f"no run has a validation of '{metric}'. Available: {known}.")
     measured_on = {run.evaluated_on.get(metric, "") for run in measured}
     if len(measured_on) > 1:
-        text = f"'{metric}' was not measured on the same in all runs: {'; '.join(sorted(measured_on))}. Evaluate "
-        return Problem("--metric", f"{text}them alike, with one --limit and one --data.")
+        text = f"'{metric}' was measured on different data: {'; '.join(sorted(measured_on))}. Evaluate "
+        return Problem("--metric", f"{text}all runs with the same --limit and --data.")
     return None
 
 
 def newest_of_same(runs: list[Run]) -> tuple[list[Run], list[str]]:
-    """Return the runs without those made again in the same way to the same end, of which the newest counts.
+    """Drop duplicate reruns with identical results; keep the newest.
 
-    Made again in the same way to other losses (kernels whose sums depend on timing), both stay: an A/A pair.
+    Reruns with other losses (kernels with timing-dependent sums) are both kept: an A/A pair.
     """
     newest: dict[str, Run] = {}
     for run in sorted(runs, key=lambda run: run.started_at):
@@ -61,23 +63,23 @@ def newest_of_same(runs: list[Run]) -> tuple[list[Run], list[str]]:
         newest[json.dumps(same, sort_keys=True, default=str)] = run
     kept = {id(run) for run in newest.values()}
     dropped = [run.name for run in runs if id(run) not in kept]
-    notes = [f"Made again later to the same losses, so left out: {', '.join(dropped)}."] if dropped else []
+    notes = [f"Rerun later with the same losses, so left out: {', '.join(dropped)}."] if dropped else []
     return [run for run in runs if id(run) in kept], notes
 
 
 def without_copies(runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
-    """Return the runs without those that share an id or all losses with another that it cannot be, and why.
+    """Drop runs that share an id or all losses with a run from which they must differ, and return the problems.
 
-    A run id belongs to one run, so to one seed and one config as far as it may not change on resume. Runs of several
-    seeds have other weights and other data, and never the same losses throughout. A copy that is the same in all of
-    this is no problem: of equal runs the newest counts.
+    A run id belongs to one run, with one seed and one config (except keys that may change on resume). Runs of different
+    seeds have other weights and data, and never the same losses throughout. An exact copy is no problem: of equal runs
+    the newest is kept.
     """
     found: dict[int, Problem] = {}
     for one, other in _contradicting(runs, _run_id, _frozen):
-        text = f"has the run id of {other.name} ({str(_run_id(one))[:8]}) and another seed or config. {REMEDY}"
+        text = f"has the run id of {other.name} ({str(_run_id(one))[:8]}) but another seed or config. {REMEDY}"
         found.setdefault(id(one), Problem(str(one.folder), text))
     for one, other in _contradicting(runs, _curve, lambda run: str(run.seed)):
-        text = f"has all losses of {other.name}, which ran at seed {other.seed} and not {one.seed}. {REMEDY}"
+        text = f"has all losses of {other.name}, which has seed {other.seed} instead of {one.seed}. {REMEDY}"
         found.setdefault(id(one), Problem(str(one.folder), text))
     return [run for run in runs if id(run) not in found], list(found.values())
 
@@ -85,7 +87,7 @@ def without_copies(runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
 def _contradicting(
     runs: Iterable[Run], shared: Callable[[Run], Hashable], own: Callable[[Run], str]
 ) -> Iterable[tuple[Run, Run]]:
-    """Yield each run with another that has the same of what is `shared`, not None, and another value of `own`."""
+    """Yield each run with another run that has the same `shared` value (not None) and a different `own` value."""
     groups: dict[Hashable, list[Run]] = {}
     for run in runs:
         if (key := shared(run)) is not None:
@@ -116,7 +118,7 @@ def _curve(run: Run) -> Hashable:
 
 
 def survived_at(runs: Sequence[Run]) -> str:
-    """Return the values, as overrides, that all `runs` have of keys of which a search tried others; "" without one."""
+    """Return the common values, as overrides, of keys of which a search tried other values; "" without any."""
     keys: dict[str, None] = {}
     for folder in dict.fromkeys(run.folder.parent for run in runs):
         if ended_by_search(folder):
@@ -130,15 +132,15 @@ def survived_at(runs: Sequence[Run]) -> str:
 
 
 def ended_some(runs: Sequence[Run]) -> bool:
-    """Return whether a search ended some recipes of the runs' sweeps early, and so chose those that are judged."""
+    """Return whether a search stopped some recipes of the runs' sweeps early, and so chose the judged ones."""
     return any(ended_by_search(folder) for folder in {run.folder.parent for run in runs})
 
 
 def unfinished_problems(runs: Iterable[Run], so: str = "Left out") -> list[Problem]:
-    """Return what to say of unfinished runs: of a sweep's jobs a line per cause, of other runs one for each.
+    """Return the problems of unfinished runs: for a sweep's jobs a line per cause, for other runs one line each.
 
     Args:
-        so: what becomes of them.
+        so: the consequence, as text.
     """
     alike: dict[tuple[Path, str, str], list[Run]] = {}
     for run in runs:
@@ -152,12 +154,12 @@ def unfinished_problems(runs: Iterable[Run], so: str = "Left out") -> list[Probl
 
 
 def _detail(run: Run) -> str:
-    """Return the first line of what a run said of its end: "OSError: no space left"."""
+    """Return the first line of the recorded reason for the end of a run: "OSError: no space left"."""
     return (str(run.summary.get("detail") or "").splitlines() or [""])[0][:200]
 
 
 def status_of(run: Run) -> str:
-    """Return what an unfinished run is: what it said of itself, and that it was killed where its process is gone."""
+    """Return the status of an unfinished run, with "killed" if its process is gone."""
     gone = run.status == "running" and state_of(run.folder) == "stopped"
     return KILLED if gone else run.status
 
@@ -166,7 +168,7 @@ def _of_one(run: Run, so: str) -> Problem:
     status, detail = status_of(run), _detail(run)
     after = f" after step {run.last_step}" if run.last_step else ""
     text = f"is not finished: {status}{after}{f' ({detail})' if detail else ''}. {so}"
-    return Problem(str(run.folder), f"{text}{_further(how_they_go_on([run]), status, 'it')}.")
+    return Problem(str(run.folder), f"{text}{_further(resume_commands([run]), status, 'it')}.")
 
 
 def _of_several(sweep: Path, runs: Sequence[Run], so: str) -> Problem:
@@ -176,7 +178,7 @@ def _of_several(sweep: Path, runs: Sequence[Run], so: str) -> Problem:
     why = f" ({details[0]}{'; and others' if len(details) > 1 else ''})" if details else ""
     text = f"{len(runs)} of its {_number_of_jobs(sweep)} jobs are not finished: {status}{after}{why}"
     text += f", jobs {_numbers(runs)} (numbered from 0). {so}"
-    return Problem(str(sweep), f"{text}{_further(how_they_go_on(runs), status, 'them')}.")
+    return Problem(str(sweep), f"{text}{_further(resume_commands(runs), status, 'them')}.")
 
 
 def _numbers(runs: Sequence[Run]) -> str:
@@ -188,7 +190,7 @@ def _numbers(runs: Sequence[Run]) -> str:
 def _number_of_jobs(sweep: Path) -> int:
     try:
         return len(read_sweep_file(sweep).get("jobs", []))
-    except ConfigError:  # which `lost_jobs` says
+    except ConfigError:  # `lost_jobs` reports it
         return len([each for each in sweep.iterdir() if each.name.isdecimal()])
 
 
@@ -196,15 +198,15 @@ def _further(command: str, status: str, them: str) -> str:
     if not command:
         return ""
     if status == UNREADABLE:
-        return f"; {command} makes {them} anew once the folder{'s are' if them == 'them' else ' is'} removed"
-    return f"; {command} {'begins' if status == NEVER_BEGUN else 'goes on with'} {them}"
+        return f"; {command} reruns {them} once the folder{'s are' if them == 'them' else ' is'} removed"
+    return f"; {command} {'starts' if status == NEVER_BEGUN else 'resumes'} {them}"
 
 
-def how_they_go_on(runs: Sequence[Run]) -> str:
-    """Return the command that goes on with unfinished `runs`, or begins them; "" where none is known, or needed.
+def resume_commands(runs: Sequence[Run]) -> str:
+    """Return the command that resumes or starts unfinished `runs`; "" if none is known or needed.
 
-    One run that began goes on by its config, others with their sweep; those that are running do so by themselves, and
-    those that a search ended are not to.
+    A single run that began is resumed by its config, others with their sweep. Running runs and runs stopped by a search
+    need no command.
     """
     runs = [run for run in runs if status_of(run) not in AS_THEY_ARE]
     if not runs:
@@ -219,7 +221,7 @@ def how_they_go_on(runs: Sequence[Run]) -> str:
 
 
 def levels_without_a_run(unfinished: Sequence[Run], usable: Sequence[Run], factor: Factor) -> list[Problem]:
-    """Say of which recipes there is no verdict at all, since no run of theirs came to its end."""
+    """Return the problems of recipes without any finished run."""
     seen = {factor.level(run) for run in usable}
     values = [_value(run, factor) for run in usable]
     seeds: dict[str, set[int]] = {}
@@ -235,12 +237,12 @@ def levels_without_a_run(unfinished: Sequence[Run], usable: Sequence[Run], facto
 
 
 def _value(run: Run, factor: Factor) -> Any:
-    """Return the name of the run's group, or its value of a factor that is one key."""
+    """Return the name of the run's group, or its value of a factor with one key."""
     return run.config.get(factor.name, run.config.get(f"{factor.name}.name"))
 
 
 def _new(run: Run, factor: Factor, seen: Collection[Level], names: Collection[Any]) -> str:
-    """Return what to call the run's level, "" where it is one of `seen`: its group's name, where no other has it."""
+    """Return a name for the run's level, "" if it is one of `seen`: the name of its group, if unique."""
     if factor.level(run) in seen:
         return ""
     name = run.config.get(f"{factor.name}.name")
@@ -248,9 +250,9 @@ def _new(run: Run, factor: Factor, seen: Collection[Level], names: Collection[An
 
 
 def _new_in_words(run: Run, factor: Factor, values: Sequence[Any]) -> str:
-    """Return the level that the words of a job name, as they do; "" where they name none, or one of `values`.
+    """Return the level in a job's overrides; "" if they have none, or one of `values`.
 
-    A word for a number (step_law) may stand for any.
+    An override such as step_law may stand for any number.
     """
     words = [word.lstrip("+") for word in run.words if word.lstrip("+").startswith(f"{factor.name}=")]
     value = parsed(words[-1].partition("=")[2]) if words else None

@@ -1,10 +1,10 @@
-"""Every recipe against every other, the baseline among them, with intervals that hold together: `--all-pairs`.
+"""Every recipe against every other, including the baseline, with simultaneous intervals: `--all-pairs`.
 
-The gap of two recipes is the mean of their differences seed by seed, as against the baseline. All pairs of M levels
-hold together by the studentized range (J. W. Tukey, "The problem of multiple comparisons", 1953; C. W. Dunnett, J. Am.
-Stat. Assoc. 75 (1980) 796-800 for unequal variances), with seeds as blocks. Variances of like spread are pooled as in
-`intervals.py`, none below a pair's own: with M levels of one spread over S seeds that is the residual of the two-way
-layout, and has its (M - 1) (S - 1) degrees of freedom.
+The gap of two recipes is the mean of their differences by seed, as against the baseline. The intervals of all pairs of
+M levels are simultaneous by the studentized range (J. W. Tukey, "The problem of multiple comparisons", 1953; C. W.
+Dunnett, J. Am. Stat. Assoc. 75 (1980) 796-800 for unequal variances), with seeds as blocks. Variances of similar size
+are pooled as in `intervals.py`, none below a pair's own. With M levels of one spread over S seeds that is the residual
+of the two-way layout, with its (M - 1) (S - 1) degrees of freedom.
 """
 
 import math
@@ -27,9 +27,9 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PairGap:
-    """The gap of `recipe` to `other` over `pairs` common seeds; its interval holds with those of all other pairs.
+    """The gap of `recipe` to `other` over `pairs` common seeds; the intervals of all pairs are simultaneous.
 
-    `controlled`: neither differs from the baseline in more than the factor. `setting`: where it holds, in words.
+    `controlled`: neither differs from the baseline in more than the factor. `setting`: the setting as text.
     """
 
     recipe: str
@@ -42,16 +42,16 @@ class PairGap:
     setting: str
     margin: float
     damaged: bool = False
-    """Whether runs of the comparison are damaged, so that nothing is called lossless."""
+    """True if runs of the comparison are damaged, so that nothing is called lossless."""
 
     @property
     def decision(self) -> Decision:
-        """Of the recipe against the other, at the margin."""
+        """The decision on the recipe against the other, at the margin."""
         found = decision_of(self.low, self.high, self.margin)
         return "inconclusive" if self.damaged and found == "lossless" else found
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `compare.json` has of it, under "all_pairs"."""
+        """Return one entry of "all_pairs" in `compare.json`."""
         return {
             "recipe": self.recipe,
             "other": self.other,
@@ -65,10 +65,10 @@ class PairGap:
 
 
 def all_pairs(verdicts: Sequence[Verdict], damaged: bool = False) -> list[PairGap]:
-    """Return the gaps of all pairs of the levels that one family's verdicts are about, each way round once.
+    """Return the gaps of all pairs of levels in the verdicts of one group, each pair once.
 
-    Over runs that did not fail, by the tail that they have in common; a level whose verdict is none (the baseline has
-    not learned) has no pair. `damaged`: runs of the comparison are.
+    Uses runs that did not fail and their common tail. If the baseline has not learned, a level has no pairs. `damaged`:
+    runs of the comparison are damaged.
     """
     verdicts = [each for each in verdicts if each.judged.measured.unlearned is None]
     if not verdicts:
@@ -103,12 +103,12 @@ def all_pairs(verdicts: Sequence[Verdict], damaged: bool = False) -> list[PairGa
 
 
 def pairwise_intervals(losses: Array, confidence: float = 0.95) -> tuple[Array, Array, Array, NDArray[np.int64]]:
-    """Return gap, low, high and common seeds of all pairs, each [..., P]: the later level less the earlier.
+    """Return gap, low, high and common seeds of all pairs, each [..., P]: later level minus earlier level.
 
-    Pairs are in the order of `itertools.combinations`; all intervals hold together with `confidence`.
+    Pairs are in the order of `itertools.combinations`; all intervals hold jointly with `confidence`.
 
     Args:
-        losses: [..., M, S] in nats, NaN where a level has no run at a seed.
+        losses: [..., M, S] in nats, NaN if a level has no run at a seed.
     """
     levels = losses.shape[-2]
     first, second = (np.array(each) for each in zip(*combinations(range(levels), 2), strict=True))
@@ -119,7 +119,7 @@ def pairwise_intervals(losses: Array, confidence: float = 0.95) -> tuple[Array, 
         gap = np.where(there, differences, 0.0).sum(-1) / np.where(pairs > 0, pairs, np.nan)
         squares = (np.where(there, differences - gap[..., None], 0.0) ** 2).sum(-1)
     own_df = np.maximum(pairs - 1, 0)
-    same = there.any(-1) & (squares == 0)  # runs of equal bits: no spread, and no place in the pool
+    same = there.any(-1) & (squares == 0)  # bitwise equal runs have no spread and are not pooled
     own = np.where((own_df > 0) & ~same, squares / np.maximum(own_df, 1), np.nan)
     found = pool_variances(own, np.where(np.isfinite(own), own_df, 0), partial(_pooled_df, first=first, second=second))
     variance, df = found.variance, found.df
@@ -151,7 +151,7 @@ def range_critical_value(levels: int, df: float, confidence: float = 0.95) -> fl
     """Return q with P(all |T_ij| <= q) = `confidence` over the pairs of `levels` equal means: Tukey's, over sqrt(2).
 
     P(range <= w) = M integral phi(z) (Phi(z) - Phi(z - w))^(M - 1) dz, averaged over the scale of the variance's
-    estimate, by Gauss quadrature (200 x 96 nodes): to 1e-6, held against `scipy.stats.studentized_range`.
+    estimate, by Gauss quadrature (200 x 96 nodes): to 1e-6, tested against `scipy.stats.studentized_range`.
     """
     from scipy.optimize import brentq
 

@@ -1,15 +1,15 @@
-"""Group-sequential boundaries: how much of the error each declared look may spend, and the confidence that takes.
+"""Group-sequential boundaries: the share of the error for each declared look, and the confidence that results.
 
 K. K. G. Lan and D. L. DeMets, "Discrete sequential boundaries for clinical trials", Biometrika 70 (1983) 659-663: a
-spending function says how much of the error alpha may be used up by a look after a share t of all seeds. Given it, the
-critical value of each look follows from the joint law of the statistics over the looks: P(first beyond at look k) =
-what is spent there. Paired t statistics, gap less margin over its standard error, are pivotal where the gap is the
-margin: neither it nor the spread is in their joint law, so that can be drawn (seeded), for the very procedure that
-judges: recipes against one baseline, variances pooled and guarded (`intervals.spread_of`).
+spending function gives the part of the error alpha that may be used up by a look after a share t of all seeds. The
+critical value of each look then follows from the joint distribution of the statistics over the looks: P(first beyond at
+look k) = the error spent there. Paired t statistics, gap minus margin over its standard error, are pivotal if the gap
+equals the margin: their joint distribution depends neither on it nor on the spread. So it can be simulated (seeded) for
+the exact procedure that judges: recipes against one baseline, with guarded pooled variances (`intervals.spread_of`).
 
-What is returned is the confidence that each look's intervals are taken at. Intervals at these confidences hold together
-over all looks and recipes, whenever one stops and for whatever reason: the repeated confidence intervals of C. Jennison
-and B. W. Turnbull, J. R. Stat. Soc. B 51 (1989) 305-361. At one look they are those of `intervals.py`.
+The result is the confidence of each look's intervals. Intervals at these confidences hold jointly over all looks and
+recipes, whenever one stops and for whatever reason: the repeated confidence intervals of C. Jennison and B. W.
+Turnbull, J. R. Stat. Soc. B 51 (1989) 305-361. With one look they are those of `intervals.py`.
 """
 
 import math
@@ -25,19 +25,20 @@ from lightning_llm.compare.statistics.intervals import spread_of
 Spending = Literal["linear", "pocock", "obrien_fleming"]
 SPENDINGS: tuple[Spending, ...] = get_args(Spending)
 DRAWS = 50_000
-"""Sweeps that a boundary is made from: an error of 0.05 is met to 0.001 (its standard error)."""
+"""Simulated sweeps per boundary: an error of 0.05 is met to 0.001 (its standard error)."""
 MOST_NUMBERS = 20_000_000
-"""That are drawn at once: fewer sweeps for many recipes."""
+"""Limit of random numbers drawn at once: fewer sweeps for many recipes."""
 LEAST_SPENT = 1e-5
-"""A look of less has intervals at this error: it never decides, and adds no more than that to the whole."""
+"""Smallest error of a look. A look with a smaller share uses intervals at this error: it practically never decides, and
+adds at most this much to the total."""
 
 
 def spent(spending: Spending, share: float, alpha: float) -> float:
-    """Return how much of the error `alpha`, two-sided, is spent after `share` of all seeds (0 to 1).
+    """Return the part of the two-sided error `alpha` spent after `share` of all seeds (0 to 1).
 
     linear: alpha t (K. Kim and D. L. DeMets, Biometrika 74 (1987) 149-154, with rho = 1). pocock: alpha ln(1 + (e - 1)
-    t), obrien_fleming: 4 - 4 Phi(z(1 - alpha / 4) / sqrt(t)), both Lan and DeMets (1983), whose names say which
-    boundary of equal looks they come near.
+    t) and obrien_fleming: 4 - 4 Phi(z(1 - alpha / 4) / sqrt(t)), both from Lan and DeMets (1983), named after the
+    boundaries of equally spaced looks that they approximate.
     """
     if spending == "linear":
         return alpha * share
@@ -47,7 +48,7 @@ def spent(spending: Spending, share: float, alpha: float) -> float:
 
 
 def increments(looks: tuple[int, ...], alpha: float, spending: Spending) -> tuple[float, ...]:
-    """Return what each look, after so many seeds, spends of `alpha`; together all of it."""
+    """Return the part of `alpha` that each look spends, after so many seeds; they sum to `alpha`."""
     total = [spent(spending, seeds / looks[-1], alpha) for seeds in looks]
     return tuple(now - before for now, before in zip(total, [0.0, *total], strict=False))
 
@@ -56,14 +57,14 @@ def increments(looks: tuple[int, ...], alpha: float, spending: Spending) -> tupl
 def boundary(
     looks: tuple[int, ...], recipes: int, confidence: float, spending: Spending, draws: int = DRAWS
 ) -> tuple[float, ...]:
-    """Return the confidence that the intervals of each look are taken at, so that all hold with `confidence`.
+    """Return the confidence of the intervals of each look, so that all hold jointly with `confidence`.
 
     Args:
-        looks: seeds at each, ascending, 2 at least.
-        recipes: held against the baseline together.
+        looks: seeds at each look, ascending, at least 2 looks.
+        recipes: number compared with the baseline together.
         confidence: of all intervals at all looks together.
-        spending: how the error is shared out over the looks.
-        draws: simulated sweeps, fewer where there are many recipes (`MOST_NUMBERS`).
+        spending: how the error is divided over the looks.
+        draws: simulated sweeps, fewer for many recipes (`MOST_NUMBERS`).
     """
     draws = max(2000, min(draws, MOST_NUMBERS // ((recipes + 1) * looks[-1])))
     runs = np.random.default_rng(0).standard_normal((draws, recipes + 1, looks[-1]))
@@ -81,9 +82,9 @@ def boundary(
 
 
 def _smallest_levels(differences: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the level at which the most distant recipe is just not zero, [n]; by one t each, which orders sweeps.
+    """Return the level at which the most distant recipe is just not zero, [n]; one t per sweep, which orders sweeps.
 
-    Degrees of freedom differ where a recipe has left the pool.
+    Degrees of freedom differ if a recipe has left the pool.
     """
     spread = spread_of(differences)
     t = np.abs(spread.gap) / np.sqrt(spread.variance / spread.pairs)
@@ -92,10 +93,10 @@ def _smallest_levels(differences: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _ranks(levels: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return levels as the share of all that are at most as large: uniform, as those of exact intervals at one look.
+    """Return levels as the share of all levels that are at most as large: uniform, like those of exact intervals.
 
-    The guard makes one look's intervals hold in more than their confidence. Taken as uniform, that stays in reserve, as
-    it does at one look, for spreads that are less alike than those drawn here.
+    The guard of the pool makes the intervals of one look conservative. Treating levels as uniform keeps that reserve,
+    as with one look, for spreads less similar than those simulated here.
     """
     ranks = np.empty(len(levels))
     ranks[np.argsort(levels, kind="stable")] = np.arange(1, len(levels) + 1) / len(levels)

@@ -4,17 +4,18 @@ The model. Run of recipe i at seed s: loss[i, s] = mean[i] + seed[s] + noise[i, 
 baseline at the same seed is free of `seed[s]` (the seed is a block), and its mean over the seeds estimates the gap.
 Differences of two recipes at one seed share the baseline's noise, so their correlation is 1/2: the design of C. W.
 Dunnett, "A multiple comparison procedure for comparing several treatments with a control", J. Am. Stat. Assoc. 50
-(1955) 1096-1121, with blocks. Variance is estimated from the differences themselves, over recipes of like spread; one
-whose spread stands out keeps its own variance and degrees of freedom (M. Hasler and L. A. Hothorn, "Multiple contrast
+(1955) 1096-1121, with blocks. Variance is estimated from the differences themselves, over recipes of similar spread;
+one with a larger spread keeps its own variance and degrees of freedom (M. Hasler and L. A. Hothorn, "Multiple contrast
 tests in the presence of heteroscedasticity", Biometrical J. 50 (2008) 793-800). `scipy.stats.dunnett` is for groups
 without blocks.
 
-The pool. Three pairs alone know little of their spread, so recipes of like spread are pooled. Two preliminary tests
-guard that, since a pool that takes unlike variances for one makes intervals too short (T. A. Bancroft, "On biases in
-estimation due to the use of preliminary tests of significance", Ann. Math. Stat. 15 (1944) 190-204): one is about what
-a loud recipe does to the others, and strict; the other about its own interval, and lenient.
+The pool. Three pairs alone give a poor estimate of their spread, so recipes of similar spread are pooled. Two
+preliminary tests guard the pool, because pooling different variances makes intervals too short (T. A. Bancroft, "On
+biases in estimation due to the use of preliminary tests of significance", Ann. Math. Stat. 15 (1944) 190-204). One
+test limits the effect of a noisy recipe on the others, and is strict; the other protects its own interval, and is
+lenient.
 
-Letters: K recipes (or pairs of recipes), S seeds; arrays may have further axes in front, which simulations use for
+Letters: K recipes (or pairs of recipes), S seeds; arrays may have further leading axes, which simulations use for
 trials.
 """
 
@@ -34,25 +35,25 @@ DegreesOfFreedom = Callable[[NDArray[np.int64], Members], Array]
 Decision = Literal["lossless", "lossy", "inconclusive"]
 BASELINE_CORRELATION = 0.5
 LEAVING_LEVEL = 0.01
-"""A recipe leaves the pool where an F test says at this level, over the number in the pool, that its variance is larger
-than the others'. The level is strict because what is left of a pool that lost its largest variance by chance is too
-small: at 5 %, 2 pairs and a recipe ten times as loud as four others, some recipe was called lossy without a gap in
-5.6 % of trials; at 1 % in 4.9 %. Quiet recipes beside a loud one pay for it."""
+"""A recipe leaves the pool if an F test at this level, divided by the number in the pool, finds its variance larger
+than that of the others. The level is strict because a pool that lost its largest variance by chance is too small. At 5
+%, with 2 pairs and one recipe ten times as noisy as four others, some recipe was called lossy without a gap in 5.6 % of
+trials; at 1 % in 4.9 %. The cost: wider intervals of quiet recipes in a pool with a noisy one."""
 OWN_LEVEL = 0.25
-"""A recipe in the pool is judged by its own variance and degrees of freedom where the same F test says so at this
-level: what decides on pooling wants one of 0.25 to 0.5 (T. A. Bancroft and C.-P. Han, "A note on pooling variances",
-J. Am. Stat. Assoc. 78 (1983) 981-983). At 3 pairs the intervals of recipes of one spread are 5 % wider for it, and
-those of unlike spread hold in 94 to 95 % in place of 92 to 93 %. Half (never pooled where its own is larger) would be
-21 % wider, and hold in 95 to 96 %."""
+"""A recipe in the pool is judged by its own variance and degrees of freedom if the same F test rejects at this level;
+tests that decide on pooling should use 0.25 to 0.5 (T. A. Bancroft and C.-P. Han, "A note on pooling variances", J. Am.
+Stat. Assoc. 78 (1983) 981-983). At 3 pairs this makes the intervals of recipes of equal spread 5 % wider, and raises
+the coverage of those of unequal spread from 92 to 93 % to 94 to 95 %. A level of 0.5 (never pooled if the own variance
+is larger) would make them 21 % wider, with 95 to 96 %."""
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """One entry per recipe, [..., K]. All but `gap` and `pairs` are NaN (`pooled` False) without a variance.
+    """One entry per recipe, [..., K]. Without a variance all but `gap` and `pairs` are NaN (`pooled` False).
 
-    `gap`: mean difference, `low` and `high`: bounds; `sd`: of one pair's difference, as used; `df`: its degrees of
-    freedom; `own_sd`: from the recipe's pairs alone; `pool_sd`: as the pool has it, which `sd` is at least, or `own_sd`
-    where the recipe is not judged by a pool; `members`: whose pairs make the pool; `pooled`: who is judged by it.
+    `gap`: mean difference; `low`, `high`: bounds; `sd`: of one pair's difference, as used; `df`: its degrees of
+    freedom; `own_sd`: from the recipe's pairs alone; `pool_sd`: of the pool, a lower limit of `sd`, or `own_sd` if the
+    recipe is not judged by a pool; `members`: recipes in the pool; `pooled`: recipes judged by it.
     """
 
     gap: Array
@@ -68,10 +69,10 @@ class Intervals:
 
 
 def simultaneous_intervals(differences: Array, confidence: float = 0.95) -> Intervals:
-    """Return the interval of each recipe's gap; together they hold with probability `confidence`.
+    """Return the interval of each recipe's gap; they hold jointly with probability `confidence`.
 
     Args:
-        differences: [..., K, S] in nats, recipe minus baseline at the same seed; NaN where there is no pair.
+        differences: [..., K, S] in nats, recipe minus baseline at the same seed; NaN without a pair.
         confidence: of all intervals together.
     """
     spread = spread_of(differences)
@@ -86,10 +87,10 @@ def simultaneous_intervals(differences: Array, confidence: float = 0.95) -> Inte
 
 
 def decision_of(low: float, high: float, margin: float) -> Decision:
-    """Return lossless where the gap is below the margin, lossy where it is above, and otherwise inconclusive.
+    """Return lossless if the gap is below the margin, lossy if it is above, else inconclusive.
 
-    One-sided non-inferiority, judged by the bound of the two-sided interval as in ICH E9 (1998), section 3.3.2, and its
-    mirror image. With `low` and `high` NaN: inconclusive.
+    One-sided non-inferiority by the bound of the two-sided interval, as in ICH E9 (1998), section 3.3.2, and its mirror
+    image. With `low` and `high` NaN: inconclusive.
     """
     if high < margin:
         return "lossless"
@@ -110,7 +111,7 @@ def critical_value(
     single = float(special.stdtrit(df, 0.5 + confidence / 2))
     if comparisons == 1:
         return single
-    from scipy.optimize import brentq  # half a second, for several recipes alone
+    from scipy.optimize import brentq  # takes half a second to import
 
     z, z_weights = np.polynomial.hermite_e.hermegauss(80)
     z_weights = z_weights / z_weights.sum()
@@ -128,9 +129,9 @@ def critical_value(
 
 
 def _critical_values(df: Array, there: NDArray[np.bool_], confidence: float) -> Array:
-    """Return the critical value of each recipe, [..., K], by its own degrees of freedom (Hasler and Hothorn 2008).
+    """Return the critical value of each recipe, [..., K], for its own degrees of freedom (Hasler and Hothorn 2008).
 
-    Over seeds that not all recipes have, correlations differ; the smallest is taken for all, which can only widen the
+    If recipes have different seeds, correlations differ; the smallest is used for all, which can only widen the
     intervals (Z. Sidak, Ann. Math. Stat. 39 (1968) 1425-1434).
     """
     q = np.full(df.shape, np.nan)
@@ -146,7 +147,7 @@ def _critical_values(df: Array, there: NDArray[np.bool_], confidence: float) -> 
 def _smallest_correlation(there: NDArray[np.bool_], judged: NDArray[np.bool_]) -> Array:
     """Return the smallest correlation between two recipes' gaps, [...]: n_ij / (2 sqrt(n_i n_j)) over common seeds.
 
-    In hundredths, rounded down, which can only widen the intervals and leaves few critical values to be found.
+    Rounded down to hundredths, which can only widen the intervals and keeps the number of critical values small.
     """
     counts = there.astype(float)
     common = counts @ counts.swapaxes(-1, -2)  # [..., K, K]
@@ -159,10 +160,10 @@ def _smallest_correlation(there: NDArray[np.bool_], judged: NDArray[np.bool_]) -
 
 @dataclass(frozen=True)
 class Pooled:
-    """The variance that each recipe is judged by, [..., K], NaN without one.
+    """The variance used for each recipe, [..., K], NaN without one.
 
-    `variance`, `df`: as used; `shared`: the pool's variance where `pooled`, which `variance` is never below, else the
-    recipe's own; `members`: whose pairs make the pool; `pooled`: those of them that are judged by it.
+    `variance`, `df`: as used; `shared`: the pool's variance if `pooled`, a lower limit of `variance`, else the recipe's
+    own; `members`: recipes in the pool; `pooled`: members judged by it.
     """
 
     variance: Array
@@ -174,7 +175,7 @@ class Pooled:
 
 @dataclass(frozen=True)
 class Spread(Pooled):
-    """What intervals are made of, but for their critical values: `gap`, `own` variance and `pairs` of each recipe."""
+    """Inputs of intervals except for critical values: `gap`, `own` variance and `pairs` of each recipe."""
 
     gap: Array
     own: Array
@@ -182,7 +183,7 @@ class Spread(Pooled):
 
 
 def spread_of(differences: Array) -> Spread:
-    """Return each recipe's gap and the variance it is judged by, [..., K], of `differences`, [..., K, S]."""
+    """Return the gap and the variance of each recipe, [..., K], from `differences`, [..., K, S]."""
     there = np.isfinite(differences)
     pairs = there.sum(-1)
     filled = np.where(there, differences, 0.0)
@@ -195,11 +196,10 @@ def spread_of(differences: Array) -> Spread:
 
 
 def pooled_df(df: NDArray[np.int64], pool: Members) -> Array:
-    """Return the degrees of freedom of the pooled variance, [...]: by Satterthwaite, since the differences correlate.
+    """Return the degrees of freedom of the pooled variance, [...], by Satterthwaite, because differences correlate.
 
-    Sample variances of differences with correlation r have correlation r^2, so K recipes of f degrees each give
-    f K / (1 + (K - 1) r^2), at most 4 f for r = 1/2, and not f K (F. E. Satterthwaite, Biometrics Bull. 2 (1946)
-    110-114).
+    Sample variances of differences with correlation r have correlation r^2, so K recipes with f degrees each give f K /
+    (1 + (K - 1) r^2), at most 4 f for r = 1/2, instead of f K (F. E. Satterthwaite, Biometrics Bull. 2 (1946) 110-114).
     """
     own = np.where(pool, df, 0).astype(float)  # [..., K]
     total = own.sum(-1)
@@ -209,14 +209,14 @@ def pooled_df(df: NDArray[np.int64], pool: Members) -> Array:
 
 
 def pool_variances(own: Array, own_df: NDArray[np.int64], df_of: DegreesOfFreedom = pooled_df) -> Pooled:
-    """Return what each recipe is judged by, of variances and degrees of freedom of their own, [..., K].
+    """Return the variance used for each recipe, from its own variance and degrees of freedom, [..., K].
 
-    No recipe's variance is taken to be below its own estimate.
+    A recipe's variance is never taken to be below its own estimate.
 
     Args:
         own: nats squared; NaN where `own_df` is 0.
-        own_df: pairs less one.
-        df_of: degrees of freedom of a pool's variance, [...], of `own_df` and its members.
+        own_df: pairs minus one.
+        df_of: degrees of freedom of a pool's variance, [...], from `own_df` and its members.
     """
     known = own_df > 0
     pool = like_spread(own, own_df, df_of)
@@ -233,16 +233,16 @@ def pool_variances(own: Array, own_df: NDArray[np.int64], df_of: DegreesOfFreedo
 
 
 def like_spread(variances: Array, df: NDArray[np.int64], df_of: DegreesOfFreedom = pooled_df) -> Members:
-    """Return which recipes' variances are pooled, [..., K]: all, less those whose spread stands out upwards.
+    """Return the mask of pooled recipes, [..., K]: all except those with a significantly larger variance.
 
-    The largest variance is held against the pool of the others (F test, `LEAVING_LEVEL` over the number in the pool);
-    if it is larger it leaves, and the next is looked at. A small one stays: that can only widen its own interval.
+    The largest variance is tested against the pool of the others (F test, `LEAVING_LEVEL` over the number in the pool);
+    if it is larger it leaves, and the next is tested. A small variance stays: that can only widen its own interval.
     """
     pool = df > 0
     for _ in range(variances.shape[-1] - 1):
         ranked = np.where(pool, variances, -np.inf)
         largest = ranked == ranked.max(-1, keepdims=True)
-        largest = largest & (np.cumsum(largest, -1) == 1) & pool  # of equal ones the first
+        largest = largest & (np.cumsum(largest, -1) == 1) & pool  # the first of equal ones
         members = pool.sum(-1)
         unlike = _larger_by_chance(variances, df, largest, pool & ~largest, df_of) * members < LEAVING_LEVEL
         leave = largest & (unlike & (members > 1))[..., None]
@@ -253,7 +253,7 @@ def like_spread(variances: Array, df: NDArray[np.int64], df_of: DegreesOfFreedom
 
 
 def _stand_out(variances: Array, df: NDArray[np.int64], pool: Members, df_of: DegreesOfFreedom) -> Members:
-    """Return which members of the pool have a variance above that of its others, at `OWN_LEVEL`, [..., K]."""
+    """Return the members of the pool with a larger variance than the others at `OWN_LEVEL`, [..., K]."""
     found = np.zeros(variances.shape, dtype=bool)
     for place in range(variances.shape[-1]):
         one = np.zeros(variances.shape, dtype=bool)
@@ -265,7 +265,7 @@ def _stand_out(variances: Array, df: NDArray[np.int64], pool: Members, df_of: De
 def _larger_by_chance(
     variances: Array, df: NDArray[np.int64], one: Members, rest: Members, df_of: DegreesOfFreedom
 ) -> Array:
-    """Return p of the F test that one recipe's variance is no larger than the rest's, [...]; NaN without either."""
+    """Return p of the F test that one recipe's variance is not larger than the rest's, [...]; NaN without either."""
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.where(one, variances, 0.0).sum(-1) / _mean_variance(variances, df, rest)[..., 0]
         return np.asarray(special.fdtrc(np.where(one, df, 0).sum(-1), df_of(df, rest), ratio))

@@ -1,8 +1,8 @@
-"""Intervals of paired differences beside the verdict's own: at each step of the curve, and on each source of the text.
+"""Intervals of paired differences besides the verdict's own: at each step of the curve, and on each source of the text.
 
-The model is that of the gap (`intervals.py`), asked at each step, or of each source, by itself: the intervals hold
-together over the recipes that share a baseline, not over steps or sources. Of a recipe that was judged at one of
-several declared looks they are at that look's confidence, over the seeds that it had: as its own interval.
+The model is that of the gap (`intervals.py`), applied to each step or source separately: the intervals are simultaneous
+over the recipes that share a baseline, not over steps or sources. For a recipe judged at one of several declared looks
+they use that look's confidence and seeds, like its own interval.
 """
 
 import math
@@ -20,9 +20,9 @@ from lightning_llm.compare.verdict import Verdict
 
 @dataclass(frozen=True)
 class Curve:
-    """The gap along the run, at the validations that all of the recipe's pairs have; equally long, ascending in steps.
+    """The gap along the run, at the validations common to all of the recipe's pairs, ascending in steps.
 
-    `low`, `high`: the interval of `confidence` at each step alone, NaN with one pair; of as many `pairs` as the
+    `low`, `high`: the interval with `confidence` at each step separately, NaN with one pair; `pairs`: as in the
     verdict's gap.
     """
 
@@ -35,7 +35,7 @@ class Curve:
     confidence: float
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `compare.json` has of it."""
+        """Return the entry "curve" of a verdict in `compare.json`."""
         return {
             "steps": list(self.steps),
             "tokens": list(self.tokens),
@@ -56,12 +56,12 @@ class SourceGap:
 
 
 def kept_pairs(verdict: Verdict) -> list[Pair]:
-    """Return the pairs that the gap is of: neither run diverged, and the pair is no outlier."""
+    """Return the pairs behind the gap: neither run diverged, and the pair is no outlier."""
     return [pair for pair in verdict.sound_pairs if pair.run.seed not in verdict.judged.estimate.outlier_seeds]
 
 
 def paired_curves(verdicts: Sequence[Verdict]) -> list[Curve]:
-    """Return the curve of each verdict of one family; without a pair it has no steps."""
+    """Return the curve of each verdict of one group; without a pair it has no steps."""
     common = [_common_steps(verdict) for verdict in verdicts]
     steps = sorted({step for each in common for step in each})
     seeds = sorted({pair.run.seed for verdict in verdicts for pair in kept_pairs(verdict)})
@@ -91,7 +91,7 @@ def paired_curves(verdicts: Sequence[Verdict]) -> list[Curve]:
 
 
 def source_gaps(verdicts: Sequence[Verdict]) -> list[dict[str, SourceGap]]:
-    """Return {source: gap over the tail} of each verdict of one family, of the sources of `gap_by_source`."""
+    """Return {source: gap over the tail} of each verdict of one group, for the sources of `gap_by_source`."""
     sources = sorted({source for verdict in verdicts for source in verdict.gap_by_source})
     seeds = sorted({pair.run.seed for verdict in verdicts for pair in kept_pairs(verdict)})
     differences = np.full((len(sources), len(verdicts), len(seeds)), math.nan)  # [sources, K, S]
@@ -115,7 +115,7 @@ def source_gaps(verdicts: Sequence[Verdict]) -> list[dict[str, SourceGap]]:
 
 
 def difference(pair: Pair, verdict: Verdict, step: int) -> float:
-    """Return the pair's difference at one validation: of the metric that is judged, and above 0 where worse."""
+    """Return the pair's difference at one validation, in the judged metric; above 0 is worse."""
     tail = verdict.judged.measured.tail
     at = Tail(verdict.terms.metric, (step,), bool(tail and tail.higher_is_better))
     return at.of(pair.run) - at.of(pair.baseline)
@@ -134,8 +134,8 @@ def _common_steps(verdict: Verdict) -> list[int]:
 def _intervals(verdicts: Sequence[Verdict], differences: Array, seeds: Sequence[int]) -> tuple[Array, Array, Array]:
     """Return gap, low and high, [..., K], of `differences`, [..., K, S] over `seeds`.
 
-    A recipe whose runs equal the baseline's has no spread and joins no pool. Those that were judged at one look stand
-    beside what the others had by then.
+    A recipe bitwise equal to the baseline has no spread and joins no pool. Recipes judged at a look are judged together
+    with the others' results up to then.
     """
     gap, low, high = (np.full(differences.shape[:-1], math.nan) for _ in range(3))
     if not differences.size:

@@ -1,9 +1,10 @@
-"""The number of further seeds that would decide an open verdict, the command that runs them, and the power behind it.
+"""The number of further seeds that would decide an open verdict, the command that runs them, and their power.
 
-The spread is itself an estimate: three pairs know it to a factor of two or so. A number of seeds that takes it for the
-truth decides too seldom (in 58 to 77 % of cases where 80 % was promised), so the probability is averaged over what the
-true spread may be: the variance is the estimate times df / chi^2(df), its fiducial distribution and the posterior under
-Jeffreys' prior ("assurance": A. O'Hagan, J. W. Stevens and M. J. Campbell, Pharmaceut. Statist. 4 (2005) 187-201).
+The spread is itself an estimate: three pairs give it within a factor of about two. A number of seeds that takes it for
+the truth decides too rarely (in 58 to 77 % of cases instead of the intended 80 %). So the probability is averaged over
+the possible true spreads: the variance is the estimate times df / chi^2(df), its fiducial distribution and the
+posterior under Jeffreys' prior ("assurance": A. O'Hagan, J. W. Stevens and M. J. Campbell, Pharmaceut. Statist. 4
+(2005) 187-201).
 """
 
 import math
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from scipy import special  # and not stats, which takes a second to import
 
 from lightning_llm.compare.estimate import VerdictInputs
-from lightning_llm.compare.runs.branches import trunks_are_replicates
+from lightning_llm.compare.runs.branches import parent_runs_are_replicates
 from lightning_llm.compare.statistics.intervals import critical_value, pool_variances
 from lightning_llm.compare.statistics.stability import seeds_to_show_stability
 from lightning_llm.compare.terms import Terms
@@ -28,21 +29,22 @@ from lightning_llm.tracking.sweep_definition import command_with_seeds
 POWER = 0.8
 MOST_SEEDS = 999
 PLANNED_GAP = 3
-"""In margins: the gap of a recipe that is to be found lossy, when seeds are planned."""
+"""Gap, in margins, of a recipe that should be found lossy, used to plan seeds."""
 SPREADS = 20
-"""Points at which the distribution of the true spread is averaged, of equal probability."""
+"""Number of equally probable points over which the distribution of the true spread is averaged."""
 FEWEST_SEEDS = 3
-"""Pairs that show a spread well enough to plan by."""
+"""Pairs needed for a usable estimate of the spread."""
 MOST_ADVISED = 12
-"""More seeds than this are only advised where nothing is decided by fewer."""
+"""More seeds than this are only advised if no recipe is decided by fewer."""
 
 
 @dataclass(frozen=True)
 class SeedPlan:
-    """`more`: seeds beside those at hand that would decide if the true gap is 0; None where that is no question.
+    """Number of seeds that would decide a verdict.
 
-    In all: `if_no_gap` for a gap of 0, `if_lossy` for one of `PLANNED_GAP` margins, None for more than `MOST_SEEDS`;
-    `if_stable`: to show that failures like those seen are rare, where they alone stand against lossless.
+    `more`: seeds besides the existing ones if the true gap is 0; None if not applicable. In total: `if_no_gap` for a
+    gap of 0, `if_lossy` for a gap of `PLANNED_GAP` margins, None above `MOST_SEEDS`; `if_stable`: to show that the
+    failure rate is small enough for lossless, if only failures prevent it.
     """
 
     more: int | None = None
@@ -53,23 +55,23 @@ class SeedPlan:
 
 @dataclass(frozen=True)
 class Advice:
-    """One command for what is open: how many seeds it adds, and which recipes that would decide."""
+    """One command for the open recipes: the number of seeds that it adds, and the recipes that these would decide."""
 
     command: str
     more_seeds: int
     decides: tuple[str, ...]
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `compare.json` has under "advice"."""
+        """Return the entry "advice" of `compare.json`."""
         return {"command": self.command, "more_seeds": self.more_seeds, "decides": list(self.decides)}
 
 
 def plan_seeds(judged: VerdictInputs, terms: Terms) -> SeedPlan:
-    """Return how many seeds would decide where those at hand did not.
+    """Return the number of seeds that would decide an open verdict.
 
-    By the spread as estimated and how well it is known, with the recipes judged together and pooled as they are. `more`
-    is None where the seeds at hand would mostly have told a gap of 0, and the interval is no wider than the margin:
-    then the gap is near the margin, and more seeds hardly decide.
+    It uses the estimated spread and its uncertainty, with the same number of recipes and pool. `more` is None if the
+    existing seeds would mostly have shown a gap of 0 and the interval is no wider than the margin: then the gap is near
+    the margin, and more seeds hardly decide.
     """
     estimate, count = judged.estimate, len(judged.measured.seeds)
     if judged.decision != "inconclusive" or judged.measured.unlearned or judged.measured.missing_seeds:
@@ -91,12 +93,11 @@ def plan_seeds(judged: VerdictInputs, terms: Terms) -> SeedPlan:
 
 
 def advise(open_verdicts: dict[str, int], sweeps: Sequence[Path], runs: Sequence[Run]) -> Advice | None:
-    """Return the command that adds seeds to the one sweep that was judged; None where there is none, or nothing open.
+    """Return the command that adds seeds to the judged sweep; None without a single sweep or without an open verdict.
 
-    `open_verdicts`: {recipe: how many more seeds would decide}. Finished jobs are skipped by it, so nothing is run
-    twice.
+    `open_verdicts`: {recipe: number of further seeds that would decide}. The command skips finished jobs.
     """
-    if len(sweeps) != 1 or not open_verdicts or trunks_are_replicates(runs):  # which are to be trained first
+    if len(sweeps) != 1 or not open_verdicts or parent_runs_are_replicates(runs):  # which need new parent runs first
         return None
     few = [more for more in open_verdicts.values() if more <= MOST_ADVISED]
     more = max(few) if few else min(open_verdicts.values())
@@ -111,12 +112,11 @@ def seeds_needed(
     gap: float, sd: float, margin: float, recipes: int = 1, pool: int = 1, confidence: float = 0.95,
     df: float = math.inf,
 ) -> int | None:  # fmt: skip
-    """Return the fewest seeds in all that decide with probability `POWER` if `gap` is the true one.
+    """Return the smallest total number of seeds that decides with probability `POWER` if `gap` is the true gap.
 
-    `gap` is one that is to be told from the margin, chosen beforehand, and never the one observed: power at what was
-    observed says only how far from the margin that lay (J. M. Hoenig and D. M. Heisey, "The abuse of power", The
-    American Statistician 55 (2001) 19-24). `df`: degrees of freedom that `sd` was estimated with, infinite for a known
-    one. None where more than `MOST_SEEDS` would be needed.
+    `gap` is chosen beforehand, never the observed one: power at the observed gap only restates its distance from the
+    margin (J. M. Hoenig and D. M. Heisey, "The abuse of power", The American Statistician 55 (2001) 19-24). `df`:
+    degrees of freedom of the estimate `sd`, infinite if it is known. None if more than `MOST_SEEDS` would be needed.
     """
 
     def enough(seeds: int) -> bool:
@@ -136,13 +136,12 @@ def seeds_needed(
 def power(
     gap: float, sd: float, seeds: int, margin: float, recipes: int = 1, pool: int = 1, confidence: float = 0.95
 ) -> float:
-    """Return the probability that a recipe of this true gap gets the verdict it deserves over so many seeds.
+    """Return the probability that a recipe with this true gap gets the correct verdict over so many seeds.
 
-    `sd` is the true one of a pair's difference; `recipes` are held against the baseline together, `pool` of them, of
-    this spread, share a variance. The verdict deserved is lossless for a gap below the margin, else lossy. For a recipe
-    with a variance of its own the probability is that of a noncentral t. In a pool it depends on which variance a
-    recipe is judged by, so that probabilities given the variances are averaged over drawn ones (the mean is independent
-    of them).
+    `sd` is the true SD of a pair's difference; `recipes` are compared with the baseline together, and `pool` of them,
+    with this spread, share a variance. The correct verdict is lossless for a gap below the margin, else lossy. For a
+    recipe with its own variance the probability is that of a noncentral t. In a pool it depends on the variance that is
+    used, so the probabilities given the variances are averaged over simulated ones (the mean is independent of them).
     """
     if sd == 0:
         return 1.0
@@ -154,7 +153,7 @@ def expected_power(
     gap: float, sd: float, df: float, seeds: int, margin: float, recipes: int = 1, pool: int = 1,
     confidence: float = 0.95,
 ) -> float:  # fmt: skip
-    """Return `power` averaged over the true spread, of which `sd` is an estimate with `df` degrees of freedom."""
+    """Return `power` averaged over the true spread, given its estimate `sd` with `df` degrees of freedom."""
     if sd == 0 or math.isinf(df):
         return power(gap, sd, seeds, margin, recipes, pool, confidence)
     distances = abs(margin - gap) * math.sqrt(seeds) / (sd * _spread_factors(df))
@@ -164,7 +163,7 @@ def expected_power(
 def _power_at(
     distances: NDArray[np.float64], seeds: int, recipes: int, pool: int, confidence: float
 ) -> NDArray[np.float64]:
-    """Return the probability of the right verdict, [n], at `distances` from the margin in standard errors, [n]."""
+    """Return the probability of the correct verdict, [n], at `distances` from the margin in standard errors, [n]."""
     if pool == 1:
         q = critical_value(recipes, seeds - 1, confidence)
         return np.asarray(1 - special.nctdtr(seeds - 1, distances, q))
@@ -174,7 +173,7 @@ def _power_at(
 
 @lru_cache(maxsize=64)
 def _drawn_widths(pool: int, df: int, recipes: int, confidence: float) -> NDArray[np.float64]:
-    """Return half widths of intervals in true standard errors, [draws * pool], by drawn variances."""
+    """Return half widths of intervals in true standard errors, [draws * pool], for simulated variances."""
     variances = _drawn_variances(pool, df)
     found = pool_variances(variances, np.full(variances.shape, df))
     each, which = np.unique(found.df, return_inverse=True)
@@ -195,6 +194,6 @@ def _drawn_variances(pool: int, df: int) -> NDArray[np.float64]:
 
     Each is the mean square of `df` contrasts over seeds, which are independent, and share the baseline's noise.
     """
-    draws = max(200, min(4000, 4_000_000 // ((pool + 1) * df)))  # the more degrees of freedom the less they scatter
+    draws = max(200, min(4000, 4_000_000 // ((pool + 1) * df)))  # fewer draws suffice with more degrees of freedom
     noise = np.random.default_rng(0).standard_normal((draws, pool + 1, df)) / math.sqrt(2)
     return np.asarray(((noise[:, 1:] - noise[:, :1]) ** 2).mean(-1))

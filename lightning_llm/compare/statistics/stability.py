@@ -1,17 +1,16 @@
-"""The verdicts on stability (runs that fail where the baseline's do not) and on loss spikes, beside the one on loss.
+"""The verdicts on stability (runs that fail where the baseline's do not) and on loss spikes.
 
-A run failed where it diverged, or where its pair lies so far out that the seed was a catastrophe (`outlier_seeds`).
-How many of S runs fail is binomial: its rate has an exact interval (C. J. Clopper and E. S. Pearson,
-Biometrika 26 (1934) 404-413). Runs of one seed are a matched pair, so that only the seeds at which one of the two
-failed tell them apart: McNemar's test, exact and unconditional (S. Suissa and J. J. Shuster, Biometrics 47 (1991)
-361-372). The conditional one could never decide at three seeds: 3 of 3 against 0 of 3 is p = 1/8 there.
+A run failed if it diverged, or if its pair is so far off that the seed was a catastrophe (`outlier_seeds`). The number
+of failures in S runs is binomial: its rate has an exact interval (C. J. Clopper and E. S. Pearson, Biometrika 26 (1934)
+404-413). Runs of one seed are a matched pair, so only seeds at which exactly one of the two failed are informative:
+McNemar's test, exact and unconditional (S. Suissa and J. J. Shuster, Biometrics 47 (1991) 361-372). The conditional
+test could never decide at three seeds: 3 of 3 against 0 of 3 gives p = 1/8.
 
-Spikes come in runs: one that spikes once may spike thirty times, so counts are no Poisson numbers, and a test that
-takes them for such finds a difference in one such run. Two tests are exact all the same. Of seeds at which one of the
-two runs spiked at all and the other did not: McNemar's, unconditional, as for failures, for any number of
-seeds. Of how many spikes: the signed differences of the seeds, whose signs are a coin's throw where recipe and baseline
-are alike (R. A. Fisher, The Design of Experiments, 1935, section 21), of use from some five seeds on. Each has half of
-the recipe's share of the error.
+Spikes cluster: a run that spikes once may spike thirty times. Counts are not Poisson, and a test that assumes so finds
+a difference in one such run. Two tests are exact nevertheless. For seeds at which only one of the two runs spiked:
+McNemar's unconditional test, as for failures, for any number of seeds. For the number of spikes: the signed differences
+of the seeds, with random signs if recipe and baseline are equal (R. A. Fisher, The Design of Experiments, 1935, section
+21), useful from about five seeds on. Each test has half of the recipe's share of the error.
 """
 
 import math
@@ -26,24 +25,25 @@ import numpy as np
 from scipy import special  # and not stats, which takes a second to import
 
 HIGHEST_COMMON_RATE = 0.3
-"""The failure rate, common to recipe and baseline, up to which the test holds its level. Of a baseline that shows a
-higher one no bound is assumed."""
+"""Failure rate, common to recipe and baseline, up to which the test holds its level. No bound is assumed if the
+baseline shows a higher rate."""
 STABILITY_MARGIN = 0.1
-"""A recipe is as stable as the baseline where its rate of failing at seeds where the baseline does not is shown to be
+"""A recipe is as stable as the baseline if its rate of failing at seeds at which the baseline does not is shown to be
 below this: by 29 seeds without such a failure, by 46 with one."""
 OUTLIER_FACTOR = 10.0
-"""How many times as far out as all else an outlier lies (`outlier_seeds`)."""
+"""Factor by which an outlier exceeds everything else (`outlier_seeds`)."""
 FEWEST_TO_STAND_OUT_FROM = 2
-"""Pairs, of this recipe or of others, that have to be near before one can be called far."""
+"""Number of normal pairs, of this or other recipes, needed before one can be an outlier."""
 
 Steadiness = Literal["as stable", "unstable", "open"]
 
 
 @dataclass(frozen=True)
 class Stability:
-    """`failed`, `baseline_failed`: seeds at which the recipe's, or the baseline's, run failed, of `seeds` paired ones.
+    """Failures over `seeds` paired seeds: `failed`, `baseline_failed` are the seeds at which a run failed.
 
-    `p`: of failing more often than the baseline, one-sided; `level`: below which that decides, one recipe's share.
+    `p`: of failing more often than the baseline, one-sided; `level`: decides if `p` is at most this, one recipe's share
+    of the error.
     """
 
     seeds: int
@@ -55,28 +55,28 @@ class Stability:
 
     @property
     def recipe_alone(self) -> int:
-        """At how many seeds the recipe failed and the baseline did not."""
+        """Number of seeds at which only the recipe failed."""
         return len(set(self.failed) - set(self.baseline_failed))
 
     @property
     def baseline_alone(self) -> int:
-        """At how many seeds it was the other way round."""
+        """Number of seeds at which only the baseline failed."""
         return len(set(self.baseline_failed) - set(self.failed))
 
     @property
     def verdict(self) -> Steadiness:
-        """Unstable by the test; as stable where the rate of failing where the baseline does not is below the margin."""
+        """Unstable by the test; as stable if the rate of failing alone is shown to be below the margin."""
         if self.p <= self.level:
             return "unstable"
         return "as stable" if upper_bound(self.recipe_alone, self.seeds, 1 - self.level) <= STABILITY_MARGIN else "open"
 
     @property
     def allows_lossless(self) -> bool:
-        """Whether the recipe failed at no more seeds than the baseline, or is shown to fail hardly more often."""
+        """True if the recipe failed at no more seeds than the baseline, or is shown to be as stable."""
         return self.verdict == "as stable" or (self.verdict == "open" and self.recipe_alone <= self.baseline_alone)
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `compare.json` has under "stability"."""
+        """Return the entry "stability" of `compare.json`."""
         return {
             "verdict": self.verdict,
             "seeds": self.seeds,
@@ -94,7 +94,7 @@ class Stability:
 def judge_stability(
     seeds: int, failed: Sequence[int], baseline_failed: Sequence[int], recipes: int, confidence: float
 ) -> Stability:
-    """Return the verdict on one of `recipes` that are held against the baseline together (Bonferroni)."""
+    """Return the verdict on one of `recipes` compared with the baseline together (Bonferroni)."""
     recipe_alone = len(set(failed) - set(baseline_failed))
     baseline_alone = len(set(baseline_failed) - set(failed))
     highest = HIGHEST_COMMON_RATE if len(baseline_failed) <= HIGHEST_COMMON_RATE * seeds else 0.5
@@ -104,7 +104,7 @@ def judge_stability(
 
 
 def rate_interval(failed: int, runs: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the exact two-sided interval of a rate of which `failed` of `runs` did (Clopper and Pearson 1934)."""
+    """Return the exact two-sided interval of a rate for `failed` of `runs` (Clopper and Pearson 1934)."""
     tail = (1 - confidence) / 2
     low = float(special.betaincinv(failed, runs - failed + 1, tail)) if failed else 0.0
     high = float(special.betaincinv(failed + 1, runs - failed, 1 - tail)) if failed < runs else 1.0
@@ -112,7 +112,7 @@ def rate_interval(failed: int, runs: int, confidence: float = 0.95) -> tuple[flo
 
 
 def upper_bound(failed: int, runs: int, confidence: float = 0.95) -> float:
-    """Return the exact one-sided upper bound of a rate; about 3 / `runs` where none did ("rule of three")."""
+    """Return the exact one-sided upper bound of a rate; about 3 / `runs` without failures ("rule of three")."""
     return float(special.betaincinv(failed + 1, runs - failed, confidence)) if failed < runs else 1.0
 
 
@@ -121,8 +121,8 @@ def mcnemar(recipe_alone: int, baseline_alone: int, seeds: int, highest_rate: fl
     """Return the one-sided p-value of the recipe failing more often: exact, unconditional, paired by seed.
 
     Ordered by McNemar's z = (a - b) / sqrt(a + b). Under the null the recipe fails alone with probability r, and so
-    does the baseline; p is the largest over r. r is at most x (1 - x) for a common rate x up
-    to `highest_rate`: sharing initial weights and data, the two do not differ in fate more often than unrelated runs.
+    does the baseline; p is the maximum over r. r is at most x (1 - x) for a common rate x up to `highest_rate`: with
+    shared initial weights and data, the two do not disagree more often than unrelated runs.
     """
     if recipe_alone <= baseline_alone:
         return 1.0
@@ -130,7 +130,7 @@ def mcnemar(recipe_alone: int, baseline_alone: int, seeds: int, highest_rate: fl
     r = np.linspace(0, highest_rate * (1 - highest_rate), 201)[1:]
     total = np.zeros_like(r)
     for discordant in range(1, seeds + 1):
-        # The fewest of `discordant` seeds that are as extreme as what was seen where the recipe failed at them.
+        # The fewest of `discordant` seeds with failures of the recipe that are as extreme as observed.
         fewest = math.ceil((discordant + seen * math.sqrt(discordant)) / 2 - 1e-9)
         if fewest <= discordant:
             tail = float(special.bdtrc(fewest - 1, discordant, 0.5))
@@ -140,16 +140,17 @@ def mcnemar(recipe_alone: int, baseline_alone: int, seeds: int, highest_rate: fl
 
 
 def seeds_to_show_stability(failed: int, level: float, most: int) -> int | None:
-    """Return how many seeds in all show a rate below `STABILITY_MARGIN`, with no further failure; None above `most`."""
+    """Return the total number of seeds that shows a rate below `STABILITY_MARGIN` without further failures; None above
+    `most`."""
     return next((n for n in range(failed + 1, most + 1) if upper_bound(failed, n, 1 - level) <= STABILITY_MARGIN), None)
 
 
 def outlier_seeds(differences: Mapping[int, float], others: Sequence[float], margin: float, floor: float) -> list[int]:
-    """Return the seeds, fewer than half, whose pairs lie `OUTLIER_FACTOR` times as far out as all else.
+    """Return the seeds, fewer than half, with pairs `OUTLIER_FACTOR` times as far off as everything else.
 
-    A catastrophe at one seed of S has t of about 1 at any S: the interval could never tell. "All else" is the margin,
-    the A/A floor, this recipe's other pairs, and the median of `others`: what pairs of the other recipes come to.
-    Distances are from zero, in nats, so that a recipe that is as far out at every seed has no outliers: it has a gap.
+    A catastrophe at one of S seeds has t of about 1 for any S, so the interval could never show it. "Everything else"
+    is the margin, the A/A floor, this recipe's other pairs, and the median of `others`, the pairs of other recipes.
+    Distances are from zero, in nats, so a recipe that is as far off at every seed has no outliers but a gap.
     """
     ranked = sorted(differences, key=lambda seed: abs(differences[seed]))
     typical = median(map(abs, others)) if others else 0.0
@@ -164,15 +165,15 @@ def outlier_seeds(differences: Mapping[int, float], others: Sequence[float], mar
 
 SpikeDecision = Literal["more spikes", "as calm", "open"]
 MOST_ENUMERATED, DRAWS = 14, 20_000
-"""Seeds whose 2^S signs are all gone through; of more, so many are drawn."""
+"""Up to MOST_ENUMERATED seeds all 2^S signs are enumerated; for more, DRAWS of them are drawn."""
 
 
 @dataclass(frozen=True)
 class Spikes:
-    """`counts`: {seed: (the recipe's, the baseline's)}, of `steps` optimizer steps each.
+    """`counts`: {seed: (recipe, baseline)} spikes, over `steps` optimizer steps each.
 
-    `p_runs`, `p_counts`: of the two tests, one-sided; `level`: half of the recipe's share of the error, which the
-    smaller of them must be below.
+    `p_runs`, `p_counts`: of the two tests, one-sided; `level`: half of the recipe's share of the error, for the smaller
+    p.
     """
 
     counts: dict[int, tuple[int, int]]
@@ -184,22 +185,23 @@ class Spikes:
 
     @property
     def total(self) -> tuple[int, int]:
-        """Spikes of the recipe's runs, and of the baseline's."""
+        """Total spikes of the recipe and of the baseline."""
         return sum(ours for ours, _ in self.counts.values()), sum(theirs for _, theirs in self.counts.values())
 
     @property
     def recipe_alone(self) -> int:
-        """At how many seeds the recipe's run spiked and the baseline's did not."""
+        """Number of seeds at which only the recipe's run spiked."""
         return sum(ours > 0 and not theirs for ours, theirs in self.counts.values())
 
     @property
     def baseline_alone(self) -> int:
-        """At how many it was the other way round."""
+        """Number of seeds at which only the baseline's run spiked."""
         return sum(theirs > 0 and not ours for ours, theirs in self.counts.values())
 
     @property
     def verdict(self) -> SpikeDecision:
-        """More spikes by either test; as calm where spiking alone is shown to be rarer than the stability margin."""
+        """More spikes by either test; as calm if the rate of spiking alone is shown to be below the stability
+        margin."""
         if min(self.p_runs, self.p_counts) <= self.level:
             return "more spikes"
         bound = upper_bound(self.recipe_alone, len(self.counts), 1 - 2 * self.level) if self.counts else 1.0
@@ -207,7 +209,7 @@ class Spikes:
 
     @property
     def words(self) -> str:
-        """The counts and the verdict in a phrase; empty where no run had a spike."""
+        """The counts and the verdict as a phrase; empty without any spikes."""
         ours, theirs = self.total
         if not ours + theirs:
             return ""
@@ -216,11 +218,11 @@ class Spikes:
 
     @property
     def p(self) -> float:
-        """The smaller of the two."""
+        """The smaller p of the two tests."""
         return min(self.p_runs, self.p_counts)
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `compare.json` has under "spike_verdict"."""
+        """Return the entry "spike_verdict" of `compare.json`."""
         runs, spiked = len(self.counts), [sum(each[i] > 0 for each in self.counts.values()) for i in (0, 1)]
         return {
             "verdict": self.verdict,
@@ -240,20 +242,20 @@ class Spikes:
 def judge_spikes(
     counts: Mapping[int, tuple[int, int]], steps: int, recipes: int, confidence: float, error: float | None = None
 ) -> Spikes:
-    """Return the verdict on one of `recipes` that are held against the baseline together.
+    """Return the verdict on one of `recipes` compared with the baseline together.
 
     Args:
-        counts: {seed: spikes of the recipe's run, of the baseline's}, of pairs of which neither run failed.
+        counts: {seed: spikes of the recipe's run, of the baseline's}, of pairs in which neither run failed.
         steps: optimizer steps of each.
         recipes: share the error (Bonferroni).
         confidence: of the intervals of rates.
-        error: of the tests, by which one of declared looks has a share; None: 1 less the confidence.
+        error: of the tests, for a declared look its share; None: 1 minus the confidence.
     """
     own = dict(sorted(counts.items()))
     alone = sum(ours > 0 and not theirs for ours, theirs in own.values())
     other = sum(theirs > 0 and not ours for ours, theirs in own.values())
     spiked = sum(theirs > 0 for _, theirs in own.values())
-    # as for failures: of a baseline that spikes more often than the bound, no bound is assumed
+    # as for failures: no bound is assumed if the baseline spikes more often than the bound
     highest = HIGHEST_COMMON_RATE if spiked <= HIGHEST_COMMON_RATE * len(own) else 0.5
     p_runs = mcnemar(alone, other, len(own), highest) if own else 1.0
     p_counts = sign_flip(np.array([ours - theirs for ours, theirs in own.values()], dtype=float))
@@ -262,9 +264,9 @@ def judge_spikes(
 
 
 def sign_flip(differences: np.ndarray) -> float:
-    """Return the one-sided p-value of a mean above 0 where each difference is as likely to have the other sign.
+    """Return the one-sided p-value of a mean above 0 if each difference is as likely to have the other sign.
 
-    Exact up to `MOST_ENUMERATED` differences that are not 0; beyond by seeded draws, the observed signs among them.
+    Exact up to `MOST_ENUMERATED` nonzero differences; above that by seeded draws, including the observed signs.
     """
     differences = differences[differences != 0]
     count = len(differences)

@@ -1,4 +1,4 @@
-"""Curves of a search's runs while they run, paired with the baseline's of the same seed; and ending runs by them."""
+"""Curves of a search's running jobs, paired with the baseline's of the same seed, and stopping jobs by them."""
 
 import math
 import threading
@@ -15,12 +15,12 @@ from lightning_llm.tracking.sweep_definition import Job
 
 
 def run_in(folder: Path) -> Run | None:
-    """Return the run in `folder` as far as it has come, None where it has not begun, or its files are half written."""
+    """Return the run in `folder` as far as it has come, None if it has not begun or its files are incomplete."""
     if not (folder / "config.yaml").is_file():
         return None
     try:
         return read_run(folder)
-    except ConfigError:  # a line that is being written; the next look reads it
+    except ConfigError:  # a line is being written; read it at the next poll
         return None
 
 
@@ -31,9 +31,9 @@ def curve_of(folder: Path, metric: str) -> dict[int, float]:
 
 
 def paired_curve(runs: Sequence[Path], baselines: Sequence[Path], metric: str) -> dict[int, float]:
-    """Return {step: mean over the pairs of the gap to the baseline} where all of `runs` have a validation.
+    """Return {step: mean gap over the pairs to the baseline} at steps at which all of `runs` have a validation.
 
-    A step at which one is not finite, or the baseline has none, is an infinite gap, or left out.
+    The gap is infinite at a step with a non-finite loss; steps without a baseline validation are left out.
     """
     pairs = [(curve_of(run, metric), curve_of(base, metric)) for run, base in zip(runs, baselines, strict=True)]
     if not pairs:
@@ -44,7 +44,7 @@ def paired_curve(runs: Sequence[Path], baselines: Sequence[Path], metric: str) -
 
 
 def tail_gap(run: Run, baseline: Run, metric: str, share: float) -> float:
-    """Return the gap of a pair over the tail, as `compare` takes it; infinite where the run lost its loss."""
+    """Return the gap of a pair over the tail, as in `compare`; infinite if a run diverged."""
     if run.diverged or baseline.diverged:
         return math.inf
     tail = tail_of([run, baseline], metric, share)
@@ -55,11 +55,11 @@ def tail_gap(run: Run, baseline: Run, metric: str, share: float) -> float:
 def pruned_at(
     curve: Mapping[int, float], others: Sequence[Mapping[int, float]], first_step: int, startup: int
 ) -> tuple[int, float] | None:
-    """Return (step, the gap there) of the first validation at which a trial is to be ended, None where it goes on.
+    """Return (step, gap) of the first validation at which a trial should be stopped, None if it continues.
 
-    By the median rule (D. Golovin et al., "Google Vizier", KDD 2017, section 3.2.2) on paired gaps: it ends where its
-    gap is above the median of those that whole trials, `others`, had at the same step. Not before `first_step`, and
-    not by fewer than `startup` of them.
+    By the median rule (D. Golovin et al., "Google Vizier", KDD 2017, section 3.2.2) on paired gaps: it stops if its gap
+    is above the median of those of completed trials, `others`, at the same step. Not before `first_step`, and not with
+    fewer than `startup` of them.
     """
     for step, gap in sorted(curve.items()):
         known = [other[step] for other in others if step in other]
@@ -69,12 +69,12 @@ def pruned_at(
 
 
 SECONDS = 0.5
-"""Between two looks."""
+"""Interval between two polls."""
 
 
 @contextmanager
 def watched(jobs: Sequence[Job], is_over: Callable[[Job], bool], relay: Relay) -> Iterator[None]:
-    """Stop each of `jobs` that is running once `is_over` says so, while the context lasts; raise what that raises."""
+    """Stop each running job of `jobs` once `is_over` is true, while the context lasts; reraises its exceptions."""
     end = threading.Event()
     errors: list[BaseException] = []
 

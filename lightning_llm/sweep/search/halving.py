@@ -1,7 +1,7 @@
-"""`sweep.search=halving`: recipes over a few seeds, of which the clearly worse ones are ended at rungs on the way.
+"""`sweep.search=halving`: recipes over a few seeds; clearly worse recipes are stopped early, at rungs.
 
-Successive halving (K. Jamieson and A. Talwalkar, AISTATS 2016) keeps the better half at each rung, by rank. Here one is
-ended only where the interval of its gap to the best so far is above the margin (`rungs`).
+Successive halving (K. Jamieson and A. Talwalkar, AISTATS 2016) keeps the better half at each rung, by rank. Here a
+recipe is stopped only if the interval of its gap to the current best is above the margin (`rungs`).
 """
 
 import math
@@ -35,7 +35,7 @@ FEWEST_SEEDS = 2
 
 @dataclass
 class Halving:
-    """`recipes`: {name: its jobs, by seed}; `rungs`: steps at which recipes may be ended; `dropped`: by name."""
+    """`recipes`: {name: jobs by seed}; `rungs`: steps at which recipes may be stopped; `dropped`: stopped recipes."""
 
     keys: SweepConfig
     whole: Sweep
@@ -45,12 +45,12 @@ class Halving:
 
     @property
     def alive(self) -> dict[str, list[Job]]:
-        """The recipes that go on."""
+        """The recipes that continue."""
         return {name: jobs for name, jobs in self.recipes.items() if name not in self.dropped}
 
     @property
     def ended(self) -> dict[int, str]:
-        """{Job number: why it was ended}, of jobs that had not come to their end by themselves."""
+        """{job number: reason} of jobs that were stopped before their end."""
         return {
             job.number: each.words
             for name, each in self.dropped.items()
@@ -60,10 +60,10 @@ class Halving:
 
     @property
     def not_judged(self) -> dict[int, str]:
-        """{Job number: why}, of jobs that are no evidence: of ended recipes, a seed that came to its end, too.
+        """{job number: reason} of jobs that must not be judged: all jobs of a stopped recipe, also finished ones.
 
-        One that was left behind by a killed start trains on, and its recipe's other seeds did not. Where no job was
-        ended early (all diverged), they are a result.
+        A job left by a killed start may train to its end although its recipe's other seeds did not. If no job was
+        stopped early (all diverged), they are results.
         """
         ended = self.ended
         numbers = {name: [job.number for job in self.recipes[name]] for name in self.dropped}
@@ -76,10 +76,11 @@ class Halving:
 
 
 def planned_halving(asked: SearchRequest) -> Halving:
-    """Return the halving, nothing of it started.
+    """Return the halving without starting anything.
 
     Raises:
-        ConfigError: there are fewer than two recipes, one lacks seeds, or no validation lies before a rung.
+        ConfigError: there are fewer than two recipes, one lacks seeds, or there is no validation between a rung and the
+            end.
     """
     composed, name, typed = asked.jobs_at([])
     keys, first = asked.keys, composed[0][1]
@@ -89,17 +90,18 @@ def planned_halving(asked: SearchRequest) -> Halving:
     seeds = sorted({config.seed for _, config in composed})
     problems = []
     if len(kinds) < 2:
-        problems.append(Problem("sweep.search", "halves among several recipes, and there is one. Give a=1,2."))
+        text = "requires several recipes, but there is one. Give several values of a key, e.g. precision=mxfp8,mxfp4."
+        problems.append(Problem("sweep.search", text))
     if len(seeds) < FEWEST_SEEDS or len(composed) < len(kinds) * len(seeds):
-        text = f"halving needs {FEWEST_SEEDS} seeds or more of each recipe, to know the noise: seed=0,1,2."
+        text = f"halving requires at least {FEWEST_SEEDS} seeds of each recipe to measure the noise. Use seed=0,1,2."
         problems.append(Problem("seed", text))
     last, every = first.trainer.max_steps, first.trainer.validate_every_steps
-    for key in ("max_steps", "validate_every_steps"):  # they are compared at equal steps
+    for key in ("max_steps", "validate_every_steps"):  # recipes are compared at equal steps
         if len({getattr(config.trainer, key) for config in kinds.values()}) > 1:
-            problems.append(Problem(f"trainer.{key}", "is one for all recipes of a halving, and these differ in it."))
+            problems.append(Problem(f"trainer.{key}", "must be the same for all recipes of a halving. Give one value."))
     rungs = tuple(dict.fromkeys(math.ceil(share * last / every) * every for share in keys.rungs)) if every else ()
     if not rungs or rungs[-1] >= last:
-        text = f"is {every}, and of {last} steps there has to be a validation between a rung's and the last."
+        text = f"is {every}: a validation between a rung and the last of {last} steps is required. Use a smaller value."
         problems.append(Problem("trainer.validate_every_steps", text))
     if problems:
         raise ConfigError(problems)
@@ -115,7 +117,7 @@ def planned_halving(asked: SearchRequest) -> Halving:
 
 
 def recipes_of(whole: Sweep) -> dict[str, list[Job]]:
-    """Return {what tells a recipe from the others: its jobs, by seed}."""
+    """Return {name of a recipe, by its overrides: jobs by seed}."""
     found: dict[str, list[Job]] = {}
     for job in whole.jobs:
         words = " ".join(word for word in job.words if not word.startswith("seed="))
@@ -124,7 +126,7 @@ def recipes_of(whole: Sweep) -> dict[str, list[Job]]:
 
 
 def halve(asked: SearchRequest) -> int:
-    """Run the recipes from rung to rung, and those that are left to their end; return the exit code.
+    """Run the recipes from rung to rung, and the remaining ones to their end; return the exit code.
 
     Raises:
         ConfigError: as `planned_halving`.
@@ -133,13 +135,13 @@ def halve(asked: SearchRequest) -> int:
     steps = ", ".join(map(str, halving.rungs))
     print(f"sweep  {len(halving.recipes)} recipes, rungs at steps {steps}; in {halving.whole.folder}", flush=True)
     for each in halving.dropped.values():
-        print(f"ended  {each.words}, in an earlier start: not run on", flush=True)
+        print(f"ended  {each.words}, in an earlier start: not resumed", flush=True)
     halving.whole = opened(lambda: halving.whole)
     halving.recipes = recipes_of(halving.whole)
     outcomes: list[Outcome] = []
     with signals_passed_on() as relay:
         ended_before = [job for name in halving.dropped for job in halving.recipes[name]]
-        await_elsewhere(stop_elsewhere(ended_before), relay, "it saves and stops")  # a killed start left them behind
+        await_elsewhere(stop_elsewhere(ended_before), relay, "it saves and stops")  # left by a killed start
         for rung, step in enumerate((*halving.rungs, None)):
             if not _run_to(halving, rung, step, relay, outcomes):
                 break
@@ -151,7 +153,7 @@ def halve(asked: SearchRequest) -> int:
 
 
 def _run_to(halving: Halving, rung: int, step: int | None, relay: Relay, outcomes: list[Outcome]) -> bool:
-    """Run what is alive to a rung, or (`step` None) to its end; return whether all came there."""
+    """Run the remaining recipes to a rung, or (`step` None) to their end; return whether all got there."""
 
     def is_there(job: Job) -> bool:
         run = run_in(job.folder)
@@ -175,7 +177,7 @@ def _run_to(halving: Halving, rung: int, step: int | None, relay: Relay, outcome
             outcomes += [replace(each, code=0) if is_there(each.job) and not relay.received else each for each in ended]
         if relay.received or any(short(job) and not runs_elsewhere(job) for job in todo):
             return False
-        await_elsewhere(jobs, relay, "it is held against the others", is_there)
+        await_elsewhere(jobs, relay, "it is compared with the others", is_there)
     return not relay.received
 
 
@@ -185,48 +187,47 @@ def _step_of(job: Job) -> int:
 
 
 def steps_left(halving: Halving) -> int:
-    """Return the steps that all recipes that go on have to make yet, if no further one is ended."""
+    """Return the remaining steps of all recipes, if no further one is stopped."""
     jobs = [job for jobs in halving.alive.values() for job in jobs if state_of(job.folder) not in SETTLED]
     return sum(max(0, job.config.trainer.max_steps - _step_of(job)) for job in jobs)
 
 
 def drop_at(halving: Halving, rung: int, step: int, relay: Relay) -> None:
-    """End the recipes that are worse than the best at `step` by more than the margin, and print which.
+    """Stop the recipes that are worse than the best at `step` by more than the margin, and print them.
 
-    Those of their jobs that another start runs or has left behind are awaited: until they have stopped, they take the
-    cores of the others, and what became of them is not known.
+    Their jobs in other starts are awaited: until they have stopped they use the cores of the others, and their results
+    are not final.
     """
     names = list(halving.alive)
     losses = losses_at([[run_in(job.folder) for job in halving.recipes[name]] for name in names], step, halving.keys)
-    told: list[Job] = []
+    stopping: list[Job] = []
     for place, (best, gap, low, high) in worse_than_best(losses, halving.keys, len(halving.rungs)).items():
         dropped = Dropped(names[place], step, names[best], gap, low, high)
         halving.dropped[names[place]] = dropped
         print(f"ended  {dropped.words}", flush=True)
-        told += stop_elsewhere(halving.recipes[names[place]])
-    await_elsewhere(told, relay, "it saves and stops")
-    print(
-        f"sweep  rung {rung + 1} of {len(halving.rungs)}, step {step}: {len(halving.alive)} recipes go on", flush=True
-    )
+        stopping += stop_elsewhere(halving.recipes[names[place]])
+    await_elsewhere(stopping, relay, "it saves and stops")
+    at = f"rung {rung + 1} of {len(halving.rungs)}, step {step}"
+    print(f"sweep  {at}: {len(halving.alive)} recipes continue", flush=True)
 
 
 def stop_elsewhere(jobs: Sequence[Job]) -> list[Job]:
-    """Have those of `jobs` that another start runs or has left behind save and stop, or say where to do that.
+    """Ask those of `jobs` that another start runs or left behind to save and stop; print a note if that is impossible.
 
-    Returns those that were told to.
+    Returns the jobs that were asked to stop.
     """
-    told = []
+    stopping = []
     for job in jobs:
         if not runs_elsewhere(job):
             continue
         if signal_ranks(job.folder, signal.SIGTERM):
-            told.append(job)
-            print(f"ended  job {job.number}, which another start runs or has left behind: told to stop", flush=True)
+            stopping.append(job)
+            print(f"ended  job {job.number}, which another start runs or left behind: asked to stop", flush=True)
         else:
             mark = str(summary_of(job.folder).get("process", "")) if state_of(job.folder) == "running" else ""
-            text = f"note   job {job.number} is ended, and {whose(mark)} trains it on, in {job.folder}: stop it there"
+            text = f"note   job {job.number} is ended, but {whose(mark)} trains it in {job.folder}. Stop it there"
             print(text, file=sys.stderr, flush=True)
-    return told
+    return stopping
 
 
 def _rows(halving: Halving) -> list[Mapping[str, Any]]:

@@ -1,7 +1,7 @@
-"""`sweep.search=optuna`: trials that Optuna asks for, each a job per seed, told the mean gap to the baseline's runs.
+"""`sweep.search=optuna`: trials suggested by Optuna, each a job per seed, with the mean gap to the baseline as value.
 
-All that Optuna knows lies in `search.db` beside `sweep.json`. A trial that was under way when the search was killed is
-taken up again, and values are drawn with a seed that counts the trials: the search goes on as if nothing had happened.
+Optuna's state is in `search.db` beside `sweep.json`. A trial that was running when the search was killed is resumed,
+and values are drawn with a seed that depends on the number of trials: an interrupted search continues unchanged.
 """
 
 import math
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from optuna import Study
 
 PRUNED_AFTER = 0.25
-"""Share of the steps before which no trial is pruned: what a schedule's warm-up does says little of its end."""
+"""Share of the steps before which no trial is pruned: losses during a schedule's warm-up are not predictive."""
 
 
 def planned_search(asked: SearchRequest, space: "Mapping[str, Override]") -> Search:
-    """Return the search, nothing of it started.
+    """Return the search without starting anything.
 
     Raises:
-        ConfigError: Optuna is missing, nothing can be searched, or a value at an edge of the space makes no run.
+        ConfigError: Optuna is missing, there is nothing to search, or a value at an edge of the space is invalid.
     """
     optuna_is_there()
     distributions = distributions_of(space)
@@ -46,20 +46,21 @@ def planned_search(asked: SearchRequest, space: "Mapping[str, Override]") -> Sea
     check_launcher(baseline[0][1])
     keys = asked.keys
     check_metric(keys.metric, [config for _, config in baseline])
-    said = {key: (each.input_line or "").partition("=")[2] for key, each in space.items() if key in distributions}
-    about = {"search": "optuna", "space": said, "sampler": keys.sampler, "search_seed": keys.search_seed,
+    searched = {key: each for key, each in space.items() if key in distributions}
+    typed_values = {key: (each.input_line or "").partition("=")[2] for key, each in searched.items()}
+    about = {"search": "optuna", "space": typed_values, "sampler": keys.sampler, "search_seed": keys.search_seed,
              "pruning": keys.pruning, "startup_trials": keys.startup_trials, "metric": keys.metric, "tail": keys.tail,
              "seeds": [config.seed for _, config in baseline],
              OTHER_KEYS: training_hash(baseline[0][1]),
              "derived": {OTHER_KEYS: hashed_values(without_observers(baseline[0][1]))}}  # fmt: skip
     first = define(baseline, name, typed, {SEARCH: about})
-    if not first.folder.exists():  # else they were checked then
+    if not first.folder.exists():  # else they were checked before
         _check_corners(asked, distributions)
     return Search(asked, first, baseline, distributions)
 
 
 def _check_corners(asked: SearchRequest, distributions: Mapping[str, Any]) -> None:
-    """Raise ConfigError with all that is wrong with runs at the edges of the space."""
+    """Raise ConfigError with all problems of runs at the edges of the space."""
     problems: dict[Problem, None] = {}
     for corner in corners_of(distributions):
         try:
@@ -71,7 +72,7 @@ def _check_corners(asked: SearchRequest, distributions: Mapping[str, Any]) -> No
 
 
 def search_values(asked: SearchRequest, space: "Mapping[str, Override]") -> int:
-    """Run the baseline and the trials that are left; return the exit code.
+    """Run the baseline and the remaining trials; return the exit code.
 
     Raises:
         ConfigError: as `planned_search`.
@@ -84,7 +85,7 @@ def search_values(asked: SearchRequest, space: "Mapping[str, Override]") -> int:
     search.first = opened(lambda: search.whole() if search.trials else search.first)
     outcomes: list[Outcome] = []
     with signals_passed_on() as relay:
-        await_elsewhere(search.jobs_of(search.baseline), relay, "trials are held against it")
+        await_elsewhere(search.jobs_of(search.baseline), relay, "trials are compared with it")
         if todo := left_to_do(search.jobs_of(search.baseline)):
             outcomes += start(todo, relay)
         lost = [job.folder for job in search.jobs_of(search.baseline) if state_of(job.folder) != "finished"]
@@ -99,7 +100,7 @@ def search_values(asked: SearchRequest, space: "Mapping[str, Override]") -> int:
     code = close(whole, outcomes, relay.received, set(search.ended), further)
     if lost and not relay.received:
         print(
-            f"error: the baseline did not finish ({', '.join(map(str, lost))}); no gap can be taken to it",
+            f"error: the baseline did not finish ({', '.join(map(str, lost))}); no gap to it can be computed",
             file=sys.stderr,
         )
         return code or 1
@@ -107,7 +108,7 @@ def search_values(asked: SearchRequest, space: "Mapping[str, Override]") -> int:
 
 
 def _study(search: Search) -> "Study":
-    """Return Optuna's study in the sweep's folder; compose its trials' jobs again, and write what became of them."""
+    """Return Optuna's study in the sweep's folder; compose its trials' jobs again, and write their results."""
     study = open_study(search.first.folder)
     for trial in study.trials:
         _compose(study, search, trial.number, trial.params)
@@ -115,26 +116,26 @@ def _study(search: Search) -> "Study":
         if trial.state.name == "PRUNED":
             step = max(trial.intermediate_values, default=0)
             search.pruned[trial.number] = step, trial.intermediate_values.get(step, math.nan)
-    if study.trials:  # a start that was killed may have told Optuna of a trial, and not `compare`
+    if study.trials:  # a killed start may not have written the last trial for `compare`
         write_trials(study, search)
     return study
 
 
 def _trials_to_come(study: "Study", search: Search) -> str:
-    """Return how many of the trials have not come to their end, "" where all have."""
+    """Return the number of remaining trials as text, "" if there are none."""
     left = search.keys.trials - sum(trial.state.is_finished() for trial in study.trials)
-    return f"the search's rest of {left} trial{'s' * (left > 1)}" if left > 0 else ""
+    return f"the remaining {left} trial{'s' * (left > 1)}" if left > 0 else ""
 
 
 def _compose(study: "Study", search: Search, number: int, params: Mapping[str, Any]) -> None:
-    """Compose the jobs of a trial; one that makes no run, or was killed before it had its values, has failed."""
+    """Compose the jobs of a trial; a trial that is invalid, or was killed before it had values, has failed."""
     if set(params) != set(search.distributions):
         _tell_failed(study, number)
         return
     try:
         search.trials[number] = search.asked.jobs_at(words_of(params))[0]
     except ConfigError as error:
-        print(f"note   trial {number} ({' '.join(words_of(params))}) makes no run: {error}", file=sys.stderr)
+        print(f"note   trial {number} ({' '.join(words_of(params))}) is invalid: {error}", file=sys.stderr)
         _tell_failed(study, number)
 
 
@@ -145,7 +146,7 @@ def _tell_failed(study: "Study", number: int) -> None:
 
 
 def _next_batch(study: "Study", search: Search) -> list[int]:
-    """Return the trials to run next: those that were under way, and new ones as long as there are to be more."""
+    """Return the next trials: those that were running, and new ones up to the limit."""
     at_once = search.baseline[0][1].launcher.at_once
     while True:
         running = [each.number for each in study.trials if each.state.name == "RUNNING"]
@@ -156,22 +157,22 @@ def _next_batch(study: "Study", search: Search) -> list[int]:
 
 
 def _run_batch(study: "Study", search: Search, batch: list[int], relay: Relay, outcomes: list[Outcome]) -> bool:
-    """Run the trials of a batch, seed by seed, and tell Optuna of each; return whether to go on."""
+    """Run the trials of a batch, seed by seed, and report each to Optuna; return whether to continue."""
     with one_at_a_time(search.first.folder):
         write_sweep(search.whole())
     pruned: dict[int, tuple[int, float]] = {}
     for place in range(len(search.baseline)):
         jobs = {number: search.jobs_of(search.trials[number])[place] for number in batch if number not in pruned}
         over = _median_rule(study, search, place + 1, jobs, pruned)
-        await_elsewhere(jobs.values(), relay, "its trial is told by it")
+        await_elsewhere(jobs.values(), relay, "its trial needs the result")
         if todo := [job for job in _once(jobs.values()) if state_of(job.folder) not in SETTLED]:
             with watched(todo, over, relay):
                 outcomes += start(todo, relay, SearchPhase(partial(_pruned, over)))
         for job in jobs.values() if place + 1 < len(search.baseline) else ():
-            over(job)  # what ended before it was looked at gets no further seed
+            over(job)  # also check jobs that ended before a poll
         if relay.received or any(state_of(job.folder) not in SETTLED for n, job in jobs.items() if n not in pruned):
             return False
-    for number in batch:  # one that made its last step before the signal reached it was not ended early
+    for number in batch:  # a trial that finished before the signal reached it is not pruned
         tell(study, search, number, None if search.is_whole(number) else pruned.get(number))
     write_trials(study, search)
     return True
@@ -182,14 +183,14 @@ def _pruned(over: Callable[[Job], bool], job: Job) -> str | None:
 
 
 def _once(jobs: Any) -> list[Job]:
-    """Return the jobs without those that two trials share."""
+    """Return the jobs without duplicates that two trials share."""
     return list({job.number: job for job in jobs}.values())
 
 
 def _median_rule(
     study: "Study", search: Search, seeds: int, jobs: dict[int, Job], pruned: dict[int, tuple[int, float]]
 ) -> Any:
-    """Return what says of a job under way whether its trial is to be ended, and notes it in `pruned`."""
+    """Return a function that decides whether to stop the trial of a running job, and records it in `pruned`."""
     whole = [each.number for each in study.trials if each.state.name == "COMPLETE"]
     others = [search.curve(search.trials[number], seeds) for number in whole]
     steps = search.baseline[0][1].trainer.max_steps

@@ -16,14 +16,14 @@ ComposedJob = tuple[list[str], Config]
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """A requested search: the arguments as typed, its keys, and whether machines are checked for training."""
+    """A requested search: the typed arguments, its keys, and whether machines are checked for training."""
 
     arguments: argparse.Namespace
     keys: SweepConfig
     to_train: bool = True
 
     def jobs_at(self, words: Sequence[str]) -> tuple[list[ComposedJob], str | None, SweepSource]:
-        """Return the checked jobs, one per seed, of the arguments with `words` behind them, as `checked_jobs` does."""
+        """Return the checked jobs, one per seed, of the arguments followed by `words`, as `checked_jobs` does."""
         overrides = [*self.arguments.overrides, *words]
         whole = argparse.Namespace(overrides=overrides, config=None, config_dir=self.arguments.config_dir)
         jobs, name, _ = checked_jobs(whole, to_train=self.to_train)
@@ -32,14 +32,14 @@ class SearchRequest:
 
 
 def check_launcher(config: Config) -> None:
-    """Raise ConfigError where jobs would run where they cannot be watched."""
+    """Raise ConfigError if the launcher does not let a search watch its jobs."""
     if config.launcher.name != "local":
-        text = f"is {config.launcher.name}, and a search looks at its jobs while they run. Use launcher=local."
+        text = f"is {config.launcher.name}, but a search must watch its jobs while they run. Use launcher=local."
         raise ConfigError(Problem("launcher", text))
 
 
 def without_repeats(jobs: Sequence[ComposedJob]) -> list[ComposedJob]:
-    """Return the jobs less those that are the same as one before them: a search may come to a place twice."""
+    """Return the jobs without duplicates: a search may draw equal values twice."""
     seen: dict[tuple[str, int], ComposedJob] = {}
     for job in jobs:
         seen.setdefault((kind_of(job[1]), job[1].seed), job)

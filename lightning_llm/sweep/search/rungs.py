@@ -1,14 +1,14 @@
 """Recipes of a halving that are worse than the best at a rung, by the interval of their gaps at equal steps.
 
-By rank alone a recipe that is as good as the best goes as often as noise has it. Here one is ended only where the
-interval of its gap to the best so far is above the margin: paired by seed, variances pooled as for a verdict.
+By rank alone, noise decides how often a recipe as good as the best is dropped. Here a recipe is stopped only if the
+interval of its gap to the current best is above the margin: paired by seed, variances pooled as for a verdict.
 
-The interval is Dunnett's, with the best of the rung in the baseline's place, at 1 - (1 - confidence) / rungs. A recipe
-whose true loss at the rung is within the margin of every other's is ended at a rung with a probability of at most half
-of that error: only where it lies above one of the others by more, which is the event that Dunnett's critical value
-bounds with the recipe itself as the control, whichever of the others then is the best.
+The interval is Dunnett's, with the best of the rung as the baseline, at 1 - (1 - confidence) / rungs. A recipe with a
+true loss at the rung within the margin of every other's is stopped at a rung with a probability of at most half of that
+error: only if its estimate exceeds one of the others by more than the margin. Dunnett's critical value bounds this
+event with the recipe itself as the control, whichever of the others is then the best.
 
-Ended recipes are recorded in `search.json` (`Dropped`), so that no later start begins them again.
+Stopped recipes are recorded in `search.json` (`Dropped`), so that no later start resumes them.
 """
 
 import math
@@ -29,7 +29,7 @@ from lightning_llm.tracking.sweep_file import ENDED_AT, SEARCH_FILE, read_trials
 
 
 def losses_at(runs: Sequence[Sequence[Run | None]], step: int, keys: SweepConfig) -> np.ndarray:
-    """Return the mean losses over the tail of the first `step` steps, [recipes, seeds], NaN where it is lost."""
+    """Return the mean losses over the tail of the first `step` steps, [recipes, seeds], NaN if a run diverged."""
     cut = [[None if run is None else _until(run, step, keys.metric) for run in each] for each in runs]
     sound = [run for each in cut for run in each if run is not None and run.validations.get(keys.metric)]
     sound = [run for run in sound if not run.diverged or run.last_step > step]
@@ -43,15 +43,16 @@ def losses_at(runs: Sequence[Sequence[Run | None]], step: int, keys: SweepConfig
 
 
 def _until(run: Run, step: int, metric: str) -> Run:
-    """Return the run as it was after `step` steps."""
+    """Return the run as of `step` steps."""
     values = {at: value for at, value in run.validations.get(metric, {}).items() if at <= step}
     return replace(run, validations={metric: values})
 
 
 def worse_than_best(losses: np.ndarray, keys: SweepConfig, rungs: int) -> dict[int, tuple[int, float, float, float]]:
-    """Return {recipe: (the best, gap to it, low, high)} of those whose interval is above the margin, by their places.
+    """Return {recipe: (the best, gap to it, low, high)} of recipes with an interval above the margin, by index.
 
-    `losses`: [recipes, seeds], NaN where a run lost its loss; a recipe that lost all is ended, with an infinite gap.
+    `losses`: [recipes, seeds], NaN if a run diverged; a recipe of which all runs diverged is dropped, with an infinite
+    gap.
     """
     means = [fmean(row[np.isfinite(row)]) if np.isfinite(row).any() else math.inf for row in losses]
     best = int(np.argmin(means))
@@ -70,7 +71,7 @@ def worse_than_best(losses: np.ndarray, keys: SweepConfig, rungs: int) -> dict[i
 
 @dataclass(frozen=True)
 class Dropped:
-    """A recipe that was ended at `step`: its gap to the best there, the best's name, and the interval."""
+    """A recipe that was stopped at `step`: its gap to the best there, the best's name, and the interval."""
 
     name: str
     step: int
@@ -81,24 +82,24 @@ class Dropped:
 
     @property
     def words(self) -> str:
-        """Why, in a line."""
+        """The reason, in a line."""
         if not math.isfinite(self.gap):
             return f"{self.name}: all its runs diverged by step {self.step}"
         interval = f"[{self.low:+.4f}, {self.high:+.4f}]"
         return f"{self.name}: {self.gap:+.4f} {interval} above {self.best} at step {self.step}"
 
     def as_data(self) -> dict[str, Any]:
-        """Return what `search.json` has of it; null for what is no finite number."""
+        """Return its entry in `search.json`; null for numbers that are not finite."""
         numbers = {"gap": self.gap, "low": self.low, "high": self.high}
         finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
         return {"step": self.step, "best": self.best, **finite}
 
 
 def dropped_before(folder: Path, recipes: Mapping[str, Sequence[Job]]) -> dict[str, Dropped]:
-    """Return {name: why} of those of `recipes` that an earlier start of the halving in `folder` has ended.
+    """Return {name: reason} of those of `recipes` that an earlier start of the halving in `folder` has stopped.
 
-    They are known by their jobs: a sweep that grows may give them longer names. Empty where there was none, or it was
-    of a version that did not note it.
+    They are identified by their jobs, because names may grow with the sweep. Empty without an earlier start, or if its
+    version did not record them.
 
     Raises:
         ValueError: its record cannot be read.

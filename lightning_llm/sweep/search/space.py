@@ -1,4 +1,4 @@
-"""Space that a search draws from: Hydra's sweep syntax as Optuna's distributions, and values as overrides again."""
+"""Search space: Hydra's sweep syntax as Optuna's distributions, and values as overrides again."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 EQUAL_STEPS = ("trainer.max_steps", "trainer.validate_every_steps", "data.epochs")
 SEED = "seed"
-"""The key whose values are repeated in each trial, and not searched."""
+"""Key with values that are repeated in each trial, not searched."""
 
 
 def optuna_is_there() -> None:
-    """Raise ConfigError where Optuna is not installed."""
+    """Raise ConfigError if Optuna is not installed."""
     try:
         import optuna  # noqa: F401
     except ModuleNotFoundError as error:
-        text = "needs Optuna, which is not installed: pip install 'lightning-llm[search]'."
+        text = "requires Optuna, which is not installed: pip install 'lightning-llm[search]'."
         raise ConfigError(Problem("sweep.search", text)) from error
 
 
 def distributions_of(space: Mapping[str, Override]) -> dict[str, "BaseDistribution"]:
     """Return Optuna's distribution of each key: of interval(a, b), tag(log, interval(a, b)), range(a, b), choice(a, b).
 
-    An interval of integers, int(interval(1, 8)), is one of integers; a range is one with its step.
+    An interval of integers, int(interval(1, 8)), gives integers; a range keeps its step.
 
     Raises:
-        ConfigError: with each key whose values cannot be searched, or where there is nothing to search.
+        ConfigError: with each key with values that cannot be searched, or if there is nothing to search.
     """
     problems, found = [], {}
     for key, each in space.items():
@@ -55,12 +55,12 @@ def distributions_of(space: Mapping[str, Override]) -> dict[str, "BaseDistributi
 
 
 def _not_searched(key: str) -> str:
-    """Return why no trial may differ from the baseline in `key`; "" where it may."""
+    """Return why no trial may differ from the baseline in `key`; "" if it may."""
     if key.startswith("sweep."):
-        return "it is of the search itself"
+        return "it configures the search itself"
     if key in EQUAL_STEPS:
-        return "trials are held against the baseline at equal steps"
-    return "" if in_hash(key) else "it says how a run is kept or started, and not what is learned"
+        return "trials are compared with the baseline at equal steps"
+    return "" if in_hash(key) else "it does not change training"
 
 
 def _distribution(each: Override) -> "BaseDistribution":
@@ -70,15 +70,15 @@ def _distribution(each: Override) -> "BaseDistribution":
     if isinstance(value, IntervalSweep):
         low, high, log = value.start, value.end, "log" in value.tags
         if unknown := value.tags - {"log"}:
-            raise ValueError(f"of tags there is log alone, and not {', '.join(sorted(unknown))}")
+            raise ValueError(f"the only tag is log, not {', '.join(sorted(unknown))}")
         if log and low is not None and low <= 0:
-            raise ValueError(f"a logarithmic interval begins above 0, and this one at {low:g}")
+            raise ValueError(f"a logarithmic interval must begin above 0, not at {low:g}")
         if low is None or high is None or not low < high:
             raise ValueError(f"the interval from {low} to {high} is empty")
         if isinstance(low, int) and isinstance(high, int):
             return IntDistribution(low, high, log=log)
         return FloatDistribution(float(low), float(high), log=log)
-    if isinstance(value, RangeSweep):  # whatever its order
+    if isinstance(value, RangeSweep):  # in any order
         start, stop, step = value.start, value.stop, value.step
         if isinstance(start, int) and isinstance(stop, int) and isinstance(step, int) and step > 0 and stop > start:
             last = start + (stop - start - 1) // step * step
@@ -86,7 +86,7 @@ def _distribution(each: Override) -> "BaseDistribution":
     if not (values := values_of(each, MOST_JOBS + 1)):
         raise ValueError("it has no value")
     if len(values) > MOST_JOBS:
-        raise ValueError(f"it has more than {MOST_JOBS:,} values, and an interval has as many as are wanted")
+        raise ValueError(f"it has more than {MOST_JOBS:,} values, so use an interval")
     return CategoricalDistribution(values)
 
 
@@ -96,7 +96,7 @@ def words_of(params: Mapping[str, Any]) -> list[str]:
 
 
 def corners_of(distributions: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return trials that have each key once at each of its ends, or choices, so that a wrong one is found at once."""
+    """Return trials that use each key once at each of its ends, or choices, to find invalid values early."""
     ends = {key: list(getattr(each, "choices", None) or (each.low, each.high)) for key, each in distributions.items()}
     first = {key: values[0] for key, values in ends.items()}
     return [{**first, key: value} for key, values in ends.items() for value in values]

@@ -1,6 +1,6 @@
-"""State of a search by Optuna: its study in the sweep's folder, its trials, and reports of them.
+"""State of a search by Optuna: its study in the sweep's folder, its trials, and their reports.
 
-The study and its samplers are the same after any stop.
+The study and its samplers are the same after any interruption.
 """
 
 import math
@@ -32,7 +32,7 @@ STUDY = "search"
 
 
 def open_study(folder: Path) -> "Study":
-    """Return the study in `folder`, made where there is none.
+    """Return the study in `folder`, created if missing.
 
     Raises:
         ConfigError: its file is damaged.
@@ -46,13 +46,13 @@ def open_study(folder: Path) -> "Study":
             storage=sqlite_address(file), study_name=STUDY, direction="minimize", load_if_exists=True
         )
     except Exception as error:  # SQLAlchemy's and Optuna's own, of a file that is damaged
-        text = f"cannot be opened ({type(error).__name__}). Move it away: the search begins anew, beside the runs made."
+        text = f"cannot be opened ({type(error).__name__}). Move it away to restart the search; runs are kept."
         raise ConfigError(Problem(str(file), text)) from error
     return study
 
 
 def sampler_after(keys: SweepConfig, trials: int) -> "BaseSampler":
-    """Return the sampler, its random numbers those of this many trials before: the same after any stop."""
+    """Return the sampler with the random numbers for this number of earlier trials: the same after any interruption."""
     from optuna.samplers import GPSampler, RandomSampler, TPESampler
 
     seed = (keys.search_seed + trials) % 2**32
@@ -62,10 +62,10 @@ def sampler_after(keys: SweepConfig, trials: int) -> "BaseSampler":
 
 
 def add_trial(study: "Study", keys: SweepConfig, distributions: Mapping[str, Any]) -> "FrozenTrial":
-    """Return a new trial under way, its values drawn by the sampler.
+    """Return a new running trial, with values drawn by the sampler.
 
-    `study.ask` writes the trial, and then a value at a time. A process that is killed between them would leave a trial
-    without values; here it is written at once, and drawn anew if it was not.
+    `study.ask` writes the trial, and then one value at a time: a process killed in between would leave a trial without
+    values. Here it is written at once, and drawn again if it was not.
     """
     import optuna
     from optuna.trial import TrialState, create_trial
@@ -79,9 +79,9 @@ def add_trial(study: "Study", keys: SweepConfig, distributions: Mapping[str, Any
 
 @dataclass
 class Search:
-    """A search. `baseline`: its jobs as composed, one per seed; `trials`: those of each trial so far, by its number.
+    """A search. `baseline`: its composed jobs, one per seed; `trials`: those of each trial so far, by number.
 
-    `first`: the sweep as it was before any trial; `pruned`: {trial: (step, the gap there)}.
+    `first`: the sweep before any trial; `pruned`: {trial: (step, gap there)}.
     """
 
     asked: SearchRequest
@@ -94,15 +94,15 @@ class Search:
 
     @property
     def keys(self) -> SweepConfig:
-        """What was asked for below `sweep`."""
+        """The requested `sweep` keys."""
         return self.asked.keys
 
     def whole(self) -> Sweep:
-        """Return the sweep of all jobs so far; trials that came to the same place share theirs."""
+        """Return the sweep of all jobs so far; trials with equal values share their jobs."""
         return self._made_now()[0]
 
     def _made_now(self) -> tuple[Sweep, dict[tuple[str, int], Job]]:
-        """Return the sweep, and its jobs by kind and seed; made once for as many trials."""
+        """Return the sweep, and its jobs by kind and seed; cached until there are more trials."""
         key = len(self.trials), self.first.parent_run_id
         if key not in self._made:
             jobs = without_repeats([*self.baseline, *(job for jobs in self.trials.values() for job in jobs)])
@@ -113,19 +113,19 @@ class Search:
         return self._made[key]
 
     def jobs_of(self, composed: Sequence[ComposedJob]) -> list[Job]:
-        """Return these composed jobs as jobs of the sweep."""
+        """Return the jobs of the sweep for these composed jobs."""
         known = self._made_now()[1]
         return [known[(kind_of(config), config.seed)] for _, config in composed]
 
     def is_whole(self, number: int) -> bool:
-        """Return whether all jobs of a trial came to their end by themselves."""
+        """Return whether all jobs of a trial ended by themselves."""
         return all(state_of(job.folder) in SETTLED for job in self.jobs_of(self.trials[number]))
 
     @property
     def not_judged(self) -> dict[int, str]:
-        """{Job number: why}, of pruned trials' jobs: of a seed that came to its end, too, as the others did not.
+        """{job number: reason} of jobs of pruned trials, also finished ones, because their other seeds are not.
 
-        Unless another trial at the same place, which shares its jobs, went to its end.
+        Except jobs shared with another trial with equal values that was completed.
         """
         whole = {job.number for n in self.trials if self.is_whole(n) for job in self.jobs_of(self.trials[n])}
         return {
@@ -137,7 +137,7 @@ class Search:
 
     @property
     def ended(self) -> dict[int, str]:
-        """{Job number: why it was ended}, of jobs that had not come to their end by themselves."""
+        """{job number: reason} of jobs that were stopped before their end."""
         numbers = {job.number for job in self.whole().jobs if state_of(job.folder) not in SETTLED}
         return {number: why for number, why in self.not_judged.items() if number in numbers}
 
@@ -148,7 +148,7 @@ class Search:
 
 
 def tell(study: "Study", search: Search, number: int, pruned: tuple[int, float] | None) -> None:
-    """Tell Optuna the mean gap of a trial, or that it was pruned, with the paired curve as intermediate values."""
+    """Report the mean gap of a trial to Optuna, or that it was pruned, with the paired curve as intermediate values."""
     from optuna.trial import Trial, TrialState
 
     frozen = study.trials[number]
@@ -173,7 +173,7 @@ def tell(study: "Study", search: Search, number: int, pruned: tuple[int, float] 
 
 
 def write_trials(study: "Study", search: Search) -> None:
-    """Write what became of the trials to the sweep's folder, for `compare`."""
+    """Write the results of the trials to the sweep's folder, for `compare`."""
     rows = [
         {"trial": each.number, "state": each.state.name.lower(), "values": each.params, "gap": each.value,
          "jobs": [job.number for job in search.jobs_of(search.trials.get(each.number, []))],
@@ -184,7 +184,7 @@ def write_trials(study: "Study", search: Search) -> None:
 
 
 def _ended_at(pruned: tuple[int, float] | None) -> dict[str, Any] | None:
-    """Return where a pruned trial's gap was taken; of any other, it was over the tail."""
+    """Return the step and gap at which a trial was pruned; None for any other."""
     if pruned is None:
         return None
     step, gap = pruned
@@ -192,7 +192,7 @@ def _ended_at(pruned: tuple[int, float] | None) -> dict[str, Any] | None:
 
 
 def print_best(study: "Study") -> None:
-    """Print the three trials of the least gap."""
+    """Print the three trials with the smallest gap."""
     whole_trials = sorted(
         (each for each in study.trials if each.state.name == "COMPLETE"), key=lambda each: each.value or 0.0
     )
