@@ -55,7 +55,9 @@ def test_students_are_held_against_their_teachers_by_what_tells_them_apart(tmp_p
     found = verdicts(capsys, tmp_path / "s")
     assert (found["factor"], found["baseline"]) == ("distil", "no distil")
     assert list(found["by_name"]) == ["weight=0.5", "weight=1.0"]
-    (said,) = (note for note in found["notes"] if "The baseline is no distil, the runs without distil; another" in note)
+    (said,) = (
+        note for note in found["notes"] if "The baseline is no distil, the runs without distil. Choose another" in note
+    )
     other = verdicts(capsys, tmp_path / "s", *shlex.split(said.partition("another: ")[2].removesuffix(".")))
     assert other["baseline"] == "weight=0.5"
     by_weight = verdicts(capsys, tmp_path / "s", "--baseline", "distil.weight=null")
@@ -84,7 +86,7 @@ def test_two_default_baselines_are_reported(tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=bf16 precision.optimizer.eps=1e-6": 0.001})
     make_sweep(sweep / "more", {"precision=mxfp8": 0.001})
     error = refusal(capsys, sweep)
-    assert "2 levels are called bf16 (bf16 (optimizer.eps=null) and bf16 (optimizer.eps=1e-06)). Choose one" in error
+    assert "2 levels are called bf16 (bf16 (optimizer.eps=null) and bf16 (optimizer.eps=1e-06)). Choose" in error
     assert ". For example --baseline 'precision=bf16 (optimizer.eps=null)'." in error  # as a shell takes it
     found = verdicts(capsys, sweep, "--baseline", "precision=bf16 (optimizer.eps=1e-06)")
     assert found["baseline"] == "bf16 (optimizer.eps=1e-06)"

@@ -220,7 +220,7 @@ def test_a_run_that_failed_before_its_first_record_is_missing(tmp_path, capsys):
     assert verdicts(capsys, sweep)["by_name"]["mxfp8"]["missing_seeds"] == []  # config.yaml alone is no run
     (early / "tokenizer.json").write_text("{}")  # one began
     found = verdicts(capsys, sweep, expect=2)
-    assert "is not finished: never begun. Left out" in found["stderr"]
+    assert "is not finished: not started. Left out" in found["stderr"]
     row = found["by_name"]["mxfp8"]
     assert (row["missing_seeds"], row["verdict"]) == ([3], "inconclusive")
 

@@ -134,8 +134,8 @@ def test_a_best_rate_at_the_end_of_the_grid_is_not_judged(sweep, capsys):
         shutil.rmtree(folder)
     assert main([*words, "--baseline", "optim=muon"]) == 2
     told = capsys.readouterr().err
-    assert "optim=muon (at 0.004) is best at the greatest value of the grid" in told
-    assert "Extend the grid above, to 0.008, say." in told
+    assert "optim=muon (at 0.004) is best at the largest value of the grid" in told
+    assert "Extend the grid above, for example to 0.008." in told
     assert "fewer than two recipes have their best value inside the grid" in told
     for folder in sweep.glob("adamw-[48]e-3-*"):
         shutil.rmtree(folder)
@@ -143,7 +143,7 @@ def test_a_best_rate_at_the_end_of_the_grid_is_not_judged(sweep, capsys):
         shutil.rmtree(folder)
     assert main([*words, "--baseline", "optim=muon"]) == 2
     (line, _) = (each for each in capsys.readouterr().err.splitlines() if "--best-of optim" in each)
-    assert "optim=adamw (at 0.002) and optim=muon (at 0.002) are best at the greatest value" in line
+    assert "optim=adamw (at 0.002) and optim=muon (at 0.002) are best at the largest value" in line
 
 
 def test_best_of_is_not_suggested_with_declared_looks(sweep, capsys):
@@ -164,7 +164,7 @@ def test_a_comparison_over_a_grid_of_rates_suggests_best_of(sweep, capsys):
     assert main(words) == 0
     told = capsys.readouterr().out
     assert "optim against adamw " in told
-    assert "another: --baseline optim=muon." in told
+    assert "Choose another with --baseline optim=muon." in told
     given = [
         "--metric", "val_loss/code", "--margin", "0.5", "--confidence", "0.9", "--tail", "0.3", "--target", "3.5",
         "--baseline", "optim=muon",
@@ -272,9 +272,9 @@ def test_a_choice_that_diverged_at_judging_seeds_says_so(sweep, capsys):
     ("words", "text"),
     [
         ("--best-of optim.learning_rat", "'optim.learning_rat' does not vary over these runs. Did you mean"),
-        ("--best-of optim.name", "'optim.name' holds no numbers"),
+        ("--best-of optim.name", "'optim.name' is not numeric"),
         ("--best-of optim.learning_rate --choose-by 9", "has no finished run of optim=adamw at 0.001 and seed 9"),
-        ("--best-of optim.learning_rate --choose-by 0,1,2,3", "Run others: optim=adamw optim.learning_rate="),
+        ("--best-of optim.learning_rate --choose-by 0,1,2,3", "Run other seeds of optim=adamw optim.learning_rate="),
         ("--best-of optim.learning_rate --choose-by some", "must be seeds such as 0 or 0,1, or all"),
         ("--choose-by 0", "requires --best-of KEY"),
     ],

@@ -274,7 +274,7 @@ def test_the_printed_command_starts_a_job_that_never_began(tmp_path, monkeypatch
     shutil.rmtree(folder / "3")  # the fourth had not come so far
     assert main(["compare", str(folder)]) == 2
     told = capsys.readouterr().err
-    (line,) = (line for line in told.splitlines() if "never begun" in line)
+    (line,) = (line for line in told.splitlines() if "not started" in line)
     program, *command = shlex.split(line.partition("Left out; ")[2].removesuffix(" starts it."))
     assert program.endswith("lightning-llm")
     begun = make_jobs(monkeypatch, loss)

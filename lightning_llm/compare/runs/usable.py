@@ -16,7 +16,7 @@ from lightning_llm.tracking.run_state import state_of
 from lightning_llm.tracking.sweep_definition import command_for_the_rest
 from lightning_llm.tracking.sweep_file import FILE, ended_by_search, read_sweep_file
 
-NEVER_BEGUN = "never begun"
+NOT_STARTED = "not started"
 UNREADABLE = "unreadable"
 KILLED = "killed, its process is gone"
 RUNNING, ENDED_EARLY = "running", "ended early"
@@ -199,7 +199,7 @@ def _further(command: str, status: str, them: str) -> str:
         return ""
     if status == UNREADABLE:
         return f"; {command} reruns {them} once the folder{'s are' if them == 'them' else ' is'} removed"
-    return f"; {command} {'starts' if status == NEVER_BEGUN else 'resumes'} {them}"
+    return f"; {command} {'starts' if status == NOT_STARTED else 'resumes'} {them}"
 
 
 def resume_commands(runs: Sequence[Run]) -> str:
@@ -211,7 +211,7 @@ def resume_commands(runs: Sequence[Run]) -> str:
     runs = [run for run in runs if status_of(run) not in AS_THEY_ARE]
     if not runs:
         return ""
-    alone = len(runs) == 1 and status_of(runs[0]) not in (NEVER_BEGUN, UNREADABLE)
+    alone = len(runs) == 1 and status_of(runs[0]) not in (NOT_STARTED, UNREADABLE)
     sweeps = dict.fromkeys(run.folder.parent for run in runs)
     of_sweeps = [] if alone else [command_for_the_rest(sweep) for sweep in sweeps]
     if of_sweeps and all(of_sweeps):
