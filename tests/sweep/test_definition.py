@@ -96,7 +96,7 @@ def test_a_recipe_that_is_a_sweep_is_no_single_run(recipes: Path) -> None:
 
 
 def test_a_recipe_that_is_a_sweep_is_not_one_of_several(recipes: Path) -> None:
-    with pytest.raises(ConfigError, match="recipe: has several values, and recipe=mine is a sweep itself"):
+    with pytest.raises(ConfigError, match="recipe: has several values, but recipe=mine is a sweep itself"):
         compose_sweep(["recipe=quickstart,mine", "run.experiment=x"], recipes)
     assert len(compose_sweep(["recipe=quickstart,llama3_8b_fsdp2", "run.experiment=x"], recipes)) == 2
 
@@ -222,7 +222,7 @@ def test_observers_make_no_other_sweep_and_one_of_an_earlier_version_goes_on(
 def test_a_folder_of_another_sweep_is_refused(tmp_path: Path) -> None:
     (tmp_path / "default" / "taken").mkdir(parents=True)
     (tmp_path / "default" / "taken" / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match=r"no sweep.*run\.name"):
+    with pytest.raises(ConfigError, match=r"does not contain a valid sweep.*run\.name"):
         sweep_of(tmp_path, "seed=0,1", name="taken")
 
 
@@ -249,7 +249,7 @@ def test_a_damaged_sweep_file_calls_no_job_finished(damage: Any, tmp_path: Path)
 
 
 def test_a_sweep_over_experiments_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="one for all jobs"):
+    with pytest.raises(ConfigError, match="must be the same for all jobs"):
         sweep_of(tmp_path, "run.experiment=a,b")
 
 
