@@ -161,7 +161,7 @@ def test_an_installed_package_that_fails_is_named(tmp_path, monkeypatch):
             registry.load_installed()
     finally:
         registry.load_installed.cache_clear()
-    text = "'mine' of kinds-of-test (kinds_of_test) fails: ModuleNotFoundError: No module named 'no_such_module'."
+    text = "'mine' of kinds-of-test (kinds_of_test) failed: ModuleNotFoundError: No module named 'no_such_module'."
     assert text in str(error.value)
 
 

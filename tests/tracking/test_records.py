@@ -124,7 +124,7 @@ def test_the_chain_is_over_the_records_up_to_the_step_of_a_checkpoint(tmp_path: 
     edited = path.read_bytes().replace(encode({"step": 4, "loss": 0.25}), encode({"step": 4, "loss": 0.26}))
     path.write_bytes(edited)
     problem = damaged_record(path, 10, 0, written=head)
-    assert missing(str(problem), "step 10", "13 lines", "changed") == []
+    assert missing(str(problem), "step 10", "13 lines", "edited") == []
 
 
 def test_the_chain_head_is_known_at_the_newest_step_and_the_one_before() -> None:
