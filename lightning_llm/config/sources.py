@@ -48,7 +48,9 @@ def kinds_without_file(group: str, files: Container[str]) -> dict[str, str]:
 
     An installed package adds them by entry point; `GROUP.name=KIND` selects one.
     """
-    registry: Mapping[str, Any] = KINDS.get(group, {})
+    if group not in KINDS:
+        return {}
+    registry = KINDS[group]
     return {name: (registry[name].__doc__ or "").partition("\n")[0] for name in registry if name not in files}
 
 

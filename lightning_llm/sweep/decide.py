@@ -232,8 +232,8 @@ def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: 
         seeds_of.setdefault(kind_of(config), set()).add(config.seed)
     if len(seeds_of) == 1:
         name = configs[0].precision.name
-        both = f"precision=bf16,{name}" if name != "bf16" else "precision=bf16,mxfp8"
-        text = f"has nothing to decide: all jobs have the same recipe. Add a baseline, for example {both}."
+        example = f"precision=bf16,{name}" if name != "bf16" else "precision=bf16,mxfp8"
+        text = f"has nothing to decide: all jobs have the same recipe. Add a baseline, for example {example}."
         raise ConfigError(Problem("sweep.until", text))
     first = [config for config in configs if config.seed == seeds[0]]
     runs = [_planned(config) for config in first]
