@@ -146,7 +146,7 @@ def _look_alikes(key: str) -> str:
 
 
 def typed_value(overrides: Sequence[str], key: str) -> str | None:
-    """Return the single value that the overrides set `key` to; None if they do not, or to several."""
+    """Return the value that the overrides set `key` to; None if they do not set it, or sweep over it."""
     found = [each for each in parse_overrides(overrides) if each.key_or_group == key and not each.is_sweep_override()]
     return str(found[-1].value()) if found else None
 

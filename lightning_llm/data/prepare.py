@@ -109,7 +109,7 @@ def scan(source: Source, cache_dir: Path, shown: bool) -> Scan:
 
 
 def hold_out(scans: Mapping[str, Scan], fraction: float) -> HeldOut:
-    """Return the rule for `fraction`. Raises ConfigError for sources that would have no document on one side."""
+    """Return the hold-out rule for `fraction`. Raises ConfigError if a source gets none on one side."""
     if not fraction:
         return HeldOut(0, frozenset())
     threshold = int(fraction * KEY_RANGE)

@@ -88,13 +88,13 @@ def _refuse_senseless(asked: Mapping[str, Any]) -> None:
     until, samples = asked.get("until"), asked.get("do_sample")
     stops = until if isinstance(until, list) else [until]
     if odd := [each for each in stops if not isinstance(each, str | None)]:
-        raise ValueError(f"until holds {odd[0]!r}, and must be text")
+        raise ValueError(f"until contains {odd[0]!r}: must be text")
     if asked["max_gen_toks"] < 1:
-        raise ValueError(f"{asked['max_gen_toks']} new tokens, and must be at least 1")
+        raise ValueError(f"max_gen_toks={asked['max_gen_toks']}: must be at least 1")
     if not isinstance(samples, bool | None):
-        raise ValueError(f"do_sample={samples!r}, and must be true or false")
+        raise ValueError(f"do_sample={samples!r}: must be true or false")
     if samples and not asked.get("temperature"):
-        raise ValueError("do_sample=True without a temperature above 0, which transformers refuses")
+        raise ValueError("do_sample=True requires a temperature above 0, as in transformers")
 
 
 def settings_problems(given: Mapping[str, Any]) -> list[str]:

@@ -79,7 +79,7 @@ class Recipes:
         self.recipe: PrecisionConfig = (quantised or [models[0].quantisation.recipe])[0]
 
     def begin_validation_batch(self, model: nn.Module, step: int, index: int) -> None:
-        """Key each model's random bits as its run does."""
+        """Set the key of each model's random bits as in that model's own training run."""
         for each in self.models:
             each.quantisation.begin_validation_batch(each.model, each.step, index)
 

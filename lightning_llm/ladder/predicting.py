@@ -36,12 +36,12 @@ def target_of(words: Sequence[str]) -> Target:
     model = [word for word in words if word.startswith(("model=", "model."))]
     counts = [word.partition("=")[2] for word in words if word.startswith(f"{TOKENS}=")]
     if not any(word.startswith("model=") for word in model):
-        problems.append(Problem(FLAG, "has no model. Add one for its number of parameters, e.g. model=llama_1b."))
+        problems.append(Problem(FLAG, "has no model. Add one to set the number of parameters, e.g. model=llama_1b."))
     if len(counts) != 1:
         problems.append(Problem(FLAG, f"has {len(counts)} numbers of tokens. Give one, for example {TOKENS}=20e9."))
     tokens = _number(counts[0]) if counts else math.nan
     if len(counts) == 1 and not tokens >= 1:
-        problems.append(Problem(FLAG, f"{TOKENS}={counts[0]} is no number of tokens. Use for example 20e9."))
+        problems.append(Problem(FLAG, f"{TOKENS}={counts[0]} is not a number of tokens. Use for example 20e9."))
     if problems:
         raise ConfigError(problems)
     config = compose_config([*model, "data=python", "logger=none"]).model

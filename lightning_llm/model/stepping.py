@@ -65,7 +65,7 @@ class DecoderCache:
 
 
 def blocks_of(start: int, count: int, rows: int = STEP_ROWS) -> Iterator[tuple[int, int]]:
-    """Yield (first, last + 1) of positions `start` to `start + count`, cut where a block of `rows` positions ends."""
+    """Yield half-open ranges (start, end) that cover `count` positions from `start`, split at multiples of `rows`."""
     stop = start + count
     while start < stop:
         end = min((start // rows + 1) * rows, stop)

@@ -22,7 +22,7 @@ _all_reduce, _wait = functional("all_reduce"), functional("wait_tensor")
 
 
 class GroupRef(NamedTuple):
-    """Process group as constants of a compiled graph: torch's name of it, number of ranks, this rank's index."""
+    """Process group as constants of a compiled graph: its name in torch, number of ranks, index of this rank."""
 
     name: str
     size: int

@@ -57,10 +57,10 @@ def compiler_failure(parallel: ParallelConfig, degrees: Degrees) -> str | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """One run before it starts: `config` with all choices made, degrees, `micro_batches` per rank and step.
+    """Resolved plan of a run: `config` without open choices, degrees, `micro_batches` per rank and step.
 
-    `decision` (native or emulated casts) was made for the device `capability`: this machine's if the run is to train,
-    the config's `hardware` if it is planned for another.
+    `decision` (native or emulated casts) is for the device `capability`: this machine's for training,
+    `hardware` of the config when planning for another machine.
     """
 
     config: Config

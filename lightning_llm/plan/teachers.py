@@ -17,12 +17,12 @@ KEY = "distil.teachers"
 
 
 def teacher_models(config: Config) -> list[ModelConfig]:
-    """Return the teachers' shapes, read from their folders. Raises ConfigError if a folder cannot be read."""
+    """Return the teachers' model configs, read from their folders. Raises ConfigError if a folder cannot be read."""
     return [_model_at(path) for path in config.distil.teachers] if config.distil else []
 
 
 def _model_at(path: str) -> ModelConfig:
-    """Return the shape of the weights at `path`.
+    """Return the model config of the weights at `path`.
 
     Raises:
         ConfigError: the folder has no readable model config.

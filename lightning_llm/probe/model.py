@@ -128,7 +128,7 @@ class ProbedModel:
 
     @property
     def random(self) -> bool:
-        """Whether the result depends on the key."""
+        """Whether any cast draws random bits, so that results depend on the key."""
         return any(layer.plan.random for layer in self.layers.values())
 
     def reference(self) -> Pass:

@@ -129,8 +129,8 @@ class TrainStrategy(ModelParallelStrategy):
             RuntimeError: always; trainer.save_checkpoint calls this first.
         """
         raise RuntimeError(
-            "trainer.save_checkpoint writes what resume cannot read. Set checkpoint.every_steps; a callback's "
-            "state_dict is saved with each checkpoint, and the last step's is always made"
+            "trainer.save_checkpoint is not supported: resume cannot read its files. Set checkpoint.every_steps; each "
+            "checkpoint includes the callbacks' state_dict, and the last step is always saved"
         )
 
     def teardown(self) -> None:

@@ -160,16 +160,16 @@ def damage_of_megatron(folder: Path) -> dict[str, tuple[Any, str]]:
         return lambda: index.write_bytes(sound[:at] + content + sound[at + len(content) :])
 
     return {
-        "magic": (patched(0, b"NOTIDX"), "is no index of Megatron-LM"),
-        "version": (patched(9, struct.pack("<Q", 2)), "has version 2, and version 1 is known"),
-        "float": (patched(17, b"\x07"), "dtype code 7, which is no integer's"),
+        "magic": (patched(0, b"NOTIDX"), "is not a Megatron-LM index"),
+        "version": (patched(9, struct.pack("<Q", 2)), "has version 2: only version 1 is supported"),
+        "float": (patched(17, b"\x07"), "dtype code 7, which is not an integer type"),
         "unknown": (patched(17, b"\x63"), "dtype code 99"),
         "header": (lambda: index.write_bytes(sound[:20]), "is no index"),
         "index": (lambda: index.write_bytes(sound[:-8]), "it is damaged"),
         "lengths": (patched(lengths, struct.pack("<i", -3)), "the index is damaged"),
         "pointers": (patched(pointers + 8, struct.pack("<q", 1 << 40)), "the index is damaged"),
         "documents": (patched(len(sound) - 16, struct.pack("<q", 1 << 40)), "document indices are damaged"),
-        "tokens": (lambda: tokens.write_bytes(tokens.read_bytes()[:-2]), "it is cut short, or another's"),
+        "tokens": (lambda: tokens.write_bytes(tokens.read_bytes()[:-2]), "truncated, or not of this index"),
         "none": (tokens.unlink, "a dataset of Megatron-LM is a pair"),
     }
 

@@ -74,7 +74,7 @@ def test_an_index_that_says_another_file_than_holds_the_tensor(sharded):
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000])
 def test_an_index_that_is_none(sharded, content):
     (sharded / INDEX).write_text(content)
-    assert "is no index of weights" in refusal(sharded)
+    assert "is not an index of weights" in refusal(sharded)
 
 
 def test_links(tmp_path):

@@ -399,5 +399,5 @@ def test_rotation_that_does_not_fit_is_an_error():
     layer = layer_of(load("mxfp4_sr"))
     set_step_key(layer, StepKey(0, 0, 0))
     x = torch.randn(40, K).bfloat16().requires_grad_()
-    with pytest.raises(ValueError, match="size 64 needs a contraction axis that it divides; this one has 40"):
+    with pytest.raises(ValueError, match="size 64 must divide the contraction axis, which has 40 elements"):
         layer(x).sum().backward()

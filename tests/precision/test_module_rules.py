@@ -75,7 +75,7 @@ def test_the_blocks_of_a_fraction_are_reported():
     ),
     ({"last_fraction_high_precision": 1.5}, "less than or equal to 1"),
     ({"casts": [{"names": ["*"]}]}, "has no casts. Give `recipe`"),
-    ({"casts": [{"high": True, "fprop": {"x": E4M3}}]}, "high: true excludes `recipe` and slots"),
+    ({"casts": [{"high": True, "fprop": {"x": E4M3}}]}, "`high: true` cannot be combined with `recipe` or slots"),
     ({"casts": [{"high": False}]}, "Input should be True"),
     ({"casts": [{"names": [], "high": True}]}, "at least 1 item"),
     ({"casts": [{"recipe": "mxfp8"}]}, "is only resolved when a config is composed"),

@@ -155,7 +155,7 @@ def test_a_damaged_summary_of_the_parent_run_is_reported(trunk, tmp_path, capsys
     (copy / "summary.json").write_text("{")
     said = refused(capsys, f"branch_from={step(copy, 3)}")
     assert f"branch_from: {copy / 'summary.json'} is damaged" in said
-    assert "remove it to branch without its facts" in said
+    assert "remove it to branch without the parent run's summary" in said
     (copy / "summary.json").unlink()
     assert main(["plan", f"branch_from={step(copy, 3)}"]) == 0
     capsys.readouterr()

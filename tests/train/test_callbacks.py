@@ -89,7 +89,7 @@ def test_callback_state_that_cannot_be_saved_is_reported_before_the_first_step(t
 @pytest.mark.parametrize(
     ("what", "hook", "said"),
     [
-        ("checkpoint", "on_train_batch_end", "RuntimeError: trainer.save_checkpoint writes what resume cannot read."),
+        ("checkpoint", "on_train_batch_end", "RuntimeError: trainer.save_checkpoint is not supported"),
         ("colours", "on_train_batch_end", r"ValueError: \x1b[31mred and more"),
         ("exit", "on_exception", "RuntimeError: and its on_exception fails, too"),
         ("interrupt", "on_train_batch_end", "KeyboardInterrupt: "),

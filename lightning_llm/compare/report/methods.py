@@ -92,7 +92,7 @@ def runs_paragraph(study: Study, citations: dict[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Passage:
-    """A part of the method with citations; it is included if `applies` is true; `words` describes this condition."""
+    """A passage of the methods text, with citations, included if `applies(study)`. `words` describes this condition."""
 
     heading: str
     words: str

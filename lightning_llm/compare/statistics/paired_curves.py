@@ -61,7 +61,7 @@ def kept_pairs(verdict: Verdict) -> list[Pair]:
 
 
 def paired_curves(verdicts: Sequence[Verdict]) -> list[Curve]:
-    """Return the curve of each verdict of one group; without a pair it has no steps."""
+    """Return the curve of each verdict of one group; a verdict without pairs has an empty curve."""
     common = [_common_steps(verdict) for verdict in verdicts]
     steps = sorted({step for each in common for step in each})
     seeds = sorted({pair.run.seed for verdict in verdicts for pair in kept_pairs(verdict)})

@@ -163,7 +163,7 @@ class MixtureConfig(Group):
         return self.model_dump()
 
     def chooser(self) -> Any:
-        """Return the `data.mixing.chosen.Chooser` of training documents; None: each once, in order."""
+        """Return the `data.mixing.chosen.Chooser` of training documents; None to use each document once, in order."""
         return None
 
     def build(self, weights: Mapping[str, float], step_samples: int, max_steps: int | None) -> Any:

@@ -65,7 +65,7 @@ class CastRule(Group):
         _one_of_each_end(self, "first_blocks", "last_blocks", "first_fraction", "last_fraction")
         given = self.given()
         if self.high and (self.recipe is not None or self.fprop or self.dgrad or self.wgrad):
-            raise ValueError("high: true excludes `recipe` and slots. Remove one of them")
+            raise ValueError("`high: true` cannot be combined with `recipe` or slots. Remove one of them")
         if self.recipe is not None and len(given) < len(SLOTS):
             raise ValueError(
                 f"recipe: {self.recipe} is only resolved when a config is composed (--config-dir, precision=...). "

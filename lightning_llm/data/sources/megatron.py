@@ -81,12 +81,12 @@ def read_header(prefix: Path) -> Header:
     with index.open("rb") as opened:
         content = opened.read(HEADER.size)
     if len(content) < HEADER.size or not content.startswith(MAGIC):
-        raise ValueError(f"{index} is no index of Megatron-LM: it does not begin with MMIDIDX and a header")
+        raise ValueError(f"{index} is not a Megatron-LM index: it does not begin with MMIDIDX and a header")
     _, version, code, sequences, document_indices = HEADER.unpack(content)
     if version != 1:
-        raise ValueError(f"{index} has version {version}, and version 1 is known")
+        raise ValueError(f"{index} has version {version}: only version 1 is supported")
     if code not in DTYPES or DTYPES[code][1] == "f":
-        raise ValueError(f"{index} has dtype code {code}, which is no integer's: 1 to 5 and 8 are")
+        raise ValueError(f"{index} has dtype code {code}, which is not an integer type. Supported codes: 1 to 5 and 8")
     stored = index.stat().st_size
     needed = HEADER.size + sequences * 12 + document_indices * 8
     if stored not in (needed, needed + sequences):  # with modes, as multimodal datasets have them
@@ -142,7 +142,7 @@ class MegatronReader:
             raise ValueError(f"does not match {index.name}, which must cover it end to end: the index is damaged")
         needed = int(ends[-1]) * item if len(ends) else 0
         if size != needed:
-            raise ValueError(f"has {size:,} bytes, and {index.name} counts {needed:,}: it is cut short, or another's")
+            raise ValueError(f"has {size:,} bytes, and {index.name} counts {needed:,}: truncated, or not of this index")
         if not len(firsts) or firsts[0] or firsts[-1] != header.sequences or (np.diff(firsts) < 0).any():
             raise ValueError(f"does not match the documents of {index.name}: its document indices are damaged")
         bounds = np.append(0, ends)[firsts]  # [documents + 1], in tokens

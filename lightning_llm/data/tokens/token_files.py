@@ -56,7 +56,7 @@ class TokenWriter:
         self._pending, self._pending_tokens, self._starts = [], 0, []
 
     def close(self) -> dict[str, Any]:
-        """Write the rest to the disk and return the split's manifest entry."""
+        """Flush buffered tokens, sync and close the files; return the split's manifest entry."""
         self._flush()
         for file in (self._file, self._starts_file, self._sizes_file):
             if file is None:
@@ -142,7 +142,7 @@ class JoinedTokens:
 
 
 def map_array(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return a file's content as a one-dimensional array, read as it is asked for."""
+    """Return a file as a one-dimensional, memory-mapped array."""
     if file.stat().st_size == 0:
         return np.empty(0, dtype)
     return np.asarray(np.memmap(file, dtype, mode="r"))  # a plain view: slicing a memmap object is several times slower

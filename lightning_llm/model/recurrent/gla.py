@@ -275,7 +275,7 @@ class GLA(nn.Module):
         return GLACache()
 
     def step(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: GLACache) -> Tensor:
-        """Return `[B, T, D]` for the next tokens `x` `[B, T, D]` of the sequences in `cache`, which takes them in."""
+        """Return outputs `[B, T, D]` for the next tokens `x` `[B, T, D]` of the cached sequences; updates `cache`."""
         mixed, cache.state = continue_from(cache.state, *self._operands(x))  # [B, T, H, V], [B, H, K, V]
         return self._gated(x, mixed)
 

@@ -129,14 +129,14 @@ def open_pickled(folder: Path) -> PickledFiles:
             # Before torch 1.6 it wrote no zip file, and mapped is one alone: such files are read whole.
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
         except pickle.UnpicklingError as error:
-            text = f"{unpickling_problem(error)}. Take weights that hold tensors alone, and are whole."
+            text = f"{unpickling_problem(error)}. Use a complete file that contains only tensors."
             problems.append(Problem(str(file), text))
             continue
         except Exception as error:  # torch's reader raises many types for damaged bytes
             problems.append(Problem(str(file), f"cannot be read: {(str(error).splitlines() or [''])[0]}. {AGAIN}"))
             continue
         if not isinstance(loaded, dict) or not all(isinstance(each, torch.Tensor) for each in loaded.values()):
-            problems.append(Problem(str(file), "holds no tensors by name. Save the model's state dict."))
+            problems.append(Problem(str(file), "is not a dict of tensors by name. Save the model's state dict."))
             continue
         for name, tensor in loaded.items():
             entries[str(name)] = Entry(file, tuple(tensor.shape), kinds.get(tensor.dtype, str(tensor.dtype)))
@@ -193,10 +193,10 @@ def _read_index(file: Path) -> dict[str, str]:
             raise ValueError(f"it has {file.stat().st_size:,} bytes")
         listed = json.loads(file.read_bytes())["weight_map"]
         if not isinstance(listed, dict) or not listed:
-            raise ValueError("weight_map is no object with names in it")
+            raise ValueError("weight_map is not an object of names")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(Problem(str(file), f"is no index of weights ({why}). {AGAIN}")) from error
+        raise ConfigError(Problem(str(file), f"is not an index of weights ({why}). {AGAIN}")) from error
     out = {str(name) for name in listed.values() if not _is_plain_name(name)}
     if out:
         text = f"names {some_of(sorted(out))}, which {'is' if len(out) == 1 else 'are'} not in this folder. {AGAIN}"

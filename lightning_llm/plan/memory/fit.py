@@ -46,7 +46,7 @@ def hardware_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
 
 
 def hardware_row(facts: dict[str, Any]) -> tuple[str, str]:
-    """Return `hardware_facts` as a line."""
+    """Return `hardware_facts` as a row of the plan: (label, text)."""
     name = f"{facts['devices']} x {facts['name']}"
     if facts["memory_bytes"] is None:
         return "hardware", f"{name}; set hardware=h100 (or a100, b200, ...) to check whether the memory is enough"

@@ -228,8 +228,10 @@ than requested. An assumption, not a measurement."""
 
 
 class PeakMemory(NamedTuple):
-    """Bytes of a rank: the `largest` of each kind at any time, and those of each kind `at_peak`, the `moment` with the
-    largest sum."""
+    """Peak memory of a rank in bytes, by kind.
+
+    `largest`: maximum of each kind over time; `at_peak`: each kind at `moment`, when their sum is largest.
+    """
 
     largest: dict[str, int]
     at_peak: dict[str, int]

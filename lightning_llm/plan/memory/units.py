@@ -138,5 +138,5 @@ def reduces_once(parallel: ParallelConfig, degrees: Degrees) -> bool:
 
 
 def micro_batches_per_rank(config: Config, degrees: Degrees) -> int:
-    """Return the micro-batches per rank and optimizer step. `data.check` rejects batches that do not divide."""
+    """Return the micro-batches per rank and optimizer step. `data.check` rejects uneven splits."""
     return config.data.global_batch_size // (config.data.micro_batch_size * degrees.dp)

@@ -130,7 +130,7 @@ class Operations:
         return self._gemms[shape]
 
     def linear(self, name: str, spec: LinearSpec) -> Passes:
-        """Return the cost of a linear's GEMMs and casts, including weight casts unless FSDP makes them."""
+        """Return the cost of a linear's GEMMs and casts, including weight casts unless FSDP performs them."""
         tp = self.degrees.tp
         outputs = spec.outputs.length // (tp if spec.role in ("column", "vocabulary") else 1)
         inputs = spec.inputs.length // (tp if spec.role == "row" else 1)

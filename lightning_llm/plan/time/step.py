@@ -294,5 +294,5 @@ def finish_times(
             left -= place - places[rank]
             clocks[rank], places[rank] = clock, place
         if left == before:
-            raise ValueError("the ranks of a pipeline wait for each other")
+            raise ValueError("deadlock in the pipeline schedule: all ranks wait for each other")
     return clocks

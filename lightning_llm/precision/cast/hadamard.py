@@ -44,8 +44,8 @@ def rotate(x: Tensor, s: Tensor, axis: int, round_to: torch.dtype) -> Tensor:
     rows, columns = x.shape
     if x.shape[axis] % size:
         raise ValueError(
-            f"a Hadamard transform of size {size} needs a contraction axis that it divides; this one has "
-            f"{x.shape[axis]}. Change the shape, or take a smaller hadamard.size"
+            f"a Hadamard transform of size {size} must divide the contraction axis, which has "
+            f"{x.shape[axis]} elements. Change the shape, or use a smaller hadamard.size"
         )
     exact_in_bf16 = size.bit_length() % 2 == 1
     dtype = torch.bfloat16 if x.dtype == round_to == torch.bfloat16 and exact_in_bf16 else torch.float32

@@ -221,7 +221,7 @@ def branch_problems(config: Config) -> list[Problem]:
     except ConfigError as error:
         return list(error.problems)
     except ValueError as error:
-        return [Problem(KEY, f"{error}. Restore the file, or remove it to branch without its facts.")]
+        return [Problem(KEY, f"{error}. Restore the file, or remove it to branch without the parent run's summary.")]
     return [*_end_problems(config, checkpoint), *_key_problems(config, parent, checkpoint.run_folder)]
 
 

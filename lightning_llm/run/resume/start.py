@@ -237,7 +237,8 @@ def _at_path(config: Config, folder: Path, holds_run: bool, verify: Verify) -> t
     try:
         summary_of(origin)  # its facts about previous sessions are kept
     except ValueError as error:
-        raise ConfigError(Problem("resume", f"{error}. Remove the file to resume without its facts.")) from error
+        text = f"{error}. Restore the file, or remove it to resume without the history of previous sessions."
+        raise ConfigError(Problem("resume", text)) from error
     if holds_run and not same_folder(origin, folder):
         text = f"{folder} contains a run, but the checkpoint is from {origin}. Choose another run.dir, or that one."
         raise ConfigError(Problem("run.dir", text))
