@@ -86,7 +86,7 @@ def _mixture_problems(config: DataConfig) -> list[Problem]:
     if not config.sources:
         return [Problem("data.sources", "is empty: name at least one source.")]
     if not config.trained_weights:
-        return [Problem("data.sources", "has role=validation throughout: give one source at least to train on.")]
+        return [Problem("data.sources", "has only sources with role=validation. Add at least one source to train on.")]
     return list(config.chosen_mixture.problems("data.mixture", config.trained_weights))
 
 

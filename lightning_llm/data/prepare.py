@@ -100,7 +100,7 @@ def scan(source: Source, cache_dir: Path, shown: bool) -> Scan:
                 advance(document.text_bytes)
         if not documents:
             where = source.where if source.files else f"loader={source.config.loader}"
-            raise ConfigError(Problem(source.key, f"{where} holds no document: every text is empty or blank."))
+            raise ConfigError(Problem(source.key, f"{where} contains no document: every text is empty or blank."))
         skipped = getattr(source.reader, "skipped", {})
         return asdict(Scan(documents, text_bytes, smallest, largest, source.left_out, skipped_files=skipped))
 

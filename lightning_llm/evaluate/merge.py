@@ -183,7 +183,7 @@ def _runs(folder: Path) -> dict[tuple[int, Parts], Subject]:
             of_parts.append(Problem(str(file.parent), text))
         elif key in found:
             of_parts.append(
-                Problem(str(file.parent), f"is of the parts and the seed of {found[key].folder}. Remove one.")
+                Problem(str(file.parent), f"has the same parts and seed as {found[key].folder}. Remove one of them.")
             )
         found.setdefault(key, subject)
     singles = [parts for _, parts in found if len(parts) == 1]

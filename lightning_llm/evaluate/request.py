@@ -182,7 +182,7 @@ def _data_words(given: Sequence[str], problems: list[Problem]) -> tuple[dict[str
     for word in given:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            problems.append(Problem("--data", f"'{word}' is no KEY=VALUE: jsonl=FILE, or a key below data."))
+            problems.append(Problem("--data", f"'{word}' is not KEY=VALUE: jsonl=FILE, or a key below data."))
         elif key in kinds:
             files[key] = Path(value).expanduser().absolute()
         elif key in option_files("data"):
@@ -215,7 +215,7 @@ def _with_files(subject: Subject, files: Mapping[str, Path], words: Sequence[str
 def _tasks(names: Sequence[str], read: bool) -> "Tasks | None":
     """Return the tasks; where the rest is wrong anyway they are not `read`, which takes seconds, but looked for."""
     files = {name: Path(name).expanduser() for name in names if name.endswith((".yaml", ".yml"))}
-    if missing := [Problem("--tasks", f"{file} is no file.") for file in files.values() if not file.is_file()]:
+    if missing := [Problem("--tasks", f"{file} is not a file.") for file in files.values() if not file.is_file()]:
         raise ConfigError(missing)
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(Problem("--tasks", f"needs lm-eval, which is not installed: {INSTALL}"))
@@ -249,7 +249,9 @@ def composed_layout(words: Sequence[str], accelerator: str) -> Config:
         ConfigError: with the problems of the overrides themselves.
     """
     problems = [
-        Problem(word, "is no override here: parallel=NAME, parallel.KEY=VALUE and trainer.devices=N; data: --data.")
+        Problem(
+            word, "cannot be overridden here: parallel=NAME, parallel.KEY=VALUE and trainer.devices=N; data: --data."
+        )
         for word in words
         if not LAYOUT_WORD.fullmatch(word)
     ]
@@ -257,7 +259,7 @@ def composed_layout(words: Sequence[str], accelerator: str) -> Config:
         raise ConfigError(problems)
     made = adopt_world(compose_config([*words, f"trainer.accelerator={accelerator}"]))
     if made.parallel.compile:
-        raise ConfigError(Problem("parallel.compile", "is true, and evaluations are not compiled. Leave it out."))
+        raise ConfigError(Problem("parallel.compile", "is true, but evaluations are never compiled. Remove it."))
     return made
 
 

@@ -103,10 +103,10 @@ def is_bitwise_key(key: str) -> bool:
 def place_problems(file: Path, *, replace: bool) -> list[Problem]:
     """Return problems of writing a golden file to `file`, before the steps are run."""
     if file.exists() and not replace:
-        return [Problem("--file", f"{file} is there already. Check against it, name another, or --force.")]
+        return [Problem("--file", f"{file} already exists. Check against it, choose another file, or add --force.")]
     folder = next(each for each in file.absolute().parents if each.exists())
     if file.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        return [Problem("--file", f"{file} cannot be written. Name a file in a folder that takes one.")]
+        return [Problem("--file", f"{file} cannot be written. Choose a file in a writable folder.")]
     return []
 
 
@@ -122,7 +122,7 @@ def write_golden(golden: Golden, file: Path) -> None:
         partial.write_text(_text(golden.as_data()) + "\n", encoding="utf-8")
         os.replace(partial, file)
     except OSError as error:
-        raise ConfigError(Problem("--file", f"{file} cannot be written ({error.strerror}). Name another.")) from error
+        raise ConfigError(Problem("--file", f"{file} cannot be written ({error.strerror}). Choose another.")) from error
 
 
 def read_golden(file: Path) -> Golden:
@@ -140,7 +140,7 @@ def read_golden(file: Path) -> Golden:
         keys = {key: data[key] for key in ("recipe", "hashes", "config", "layout", "bitwise", "origin")}
         golden = Golden(**keys, curve=Curve.from_data(data["curve"]), noise=noise)
         if noise and not all(each is None or each.is_like(golden.curve) for each in (noise.mean, noise.sd)):
-            raise ValueError("its noise is of other numbers than its curve")
+            raise ValueError("its noise does not match its curve")
         return golden
     except FileNotFoundError as error:
         text = "is not there. Record it first: lightning-llm golden record, with the same words; or name it by --file."

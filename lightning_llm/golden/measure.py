@@ -86,7 +86,7 @@ def _first_steps(rank: Rank, steps: int, nudge: int | None) -> Measured:
     with attention_of(rank.plan, rank.attention):
         trainer.fit(module, CorpusDataModule(inputs.corpus, config))
     if not trajectory.figures:
-        raise StepNotMadeError("a callback ended the run before its first step, and there is nothing to record", {})
+        raise StepNotMadeError("a callback ended the run before its first step, so there is nothing to record", {})
     return Measured(trajectory.figures, origin_of(origin_here(rank.plan, rank.device) | facts))
 
 

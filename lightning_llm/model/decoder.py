@@ -184,7 +184,7 @@ class Decoder(nn.Module):
         for name, block in self.blocks.items():
             mixer: Any = block.attention
             if not isinstance(mixer, SteppingMixer):
-                raise ValueError(f"{name}: a mixer of {type(mixer).__name__} keeps no cache of earlier tokens")
+                raise ValueError(f"{name}: a mixer of {type(mixer).__name__} has no cache of earlier tokens")
             cache = mixer.new_cache(batch_size, length)
             made[name] = cache if getattr(mixer, "steps_in_blocks", False) else BlockCache(cache)
         return DecoderCache(made, batch_size, length)
@@ -198,7 +198,7 @@ class Decoder(nn.Module):
         first = cache.length
         if first + tokens.shape[1] > cache.longest or tokens.shape[0] != cache.batch_size:
             made, asked = f"{cache.batch_size} x {cache.longest}", f"{tokens.shape[0]} x {first + tokens.shape[1]}"
-            raise ValueError(f"the cache has room for {made} tokens, and is given {asked}")
+            raise ValueError(f"the cache has room for {made} tokens, but {asked} were given")
         logits = []
         for start, stop in blocks_of(first, tokens.shape[1]):
             logits.append(self._step_in_block(tokens[:, start - first : stop - first], start, cache))
@@ -214,7 +214,7 @@ class Decoder(nn.Module):
         for name, block in blocks.items():
             x = block.step(x, rope, cache.mixers[name], rows)  # [B, STEP_ROWS, D]
         if self.norm is None:
-            raise ValueError("a stage of a pipeline makes no steps")
+            raise ValueError("a pipeline stage cannot decode step by step")
         return self.project(self.norm(x))[:, rows]  # [B, n, V]
 
     def seen_keys(self, positions: Tensor, document_ids: Tensor | None, window: int | None) -> SeenKeys | None:
@@ -228,7 +228,7 @@ class Decoder(nn.Module):
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return `[B, T, D]` in `compute_dtype`: the rows of `tokens`, scaled, plus those of `positions` if learned."""
         if self.embedding is None:
-            raise ValueError("this stage holds no embedding: it takes hidden states [B, T, D], not tokens")
+            raise ValueError("this stage has no embedding: pass hidden states [B, T, D], not tokens")
         x = self.embedding(tokens)  # [B, T, D]
         if self.config.embedding_scale == "sqrt_hidden_size":
             x = x * self.config.hidden_size**0.5  # [B, T, D]
@@ -246,7 +246,7 @@ class Decoder(nn.Module):
         elif self.embedding is not None:
             project = self.embedding.project
         else:
-            raise ValueError("this stage holds a final norm, but neither a head nor the embedding to project with")
+            raise ValueError("this stage has a final norm, but neither a head nor the embedding for the logits")
         return self._finish(project(x)) if loss is None else project(x, loss.after(self._finish))
 
     def _finish(self, logits: Tensor) -> Tensor:

@@ -44,5 +44,5 @@ class Ensemble(nn.Module):
                 log_p = F.log_softmax(logits, dim=-1)  # [B, T, vocab_size]
                 total = log_p if total is None else torch.logaddexp(total, log_p)
         if total is None:
-            raise ValueError("an ensemble of no member predicts nothing")
+            raise ValueError("an ensemble must have at least one member")
         return total if self.combine == "logits" else total - math.log(len(self.members))

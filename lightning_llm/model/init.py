@@ -42,7 +42,7 @@ def distribution_of(config: ModelConfig, name: str) -> Distribution:
     ends = {f"{end}.weight": _of_table(config, end) for end in ("embedding", "position_embedding", "head")}
     ends |= {f"norm.{key}": Distribution(mean=first) for key, first in norm_of(config).vectors(config).items()}
     if name not in ends:
-        raise KeyError(f"{name} is no parameter of a decoder")
+        raise KeyError(f"{name} is not a parameter of a decoder")
     return ends[name]
 
 
@@ -56,7 +56,7 @@ def _in_block(config: ModelConfig, index: int, name: str) -> Distribution:
     for parameter in block_parameters(config, index):
         if parameter.name == name and parameter.distribution is not None:
             return parameter.distribution
-    raise KeyError(f"layers.{index}.{name} is no parameter of a decoder")
+    raise KeyError(f"layers.{index}.{name} is not a parameter of a decoder")
 
 
 def _std(config: ModelConfig, linear: LinearSpec, index: int) -> float:

@@ -282,7 +282,7 @@ def test_problems_of_the_documents_come_together(tmp_path: Path, cache: Path, tw
     texts = problems_of(data_config(cache, sources))
     assert len(texts) == 2
     assert "data.sources.empty: " in texts[0]
-    assert "holds no document" in texts[0]
+    assert "contains no document" in texts[0]
     assert "no column 'text'; it has 'body', 'extra0'" in texts[1]
     texts = problems_of(data_config(cache, {"single": {"loader": "jsonl", "path": str(single)}}))
     assert "one distinct document" in texts[0]

@@ -182,7 +182,7 @@ def test_refusals(two_files, cache, scored, tmp_path):
     def said(config) -> str:
         return "\n".join(map(str, check_data(config, 300, 1)))
 
-    assert "data.mixture.scores: /nowhere.parquet is no file" in said(mixed(cache, two_files, "/nowhere.parquet"))
+    assert "data.mixture.scores: /nowhere.parquet does not exist" in said(mixed(cache, two_files, "/nowhere.parquet"))
     weighed = data_config(cache, two_files, mixture={"kind": "samplemix", "scores": str(scored)})
     assert "data.sources.a.weight: is 3, and documents are drawn by their scores" in said(weighed)
     assert "data.mixture.ratio: is 1e+09, at most 1000" in said(mixed(cache, two_files, scored, ratio=1e9))
@@ -218,11 +218,11 @@ def test_problems_of_a_table_are_reported_by_column_and_row(scored, tmp_path):
 
     assert said() == ""
     assert said(quality=whole["quality"].cast("float32"), cluster=whole["cluster"].cast("int64")) == ""
-    assert "column key holds string, and has to hold whole numbers from 0 on (uint64)" in said(
+    assert "column key contains string: must contain whole numbers from 0 on (uint64)" in said(
         key=list(map(str, whole["key"].to_pylist()))
     )
-    assert "column key has to hold whole numbers" in said(key=[-1, *range(len(whole) - 1)])
-    assert "column source holds int64, and has to hold text" in said(source=list(range(len(whole))))
+    assert "column key must contain whole numbers" in said(key=[-1, *range(len(whole) - 1)])
+    assert "column source contains int64: must contain text" in said(source=list(range(len(whole))))
     both = said(source=but("source", r4=None), quality=but("quality", r5=None, r9=None))
     assert "column source is null in 1 of 65 rows, first in row 4" in both
     assert "column quality is null in 2 of 65 rows, first in row 5" in both
@@ -239,7 +239,10 @@ def test_problems_of_a_table_are_reported_by_column_and_row(scored, tmp_path):
 
 
 def test_scoring_nothing_is_refused(tmp_path, capsys):
-    for text, said in (("", "have no document with a text"), ("!?!", "cannot score these 1 documents: empty vocab")):
+    for text, said in (
+        ("", "contain only documents without text"),
+        ("!?!", "cannot score these 1 documents: empty vocab"),
+    ):
         file = write_jsonl(tmp_path / "d.jsonl", [text])
         words = ["data=jsonl", f"data.sources.jsonl.path={file}", "--output", str(tmp_path / "s.parquet")]
         assert main(["prepare", *words, "--score", "diversity=tfidf_kmeans"]) == 2

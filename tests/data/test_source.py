@@ -127,7 +127,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "stray.json").unlink()
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"caf\xe9 " * 10)
-    assert f"line 1 of {latin}, byte 0xe9, is no UTF-8 text" in problem_of(loader="text", path=str(latin))
+    assert f"line 1 of {latin}, byte 0xe9, is not UTF-8 text" in problem_of(loader="text", path=str(latin))
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"not parquet at all")
     assert str(broken) in problem_of(loader="parquet", path=str(broken))
@@ -149,7 +149,7 @@ def test_the_line_that_is_no_utf8_is_named_and_a_byte_order_mark_is_none_of_the_
         with write(tmp_path / f"b{name}{ending}", "wb") as opened:
             opened.write(good * 3 + bad + good)
         problem = problem_of(loader=loader, path=f"{tmp_path}/*{name}{ending}")
-        assert f"line 4 of {tmp_path}/b{name}{ending}, byte 0xe9, is no UTF-8 text" in problem
+        assert f"line 4 of {tmp_path}/b{name}{ending}, byte 0xe9, is not UTF-8 text" in problem
 
 
 def test_records_without_text_are_counted(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_all_problems_are_reported_at_once(tmp_path, capsys):
     wrong += ["--output", str(tmp_path)]
     assert main(["evaluate", *wrong]) == 2
     said = capsys.readouterr().err
-    for part in ("--limit: is 0", "--batch-size: is 0", "--ensemble: excludes --average", "'jsonl' is no KEY=VALUE",
+    for part in ("--limit: is 0", "--batch-size: is 0", "--ensemble: excludes --average", "'jsonl' is not KEY=VALUE",
                  "--tasks-only: leaves nothing to do", "a: does not exist", "b: does not exist",
                  "is a folder. Give a file in it"):  # fmt: skip
         assert part in said, part

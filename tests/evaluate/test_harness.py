@@ -220,7 +220,7 @@ def test_tasks_that_are_not_there_are_named(trained, task, tmp_path, capsys, mon
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "documents.jsonl").unlink()
     assert main(["evaluate", str(trained), "--tasks", f"{task},{tmp_path}/none.yaml"]) == 2
-    assert "none.yaml is no file" in capsys.readouterr().err
+    assert "none.yaml is not a file" in capsys.readouterr().err
     assert main(["evaluate", str(trained), "--tasks", str(task)]) == 2
     assert "my_choice.yaml cannot be loaded" in capsys.readouterr().err
 

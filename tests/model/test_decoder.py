@@ -140,7 +140,7 @@ def test_a_stage_names_its_missing_modules():
     model, tokens = build(config), tokens_of(config)
     model.head = None
     model.embedding, embedding = None, model.embedding
-    with pytest.raises(ValueError, match="takes hidden states"):
+    with pytest.raises(ValueError, match="pass hidden states"):
         model(tokens)
     with pytest.raises(ValueError, match="neither a head nor the embedding"):
         model(embedding(tokens))

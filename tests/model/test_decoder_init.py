@@ -128,5 +128,5 @@ def test_initialising_leaves_the_global_generator_alone():
 
 @pytest.mark.parametrize("name", ["layers.0.attention.qkv.weight", "head.scale", "weight"])
 def test_unknown_names_are_refused(name):
-    with pytest.raises(KeyError, match="is no parameter of a decoder"):
+    with pytest.raises(KeyError, match="is not a parameter of a decoder"):
         distribution_of(llama(), name)

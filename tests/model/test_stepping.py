@@ -128,7 +128,7 @@ def test_a_full_cache_and_another_batch_are_refused():
     config = MODELS["attention"]
     model, tokens = build(config).eval(), tokens_of(config, length=6)
     cache = model.new_cache(2, 5)
-    with pytest.raises(ValueError, match="room for 2 x 5 tokens, and is given 2 x 6"):
+    with pytest.raises(ValueError, match="room for 2 x 5 tokens, but 2 x 6 were given"):
         model.step(tokens, cache)
     with pytest.raises(ValueError, match="is given 1 x 3"):
         model.step(tokens[:1, :3], cache)
@@ -139,5 +139,5 @@ def test_a_full_cache_and_another_batch_are_refused():
 def test_a_mixer_without_a_cache_is_named():
     model = build(MODELS["attention"])
     model.layers["1"].attention = torch.nn.Identity()
-    with pytest.raises(ValueError, match=r"layers\.1: a mixer of Identity keeps no cache"):
+    with pytest.raises(ValueError, match=r"layers\.1: a mixer of Identity has no cache"):
         model.new_cache(1, 8)

@@ -168,7 +168,7 @@ def choice_task(folder: Path) -> Path:
         (["parallel=tp", "trainer.devices=4"], "parallel.tp: is 4, and must divide"),
         (["parallel=pp", "trainer.devices=4"], "model.num_layers: is 2"),
         (["parallel=zero4"], "there is no 'zero4'"),
-        (["precision=bf16"], "precision=bf16: is no override here"),
+        (["precision=bf16"], "precision=bf16: cannot be overridden here"),
         (["parallel=zero3", "trainer.devices=2", "parallel.compile=true"], "parallel.compile: is true"),
         (["parallel=zero3", "trainer.devices=2", "--ensemble", "RUN"], "--ensemble: goes with one rank"),
         (["parallel=zero3", "world=4"], "world=4: must equal trainer.devices=1"),

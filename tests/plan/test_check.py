@@ -190,7 +190,7 @@ def test_a_floor_is_a_factor_or_a_rate_and_below_the_peak(capsys):
     assert compose_config([f"{rate}=1e-5"]).schedule.final_factor is None  # the default gives way
     assert compose_config([]).schedule.final_factor == 0.1
     none = [f"data.sources.{name}.weight=0" for name in ("code", "prose")]
-    assert "data.sources.code.weight: is 0, as all are" in refused(*none)
+    assert "data.sources.code.weight: is 0, like all others" in refused(*none)
 
 
 @pytest.mark.parametrize("modes", ["[none]", "[full]", "[selective, full]"])

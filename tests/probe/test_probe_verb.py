@@ -191,9 +191,9 @@ def test_huggingface_folders_that_cannot_be_probed(huggingface_folder, tmp_path,
     ):
         assert part in said
     for values, part in (
-        ({"hidden_act": "gelu"}, "hidden_act: is 'gelu', and this decoder has 'silu'"),
+        ({"hidden_act": "gelu"}, "hidden_act: is 'gelu', but this decoder has 'silu'"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "is of type 'longrope'"),
-        ({"num_hidden_layers": "two"}, "num_hidden_layers: a whole number must be given"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers: must be a whole number"),
     ):
         folder = changed(f"with_{next(iter(values))}", **values)
         with pytest.raises(ConfigError, match=part.replace("(", "\\(")):

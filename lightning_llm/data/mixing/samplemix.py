@@ -55,7 +55,10 @@ class SampleMix(MixtureConfig):
                 text = f"is {weight:g}, and documents are drawn by their scores. Leave it out (1), or 0 for none of it."
                 yield Problem(f"data.sources.{name}.weight", text)
         if not any(weights.values()):
-            yield Problem(f"data.sources.{next(iter(weights))}.weight", "is 0, as all are: give one source a weight.")
+            yield Problem(
+                f"data.sources.{next(iter(weights))}.weight",
+                "is 0, like all others. Give at least one source a weight above 0.",
+            )
 
     def drawn(self, weights: Mapping[str, float]) -> tuple[str, ...]:
         return tuple(name for name, weight in weights.items() if weight)

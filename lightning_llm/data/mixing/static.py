@@ -16,7 +16,10 @@ class StaticMixture(MixtureConfig):
 
     def problems(self, key: str, weights: Mapping[str, float]) -> Iterator[Problem]:
         if not any(weights.values()):
-            yield Problem(f"data.sources.{next(iter(weights))}.weight", "is 0, as all are: give one source a weight.")
+            yield Problem(
+                f"data.sources.{next(iter(weights))}.weight",
+                "is 0, like all others. Give at least one source a weight above 0.",
+            )
         yield from weight_problems(weights, {name: f"data.sources.{name}.weight" for name in weights})
 
     def drawn(self, weights: Mapping[str, float]) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ def score_documents(
                 texts.append(document.text)
                 sizes.append(document.text_bytes)
     if not texts:
-        raise ConfigError(Problem("data.sources", "have no document with a text in it, so there is nothing to score."))
+        raise ConfigError(Problem("data.sources", "contain only documents without text, so there is nothing to score."))
     columns: dict[str, Any] = {
         "source": names,
         "key": np.array(keys, np.uint64),

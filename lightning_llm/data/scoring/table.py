@@ -86,7 +86,7 @@ def read_scores(file: Path, key: str) -> dict[str, Scores]:
         except ValueError as error:
             wrong.append(f"column {name} {error}")
     if wrong := wrong or list(wrong_values(columns)):
-        raise ConfigError([Problem(key, f"{file}: {each}. Mend the table, or score again.") for each in wrong])
+        raise ConfigError([Problem(key, f"{file}: {each}. Repair the table, or score again.") for each in wrong])
     sources = columns.pop("source")
     return {
         str(name): Scores({column: values[sources == name] for column, values in columns.items()})
@@ -130,7 +130,9 @@ def scores_problems(key: str, file: Path) -> Iterator[Problem]:
     It is read once until it changes, so a rule that is asked on the way to each run costs one reading.
     """
     if not file.is_file():
-        yield Problem(key, f"{file} is no file. Make it of the same data: lightning-llm prepare ... --score ...")
+        yield Problem(
+            key, f"{file} does not exist. Create it from the same data: lightning-llm prepare ... --score ..."
+        )
         return
     stat = file.stat()
     yield from _problems(key, file, stat.st_size, stat.st_mtime_ns)
@@ -173,11 +175,11 @@ def typed_column(column: Any, kind: str) -> np.ndarray:
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     if (kind == "string") != _is_text(column.type) or not (kind == "string" or _is_number(column.type)):
-        raise ValueError(f"holds {column.type}, and has to hold {NAMED[kind]} ({kind})")
+        raise ValueError(f"contains {column.type}: must contain {NAMED[kind]} ({kind})")
     try:
         return np.asarray(column.cast(getattr(pa, kind)()).to_numpy())
     except pa.ArrowInvalid as error:  # a fraction, a negative one, one that is too large
-        raise ValueError(f"has to hold {NAMED[kind]} ({kind}): {str(error).splitlines()[0]}") from error
+        raise ValueError(f"must contain {NAMED[kind]} ({kind}): {str(error).splitlines()[0]}") from error
 
 
 def _is_text(kind: Any) -> bool:

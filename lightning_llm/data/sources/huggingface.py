@@ -39,7 +39,7 @@ class HuggingFaceSource(TextSourceConfig):
         if os.path.isfile(absolute):
             yield Problem(f"{key}.path", f"{absolute} is a file; files are read by loader=jsonl, text or parquet.")
         elif not os.path.isdir(absolute) and (self.path[0] in "/.~" or self.path.count("/") > 1):
-            yield Problem(f"{key}.path", f"there is no folder {absolute}, and it is no hub name (owner/name).")
+            yield Problem(f"{key}.path", f"there is no folder {absolute}, and it is not a hub name (owner/name).")
 
     def files(self) -> list[Path]:
         return self._in_folder().read

@@ -46,7 +46,7 @@ def _record(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON ({error}): {line.strip()[:80]!r}") from error
+        raise ValueError(f"{where} is not JSON ({error}): {line.strip()[:80]!r}") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{where} is no JSON object: {line.strip()[:80]!r}")
+        raise ValueError(f"{where} is not a JSON object: {line.strip()[:80]!r}")
     return record

@@ -83,4 +83,4 @@ class OlmoReader:
         """Raise ValueError for uint32 that is read as uint16: of every two, the second is next to nothing."""
         high = tokens[1::2]
         if self.dtype == "uint16" and len(high) > 1 and high.max() < 16 <= tokens[::2].max():
-            raise ValueError("looks like uint32, and is read as uint16. Set dtype=uint32")
+            raise ValueError("looks like uint32, but is read as uint16. Set dtype=uint32")

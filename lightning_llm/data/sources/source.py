@@ -138,7 +138,7 @@ class Source:
             except UnicodeDecodeError as error:
                 self.check_unchanged()
                 where = first_that_is_no_text(self.files) or self.where
-                raise ConfigError(Problem(f"{self.key}.path", f"{where} is no UTF-8 text: {error.reason}.")) from error
+                raise ConfigError(Problem(f"{self.key}.path", f"{where} is not UTF-8 text: {error.reason}.")) from error
             except DAMAGED as error:
                 self.check_unchanged()
                 raise ConfigError(Problem(f"{self.key}.path", f"{self.where} cannot be read: {error}")) from error

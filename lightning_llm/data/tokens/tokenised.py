@@ -55,7 +55,7 @@ def end_of_document_of(config: TokenizerConfig) -> int:
     file = tokenizer_file(config.path or "")
     found = find_end_of_document(read_vocabulary(file), config.end_of_document, file)
     if found is None:
-        raise ConfigError(Problem("data.tokenizer.end_of_document", "names no token of the tokenizer."))
+        raise ConfigError(Problem("data.tokenizer.end_of_document", "is not a token of the tokenizer."))
     return found
 
 
@@ -111,9 +111,11 @@ def scan_tokens(source: Source, config: TokenizerConfig, cache_dir: Path, shown:
                     advance(read.nbytes)
         source.check_unchanged()
         if ids.smallest < 0:
-            raise ConfigError(Problem(f"{source.key}.path", f"{ids.smallest_at} is {ids.smallest}: no id is negative."))
+            raise ConfigError(
+                Problem(f"{source.key}.path", f"{ids.smallest_at} is {ids.smallest}: token ids must be 0 or more.")
+            )
         if not documents:
-            raise ConfigError(Problem(source.key, f"{source.where} holds no document."))
+            raise ConfigError(Problem(source.key, f"{source.where} contains no document."))
         return asdict(Scan(documents, total_bytes, smallest_key, largest_key, empty, ids.largest, ids.largest_at))
 
     folder, manifest = build_once(cache_dir, "scan", scan_identity(source, config), build)

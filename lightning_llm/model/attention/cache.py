@@ -38,7 +38,7 @@ class KeyValueCache:
         count = k.shape[1]
         if k.shape[0] != self.batch_size or self.length + count > self.longest:
             made, asked = f"{self.batch_size} x {self.longest}", f"{k.shape[0]} x {self.length + count}"
-            raise ValueError(f"the cache has room for {made} tokens, and is given {asked}")
+            raise ValueError(f"the cache has room for {made} tokens, but {asked} were given")
         if self._slots is None:
             size = (self.batch_size, self.capacity, *k.shape[2:])
             self._slots = k.new_zeros(size), v.new_zeros(size)  # zeros: a hidden slot's value is multiplied by 0

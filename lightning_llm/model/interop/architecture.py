@@ -78,18 +78,18 @@ class Architecture(ABC):
         """Yield a problem for each entry of a config.json of this class that is missing or not supported."""
         for key in self.sizes:
             if type(values.get(key)) is not int or values[key] < 1:
-                yield Problem(f"config.json {key}", "a whole number must be given.")
+                yield Problem(f"config.json {key}", "must be a whole number.")
         yield from contradictions(values, self.model_type, self.aliases, self.not_null)
         if self.heads_divide and type(heads := values.get("num_attention_heads")) is int and heads > 0:
             width = values.get("hidden_size")
             if type(width) is int and width % heads:
                 text = f"is {heads}, which does not divide hidden_size={width}, and {self.class_name} refuses that."
-                yield Problem("config.json num_attention_heads", f"{text} Take a model that transformers loads.")
+                yield Problem("config.json num_attention_heads", f"{text} Use a model that transformers can load.")
         for key, (first, *others) in self.wanted.items():
             found = values.get(key, first)
             if not any(type(found) is type(each) and found == each for each in (first, *others)):
                 choice = " or ".join(repr(each) for each in (first, *others))
-                yield Problem(f"config.json {key}", f"is {found!r}, and this decoder has {choice}.")
+                yield Problem(f"config.json {key}", f"is {found!r}, but this decoder has {choice}.")
         if self.rotary:
             yield from rope_problems(values)
 
@@ -106,17 +106,17 @@ def contradictions(
     for other, key in {"torch_dtype": "dtype", **aliases}.items():
         one, two = values.get(key), values.get(other)
         if one is not None and two is not None and one != two:
-            text = f"is {two!r}, and {key}, which means the same, is {one!r}. Remove the wrong one."
+            text = f"is {two!r}, but its synonym {key} is {one!r}. Remove the wrong one."
             yield Problem(f"config.json {other}", text)
     for key in SWITCHES:
         if key in values and not isinstance(values[key], bool):
-            yield Problem(f"config.json {key}", f"is {values[key]!r}, and must be true or false.")
+            yield Problem(f"config.json {key}", f"is {values[key]!r}: must be true or false.")
     for key in not_null:
         if key in values and values[key] is None:
-            yield Problem(f"config.json {key}", "is null, which transformers refuses. Give a value, or leave it out.")
+            yield Problem(f"config.json {key}", "is null, which transformers rejects. Give a value, or remove it.")
     for key, usual in UNUSUAL.items():
         if (value := values.get(key, usual[0])) not in usual:
-            text = f"is {value!r}, which is not done here. Take weights trained without it, or remove it if these were."
+            text = f"is {value!r}, which is not supported. Use weights trained without it; if these were, remove it."
             yield Problem(f"config.json {key}", text)
 
 
