@@ -176,7 +176,7 @@ class LossReduction:
         if rows >= count:
             return self.of(multiply(x, weight, bias), self.labels)
         if bias is not None:
-            raise ValueError("a projection to logits has no bias here")
+            raise ValueError("a bias in the projection to logits is not supported")
         total: Tensor = _ChunkedLoss.apply(x, weight, multiply, self, rows)
         return total
 
@@ -216,7 +216,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("the gradients of a loss by chunks are given once: take the forward pass again")
+            raise RuntimeError("the gradients of a chunked loss can be taken only once: run the forward pass again")
         made, ctx.gradients = ctx.gradients, None
         factor = grad_output / ctx.scale  # 1 if the gradient is `scale`, as expected
         return *(None if each is None else each.mul_(factor.to(each.dtype)) for each in made), None, None, None

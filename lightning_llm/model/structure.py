@@ -77,7 +77,7 @@ PartClass = TypeVar("PartClass", bound=Part)
 
 def _checked(part: object, kind: type[PartClass]) -> PartClass:
     if not isinstance(part, kind):
-        raise TypeError(f"{type(part).__qualname__} is registered as a {kind.__name__}, and derives from none")
+        raise TypeError(f"{type(part).__qualname__} is registered as a {kind.__name__}, but is not a subclass of it")
     return part
 
 

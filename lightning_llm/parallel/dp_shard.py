@@ -41,7 +41,7 @@ def shard_decoder(
     all groups, none for parallel.reduction=native.
     """
     if layout.mesh is None:
-        raise ValueError("sharding needs a process group, and this rank has joined none")
+        raise ValueError("sharding requires a process group, but this rank has not joined one")
     mesh = layout.mesh["dp_shard"] if layout.shared_mesh is None else layout.shared_mesh
     replicas = [] if layout.tree else [axis for axis in replica_axes() if axis not in layout.left_out]
     replicas = [axis for axis in replicas if layout.degrees.ranks(axis) > 1]

@@ -160,7 +160,7 @@ class Pipeline:
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         if self._loss_of is None:
-            raise RuntimeError("a schedule computes losses within a step alone")
+            raise RuntimeError("a schedule computes losses only within a step")
         return self._loss_of(logits, labels)
 
     def _from_last(self, value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

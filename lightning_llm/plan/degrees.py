@@ -18,7 +18,7 @@ class PerAxis:
 
     def __init__(self, **numbers: int):
         if unknown := numbers.keys() - AXES.keys():
-            raise TypeError(f"unknown mesh axis {', '.join(sorted(unknown))}; known are {', '.join(AXES)}")
+            raise TypeError(f"unknown mesh axis {', '.join(sorted(unknown))}. Known axes: {', '.join(AXES)}")
         self.__dict__["by_axis"] = by_axis = {axis: numbers.get(axis, self.default) for axis in AXES}
         self.__dict__.update(by_axis)
 

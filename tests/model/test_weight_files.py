@@ -104,8 +104,8 @@ def test_missing_extra_and_misshapen_tensors_and_dtypes_are_named_together(tmp_p
     save_file(state, folder / "model.safetensors")
     said = refusal(folder)
     for part in (
-        "has no tensor model.norm.weight, which its config asks for",
-        "has the tensor model.layers.7.mlp.up_proj.weight, which its config does not ask for",
+        "has no tensor model.norm.weight, which its config requires",
+        "has the tensor model.layers.7.mlp.up_proj.weight, which its config does not define",
         "lm_head.weight has shape (3, 5) in model.safetensors, and (100, 64) by its config",
         "model.embed_tokens.weight (F8_E4M3); weights are read in fp32, bf16, fp16",
     ):

@@ -93,7 +93,7 @@ def test_a_rule_for_no_layer_is_a_problem():
     words = ["precision=mxfp8", "precision.modules.first_blocks_high_precision=1"]
     config = compose_config([*words, 'precision.modules.casts=[{names: ["layers.0.*"], high: true}]'])
     with pytest.raises(
-        ConfigError, match=r"precision\.modules\.casts\.0: is for no layer: modules\.first_blocks_high_precision=1"
+        ConfigError, match=r"precision\.modules\.casts\.0: applies to no layer: modules\.first_blocks_high_precision=1"
     ):
         check_config(config)
 

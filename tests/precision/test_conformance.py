@@ -62,7 +62,7 @@ def test_a_wrong_number_is_reported(tmp_path):
 
 
 def test_unreadable_folders_are_user_errors(tmp_path):
-    with pytest.raises(ConfigError, match="holds no vectors"):
+    with pytest.raises(ConfigError, match="contains no vectors"):
         run_conformance(tmp_path, compiled=False)
     case = {"name": "c", "file": "a.npz", "arrays": ["x"], "recipe": "mxfp8"}
     (tmp_path / "manifest.json").write_text(json.dumps({"cases": [case]}))

@@ -153,10 +153,10 @@ def test_rules_that_no_layer_follows_are_problems_and_can_be_taken_out():
     assert {problem.key: problem.text for problem in unmatched(made, names(4), 4)} == {
         "precision.modules.casts.0.names": "has '*.o_prj', which matches no linear layer of this model. Its layers: "
         "layers.*.attention.q_proj, layers.*.attention.o_proj, layers.*.feed_forward.down_proj, head.",
-        "precision.modules.casts.2": "is for no layer: modules.casts.1 comes first and matches its layers. Put it "
-        "first, widen it, or drop it.",
-        "precision.modules.casts.3": "is for no layer: no layer in the blocks that it names matches. Put it first, "
-        "widen it, or drop it.",
+        "precision.modules.casts.2": "applies to no layer: modules.casts.1 comes first and matches its layers. Put it "
+        "first, widen it, or remove it.",
+        "precision.modules.casts.3": "applies to no layer: no layer in the blocks that it names matches. Put it first, "
+        "widen it, or remove it.",
     }
     left = without_idle_rules(made, names(4), 4)
     assert left.modules.casts == (made.modules.casts[1],)

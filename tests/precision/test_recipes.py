@@ -174,7 +174,7 @@ def test_a_rule_of_the_lint_can_be_allowed_by_name_and_then_is_part_of_the_recip
 
 
 @pytest.mark.parametrize(("text", "name", "said"), [
-    (HYBRID, "mx_gradient_in_e5m2", "is no rule of the lint. Did you mean 'mx_gradients_in_e5m2'?"),
+    (HYBRID, "mx_gradient_in_e5m2", "is not a lint rule. Did you mean 'mx_gradients_in_e5m2'?"),
     ("fprop: {w: {format: e4m3}}", "mx_gradients_in_e5m2", "a rule that the recipe does not break"),
     (f"dgrad: {{dy: {{{MX4}, hadamard: {{size: 32}}}}, w: {{{MX4}}}}}", "one_sided_hadamard", "would be wrong"),
 ])  # fmt: skip

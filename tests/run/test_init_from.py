@@ -261,14 +261,14 @@ def test_nothing_is_overwritten_or_left_half(places, tmp_path, monkeypatch, caps
     out, source = tmp_path / "out", str(places / "run")
     out.mkdir()
     (out / "thesis.tex").write_text("mine")
-    for flags, said in (([], "is there already. Choose another, or say --force"), (["--force"], "holds thesis.tex")):
+    for flags, said in (([], "already exists. Choose another, or add --force"), (["--force"], "holds thesis.tex")):
         assert main(["export", source, "--output", str(out), *flags]) == 2
         assert said in capsys.readouterr().err
         assert main(["import", str(places / "release"), "--output", str(out), *flags]) == 2
         assert said in capsys.readouterr().err
     inside = str(places / "release" / "base")
     assert main(["import", str(places / "release"), "--output", inside]) == 2
-    assert "is in the folder that is read" in capsys.readouterr().err
+    assert "is inside the input folder" in capsys.readouterr().err
     (out / "thesis.tex").unlink()
     assert main(["export", source, "--output", str(out), "--force", "--no-parity"]) == 0
     assert "not compared with transformers (--no-parity)" in capsys.readouterr().out

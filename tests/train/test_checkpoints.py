@@ -32,7 +32,7 @@ def test_a_checkpoint_of_another_version_is_rejected(whole, tmp_path, capsys):
     for resume in ("auto", copy, manifest.parent):
         assert main(["train", *config, f"resume={resume}"]) == 2
         told = capsys.readouterr().err
-        assert f"{manifest}: has version 99, this program reads {VERSION}." in told
+        assert f"{manifest}: has version 99: this release reads {VERSION}." in told
         assert "Traceback" not in told
     assert curve(copy) == curve(whole)
 

@@ -96,7 +96,7 @@ def test_a_flipped_bit_falls_back_and_the_damaged_one_is_kept(run, whole, tmp_pa
     lines = [line for line in told.out.splitlines() if line.startswith("skipped step=")]
     assert len(lines) == 1
     assert "step=6" in lines[0]
-    assert "tensors/__0_0.distcp does not hold what was written" in lines[0]
+    assert "tensors/__0_0.distcp was changed after it was written" in lines[0]
     assert "Traceback" not in told.err
     assert curve(run) == curve(whole)
     assert same_weights(run, whole, 6)
@@ -127,7 +127,7 @@ def test_where_none_verifies_nothing_is_changed(run, tmp_path, small_run, capsys
     assert main(["train", *small_run(tmp_path, f"resume={resume.replace('RUN', str(run))}")]) == 2
     told = capsys.readouterr().err
     assert "step=6/tensors/__0_0.distcp: has 1,000 bytes of the" in told
-    assert ("step=4/tensors/metadata.json: does not hold" in told) == (not resume.endswith("step=6"))
+    assert ("step=4/tensors/metadata.json: was changed" in told) == (not resume.endswith("step=6"))
     assert "Traceback" not in told
     assert contents(run) == before
 
@@ -156,7 +156,7 @@ def test_a_malicious_pickle_of_the_first_release_does_not_run(old_run, tmp_path,
     else:
         assert main(["probe", str(old_run)]) == 2
     told = capsys.readouterr().err
-    assert "tensors/.metadata: is no description of tensors" in told
+    assert "tensors/.metadata: is not a tensor description" in told
     assert "posix.system" in told
     assert not mark.exists()
     assert contents(old_run) == before

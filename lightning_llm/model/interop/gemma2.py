@@ -84,14 +84,14 @@ class Gemma2(Architecture):
         for key, default in NUMBERS.items():
             value = values.get(key, default)
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                yield Problem(f"config.json {key}", f"is {value!r}, and must be a number above 0.")
+                yield Problem(f"config.json {key}", f"is {value!r}: must be a number above 0.")
             elif key != "final_logit_softcapping" and key != "attn_logit_softcapping" and value != int(value):
-                yield Problem(f"config.json {key}", f"is {value!r}, and must be a whole number.")
+                yield Problem(f"config.json {key}", f"is {value!r}: must be a whole number.")
         kinds = values.get("layer_types")
         if kinds is not None and (not isinstance(kinds, list) or len(kinds) != values.get("num_hidden_layers")):
-            yield Problem("config.json layer_types", "must be a list of one kind for each of num_hidden_layers.")
+            yield Problem("config.json layer_types", "must be a list with one kind per layer (num_hidden_layers).")
         elif odd := sorted({str(each) for each in kinds or ()} - LAYER_TYPES.keys()):
-            yield Problem("config.json layer_types", f"has {', '.join(odd)}; known are {', '.join(LAYER_TYPES)}.")
+            yield Problem("config.json layer_types", f"has {', '.join(odd)}. Supported: {', '.join(LAYER_TYPES)}.")
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
         kinds = values.get("layer_types") or [

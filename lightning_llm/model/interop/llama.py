@@ -71,9 +71,9 @@ class Llama(Architecture):
         if kinds is None:
             return
         if not isinstance(kinds, list) or len(kinds) != values.get("num_hidden_layers"):
-            yield Problem("config.json layer_types", "must be a list of one kind for each of num_hidden_layers.")
+            yield Problem("config.json layer_types", "must be a list with one kind per layer (num_hidden_layers).")
         elif odd := sorted({str(each) for each in kinds} - {"full_attention"}):
-            yield Problem("config.json layer_types", f"has {', '.join(odd)}; read here is full_attention alone.")
+            yield Problem("config.json layer_types", f"has {', '.join(odd)}. Only full_attention is supported.")
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
         mixer = {} if self.mixer == "attention" else {"layers": [self.mixer]}
@@ -119,7 +119,7 @@ class Mistral(Llama):
         yield from super().problems(values)
         window = values.get("sliding_window", WINDOW)
         if window is not None and (type(window) is not int or window < 1):
-            yield Problem("config.json sliding_window", f"is {window!r}, and must be a whole number or null.")
+            yield Problem("config.json sliding_window", f"is {window!r}: must be a whole number or null.")
         uses = values.get("use_sliding_window", window is not None)
         if uses != (window is not None):
             text = f"is {uses!r}, and sliding_window is {window!r}, which decides here. Remove the wrong one."

@@ -77,7 +77,7 @@ def rope_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
     for key in ENTRIES:
         entry = values.get(key) or {}
         if not isinstance(entry, Mapping):
-            yield Problem(f"config.json {key}", f"is {entry!r}, and must be an object or null.")
+            yield Problem(f"config.json {key}", f"is {entry!r}: must be an object or null.")
             return
         if nested := [name for name, each in entry.items() if isinstance(each, Mapping)]:
             text = f"has an entry for each of {', '.join(map(str, nested))}; read here is one for all blocks."
@@ -91,9 +91,11 @@ def rope_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
     for where in (values, rope):
         theta = where.get("rope_theta", THETA)
         if not _is_number(theta) or theta <= 0:
-            yield Problem("config.json rope_theta", f"is {theta!r}, and must be a number above 0.")
+            yield Problem("config.json rope_theta", f"is {theta!r}: must be a number above 0.")
     if (part := rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))) not in (None, 1, 1.0):
-        yield Problem("config.json partial_rotary_factor", f"is {part!r}; whole heads are turned here.")
+        yield Problem(
+            "config.json partial_rotary_factor", f"is {part!r}. Only 1 is supported: the whole head is rotated."
+        )
     if kind == "default":
         return
     if kind not in KEYS:
@@ -106,14 +108,14 @@ def rope_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
         value = rope.get(theirs)
         needed = ours == "factor" or (kind == "llama3" and theirs not in filled)
         if value is None and (needed or (theirs in filled and theirs in rope)):
-            yield Problem(f"config.json rope_scaling.{theirs}", f"is missing, which type {kind!r} needs.")
+            yield Problem(f"config.json rope_scaling.{theirs}", f"is missing: type {kind!r} requires it.")
         elif theirs == "truncate" and theirs in rope and not isinstance(value, bool):
-            yield Problem("config.json rope_scaling.truncate", f"is {value!r}, and must be true or false.")
+            yield Problem("config.json rope_scaling.truncate", f"is {value!r}: must be true or false.")
         elif value is not None and theirs != "truncate" and (not _is_number(value) or value <= 0):
-            yield Problem(f"config.json rope_scaling.{theirs}", f"is {value!r}, and must be a number above 0.")
+            yield Problem(f"config.json rope_scaling.{theirs}", f"is {value!r}: must be a number above 0.")
     for key in MSCALES if kind == "yarn" else ():
         if (value := rope.get(key)) is not None and not _is_number(value):
-            yield Problem(f"config.json rope_scaling.{key}", f"is {value!r}, and must be a number.")
+            yield Problem(f"config.json rope_scaling.{key}", f"is {value!r}: must be a number.")
 
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[Problem]:

@@ -247,7 +247,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         values = unseal(read_regular(file))
         if values.get("format") != FORMAT:
-            raise ValueError(f"has format {values.get('format')}, this program reads {FORMAT}")
+            raise ValueError(f"has format {values.get('format')}: this release reads format {FORMAT}")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(Problem(str(file), f"{why}. Import the weights again.")) from error
@@ -288,15 +288,15 @@ def _differences(
     wanted = {each.name: each.whole for each in stored.values()}
     found = {name: entry for name, entry in files.entries.items() if not left_out(name)}
     if missing := [name for name in wanted if name not in found]:
-        yield Problem(str(path), f"has no tensor {some_of(missing)}, which its config asks for.")
+        yield Problem(str(path), f"has no tensor {some_of(missing)}, which its config requires.")
     if extra := [name for name in found if name not in wanted]:
-        yield Problem(str(path), f"has the tensor {some_of(extra)}, which its config does not ask for.")
+        yield Problem(str(path), f"has the tensor {some_of(extra)}, which its config does not define.")
     others = [name for name, shape in wanted.items() if name in found and found[name].shape != shape]
     for name in others[:SHOWN_SHAPES]:
         text = f"{name} has shape {found[name].shape} in {found[name].file.name}, and {wanted[name]} by its config."
         yield Problem(str(path), text)
     if len(others) > SHOWN_SHAPES:
-        yield Problem(str(path), f"{len(others) - SHOWN_SHAPES} more tensors have other shapes than by its config.")
+        yield Problem(str(path), f"{len(others) - SHOWN_SHAPES} more tensors have shapes that differ from its config.")
     odd = [f"{name} ({entry.dtype})" for name, entry in found.items() if name in wanted and entry.dtype not in DTYPES]
     if odd:
         yield Problem(

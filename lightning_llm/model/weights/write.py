@@ -90,16 +90,16 @@ def _shard_name(number: int, count: int) -> str:
 def output_problems(output: Path, source: Path, force: bool, needed_bytes: int = 0) -> list[Problem]:
     """Return why `output` cannot be written: it is there, and not to be replaced, is `source`, or there is no room."""
     if source.resolve() in (output.resolve(), *output.resolve().parents):
-        return [Problem("--output", f"{output} is in the folder that is read. Choose another.")]
+        return [Problem("--output", f"{output} is inside the input folder. Choose another.")]
     if problems := _existing_problems(output, force):
         return problems
     above = next(each for each in output.parents if each.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        return [Problem("--output", f"{output} cannot be written ({above} refuses). Choose another.")]
+        return [Problem("--output", f"{output} cannot be written ({above} is not writable). Choose another.")]
     free = shutil.disk_usage(above).free
     if needed_bytes > free:
         sizes = f"{output} needs {needed_bytes / 1e9:.1f} GB, and {above} has {free / 1e9:.1f} GB free"
-        return [Problem("--output", f"{sizes}. Make room, or choose another.")]
+        return [Problem("--output", f"{sizes}. Free some space, or choose another.")]
     return []
 
 
@@ -108,9 +108,9 @@ def _existing_problems(output: Path, force: bool) -> list[Problem]:
     if not os.path.lexists(output):
         return []
     if not force:
-        return [Problem("--output", f"{output} is there already. Choose another, or say --force to replace it.")]
+        return [Problem("--output", f"{output} already exists. Choose another, or add --force to replace it.")]
     if output.is_symlink() or not output.is_dir():
-        return [Problem("--output", f"{output} is no folder, and --force replaces only those. Choose another.")]
+        return [Problem("--output", f"{output} is not a folder, and --force replaces only folders. Choose another.")]
     if others := sorted(each.name for each in output.iterdir() if each.is_dir() or not OURS.fullmatch(each.name)):
         text = f"{output} holds {others[0]}, which is no part of weights, and --force would delete it. Choose another."
         return [Problem("--output", text)]
@@ -211,5 +211,5 @@ def whole_folder(output: Path, force: bool) -> Iterator[Path]:
 
 
 def _refused(output: Path, error: OSError) -> ConfigError:
-    text = f"{output} cannot be written ({error.strerror or error}). Make room, or choose another."
+    text = f"{output} cannot be written ({error.strerror or error}). Free some space, or choose another."
     return ConfigError(Problem("--output", text))

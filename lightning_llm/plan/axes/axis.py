@@ -90,7 +90,7 @@ class MeshAxes(Mapping[str, MeshAxis]):
             raise ValueError(f"axis '{axis.name}' is already registered: {type(self[axis.name]).__qualname__}")
         names = list(self._axes)
         if outside is not None and outside not in names:
-            raise ValueError(f"'{axis.name}' was to be registered outside '{outside}', and there is no such axis")
+            raise ValueError(f"'{axis.name}' cannot be registered outside '{outside}': there is no such axis")
         names.insert(len(names) if outside is None else names.index(outside), axis.name)
         self._axes = {name: axis if name == axis.name else self._axes[name] for name in names}
         self._cutting.clear()

@@ -114,7 +114,7 @@ def _compile(function: Callable[P, R]) -> Callable[P, R]:
     Dynamo counts recompilations per code object, which closures of one line share: each gets a copy.
     """
     if not isinstance(function, FunctionType):
-        raise TypeError(f"only Python functions are compiled here, not {function!r}")
+        raise TypeError(f"only Python functions can be compiled, not {function!r}")
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
     own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__

@@ -165,7 +165,7 @@ def folder() -> Path | None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.lstat()
         if path.is_symlink() or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise OSError("it has to be a folder of your own that nobody else can write, since code is loaded from it")
+            raise OSError("it must belong to you and be writable only by you, because code is loaded from it")
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         _say(f"{path}: {error.strerror or error}. Casts are compiled for this run alone")

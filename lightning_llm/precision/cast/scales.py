@@ -57,7 +57,7 @@ def check_blocked(x: Tensor, shape: BlockShape) -> None:
     """Raise ValueError where `x` is not `blocked` to `shape`; a compiler, too, then knows how large blocks are."""
     found = tuple(x.shape[axis] for axis in axes_within(shape))
     if shape is not None and found != tuple(size for size in shape if size > 1):
-        raise ValueError(f"blocks of {shape} lie along axes of these sizes, not {found}")
+        raise ValueError(f"expected the block axes of {shape}, got {found}")
 
 
 def unblocked(x: Tensor, like: Tensor, shape: BlockShape) -> Tensor:

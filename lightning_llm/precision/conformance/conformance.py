@@ -48,7 +48,7 @@ def run_conformance(folder: str | Path, compiled: bool) -> list[Verdict]:
     manifest = _manifest(folder)
     if compiled and (reason := inductor.why_not("cpu")) is not None:
         raise ConfigError(
-            Problem("conformance", f"compiled checks need a C++ compiler: {reason}. --eager does without.")
+            Problem("conformance", f"compiled checks require a C++ compiler: {reason}. Use --eager to run without one.")
         )
     runner, files = Runner(compiled), _Files(folder)
     cases = [Case(spec, files.arrays(spec), runner) for spec in manifest]
@@ -66,7 +66,7 @@ def _manifest(folder: Path) -> list[dict[str, Any]]:
         cases = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["cases"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            Problem(str(folder), f"holds no vectors: manifest.json with a list 'cases' is expected there ({error}).")
+            Problem(str(folder), f"contains no vectors: expected a manifest.json with a list 'cases' ({error}).")
         ) from error
     return list(cases)
 

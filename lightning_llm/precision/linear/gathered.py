@@ -85,6 +85,6 @@ class GatheredWeight(WeightCasts):
         """Raise RuntimeError where GEMMs in high precision would read codes."""
         if self.gathered is not None:
             raise RuntimeError(
-                f"the weight of {self.layer.name} was gathered as codes, and is read in high precision: call the "
-                "model, which gathers anew, and not the layer; or set precision.parameter_gather=high"
+                f"the weight of {self.layer.name} was gathered as codes, but is read in high precision. Call the "
+                "model, which gathers again, not the layer; or set precision.parameter_gather=high"
             )

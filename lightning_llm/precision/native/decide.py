@@ -65,7 +65,7 @@ def size_problems(native: NativeRecipe, widths: Mapping[str, int]) -> list[Probl
     """Return a problem for each size of a model's linears (by key) that its kernels reject, with the multiple."""
     multiple = MULTIPLES[native.kind]
     return [
-        Problem(key, f"is {width}, no multiple of {multiple}, as {native.name} needs.")
+        Problem(key, f"is {width}: {native.name} requires a multiple of {multiple}.")
         for key, width in widths.items()
         if width % multiple
     ]
@@ -89,7 +89,7 @@ def shared_problems(native: NativeRecipe, shared: Mapping[str, str]) -> list[Pro
         else:
             why = None
         if why is not None:
-            problems.append(Problem(key, f"is {degree}, {why}: 1 is needed."))
+            problems.append(Problem(key, f"is {degree}, {why}: must be 1."))
     return problems
 
 
@@ -115,9 +115,9 @@ class Decision:
         if self.runs != "refused":
             return []
         return [
-            Problem(each.key, f"is 'native', and {each.text}. Take auto or emulated.")
+            Problem(each.key, f"is 'native', and {each.text}. Set auto or emulated.")
             if each.key == "precision.backend"
-            else Problem(each.key, f"{each.text.rstrip('.')}; so precision.backend=native cannot be. Take auto.")
+            else Problem(each.key, f"{each.text.rstrip('.')}; so precision.backend=native is not possible. Set auto.")
             for each in self.problems
         ]
 

@@ -178,9 +178,9 @@ def native_recipes(recipe: PrecisionConfig) -> tuple[dict[str, NativeRecipe], tu
             continue
         found[key] = native
         if recipe.compute_dtype == "fp32":
-            problems.append(Problem("precision.compute_dtype", "is fp32, and native GEMMs here take bf16 or fp16."))
+            problems.append(Problem("precision.compute_dtype", "is fp32: native GEMMs take bf16 or fp16."))
         if native.kind == "nvfp4" and recipe.compute_dtype == "fp16":
-            problems.append(Problem("precision.compute_dtype", "is fp16, and NVFP4's rotation takes bf16 alone."))
+            problems.append(Problem("precision.compute_dtype", "is fp16: the rotation of NVFP4 takes only bf16."))
     return found, tuple(dict.fromkeys(problems))
 
 

@@ -179,7 +179,7 @@ class MainGrad:
     def make(self) -> Tensor:
         """Return the tensor [N, K] to write to, fp32."""
         if self._weight is None:
-            raise RuntimeError("a weight's gradient is made once, in the one backward pass of its use")
+            raise RuntimeError("the gradient of a weight can be computed only once per forward pass")
         made = torch.empty(self._weight.shape, dtype=torch.float32, device=self._weight.device)
         self._made, self._weight = made, None
         return made

@@ -24,8 +24,8 @@ def _mx_gradients_in_e5m2(recipe: PrecisionConfig, slots: dict[str, CastConfig])
         if _has_two_mantissa_bits(slots[slot]) and slots[slot].scale.startswith("e8m0"):
             yield Problem(
                 f"{slot}.format",
-                "e5m2 with an e8m0 block scale is known to make MXFP8 diverge (Megatron-Bridge PR #638). Set e4m3: "
-                "a scale per block leaves nothing for the wider exponent to do.",
+                "e5m2 with an e8m0 block scale made MXFP8 training diverge (Megatron-Bridge PR #638). Set e4m3: "
+                "with a scale per block, the wider exponent is not needed.",
             )
 
 
@@ -56,8 +56,8 @@ def _fp16_hides_overflow(recipe: PrecisionConfig, slots: dict[str, CastConfig]) 
         if slots[slot].quantises:
             yield Problem(
                 "loss_scaling.detect",
-                f"'{scaling.detect}' misses an overflow that {slot} ({slots[slot].format}) saturates away, so the "
-                "scale would never come down. Set detect: operands.",
+                f"'{scaling.detect}' misses an overflow that {slot} ({slots[slot].format}) hides by saturating, so the "
+                "scale would never decrease. Set detect: operands.",
             )
             return
 
@@ -107,7 +107,7 @@ def _clipped_stochastic(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -
         if fmt.code_bits <= 4 and cast.prescale > fmt.largest_fraction:
             yield Problem(
                 f"{slot}.prescale",
-                f"{cast.prescale} lets stochastic rounding clip at {fmt.max:g} and lean (arXiv 2502.20586). "
+                f"{cast.prescale} lets stochastic rounding clip at {fmt.max:g}, which biases it (arXiv 2502.20586). "
                 f"Set {fmt.largest_fraction:g}.",
             )
 
@@ -182,7 +182,9 @@ def _clip_without_rotated_backward(recipe: PrecisionConfig, slots: dict[str, Cas
     """
     for forward, backward in (("fprop.x", "dgrad.w"), ("fprop.w", "wgrad.x")):
         if slots[forward].clip_gradient and slots[backward].source != "quantised":
-            yield Problem(f"{forward}.clip_gradient", f"needs {backward}.source: quantised. Set it, or drop the mask.")
+            yield Problem(
+                f"{forward}.clip_gradient", f"needs {backward}.source: quantised. Set it, or remove the mask."
+            )
 
 
 RULES: tuple[Rule, ...] = (
@@ -252,9 +254,11 @@ def _opt_out_problems(recipe: PrecisionConfig) -> list[Problem]:
     known, problems, key = {rule_name(rule): rule for rule in RULES}, [], "precision.allow"
     for name in recipe.allow or ():
         if name not in known:
-            problems.append(Problem(key, f"has '{name}', which is no rule of the lint.{did_you_mean(name, known)}"))
+            problems.append(Problem(key, f"has '{name}', which is not a lint rule.{did_you_mean(name, known)}"))
         elif known[name] in NOT_TO_ALLOW:
-            problems.append(Problem(key, f"has '{name}', without which the product would be wrong. Drop it."))
+            problems.append(
+                Problem(key, f"has '{name}', which cannot be disabled: the product would be wrong. Remove it.")
+            )
         elif not still_broken(recipe, [name]):
             text = f"has '{name}', a rule that the recipe does not break. Drop it: it is part of the recipe's hash."
             problems.append(Problem(key, text))

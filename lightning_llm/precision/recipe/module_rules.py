@@ -184,7 +184,9 @@ def unmatched(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) ->
     ]
     reported = {problem.key for problem in problems}
     return problems + [
-        Problem(f"precision.modules.casts.{number}", f"is for no layer: {why}. Put it first, widen it, or drop it.")
+        Problem(
+            f"precision.modules.casts.{number}", f"applies to no layer: {why}. Put it first, widen it, or remove it."
+        )
         for number, why in idle_rules(recipe, known, num_layers).items()
         if f"precision.modules.casts.{number}.names" not in reported
     ]

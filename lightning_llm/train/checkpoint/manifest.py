@@ -179,10 +179,10 @@ def _read_manifest(folder: Path) -> tuple[int, dict[str, Any]]:
             values = unseal(content)
         version = values.get("version")
         if version not in (VERSION, UNSEALED):
-            text = f"has version {version}, this program reads {VERSION}. Use the program that wrote it."
+            text = f"has version {version}: this release reads {VERSION}. Use the release that wrote it."
             raise ConfigError(Problem(str(folder / MANIFEST), text))
         if sealed != (version == VERSION):
-            raise ValueError("does not hold what was written (its digest and its version contradict each other)")
+            raise ValueError("was changed after it was written (its digest contradicts its version)")
     except ValueError as error:
         raise DamagedError(Damage(folder, MANIFEST, str(error))) from error
     return int(version), values
@@ -192,7 +192,7 @@ def _read_progress(folder: Path, step: int, files: Mapping[str, FileContent]) ->
     content = _read(folder, PROGRESS)
     try:
         if files[PROGRESS].digest not in (None, FileContent.of(content).digest):
-            raise ValueError("does not hold what was written (digest)")
+            raise ValueError("was changed after it was written (digest)")
         progress = parse_object(content)
         _check_progress(progress, step)
     except (KeyError, ValueError) as error:

@@ -234,7 +234,7 @@ def read_callbacks(file: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise DamagedError(Damage(file.parent, CALLBACKS_FILE, unpickling_problem(error))) from error
     if not (isinstance(saved, dict) and isinstance(saved.get("callbacks"), dict) and MODEL_KEYS in saved):
-        raise ValueError(f"{CALLBACKS_FILE} holds something else than callbacks' state")
+        raise ValueError(f"{CALLBACKS_FILE} contains data that is not callback state")
     return saved
 
 

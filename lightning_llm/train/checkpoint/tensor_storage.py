@@ -206,7 +206,7 @@ def metadata_from_json(values: Mapping[str, Any], files: Mapping[str, FileConten
         ValueError: it is invalid or refers to missing data; the message completes the sentence "FILE ...".
     """
     if values.get("format") != FORMAT or not isinstance(values.get("tensors"), dict):
-        raise ValueError(f"is no description of tensors in format {FORMAT}")
+        raise ValueError(f"is not a tensor description in format {FORMAT}")
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for name, about in values["tensors"].items():
@@ -239,7 +239,7 @@ def _sizes(values: list[int]) -> torch.Size:
 def _within(file: str, start: int, length: int, files: Mapping[str, FileContent]) -> tuple[str, int, int]:
     """Return the arguments if `file` is a shard file in `files` that contains these bytes."""
     if not SHARD_FILE.fullmatch(file) or file not in files:
-        raise ValueError(f"{file!r} is no file of shards here")
+        raise ValueError(f"{file!r} is not a file of shards")
     if not 0 <= start <= start + length <= files[file].size_bytes:
         raise ValueError(f"bytes {start} to {start + length} are not in {file}")
     return file, start, length
@@ -249,11 +249,11 @@ def _check_cover(shape: torch.Size, shards: list[ChunkStorageMetadata]) -> None:
     """Raise ValueError unless the shards lie within the tensor and have as many elements."""
     for shard in shards:
         if not len(shard.offsets) == len(shard.sizes) == len(shape):
-            raise ValueError("a shard has other dimensions than its tensor")
+            raise ValueError("a shard and its tensor have different numbers of dimensions")
         if any(offset + size > whole for offset, size, whole in zip(shard.offsets, shard.sizes, shape, strict=True)):
-            raise ValueError("a shard leaves its tensor")
+            raise ValueError("a shard exceeds its tensor")
     if sum(prod(shard.sizes) for shard in shards) != prod(shape):
-        raise ValueError("its shards are not the whole tensor")
+        raise ValueError("its shards do not cover the whole tensor")
 
 
 PICKLED_METADATA = ".metadata"
@@ -279,7 +279,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return ADMITTED[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of tensors needs")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which a tensor description never contains")
 
 
 def read_pickled_metadata(file: Path) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def read_pickled_metadata(file: Path) -> dict[str, Any]:
         return metadata_to_json(found)
     # A damaged pickle can raise any exception.
     except Exception as error:
-        raise ValueError(f"is no description of tensors ({error})") from error
+        raise ValueError(f"is not a tensor description ({error})") from error
 
 
 def structural_damage(checkpoint: Checkpoint) -> list[Damage]:
@@ -329,4 +329,7 @@ def _damaged_records(folder: Path, described: Metadata) -> Iterator[tuple[str, s
             yield stored.relative_path, f"holds no tensor at byte {stored.offset:,} ({error})"
             continue
         if broken:
-            yield stored.relative_path, f"does not hold what was written (CRC-32 of {broken} at byte {stored.offset:,})"
+            yield (
+                stored.relative_path,
+                f"was changed after it was written (CRC-32 of {broken} at byte {stored.offset:,})",
+            )

@@ -192,7 +192,7 @@ def test_an_axis_that_cuts_is_named_with_its_degree():
         config = compose_config(["precision=fp8_current", "precision.backend=native", *words])
         refusals = [str(each) for each in DerivedConfig(config, HOPPER).decision.refusals()]
         assert [text[: len(start)] for text, start in zip(refusals, said, strict=True)] == said
-        assert all("see a rank's part: 1 is needed; so precision.backend=native" in text for text in refusals)
+        assert all("see a rank's part: must be 1; so precision.backend=native" in text for text in refusals)
 
 
 def test_sizes_are_named_by_their_keys_with_all_numbers():
