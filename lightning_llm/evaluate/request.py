@@ -301,5 +301,5 @@ def task_problems(config: Config, degrees: Degrees) -> list[Problem]:
     )
     if length % shares == 0:
         return []
-    text = f"is {length}, no multiple of the {shares} parts that ranks share a text in. Take other parallel.cp or tp."
+    text = f"is {length}, not a multiple of the {shares} parts of a text shared by ranks. Change parallel.cp or tp."
     return [Problem("model.max_sequence_length", text)]

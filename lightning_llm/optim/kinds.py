@@ -64,7 +64,7 @@ class AdamW8bitConfig(AdamWFields):
         if parts == 1 or rest or part % self.block_size == 0:
             return None
         return (
-            f"of {columns} / {parts} = {part} elements, no multiple of optim.block_size={self.block_size}: a block "
+            f"of {columns} / {parts} = {part} elements, not a multiple of optim.block_size={self.block_size}: a block "
             f"would lie on two ranks. Set optim.block_size={math.gcd(part, self.block_size)}"
         )
 

@@ -59,7 +59,7 @@ FAULTS = {
     "pickled code": (1, lambda folder: pickled(folder, {"a": Code()}), ["import"], ["it was not run"]),
     "pickled": (1, lambda folder: pickled(folder, {}), READERS, ["lightning-llm import"]),
     "heads that do not share keys": (1, lambda folder: change_json(folder / "config.json", num_key_value_heads=4,
-                                                                   num_attention_heads=6), VERBS, ["no multiple of 4"]),
+                                                                   num_attention_heads=6), VERBS, ["a multiple of 4"]),
     "no tokenizer at all": (1, lambda folder: (folder / "tokenizer.json").write_text("{}"), VERBS,
                             ["is no tokenizer.json of the `tokenizers` library"]),
     "a tokenizer with more tokens than rows": (1, lambda folder: more_tokens(folder), VERBS, ["tokens"]),

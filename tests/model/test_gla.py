@@ -233,8 +233,8 @@ def test_no_mask_of_all_pairs_is_made_for_gla_alone():
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"num_heads": 5}, "model.hidden_size=64 x expand_k=0.5 is 32, no multiple of gla's num_heads=5."),
-        ({"expand_v": 0.3}, "model.hidden_size=64 x expand_v=0.3 is 19.2, no multiple of gla's num_heads=4."),
+        ({"num_heads": 5}, "model.hidden_size=64 x expand_k=0.5 is 32, not a multiple of gla's num_heads=5."),
+        ({"expand_v": 0.3}, "model.hidden_size=64 x expand_v=0.3 is 19.2, not a multiple of gla's num_heads=4."),
     ],
 )
 def test_sizes_that_make_no_heads_are_refused(keys, text):

@@ -205,4 +205,6 @@ def test_any_value_in_config_json_is_read_or_refused(key, value):
 
 def test_a_config_with_an_impossible_shape_is_rejected_for_any_tensors(tmp_path):
     folder = write_huggingface(tmp_path / "hf", CONFIG.model_copy(update={"num_heads": 2, "num_kv_heads": 6}))
-    assert "config.json: makes no model: model.num_kv_heads: model.num_heads=2 is no multiple of 6" in refusal(folder)
+    assert "config.json: makes no model: model.num_kv_heads: model.num_heads=2 is not a multiple of 6" in refusal(
+        folder
+    )

@@ -358,7 +358,7 @@ def test_rows_that_tensor_parallel_ranks_would_cut_within_a_block_are_refused():
     words = ["optim=adamw8bit", "parallel=tp", "parallel.tp=2", "trainer.devices=2", "model=llama_8b"]
     check_config(compose_config(words))
     with pytest.raises(
-        ConfigError, match=r"no multiple of optim.block_size=4096: .*Set optim.block_size=2048, or tp=1"
+        ConfigError, match=r"not a multiple of optim.block_size=4096: .*Set optim.block_size=2048, or tp=1"
     ):
         check_config(compose_config([*words, "optim.block_size=4096"]))
 

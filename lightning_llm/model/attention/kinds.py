@@ -123,16 +123,15 @@ class AttentionSpec(Mixer):
 
     def problems(self, model: ModelConfig) -> Iterator[Problem]:
         if model.head_dim is None and model.hidden_size % model.num_heads:
-            text = (
-                f"{model.hidden_size} is no multiple of model.num_heads={model.num_heads}. Change one, or set head_dim."
-            )
+            heads = f"model.num_heads={model.num_heads}"
+            text = f"{model.hidden_size} is not a multiple of {heads}. Change one, or set head_dim."
             yield Problem("model.hidden_size", text)
         elif model.position == "rope" and model.attention_head_dim % 2:
             text = f"is {model.attention_head_dim}, and position=rope turns pairs of features. Make it even."
             yield Problem("model.head_dim", text)
         if model.num_heads % model.num_kv_heads:
             text = (
-                f"model.num_heads={model.num_heads} is no multiple of {model.num_kv_heads}: each must serve equally "
+                f"model.num_heads={model.num_heads} is not a multiple of {model.num_kv_heads}: each must serve equally "
                 "many."
             )
             yield Problem("model.num_kv_heads", text)

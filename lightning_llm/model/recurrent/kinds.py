@@ -105,9 +105,7 @@ class GLA(Mixer):
         for key in ("expand_k", "expand_v"):
             side, length = self._side(model, key), model.hidden_size * getattr(self, key)
             if length != side.length or length % self.num_heads or not length:
-                text = (
-                    f"{side.text} is {length:g}, no multiple of gla's num_heads={self.num_heads}. Change one of them."
-                )
+                text = f"{side.text} is {length:g}, not a multiple of gla's num_heads={self.num_heads}. Change one."
                 yield Problem("model.blocks", text)
 
     def _side(self, model: ModelConfig, key: Literal["expand_k", "expand_v"]) -> Size:

@@ -65,7 +65,7 @@ def size_problems(native: NativeRecipe, widths: Mapping[str, int]) -> list[Probl
     """Return a problem for each size of a model's linears (by key) that its kernels reject, with the multiple."""
     multiple = MULTIPLES[native.kind]
     return [
-        Problem(key, f"is {width}: {native.name} requires a multiple of {multiple}.")
+        Problem(key, f"is {width}, not a multiple of {multiple}, as {native.name} requires.")
         for key, width in widths.items()
         if width % multiple
     ]

@@ -132,8 +132,8 @@ def test_all_reasons_against_native_are_reported_at_once_with_numbers():
     assert decision.runs == "refused"
     said = "\n".join(map(str, decision.refusals()))
     for part in (
-        "200, no multiple of 128",
-        "model.num_kv_heads=2 x head_dim=50: is 100, no multiple of 128",
+        "200, not a multiple of 128",
+        "model.num_kv_heads=2 x head_dim=50: is 100, not a multiple of 128",
         "needs compute capability >= 9.0",
         "8.6",
     ):
@@ -212,7 +212,7 @@ def test_each_kernel_has_its_multiple():
         assert decide(load(name), HOPPER, {"model.hidden_size": 3 * multiple}).runs == "native"
         decision = decide(load(name), HOPPER, {"model.hidden_size": 3 * multiple + multiple // 2})
         assert decision.runs == "emulated"
-        assert f"no multiple of {multiple}" in decision.reason
+        assert f"not a multiple of {multiple}" in decision.reason
 
 
 @pytest.mark.parametrize(("device", "keys", "runs", "said"), [
@@ -320,5 +320,5 @@ def test_a_bias_changes_nothing_and_a_mixers_own_sizes_count():
     }
     assert [made[model].runs for model in made] == ["native", "native", "emulated"]
     said = [f"{problem.key} {problem.text}" for problem in made["hybrid_tiny"].problems]
-    assert all("no multiple of 32, as MXFP8BlockScaling needs" in text for text in said)
+    assert all("not a multiple of 32, as MXFP8BlockScaling requires" in text for text in said)
     assert any(text.startswith("gate_low_rank_dim of gla is 16") for text in said)

@@ -116,7 +116,7 @@ def test_an_impossible_native_backend_is_exit_code_2(here, said, small_run, tmp_
     assert train(small_run, tmp_path, *words) == 2
     error = capsys.readouterr().err
     assert all(each in error for each in said)
-    assert "model.ffn_hidden_size: is 200, no multiple of 128" in error
+    assert "model.ffn_hidden_size: is 200, not a multiple of 128" in error
     assert not (tmp_path / "run").exists()
 
 
