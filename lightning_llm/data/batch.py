@@ -16,11 +16,11 @@ class _Tensors:
     """Named tensors; some may be None."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """Return it on `device`; `non_blocking`: see `Tensor.to`."""
+        """Return the batch on `device`; `non_blocking`: see `Tensor.to`."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """Return it in page-locked memory, from which a copy to CUDA does not wait; a `DataLoader` asks for it."""
+        """Return a copy in page-locked memory, which allows asynchronous copies to CUDA. Called by `DataLoader`."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:

@@ -160,7 +160,7 @@ def _note_of(folder: Path) -> Path:
 
 
 def _marks(folder: Path, manifest: dict[str, Any]) -> dict[str, list[int]]:
-    """Return for each file what changes when it is written to."""
+    """Return {file: mark that changes when the file is written to}."""
     return {name: file_mark(folder / name) for name in manifest["files"]}
 
 
@@ -204,12 +204,12 @@ def _cache_problem(cache_dir: Path, error: OSError) -> ConfigError:
 
 
 def token_bytes(text_bytes: int, is_bytes: bool, vocab_size: int) -> int:
-    """Return about how many bytes a cache of `text_bytes` takes: 1 token per byte, or at least 2 bytes per token."""
+    """Return the estimated bytes of a cache of `text_bytes`: 1 token per byte, or at least 2 bytes per token."""
     return text_bytes * (2 if vocab_size <= 1 << 16 else 4) // (1 if is_bytes else 2)
 
 
 def disk_problem(cache_dir: Path, needed_bytes: int) -> Problem | None:
-    """Say so where the disk of `cache_dir` (which need not exist yet) has not `needed_bytes` and a reserve free."""
+    """Return a problem if the disk of `cache_dir` (which need not exist yet) lacks `needed_bytes` plus a reserve."""
     free = shutil.disk_usage(nearest_existing(cache_dir)).free
     if free >= needed_bytes + FREE_RESERVE_BYTES:
         return None

@@ -36,7 +36,7 @@ def check_data(config: DataConfig, model_vocab_size: int, world: int) -> list[Pr
 def data_rules(
     data: Callable[[], DataConfig], model_vocab_size: Callable[[], int], world: Callable[[], int]
 ) -> list[Rule]:
-    """Return the rules of `check_data`, run one by one: another key may have broken the input of any of them."""
+    """Return the rules of `check_data`. Each runs separately, because its input may be invalid due to another key."""
     return [
         lambda: batch_problems(data(), world()),
         lambda: _mixture_problems(data()),
@@ -64,7 +64,7 @@ def _validation_problems(config: DataConfig) -> Iterator[Problem]:
 
 
 def batch_problems(config: DataConfig, world: int) -> list[Problem]:
-    """Return why a step's sequences make no micro-batches on `world` data-parallel ranks."""
+    """Return why the global batch cannot be split into micro-batches on `world` data-parallel ranks."""
     per_pass = config.micro_batch_size * world
     if config.global_batch_size % per_pass == 0:
         return []
@@ -156,7 +156,7 @@ def _tokenizer_file_problems(config: TokenizerConfig, model_vocab_size: int) -> 
 
 
 def _cache_problems(config: DataConfig, model_vocab_size: int) -> list[Problem]:
-    """Ask for a writable folder with enough room where a source has not been read yet; a warm cache needs neither."""
+    """Check that the cache folder is writable and large enough, unless all sources are already cached."""
     cache_dir = cache_dir_of(config)
     text_bytes = 0
     all_read = True

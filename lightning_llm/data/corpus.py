@@ -30,7 +30,7 @@ IGNORED = -100  # a label that is no target: what torch's cross entropy ignores 
 
 @dataclass(frozen=True)
 class Sample:
-    """One training window of source number `source`, of those that are trained on.
+    """One training window; `source` is an index into the training sources.
 
     `tokens` int64 [T+1], and `document_ids` int64 [T] (from 0, within the window) or None.
     """
@@ -72,8 +72,8 @@ class Corpus:
     ):
         """`streams`: each source's "train" and "validation" stream; every trained source has at least one window.
 
-        `accounts` of all sources. `data.opening` makes and checks all of it. `chosen`: what `choose_documents`
-        returned.
+        `accounts` of all sources. `data.opening` builds and checks all arguments. `chosen`: result of
+        `choose_documents`.
         """
         self.accounts, self.chosen = dict(accounts), dict(chosen or {})
         self.config = config
@@ -101,8 +101,8 @@ class Corpus:
     def fingerprint(self) -> str:
         """32 hex digits of the training data: tokenizer, and each source's name, share, and tokens of both splits.
 
-        Also of how a mixture changes the shares, and of `data.max_tokens`. Independent of paths, seed and batch sizes,
-        and of sources that no sample comes from: those only watched, and those of weight 0.
+        Also covers the mixture and `data.max_tokens`. Independent of paths, seed and batch sizes, and of sources
+        without training samples: validation-only sources, and those of weight 0.
         """
         held_out = dict(zip(self.names, self.held_out, strict=True))
         streams = zip(self.trained, self.shares, self.train, strict=True)
@@ -120,7 +120,7 @@ class Corpus:
     def validation_fingerprint(self) -> str:
         """32 hex digits of the tokens that `val_loss` scores, each with its context.
 
-        Free of sources that are only watched, but where these alone are scored: `train.validation` averages so.
+        Validation-only sources count only if no other source is scored, as in the average of `train.validation`.
         """
         scored = {self.names[source] for source, _ in self._validation_windows}
         unwatched = [name for name in self.names if name not in self.config.watched]
@@ -151,11 +151,11 @@ class Corpus:
         return Sample(address.source, address.window, address.epoch, tokens, ids)
 
     def index_of(self, position: int) -> int:
-        """Return the number by which `data.skip_samples` knows the sample at `position`: with none left out, that."""
+        """Return the sample number, as used by `data.skip_samples`, at `position`; equal if no sample is skipped."""
         return index_of(position, self.skipped)
 
     def origin(self, position: int) -> Origin:
-        """Return where the training sample at `position` comes from."""
+        """Return the origin of the training sample at `position`."""
         address = self.order.locate(position)
         start, stream = address.window * self.config.sequence_length, self.train[address.source]
         ends = start, start + self.config.sequence_length
@@ -186,9 +186,9 @@ class Corpus:
 
     @cached_property
     def _validation_windows(self) -> list[tuple[int, int]]:
-        """(source, window) of each sequence scored: shared out by weight, evenly spaced, none twice, one at least.
+        """(source, window) of each scored sequence: distributed by weight, evenly spaced, unique, at least one.
 
-        The weights are `data.validation.weights`, or the sources' own; one that is only watched takes no share.
+        The weights are `data.validation.weights`, or the sources' own; validation-only sources get no share.
         The last window of a source may be short.
         """
         length, sequences = self.config.sequence_length, self.config.validation.sequences
@@ -224,7 +224,7 @@ class Corpus:
         return float(-(shares * np.log(shares)).sum() + (len(counts) - 1) / (2 * counts.sum()))
 
     def validation_text(self) -> dict[str, tuple[int, int | None]]:
-        """Return for each source how many tokens a validation scores, and the bytes of text that these stand for.
+        """Return for each source the number of tokens that a validation scores, and their bytes of text.
 
         The bytes are None where they were not counted when the source was tokenized.
         """
@@ -242,7 +242,7 @@ class Corpus:
         return found
 
     def validation(self, indices: Sequence[int], micro_batch_size: int) -> ValidationBatch:
-        """Return the sequences `indices` of the fixed validation order; rows beyond them or it have no target."""
+        """Return the sequences `indices` of the fixed validation order; remaining rows are padding without targets."""
         length = self.config.sequence_length
         tokens = np.full((micro_batch_size, length), self.tokenizer.end_of_document, np.int64)  # [B, T]
         labels = np.full((micro_batch_size, length), IGNORED, np.int64)  # [B, T]

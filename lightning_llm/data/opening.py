@@ -68,7 +68,7 @@ def open_corpus(
 def _scan_all(
     sources: Mapping[str, Source], config: DataConfig, cache_dir: Path, progress: bool
 ) -> tuple[dict[str, Scan], dict[str, Path]]:
-    """Return the scan of each source, and the index folder of those that are tokens already.
+    """Return the scan of each source, and the index folder of each pretokenized source.
 
     Raises ConfigError with the problems of all.
     """
@@ -87,7 +87,7 @@ def _scan_all(
 
 
 def _endings(source: Source) -> dict[str, int]:
-    """Return how many files of a source of text have each ending, of those that its loader knows."""
+    """Return {ending: number of files} of a text source, for the endings that its loader reads."""
     config = source.config
     if config.tokenised or not config.suffixes:
         return {}

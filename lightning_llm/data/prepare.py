@@ -36,7 +36,7 @@ Advance = Callable[[int], None]
 
 @contextmanager
 def progress_task(description: str, total_bytes: int | None, shown: bool) -> Iterator[Advance]:
-    """Give a function that counts bytes done, onto a progress bar on stderr where `shown`."""
+    """Yield a function that adds bytes to a progress bar on stderr, if `shown`."""
     if not shown:
         yield lambda done_bytes: None
         return

@@ -183,7 +183,7 @@ def phase_lines(config: Config, corpus: "Corpus") -> list[str]:
 
 
 def chosen_lines(corpus: "Corpus") -> list[str]:
-    """Return how often documents of each source stand in its training stream, where a mixture chooses them."""
+    """Return the copies of documents in each source's training stream, if the mixture chooses documents."""
     return [
         f"copies {name}: {each['copies']:,} of {each['documents']:,} documents ({each['expected']:,.1f} expected), "
         f"{each['most']} of one at most, {each['dropped']:,} left out"

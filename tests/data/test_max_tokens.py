@@ -91,7 +91,7 @@ def test_impossible_settings_are_rejected(two_files, cache):
         return "\n".join(map(str, check_data(data_config(cache, two_files, **keys), 300, 1)))
 
     assert "data.epochs: is 2, but the length of an epoch is unknown" in said(epochs=2.0)
-    assert "data.max_tokens: is 20, and a sequence of each source takes 32" in said(max_tokens=20)
+    assert "data.max_tokens: is 20, but one sequence per source takes 32" in said(max_tokens=20)
     phases = {"kind": "phases", "phases": {"one": {}, "two": {"start": 0.5, "weights": {"b": 2}}}}
     silent = {name: {**source, "weight": 0.0 if name == "b" else 1.0} for name, source in two_files.items()}
     config = data_config(cache, silent, mixture=phases, max_tokens=400)

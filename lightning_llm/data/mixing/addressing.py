@@ -85,7 +85,7 @@ class Mixture(Protocol):
         """Return the source of sample `index` (from 0), and how many samples of that source come before it."""
 
     def drawn(self, total: int) -> list[int]:
-        """Return how many of the samples [0, total) each source gives."""
+        """Return the number of samples from each source among samples [0, total)."""
 
     def phases(self, total: int) -> "Iterator[MixturePhase]":
         """Yield the stretches of the samples [0, total) that differ in their weights."""
@@ -102,7 +102,7 @@ class MixturePhase:
 
 
 class Shares:
-    """The `Mixture` of weights that stay; a source of weight 0 gives nothing.
+    """`Mixture` of constant weights; a source of weight 0 is never sampled.
 
     Raises:
         ValueError: the smallest share but 0 is below `SMALLEST_SHARE`.
@@ -128,7 +128,7 @@ class Shares:
         return source, block * self.counts[source] + self._before[position]
 
     def drawn(self, total: int) -> list[int]:
-        """Return how many of the samples [0, total) each source gives."""
+        """Return the number of samples from each source among samples [0, total)."""
         blocks, position = divmod(total, self.block)
         drawn = [blocks * count for count in self.counts]
         for source in self._pattern[:position]:
@@ -220,14 +220,14 @@ class SampleOrder:
         return permute(i, n, _round_keys(self.seed, self._name_words[source], epoch))
 
     def _drawn_in_order(self, total: int | None) -> list[int] | None:
-        """Return how many samples of each source a run takes that leaves none out.
+        """Return the number of samples that a run takes from each source if it skips none.
 
-        A run that goes back leaves out samples to come: the order of those before must not depend on which.
+        A rollback skips later samples, which must not change the order of earlier ones.
         """
         return None if total is None else self.mixture.drawn(total)
 
     def drawn(self, total: int) -> list[int]:
-        """Return how many of the samples at positions [0, total) each source gives."""
+        """Return the number of samples from each source among positions [0, total)."""
         if total == 0:
             return self.mixture.drawn(0)
         end = index_of(total - 1, self.skipped) + 1
@@ -239,7 +239,7 @@ class SampleOrder:
 
 
 class Pacing:
-    """A curriculum's order: position in an epoch of a source -> window, from how many samples the run takes of each.
+    """Order of a curriculum: position in an epoch of a source -> window, given the run's samples per source.
 
     The windows are those that the seed's permutation gives, in the order they lie in: runs with and without a
     curriculum learn from the same windows where their streams are the same. Within each stretch of the `Pace` the
@@ -248,7 +248,7 @@ class Pacing:
     """
 
     def __init__(self, pace: Pace, windows: Sequence[int], drawn: Sequence[int] | None, permute: Permute):
-        """`drawn`: how many samples the run takes of each source, if it leaves none out; None: whole epochs."""
+        """`drawn`: number of samples that the run takes from each source if it skips none; None: whole epochs."""
         self.pace, self.windows, self.drawn, self.permute = pace, windows, drawn, permute
         self._sorted = lru_cache(maxsize=2 * max(1, len(windows)))(self._sorted_windows)
 

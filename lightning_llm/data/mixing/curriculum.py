@@ -16,9 +16,9 @@ from lightning_llm.data.scoring.table import scores_digest, scores_of, scores_pr
 
 @MIXTURES.register
 class Curriculum(StaticMixture):
-    """A curriculum (Bengio et al. 2009): documents lie in the order of a score, and an epoch goes through them so.
+    """Curriculum (Bengio et al. 2009): each epoch takes the documents in the order of a score.
 
-    The windows are those that the run would take in any order; `order=shuffled` is the baseline of the same windows.
+    The order does not change which windows are used; `order=shuffled` is the baseline with the same windows.
     """
 
     chooses_documents: ClassVar[bool] = True
@@ -36,7 +36,7 @@ class Curriculum(StaticMixture):
 
     @property
     def follows_max_steps(self) -> bool:
-        """Whether a run of another length takes other samples at the same step."""
+        """Whether the samples of a step depend on the length of the run."""
         return self.total_steps is None and self.order != "shuffled"
 
     def paced_steps(self, max_steps: int | None) -> int | None:
@@ -58,9 +58,9 @@ class Curriculum(StaticMixture):
 
 
 class SortedDocuments:
-    """A `data.mixing.chosen.Chooser` of each document once, small scores first, whichever way an epoch goes.
+    """`data.mixing.chosen.Chooser` that takes each document once, sorted by ascending score.
 
-    Equal scores stay in the order they are read in.
+    Documents with equal scores keep their reading order.
     """
 
     def __init__(self, file: Path, by: str):
@@ -72,5 +72,5 @@ class SortedDocuments:
         return {name: np.argsort(each[self.by], kind="stable") for name, each in scored.items()}
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Return nothing: all documents are there."""
+        """Return {}, because every document is used once."""
         return {}

@@ -10,9 +10,9 @@ KEY = "data.max_tokens"
 
 
 def window_limits(config: DataConfig) -> dict[str, int] | None:
-    """Return the windows that each source that is drawn from may give, at least 1, by its name; None: no limit.
+    """Return {source: maximum number of windows, at least 1} for the sources in use; None if there is no limit.
 
-    They are shared out by the sources' weights, so that all of them take the same number of epochs.
+    Limits are proportional to the sources' weights, so that all sources get the same number of epochs.
     """
     if config.max_tokens is None:
         return None
@@ -22,7 +22,7 @@ def window_limits(config: DataConfig) -> dict[str, int] | None:
 
 
 def bound_problems(config: DataConfig) -> Iterator[Problem]:
-    """Yield why the tokens that there are to be cannot be shared out, or an epoch has no length."""
+    """Yield why `data.max_tokens` cannot be divided among the sources, or why the length of an epoch is unknown."""
     if config.max_tokens is None:
         if config.epochs is not None:
             text = f"is {config.epochs:g}, but the length of an epoch is unknown before data is read: set {KEY}."
@@ -32,19 +32,19 @@ def bound_problems(config: DataConfig) -> Iterator[Problem]:
         text = (
             f"limits sequences in stored order, but data.mixture.kind={config.chosen_mixture.kind} chooses documents. "
         )
-        yield Problem(KEY, f"{text}Leave one of them out.")
+        yield Problem(KEY, f"{text}Remove one of them.")
     drawn, length = config.drawn, config.sequence_length
     for name in drawn:
         if not config.trained_weights[name]:
             text = f"is 0, and {KEY} is shared out by the weights: give the source its share there, and 0 in the phase."
             yield Problem(f"data.sources.{name}.weight", text)
     if config.max_tokens < length * len(drawn):
-        text = f"is {config.max_tokens:,}, and a sequence of each source takes {length * len(drawn):,}. Raise it."
+        text = f"is {config.max_tokens:,}, but one sequence per source takes {length * len(drawn):,}. Raise it."
         yield Problem(KEY, text)
 
 
 def limit_problem(name: str, limit: int, available_tokens: int, config: DataConfig) -> Problem | None:
-    """Say so where a source has fewer windows than its share of `data.max_tokens`: its epochs would be more."""
+    """Return a problem if a source has fewer windows than its share of `data.max_tokens`: it would repeat more."""
     length = config.sequence_length
     if max(0, available_tokens - 1) // length >= limit:
         return None

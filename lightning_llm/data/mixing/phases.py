@@ -50,7 +50,7 @@ class PhasedMixture(MixtureConfig):
 
     @property
     def follows_max_steps(self) -> bool:
-        """Whether a run of another length has its phases at other steps."""
+        """Whether the first steps of the phases depend on the length of the run."""
         return self.total_steps is None and any(phase.start for phase in self.phases.values())
 
     def problems(self, key: str, weights: Mapping[str, float]) -> Iterator[Problem]:

@@ -125,9 +125,9 @@ def _sources(known: Mapping[str, Scores]) -> str:
 
 
 def scores_problems(key: str, file: Path) -> Iterator[Problem]:
-    """Yield, with the config's `key`, what keeps `file` from being read as a table of scores.
+    """Yield the reasons, under the config's `key`, why `file` cannot be read as a table of scores.
 
-    It is read once until it changes, so a rule that is asked on the way to each run costs one reading.
+    The result is cached until the file changes, so checks of many configs read it once.
     """
     if not file.is_file():
         yield Problem(
@@ -148,7 +148,7 @@ def _problems(key: str, file: Path, size: int, time: int) -> tuple[Problem, ...]
 
 
 def scores_digest(file: str) -> str | None:
-    """Return the digest of the content of `file`, None where it is not there; it is read once until it changes."""
+    """Return the digest of the content of `file`, None if it does not exist; cached until the file changes."""
     try:
         stat = Path(file).stat()
     except OSError:

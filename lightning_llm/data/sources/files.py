@@ -51,7 +51,7 @@ class LocalFiles:
 
 
 def local_path(path: str) -> Path:
-    """Return `path` absolute, "~" expanded where it names a home folder."""
+    """Return the absolute `path`, with "~" expanded if it refers to a home folder."""
     return Path(os.path.expanduser(path)).absolute()  # Path's own raises for a file named ~notes.txt
 
 
@@ -132,7 +132,7 @@ def _unreadable(path: str) -> str | None:
 def file_problems(
     key: str, source: TextSourceConfig | TokenSourceConfig, is_own: Callable[[Path], bool] | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem where `path` is missing, names no file, or files that are another loader's by their names.
+    """Yield a problem if `path` is missing, matches no file, or matches files with the ending of another loader.
 
     `is_own`: whether the first file belongs to the loader despite its name.
     """
@@ -211,7 +211,7 @@ def beginning(file: Path) -> bytes:
 
 
 def first_that_is_no_text(files: Iterable[Path]) -> str | None:
-    """Return the place of the first line that cannot be decoded, and its first bad byte."""
+    """Return the location of the first line that cannot be decoded, and its first invalid byte."""
     for file in files:
         with opened(file) as content:
             for number, line in enumerate(io.BufferedReader(content), 1):  # type: ignore[type-var]

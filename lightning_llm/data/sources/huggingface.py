@@ -56,7 +56,7 @@ class HuggingFaceSource(TextSourceConfig):
 
 
 class HuggingFaceReader:
-    """A `DocumentReader` of rows. `skipped`: the files of a local folder that are not read, once it has been opened."""
+    """`DocumentReader` of rows. `skipped`: files of a local folder that are not read, known after opening."""
 
     def __init__(self, config: TextSourceConfig, key: str, files: Sequence[Path]):
         self.config, self.key, self.files = config, key, files
@@ -76,7 +76,7 @@ class HuggingFaceReader:
             yield from self._texts(self._load_local(folder, originals), self.files)
 
     def _texts(self, rows: Any, files: Sequence[Path]) -> Iterator[str | None]:
-        """Yield the text of each row of a dataset of `datasets`, reading that column alone."""
+        """Yield the text of each row of a dataset; reads only the text column."""
         column, where = self.config.text_key, these_files(self.config.path, files)
         with raised_in_a_line():
             if column in (rows.column_names or ()):  # a missing one is reported from the first row
@@ -188,7 +188,7 @@ def _load_from_hub(key: str, config: TextSourceConfig) -> Any:
 
 @contextmanager
 def _hub_offline() -> Iterator[None]:
-    """Make `datasets` take its cached copies without asking the network, as HF_HUB_OFFLINE=1 would have."""
+    """Make `datasets` use its cached copies without network access, as with HF_HUB_OFFLINE=1."""
     import datasets
     from huggingface_hub import constants
 

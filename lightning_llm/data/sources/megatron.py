@@ -96,7 +96,7 @@ def read_header(prefix: Path) -> Header:
 
 
 def index_problem(prefix: Path) -> str | None:
-    """Return the problem of a pair by sizes and header alone, or None."""
+    """Return a problem found in the sizes and header of a pair, or None."""
     for file in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
         if not file.is_file():
             return f"there is no {file}, and a dataset of Megatron-LM is a pair of .idx and .bin"
@@ -126,7 +126,7 @@ class MegatronReader:
         return np.asarray(np.memmap(file, dtype, mode="r", shape=(file.stat().st_size // dtype.itemsize,)))
 
     def documents(self, number: int, end_of_document: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return where the documents begin, and their lengths without the end-of-document token, where they have it.
+        """Return the documents' first positions, and their lengths without an end-of-document token.
 
         Raises ValueError for an index that does not fit the tokens.
         """

@@ -19,7 +19,7 @@ LOOKED_AT_TOKENS = 4096
 
 @LOADERS.register
 class OlmoSource(LocalFiles, TokenSourceConfig):
-    """`.npy` as OLMo reads it: token ids alone, without a header, each document closed by the end-of-document token."""
+    """OLMo's `.npy` files: token ids without a header, each document followed by the end-of-document token."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".npy",)
 

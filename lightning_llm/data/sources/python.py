@@ -58,7 +58,7 @@ class PythonSource(TextSourceConfig):
         return list(library_files(self.include))
 
     def identity(self, files: Sequence[Path]) -> dict[str, Any]:
-        """Return it without the files' times: they depend on the Python version alone."""
+        """Return the identity without file times: the files depend only on the Python version."""
         version = f"{platform.python_implementation()} {platform.python_version()}"
         keys = self.model_dump(exclude={"weight", "role"} | ({"include"} if self.include is None else set()))
         return keys | {"python": version, "files": [[file.name, file.stat().st_size] for file in files]}
@@ -90,7 +90,7 @@ def _matches(path: str, include: tuple[str, ...] | None) -> bool:
 
 
 class LibraryReader:
-    """A `DocumentReader` of one part, which it keeps: to read it takes longer than most sources' files."""
+    """`DocumentReader` of one part. Caches the documents, because reading them is slow."""
 
     def __init__(self, part: Part, include: tuple[str, ...] | None = None):
         self.part: Part = part

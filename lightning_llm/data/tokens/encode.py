@@ -37,9 +37,9 @@ Encoded = tuple[list["Document"], list[np.ndarray], list[int]]
 
 
 def process_count(asked: int | None, text_bytes: int, tokenizer: Tokenizer) -> int:
-    """Return how many processes encode a source of `text_bytes`: as many as `asked`, else as there are cores.
+    """Return the number of processes that encode a source of `text_bytes`: `asked`, or else one per core.
 
-    One, this one, for plain bytes, which are only copied, and for a short text where nobody asked.
+    One (this process) for plain bytes, which are only copied, and by default for short texts.
     """
     if tokenizer.is_bytes:
         return 1

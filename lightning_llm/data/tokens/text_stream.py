@@ -28,7 +28,7 @@ class TextStream:
         return self._next(whole=False)
 
     def finish(self) -> str:
-        """Return the text held back: bytes that are no character, as U+FFFD."""
+        """Return the remaining text, with bytes of an incomplete character as U+FFFD."""
         return self._next(whole=True)
 
     def _next(self, *, whole: bool) -> str:
@@ -42,7 +42,7 @@ class TextStream:
 
 
 class StopStrings:
-    """Passes text on up to the first complete string of `stops`, none empty; of several ending there, the longest."""
+    """Passes text on up to the first complete string of `stops` (non-empty); the longest if several end there."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)

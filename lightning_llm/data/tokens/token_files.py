@@ -90,9 +90,9 @@ class TokenStream:
         return TokenStream, (self.folder, self.split, self.dtype, self.digest)
 
     def sizes(self) -> np.ndarray | None:
-        """Return the bytes of text of each token, uint32 [tokens]; None where they were not counted.
+        """Return the bytes of text of each token, uint32 [tokens]; None if they were not counted.
 
-        They are of the validation split, unless the source was tokenized elsewhere, or by an earlier release.
+        They exist for the validation split, unless the source was tokenized elsewhere or by an earlier release.
         """
         file = self.folder / f"{self.split}{SIZES}"
         return map_array(file, np.dtype("<u4")) if file.is_file() else None
@@ -106,7 +106,7 @@ class TokenStream:
 
 
 class JoinedTokens:
-    """Tokens of documents end to end, read as they are asked for. Like an array, it has a length and slices."""
+    """Concatenated tokens of documents, read on access. Supports `len` and slicing, like an array."""
 
     def __init__(
         self,

@@ -123,7 +123,7 @@ def scan_tokens(source: Source, config: TokenizerConfig, cache_dir: Path, shown:
 
 
 def _groups(starts: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield documents' first tokens and lengths, as many at a time as lie within `READ_TOKENS`, one at least."""
+    """Yield (first tokens, lengths) of groups of at least one document and up to `READ_TOKENS` tokens."""
     ends, first = starts + lengths, 0
     while first < len(starts):
         last = max(first + 1, int(np.searchsorted(ends, starts[first] + READ_TOKENS, side="right")))

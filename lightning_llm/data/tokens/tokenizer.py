@@ -48,9 +48,9 @@ def tokenizer_file(path: str | Path) -> Path:
 
 
 def read_vocabulary(file: Path) -> dict[str, int]:
-    """Return token -> id of a tokenizer.json, added tokens included, by its JSON alone (`tokenizers` not imported).
+    """Return {token: id} of a tokenizer.json, including added tokens, read as JSON (`tokenizers` is not imported).
 
-    Raises OSError where it cannot be read and ValueError where it is no tokenizer.json.
+    Raises OSError if it cannot be read and ValueError if it is not a tokenizer.json.
     """
     try:
         content = json.loads(file.read_bytes())
@@ -97,7 +97,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | Path, end_of_document: str | None = None):
-        """Open a file or a folder. Raises OSError, or ValueError where it is none or has no end-of-document token."""
+        """Open a file or a folder. Raises OSError, or ValueError if it is invalid or has no end-of-document token."""
         self.path = tokenizer_file(path)
         vocabulary = read_vocabulary(self.path)
         found = find_end_of_document(vocabulary, end_of_document, self.path)
@@ -143,9 +143,9 @@ class Tokenizer:
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def byte_counts(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return how many UTF-8 bytes of each text its tokens stand for, uint32 [tokens + 1]; see `token_text`.
+        """Return the UTF-8 bytes that each token of each text represents, uint32 [tokens + 1]; see `token_text`.
 
-        The last entry is that of the end-of-document token; the sum is the size of the text.
+        The last entry is for the end-of-document token; the sum is the size of the text.
         """
         if self.is_bytes:
             return [np.append(np.ones(len(text.encode()), np.uint32), np.uint32(0)) for text in texts]
@@ -166,11 +166,11 @@ class Tokenizer:
 
     @cached_property
     def unknown(self) -> int | None:
-        """The id of the token for text that it does not know, None where it has none."""
+        """Id of the token for unknown text, None if there is none."""
         return unknown_token(self.path)
 
     def decode(self, tokens: Iterable[int], skip_special: bool = False) -> str:
-        """Return the text of `tokens`, special tokens shown unless `skip_special`; bytes that are no UTF-8: U+FFFD."""
+        """Return the text of `tokens`, with special tokens unless `skip_special`; invalid UTF-8 becomes U+FFFD."""
         return decoded(self._backend, [int(t) for t in tokens], self._added_texts, skip_special)
 
     def pieces_in(self, smaller: "Tokenizer", token: int) -> list[int]:
@@ -186,7 +186,7 @@ class Tokenizer:
             write_declaration(folder, name)
 
     def save(self, path: str | Path) -> Path:
-        """Copy the tokenizer.json to the file or existing folder `path`, and return where it went."""
+        """Copy the tokenizer.json to the file or existing folder `path`; return the path of the copy."""
         return Path(shutil.copyfile(self.path, tokenizer_file(path)))
 
 
@@ -219,7 +219,7 @@ def bytes_vocabulary() -> dict[str, int]:
 
 
 def _copies_bytes(file: Path) -> bool:
-    """Return whether a tokenizer.json of the bytes' vocabulary gives a text's bytes as they are."""
+    """Return whether a tokenizer.json with the byte vocabulary encodes a text as its unchanged bytes."""
     content = json.loads(file.read_bytes())
     model, split = content["model"], content.get("pre_tokenizer") or {}
     changes = model.get("merges"), model.get("continuing_subword_prefix"), model.get("end_of_word_suffix")

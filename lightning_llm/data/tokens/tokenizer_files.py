@@ -48,20 +48,20 @@ def _mapping(file: Path) -> dict[str, Any]:
 
 
 def sampling_in(file: Path) -> str | None:
-    """Return the key and value of a tokenizer.json that make its tokens random, None where there is none."""
+    """Return the "key=value" of a tokenizer.json that makes tokenization random, None if there is none."""
     model = _mapping(file).get("model") or {}
     return next((f"{key}={model[key]}" for key in SAMPLING if model.get(key)), None)
 
 
 def switch_off_sampling(backend: Any) -> None:
-    """Have `backend`, of the `tokenizers` library, give the same tokens for the same text."""
+    """Make `backend` (`tokenizers` library) deterministic: the same text always gives the same tokens."""
     for key in SAMPLING:
         if getattr(backend.model, key, None) is not None:
             setattr(backend.model, key, None)
 
 
 def unknown_token(file: Path) -> int | None:
-    """Return the id of the token for unknown text, None where there is none."""
+    """Return the id of the token for unknown text, None if there is none."""
     model = _mapping(file).get("model") or {}
     vocabulary, name = model.get("vocab"), model.get("unk_token")
     found = vocabulary.get(name) if isinstance(vocabulary, dict) else model.get("unk_id")
