@@ -235,7 +235,7 @@ def _words_of(limit: float | None) -> str:
 
 
 def _write(request: EvaluationRequest, done: Evaluation, output: Path | None) -> Path:
-    """Write the results where they belong, with the run or, of several models, to a file; return the file."""
+    """Write the results to the run's folder or, for several models, to a file; return the file."""
     first = request.subjects[0]
     if not request.how and first.checkpoint is not None and output is None:
         unknown = [name for name, value in _with_nulls(done.metrics).items() if value is None]

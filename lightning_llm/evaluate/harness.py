@@ -153,7 +153,7 @@ class OwnModel(TemplateLM):
 
 @dataclass(frozen=True)
 class Continuation:
-    """`tokens`: one more than a model takes at once; the last `scored` of them are scored."""
+    """`tokens`: up to one more than the model's sequence length; the last `scored` of them are scored."""
 
     tokens: list[int]
     scored: int
@@ -220,7 +220,7 @@ class Tasks:
     """The tasks of `words`, loaded: names of lm-eval's, but for those that `files` has, the user's own (.yaml)."""
 
     def __init__(self, words: Sequence[str], files: Mapping[str, Path]):
-        """Raises ConfigError with every word that names no task, or a task that cannot be loaded, data included."""
+        """Raises ConfigError with all words that are not tasks, or that name a task or data that cannot be loaded."""
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         problems: list[Problem] = []
         # The index of its thousands of tasks takes lm-eval half a minute.
@@ -243,7 +243,7 @@ class Tasks:
             raise ConfigError(problems)
 
     def results(self, model: OwnModel, limit: float | None) -> dict[str, dict[str, Any]]:
-        """Return by "TASK/METRIC": its `value`, `stderr` (None where there is none), `higher_is_better` and `samples`.
+        """Return by "TASK/METRIC": its `value`, `stderr` (None if there is none), `higher_is_better` and `samples`.
 
         A metric behind another filter than none is called "TASK/METRIC,FILTER". Of ranks lm-eval gives them to a
         machine's first alone; others have none.
@@ -274,7 +274,7 @@ class Tasks:
 
 
 def _settings_problems(tasks: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield settings of generated text that tasks want and that are not supported."""
+    """Yield the generation settings of tasks that are not supported."""
     for name, task in tasks.items():
         given = getattr(getattr(task, "config", None), "generation_kwargs", None)
         for problem in settings_problems(given) if given and task.OUTPUT_TYPE == "generate_until" else ():

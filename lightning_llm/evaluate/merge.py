@@ -48,7 +48,7 @@ class RankCorrelation:
 
     @classmethod
     def from_values(cls, one: Sequence[float], other: Sequence[float]) -> "RankCorrelation":
-        """Return it over pairs of numbers; nan where there are fewer than 2, or one of the two never varies.
+        """Return the correlation of pairs of numbers; nan if there are fewer than 2, or if one side is constant.
 
         The interval is Fisher's transform with the variance of D. G. Bonett and T. A. Wright (Psychometrika 65 (2000)
         23): `(1 + rho^2 / 2) / (count - 3)`. Of a perfect order it is that of the next one, two neighbours exchanged,
@@ -73,7 +73,7 @@ class RankCorrelation:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A set of `parts` at one `seed`: the losses of its units' average, and of a run on all of it, if there is one."""
+    """A set of `parts` at one `seed`: losses of the average of its units, and of a run on the whole set, if any."""
 
     parts: Parts
     seed: int

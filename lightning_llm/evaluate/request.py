@@ -196,9 +196,9 @@ def _data_words(given: Sequence[str], problems: list[Problem]) -> tuple[dict[str
 
 
 def _with_files(subject: Subject, files: Mapping[str, Path], words: Sequence[str]) -> Subject:
-    """Return `subject` with a file's documents instead of its data, as many tokens at once, by its own tokenizer.
+    """Return `subject` with the documents of files as its data; sequence length and tokenizer stay by default.
 
-    The overrides `words` are of that file's data, and come last. Raises ConfigError where they cannot be.
+    The overrides `words` apply last to the data config. Raises ConfigError if they are invalid.
     """
     ((kind, file),) = files.items()
     own = subject.config.data
@@ -264,7 +264,7 @@ def composed_layout(words: Sequence[str], accelerator: str) -> Config:
 
 
 def spread(config: Config, made: Config) -> tuple[Config, Degrees]:
-    """Return `config` under the layout of `made`, and that one's degrees.
+    """Return `config` with the layout of `made`, and the degrees of that layout.
 
     Nothing is trained: the global batch is the smallest that gives each pipeline stage a micro-batch.
 

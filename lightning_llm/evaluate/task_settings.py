@@ -71,7 +71,7 @@ class WritingSettings:
         return cls(strings, sampler, int(asked["max_gen_toks"]), None if total is None else int(total))
 
     def new_tokens(self, prompt_tokens: int, longest: int) -> int:
-        """Return how many tokens may follow a prompt in a context of `longest`. Raises ValueError where none may."""
+        """Return the number of tokens that fit after a prompt in a context of `longest`. Raises ValueError if 0."""
         if self.max_length is None:
             return min(self.max_new_tokens, longest - 1)
         if (room := min(self.max_length, longest) - prompt_tokens) < 1:

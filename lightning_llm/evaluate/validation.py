@@ -32,7 +32,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A decoder under its recipe, casts emulated, as it was after `step` steps; this rank's part of it."""
+    """This rank's part of a decoder after `step` steps, under its precision recipe with emulated casts."""
 
     parallel: ParallelModel
     step: int
@@ -51,7 +51,7 @@ class TrainedModel:
     def from_subject(
         cls, subject: Subject, initial: InitialSlice, layout: Layout, device: torch.device
     ) -> "TrainedModel":
-        """Return the model of `subject` with the weights that `initial` gives; delayed scales are the checkpoint's.
+        """Return the model of `subject` with weights from `initial` and delayed scales from the checkpoint.
 
         Collective.
         """

@@ -94,9 +94,9 @@ def sharded_decoder_of(
 
 
 class AverageWeights:
-    """The fp32 mean of several models' weights by slices, as `torch.optim.swa_utils.AveragedModel` takes it.
+    """The fp32 mean of several models' weights, by slices, as in `torch.optim.swa_utils.AveragedModel`.
 
-    A running mean, so that of equal weights it is these, bit for bit.
+    A running mean, so the mean of equal weights is bitwise equal to them.
     """
 
     def __init__(self, members: Sequence[InitialSlice]):

@@ -34,7 +34,7 @@ CHUNK_ELEMENTS = 1 << 22
 
 @contextmanager
 def unwidened() -> Iterator[None]:
-    """Run the block as on a device that multiplies 16-bit numbers: no fp32 copies of operands are made."""
+    """Run the block without fp32 copies of operands, as on a device with native 16-bit GEMMs."""
     global widened
     before, widened = widened, frozenset()
     try:

@@ -90,10 +90,10 @@ class Block(nn.Module):
 
 
 class TokenEmbedding(CastOnUse, nn.Embedding):
-    """Rows by token id, `[V, D]`, and, where there is no head, the projection of hidden states onto them."""
+    """Token embedding `[V, D]`; without a head, also the projection of hidden states to logits."""
 
     def project(self, x: Tensor, reduce: Reduce | None = None) -> Tensor:
-        """Return logits `[B, T, V]` of `x` `[B, T, D]`, or what `reduce` makes of them."""
+        """Return logits `[B, T, V]` of `x` `[B, T, D]`, or the result of `reduce`."""
         return self.reduced(x, self.weight, None, reduce)
 
 

@@ -1,4 +1,4 @@
-"""Dense feed-forward networks, which map each token by itself."""
+"""Dense feed-forward networks, applied to each token independently."""
 
 from collections.abc import Callable, Mapping
 

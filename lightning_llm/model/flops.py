@@ -33,7 +33,7 @@ class ParameterCount:
 
 
 def count_parameters(config: ModelConfig, padded: bool = False) -> ParameterCount:
-    """Return the parameter count: of the true vocabulary (what papers publish), or `padded` as held in memory."""
+    """Return the parameter count with the true vocabulary, as papers publish it, or `padded`, as stored in memory."""
     rows = config.padded_vocab_size if padded else config.vocab_size
     hidden, layers = config.hidden_size, range(config.num_layers)
     linear, bias, own = map(sum, zip(*for_layers(config, layers, lambda index: _in_block(config, index)), strict=True))
@@ -48,7 +48,7 @@ def count_parameters(config: ModelConfig, padded: bool = False) -> ParameterCoun
 
 
 def _in_block(config: ModelConfig, index: int) -> tuple[int, int, int]:
-    """Return the elements of block `index`: of its linears' weights, of their biases, and of all else."""
+    """Return the number of elements in block `index`: (weights of linears, their biases, all others)."""
     parts = block_parts(config, index).values()
     linears = [linear for part in parts for linear in part.linears(config)]
     weights = sum(linear.elements for linear in linears)

@@ -23,7 +23,7 @@ class Model(Protocol):
     config: ModelConfig
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Return the logits, of the last position alone or of all."""
+        """Return the logits of the last position, or of all positions."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class CachedLogits:
 
 
 class RecomputedLogits:
-    """`NextLogits` of any model by a forward pass over the last `max_sequence_length` tokens, for each token anew."""
+    """`NextLogits` of any model: a full forward pass over the last `max_sequence_length` tokens for each new token."""
 
     def __init__(self, model: Model):
         self.model = model

@@ -57,7 +57,7 @@ class RMSNormZeroCentered(Norm):
         return {"weight": 0.0}
 
     def saved_for(self, size: int, forward: ForwardPass) -> list[SavedTensor]:
-        """Return RMSNorm's of an input that is made fp32."""
+        """Return the tensors that RMSNorm saves for an input cast to fp32."""
         return saved_by_rms_norm(size, forward, max(forward.width, 4))
 
 

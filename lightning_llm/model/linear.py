@@ -9,5 +9,5 @@ class Linear(CastOnUse, nn.Linear):
     """`y = x W^T + b` in the dtype of `x`."""
 
     def forward(self, x: Tensor, reduce: Reduce | None = None) -> Tensor:
-        """Return `[..., out_features]` in the dtype of `x` `[..., in_features]`, or what `reduce` makes of it."""
+        """Return `[..., out_features]` in the dtype of `x` `[..., in_features]`, or the result of `reduce`."""
         return self.reduced(x, self.weight, self.bias, reduce)

@@ -86,7 +86,7 @@ def rope_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation of each pair by its angle, scaled or not: the backward pass is the same by minus the angle."""
+    """Rotation of each pair by its angle, with optional scaling. The backward pass rotates by the negative angle."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:  # type: ignore[no-untyped-def]

@@ -134,7 +134,7 @@ class Part(Group):
         return []
 
     def own_parameters(self, model: ModelConfig) -> list[ParameterSpec]:
-        """Return its parameters that are no linear's."""
+        """Return the parameters that do not belong to linears."""
         return []
 
     def build(self, model: ModelConfig) -> "nn.Module":
@@ -169,7 +169,7 @@ class Part(Group):
         yield from ()
 
     def roles(self, model: ModelConfig) -> dict[str, str]:
-        """Return the role of each child module that holds parameters, by name; empty for a part that is one whole."""
+        """Return {name: role} of each child module with parameters; empty for a part without child modules."""
         own = {each.name.rpartition(".")[0]: each.role for each in self.own_parameters(model) if "." in each.name}
         return {linear.name: linear.role for linear in self.linears(model)} | own
 
@@ -198,7 +198,7 @@ class Mixer(Part):
 
 
 class FeedForward(Part):
-    """Base class of networks that map each token by itself: the module maps x `[B, T, D]` to `[B, T, D]`."""
+    """Base class of token-wise networks: the module maps x `[B, T, D]` to `[B, T, D]`, each token independently."""
 
 
 class Norm(Part):

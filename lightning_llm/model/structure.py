@@ -82,7 +82,7 @@ def _checked(part: object, kind: type[PartClass]) -> PartClass:
 
 
 def replicated_within(part: Part, model: ModelConfig) -> list[ParameterSpec]:
-    """Return the parameters of modules within `part` that tensor-parallel ranks hold whole; none of a norm's own."""
+    """Return the parameters of child modules of `part` that are replicated over tensor-parallel ranks."""
     return [each for each in part.own_parameters(model) if each.role == "replicate" and "." in each.name]
 
 
@@ -107,7 +107,7 @@ def _block_parameters(same: Same, index: int) -> Sequence[ParameterSpec]:
 
 
 def for_layers(model: ModelConfig, layers: Iterable[int], value: Callable[[int], Value]) -> list[Value]:
-    """Return `value(index)` of each of `layers`, where it depends on the block alone: once for each name of a block."""
+    """Return `value(index)` for each of `layers`, computed once per block name; `value` must depend on it only."""
     made: dict[str, Value] = {}
     for index in layers:
         name = model.layer_name(index)

@@ -23,7 +23,7 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 
 
 class AdamW8bit(MatrixOptimizer):
-    """Each step computes in fp32 from both moments as they were kept, and updates with them before they are rounded."""
+    """AdamW with 8-bit moments. Each step dequantizes them to fp32, updates the weights, then rounds the moments."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: AdamW8bitConfig):
         super().__init__(parameters, config, ("hidden", "head"))

@@ -68,7 +68,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def initialise_state(self) -> None:
-        """Give every parameter its state as it is before the first step."""
+        """Initialize the state of every parameter before the first step."""
         for group in self.param_groups:
             if group["matrices"]:
                 self._add_missing_state(group["params"])

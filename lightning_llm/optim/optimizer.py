@@ -14,10 +14,10 @@ from lightning_llm.optim.schedule import learning_rate_factor
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, which works on this rank's shards: an update is element by element, of whichever elements.
+    """torch's AdamW on this rank's shards, which is valid because updates are elementwise.
 
-    DTensor would look up anew, for each list of parameters and in each process, where the results of one fused kernel
-    lie: half of a rank's first step. Bits are those of torch's own.
+    DTensor would derive the placements of the fused kernel's results again for each list of parameters and in each
+    process: half of a rank's first step. Results are bitwise those of torch's AdamW.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
@@ -54,7 +54,7 @@ def groups_of(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfi
 
 
 def initialise_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state of every parameter as it is before the first step.
+    """Initialize the state of every parameter before the first step.
 
     Optimizers create state in their first step. torch.distributed.checkpoint therefore makes a step of learning rate 0,
     which leaves them at step 1, with another bias correction. This function calls the optimizer's method
@@ -112,7 +112,7 @@ class LearningRate:
         self.base_rates: list[float] = [group["lr"] for group in optimizer.param_groups]
 
     def set(self, updates: int) -> float:
-        """Set every group's rate for the update after `updates` made ones; return the first group's."""
+        """Set every group's learning rate for the update after `updates` previous ones; return the first group's."""
         factor = learning_rate_factor(self.schedule, updates, self.max_steps)
         for group, base_rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = base_rate * factor

@@ -7,7 +7,7 @@ from lightning_llm.config.schema.optim import SCHEDULES, ScheduleConfig
 
 
 def learning_rate_factor(config: ScheduleConfig, updates: int, max_steps: int) -> float:
-    """Return the factor of `optim.learning_rate` for the update after `updates` made ones.
+    """Return the factor of `optim.learning_rate` for the update after `updates` previous ones.
 
     Warm-up is linear, to `config.peak`, and its first update is not zero: (updates + 1) / warmup_steps of that. What
     follows is the schedule's. `config` is `relative_to` the learning rate.

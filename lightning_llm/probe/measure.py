@@ -101,7 +101,7 @@ def worst(layers: Mapping[str, Mapping[str, Mapping[str, float]]], count: int) -
 
 
 def local_sums(model: ProbedModel, keys: int) -> dict[str, dict[str, Sums]]:
-    """Return by layer and column how far its products lie from those of unquantised operands, over `keys` keys.
+    """Return {layer: {column: errors of its products against unquantized operands}}, summed over `keys` keys.
 
     Products are kept in fp32, so that nothing but the operands' casts is seen. Slots that are not quantised, and the
     products of two such, are left out. `model.high()` must have run.
@@ -161,7 +161,7 @@ def _square(tensor: Tensor) -> float:
 
 @dataclass(frozen=True)
 class SlotShare:
-    """One slot alone, and all but it. Shares of the gap; those of six slots need not sum to 1."""
+    """Shares of the gap of one slot alone and of all other slots. Those of six slots need not sum to 1."""
 
     error_only: float
     error_without: float

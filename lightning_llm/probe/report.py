@@ -180,7 +180,7 @@ def draw(name: str, its: Mapping[str, Any], path: Path) -> None:
 
 
 def write_recipes(recipe: PrecisionConfig, its: Mapping[str, Any], num_layers: int, folder: Path) -> None:
-    """Write recipes to train with `--config-dir`: each slot alone, and the one that keeps the named layers high.
+    """Write recipes for `--config-dir`: one per slot alone, and one that keeps the named layers unquantized.
 
     `num_layers`: blocks of the model that was probed.
     """

@@ -184,7 +184,7 @@ class SoftCappedAttention(Attention):
 
 @cache
 def capped_attention(cap: float) -> Kernel:
-    """Return the function of q `[B, T, H, K]`, k, v `[B, S, G, K]` and mask that gives `[B, T, H, K]`: one for a cap.
+    """Return attention with capped scores: q `[B, T, H, K]`, k, v `[B, S, G, K]`, mask -> `[B, T, H, K]`; cached.
 
     The mask is as in `torch_attention`. Capped scores and softmax are in fp32.
     """

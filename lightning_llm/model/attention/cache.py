@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that attention has seen, so that a step computes those of its new tokens alone.
+"""Key-value cache of attention, so that a step computes keys and values only for its new tokens.
 
 Letters: B sequences, S tokens kept, G key/value heads, K elements per head.
 """
@@ -31,9 +31,9 @@ class KeyValueCache:
         self._slots: tuple[Tensor, Tensor] | None = None
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Keep `k` and `v` `[B, n, G, K]` of the next n tokens, which lie within one block of `ROWS` positions.
+        """Append `k` and `v` `[B, n, G, K]` of the next n tokens, all within one block of `ROWS` positions.
 
-        Raises ValueError where they exceed the length that the cache was made for, or are of another batch size.
+        Raises ValueError if they exceed the length of the cache or differ from its batch size.
         """
         count = k.shape[1]
         if k.shape[0] != self.batch_size or self.length + count > self.longest:

@@ -89,7 +89,7 @@ def without_blocks() -> Iterator[None]:
 
 
 def mask_of(seen: SeenKeys | None, takes_kernels: bool) -> Mask:
-    """Return the mask for `seen` keys as the kernel takes it that is to run; None: all keys up to each query."""
+    """Return the mask for `seen` keys in the form that the kernel takes; None: all keys up to each query."""
     if seen is None:
         return None
     return seen.blocks() if takes_kernels and _by_blocks else seen.dense()
@@ -139,7 +139,7 @@ def kernel_of(name: str, shape: AttentionShape, device: torch.device) -> str:
 
 
 def flex_failure(shape: AttentionShape, device: torch.device) -> str | None:
-    """Return why FlexAttention does not run forward and backward for `shape` on `device`, compiled; None where it does.
+    """Return why FlexAttention does not run forward and backward for `shape` on `device`, compiled; None if it does.
 
     It is tried on one short sequence of two documents, so that nothing fails in a run's first step.
     """

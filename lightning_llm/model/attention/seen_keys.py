@@ -89,7 +89,7 @@ def _by_block(positions: Tensor, largest: bool) -> Tensor:
 
 
 def _complete(positions: Tensor) -> Tensor:
-    """Return bool `[M]`: which blocks of `positions` `[Q]` are not cut short. A kernel must look at those that are."""
+    """Return bool `[M]`: whether each block of `positions` `[Q]` is full. Kernels must mask partial blocks."""
     ends = torch.arange(0, positions.shape[0], BLOCK_TOKENS, device=positions.device) + BLOCK_TOKENS
     return ends <= positions.shape[0]
 

@@ -60,7 +60,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def fits(self, config: ModelConfig) -> bool:
-        """Return whether it computes what `config` does."""
+        """Return whether this class computes the same function as a model of `config`."""
 
     @abstractmethod
     def block_names(self, config: ModelConfig, index: int) -> dict[str, str]:
@@ -97,7 +97,7 @@ class Architecture(ABC):
 def contradictions(
     values: Mapping[str, Any], model_type: str | None, aliases: Mapping[str, str], not_null: tuple[str, ...]
 ) -> Iterator[Problem]:
-    """Yield what in a config.json of an architecture contradicts itself; the arguments are `Architecture`'s."""
+    """Yield the contradictions within a config.json; see `Architecture` for the arguments."""
     found = values.get("model_type")
     if model_type is not None and found != model_type:
         what = "is missing" if found is None else f"is {found!r}"

@@ -30,7 +30,7 @@ def register(architecture: Architecture) -> None:
 
 
 def architectures() -> list[Architecture]:
-    """Return all that are known: those of this package and of installed ones, by class name."""
+    """Return all known architectures, from this package and installed ones, sorted by class name."""
     load_installed()
     return [_FOUND[name] for name in sorted(_FOUND)]
 
@@ -41,11 +41,11 @@ def architecture(config: ModelConfig) -> Architecture:
         if each.fits(config):
             return each
     known = "; ".join(each.shape for each in architectures())
-    raise ConfigError(Problem("model", f"{without_counterpart(config)}. Known are {known}."))
+    raise ConfigError(Problem("model", f"{without_counterpart(config)}. Supported: {known}."))
 
 
 def without_counterpart(config: ModelConfig) -> str:
-    """Return that no class computes what `config` does, with the keys that decide."""
+    """Return the message that no Hugging Face class matches `config`, with the keys that decide."""
     return (
         f"{config.name} has no Hugging Face counterpart: norm={config.norm}, position={config.position}, "
         f"activation={config.activation}, bias={config.bias}, num_heads={config.num_heads} of "

@@ -66,7 +66,7 @@ class Llama(Architecture):
         yield from self.layer_type_problems(values)
 
     def layer_type_problems(self, values: Mapping[str, Any]) -> Iterator[Problem]:
-        """Yield that `layer_types`, where it is given, is not full attention in each block."""
+        """Yield a problem if `layer_types` is given and some block is not full attention."""
         kinds = values.get("layer_types")
         if kinds is None:
             return

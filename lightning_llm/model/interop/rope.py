@@ -73,7 +73,7 @@ def read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what of a config.json's positions contradicts itself, or is not computed by this decoder."""
+    """Yield contradictions and unsupported settings in the position keys of a config.json."""
     for key in ENTRIES:
         entry = values.get(key) or {}
         if not isinstance(entry, Mapping):

@@ -83,7 +83,7 @@ class _Chunks(NamedTuple):
     starts: Tensor | None
 
     def scores(self) -> Tensor:
-        """Return `[B, H, N, C, C]`: what each key's value counts for a query."""
+        """Return `[B, H, N, C, C]`: weight of each key's value for each query."""
         q, k, b = self.q, self.k, self.b
         found = q.new_zeros(*q.shape[:-1], q.shape[-2])  # [B, H, N, C, C]
         for first in range(SUBCHUNK, q.shape[-2], SUBCHUNK):
@@ -271,7 +271,7 @@ class GLA(nn.Module):
         return self._gated(x, gated_linear_attention(*self._operands(x), document_ids))  # [B, T, D]
 
     def new_cache(self, batch_size: int, length: int) -> GLACache:
-        """Return the cache of no token yet. It takes no more for a longer `length`."""
+        """Return an empty cache. Its size does not depend on `length`."""
         return GLACache()
 
     def step(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: GLACache) -> Tensor:

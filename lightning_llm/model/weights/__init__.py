@@ -1,1 +1,1 @@
-"""Weights that lie in a folder: read by rows, without running anything in it; and such folders written."""
+"""Weights in folders: read by rows, without executing anything in them, and written."""

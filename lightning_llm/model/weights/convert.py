@@ -47,7 +47,7 @@ class _Rows:
 
 
 class _Joined:
-    """A tensor of theirs, of one of our parameters or several that lie side by side."""
+    """A tensor of the architecture, from one parameter of the decoder or several concatenated ones."""
 
     def __init__(self, weights: Weights, several: list[tuple[str, StoredParameter]], dtype: torch.dtype):
         self.weights, self.several, self.dtype = weights, several, dtype

@@ -66,7 +66,7 @@ class TensorFiles:
 
 @dataclass(frozen=True)
 class PickledFiles(TensorFiles):
-    """The same from pytorch_model.bin, by torch's reader of tensors alone (`weights_only`).
+    """The same from pytorch_model.bin, read by `torch.load` with `weights_only`.
 
     Mapped, and not read until a part is; a file of torch before 1.6 is read whole, and stays in memory.
     """
@@ -212,7 +212,7 @@ def _is_plain_name(name: Any) -> bool:
 
 
 def _header(file: Path) -> Iterator[tuple[str, Entry]]:
-    """Yield the tensors of one safetensors file. Raises ConfigError where it is none, or not whole."""
+    """Yield the tensors of one safetensors file. Raises ConfigError if it is invalid or incomplete."""
     from safetensors import SafetensorError, safe_open
 
     if not _is_file(file):

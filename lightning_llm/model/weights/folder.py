@@ -1,6 +1,6 @@
-"""Weights that lie somewhere, under our names and by rows: an imported folder, or a Hugging Face folder.
+"""Weights of an imported or Hugging Face folder, read by rows under this package's parameter names.
 
-Opening one checks all that can be known from its headers. Nothing is read but the rows asked for, nothing in it is run.
+Opening a folder checks its headers. Only the requested rows are read, and nothing is executed.
 """
 
 from abc import ABC, abstractmethod
@@ -75,14 +75,14 @@ class Weights(ABC):
 
     @abstractmethod
     def verify(self, rank: int = 0, world: int = 1) -> None:
-        """Verify the files that are not verified yet; each of several ranks verifies a share.
+        """Verify all files that are not yet verified; with several ranks, each verifies a share.
 
         Raises ConfigError if a file differs from the recorded content.
         """
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer.json that belongs to them, None where there is none."""
+        """The tokenizer.json in the folder, None if there is none."""
         file = self.path / TOKENIZER
         return file if file.is_file() else None
 
@@ -118,7 +118,7 @@ def digest_of(digests: Mapping[str, str]) -> str:
 
 
 class FolderWeights(Weights):
-    """Tensors in files of a folder; each of our parameters is one of them or a part of one."""
+    """Tensors in the files of a folder. Each parameter of the decoder is one of these tensors or a part of one."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class FolderWeights(Weights):
         stored: Mapping[str, StoredParameter],
         written: Mapping[str, FileContent] | None = None,
     ):
-        """Raises ConfigError where the folder's files do not say which tokens end a text as they should."""
+        """Raises ConfigError if the end-of-text tokens in the folder's files are invalid."""
         self.path, self.kind, self.config, self.architecture = path, kind, config, architecture
         self.tensors, self.stored, self.written = files, dict(stored), dict(written or {})
         self.end_tokens = end_tokens_of(path)
@@ -212,7 +212,7 @@ def _dtype_notes(values: Mapping[str, Any], weights: FolderWeights) -> Iterator[
 
 
 def open_imported(path: Path) -> FolderWeights:
-    """Return the weights of a folder that `import` made.
+    """Return the weights of a folder written by `import`.
 
     Raises:
         ConfigError: with everything that is not as it was written.

@@ -74,7 +74,7 @@ def _own(tensor: "Tensor") -> "Tensor":
 
 
 def _follow_umask(file: Path) -> None:
-    """Give `file` the mode of any file that is made here: the library's are for their owner alone."""
+    """Set the mode of `file` to that of ordinary new files: the library creates files only readable by their owner."""
     ordinary = file.with_name(f"{file.name}.mode")
     ordinary.touch()
     try:
@@ -88,7 +88,7 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def output_problems(output: Path, source: Path, force: bool, needed_bytes: int = 0) -> list[Problem]:
-    """Return why `output` cannot be written: it is there, and not to be replaced, is `source`, or there is no room."""
+    """Return why `output` cannot be written: it exists (without `force`), is inside `source`, or the disk is full."""
     if source.resolve() in (output.resolve(), *output.resolve().parents):
         return [Problem("--output", f"{output} is inside the input folder. Choose another.")]
     if problems := _existing_problems(output, force):

@@ -188,7 +188,7 @@ CastFunction = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, Or
 
 
 class Cast(NamedTuple):
-    """A cast for one axis: what makes it, and the blocks that it is of."""
+    """A cast for one axis: its function and its block shape."""
 
     function: CastFunction
     shape: BlockShape

@@ -94,7 +94,7 @@ def _described(value: Any) -> Hashable:
 
 
 def _surroundings() -> tuple[Hashable, ...]:
-    """Return the state of torch that kernels are made for: their guards for it are not stored."""
+    """Return the global torch state that kernels depend on, because stored kernels contain no guards for it."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -300,7 +300,7 @@ def make(file: Path, key: bytes, compiled: Any, args: tuple[Any, ...]) -> Any:
 
 @functools.cache
 def _announce(kept: Path) -> None:
-    """Say once that kernels are compiled, which may take a minute without another line; of several ranks the first."""
+    """Report once, on the first rank, that kernels are being compiled, which may take a minute without other output."""
     if os.environ.get("RANK", "0") in ("", "0"):
         _say(f"compiling the casts of this recipe, a few seconds each; they are kept for later runs in {kept}")
 

@@ -54,7 +54,7 @@ def blocked(x: Tensor, shape: BlockShape) -> Tensor:
 
 
 def check_blocked(x: Tensor, shape: BlockShape) -> None:
-    """Raise ValueError where `x` is not `blocked` to `shape`; a compiler, too, then knows how large blocks are."""
+    """Raise ValueError if `x` is not `blocked` to `shape`. The check also tells a compiler the sizes of blocks."""
     found = tuple(x.shape[axis] for axis in axes_within(shape))
     if shape is not None and found != tuple(size for size in shape if size > 1):
         raise ValueError(f"expected the block axes of {shape}, got {found}")
