@@ -79,7 +79,7 @@ def test_a_folder_written_meanwhile_is_not_replaced(run, tmp_path, monkeypatch, 
 
     monkeypatch.setattr(export_verb, "output_problems", other_first)
     assert main(words(run, out, "--no-parity", "--dtype", "bf16")) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert '"dtype": "float32"' in (out / "config.json").read_text()
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
 

@@ -83,7 +83,7 @@ def test_a_killed_conversion_leaves_a_complete_folder_or_none(verb, base, tmp_pa
             capsys.readouterr()
             assert main(words) == 2
             said = capsys.readouterr().err
-            for part in ("its old content is restored", ".out.partial was left half-written", "is there already"):
+            for part in ("its old content is restored", ".out.partial was left half-written", "already exists"):
                 assert part in said
             found.append("missing")
         else:
@@ -109,7 +109,7 @@ def test_a_full_disk_is_reported_and_existing_files_are_kept(base, tmp_path, mon
         with monkeypatch.context() as patch:
             patch.setattr(f"lightning_llm.{fails}", full)
             assert main(words) == 2
-        assert "cannot be written (No space left on device). Make room" in capsys.readouterr().err
+        assert "cannot be written (No space left on device). Free some space" in capsys.readouterr().err
         assert content(out) == before
         assert [each.name for each in tmp_path.iterdir()] == ["out"]
     moves = itertools.count()

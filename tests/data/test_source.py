@@ -116,7 +116,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     assert str(bad) in problem
     assert "line 2" in problem
     bad.write_text('["a list"]\n')
-    assert "no JSON object" in problem_of(loader="jsonl", path=str(bad))
+    assert "not a JSON object" in problem_of(loader="jsonl", path=str(bad))
     bad.write_text('{"txt": "a"}\n')
     assert "no column 'text'; it has 'txt'" in problem_of(loader="jsonl", path=str(bad))
     bad.write_text('{"text": "a"}\n')

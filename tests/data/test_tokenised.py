@@ -164,7 +164,7 @@ def damage_of_megatron(folder: Path) -> dict[str, tuple[Any, str]]:
         "version": (patched(9, struct.pack("<Q", 2)), "has version 2: only version 1 is supported"),
         "float": (patched(17, b"\x07"), "dtype code 7, which is not an integer type"),
         "unknown": (patched(17, b"\x63"), "dtype code 99"),
-        "header": (lambda: index.write_bytes(sound[:20]), "is no index"),
+        "header": (lambda: index.write_bytes(sound[:20]), "is not a Megatron-LM index"),
         "index": (lambda: index.write_bytes(sound[:-8]), "it is damaged"),
         "lengths": (patched(lengths, struct.pack("<i", -3)), "the index is damaged"),
         "pointers": (patched(pointers + 8, struct.pack("<q", 1 << 40)), "the index is damaged"),
