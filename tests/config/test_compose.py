@@ -249,7 +249,7 @@ def test_types_and_ranges():
 
 
 def test_an_argument_that_is_not_an_override_is_reported():
-    assert "no override" in problems_of("trainer.max_steps")["trainer.max_steps"]
+    assert "is not an override" in problems_of("trainer.max_steps")["trainer.max_steps"]
 
 
 def test_own_recipes_from_a_folder(tmp_path, capsys):

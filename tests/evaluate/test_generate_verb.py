@@ -207,5 +207,5 @@ def test_end_tokens_of_a_run_are_added_to_those_of_its_initial_weights(tmp_path)
         write_generation(file, ends)
         assert json.loads(file.read_text()) == after
     file.write_text('{"eos_token_id": "</s>"}')
-    with pytest.raises(ConfigError, match="'</s>', which is no token's id, in the folder that the run started from"):
+    with pytest.raises(ConfigError, match="'</s>', which is not a token id, in the folder that the run started from"):
         write_generation(file, [5])

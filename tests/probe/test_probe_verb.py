@@ -139,7 +139,7 @@ def test_every_problem_is_reported_at_once(run_folder, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["probe", str(run_folder), "precision=mxfp8", "--output", str(tmp_path / "file" / "o")]) == 2
     assert "cannot be written (Not a directory)" in capsys.readouterr().err
-    for part in ("64 does not divide model.hidden_size = 32", "'bf16' quantises nothing", "'mxfp9'"):
+    for part in ("size: is 64: must divide model.hidden_size = 32", "'bf16' quantises nothing", "'mxfp9'"):
         assert part in said
     assert not (tmp_path / "o").exists()
 

@@ -204,7 +204,7 @@ def test_a_recipe_near_the_margin_uses_all_seeds(tmp_path, monkeypatch, capsys):
     ("more", "said"),
     [
         (["seed=0,1,2"], "seed: has 3 values, and the last declared look is at 6 seeds"),
-        (["sweep.looks=[4,3]"], "looks [4, 3] must ascend"),
+        (["sweep.looks=[4,3]"], "looks=[4, 3]: must ascend"),
         (
             ["precision=bf16"],
             "sweep.until: has nothing to decide: all jobs have the same recipe. Add a baseline",
