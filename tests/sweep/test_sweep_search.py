@@ -203,7 +203,7 @@ def test_hydras_sweep_syntax_is_the_space():
         (["optim.learning_rate=tag(log,interval(0,1))"], "a logarithmic interval must begin above 0"),
         (["launcher.at_once=choice(1,2)"], "launcher.at_once: cannot be searched: it does not change training"),
         (["trainer.max_steps=choice(20,40)"], "trainer.max_steps: cannot be searched: trials are compared"),
-        (["sweep.search=halving", "sweep.rungs=[]", "seed=0,1"], "sweep.rungs: must hold at least 1 item"),
+        (["sweep.search=halving", "sweep.rungs=[]", "seed=0,1"], "sweep.rungs: must have at least 1 item"),
         (
             ["sweep.search=halving", "sweep.rungs=0.5", "seed=0,1"],
             "sweep.rungs: is 0.5, must be a list: sweep.rungs=[0.5]",
