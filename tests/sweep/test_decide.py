@@ -146,15 +146,15 @@ def test_no_other_recipe_or_model_is_added_to_declared_looks(tmp_path, monkeypat
     plain = [word for word in words(tmp_path) if not word.startswith(("sweep.", "precision="))]
     ran = len(started)
     for asked, said in (
-        (words(tmp_path, "precision=bf16,mxfp8"), "precision=fp8_delayed, and this asks for precision=mxfp8: its"),
-        (words(tmp_path, two, "model=llama_20m"), "model.hidden_size was 192, is "),
-        ([*plain, "precision=bf16,mxfp8", "seed=0,1,2"], "and this asks for precision=mxfp8: its"),
-        ([*plain, two, "optim.learning_rate=1e-4", "seed=7"], "(optim.learning_rate was 0.001, is 0.0001)"),
+        (words(tmp_path, "precision=bf16,mxfp8"), "precision=fp8_delayed, so precision=mxfp8 cannot be added: its"),
+        (words(tmp_path, two, "model=llama_20m"), "model.hidden_size 192 -> "),
+        ([*plain, "precision=bf16,mxfp8", "seed=0,1,2"], "so precision=mxfp8 cannot be added: its"),
+        ([*plain, two, "optim.learning_rate=1e-4", "seed=7"], "(optim.learning_rate 0.001 -> 0.0001)"),
     ):
         capsys.readouterr()
         assert main(["train", *asked]) == 2
         told = capsys.readouterr().err
-        assert "was begun with looks declared for precision=bf16; precision=fp8_delayed, and" in told
+        assert "was begun with looks declared for precision=bf16; precision=fp8_delayed, so" in told
         assert said in told
     assert len(started) == ran
     assert main(["train", *words(tmp_path, two)]) == 0

@@ -197,7 +197,7 @@ def test_a_malicious_state_of_callbacks_is_one_line(run, tmp_path, small_run, ca
     assert main(["train", *small_run(tmp_path, "resume=auto", "trainer.max_steps=7")]) == 2
     first, told = capsys.readouterr().err.splitlines()
     assert first == "error: 1 problem with the config or its inputs"
-    what = "refers to posix.system, which is code; it was not run" if protocol == 2 else "holds no data"
+    what = "refers to posix.system, which is code; it was not run" if protocol == 2 else "contains no readable data"
     assert f"{checkpoint} could not be loaded: step=6: callbacks.pt {what}" in told
     assert "weights_only" not in told
     assert not [each for each in recwarn if "pickle" in str(each.message)]

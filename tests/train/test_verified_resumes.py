@@ -127,7 +127,7 @@ def test_records_that_were_edited_are_not_gone_on_from(run, whole, tmp_path, sma
     before = (run / "metrics.jsonl").read_bytes()
     assert main(["train", *words, "trainer.max_steps=7"]) == 2
     told = capsys.readouterr().err
-    assert f"step=6/metrics.jsonl: has {len(lines) + 1} lines up to step 6, and {len(lines)} were written" in told
+    assert f"step=6/metrics.jsonl: has {len(lines) + 1} lines up to step 6, but {len(lines)} were written" in told
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
