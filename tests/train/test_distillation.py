@@ -132,7 +132,7 @@ def test_invalid_teachers_are_rejected(teachers, student, small_run, tmp_path, c
     text = told(named([*teachers, tmp_path / "nothing"]), "model.vocab_size=336")
     assert "predicts 320 tokens, and model.vocab_size is 336" in text
     assert f"distil.teachers: {tmp_path / 'nothing'} does not exist" in text
-    assert "has another tokenizer than the run" in told(named(teachers), "data.tokenizer.vocab_size=290")
+    assert "has a different tokenizer than the run" in told(named(teachers), "data.tokenizer.vocab_size=290")
     shutil.copytree(student, tmp_path / "copy")
     changed = json.loads((tmp_path / "copy" / "summary.json").read_text())
     changed["distil"][1]["digest"] = "0" * 32

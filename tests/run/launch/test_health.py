@@ -49,7 +49,7 @@ def test_all_user_errors_are_reported_at_once(tmp_path, capsys):
     for each in (
         "'gemm.fp32.tflop'. Did you mean 'gemm.fp32.tflops'?",
         "--slower-than=0: must",
-        "--output: ",
+        "--output=",
         "'devices'?",
     ):
         assert each in said

@@ -161,7 +161,7 @@ def test_the_parent_of_a_sweep_under_way_is_left_to_it(store: MlflowClient, tmp_
     parent = update(parent_job(folder, sweep, uri))
     assert update(parent_job(folder, sweep, uri)) == parent  # a start was killed before it could note it
     late = parent_job(folder, {**sweep, "hash": "0123"}, uri)
-    with pytest.raises(RuntimeError, match="is gone"):  # of a start that was killed, and that no other took over
+    with pytest.raises(RuntimeError, match="has ended"):  # of a start that was killed, and that no other took over
         update({**late, "tags": {**late["tags"], "process": GONE}})
     write_json(folder / "sweep.json", {**sweep, "mlflow_run_id": parent})
     assert main(["sync", str(folder)]) == 0  # the sweep's process is this one; its second job has not begun
