@@ -58,7 +58,7 @@ def test_students_are_held_against_their_teachers_by_what_tells_them_apart(tmp_p
     (said,) = (
         note for note in found["notes"] if "The baseline is no distil, the runs without distil. Choose another" in note
     )
-    other = verdicts(capsys, tmp_path / "s", *shlex.split(said.partition("another: ")[2].removesuffix(".")))
+    other = verdicts(capsys, tmp_path / "s", *shlex.split(said.partition("another with ")[2].removesuffix(".")))
     assert other["baseline"] == "weight=0.5"
     by_weight = verdicts(capsys, tmp_path / "s", "--baseline", "distil.weight=null")
     assert [(row["name"], row["setting"], row["controlled"]) for row in by_weight["verdicts"]] == [
@@ -93,7 +93,7 @@ def test_two_default_baselines_are_reported(tmp_path, capsys):
     make_sweep(sweep / "fp32", {"precision=fp32": 0.001})
     found = verdicts(capsys, sweep)
     assert found["baseline"] == "fp32"
-    assert "The baseline is fp32, for 2 levels are called bf16 (bf16 (optimizer.eps=null)" in " ".join(found["notes"])
+    assert "The baseline is fp32, because 2 levels are called bf16 (bf16 (optimizer.eps=null)" in " ".join(found["notes"])
 
 
 def test_two_factors_are_judged_apart(tmp_path, capsys):

@@ -117,7 +117,7 @@ def test_every_invalid_override_has_a_line(said, capsys, tmp_path):
         (["-m", "precision=glob(zz*)"], "precision: glob(zz*) has no value"),
         (["-m", "seed=range(0)"], "seed: range(0) has no value"),
         (["-m", "optim.learning_rate=interval(0,1)"], "an interval, which cannot be enumerated"),
-        (["-m", "launcher=local,slurm"], "launcher: is one for all jobs"),
+        (["-m", "launcher=local,slurm"], "launcher: must be the same for all jobs"),
         (["--config", "/nowhere/config.yaml"], "--config: /nowhere/config.yaml does not exist"),
         (["--config", "/tmp"], "--config: /tmp is a folder"),
         (["--config", "/dev/null"], "is not a regular file"),

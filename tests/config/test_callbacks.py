@@ -79,7 +79,7 @@ def test_every_verb_refuses_a_program_and_does_not_run_it(tmp_path, small_run, c
 def test_errors_of_a_callbacks_constructor_are_reported_with_its_key(tmp_path, small_run, capsys):
     stop = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val_loss, mode: least}"
     assert main(["train", *small_run(tmp_path, stop)]) == 2
-    assert "callbacks.stop: lightning.pytorch.callbacks.EarlyStopping cannot be made" in capsys.readouterr().err
+    assert "callbacks.stop: lightning.pytorch.callbacks.EarlyStopping cannot be built" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -227,8 +227,8 @@ def test_another_search_does_not_go_on_in_the_folder_of_one(tmp_path, monkeypatc
     other_space = [word if word != LR else LR.replace("1e-1", "1e-2") for word in optuna_words(tmp_path)]
     for asked, said in (
         (other_space, "search.space.optim.learning_rate tag"),
-        (optuna_words(tmp_path, "trainer.max_steps=20"), "(trainer.max_steps was 40, is 20)"),  # gaps of other runs
-        (halving, "search.search was optuna, is halving"),
+        (optuna_words(tmp_path, "trainer.max_steps=20"), "(trainer.max_steps 40 -> 20)"),  # gaps of other runs
+        (halving, "search.search optuna -> halving"),
     ):
         capsys.readouterr()
         assert main(["train", *asked]) == 2

@@ -188,5 +188,5 @@ def test_a_step_that_is_made_ends_a_row_of_skips():
 
 
 def test_a_window_that_is_too_short_is_rejected():
-    with pytest.raises(ValidationError, match="at least twice level_steps 65"):
+    with pytest.raises(ValidationError, match="at least twice level_steps=65"):
         SpikesConfig(level_steps=65)
