@@ -25,9 +25,9 @@ def test_operands_are_compared_in_one_layout(name, shape, engine):
         made = agreement.quantised_by(quantizers[slot.split(".")[1]], x)
         theirs, ours = agreement.stored(made, cast, axis, shape), agreement.emulated(x, cast, axis)
         assert [row.status for row in agreement.compare(slot, theirs, ours)] == ["ok", "ok"]
-        wrong = agreement.Stored(theirs.codes ^ 1, theirs.scales * 2)
+        wrong = agreement.StoredCodes(theirs.codes ^ 1, theirs.scales * 2)
         assert [row.status for row in agreement.compare(slot, wrong, ours)] == ["off", "off"]
-        (first, _) = agreement.compare(slot, agreement.Stored(theirs.codes[:5], theirs.scales), ours)
+        (first, _) = agreement.compare(slot, agreement.StoredCodes(theirs.codes[:5], theirs.scales), ours)
         assert (first.status, first.value) == ("off", None)
 
 

@@ -187,7 +187,7 @@ def test_too_few_or_unlearned_rungs_make_no_ladder():
     assert set(read.left_out.values()) == {"the baseline has not learned there"}
     said = too_small(read)
     assert "These runs have 4 model sizes (" in said
-    assert ", 3 token counts (33K, 66K, 131K) and 12 rungs, of which 4 model sizes" in said
+    assert ", 3 token counts (33K, 66K, 131K) and 12 rungs, but only 4 model sizes" in said
     assert "2 token counts (66K, 131K) and 8 rungs can be used" in said
     assert "has not learned" in said
     assert said.endswith("Missing: 1 token count")

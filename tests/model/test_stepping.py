@@ -130,7 +130,7 @@ def test_a_full_cache_and_another_batch_are_refused():
     cache = model.new_cache(2, 5)
     with pytest.raises(ValueError, match="room for 2 x 5 tokens, but 2 x 6 were given"):
         model.step(tokens, cache)
-    with pytest.raises(ValueError, match="is given 1 x 3"):
+    with pytest.raises(ValueError, match="1 x 3 were given"):
         model.step(tokens[:1, :3], cache)
     with pytest.raises(ValueError, match="max_sequence_length=96"):
         model.new_cache(1, 97)

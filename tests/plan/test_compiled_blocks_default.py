@@ -95,6 +95,6 @@ def test_compiled_blocks_under_fsdp_are_reported_to_differ_in_bits(words, differ
 
 def test_a_run_whose_blocks_cannot_be_compiled_is_refused(monkeypatch):
     monkeypatch.setattr(opening, "no_compiler", lambda device_type: f"nothing compiles for {device_type}")
-    with pytest.raises(ConfigError, match=r"parallel\.compile: is true, and nothing compiles for cpu\. Mend that"):
+    with pytest.raises(ConfigError, match=r"parallel\.compile=true: nothing compiles for cpu\. Fix this"):
         opening.check_compiler(plan_of("trainer.compile=true").config, torch.device("cpu"))
     opening.check_compiler(plan_of().config, torch.device("cpu"))

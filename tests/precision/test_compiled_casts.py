@@ -114,7 +114,7 @@ def test_compiled_casts_train_to_eagers_bits(recipe, small_run, tmp_path, capsys
     assert main(["warm", f"precision={recipe},bf16", *others]) == 0
     first, second, last = capsys.readouterr().out.splitlines()
     assert re.fullmatch(rf"{recipe}  \d+ kernels compiled and \d+ loaded in [\d.]+ s; ready after [\d.]+ s", first)
-    assert (second.split(), last) == (["bf16", "casts", "nothing"], f"kept in {kernel_cache.folder()}")
+    assert (second.split(), last) == (["bf16", "casts", "nothing"], f"cached in {kernel_cache.folder()}")
     forget_compiled()
     assert main(["train", *words]) == 0
     out = capsys.readouterr().out

@@ -240,7 +240,7 @@ def test_another_search_does_not_go_on_in_the_folder_of_one(tmp_path, monkeypatc
     assert (
         main(["train", *(word.replace("run.name=searched", "run.name=halved") for word in optuna_words(tmp_path))]) == 2
     )
-    assert "search.search was halving, is optuna" in capsys.readouterr().err
+    assert "search.search halving -> optuna" in capsys.readouterr().err
     assert not (tmp_path / "default" / "halved" / "search.db").exists()
 
 
