@@ -61,7 +61,7 @@ ui: setup  ## print the pages of the newest experiments, and run the MLflow UI o
 	@$(BIN)/python -m lightning_llm.tracking.mlflow.ui $(ARGS)
 
 test: setup  ## the covering tests, CPU only: about 12 minutes on 2 quiet cores
-	$(COMPILED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not full and not gpu" $(ARGS)
+	$(COMPILED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not full and not gpu" $(ARGS)
 
 test-full: setup  ## all tests
 	$(COMPILED) LAYOUT_STEPS=5 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
