@@ -37,9 +37,11 @@ BACKENDS: tuple[Backend, Backend] = ("eager", "compiled")
 PRODUCT_LIMIT = 5e-3
 """Tolerance of two products of the same operands, each summed in fp32 and rounded to bf16: an element may round to the
 next bf16 number (2^-8)."""
-UNROUNDED_LIMIT = 5e-4
-"""Tolerance of two sums over `TOKENS` products without rounding to bf16. Hopper's tensor cores keep about 14 bits of a
-sum of FP8 products before adding it in fp32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2): an H200 gave 1.4e-4."""
+UNROUNDED_LIMIT = 1e-5
+"""Tolerance of two fp32 sums over `TOKENS` products that differ in their order."""
+HOPPER_UNROUNDED_LIMIT = 5e-4
+"""The same on compute capability 9: Hopper's tensor cores keep about 14 bits of a sum of FP8 products before adding it
+in fp32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). An H200 gave 1.4e-4."""
 
 
 def items(call: Call) -> list[Item]:
@@ -146,7 +148,9 @@ def settled(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
 def products(recipe: PrecisionConfig) -> Iterator[Row]:
     """Yield the differences of y, dx and dw between the native and the emulated layer, and of unrounded dw."""
     yield from _differences(recipe, ("y", "dx", "dw"), PRODUCT_LIMIT)
-    yield from _differences(recipe.model_copy(update={"wgrad_dtype": "fp32"}), ("dw",), UNROUNDED_LIMIT)
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    limit = HOPPER_UNROUNDED_LIMIT if on_hopper else UNROUNDED_LIMIT
+    yield from _differences(recipe.model_copy(update={"wgrad_dtype": "fp32"}), ("dw",), limit)
 
 
 def _differences(recipe: PrecisionConfig, wanted: tuple[str, ...], limit: float) -> Iterator[Row]:

@@ -26,4 +26,5 @@ def test_diff_prints_the_differences_of_two_runs(tmp_path, capsys, monkeypatch):
     assert "seed  0 | 1" in capsys.readouterr().out
     make_run(tmp_path / "outputs" / "other" / "20261121-170000" / "0", "seed=0")
     assert main(["diff", "20261121-170000/0", "study"]) == 2
-    assert "is the name of 2 folders. Use one of: other/20261121-170000/0, study/" in capsys.readouterr().err
+    wanted = "is the name of 2 folders. Use one of: other/20261121-170000/0, study/20261121-170000/0."
+    assert wanted in capsys.readouterr().err

@@ -93,7 +93,8 @@ def test_two_default_baselines_are_reported(tmp_path, capsys):
     make_sweep(sweep / "fp32", {"precision=fp32": 0.001})
     found = verdicts(capsys, sweep)
     assert found["baseline"] == "fp32"
-    assert "The baseline is fp32, because 2 levels are called bf16 (bf16" in " ".join(found["notes"])
+    wanted = "The baseline is fp32, because 2 levels are called bf16 (bf16 (optimizer.eps=null)"
+    assert wanted in " ".join(found["notes"])
 
 
 def test_two_factors_are_judged_apart(tmp_path, capsys):
