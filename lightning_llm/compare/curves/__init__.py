@@ -1,0 +1,1 @@
+"""Verdicts over curves that other trainers logged."""

@@ -1,0 +1,62 @@
+"""Readers of logs, one file per program; the format of a log is detected from its content."""
+
+from pathlib import Path
+
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.compare.curves.readers import csv, jsonl
+from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
+
+READERS: tuple[Reader, ...] = (jsonl.READER, csv.READER)
+"""All readers; the first that recognizes a log reads it, so general formats come last."""
+HEAD_BYTES = 1 << 16
+"""Size of the start of a file by which its format is recognized."""
+
+
+def read_table(address: str, format: str | None = None) -> LoggedTable:
+    """Return the numeric columns of the log at `address`, a path or URI.
+
+    Args:
+        format: name of its reader; None to detect it from the content.
+
+    Raises:
+        ConfigError: the log is missing, its format unknown, or it is damaged.
+    """
+    known = ", ".join(reader.format for reader in READERS)
+    source = _open(address)
+    if format is not None:
+        chosen = [reader for reader in READERS if reader.format == format]
+        if not chosen:
+            text = f"no such format.{did_you_mean(format, [reader.format for reader in READERS])} Allowed: {known}."
+            raise ConfigError(Problem("--format", text, format))
+    else:
+        chosen = [reader for reader in READERS if reader.recognizes(source)]
+    if not chosen:
+        text = f"its content has no known format. Allowed: {known}. Name one with --format, or convert the log to CSV."
+        raise ConfigError(Problem(address, text))
+    try:
+        return chosen[0].read(source)
+    except (ValueError, OSError, OverflowError, RecursionError) as error:
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(Problem(address, f"cannot be read as {chosen[0].format}: {why}")) from error
+
+
+def _open(address: str) -> LogSource:
+    """Return the source with the start of its content.
+
+    Raises:
+        ConfigError: the path does not exist, cannot be read, or the file is empty.
+    """
+    if "://" in address:
+        return LogSource(address, None)
+    path = Path(address).expanduser()
+    try:
+        if path.is_dir():
+            return LogSource(address, path)
+        with path.open("rb") as file:
+            start = file.read(HEAD_BYTES)
+    except OSError as error:
+        text = f"cannot be read ({error.strerror}). Name a log file, a folder of TensorBoard events or an MLflow run."
+        raise ConfigError(Problem(address, text)) from error
+    if not start.strip():
+        raise ConfigError(Problem(address, "is empty. Name a log with at least two points."))
+    return LogSource(address, path, start.decode("utf-8-sig", errors="replace"))
