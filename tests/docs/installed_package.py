@@ -13,7 +13,11 @@ def lay_package(document: str, folder: Path) -> set[str]:
     A file is a code block whose first line is a comment with its name.
     """
     found = re.findall(r"^```\w+\n# (\S+\.\w+)\n(.*?)^```", (DOCS / document).read_text(), re.DOTALL | re.MULTILINE)
-    files = dict(found)
+    return lay_files(dict(found), folder)
+
+
+def lay_files(files: dict[str, str], folder: Path) -> set[str]:
+    """Write a package's files under `folder` (name -> text, with a pyproject.toml), and its entry points."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

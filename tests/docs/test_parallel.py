@@ -14,7 +14,7 @@ from lightning_llm.plan.check import check_config
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "reference/layouts", "explanation/parallelism", "explanation/same_bits", "howto/start_ranks",
-    "howto/stop_and_resume", "howto/slurm_script",
+    "howto/stop_and_resume", "howto/long_runs", "howto/slurm_script",
 ]  # fmt: skip
 TEXT = "\n".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)
 LAYOUTS = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / "conf" / "parallel").glob("*.yaml")}

@@ -1,4 +1,4 @@
-"""Kinds of one file each, as docs/howto/extend.md shows them: their arithmetic against independent references.
+"""Kinds of one file each, to which docs/howto/extend.md links: their arithmetic against independent references.
 
 `tests/docs/test_extend.py` installs, plans, trains and resumes them.
 """
