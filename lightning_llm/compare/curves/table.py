@@ -13,7 +13,10 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LoggedTable:
-    """All numeric columns of one log, in the order in which the file has its rows. Nothing is sorted or repaired.
+    """All numeric columns of one log. A general table has its rows in the order of the file, unsorted and unrepaired.
+
+    The log of a known program has ascending steps, one row each: where it resumed, the abandoned attempts are left out,
+    and a note says so.
 
     `format`: name of the reader; `source`: path or URI, as given. `columns`: {name: float64, [rows]}, all of one
     length. NaN marks a row that has no value of the column; a NaN that was logged (the run diverged) is stored as
@@ -36,11 +39,15 @@ class LoggedTable:
 
 @dataclass(frozen=True)
 class LogSource:
-    """The log to read. `path`: its file or folder, None for a URI; `head`: the start of a file as text, else ""."""
+    """The log to read. `path`: its file or folder, None for a URI; `head`: the start of a file as text, else "".
+
+    `part`: one of several runs in a file, from an address such as "chart.csv#RUN".
+    """
 
     address: str
     path: Path | None
     head: str = ""
+    part: str = ""
 
     @property
     def is_folder(self) -> bool:

@@ -3,13 +3,33 @@
 from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.compare.curves.readers import csv, jsonl
+from lightning_llm.compare.curves.readers import (
+    csv,
+    json_rows,
+    jsonl,
+    litgpt,
+    maxtext,
+    megatron,
+    mlflow_run,
+    nanochat,
+    nanogpt,
+    own_run,
+    tensorboard,
+    torchtitan,
+    trainer_state,
+    wandb_csv,
+)
+from lightning_llm.compare.curves.readers.text import head_of
 from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
 
-READERS: tuple[Reader, ...] = (jsonl.READER, csv.READER)
+READERS: tuple[Reader, ...] = (
+    own_run.READER, mlflow_run.READER, trainer_state.READER, tensorboard.READER, megatron.READER, torchtitan.READER,
+    nanochat.READER, nanogpt.READER, litgpt.READER, maxtext.READER, jsonl.READER, json_rows.READER, wandb_csv.READER,
+    csv.READER,
+)  # fmt: skip
 """All readers; the first that recognizes a log reads it, so general formats come last."""
-HEAD_BYTES = 1 << 16
-"""Size of the start of a file by which its format is recognized."""
+HEAD_BYTES = 1 << 20
+"""Size of the start of a file by which its format is recognized. Logs may begin with long configs and warnings."""
 
 
 def read_table(address: str, format: str | None = None) -> LoggedTable:
@@ -46,17 +66,20 @@ def _open(address: str) -> LogSource:
     Raises:
         ConfigError: the path does not exist, cannot be read, or the file is empty.
     """
-    if "://" in address:
+    if mlflow_run.is_address(address):
         return LogSource(address, None)
-    path = Path(address).expanduser()
+    path, part = Path(address).expanduser(), ""
+    if "#" in address and not path.exists():
+        file, _, part = address.partition("#")
+        path = Path(file).expanduser()
     try:
         if path.is_dir():
-            return LogSource(address, path)
-        with path.open("rb") as file:
-            start = file.read(HEAD_BYTES)
+            return LogSource(address, path, part=part)
+        head = head_of(path, HEAD_BYTES)
     except OSError as error:
-        text = f"cannot be read ({error.strerror}). Name a log file, a folder of TensorBoard events or an MLflow run."
+        why = error.strerror or error
+        text = f"cannot be read ({why}). Name a log file, a folder of TensorBoard events or an MLflow run."
         raise ConfigError(Problem(address, text)) from error
-    if not start.strip():
+    if not head.strip():
         raise ConfigError(Problem(address, "is empty. Name a log with at least two points."))
-    return LogSource(address, path, start.decode("utf-8-sig", errors="replace"))
+    return LogSource(address, path, head, part)

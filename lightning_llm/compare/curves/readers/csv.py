@@ -4,6 +4,7 @@ import csv
 from collections import Counter
 
 from lightning_llm.compare.curves.readers.cells import columns_of, number
+from lightning_llm.compare.curves.readers.text import open_text
 from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
 
 DELIMITERS = ",\t;"
@@ -32,7 +33,7 @@ def read(source: LogSource) -> LoggedTable:
     """
     if source.path is None or source.is_folder:
         raise ValueError("it is not a file")
-    with source.path.open(encoding="utf-8-sig", newline="") as file:
+    with open_text(source.path, newline="") as file:
         numbered = [(at, line) for at, line in enumerate(file, 1) if line.strip()]
     if not numbered:
         raise ValueError("it is empty")

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from lightning_llm.compare.curves.readers.cells import columns_of
+from lightning_llm.compare.curves.readers.text import open_text
 from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
 from lightning_llm.config.config_hash import flatten
 
@@ -24,7 +25,8 @@ def read(source: LogSource) -> LoggedTable:
         raise ValueError("it is not a file")
     notes: tuple[str, ...] = ()
     rows: list[tuple[int, dict[str, Any]]] = []
-    text = source.path.read_text(encoding="utf-8-sig")
+    with open_text(source.path) as file:
+        text = file.read()
     lines = [(at, line) for at, line in enumerate(text.split("\n"), 1) if line.strip()]
     for at, line in lines:
         found = _object(line)

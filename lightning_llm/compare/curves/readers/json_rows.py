@@ -1,0 +1,70 @@
+"""Reader of one JSON document with the rows of a log, such as W&B's `run.history()` or `scan_history()`."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_llm.compare.curves.readers.cells import columns_of
+from lightning_llm.compare.curves.readers.text import open_text
+from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
+from lightning_llm.config.config_hash import flatten
+
+SAMPLED = 500
+"""Rows that `run.history()` returns if it is not asked for more."""
+
+
+def recognizes(source: LogSource) -> bool:
+    """Return whether it begins as an array of objects, or an object of columns as pandas writes it."""
+    start = source.head.lstrip()[:200]
+    if start.startswith("["):
+        return start[1:].lstrip().startswith("{")
+    if not start.startswith("{"):
+        return False
+    _, _, value = start.partition(":")
+    return value.lstrip().startswith(("{", "[")) and '"log_history"' not in source.head and not _is_lines(source.head)
+
+
+def _is_lines(head: str) -> bool:
+    """Return whether the first line is an object and another one follows: JSON Lines."""
+    lines = [line for line in head.splitlines() if line.strip()][:2]
+    return len(lines) == 2 and all(line.lstrip().startswith("{") for line in lines) and lines[0].rstrip().endswith("}")
+
+
+def read(source: LogSource) -> LoggedTable:
+    """Return all numeric columns; names of nested values are joined with dots.
+
+    Raises:
+        ValueError: it is not JSON, or its rows are not objects.
+    """
+    if source.path is None or source.is_folder:
+        raise ValueError("it is not a file")
+    with open_text(source.path) as file:
+        document = json.load(file)
+    rows = document if isinstance(document, list) else _transposed(document)
+    for at, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f'row {at} is not an object such as {{"_step": 1, "loss": 2.5}}')
+    columns, mixed, settings = columns_of((at, flatten(row)) for at, row in enumerate(rows, 1))
+    notes: tuple[str, ...] = ()
+    if "_step" in columns and len(rows) == SAMPLED:
+        notes = (f"It has {SAMPLED} rows: run.history() returns a sample. Use scan_history() for all rows.",)
+    return LoggedTable("json", source.address, columns, settings, notes, mixed)
+
+
+def _transposed(document: Any) -> list[dict[str, Any]]:
+    """Return the rows of {column: {row: value}} (pandas' default) or {column: [values]}."""
+    if not isinstance(document, Mapping) or not document:
+        raise ValueError('it is neither an array of rows nor {"column": values}')
+    if {"columns", "data"} <= set(document):  # pandas' orient="split"
+        return [dict(zip(document["columns"], row, strict=True)) for row in document["data"]]
+    columns = {
+        name: dict(enumerate(values)) if isinstance(values, list) else values for name, values in document.items()
+    }
+    if bad := [name for name, values in columns.items() if not isinstance(values, dict)]:
+        raise ValueError(f"'{bad[0]}' is not a column of values")
+    keys = list(dict.fromkeys(str(key) for values in columns.values() for key in values))
+    by_text = {name: {str(key): value for key, value in values.items()} for name, values in columns.items()}
+    return [{name: values.get(key) for name, values in by_text.items()} for key in keys]
+
+
+READER = Reader("json", recognizes, read)
