@@ -24,7 +24,7 @@ from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
 
 READERS: tuple[Reader, ...] = (
     own_run.READER, mlflow_run.READER, trainer_state.READER, tensorboard.READER, megatron.READER, torchtitan.READER,
-    nanochat.READER, nanogpt.READER, litgpt.READER, maxtext.READER, jsonl.READER, json_rows.READER, wandb_csv.READER,
+    nanochat.READER, nanogpt.READER, litgpt.READER, maxtext.READER, json_rows.READER, jsonl.READER, wandb_csv.READER,
     csv.READER,
 )  # fmt: skip
 """All readers; the first that recognizes a log reads it, so general formats come last."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from lightning_llm.compare.curves.readers.cells import columns_of
@@ -44,11 +45,29 @@ def read(source: LogSource) -> LoggedTable:
     for at, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise ValueError(f'row {at} is not an object such as {{"_step": 1, "loss": 2.5}}')
-    columns, mixed, settings = columns_of((at, flatten(row)) for at, row in enumerate(rows, 1))
+    flat = [flatten(row) for row in rows]
+    _clear_absent(flat)
+    columns, mixed, settings = columns_of(enumerate(flat, 1))
     notes: tuple[str, ...] = ()
     if "_step" in columns and len(rows) == SAMPLED:
         notes = (f"It has {SAMPLED} rows: run.history() returns a sample. Use scan_history() for all rows.",)
     return LoggedTable("json", source.address, columns, settings, notes, mixed)
+
+
+def _clear_absent(rows: list[dict[str, Any]]) -> None:
+    """Remove the NaNs that stand for absent values in tables of pandas, and leave those of a run that diverged.
+
+    A run does not recover from a NaN, so a NaN before a number is an absent value. NaNs after the last number are
+    absent values if the column has as many in a row before.
+    """
+    for name in {name for row in rows for name, value in row.items() if value != value}:
+        known = [at for at, row in enumerate(rows) if row.get(name) is not None and row[name] == row[name]]
+        last = known[-1] if known else -1
+        longest = max((later - earlier - 1 for earlier, later in pairwise([-1, *known])), default=0)
+        is_absent = known and len(rows) - 1 - last <= longest
+        for row in rows[: None if is_absent else last]:
+            if row.get(name) != row.get(name):
+                row[name] = None
 
 
 def _transposed(document: Any) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ def read(source: LogSource) -> LoggedTable:
         step = entry.get("step") if isinstance(entry, dict) else None
         if not isinstance(step, int) or isinstance(step, bool):
             raise ValueError(f"entry {at} of log_history has no whole-numbered 'step'")
-        if "train_runtime" in entry:  # summary of a whole call of `train`, with the mean loss of all its steps
+        if "train_loss" in entry and "loss" not in entry:  # summary of `train`, with the mean loss of all its steps
             continue
         values = {name: number(value) for name, value in entry.items() if name != "step" and not name.endswith(SPEEDS)}
         log.add(f"entry {at}", step, {name: value for name, value in values.items() if value is not None})
