@@ -118,6 +118,9 @@ def compare(
     tail: float | None = None,
     targets: Iterable[str] = (),
     all_pairs: bool = False,
+    require: str | None = None,
+    series: str | None = None,
+    looks: int | None = None,
     output: StrPath | None = None,
     quiet: bool = False,
 ) -> "Comparison":
@@ -135,6 +138,10 @@ def compare(
         tail: share of the last steps to average over. None: the sweep's own, or 0.1.
         targets: losses for the time to target: "4.4", or for one setting "model=llama_tiny:4.4".
         all_pairs: also compare all recipes with each other.
+        require: verdict required of every arm, "lossless" or "not-lossy"; see `Comparison.requirement`. Each look then
+            spends error of its series.
+        series: name or .json file of the series of looks. None: the looks at these runs.
+        looks: number of looks planned. None: each spends half of the error that is left.
         output: folder for the report; nothing is written to MLflow then.
         quiet: do not print the table.
 
@@ -144,6 +151,7 @@ def compare(
     """
     from lightning_llm.compare.best_value import best_of_words
     from lightning_llm.compare.command import compare_named, print_table
+    from lightning_llm.compare.error_budget import read_gate
     from lightning_llm.compare.terms import RequestedTerms
     from lightning_llm.compare.time_to_target import read_targets
 
@@ -156,6 +164,7 @@ def compare(
         None if output is None else Path(output),
         show=_nothing if quiet else print_table,
         say=_nothing if quiet else print,
+        gate=read_gate(require, series, looks),
     )
 
 

@@ -1,6 +1,7 @@
 """The verb `compare`: verdicts over runs. Flags of earlier releases run the verbs `ladder` and `algoperf`."""
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -9,25 +10,31 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.compare.best_value import best_of_words
 from lightning_llm.compare.command import compare_named, print_data, print_escaped, print_table
+from lightning_llm.compare.error_budget import read_gate
 from lightning_llm.compare.terms import RequestedTerms, terms_of
 from lightning_llm.compare.time_to_target import NO_TARGETS, read_targets
 
 NOT_SCORED: Mapping[str, str] = {
     "best_of": "--best-of", "choose_by": "--choose-by", "all_pairs": "--all-pairs", "margin": "--margin",
     "confidence": "--confidence", "tail": "--tail", "ladder": "--ladder", "predict": "--predict", "grade": "--grade",
-    "beyond": "--beyond", "ledger": "--ledger",
+    "beyond": "--beyond", "ledger": "--ledger", "require": "--require", "series": "--series", "looks": "--looks",
 }  # fmt: skip
 """Flags that have no effect together with --time-to-target."""
-NOT_OF_LADDERS: Mapping[str, str] = {"all_pairs": "--all-pairs", "target": "--target", "trials": "--trials"}
+NOT_OF_LADDERS: Mapping[str, str] = {
+    "all_pairs": "--all-pairs", "target": "--target", "trials": "--trials",
+    "require": "--require", "series": "--series", "looks": "--looks",
+}  # fmt: skip
 """Flags that have no effect together with --ladder, --predict or --grade."""
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Print the verdicts over runs and write them to files; return 0.
+    """Print the verdicts over runs and write them to files; return 0, or the exit code of --require.
 
     Raises:
         ConfigError: the arguments are invalid, or as `compare_named`.
     """
+    if arguments.json_schema:
+        return _print_schema()
     if arguments.time_to_target:
         return _time_to_target(arguments)
     if arguments.ladder or arguments.predict or arguments.grade:
@@ -37,7 +44,9 @@ def compare(arguments: argparse.Namespace) -> int:
         for name, verb in (("trials", "algoperf"), ("beyond", "ladder"), ("ledger", "ladder"))
         if getattr(arguments, name) is not None
     ]
-    targets, best_of = NO_TARGETS, None
+    targets, best_of, gate = NO_TARGETS, None, None
+    with gathered(problems):
+        gate = read_gate(arguments.require, arguments.series, arguments.looks)
     with gathered(problems):
         targets = read_targets(arguments.target)
     asked = RequestedTerms(
@@ -49,7 +58,7 @@ def compare(arguments: argparse.Namespace) -> int:
         terms_of(asked)
     if problems:
         raise ConfigError(problems)
-    compare_named(
+    done = compare_named(
         arguments.runs,
         asked,
         arguments.baseline,
@@ -57,7 +66,15 @@ def compare(arguments: argparse.Namespace) -> int:
         arguments.output,
         show=print_data if arguments.json else print_table,
         say=partial(print_escaped, file=sys.stderr if arguments.json else sys.stdout),
+        gate=gate,
     )
+    return 0 if done.requirement is None else done.requirement.exit_code
+
+
+def _print_schema() -> int:
+    from lightning_llm.compare.json_schema import compare_schema
+
+    print(json.dumps(compare_schema(), indent=1))
     return 0
 
 

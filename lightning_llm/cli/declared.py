@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-from lightning_llm.cli import options
+from lightning_llm.cli import options, verdict_options
 
 EXIT_CODES = """\
 exit codes:
@@ -32,6 +32,7 @@ class Verb:
         composes: whether it reads a config from overrides or from a file.
         prints_result: whether it fails if its standard output cannot be written; other verbs continue.
         explains_overrides: whether its help shows examples of overrides.
+        requires_verdicts: whether its exit code depends on verdicts (--require).
     """
 
     help: str
@@ -40,10 +41,13 @@ class Verb:
     composes: bool = False
     prints_result: bool = False
     explains_overrides: bool = False
+    requires_verdicts: bool = False
 
     @property
     def epilog(self) -> str:
         """Text below the options in its help."""
+        if self.requires_verdicts:
+            return verdict_options.OF_REQUIREMENTS
         return options.OVERRIDES + EXIT_CODES if self.composes or self.explains_overrides else EXIT_CODES
 
     @property
@@ -120,19 +124,20 @@ VERBS = {
     ),
     "compare": Verb(
         "judge runs against a baseline: lossless, lossy or inconclusive",
-        options.compare,
+        verdict_options.compare,
         prints_data=True,
         prints_result=True,
+        requires_verdicts=True,
     ),
     "ladder": Verb(
         "fit the cost of recipes over model sizes and token counts, and predict larger sizes",
-        options.ladder,
+        verdict_options.ladder,
         prints_data=True,
         prints_result=True,
     ),
     "algoperf": Verb(
         "score runs by time to a target loss, by the rules of AlgoPerf",
-        options.algoperf,
+        verdict_options.algoperf,
         prints_data=True,
         prints_result=True,
     ),

@@ -12,7 +12,9 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.terminal import escaped, new_console
 from lightning_llm.compare.best_value import BestOf, has_grid
 from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError
+from lightning_llm.compare.error_budget import Gate
 from lightning_llm.compare.format import as_json
+from lightning_llm.compare.gate import judged_at_look, refuse_with_declared_looks
 from lightning_llm.compare.judge import compare_runs, open_verdicts
 from lightning_llm.compare.looks import Design, declared_looks, look_at, looks_statement, record_look
 from lightning_llm.compare.runs.find import RunSelection, find_runs
@@ -39,6 +41,7 @@ def compare_named(
     *,
     show: Callable[[Comparison], None],
     say: Callable[[str], None],
+    gate: Gate | None = None,
 ) -> Comparison:
     """Return the verdicts over the runs that `words` name, after showing them and writing the report.
 
@@ -48,6 +51,7 @@ def compare_named(
         output: another folder for the report; nothing is then logged to MLflow.
         show: prints the verdicts.
         say: prints a line on the location of the report.
+        gate: the required verdict (--require) and the series of looks; the comparison's `requirement` has the outcome.
 
     Raises:
         IncompleteComparisonError: not all could be judged; the rest is shown and written.
@@ -63,7 +67,11 @@ def compare_named(
     try:
         if best_of is not None:
             best_of = replace(best_of, sweeps=tuple(found.sweeps))
-        comparison = compare_runs(runs, terms, baseline, best_of, declared.design, damaged)
+
+        def judge(at: Terms) -> Comparison:
+            return compare_runs(runs, at, baseline, best_of, declared.design, damaged)
+
+        comparison = under_gate(judge, terms, gate, found, declared.design)
     except ConfigError as error:
         raise ConfigError([*found.problems, *problems, *error.problems]) from error
     comparison.problems = [*found.problems, *problems, *comparison.problems]
@@ -74,13 +82,33 @@ def compare_named(
         same = flags_of(asked, baseline, RATE)
         better = command("compare", *(words or [str(found.home)]), "--best-of", RATE, *same)
         comparison.notes.append(f"Recipes ran at several values of {RATE}. To compare each at its best value: {better}")
-    if comparison.design is None:
+    if comparison.design is None and gate is None:
         note_look(comparison, found.home / "compare")
     show(comparison)
     for line in write_comparison(comparison, output or found.home / "compare", log=output is None):
         say(line)
+    if comparison.requirement is not None and not comparison.problems:
+        say(f"require {comparison.requirement.text}")
     if comparison.problems:
         raise IncompleteComparisonError(comparison)
+    return comparison
+
+
+def under_gate(
+    judge: Callable[[Terms], Comparison], terms: Terms, gate: Gate | None, found: RunSelection, design: Design | None
+) -> Comparison:
+    """Return the comparison, under the error budget of its series if there is a `gate`.
+
+    A sweep with declared looks has spent its error in the order that it declared, and spends no more.
+    """
+    if gate is None:
+        return judge(terms)
+    if design is not None:
+        refuse_with_declared_looks(gate, found.sweeps)
+        comparison = judge(terms)
+    else:
+        comparison = judged_at_look(judge, terms, gate, found.home / "compare")
+    comparison.required = gate.required
     return comparison
 
 

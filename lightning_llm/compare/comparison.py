@@ -8,11 +8,13 @@ from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.best_value import Selection
+from lightning_llm.compare.error_budget import Spending
 from lightning_llm.compare.estimate import Floor
 from lightning_llm.compare.format import finite
 from lightning_llm.compare.looks import Design, RecordedLook
 from lightning_llm.compare.report.methods import Methods, methods_of
 from lightning_llm.compare.report.study import Study
+from lightning_llm.compare.requirement import Requirement, requirement_of
 from lightning_llm.compare.runs.factor import Factor
 from lightning_llm.compare.runs.losses import tail_of
 from lightning_llm.compare.runs.pairing import ComparisonGroup
@@ -23,6 +25,9 @@ from lightning_llm.compare.terms import Terms
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.verdict_text import line_of, reason_of
 from lightning_llm.tracking.reading import Run
+
+SCHEMA_VERSION = 1
+"""Of `compare.json`; counted up when a field changes its meaning or goes, not when one is added."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,10 @@ class Comparison:
     all_pairs: list[PairGap] = field(default_factory=list)
     """Every recipe against every other, if requested (--all-pairs)."""
     design: Design | None = None
+    required: str | None = None
+    """The verdict that is required of every arm (--require)."""
+    spending: Spending | None = None
+    """What this look spent of the error budget of its series; None without --require or with declared looks."""
     ladder: bool = False
     """True if a law over sizes and tokens was fitted, which the methods then describe."""
 
@@ -107,6 +116,19 @@ class Comparison:
     def verdicts_of(self, family: ComparisonGroup) -> list[Verdict]:
         """Return the verdicts in one setting."""
         return [verdict for verdict in self.verdicts if verdict.family is family]
+
+    def require(self, required: str) -> Requirement:
+        """Return whether every arm has the `required` verdict, "lossless" or "not-lossy"; true if it has.
+
+        Raises:
+            ConfigError: `required` is another word.
+        """
+        return requirement_of(required, self.verdicts)
+
+    @property
+    def requirement(self) -> Requirement | None:
+        """The requirement that was given to `compare` (require=, --require); None without one."""
+        return None if self.required is None else self.require(self.required)
 
     @property
     def methods(self) -> Methods:
@@ -128,6 +150,7 @@ class Comparison:
             for verdict, curve in zip(self.verdicts_of(family), paired_curves(self.verdicts_of(family)), strict=True)
         }
         return {
+            "schema_version": SCHEMA_VERSION,
             "factor": self.factor.name,
             "baseline": self.factor.baseline_label,
             "margin": finite(self.terms.margin),
@@ -142,6 +165,7 @@ class Comparison:
             "advice": self.advice.as_data() if self.advice else None,
             "looks": [asdict(look) for look in self.looks],
             "sequential": self.design.as_data() if self.design else None,
+            "require": self._requirement_data(),
             "problems": [{"key": each.key, "text": each.text} for each in self.problems],
             "notes": self.notes,
             "methods": methods.texts,
@@ -158,6 +182,14 @@ class Comparison:
                 for run in self.runs
             ],
         }
+
+    def _requirement_data(self) -> dict[str, Any] | None:
+        """Return the entry "require" of `compare.json`; exit code 2 if not all runs could be judged."""
+        if self.requirement is None:
+            return None
+        data = self.requirement.as_data()
+        data |= {"met": data["met"] and not self.problems, "exit_code": 2 if self.problems else data["exit_code"]}
+        return {**data, "error_budget": self.spending.as_data() if self.spending else None}
 
 
 class IncompleteComparisonError(ConfigError):

@@ -230,6 +230,19 @@ class RecordedLook:
     pairs: dict[str, int]
     verdicts: dict[str, str]
     token_margin: float | None = None
+    baseline: str = ""
+    data: str = ""
+    """Hash of the judged losses, the metric and the tail, equal under every margin and confidence; empty in files of
+    earlier releases."""
+    spent: float | None = None
+    """Error that this look spent of the budget of its series (`error_budget`); None without --require."""
+    budget: float | None = None
+    planned_looks: int | None = None
+
+    @property
+    def identity(self) -> str:
+        """Identifies the judged losses: two looks with the same identity are one look."""
+        return self.data or self.seen
 
 
 def look_at(verdicts: Sequence["Verdict"], terms: Terms) -> RecordedLook:
@@ -240,10 +253,9 @@ def look_at(verdicts: Sequence["Verdict"], terms: Terms) -> RecordedLook:
          each.judged.measured.seeds, each.judged.measured.missing_seeds]
         for each in verdicts
     ]  # fmt: skip
-    digest = sha256(json.dumps([_asked(terms), shown], sort_keys=True).encode()).hexdigest()[:16]
     return RecordedLook(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
-        seen=digest,
+        seen=_digest([_asked(terms), shown]),
         margin=terms.margin if terms.token_margin is None else None,
         confidence=terms.confidence,
         metric=terms.metric,
@@ -251,7 +263,13 @@ def look_at(verdicts: Sequence["Verdict"], terms: Terms) -> RecordedLook:
         pairs={names[id(each)]: len(each.judged.measured.seeds) for each in verdicts},
         verdicts={names[id(each)]: each.decision for each in verdicts},
         token_margin=terms.token_margin,
+        baseline=verdicts[0].factor.baseline_label if verdicts else "",
+        data=_digest([terms.metric, terms.tail_share, shown]),
     )
+
+
+def _digest(value: Any) -> str:
+    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _asked(terms: Terms) -> dict[str, Any]:
@@ -267,16 +285,30 @@ def record_look(look: RecordedLook, folder: Path) -> list[RecordedLook]:
         OSError: the file cannot be read or written.
         ValueError: it does not contain looks.
     """
-    file = folder / LOOKS_FILE
-    try:
-        known = [_read(each) for each in json.loads(file.read_text(encoding="utf-8"))["looks"]] if file.exists() else []
-    except (KeyError, TypeError, RecursionError, ValueError) as error:
-        raise ValueError(f"{file} is damaged: {error}. Restore it from a copy, or move it away") from error
+    known = read_looks(folder / LOOKS_FILE)
     if any(each.seen == look.seen for each in known):
         return known
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(file, {"looks": [asdict(each) for each in [*known, look]]})
+    write_looks(folder / LOOKS_FILE, [*known, look])
     return [*known, look]
+
+
+def read_looks(file: Path) -> list[RecordedLook]:
+    """Return the looks recorded in `file`, none if it does not exist.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it does not contain looks.
+    """
+    try:
+        return [_read(each) for each in json.loads(file.read_text(encoding="utf-8"))["looks"]] if file.exists() else []
+    except (KeyError, TypeError, RecursionError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {error}. Restore it from a copy, or move it away") from error
+
+
+def write_looks(file: Path, looks: Sequence[RecordedLook]) -> None:
+    """Write `looks` to `file`, atomically. Raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, {"looks": [asdict(each) for each in looks]})
 
 
 def _read(each: Any) -> RecordedLook:
@@ -284,12 +316,15 @@ def _read(each: Any) -> RecordedLook:
     look = RecordedLook(**each)
     numbers: dict[str, Any] = {"confidence": look.confidence, "tail": look.tail}
     numbers |= {"token_margin": look.token_margin} if look.margin is None else {"margin": look.margin}
+    numbers |= {key: value for key in ("spent", "budget") if (value := getattr(look, key)) is not None}
     wrong = [key for key, value in numbers.items() if type(value) not in (int, float) or not math.isfinite(value)]
-    wrong += [key for key in ("at", "seen", "metric") if not isinstance(getattr(look, key), str)]
+    wrong += [key for key in ("at", "seen", "metric", "baseline", "data") if not isinstance(getattr(look, key), str)]
     for key, kind in (("pairs", int), ("verdicts", str)):
         found = getattr(look, key)
         if not isinstance(found, dict) or not all(type(value) is kind for value in found.values()):
             wrong.append(key)
+    if look.planned_looks is not None and type(look.planned_looks) is not int:
+        wrong.append("planned_looks")
     if not wrong and look.pairs.keys() != look.verdicts.keys():
         wrong.append("pairs")
     if wrong:

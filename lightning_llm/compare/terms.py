@@ -26,6 +26,8 @@ class Terms:
     all_pairs: bool = False
     """True if recipes are also compared with each other."""
     token_margin: float | None = None
+    next_confidence: float | None = None
+    """Confidence of the next look of a series with an error budget, for which seeds are planned; None: the same."""
 
     @property
     def margin_words(self) -> str:

@@ -50,6 +50,9 @@ class Verdict:
     damaged: tuple[Path, ...] = ()
     """Folders of damaged runs and damaged files of sweeps: if there are any, no recipe is called lossless."""
 
+    unbudgeted: bool = False
+    """True if nothing was left of the error budget of the series, so that the look decides nothing."""
+
     @property
     def name(self) -> str:
         """The recipe, or the level of another factor."""
@@ -139,6 +142,8 @@ class Verdict:
             return "the baseline has not learned"
         if self.damaged:
             return "damaged runs"
+        if self.unbudgeted:
+            return "error budget spent"
         if self.tuned is not None and self.tuned.withheld:
             return f"{self.tuned.withheld} at the chosen values alone"
         if self.sequential is not None and self.sequential.look is None:

@@ -214,7 +214,7 @@ def _open(verdict: Verdict) -> str:
     judged, plan = verdict.judged, verdict.plan
     if verdict.decision != "inconclusive" or judged.measured.unlearned or judged.measured.identical or verdict.damaged:
         return ""
-    if verdict.tuned is not None and verdict.tuned.withheld:
+    if verdict.unbudgeted or (verdict.tuned is not None and verdict.tuned.withheld):
         return ""
     if verdict.sequential is not None:
         worse = "worse; by more than the margin: " if verdict.worse else ""

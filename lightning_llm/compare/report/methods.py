@@ -193,7 +193,14 @@ PASSAGES = (
         "margin, and the ratios of gap to slope that it does not reject are Fieller's interval [@fieller1954].",
     ),
     Passage(
-        "Verdicts", "the runs were looked at more than once", lambda study: len(study.looks) > 1, looks_statement(),
+        "Verdicts", "the runs were looked at more than once", lambda study: len(study.looks) > 1 and not study.budgeted,
+        looks_statement(),
+    ),
+    Passage(
+        "Verdicts", "a verdict was required (`--require`)", lambda study: study.budgeted,
+        "All looks of the series share the error of one verdict. Each spends half of the rest, or an equal part "
+        "for each of a declared number of looks, and has its intervals at that error. By the union bound, the chance "
+        "that any look is wrong is at most the error of one verdict.",
     ),
     Passage(
         "Verdicts", "more seeds would decide a verdict",

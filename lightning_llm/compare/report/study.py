@@ -42,6 +42,11 @@ class Study:
     ladder: bool = False
 
     @property
+    def budgeted(self) -> bool:
+        """True if the looks share an error budget (--require)."""
+        return any(look.spent is not None for look in self.looks)
+
+    @property
     def runs(self) -> list[Run]:
         """Every run of a pair, once."""
         return list({id(run): run for family in self.families for run in family.runs}.values())

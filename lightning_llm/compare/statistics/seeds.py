@@ -81,10 +81,9 @@ def plan_seeds(judged: VerdictInputs, terms: Terms) -> SeedPlan:
         return SeedPlan(more=None if needed is None else max(needed - count, 1), if_stable=needed)
     if estimate.pairs < 2:
         return SeedPlan(more=max(FEWEST_SEEDS - estimate.pairs, 1))
+    confidence = terms.next_confidence or terms.confidence
     no_gap, lossy = (
-        seeds_needed(
-            gap, estimate.pool_sd, terms.margin, estimate.comparisons, estimate.pool, terms.confidence, estimate.df
-        )
+        seeds_needed(gap, estimate.pool_sd, terms.margin, estimate.comparisons, estimate.pool, confidence, estimate.df)
         for gap in (0.0, PLANNED_GAP * terms.margin)
     )
     near = estimate.high - estimate.low <= terms.margin

@@ -1,0 +1,99 @@
+"""Requirement on verdicts (--require), for scripts and CI: met, not met or open for each arm, and the exit code."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_llm.compare.error_budget import FEWEST_PAIRS, Required, read_required
+
+if TYPE_CHECKING:
+    from lightning_llm.compare.verdict import Verdict
+
+Outcome = Literal["met", "not met", "open"]
+EXIT_CODES: dict[Outcome, int] = {"not met": 1, "open": 3, "met": 0}
+"""Exit code by outcome, the worst outcome first: with several arms the worst counts."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """The `required` verdict, and each arm's verdict and outcome. True if it is met by every arm."""
+
+    required: Required
+    outcomes: tuple[tuple["Verdict", Outcome], ...]
+
+    @property
+    def outcome(self) -> Outcome:
+        """The worst outcome of an arm."""
+        found = {outcome for _, outcome in self.outcomes}
+        return next(each for each in EXIT_CODES if each in found)
+
+    @property
+    def met(self) -> bool:
+        """True if every arm meets it."""
+        return self.outcome == "met"
+
+    def __bool__(self) -> bool:
+        return self.met
+
+    @property
+    def exit_code(self) -> int:
+        """0 met, 1 not met, 3 open."""
+        return EXIT_CODES[self.outcome]
+
+    @property
+    def text(self) -> str:
+        """The outcome as a line: "not met, exit code 1: mxfp4_rne is lossy"."""
+        deciding = [verdict for verdict, outcome in self.outcomes if outcome == self.outcome]
+        arms = "; ".join(
+            f"{' '.join(filter(None, (verdict.name, verdict.family.words)))} is {verdict.qualified}"
+            for verdict in deciding
+        )
+        return f"{self.required} {self.outcome}, exit code {self.exit_code}: {arms}"
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the entry "require" of `compare.json`."""
+        return {
+            "required": self.required,
+            "met": self.met,
+            "exit_code": self.exit_code,
+            "arms": [
+                {
+                    "name": verdict.name,
+                    "setting": verdict.family.setting,
+                    "verdict": verdict.decision,
+                    "outcome": outcome,
+                }
+                for verdict, outcome in self.outcomes
+            ],
+        }
+
+
+def requirement_of(required: str, verdicts: Sequence["Verdict"]) -> Requirement:
+    """Return whether `verdicts` meet the requirement.
+
+    Raises:
+        ConfigError: `required` is no requirement.
+    """
+    wanted = read_required(required)
+    return Requirement(wanted, tuple((verdict, _outcome(wanted, verdict)) for verdict in verdicts))
+
+
+def _outcome(required: Required, verdict: "Verdict") -> Outcome:
+    """Return the outcome of one arm.
+
+    An open verdict meets "not-lossy" only if the arm could have been found lossy: with two pairs, a baseline that has
+    learned, no damaged run, and error left to spend.
+    """
+    if verdict.decision == "lossy":
+        return "not met"
+    if verdict.decision == "lossless":
+        return "met"
+    judged = verdict.judged
+    could_be_lossy = (
+        judged.estimate.pairs >= FEWEST_PAIRS
+        and judged.measured.unlearned is None
+        and not verdict.damaged
+        and not verdict.unbudgeted
+        and not (verdict.sequential is not None and verdict.sequential.look is None)
+    )
+    return "met" if required == "not-lossy" and could_be_lossy else "open"
