@@ -1,10 +1,11 @@
-"""The packages that documents show, laid where Python finds them, as pip does."""
+"""Packages of documents and of tests/examples, laid where Python finds them, as pip does."""
 
 import re
 import tomllib
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def lay_package(document: str, folder: Path) -> set[str]:
@@ -14,6 +15,15 @@ def lay_package(document: str, folder: Path) -> set[str]:
     """
     found = re.findall(r"^```\w+\n# (\S+\.\w+)\n(.*?)^```", (DOCS / document).read_text(), re.DOTALL | re.MULTILINE)
     return lay_files(dict(found), folder)
+
+
+def lay_examples(folder: Path) -> set[str]:
+    """Write the package tests/examples under `folder`, with its entry points; return the names of its modules."""
+    project = (EXAMPLES / "pyproject.toml").read_text()
+    modules = tomllib.loads(project)["tool"]["setuptools"]["py-modules"]
+    files = {f"{module}.py": (EXAMPLES / f"{module}.py").read_text() for module in modules}
+    lay_files(files | {"pyproject.toml": project}, folder)
+    return set(modules)
 
 
 def lay_files(files: dict[str, str], folder: Path) -> set[str]:

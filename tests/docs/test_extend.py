@@ -6,13 +6,11 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.docs.installed_package import DOCS, lay_files, lay_package
+from tests.docs.installed_package import DOCS, EXAMPLES, lay_examples, lay_package
 from tests.run_metrics import read_tensors
 
 SCRIPT = """
@@ -35,24 +33,20 @@ KINDS = [
 ]  # fmt: skip
 
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
 @pytest.fixture
 def installed(tmp_path):
     """Lay the examples and then the document's package where Python finds them; return their folder."""
-    files = {"pyproject.toml": (EXAMPLES / "pyproject.toml").read_text()}
-    modules = tomllib.loads(files["pyproject.toml"])["tool"]["setuptools"]["py-modules"]
-    lay_files(files | {f"{module}.py": (EXAMPLES / f"{module}.py").read_text() for module in modules}, tmp_path)
+    lay_examples(tmp_path)
     assert lay_package("howto/extend.md", tmp_path) == {"pyproject.toml", "lion.py", "mine/optim/lion.yaml"}
     return tmp_path
 
 
-def test_the_document_shows_one_tested_example_and_links_to_the_others(installed):
-    assert (installed / "lion.py").read_text() == (EXAMPLES / "lion.py").read_text()
+def test_the_document_shows_one_tested_example_and_links_to_the_others(tmp_path):
+    modules = lay_examples(tmp_path)
+    lay_package("howto/extend.md", tmp_path)
+    assert (tmp_path / "lion.py").read_text() == (EXAMPLES / "lion.py").read_text()
     linked = set(re.findall(r"tests/examples/(\w+)\.py\)", (DOCS / "howto" / "extend.md").read_text()))
-    examples = tomllib.loads((EXAMPLES / "pyproject.toml").read_text())["tool"]["setuptools"]["py-modules"]
-    assert linked | {"lion"} == set(examples)
+    assert linked | {"lion"} == modules
 
 
 def steps_in(folder):

@@ -1,4 +1,4 @@
-"""The mixer of docs/howto/add_mixer.md, installed as a package, is planned, built and trained; typos are reported."""
+"""The mixer of tests/examples, installed as a package, is planned, built and trained; typos are reported."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.docs.installed_package import lay_package
+from tests.docs.installed_package import EXAMPLES, lay_examples
 
 SCRIPT = """
 import sys
@@ -35,14 +35,15 @@ print("apart", torch.equal(model(torch.arange(8)[None], document_ids=ids)[:, :4]
 
 @pytest.fixture
 def installed(tmp_path):
-    """Lay the document's package where Python finds it; return its folder."""
-    files = lay_package("howto/add_mixer.md", tmp_path)
-    assert files == {"average_kind.py", "average_module.py", "pyproject.toml", "mine/model/average_tiny.yaml"}
+    """Lay the examples where Python finds them; return their folder."""
+    lay_examples(tmp_path)
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "average_tiny.yaml").write_text((EXAMPLES / "average_tiny.yaml").read_text())
     return tmp_path
 
 
 @pytest.mark.full
-def test_the_documents_mixer_trains_from_an_installed_package(installed, small_run):
+def test_the_examples_mixer_trains_from_an_installed_package(installed, small_run):
     words = small_run(installed, "data.document_mask=true", "model.num_layers=3", "trainer.max_steps=4")
     words[words.index("model=llama_tiny")] = "model=average_tiny"
     words += ["--config-dir", str(installed / "mine")]
