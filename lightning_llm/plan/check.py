@@ -11,7 +11,7 @@ from lightning_llm.config.schema.callbacks import monitor_problems
 from lightning_llm.config.schema.run import LauncherConfig
 from lightning_llm.config.schema.strict import Rule, gather
 from lightning_llm.data.check import batch_problems, data_rules
-from lightning_llm.model.structure import linear_names, linears_of, shape_problems
+from lightning_llm.model.structure import linear_names, shape_problems
 from lightning_llm.plan.attention_kernel import attention_kernel_problems
 from lightning_llm.plan.axes.axis import AXES, MeshAxis
 from lightning_llm.plan.checkpoints import retention_problems
@@ -23,7 +23,6 @@ from lightning_llm.plan.resolve import DerivedConfig, Plan, compiler_failure
 from lightning_llm.plan.teachers import teacher_problems
 from lightning_llm.precision.recipe.lint import lint
 from lightning_llm.precision.recipe.module_rules import (
-    layers_of_casts,
     nothing_converted,
     other_modules,
     reasons_to_stay_high,
@@ -85,7 +84,7 @@ def layout_rule_problems(derived: DerivedConfig) -> list[Problem]:
     """Return the problems between layout, batch and model, for a config that is valid with another layout."""
     config = derived.config
     batch: Rule = lambda: batch_problems(config.data, derived.data_parallel_ranks)  # noqa: E731
-    return gather([*_layout_rules(derived), batch, lambda: _rotation_problems(config)])
+    return gather([*_layout_rules(derived), batch])
 
 
 def _layout_rules(derived: DerivedConfig) -> list[Rule]:
@@ -174,7 +173,7 @@ def _precision_problems(config: Config) -> list[Problem]:
         problems += [*nothing, *other_modules(recipe, reasons)]
     else:
         problems += unmatched(recipe, reasons, config.model.num_layers)
-    return problems + _rotation_problems(config)
+    return problems
 
 
 def _wgrad_problems(recipe: PrecisionConfig) -> Iterator[Problem]:
@@ -221,30 +220,3 @@ def _compiler_problems(config: Config, degrees: Degrees) -> list[Problem]:
         return []
     text = f"is true, but {failure}. Set parallel.activation_checkpoint=selective or none, or trainer.compile=false."
     return [Problem("parallel.compile", text)]
-
-
-def _rotation_problems(config: Config) -> list[Problem]:
-    """Return Hadamard sizes that do not divide the axis they rotate. Blocks can be padded, rotations cannot."""
-    data, model, recipe = config.data, config.model, config.precision
-    tokens = {"data.micro_batch_size x sequence_length": data.micro_batch_size * data.sequence_length}
-    linears = linears_of(model)
-    layers = layers_of_casts(linear_names(model), recipe, model.num_layers)
-    found = set()
-    for key, casts in recipe.cast_sets().items():
-        its = dict.fromkeys(linears[name] for name in layers[key])
-        axes = {
-            "fprop": {linear.inputs.text: linear.inputs.length for linear in its},
-            "dgrad": {linear.outputs.text: linear.outputs.length for linear in its},
-            "wgrad": tokens if its else {},
-        }
-        found |= {
-            (axis, length, f"{key}.{slot}" if key.startswith("modules.") else slot, cast.hadamard.size)
-            for slot, cast in casts.items()
-            if cast.hadamard is not None
-            for axis, length in axes[slot.partition(".")[0]].items()
-            if length % cast.hadamard.size
-        }
-    return [
-        Problem(f"precision.{slot}.hadamard.size", f"is {size}: must divide {axis} = {length}, the GEMM's summed axis.")
-        for axis, length, slot, size in sorted(found)
-    ]

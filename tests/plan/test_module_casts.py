@@ -98,22 +98,6 @@ def test_a_rule_for_no_layer_is_a_problem():
         check_config(config)
 
 
-def test_rotations_are_checked_on_the_layers_of_their_rule():
-    """o_proj sums over 96 and makes 64: a rotation of 64 fits its dgrad, not its fprop."""
-    words = ["precision=mxfp8", "model.hidden_size=64", "model.num_heads=4", "model.head_dim=24"]
-    words += ["model.num_kv_heads=4", "data.sequence_length=64"]
-    turned = "{format: e4m3, block: 1x32, scale: e8m0_ceil, hadamard: {size: 64}}"
-    for gemm, slots, fits in (("fprop", ("x", "w"), False), ("dgrad", ("dy", "w"), True)):
-        rule = f'{{names: ["*.o_proj"], {gemm}: {{{slots[0]}: {turned}, {slots[1]}: {turned}}}}}'
-        config = compose_config([*words, f"precision.modules.casts=[{rule}]"])
-        if fits:
-            check_config(config)
-        else:
-            with pytest.raises(ConfigError, match=r"casts\.0\.fprop\.x\.hadamard\.size: is 64: must divide") as error:
-                check_config(config)
-            assert all("= 96" in problem.text for problem in error.value.problems)
-
-
 def test_split_blocks_are_checked_on_the_layers_of_their_rule():
     """With tp=2 o_proj's inputs are 2 x 32: blocks of 64 tokens' features do not fit there, and do elsewhere."""
     shape = ["model.hidden_size=256", "model.num_heads=4", "model.num_kv_heads=4", "model.head_dim=32"]

@@ -111,7 +111,7 @@ def test_all_recipes_are_ranked_and_those_that_do_not_fit_are_named(run_folder, 
     assert code == 0
     assert facts["ranking"] == sorted(facts["recipes"], key=lambda name: facts["recipes"][name]["gradient"]["error"])
     assert facts["ranking"].index("mxfp8") < facts["ranking"].index("mxfp4_sr_norht")  # eight bits, four bits
-    assert "does not divide model.hidden_size = 32" in facts["skipped"]["mxfp4_sr"]
+    assert "mxfp4_sr" in facts["ranking"]  # its rotations of 64 are padded: the model is 32 wide
     assert "quantise none of" in facts["skipped"]["fp8_current"]  # first and last block are all there is
     assert "slots" not in facts["recipes"]["mxfp8"]
 
@@ -139,7 +139,7 @@ def test_every_problem_is_reported_at_once(run_folder, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["probe", str(run_folder), "precision=mxfp8", "--output", str(tmp_path / "file" / "o")]) == 2
     assert "cannot be written (Not a directory)" in capsys.readouterr().err
-    for part in ("size: is 64: must divide model.hidden_size = 32", "'bf16' quantises nothing", "'mxfp9'"):
+    for part in ("'bf16' quantises nothing", "'mxfp9'"):
         assert part in said
     assert not (tmp_path / "o").exists()
 

@@ -25,9 +25,12 @@ SLOTS = (("fprop", "x"), ("fprop", "w"), ("dgrad", "dy"), ("dgrad", "w"), ("wgra
 
 
 class HadamardConfig(Group):
-    """Rotation of groups of `size` along the contraction axis: x -> x diag(signs) H / sqrt(size) (H: Sylvester)."""
+    """Rotation of groups of `size` along the contraction axis: x -> x diag(signs) H / sqrt(size) (H: Sylvester).
 
-    size: int = Field(ge=2, le=1024, description="a power of two that divides the contraction axis")
+    The axis is padded with zeros to whole groups.
+    """
+
+    size: int = Field(ge=2, le=1024, description="elements per group, a power of two")
     signs: Literal["none", "fixed", "random"] = Field(
         "none", description="fixed: those of `vector`; random: keyed, new for each call and GEMM"
     )
@@ -43,6 +46,10 @@ class HadamardConfig(Group):
         if self.vector is not None and (len(self.vector) != self.size or 0 in self.vector):
             raise ValueError(f"vector has {len(self.vector)} entries: must have {self.size}, each 1 or -1")
         return self
+
+    def padded(self, length: int) -> int:
+        """Return the length of a contraction axis of `length` elements after padding to whole groups."""
+        return length + -length % self.size
 
 
 class DelayedConfig(Group):

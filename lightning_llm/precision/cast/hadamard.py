@@ -1,12 +1,14 @@
 """Random Hadamard transform of groups along one axis: spreads outliers before they share a scale.
 
 Both operands of a GEMM are rotated by the same orthogonal S = diag(signs) H_g / sqrt(g) along the contraction axis, so
-(A S)(S^T B) = A B and nothing needs to be undone. H_g is Sylvester's.
+(A S)(S^T B) = A B and nothing needs to be undone. H_g is Sylvester's. An axis that is no multiple of g is padded with
+zeros to whole groups, in both operands: the padding adds zeros to each sum, so the product stays the same.
 """
 
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_llm.linalg.gemm import operand, product
@@ -36,17 +38,14 @@ def rotation(size: int, signs: Tensor | None, device: torch.device) -> Tensor:
 def rotate(x: Tensor, s: Tensor, axis: int, round_to: torch.dtype) -> Tensor:
     """Return 2-D `x` with each group of g along `axis` replaced by group @ s; s [g, g]; result in `round_to`.
 
-    fp32 accumulation. With `round_to` bf16 and a bf16 x the GEMM itself runs in bf16, which is exact where the
-    entries of s are powers of two (g = 4, 16, 64, 256) and rounds once, at the end. Raises ValueError where g does
-    not divide the axis.
+    The axis is padded with zeros to whole groups. fp32 accumulation. With `round_to` bf16 and a bf16 x the GEMM itself
+    runs in bf16, which is exact where the entries of s are powers of two (g = 4, 16, 64, 256) and rounds once, at the
+    end.
     """
     size = s.shape[0]
+    if missing := -x.shape[axis] % size:
+        x = F.pad(x, (0, missing) if axis == 1 else (0, 0, 0, missing))
     rows, columns = x.shape
-    if x.shape[axis] % size:
-        raise ValueError(
-            f"a Hadamard transform of size {size} must divide the contraction axis, which has "
-            f"{x.shape[axis]} elements. Change the shape, or use a smaller hadamard.size"
-        )
     exact_in_bf16 = size.bit_length() % 2 == 1
     dtype = torch.bfloat16 if x.dtype == round_to == torch.bfloat16 and exact_in_bf16 else torch.float32
     x, s = operand(x.to(dtype)), operand(s.to(dtype))

@@ -56,13 +56,18 @@ class _Forward:
         return self.operand(role).dequantised().to(self.dtype)
 
     def through(self, gradient: Tensor, role: str) -> Tensor:
-        """Take a gradient with respect to fprop's quantised, rotated `role` back to the tensor: mask, then S^T."""
+        """Take a gradient with respect to fprop's quantised, rotated `role` back to the tensor: mask, then S^T.
+
+        Columns that only pad the last group of the rotation are dropped.
+        """
         cast = self.call.plan.casts[f"fprop.{role}"]
         inside = self.operand(role).inside if cast.clip_gradient else None
         if inside is not None:
             gradient = gradient * inside.to(gradient.dtype)
         s = self.call.matrix(f"fprop.{role}", gradient.device)
-        return gradient if s is None else rotate(gradient, s.T, 1, gradient.dtype)
+        if s is None:
+            return gradient
+        return rotate(gradient, s.T, 1, gradient.dtype)[:, : self.tensors[role]().shape[1]]
 
 
 def _in_dtype(weight: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:

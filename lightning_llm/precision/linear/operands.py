@@ -149,20 +149,23 @@ class LinearCall(NamedTuple):
         x = x() if callable(x) else x
         cast, given = self.plan.casts[slot], x
         role = slot.split(".")[1]
+        shard = self.plan.shards.get(role, Shard())
+        origin = shard.origin
         if cast.hadamard is not None:
             s = self.matrix(slot, x.device)
             x = x if s is None else rotate(x, s, axis, DTYPES[cast.hadamard.round_to])
+            if axis == 1:  # rows of the whole tensor are padded as well
+                origin = origin._replace(row_stride=cast.hadamard.padded(origin.row_stride))
         if not cast.quantises:
             return Operand(x)
         observe = self.plan.observe
-        shard = self.plan.shards.get(role, Shard())
         return inductor.operand(
             x,
             cast,
             axis,
             self.plan.backend,
             key=None if self.keys is None or not cast.stochastic else self.keys[SLOT_NAMES.index(slot)],
-            origin=shard.origin,
+            origin=origin,
             delayed=None if self.scales is None else self.scales[ROLES.index(role)],
             wide=role != "w" and multiplied_in_fp32(given, cast),
             reduce_amax=shard.reduce_amax if cast.amax_scope == "logical" else None,

@@ -61,11 +61,13 @@ def kept_bytes(casts: Mapping[str, CastConfig], rows: int, columns: int, rotated
     """
     found = 0
     for slot in kept_slots(casts, rotated):
-        cast, axis = casts[slot], 1 if slot == "fprop.w" else 0
-        found += (4 if cast.clip_gradient else 2) * rows * columns
+        cast = casts[slot]
+        length, other = (columns, rows) if slot == "fprop.w" else (rows, columns)
+        if cast.hadamard is not None:
+            length = cast.hadamard.padded(length)
+        found += (4 if cast.clip_gradient else 2) * length * other
         if cast.scales_partial_sums:
             across, along = (int(each) for each in cast.block.split("x"))
-            length, other = (columns, rows) if axis == 1 else (rows, columns)
             found += 4 * -(-length // along) * -(-other // across) * across
         elif cast.scale in ("delayed", "two_level_e4m3") or cast.prescale != 1 or _is_fp32_of_tensor(cast):
             found += 4
