@@ -173,7 +173,19 @@ def _precision_problems(config: Config) -> list[Problem]:
         problems += [*nothing, *other_modules(recipe, reasons)]
     else:
         problems += unmatched(recipe, reasons, config.model.num_layers)
+        problems += _phase_module_problems(config, list(reasons), problems)
     return problems
+
+
+def _phase_module_problems(config: Config, linears: list[str], known: list[Problem]) -> Iterator[Problem]:
+    """Yield the problems of the phases' `modules`, except those inherited from the recipe's own (`known`)."""
+    recipe, found = config.precision, {(each.key, each.text) for each in known}
+    for number, phase in enumerate(recipe.phases):
+        if phase.modules is not None:
+            for each in unmatched(recipe.in_phase(number), linears, config.model.num_layers):
+                if (each.key, each.text) not in found:
+                    key = each.key.removeprefix("precision.")
+                    yield Problem(f"precision.phases.{number}.{key}", each.text)
 
 
 def _wgrad_problems(recipe: PrecisionConfig) -> Iterator[Problem]:

@@ -62,7 +62,7 @@ def _block_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     slots: dict[tuple[ShardedAxis, int], dict[str, None]] = {}
     for key, casts in recipe.cast_sets().items():
         linears = list(dict.fromkeys(every[name] for name in layers[key]))
-        prefix = f"{key}." if key.startswith("modules.") else ""
+        prefix = f"{key}." if key else ""
         for slot, cast in casts.items():
             if not (cast.quantises and linears):
                 continue

@@ -115,6 +115,8 @@ class ProbedModel:
             device=device,
             swap=lambda empty: swap_linears(empty, recipe, shape.num_layers, device.type),
         )
+        self._num_layers = shape.num_layers
+        set_recipe(self.model, recipe, shape.num_layers)  # its own casts, also where a phase covers the first step
         self.model.requires_grad_(True)
         self.layers = {layer.name: layer for layer in quantised_layers(self.model) if not layer.plan.fixed}
         self.loss_scale = 1.0
@@ -218,7 +220,7 @@ class ProbedModel:
     @contextmanager
     def _casting(self, recipe: PrecisionConfig, kept: frozenset[str]) -> Iterator[None]:
         before = {name: layer.plan for name, layer in self.layers.items()}
-        set_recipe(self.model, recipe)
+        set_recipe(self.model, recipe, self._num_layers)
         for name, layer in self.layers.items():
             layer.bypass = name in kept
         self.model.eval()  # delayed scales are those that were set

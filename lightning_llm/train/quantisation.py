@@ -52,6 +52,7 @@ class Quantisation:
         self.seed = seed
         self.max_steps = max_steps
         self.report: SwapReport | None = None
+        self._num_layers = 0
         self._in_force = recipe.at(0, 1)  # the phase of step 0, applied by the swap
         self._overflow: Tensor | None = None
         self._scales_at_start: list[tuple[QuantisedLinear, Tensor | None, Tensor | None]] = []
@@ -62,6 +63,7 @@ class Quantisation:
         Also called for recipes without casts, which may set `wgrad_dtype`. `sharded`: FSDP2 will gather the weights.
         """
         sum_in_fp32()
+        self._num_layers = num_layers
         self.report = swap_linears(model, self.recipe, num_layers, device_type, self.backend, self.decision, sharded)
 
     def watch_overflow(self, model: nn.Module) -> None:
@@ -113,7 +115,7 @@ class Quantisation:
         """Apply the phase of `step` (from 0)."""
         recipe = self.recipe.at(step, self.max_steps)
         if recipe != self._in_force:
-            set_recipe(model, recipe)
+            set_recipe(model, recipe, self._num_layers)
             self._in_force = recipe
         if self.recipe.updates_every_micro_batch:  # updates create new tensors, so these references stay valid
             self._scales_at_start = [(each, each.scale, each.amax_history) for each in quantised_layers(model)]

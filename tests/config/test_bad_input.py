@@ -92,7 +92,7 @@ def test_every_invalid_override_has_a_line(said, capsys, tmp_path):
             "attention: is 5, must be a mapping with keys of these: mixer, feed_forward, post_norms.",
         ),
         (["precision.fprop.x=null"], "precision.fprop.x: is null, must be a mapping with keys of these: format,"),
-        (["precision.phases=[5]"], "phases.0: is 5, must be a mapping with keys of these: start, end, fprop,"),
+        (["precision.phases=[5]"], "phases.0: is 5, must be a mapping with keys of these: start, end, inherit, fprop,"),
         (["precision.phases=5"], "precision.phases: is 5, must be a list of mappings."),
         (["model.layers={a:1}"], "model.layers: must be a list, and is a mapping."),
         (["model.layers=[]"], "model.layers: must have at least 1 item."),

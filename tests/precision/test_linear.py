@@ -316,11 +316,11 @@ def test_delayed_scales_are_kept_through_a_phase_without_them():
     run(layer, x, dy)
     update_delayed(layer)
     kept = delayed_state(layer)["layers.0.q_proj"]
-    set_recipe(layer, load("bf16"))
+    set_recipe(layer, load("bf16"), 1)
     run(layer, x * 9, dy)
     update_delayed(layer)
     assert all(torch.equal(kept[key], each) for key, each in delayed_state(layer)["layers.0.q_proj"].items())
-    set_recipe(layer, recipe)
+    set_recipe(layer, recipe, 1)
     run(layer, x / 2, dy)
     update_delayed(layer)
     assert torch.equal(layer.scale, kept["scale"])  # the maximum of the history is still the first step's

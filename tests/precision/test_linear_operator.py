@@ -94,7 +94,7 @@ def trained(recipe: PrecisionConfig, mode: str, compiled: bool) -> Trained:
             for layer in quantised_layers(model):
                 layer.observe = (lambda seen: observed.update([seen.slot])) if step == 1 else None
             if step == 2:
-                set_recipe(model, load("fp16" if recipe.compute_dtype == "fp16" else "bf16"))
+                set_recipe(model, load("fp16" if recipe.compute_dtype == "fp16" else "bf16"), LAYERS)
             losses = []
             for micro_batch, own in enumerate(tokens):
                 set_step_key(model, StepKey(3, step, micro_batch))
@@ -102,7 +102,7 @@ def trained(recipe: PrecisionConfig, mode: str, compiled: bool) -> Trained:
             for loss in losses:
                 loss.backward()
             update_delayed(model)
-    set_recipe(model, recipe)
+    set_recipe(model, recipe, LAYERS)
     with torch.no_grad():
         logits = [model(tokens[0])]
         with high_precision_forward(model):

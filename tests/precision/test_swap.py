@@ -179,7 +179,7 @@ def test_a_phase_gives_every_layer_its_casts_and_then_each_has_its_own_again():
     swap_linears(made, recipe, LAYERS, "cpu", "eager")
     up, down = made.layers["0"].up_proj, made.layers["0"].down_proj
     for step, formats in ((4, ("tensor", "1x32")), (5, None), (6, ("tensor", "1x32"))):
-        set_recipe(made, recipe.at(step, 10))
+        set_recipe(made, recipe.at(step, 10), LAYERS)
         quantises = [layer.plan.casts["fprop.x"].quantises for layer in (up, down)]
         assert quantises == [formats is not None] * 2
         if formats:
@@ -248,7 +248,7 @@ def test_casts_that_must_be_compiled_need_a_compiler(monkeypatch):
 
 def test_a_phase_changes_the_casts_of_swapped_layers():
     made, _ = swapped("fp8_current")
-    set_recipe(made, load("bf16"))
+    set_recipe(made, load("bf16"), LAYERS)
     layer = made.layers["1"].up_proj
     x = torch.randn(32, WIDTH).bfloat16()
     assert torch.equal(layer(x), product(x, layer.weight.bfloat16().T))
@@ -256,7 +256,7 @@ def test_a_phase_changes_the_casts_of_swapped_layers():
 
 def test_a_phase_leaves_layers_that_only_emulate_fp16_alone():
     made, _ = swapped("fp16_mxfp8")
-    set_recipe(made, load("fp16_mxfp8"))
+    set_recipe(made, load("fp16_mxfp8"), LAYERS)
     assert not any(cast.quantises for cast in made.head.plan.casts.values())
     assert all(cast.quantises for cast in made.layers["0"].up_proj.plan.casts.values())
 

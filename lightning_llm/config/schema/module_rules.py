@@ -1,5 +1,6 @@
 """`precision.modules`: the linear layers that a recipe quantizes, and separate casts for some of them."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -13,24 +14,31 @@ SELECTS = {"names", "first_blocks", "first_fraction", "last_blocks", "last_fract
 
 
 class FpropSlots(Group):
-    """Slots of fprop that a rule sets; null: the recipe's own."""
+    """Slots of fprop that a rule or phase sets; null: the recipe's own."""
 
     x: CastConfig | None = None
     w: CastConfig | None = None
 
 
 class DgradSlots(Group):
-    """Slots of dgrad that a rule sets; null: the recipe's own."""
+    """Slots of dgrad that a rule or phase sets; null: the recipe's own."""
 
     dy: CastConfig | None = None
     w: CastConfig | None = None
 
 
 class WgradSlots(Group):
-    """Slots of wgrad that a rule sets; null: the recipe's own."""
+    """Slots of wgrad that a rule or phase sets; null: the recipe's own."""
 
     dy: CastConfig | None = None
     x: CastConfig | None = None
+
+
+def given_slots(fprop: FpropSlots | None, dgrad: DgradSlots | None, wgrad: WgradSlots | None) -> dict[str, CastConfig]:
+    """Return {dotted slot: cast} of the slots that are set."""
+    parts = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}
+    named = {f"{gemm}.{operand}": getattr(parts[gemm], operand, None) for gemm, operand in SLOTS}
+    return {slot: cast for slot, cast in named.items() if cast is not None}
 
 
 class CastRule(Group):
@@ -56,9 +64,15 @@ class CastRule(Group):
         """Return {dotted slot: cast} that the rule sets; other slots keep the recipe's casts."""
         if self.high:
             return {f"{gemm}.{operand}": HIGH for gemm, operand in SLOTS}
-        parts = {gemm: getattr(self, gemm) for gemm, _ in SLOTS if getattr(self, gemm) is not None}
-        named = {f"{gemm}.{operand}": getattr(parts[gemm], operand) for gemm, operand in SLOTS if gemm in parts}
-        return {slot: cast for slot, cast in named.items() if cast is not None}
+        return given_slots(self.fprop, self.dgrad, self.wgrad)
+
+    def with_slots(self, slots: Mapping[str, CastConfig]) -> "CastRule":
+        """Return the rule with `slots` (by dotted name) in place of its own."""
+        its = self.given() | dict(slots)
+        fprop = FpropSlots(x=its.get("fprop.x"), w=its.get("fprop.w"))
+        dgrad = DgradSlots(dy=its.get("dgrad.dy"), w=its.get("dgrad.w"))
+        wgrad = WgradSlots(dy=its.get("wgrad.dy"), x=its.get("wgrad.x"))
+        return self.model_copy(update={"high": None, "fprop": fprop, "dgrad": dgrad, "wgrad": wgrad})
 
     @model_validator(mode="after")
     def _says_which_casts(self) -> Self:

@@ -11,9 +11,10 @@ Slots that are not set stay in `compute_dtype`. A published recipe should need o
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -31,7 +32,15 @@ from lightning_llm.config.schema.casts import (
     Scale,
 )
 from lightning_llm.config.schema.migrations import first_name
-from lightning_llm.config.schema.module_rules import SELECTS, CastRule, ModuleRules
+from lightning_llm.config.schema.module_rules import (
+    SELECTS,
+    CastRule,
+    DgradSlots,
+    FpropSlots,
+    ModuleRules,
+    WgradSlots,
+    given_slots,
+)
 
 __all__ = [
     "HIGH",
@@ -59,6 +68,8 @@ __all__ = [
 ]
 
 Dtype = Literal["fp32", "bf16", "fp16"]
+UNQUANTIZED_RULE = -1
+"""Stands for the number of a rule in layers that are not quantized now, but in another phase."""
 NOT_IDENTITY = {"name", "reference", "hardware", "backend", "casts", "parameter_gather", "keep_weight_casts"}
 """Keys that are not in a recipe's hash: names, and choices of how the same numbers are computed."""
 LATER = (
@@ -125,19 +136,54 @@ class OptimizerHints(Group):
 
 
 class PhaseConfig(Group):
-    """Other slots for a part of the run, e.g. no quantization in the last tenth."""
+    """Other slots for a part of the run, e.g. no quantization in the last tenth.
+
+    Without `inherit`, slots that are not set are not quantized, and all layers that `modules` quantizes have the
+    phase's slots. With `inherit`, slots and keys of `modules` that are not set are the recipe's, and a slot that is set
+    replaces the recipe's in every layer, also in those of a rule of the recipe's `modules.casts`.
+    """
 
     start: Fraction = Field(description="first step, as a fraction of trainer.max_steps")
     end: Fraction = Field(1.0, description="step after the last, as a fraction of trainer.max_steps")
-    fprop: FpropConfig = FpropConfig()
-    dgrad: DgradConfig = DgradConfig()
-    wgrad: WgradConfig = WgradConfig()
+    inherit: bool = Field(
+        False,
+        description="keep the recipe's slots and `modules` where the phase sets none; false: slots that are not set "
+        "are not quantized",
+        exclude_if=lambda inherit: not inherit,  # recipes from before the key keep their hash
+    )
+    fprop: FpropSlots = FpropSlots()
+    dgrad: DgradSlots = DgradSlots()
+    wgrad: WgradSlots = WgradSlots()
+    modules: ModuleRules | None = Field(
+        None,
+        description="other layers to quantize; null: the recipe's `modules`, without its `casts` if inherit is false",
+        exclude_if=lambda modules: modules is None,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _high_where_not_set(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        slots = {gemm: values.get(gemm) or {} for gemm, _ in SLOTS}
+        slots = {gemm: dict(its) if isinstance(its, Mapping | Group) else its for gemm, its in slots.items()}
+        for gemm, operand in () if values.get("inherit") else SLOTS:
+            if isinstance(slots[gemm], dict):
+                slots[gemm].setdefault(operand, HIGH)
+        return {**values, **slots}
 
     @model_validator(mode="after")
-    def _forward_in_time(self) -> Self:
+    def _complete(self) -> Self:
         if self.start >= self.end:
             raise ValueError(f"start={self.start}: must be below end={self.end}")
+        missing = [f"{gemm}.{operand}" for gemm, operand in SLOTS if getattr(getattr(self, gemm), operand) is None]
+        if missing and not self.inherit:
+            raise ValueError(f"{', '.join(missing)}: null keeps the recipe's cast. Set inherit: true, or give a cast")
         return self
+
+    def given(self) -> dict[str, CastConfig]:
+        """Return {dotted slot: cast} that the phase sets."""
+        return given_slots(self.fprop, self.dgrad, self.wgrad)
 
 
 class PrecisionConfig(Group):
@@ -183,6 +229,22 @@ class PrecisionConfig(Group):
         (), description="other slots for parts of the run"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _phases_inherit_modules(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or not isinstance(values.get("phases"), Sequence):
+            return values
+        own = values.get("modules")
+        own = own.model_dump() if isinstance(own, ModuleRules) else own or {}
+
+        def completed(phase: Any) -> Any:
+            if not (isinstance(phase, Mapping) and phase.get("inherit") and isinstance(own, Mapping)):
+                return phase
+            its = phase.get("modules")
+            return {**phase, "modules": {**own, **its}} if isinstance(its, Mapping) else phase
+
+        return {**values, "phases": [completed(phase) for phase in values["phases"]]}
+
     @model_validator(mode="after")
     def _phases_apart(self) -> Self:
         ordered = sorted(self.phases, key=lambda phase: phase.start)
@@ -194,14 +256,25 @@ class PrecisionConfig(Group):
     def cast_sets(self) -> "dict[str, dict[str, CastConfig]]":
         """Return {key: six casts}: "" (the recipe's own), "modules.casts.0", .., "phases.0", ..
 
-        A phase replaces all others during its steps.
+        The casts of a phase, and those of its rules ("phases.0.modules.casts.0"), replace all others during its steps.
         """
+        sets = self._own_cast_sets()
+        for number in range(len(self.phases)):
+            for key, casts in self.in_phase(number)._own_cast_sets().items():
+                sets[f"phases.{number}.{key}" if key else f"phases.{number}"] = casts
+        return sets
+
+    def _own_cast_sets(self) -> "dict[str, dict[str, CastConfig]]":
         own = slots_of(self)
-        rules = {f"modules.casts.{n}": own | rule.given() for n, rule in enumerate(self.modules.casts or ())}
-        return {"": own, **rules, **{f"phases.{n}": slots_of(phase) for n, phase in enumerate(self.phases)}}
+        return {"": own} | {f"modules.casts.{n}": own | rule.given() for n, rule in enumerate(self.modules.casts or ())}
 
     def casts_under(self, rule: int | None) -> "dict[str, CastConfig]":
-        """Return the six casts of layers that rule number `rule` of `modules.casts` applies to (None: no rule)."""
+        """Return the six casts of layers that rule number `rule` of `modules.casts` applies to.
+
+        None: no rule. `UNQUANTIZED_RULE`: layers that are quantized in other phases only.
+        """
+        if rule == UNQUANTIZED_RULE:
+            return {f"{gemm}.{operand}": HIGH for gemm, operand in SLOTS}
         own = slots_of(self)
         return own if rule is None or self.modules.casts is None else own | self.modules.casts[rule].given()
 
@@ -240,21 +313,48 @@ class PrecisionConfig(Group):
                 casts = self.casts_under(number)
                 rule["slots"] = {slot: cast.model_dump(mode="json") for slot, cast in casts.items()}
             content["modules"]["casts"] = rules
+        content["phases"] = [self._phase_content(number) for number in range(len(self.phases))]
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return blake2b(text.encode(), digest_size=6).hexdigest()
 
-    def at(self, step: int, max_steps: int) -> "PrecisionConfig":
-        """Return the recipe in effect at `step` (from 0) of `max_steps`: itself, or a phase's slots in all layers.
+    def _phase_content(self, number: int) -> dict[str, Any]:
+        """Return what the hash covers of a phase: its keys, or the casts that result from what it inherits."""
+        phase = self.phases[number]
+        if not phase.inherit and phase.modules is None:
+            return phase.model_dump(mode="json")
+        return {"start": phase.start, "end": phase.end, "recipe": self.in_phase(number).recipe_hash}
 
-        Layers that `modules` excludes are not quantized in phases either.
-        """
-        for phase in self.phases:
+    def at(self, step: int, max_steps: int) -> "PrecisionConfig":
+        """Return the recipe in effect at `step` (from 0) of `max_steps`: itself, or `in_phase`."""
+        for number, phase in enumerate(self.phases):
             if phase.start * max_steps <= step < phase.end * max_steps:
-                slots = {gemm: getattr(phase, gemm) for gemm in ("fprop", "dgrad", "wgrad")}
-                return self.model_copy(update={**slots, "modules": self.modules.model_copy(update={"casts": None})})
+                return self.in_phase(number)
         return self
 
+    def in_phase(self, number: int) -> "PrecisionConfig":
+        """Return the recipe, without phases, that is in effect during phase `number`.
 
-def slots_of(part: PrecisionConfig | PhaseConfig) -> dict[str, CastConfig]:
-    """Return the six casts of a recipe or of one phase, by dotted slot name, in the order of `SLOTS`."""
-    return {f"{gemm}.{operand}": getattr(getattr(part, gemm), operand) for gemm, operand in SLOTS}
+        Layers that the recipe's `modules` excludes are not quantized in a phase either, unless its own `modules` says
+        so.
+        """
+        phase = self.phases[number]
+        slots, modules = slots_of(self) | phase.given(), phase.modules or self.modules
+        if not phase.inherit and phase.modules is None:
+            modules = modules.model_copy(update={"casts": None})
+        elif phase.inherit and modules.casts and modules.casts == self.modules.casts:
+            casts = tuple(rule.with_slots(phase.given()) for rule in modules.casts)
+            modules = modules.model_copy(update={"casts": casts})
+        return self.model_copy(update={**_by_gemm(slots), "modules": modules, "phases": ()})
+
+
+def _by_gemm(slots: Mapping[str, CastConfig]) -> dict[str, FpropConfig | DgradConfig | WgradConfig]:
+    return {
+        "fprop": FpropConfig(x=slots["fprop.x"], w=slots["fprop.w"]),
+        "dgrad": DgradConfig(dy=slots["dgrad.dy"], w=slots["dgrad.w"]),
+        "wgrad": WgradConfig(dy=slots["wgrad.dy"], x=slots["wgrad.x"]),
+    }
+
+
+def slots_of(recipe: PrecisionConfig) -> dict[str, CastConfig]:
+    """Return the recipe's six casts by dotted slot name, in the order of `SLOTS`."""
+    return {f"{gemm}.{operand}": getattr(getattr(recipe, gemm), operand) for gemm, operand in SLOTS}

@@ -14,7 +14,7 @@ from lightning_llm.plan.memory.accounting import OURS, Accounting
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, layers_of
 from lightning_llm.precision.native.express import NativeRecipe, express
-from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, rule_of
+from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, rule_in_effect
 
 CODE_BITS = {"delayed": 8.0, "current": 8.0, "subchannel": 8 + 32 / 128, "mxfp8": 8 + 8 / 32, "nvfp4": 4 + 8 / 16}
 """Bits per element of an operand that Transformer Engine saves for backward: codes along wgrad's contraction axis (a
@@ -147,7 +147,7 @@ def code_bits(plan: Plan, linear: str) -> float | None:
     recipe, layers = plan.config.precision, plan.config.model.num_layers
     if plan.decision.runs != "native" or reasons_to_stay_high([linear], recipe, layers)[linear] is not None:
         return None
-    native: NativeRecipe | None = express(recipe.casts_under(rule_of(linear, recipe.modules, layers)))[0]
+    native: NativeRecipe | None = express(recipe.casts_under(rule_in_effect(linear, recipe, layers)))[0]
     return None if native is None or native.gradient == "high" else CODE_BITS[native.kind]
 
 

@@ -24,7 +24,7 @@ from lightning_llm.precision.linear.weight_rules import (
     why_not_codes,
     why_not_kept,
 )
-from lightning_llm.precision.recipe.module_rules import layers_of_casts, reasons_to_stay_high, rule_of
+from lightning_llm.precision.recipe.module_rules import layers_of_casts, reasons_to_stay_high, rule_in_effect
 
 KEY = "precision.keep_weight_casts"
 
@@ -111,7 +111,7 @@ def keeps_codes(plan: Plan, name: str, index: int) -> bool:
 
 def _casts(plan: Plan, name: str) -> dict[str, CastConfig]:
     recipe = plan.config.precision
-    return recipe.casts_under(rule_of(name, recipe.modules, plan.config.model.num_layers))
+    return recipe.casts_under(rule_in_effect(name, recipe, plan.config.model.num_layers))
 
 
 def _linears(plan: Plan, index: int) -> Iterator[LinearSpec]:
@@ -175,7 +175,7 @@ def _coded(config: Config, index: int, tp: int) -> tuple[ParameterShard, ...]:
     for linear in block_linears(config.model, index):
         name = f"layers.{index}.{linear.name}"
         kept = reasons_to_stay_high([name], recipe, layers)[name] is not None
-        if kept or codes_cast(recipe.casts_under(rule_of(name, recipe.modules, layers))) is None:
+        if kept or codes_cast(recipe.casts_under(rule_in_effect(name, recipe, layers))) is None:
             continue
         axis = SHARD_AXES[linear.role]["w"]
         sides = (linear.outputs.length, linear.inputs.length)

@@ -19,7 +19,7 @@ from lightning_llm.base.hardware import COMPUTE_UNITS, planned_peak_flops
 from lightning_llm.config.schema import ClusterConfig, Config
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
 from lightning_llm.model.structure import block_linears, for_layers, mixer_of
-from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, rule_of
+from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, rule_in_effect
 
 FORMAT_BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 TILES = ((256, 128), (128, 256), (128, 128))
@@ -118,7 +118,7 @@ class Formats:
         """Return the formats of the linear with the full `name`; a tied head has the compute dtype."""
         if self._reasons.get(name, "no linear") is not None:
             return self._high
-        number = rule_of(name, self.recipe.modules, self.num_layers)
+        number = rule_in_effect(name, self.recipe, self.num_layers)
         if number not in self._made:
             self._made[number] = self._of_casts(self.recipe.casts_under(number))
         return self._made[number]

@@ -19,6 +19,7 @@ from lightning_llm.precision.linear.autograd import Record, quantised_linear
 from lightning_llm.precision.linear.operands import LinearCall, shared
 from lightning_llm.precision.linear.plan import KEY_COUNT, ROLES, LinearPlan, Observe
 from lightning_llm.precision.linear.weight_casts import KeptCasts
+from lightning_llm.precision.recipe.module_rules import rule_in_effect
 
 HIGH_CASTS = slots_of(PrecisionConfig(name="high", compute_dtype="fp16"))
 
@@ -220,11 +221,13 @@ def high_precision_forward(model: nn.Module) -> Iterator[None]:
             layer.bypass = False
 
 
-def set_recipe(model: nn.Module, recipe: PrecisionConfig) -> None:
+def set_recipe(model: nn.Module, recipe: PrecisionConfig, num_layers: int) -> None:
     """Change the casts of the quantized layers, e.g. at the start of a phase: `recipe.at(step, max_steps)`.
 
-    Layers that the swap left unquantized stay so; unused delayed scales are kept.
+    `num_layers`: blocks of the whole model. Layers that the swap left unquantized stay so; unused delayed scales are
+    kept.
     """
     for layer in quantised_layers(model):
         if not layer.plan.fixed:
-            layer.plan = replace(layer.plan, casts=recipe.casts_under(layer.plan.rule))
+            rule = rule_in_effect(layer.name, recipe, num_layers)
+            layer.plan = replace(layer.plan, casts=recipe.casts_under(rule), rule=rule)

@@ -57,7 +57,7 @@ class LinearPlan:
     """Behavior of a quantized linear without its weights: six casts by slot name, a backend, the shards by role.
 
     `fixed`: the layer was swapped for its dtype only (fp16 on a CPU) and stays unquantized in every phase of the
-    recipe. `rule`: the rule of the recipe's `modules.casts` for the layer; None: the recipe's own slots. `observe` is
+    recipe. `rule`: see `rule_in_effect`, of the phase in effect. `observe` is
     called once per cast and must change nothing. `weight_casts`: cache of casts, None for none. `wgrad_dtype`: dtype to
     which dW is rounded, None for that of X.
     """

@@ -18,7 +18,7 @@ from lightning_llm.precision.recipe.module_rules import (
     coverage,
     nothing_converted,
     reasons_to_stay_high,
-    rule_of,
+    rule_in_effect,
 )
 
 EMULATED = Decision("emulated")
@@ -99,7 +99,7 @@ def swap_linears(
         raise ConfigError(problems)
     for name, module in linears.items():
         if reasons[name] is None or emulate:
-            rule = rule_of(name, recipe.modules, num_layers)
+            rule = rule_in_effect(name, first, num_layers)
             plan = LinearPlan.from_recipe(first, backend, rule) if reasons[name] is None else high
             made = _native(name, module, plan, sharded) if native else QuantisedLinear(name, module, plan)
             _replace(model, name, made)

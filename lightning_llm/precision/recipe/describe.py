@@ -34,8 +34,12 @@ def precision_facts(
         its = _slots(casts, recipe.compute_dtype, decision)
         return {slot: facts for slot, facts in its.items() if facts != slots[slot]}
 
-    phases = [{"start": phase.start, "end": phase.end, "slots": changed(slots_of(phase))} for phase in recipe.phases]
     layers = layers_of_casts(names, recipe, num_layers)
+    phases = [
+        {"start": phase.start, "end": phase.end, "slots": changed(slots_of(recipe.in_phase(number)))}
+        | ({"modules": phase.modules.model_dump(exclude_defaults=True)} if phase.modules else {})
+        for number, phase in enumerate(recipe.phases)
+    ]
     rules = [
         {
             "for": rule.model_dump(mode="json", include=SELECTS, exclude_none=True),
@@ -123,7 +127,8 @@ def precision_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("  optimizer", f"{_pairs(facts['optimizer'])}, in place of optim's"))
     for phase in facts["phases"]:
         span = f"from {100 * phase['start']:.4g}% to {100 * phase['end']:.4g}% of the steps"
-        rows.append(("  phase", f"{span}, {'these slots differ' if phase['slots'] else 'the same slots'}"))
+        its = f", modules {_pairs(phase['modules'])}" if phase.get("modules") else ""
+        rows.append(("  phase", f"{span}{its}, {'these slots differ' if phase['slots'] else 'the same slots'}"))
         rows += _slot_rows(phase["slots"], indent=4)
     return rows
 

@@ -19,7 +19,7 @@ import yaml
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.recipes import option_files
 from lightning_llm.config.schema.module_rules import ModuleRules
-from lightning_llm.config.schema.precision import CastRule, PrecisionConfig, slots_of
+from lightning_llm.config.schema.precision import UNQUANTIZED_RULE, CastRule, PrecisionConfig
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
@@ -38,10 +38,23 @@ def reasons_to_stay_high(names: Iterable[str], recipe: PrecisionConfig, num_laye
     """
     if not recipe.quantises:
         return dict.fromkeys(names, "the recipe quantises nothing")
-    return {
-        name: _kept_by_modules(name, recipe.modules, num_layers) or _kept_by_casts(name, recipe, num_layers)
-        for name in names
-    }
+    phases = _phases(recipe)
+    found: dict[str, str | None] = {}
+    for name in names:
+        found[name] = _why_high(name, recipe, num_layers)
+        if any(_why_high(name, phase, num_layers) is None for phase in phases):
+            found[name] = None
+    return found
+
+
+def _phases(recipe: PrecisionConfig) -> list[PrecisionConfig]:
+    """Return the recipe in effect during each phase."""
+    return [recipe.in_phase(number) for number in range(len(recipe.phases))]
+
+
+def _why_high(name: str, recipe: PrecisionConfig, num_layers: int) -> str | None:
+    """Return why the linear `name` is not quantized outside of the recipe's phases, or None."""
+    return _kept_by_modules(name, recipe.modules, num_layers) or _kept_by_casts(name, recipe, num_layers)
 
 
 def _kept_by_modules(name: str, rules: ModuleRules, num_layers: int) -> str | None:
@@ -59,10 +72,9 @@ def _kept_by_modules(name: str, rules: ModuleRules, num_layers: int) -> str | No
 
 
 def _kept_by_casts(name: str, recipe: PrecisionConfig, num_layers: int) -> str | None:
-    """Return why no cast in any phase quantises the linear called `name`, or None."""
+    """Return why none of the recipe's casts outside of phases quantizes the linear `name`, or None."""
     number = rule_of(name, recipe.modules, num_layers)
-    phases = (slots_of(phase) for phase in recipe.phases)
-    if any(cast.quantises for casts in (recipe.casts_under(number), *phases) for cast in casts.values()):
+    if any(cast.quantises for cast in recipe.casts_under(number).values()):
         return None
     return "no rule of modules.casts fits it" if number is None else f"modules.casts.{number} keeps it high"
 
@@ -111,12 +123,26 @@ def _fits(name: str, rule: CastRule, num_layers: int) -> bool:
 
 def layers_of_casts(names: Iterable[str], recipe: PrecisionConfig, num_layers: int) -> dict[str, list[str]]:
     """Return the quantised linears among `names` that each set of `recipe.cast_sets()` is for, by the same keys."""
-    quantised = [name for name, why in reasons_to_stay_high(names, recipe, num_layers).items() if why is None]
+    quantized = [name for name, why in reasons_to_stay_high(names, recipe, num_layers).items() if why is None]
     found: dict[str, list[str]] = {key: [] for key in recipe.cast_sets()}
-    for name in quantised:
-        number = rule_of(name, recipe.modules, num_layers)
-        found["" if number is None else f"modules.casts.{number}"].append(name)
-    return found | {key: quantised for key in found if key.startswith("phases.")}
+    parts = {"": recipe, **{f"phases.{number}": phase for number, phase in enumerate(_phases(recipe))}}
+    for prefix, part in parts.items():
+        for name in quantized:
+            number = rule_in_effect(name, part, num_layers)
+            if number != UNQUANTIZED_RULE:
+                rule = "" if number is None else f"modules.casts.{number}"
+                found[".".join(each for each in (prefix, rule) if each)].append(name)
+    return found
+
+
+def rule_in_effect(name: str, recipe: PrecisionConfig, num_layers: int) -> int | None:
+    """Return the number of the rule that a quantized linear follows outside of the recipe's phases.
+
+    None: the recipe's own casts. `UNQUANTIZED_RULE`: `modules` keeps it unquantized until a phase begins.
+    """
+    if _kept_by_modules(name, recipe.modules, num_layers) is not None:
+        return UNQUANTIZED_RULE
+    return rule_of(name, recipe.modules, num_layers)
 
 
 def nothing_converted(recipe: PrecisionConfig, reasons: Mapping[str, str | None]) -> list[Problem]:

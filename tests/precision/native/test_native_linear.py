@@ -168,7 +168,7 @@ def test_a_phase_gets_its_own_quantisers(engine):
     first = run(native, x, dy)
     for phase in (later, load("bf16"), recipe):
         for model in (emulated, native):
-            set_recipe(model, phase)
+            set_recipe(model, phase, 3)
         assert same(run(emulated, x, dy), run(native, x, dy))
     assert same(first, run(native, x, dy))
 
