@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError
     from lightning_llm.config.schema import Config
     from lightning_llm.evaluate.evaluation import Evaluation
+    from lightning_llm.precision.any_module.quantize import dequantize, quantize
+    from lightning_llm.precision.any_module.quantize import quantize as quantise
+    from lightning_llm.precision.any_module.report import QuantizeReport
 
 __all__ = [
     "Comparison",
@@ -28,13 +31,17 @@ __all__ = [
     "Evaluation",
     "IncompleteComparisonError",
     "Problem",
+    "QuantizeReport",
     "RanksFailedError",
     "RunFailedError",
     "TrainResult",
     "compare",
     "compose",
+    "dequantize",
     "evaluate",
     "load",
+    "quantise",
+    "quantize",
     "train",
 ]
 
@@ -46,7 +53,7 @@ _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "pyproject.toml").is_file() and (_checkout / "recipes").is_dir():
     __path__.append(str(_checkout))
 
-_API = "lightning_llm.api"
+_API, _QUANTIZE = "lightning_llm.api", "lightning_llm.precision.any_module.quantize"
 _HOMES = {
     "TrainResult": _API,
     "compose": _API,
@@ -57,16 +64,22 @@ _HOMES = {
     "ConfigError": "lightning_llm.base.errors",
     "Evaluation": "lightning_llm.evaluate.evaluation",
     "Problem": "lightning_llm.base.errors",
+    "QuantizeReport": "lightning_llm.precision.any_module.report",
     "RanksFailedError": "lightning_llm.base.errors",
     "RunFailedError": "lightning_llm.base.errors",
+    "dequantize": _QUANTIZE,
+    "quantise": _QUANTIZE,
+    "quantize": _QUANTIZE,
 }
 """Public names and the modules that they are imported from on first use, since importing torch takes seconds."""
+
+_ALIASES = {"quantise": "quantize"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOMES[name]), _ALIASES.get(name, name))
 
 
 def __dir__() -> list[str]:

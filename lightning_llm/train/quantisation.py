@@ -18,6 +18,7 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.precision.cast.inductor import Backend
 from lightning_llm.precision.linear.delayed import delayed_state, load_delayed_state, update_delayed
 from lightning_llm.precision.linear.module import (
+    VALIDATION_KEY,
     QuantisedLinear,
     high_precision_forward,
     quantised_layers,
@@ -30,9 +31,6 @@ from lightning_llm.precision.loss_scale import LossScale
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.native.transformer_engine import seed_random_bits
 from lightning_llm.precision.recipe.module_rules import block_of
-
-VALIDATION_KEY = 1 << 31
-"""Added to a validation batch's index, so that its random bits differ from those of all training micro-batches."""
 
 
 class Quantisation:

@@ -138,18 +138,23 @@ class _QuantisedLinear(torch.autograd.Function):
         scales: Tensor | None,
         plan: LinearPlan,
         record: Record | None,
+        on_backward: Callable[[], None] | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, keys, scales)
         ctx.plan, ctx.record, ctx.bias_dtype = plan, record, None if bias is None else bias.dtype
+        ctx.on_backward = on_backward
         return forward(LinearCall(plan, keys, scales), x, weight, bias, record)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, keys, scales = ctx.saved_tensors
+        if ctx.on_backward is not None:
+            ctx.on_backward()
         wanted = NeededGradients(ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.bias_dtype)
-        gradients = backward(LinearCall(ctx.plan, keys, scales), dy, x, weight, wanted, ctx.record)
-        return *gradients, None, None, None, None
+        with without_autocast(dy.device.type):
+            gradients = backward(LinearCall(ctx.plan, keys, scales), dy, x, weight, wanted, ctx.record)
+        return *gradients, None, None, None, None, None
 
 
 def quantised_linear(
@@ -160,17 +165,19 @@ def quantised_linear(
     keys: Tensor | None = None,
     scales: Tensor | None = None,
     record: Record | None = None,
+    on_backward: Callable[[], None] | None = None,
 ) -> Tensor:
     """Return x W^T + b, [..., N] in the dtype of `x` [..., K], through `plan`'s six casts, forward and backward.
 
     Runs operator by operator; compiled blocks use `operator` instead.
 
     `keys`: int64 [KEY_COUNT], needed if a cast is stochastic or a rotation's signs are random. `scales`: fp32
-    [len(ROLES)], needed for delayed scaling; `record(role, tensor)` receives the tensors that amaxes are taken of.
-    Raises ValueError if one is missing or a block or rotation does not fit.
+    [len(ROLES)], needed for delayed scaling; `record(role, tensor)` receives the tensors that amaxes are taken of;
+    `on_backward` is called at the start of the backward pass. Raises ValueError if keys or scales are missing or a
+    block or rotation does not fit.
     """
     flat = x.reshape(-1, x.shape[-1])  # [M, K]
-    y = _QuantisedLinear.apply(flat, weight, bias, keys, scales, plan, record)  # [M, N]
+    y = _QuantisedLinear.apply(flat, weight, bias, keys, scales, plan, record, on_backward)  # [M, N]
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -184,6 +191,11 @@ class Layer(Protocol):
     @property
     def recorder(self) -> Record | None:
         """Function that receives the tensors of a call that delayed scales depend on; None without such scales."""
+        ...
+
+    @property
+    def clock(self) -> Any:
+        """Object with `backward_runs()`, to call in each backward pass; None if nobody counts them."""
         ...
 
 
@@ -218,7 +230,7 @@ def _forward(
     its = _layers[int(layer)]
     with _as_in_a_function():
         # A recomputation records the same amax again, which changes nothing; it is not to be observed again.
-        call = its.call_now(keys, x.device, high, observed=not _in_backward())
+        call = its.call_now(keys, x.device, high, observed=not in_backward())
         flat = x.detach().reshape(-1, x.shape[-1])  # [M, K]
         y = forward(call, flat, weight.detach(), bias, its.recorder if records else None)  # [M, N]
         return y.reshape(*x.shape[:-1], weight.shape[0])
@@ -230,6 +242,8 @@ def _backward(
     high: bool, records: bool, needs_dx: bool, needs_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     its = _layers[int(layer)]
+    if its.clock is not None:
+        its.clock.backward_runs()
     with _as_in_a_function():
         call = its.call_now(keys, x.device, high, observed=True)
         wanted = NeededGradients(needs_dx, needs_dw, None if bias is None else bias.dtype)
@@ -294,6 +308,16 @@ def _as_in_a_function() -> Iterator[None]:
         shared.forget()
 
 
-def _in_backward() -> bool:
+@contextmanager
+def without_autocast(device_type: str) -> Iterator[None]:
+    """Run the block without autocast, which would round its fp32 sums and scales."""
+    if not torch.is_autocast_enabled(device_type):
+        yield
+        return
+    with torch.autocast(device_type, enabled=False):
+        yield
+
+
+def in_backward() -> bool:
     """Return whether a backward pass is running: a forward pass within it is a recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_llm.base.keyed_hash import StepKey, name_word
 from lightning_llm.config.schema.precision import DelayedConfig, PrecisionConfig, slots_of
@@ -22,6 +23,16 @@ from lightning_llm.precision.linear.weight_casts import KeptCasts
 from lightning_llm.precision.recipe.module_rules import rule_in_effect
 
 HIGH_CASTS = slots_of(PrecisionConfig(name="high", compute_dtype="fp16"))
+VALIDATION_KEY = 1 << 31
+"""Added to a validation batch's index, so that its random bits differ from those of all training micro-batches."""
+
+
+class Clock(Protocol):
+    """Object that counts the micro-batches of a training loop that does not report them."""
+
+    def backward_runs(self) -> None:
+        """Called by each layer in a backward pass, and before each recomputed forward pass within it."""
+        ...
 
 
 class QuantisedLinear(nn.Linear):
@@ -30,7 +41,7 @@ class QuantisedLinear(nn.Linear):
     `keys` (int64 [KEY_COUNT]) is set by `set_step_key` before a forward pass; calls keep the tensor they saw for their
     backward pass. `bypass` runs all GEMMs in the dtype of the input; `observe` sees every cast. `scale` and
     `amax_history` are delayed scaling's state: plain attributes, neither parameters nor buffers, since sharding
-    frameworks overlook those.
+    frameworks overlook those. `clock` counts micro-batches where the training loop does not.
     """
 
     def __init__(self, name: str, linear: nn.Linear, plan: LinearPlan):
@@ -38,13 +49,49 @@ class QuantisedLinear(nn.Linear):
             super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
         self.weight, self.bias = linear.weight, linear.bias
         self.training = linear.training
+        self._start(name, plan)
+
+    def _start(self, name: str, plan: LinearPlan) -> None:
+        """Set the attributes that nn.Linear does not have."""
         self.name, self.plan = name, plan
         self.keys: Tensor | None = None
         self.bypass = False
         self.observe: Observe | None = None
         self.scale: Tensor | None = None
         self.amax_history: Tensor | None = None
+        self.clock: Clock | None = None
+        self._adopted: tuple[type[nn.Module], tuple[str, ...]] | None = None
         self._number = autograd.number(self)
+
+    @classmethod
+    def adopt(cls, linear: nn.Module, name: str, plan: LinearPlan) -> Self:
+        """Make `linear` an instance of this class, in place: it stays the same object with the same parameters.
+
+        So wrappers, hooks and sharding frameworks that refer to the module keep working. `release` undoes it.
+        """
+        before, original = set(vars(linear)), type(linear)
+        linear.__class__ = _sharded_as(original, cls)
+        adopted: Any = linear
+        adopted._start(name, plan)
+        adopted._adopted = original, tuple(set(vars(linear)) - before)
+        return adopted
+
+    @property
+    def is_adopted(self) -> bool:
+        """Whether the module was another linear layer before, which `release` makes it again."""
+        return self._adopted is not None
+
+    def release(self) -> None:
+        """Make an adopted module an instance of its own class again. Raises ValueError if it was not adopted."""
+        if self._adopted is None:
+            raise ValueError(f"{self.name} was built as a quantized layer and has no other class")
+        original, own = self._adopted
+        for attribute in own:
+            vars(self).pop(attribute, None)
+        self.__class__ = _sharded_as(type(self), original)  # type: ignore[assignment]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"clock": None}  # the clock of a copy's model, which need not be this one
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -64,16 +111,28 @@ class QuantisedLinear(nn.Linear):
         The bias is added, and its gradient handed on, in the dtype of `x`, as FSDP2 gathers it and as a linear without
         casts does: so every layout has the same bits.
         """
-        bias = None if bias is None else bias.to(x.dtype)
-        return self._without_casts(x, weight, bias) if self.bypass else self._multiply(x, weight, bias)
+        device = x.device.type
+        if not torch.is_autocast_enabled(device):
+            bias = None if bias is None else bias.to(x.dtype)
+            return self._without_casts(x, weight, bias) if self.bypass else self._multiply(x, weight, bias)
+        x = x.to(torch.get_autocast_dtype(device))  # as nn.Linear's product; casts and scales stay in fp32
+        with torch.autocast(device, enabled=False):
+            return self.multiply(x, weight, bias)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, high: bool = False) -> Tensor:
         records = self.training and torch.is_grad_enabled() and not high
         if torch.compiler.is_compiling():
-            return autograd.operator(x, weight, bias, self.keys, self._number, high, records)
-        call = self.call_now(self.keys, x.device, high)
+            return autograd.operator(x, weight, bias, self._keys_on(x.device), self._number, high, records)
+        if self.clock is not None and autograd.in_backward():
+            self.clock.backward_runs()
+        call = self.call_now(self._keys_on(x.device), x.device, high)
         recorder = self.recorder if records else None
-        return quantised_linear(x, weight, bias, call.plan, call.keys, call.scales, recorder)
+        clock = None if self.clock is None else self.clock.backward_runs
+        return quantised_linear(x, weight, bias, call.plan, call.keys, call.scales, recorder, clock)
+
+    def _keys_on(self, device: torch.device) -> Tensor | None:
+        """Return the keys on `device`: the module may have been moved since they were set."""
+        return self.keys if self.keys is None or self.keys.device == device else self.keys.to(device)
 
     def _without_casts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.plan.weight_casts is not None:
@@ -122,8 +181,11 @@ class QuantisedLinear(nn.Linear):
         self.scale = self.amax_history = None
 
     def materialise_state(self, device: torch.device) -> None:
-        """Put delayed scaling's state on `device` where there is none yet: scale 1, no amax."""
-        if self.scale is None or self.amax_history is None:
+        """Put delayed scaling's state on `device`, at first scale 1 and no amax."""
+        if self.scale is not None and self.amax_history is not None:
+            if self.scale.device != device:  # the module was moved
+                self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
+        else:
             self.scale = torch.ones(len(ROLES), device=device)
             self.amax_history = torch.zeros(self.delayed_config().history_length, len(ROLES), device=device)
 
@@ -147,6 +209,16 @@ class QuantisedLinear(nn.Linear):
     def extra_repr(self) -> str:
         casts = ", ".join(f"{slot}={cast.format}" for slot, cast in self.plan.casts.items() if cast.quantises)
         return f"{super().extra_repr()}, {casts}"
+
+
+def _sharded_as(current: type[nn.Module], wanted: type[nn.Module]) -> type[nn.Module]:
+    """Return `wanted`, as FSDP2 derives it if `current` is such a class: `fully_shard` was called on the layer."""
+    if not issubclass(current, FSDPModule):
+        return wanted
+    if issubclass(wanted, FSDPModule):
+        return wanted
+    own = {"__deepcopy__": vars(current)["__deepcopy__"]} if "__deepcopy__" in vars(current) else {}
+    return type(f"FSDP{wanted.__name__}", (FSDPModule, wanted), own)
 
 
 def quantised_layers(model: nn.Module) -> list[QuantisedLinear]:

@@ -233,6 +233,10 @@ class NativeLinear(QuantisedLinear):
         """`sharded`: the weight is gathered for use, so no quantised copy is to be kept for the backward pass."""
         super().__init__(name, linear, plan)
         self.sharded = sharded
+
+    def _start(self, name: str, plan: LinearPlan) -> None:
+        super()._start(name, plan)
+        self.sharded = False
         self._kernel: tuple[Any, ...] = ()  # one, in a tuple so that it is no submodule
         self._known: LinearPlan | None = None
         self._native: NativeRecipe | None = None
@@ -255,6 +259,11 @@ class NativeLinear(QuantisedLinear):
         The GEMM adds the bias to its fp32 sums, in the dtype of `x`, and the bias's gradient is the sum of dY before it
         is cast, as in the emulation.
         """
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+            with torch.autocast(device, enabled=False):
+                return self.multiply(x, weight, bias)
         bias = None if bias is None else bias.to(x.dtype)
         self._follow_plan(x.device)
         if self.bypass or self._native is None:
@@ -273,6 +282,9 @@ class NativeLinear(QuantisedLinear):
         if self._delayed is not None and product.requires_grad:
             delayed = self._delayed
             product.register_hook(lambda _: delayed.use(*scales))
+        if self.clock is not None and product.requires_grad:
+            clock = self.clock
+            product.register_hook(lambda _: clock.backward_runs())
         if padding:  # even of all rows, a slice's gradient is a copy into zeros
             product = product[: rows.shape[0]]
         y = product.reshape(*x.shape[:-1], weight.shape[0])

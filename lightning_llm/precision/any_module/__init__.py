@@ -1,0 +1,1 @@
+"""A precision recipe in any module and training loop: `quantize` (docs/howto/quantize_any_model.md)."""

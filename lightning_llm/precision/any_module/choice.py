@@ -1,0 +1,195 @@
+"""The linear layers of a module that a recipe quantizes, with the reason for each other one."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.config.schema.precision import PrecisionConfig
+from lightning_llm.precision.any_module.selection import (
+    Blocks,
+    FoundLinear,
+    blocks_in,
+    linears_in,
+    plain_name,
+    why_not_convertible,
+)
+from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, rule_of, unmatched
+
+SHOWN = 8
+"""Most names in a message."""
+WITHOUT_ENDS = {
+    "first_blocks_high_precision": 0,
+    "last_blocks_high_precision": 0,
+    "first_fraction_high_precision": None,
+    "last_fraction_high_precision": None,
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recipe on a module. `reasons`: why a linear layer is skipped, None for a quantized one, by its name.
+
+    `rules`: number of the rule of `modules.casts` for each quantized layer; `on_fast_paths`: layers that
+    nn.TransformerEncoderLayer reads in evaluation without calling them.
+    """
+
+    root: nn.Module
+    recipe: PrecisionConfig
+    linears: tuple[FoundLinear, ...]
+    blocks: Blocks
+    reasons: Mapping[str, str | None]
+    rules: Mapping[str, int | None]
+    on_fast_paths: frozenset[str]
+
+    @property
+    def quantized(self) -> list[FoundLinear]:
+        """The layers to quantize, in order."""
+        return [linear for linear in self.linears if self.reasons[linear.name] is None]
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether the recipe keeps first or last blocks unquantized."""
+        rules = self.recipe.modules
+        return any(getattr(rules, key) for key in WITHOUT_ENDS)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Sizes of the quantized layers by "NAME.in_features" and "NAME.out_features", equal blocks once."""
+        found: dict[str, int] = {}
+        for linear in self.quantized:
+            kind = _kind(linear.name)
+            found[f"{kind}.in_features"] = linear.in_features
+            found[f"{kind}.out_features"] = linear.out_features
+        return found
+
+
+def choose(
+    root: nn.Module,
+    recipe: PrecisionConfig,
+    keep: Sequence[str],
+    named_blocks: str | Sequence[str] | None,
+    max_steps: int | None,
+) -> Choice:
+    """Return the layers of `root` that `recipe` quantizes. Raises ConfigError with all problems, or if it is none."""
+    linears = linears_in(root)
+    if not linears:
+        kinds = ", ".join(sorted({type(each).__name__ for each in root.modules()})[:SHOWN])
+        raise ConfigError(Problem("module", f"has no linear layer. Its modules are {kinds}."))
+    if not recipe.quantises:
+        raise ConfigError(Problem("recipe", f"'{recipe.name}' quantizes nothing: it only sets dtypes.", recipe.name))
+    blocks = blocks_in(root, named_blocks)
+    problems = [*_unmatched_globs(keep, linears), *_without_steps(recipe, max_steps)]
+    reasons, rules = _decided(root, recipe, linears, blocks, keep, problems)
+    choice = Choice(root, recipe, tuple(linears), blocks, reasons, rules, _on_fast_paths(root))
+    if not choice.quantized:
+        problems.append(_nothing(choice))
+    problems += _rotations(choice)
+    if problems:
+        raise ConfigError(problems)
+    return choice
+
+
+def _decided(
+    root: nn.Module,
+    recipe: PrecisionConfig,
+    linears: Sequence[FoundLinear],
+    blocks: Blocks,
+    keep: Sequence[str],
+    problems: list[Problem],
+) -> tuple[dict[str, str | None], dict[str, int | None]]:
+    """Return the reasons and the rules of `Choice`; add problems of the recipe's globs to `problems`."""
+    reasons: dict[str, str | None] = {}
+    places: dict[str, str] = {}
+    tied = _tied(root)
+    for linear in linears:
+        name, place = linear.name, blocks.canonical(linear.name)
+        kept = next((glob for glob in keep if any(matches(each, glob) for each in linear.names)), None)
+        if kept is not None:
+            reasons[name] = f"keep has '{kept}'"
+        elif place is None:
+            reasons[name] = f"it is outside of the blocks ({', '.join(blocks.paths)})"
+        elif why := why_not_convertible(linear, root):
+            reasons[name] = why
+        elif id(linear.module.weight) in tied:
+            reasons[name] = f"its weight is tied to {tied[id(linear.module.weight)]}"
+        else:
+            places[name] = place
+    if not blocks.paths:
+        recipe = recipe.model_copy(update={"modules": recipe.modules.model_copy(update=WITHOUT_ENDS)})
+    decided = reasons_to_stay_high(places.values(), recipe, blocks.count)
+    problems += unmatched(recipe, places.values(), blocks.count) if places else []
+    reasons |= {name: decided[place] for name, place in places.items()}
+    return reasons, {name: rule_of(place, recipe.modules, blocks.count) for name, place in places.items()}
+
+
+def matches(name: str, glob: str) -> bool:
+    """Whether `glob` matches `name`, an ending of it that begins after a dot, or the same of a parent module."""
+    parts = name.split(".")
+    ends = [parts[:stop] for stop in range(1, len(parts) + 1)]
+    return any(fnmatchcase(".".join(end[start:]), glob) for end in ends for start in range(len(end)))
+
+
+def _unmatched_globs(keep: Sequence[str], linears: Sequence[FoundLinear]) -> Iterator[Problem]:
+    for glob in keep:
+        if not any(matches(name, glob) for linear in linears for name in linear.names):
+            yield Problem("keep", f"has '{glob}', which matches no linear layer. There are {_kinds(linears)}.")
+
+
+def _without_steps(recipe: PrecisionConfig, max_steps: int | None) -> Iterator[Problem]:
+    if recipe.phases and max_steps is None:
+        text = f"must be given: '{recipe.name}' has phases, which are fractions of the training's steps."
+        yield Problem("max_steps", text)
+
+
+def _nothing(choice: Choice) -> Problem:
+    met = "; ".join(dict.fromkeys(why for why in choice.reasons.values() if why is not None))
+    text = f"would quantize none of {len(choice.linears)} linear layers: {met}. There are {_kinds(choice.linears)}."
+    return Problem("recipe", text, choice.recipe.name)
+
+
+def _rotations(choice: Choice) -> Iterator[Problem]:
+    """Yield sizes that a rotation does not divide. Blocks are padded, rotations cannot be."""
+    sets = choice.recipe.cast_sets().values()
+    found: dict[str, None] = {}
+    for linear in choice.quantized:
+        for gemm, axis, length in (
+            ("fprop", "in_features", linear.in_features),
+            ("dgrad", "out_features", linear.out_features),
+        ):
+            casts = [cast for casts in sets for slot, cast in casts.items() if slot.startswith(gemm)]
+            for size in {cast.hadamard.size for cast in casts if cast.hadamard is not None}:
+                if length % size:
+                    kind = _kind(linear.name)
+                    found[
+                        f"has '{choice.recipe.name}', which rotates {gemm} by {size}: must divide {axis}={length} of "
+                        f"{kind}. Add keep='{kind}', or take another recipe."
+                    ] = None
+    yield from (Problem("recipe", text) for text in found)
+
+
+def _tied(root: nn.Module) -> dict[int, str]:
+    """Return {id of a weight: name} of embeddings."""
+    return {id(each.weight): plain_name(name) for name, each in root.named_modules() if isinstance(each, nn.Embedding)}
+
+
+def _on_fast_paths(root: nn.Module) -> frozenset[str]:
+    return frozenset(
+        plain_name(f"{path}.{child}" if path else child)
+        for path, each in root.named_modules()
+        if isinstance(each, nn.TransformerEncoderLayer)
+        for child in ("linear1", "linear2")
+    )
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+
+
+def _kinds(linears: Sequence[FoundLinear]) -> str:
+    kinds = list(dict.fromkeys(_kind(linear.name) or "the module itself" for linear in linears))
+    more = f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else ""
+    return ", ".join(kinds[:SHOWN]) + more

@@ -1,0 +1,194 @@
+"""Steps and micro-batches of a training loop that does not report them: random keys, phases, delayed scales.
+
+A micro-batch ends with its backward pass, a step with `optimizer.step()`. So a loop needs no further calls, and the
+keys are those of `train`. Nothing here is part of a compiled graph: layers report a backward pass where their operators
+run, and the hook on the module only tells validation from training.
+"""
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_llm.base.keyed_hash import StepKey
+from lightning_llm.config.schema.precision import PrecisionConfig
+from lightning_llm.precision.linear.autograd import in_backward
+from lightning_llm.precision.linear.delayed import update_delayed
+from lightning_llm.precision.linear.module import VALIDATION_KEY, quantised_layers, set_recipe, set_step_key
+from lightning_llm.precision.linear.operands import shared
+
+
+class StepClock:
+    """Counter of the steps and micro-batches of one module, for its quantized layers.
+
+    `micro_batch` counts those of this rank: with R data-parallel ranks, rank r draws the random bits of micro-batch
+    `micro_batch * R + r`. Until an optimizer is attached, the first one that steps a parameter of the module is, unless
+    `go_to` is called, which makes the loop responsible. A copy of the module has a clock that starts with these rules.
+    """
+
+    def __init__(
+        self,
+        recipe: PrecisionConfig,
+        seed: int,
+        max_steps: int | None,
+        group: dist.ProcessGroup | None = None,
+        native_random: bool = False,
+    ):
+        """`group`: data-parallel ranks, None for all; `native_random`: kernels draw bits from torch's generator."""
+        self.recipe, self.seed, self.max_steps = recipe, seed, max_steps
+        self.group, self.native_random = group, native_random
+        self.step = self.micro_batch = self.validation_batch = 0
+        self.by_hand = False
+        self._in_force = recipe.at(0, 1)
+        self._reset()
+
+    def _reset(self) -> None:
+        self.module: nn.Module | None = None
+        self._optimizer_hook: Any = None
+        self._in_backward = self._had_backward = self._validating = False
+        if not self.by_hand:
+            _watch_optimizers()
+            _waiting.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = ("module", "group", "_optimizer_hook")
+        return {key: value for key, value in vars(self).items() if key not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, group=None)
+        self._reset()
+
+    def start(self, module: nn.Module) -> None:
+        """Count the passes of `module`, which calls `before_forward` ahead of each forward pass."""
+        self.module = module
+        for layer in quantised_layers(module):
+            layer.clock = self
+        self._set_keys()
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """End a step with each `optimizer.step()`."""
+        _waiting.discard(self)
+        if self._optimizer_hook is not None:
+            self._optimizer_hook.remove()
+        self._optimizer_hook = optimizer.register_step_post_hook(lambda *_: self.end_step())
+        self.by_hand = False
+
+    def stop(self) -> None:
+        """Remove every hook."""
+        _waiting.discard(self)
+        if self._optimizer_hook is not None:
+            self._optimizer_hook.remove()
+            self._optimizer_hook = None
+        if self.module is not None:
+            hooks = self.module._forward_pre_hooks
+            for number in [each for each, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                del hooks[number]
+            self.module = None
+
+    def before_forward(self, module: nn.Module, _: Any) -> None:
+        """Set the keys of a validation batch's forward pass, or those of training again."""
+        if torch.compiler.is_compiling() or in_backward():
+            return
+        if self.module is not module:  # a copy
+            self.start(module)
+        self._in_backward = False  # an exception may have ended the last one
+        if not module.training and not torch.is_grad_enabled():
+            self._set_keys(validation=True)
+            self.validation_batch += 1
+        elif self._validating or self.native_random:
+            self._set_keys()
+
+    def backward_runs(self) -> None:
+        """Note a backward pass; its end ends the micro-batch. Every layer calls this, in each backward pass."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        if self._validating:  # and a checkpointed block is to repeat its forward pass by the keys of training
+            self._set_keys()
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._after_backward)
+
+    def _after_backward(self) -> None:
+        self._in_backward, self._had_backward = False, True
+        if not self.by_hand:
+            self._update_scales("micro_batch")
+            self.micro_batch += 1
+            self._set_keys()
+
+    def end_step(self) -> None:
+        """End the step after its update of the weights."""
+        self._update_scales("step")
+        self._begin(self.step + 1, 0)
+
+    def go_to(self, step: int, micro_batch: int) -> None:
+        """Begin a micro-batch of a step. Without an optimizer, the loop counts from now on."""
+        if self._optimizer_hook is None:
+            _waiting.discard(self)
+            self.by_hand = True
+        if self.by_hand and self._had_backward and (step, micro_batch) != (self.step, self.micro_batch):
+            self._update_scales("micro_batch")
+            if step != self.step:
+                self._update_scales("step")
+        self._begin(step, micro_batch)
+
+    def restore(self, step: int) -> None:
+        """Continue at `step` in the way that steps are counted now."""
+        self._begin(step, 0)
+
+    def _begin(self, step: int, micro_batch: int) -> None:
+        self.step, self.micro_batch, self.validation_batch, self._had_backward = step, micro_batch, 0, False
+        recipe = self.recipe.at(step, self.max_steps or 1)
+        if recipe != self._in_force and self.module is not None:
+            set_recipe(self.module, recipe)
+            self._in_force = recipe
+        self._set_keys()
+
+    def _set_keys(self, validation: bool = False) -> None:
+        if self.module is None:
+            return
+        shared.forget()
+        rank, ranks = self._rank()
+        own = self.validation_batch if validation else self.micro_batch
+        key = StepKey(self.seed, self.step, (VALIDATION_KEY if validation else 0) + own * ranks + rank)
+        if self.native_random and not validation:
+            from lightning_llm.precision.native.transformer_engine import seed_random_bits
+
+            seed_random_bits(key.word())
+        set_step_key(self.module, key)
+        self._validating = validation
+
+    def _update_scales(self, after: Any) -> None:
+        if self.module is not None:
+            update_delayed(self.module, self._largest if self._rank()[1] > 1 else None, after)
+
+    def _rank(self) -> tuple[int, int]:
+        """Return this rank among the data-parallel ranks, and their number."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return 0, 1
+        return dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    def _largest(self, amax: Tensor) -> Tensor:
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
+        return amax
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Attach `optimizer` to each clock that waits for the first one to step a parameter of its module."""
+    for clock in [each for each in _waiting if each.module is not None]:
+        own = set(map(id, clock.module.parameters())) if clock.module is not None else set()
+        if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+            clock.attach(optimizer)
+            clock.end_step()
+
+
+_waiting: "weakref.WeakSet[StepClock]" = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Have torch call `_after_step` after each step of any optimizer. The hook stays, since torch may be calling it."""
+    register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,209 @@
+"""Put the casts of a precision recipe into any module, in place: `quantize`; `dequantize` removes them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.precision.any_module.choice import Choice, choose
+from lightning_llm.precision.any_module.clock import StepClock
+from lightning_llm.precision.any_module.report import ModuleReport, QuantizeReport, stepped
+from lightning_llm.precision.any_module.selection import FoundLinear, unwrapped
+from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
+from lightning_llm.precision.linear.plan import LinearPlan
+from lightning_llm.precision.linear.swap import choose_backend, sum_in_fp32
+from lightning_llm.precision.native.capability import Capability, capability_here
+from lightning_llm.precision.native.decide import Decision, decide
+from lightning_llm.precision.recipe.read import RecipeSource, read_recipe
+
+
+def quantize(
+    module: nn.Module,
+    recipe: RecipeSource,
+    *,
+    keep: str | Iterable[str] = (),
+    blocks: str | Sequence[str] | None = None,
+    optimizer: Any = None,
+    seed: int = 0,
+    max_steps: int | None = None,
+    device: str | torch.device | None = None,
+    group: dist.ProcessGroup | None = None,
+    dry_run: bool = False,
+) -> QuantizeReport:
+    """Apply a precision recipe to the linear layers of `module`, in place, for any training loop.
+
+    Layers stay the same objects, with the same parameters, names and dtypes: optimizers, wrappers and state dicts are
+    not affected. Operands are cast from the dtype of the layer's input (under autocast, its dtype), in which the result
+    is returned. Random bits are functions of (seed, step, micro-batch, layer name), equal to those of `train`.
+
+    A step ends with `optimizer.step()`, a micro-batch with its backward pass.
+
+    Args:
+        module: a model, alone or in DistributedDataParallel, FSDP2 or torch.compile, before or after these.
+        recipe: name of a shipped recipe ("mxfp8"), path of a YAML file, mapping of its keys, or a `PrecisionConfig`.
+        keep: globs of module names that stay unquantized: "lm_head", "layers.0.*". They match whole names, endings that
+            begin after a dot, and everything below a matching module.
+        blocks: path of the container of the blocks, or several in order. Default: the longest ModuleList.
+        optimizer: ends each step; of several, the last to step. Default: the first to step a parameter of `module`,
+            unless the loop calls `report.step(n, micro_batch=i)`.
+        seed: seed of the random bits.
+        max_steps: length of the training, which a recipe with `phases` needs.
+        device: device that the module will be moved to. Default: that of its parameters.
+        group: ranks with different data. Default: the group of DistributedDataParallel, else all ranks.
+        dry_run: change nothing and return the report.
+
+    Returns:
+        The report: printed, a table of quantized and skipped layers with reasons.
+
+    Raises:
+        ConfigError: an argument is wrong, the recipe cannot be applied, no layer would be quantized, or layers of the
+            module are quantized already.
+    """
+    _check_arguments(module, seed, max_steps)
+    root, read = unwrapped(module), read_recipe(recipe)
+    hooked = None if optimizer is None else stepped(optimizer)
+    choice = choose(root, read, [keep] if isinstance(keep, str) else list(keep), blocks, max_steps)
+    where = _device(choice.quantized, device)
+    how = _how(choice, where)
+    clock = None
+    if not dry_run:
+        _convert(choice, how)
+        group = getattr(module, "process_group", None) if group is None else group
+        native_random = any(native.stochastic for native in how.decision.natives)
+        clock = StepClock(read, seed, max_steps, group, native_random)
+        root.register_forward_pre_hook(clock.before_forward)
+        clock.start(root)
+        if hooked is not None:
+            clock.attach(hooked)
+    return QuantizeReport(read, _rows(choice, how), choice.blocks.text, _notes(choice, how), clock)
+
+
+def dequantize(module: nn.Module) -> list[str]:
+    """Remove all casts that `quantize` put into `module`, in place; return the names of the layers.
+
+    Raises:
+        ConfigError: no layer of the module is quantized, or `train` built it.
+    """
+    layers = quantised_layers(module)
+    if not layers:
+        raise ConfigError(Problem("module", "has no quantized layer. Call quantize(module, recipe) first."))
+    if built := [layer.name for layer in layers if not layer.is_adopted]:
+        text = f"was built with quantized layers by `train`, which quantize did not convert: {', '.join(built)}."
+        raise ConfigError(Problem("module", text))
+    names, clocks = [layer.name for layer in layers], {layer.clock for layer in layers}
+    for layer in layers:
+        for number in [each for each, hook in layer._forward_pre_hooks.items() if hook is _keeps_off_fast_path]:
+            del layer._forward_pre_hooks[number]
+        layer.release()
+    for clock in clocks:
+        if isinstance(clock, StepClock) and clock.module is not None and not quantised_layers(clock.module):
+            clock.stop()
+    return names
+
+
+def _check_arguments(module: Any, seed: Any, max_steps: Any) -> None:
+    problems = []
+    if not isinstance(module, nn.Module):
+        problems.append(Problem("module", f"must be a torch.nn.Module, got a {type(module).__name__}."))
+    for key, value, lowest in (("seed", seed, 0), ("max_steps", 1 if max_steps is None else max_steps, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+            problems.append(Problem(key, f"must be an integer from {lowest} on.", repr(value)))
+    if problems:
+        raise ConfigError(problems)
+    if found := quantised_layers(module):
+        first = found[0].name or "the module itself"
+        text = f"has {len(found)} quantized layers already ({first}, ...). Call dequantize(module) before."
+        raise ConfigError(Problem("module", text))
+
+
+@dataclass(frozen=True)
+class _How:
+    """How casts run: `decision` on native kernels, `backend` and `note` of emulated casts."""
+
+    decision: Decision
+    backend: Any
+    note: str | None
+
+
+def _device(quantized: Sequence[FoundLinear], wanted: str | torch.device | None) -> torch.device:
+    if wanted is not None:
+        return torch.device(wanted)
+    device: torch.device = quantized[0].module.weight.device
+    if device.type != "meta":
+        return device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _how(choice: Choice, device: torch.device) -> _How:
+    """Decide as `train` does. Raises ConfigError for `backend: native` where that is impossible."""
+    recipe, here = choice.recipe, capability_here("auto")
+    if device.type != "cuda" and here.compute_capability is not None:
+        here = Capability.none(f"the parameters are on {device}; move the module first, or pass device='cuda'")
+    decision = decide(recipe, here, choice.widths)
+    if decision.runs == "refused":
+        raise ConfigError(decision.refusals())
+    sum_in_fp32()
+    if decision.runs == "native":
+        from lightning_llm.precision.native.codes import check_native_casts
+
+        bias = any(linear.module.bias is not None for linear in choice.quantized)
+        return _How(decision, "eager", check_native_casts(recipe, device, bias))
+    return _How(decision, *choose_backend(recipe, device.type))
+
+
+def _convert(choice: Choice, how: _How) -> None:
+    first, kind = choice.recipe.at(0, 1), QuantisedLinear
+    if how.decision.runs == "native":
+        from lightning_llm.precision.native.transformer_engine import NativeLinear
+
+        kind = NativeLinear
+    for linear in choice.quantized:
+        plan = LinearPlan.from_recipe(first, how.backend, choice.rules[linear.name])
+        layer = kind.adopt(linear.module, linear.name, plan)
+        if linear.name in choice.on_fast_paths:
+            layer.register_forward_pre_hook(_keeps_off_fast_path)
+    for layer in quantised_layers(choice.root):
+        if hasattr(layer, "sharded"):
+            layer.sharded = dist.is_available() and dist.is_initialized()
+
+
+def _keeps_off_fast_path(*_: Any) -> None:
+    """Do nothing: with a hook, nn.TransformerEncoderLayer calls its layers instead of reading their weights."""
+
+
+def _rows(choice: Choice, how: _How) -> tuple[ModuleReport, ...]:
+    rows = []
+    for linear in choice.linears:
+        why = choice.reasons[linear.name]
+        if why is None:
+            rows.append(ModuleReport(linear.name, True, how.decision.reason, _runs(how), linear.names))
+        else:
+            rows.append(ModuleReport(linear.name, False, why, "", linear.names))
+    return tuple(rows)
+
+
+def _runs(how: _How) -> Any:
+    return "native" if how.decision.runs == "native" else "emulated"
+
+
+def _notes(choice: Choice, how: _How) -> tuple[str, ...]:
+    """Return the notes: how emulated casts run, and the keys of the recipe that the training loop must apply."""
+    recipe, notes = choice.recipe, [] if how.note is None else [how.note]
+    if not choice.blocks.paths and choice.has_ends:
+        notes.append("the recipe's rules for the first and last blocks do not apply: there are no blocks")
+    if recipe.loss_scaling is not None:
+        notes.append("the recipe scales the loss, which the training loop does: use torch.amp.GradScaler")
+    hints = recipe.optimizer.model_dump(exclude_none=True)
+    if hints:
+        named = ", ".join(f"{key}={value:g}" for key, value in hints.items())
+        notes.append(f"the recipe sets the optimizer's {named}, which the training loop does")
+    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.master_dtype]
+    others = {linear.module.weight.dtype for linear in choice.quantized} - {wanted}
+    if others:
+        found = ", ".join(sorted(str(each).removeprefix("torch.") for each in others))
+        notes.append(f"weights are {found}; the recipe has master weights in {recipe.master_dtype}")
+    return tuple(notes)

@@ -1,0 +1,156 @@
+"""The result of `quantize`: which modules have casts, which have not and why, and the step of the training loop."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.config.schema.precision import PrecisionConfig
+from lightning_llm.precision.any_module.clock import StepClock
+from lightning_llm.precision.linear.delayed import delayed_state, load_delayed_state
+from lightning_llm.precision.linear.module import high_precision_forward
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """One linear layer: its `name`, and whether it is `quantized`.
+
+    `runs`: how its GEMMs run, "" without casts; `reason`: why so, or why the layer is skipped; `names`: all names of a
+    layer that is in several places.
+    """
+
+    name: str
+    quantized: bool
+    reason: str
+    runs: Literal["native", "emulated", ""] = ""
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """Report of `quantize`; printed, it is a table. `modules`: all linear layers, in the module's order.
+
+    Attributes:
+        recipe: the recipe.
+        modules: one `ModuleReport` per linear layer.
+        blocks: where the blocks are, with their number.
+        notes: facts that concern the whole module, e.g. keys of the recipe that the training loop must apply itself.
+        dry_run: whether the module was left as it is.
+    """
+
+    recipe: PrecisionConfig
+    modules: tuple[ModuleReport, ...]
+    blocks: str
+    notes: tuple[str, ...] = ()
+    _clock: StepClock | None = field(default=None, repr=False)
+
+    @property
+    def dry_run(self) -> bool:
+        """Whether nothing was changed."""
+        return self._clock is None
+
+    @property
+    def quantized(self) -> list[str]:
+        """Names of the quantized layers."""
+        return [each.name for each in self.modules if each.quantized]
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """{name: reason} of the other linear layers."""
+        return {each.name: each.reason for each in self.modules if not each.quantized}
+
+    def __str__(self) -> str:
+        would = "would quantize" if self.dry_run else "quantizes"
+        first = f"{self.recipe.name} {would} {len(self.quantized)} of {len(self.modules)} linear layers; "
+        rows = [(each.name or "(the module)", _state(each), each.reason) for each in self.modules]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        table = [f"  {name:{widths[0]}}  {state:{widths[1]}}  {reason}" for name, state, reason in rows]
+        return "\n".join([f"{first}blocks: {self.blocks}", *table, *(f"note: {each}" for each in self.notes)])
+
+    def step(self, n: int, micro_batch: int = 0) -> None:
+        """Set the step (from 0) and the micro-batch (from 0, of this rank) of the next forward pass.
+
+        Without an attached optimizer, the loop counts from the first call on: call it before every forward pass, on
+        every rank. With one, it only sets the number, e.g. where training resumes.
+        """
+        for name, value in (("n", n), ("micro_batch", micro_batch)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(Problem(name, "must be an integer from 0 on.", repr(value)))
+        self._started("step").go_to(n, micro_batch)
+
+    def attach(self, optimizer: Any) -> None:
+        """End a step with each `optimizer.step()`; of several optimizers, pass the one that steps last.
+
+        Raises ConfigError if it has no hooks for its steps; then call `step` in the loop.
+        """
+        self._started("attach").attach(stepped(optimizer))
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """The step and the micro-batch that the next training forward pass belongs to."""
+        clock = self._started("at")
+        return clock.step, clock.micro_batch
+
+    @contextmanager
+    def high_precision(self) -> Iterator[None]:
+        """Context in which the same weights run without any cast."""
+        self._started("high_precision")
+        with high_precision_forward(self._module()):
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step and the delayed scales, to save with a checkpoint. The module's own state has neither."""
+        clock = self._started("state_dict")
+        scales = {
+            f"{layer}.{key}": tensor
+            for layer, state in delayed_state(self._module()).items()
+            for key, tensor in state.items()
+        }
+        return {"step": clock.step, "scales": scales}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the result of `state_dict`."""
+        clock = self._started("load_state_dict")
+        nested: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in state["scales"].items():
+            layer, _, key = name.rpartition(".")
+            nested.setdefault(layer, {})[key] = tensor
+        load_delayed_state(self._module(), nested)
+        clock.restore(state["step"])
+
+    def _started(self, use: str) -> StepClock:
+        if self._clock is None or self._clock.module is None:
+            why = "dry_run=True changed nothing" if self._clock is None else "dequantize was called"
+            raise ConfigError(Problem(f"report.{use}", f"{why}. Call quantize(module, ...) and use its report."))
+        return self._clock
+
+    def _module(self) -> nn.Module:
+        module = self._started("module").module
+        if module is None:
+            raise RuntimeError("the module is gone")
+        return module
+
+
+def _state(each: ModuleReport) -> str:
+    return each.runs if each.quantized else "skipped"
+
+
+def stepped(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer with step hooks: `optimizer`, the one that accelerate wraps, or the last of a sequence."""
+    found = optimizer
+    while isinstance(found, Sequence) and found:
+        found = found[-1]
+    while not hasattr(found, "_optimizer_step_post_hooks") and hasattr(found, "optimizer"):
+        found = found.optimizer
+    if not hasattr(found, "register_step_post_hook") or not hasattr(found, "_optimizer_step_post_hooks"):
+        text = (
+            f"is a {type(optimizer).__name__}, which is no torch.optim.Optimizer. Leave it out and call "
+            "report.step(n, micro_batch=i) before each forward pass."
+        )
+        raise ConfigError(Problem("optimizer", text))
+    result: torch.optim.Optimizer = found
+    return result
