@@ -17,7 +17,7 @@ from lightning_llm.precision.any_module.selection import (
     plain_name,
     why_not_convertible,
 )
-from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, rule_of, unmatched
+from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, unmatched
 
 SHOWN = 8
 """Most names in a message."""
@@ -33,8 +33,9 @@ WITHOUT_ENDS = {
 class Choice:
     """A recipe on a module. `reasons`: why a linear layer is skipped, None for a quantized one, by its name.
 
-    `rules`: number of the rule of `modules.casts` for each quantized layer; `on_fast_paths`: layers that
-    nn.TransformerEncoderLayer reads in evaluation without calling them.
+    `recipe`: without rules for first and last blocks if there are none. `places`: names of the layers as rules of the
+    recipe see them, "layers.INDEX.REST"; `on_fast_paths`: layers that nn.TransformerEncoderLayer reads in evaluation
+    without calling them.
     """
 
     root: nn.Module
@@ -42,19 +43,14 @@ class Choice:
     linears: tuple[FoundLinear, ...]
     blocks: Blocks
     reasons: Mapping[str, str | None]
-    rules: Mapping[str, int | None]
+    places: Mapping[str, str]
     on_fast_paths: frozenset[str]
+    ends_apply: bool = True
 
     @property
     def quantized(self) -> list[FoundLinear]:
         """The layers to quantize, in order."""
         return [linear for linear in self.linears if self.reasons[linear.name] is None]
-
-    @property
-    def has_ends(self) -> bool:
-        """Whether the recipe keeps first or last blocks unquantized."""
-        rules = self.recipe.modules
-        return any(getattr(rules, key) for key in WITHOUT_ENDS)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -83,30 +79,30 @@ def choose(
         raise ConfigError(Problem("recipe", f"'{recipe.name}' quantizes nothing: it only sets dtypes.", recipe.name))
     blocks = blocks_in(root, named_blocks)
     problems = [*_unmatched_globs(keep, linears), *_without_steps(recipe, max_steps)]
-    reasons, rules = _decided(root, recipe, linears, blocks, keep, problems)
-    choice = Choice(root, recipe, tuple(linears), blocks, reasons, rules, _on_fast_paths(root))
+    usable = recipe if blocks.paths else _without_ends(recipe)
+    reasons, places = _own_reasons(root, linears, blocks, keep)
+    decided = reasons_to_stay_high(places.values(), usable, blocks.count)
+    problems += unmatched(usable, places.values(), blocks.count) if places else []
+    reasons |= {name: decided[place] for name, place in places.items()}
+    fast = _on_fast_paths(root)
+    choice = Choice(root, usable, tuple(linears), blocks, reasons, places, fast, usable == recipe)
     if not choice.quantized:
         problems.append(_nothing(choice))
-    problems += _rotations(choice)
     if problems:
         raise ConfigError(problems)
     return choice
 
 
-def _decided(
-    root: nn.Module,
-    recipe: PrecisionConfig,
-    linears: Sequence[FoundLinear],
-    blocks: Blocks,
-    keep: Sequence[str],
-    problems: list[Problem],
-) -> tuple[dict[str, str | None], dict[str, int | None]]:
-    """Return the reasons and the rules of `Choice`; add problems of the recipe's globs to `problems`."""
+def _own_reasons(
+    root: nn.Module, linears: Sequence[FoundLinear], blocks: Blocks, keep: Sequence[str]
+) -> tuple[dict[str, str | None], dict[str, str]]:
+    """Return why layers are skipped whatever the recipe, and the places of the others in the blocks, by name."""
     reasons: dict[str, str | None] = {}
     places: dict[str, str] = {}
     tied = _tied(root)
     for linear in linears:
         name, place = linear.name, blocks.canonical(linear.name)
+        reasons[name] = None  # in the module's order
         kept = next((glob for glob in keep if any(matches(each, glob) for each in linear.names)), None)
         if kept is not None:
             reasons[name] = f"keep has '{kept}'"
@@ -118,12 +114,17 @@ def _decided(
             reasons[name] = f"its weight is tied to {tied[id(linear.module.weight)]}"
         else:
             places[name] = place
-    if not blocks.paths:
-        recipe = recipe.model_copy(update={"modules": recipe.modules.model_copy(update=WITHOUT_ENDS)})
-    decided = reasons_to_stay_high(places.values(), recipe, blocks.count)
-    problems += unmatched(recipe, places.values(), blocks.count) if places else []
-    reasons |= {name: decided[place] for name, place in places.items()}
-    return reasons, {name: rule_of(place, recipe.modules, blocks.count) for name, place in places.items()}
+    return reasons, places
+
+
+def _without_ends(recipe: PrecisionConfig) -> PrecisionConfig:
+    """Return `recipe` without rules that keep first and last blocks unquantized: there are no blocks."""
+    phases = tuple(
+        phase.model_copy(update={"modules": phase.modules.model_copy(update=WITHOUT_ENDS)}) if phase.modules else phase
+        for phase in recipe.phases
+    )
+    modules = recipe.modules.model_copy(update=WITHOUT_ENDS)
+    return recipe.model_copy(update={"modules": modules, "phases": phases})
 
 
 def matches(name: str, glob: str) -> bool:
@@ -149,26 +150,6 @@ def _nothing(choice: Choice) -> Problem:
     met = "; ".join(dict.fromkeys(why for why in choice.reasons.values() if why is not None))
     text = f"would quantize none of {len(choice.linears)} linear layers: {met}. There are {_kinds(choice.linears)}."
     return Problem("recipe", text, choice.recipe.name)
-
-
-def _rotations(choice: Choice) -> Iterator[Problem]:
-    """Yield sizes that a rotation does not divide. Blocks are padded, rotations cannot be."""
-    sets = choice.recipe.cast_sets().values()
-    found: dict[str, None] = {}
-    for linear in choice.quantized:
-        for gemm, axis, length in (
-            ("fprop", "in_features", linear.in_features),
-            ("dgrad", "out_features", linear.out_features),
-        ):
-            casts = [cast for casts in sets for slot, cast in casts.items() if slot.startswith(gemm)]
-            for size in {cast.hadamard.size for cast in casts if cast.hadamard is not None}:
-                if length % size:
-                    kind = _kind(linear.name)
-                    found[
-                        f"has '{choice.recipe.name}', which rotates {gemm} by {size}: must divide {axis}={length} of "
-                        f"{kind}. Add keep='{kind}', or take another recipe."
-                    ] = None
-    yield from (Problem("recipe", text) for text in found)
 
 
 def _tied(root: nn.Module) -> dict[int, str]:

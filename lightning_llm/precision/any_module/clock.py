@@ -33,13 +33,17 @@ class StepClock:
     def __init__(
         self,
         recipe: PrecisionConfig,
+        num_layers: int,
         seed: int,
         max_steps: int | None,
         group: dist.ProcessGroup | None = None,
         native_random: bool = False,
     ):
-        """`group`: data-parallel ranks, None for all; `native_random`: kernels draw bits from torch's generator."""
-        self.recipe, self.seed, self.max_steps = recipe, seed, max_steps
+        """`num_layers`: blocks of the module; `group`: data-parallel ranks, None for all.
+
+        `native_random`: kernels draw bits from torch's generator.
+        """
+        self.recipe, self.num_layers, self.seed, self.max_steps = recipe, num_layers, seed, max_steps
         self.group, self.native_random = group, native_random
         self.step = self.micro_batch = self.validation_batch = 0
         self.by_hand = False
@@ -143,7 +147,7 @@ class StepClock:
         self.step, self.micro_batch, self.validation_batch, self._had_backward = step, micro_batch, 0, False
         recipe = self.recipe.at(step, self.max_steps or 1)
         if recipe != self._in_force and self.module is not None:
-            set_recipe(self.module, recipe)
+            set_recipe(self.module, recipe, self.num_layers)
             self._in_force = recipe
         self._set_keys()
 

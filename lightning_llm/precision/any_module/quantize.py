@@ -18,6 +18,7 @@ from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.linear.swap import choose_backend, sum_in_fp32
 from lightning_llm.precision.native.capability import Capability, capability_here
 from lightning_llm.precision.native.decide import Decision, decide
+from lightning_llm.precision.recipe.module_rules import rule_in_effect
 from lightning_llm.precision.recipe.read import RecipeSource, read_recipe
 
 
@@ -74,7 +75,7 @@ def quantize(
         _convert(choice, how)
         group = getattr(module, "process_group", None) if group is None else group
         native_random = any(native.stochastic for native in how.decision.natives)
-        clock = StepClock(read, seed, max_steps, group, native_random)
+        clock = StepClock(choice.recipe, choice.blocks.count, seed, max_steps, group, native_random)
         root.register_forward_pre_hook(clock.before_forward)
         clock.start(root)
         if hooked is not None:
@@ -162,8 +163,9 @@ def _convert(choice: Choice, how: _How) -> None:
 
         kind = NativeLinear
     for linear in choice.quantized:
-        plan = LinearPlan.from_recipe(first, how.backend, choice.rules[linear.name])
-        layer = kind.adopt(linear.module, linear.name, plan)
+        place = choice.places[linear.name]
+        plan = LinearPlan.from_recipe(first, how.backend, rule_in_effect(place, first, choice.blocks.count))
+        layer = kind.adopt(linear.module, linear.name, place, plan)
         if linear.name in choice.on_fast_paths:
             layer.register_forward_pre_hook(_keeps_off_fast_path)
     for layer in quantised_layers(choice.root):
@@ -193,7 +195,7 @@ def _runs(how: _How) -> Any:
 def _notes(choice: Choice, how: _How) -> tuple[str, ...]:
     """Return the notes: how emulated casts run, and the keys of the recipe that the training loop must apply."""
     recipe, notes = choice.recipe, [] if how.note is None else [how.note]
-    if not choice.blocks.paths and choice.has_ends:
+    if not choice.ends_apply:
         notes.append("the recipe's rules for the first and last blocks do not apply: there are no blocks")
     if recipe.loss_scaling is not None:
         notes.append("the recipe scales the loss, which the training loop does: use torch.amp.GradScaler")

@@ -41,7 +41,8 @@ class QuantisedLinear(nn.Linear):
     `keys` (int64 [KEY_COUNT]) is set by `set_step_key` before a forward pass; calls keep the tensor they saw for their
     backward pass. `bypass` runs all GEMMs in the dtype of the input; `observe` sees every cast. `scale` and
     `amax_history` are delayed scaling's state: plain attributes, neither parameters nor buffers, since sharding
-    frameworks overlook those. `clock` counts micro-batches where the training loop does not.
+    frameworks overlook those. `name` keys random bits; `place` is the name that rules of recipes see. `clock` counts
+    micro-batches where the training loop does not.
     """
 
     def __init__(self, name: str, linear: nn.Linear, plan: LinearPlan):
@@ -51,9 +52,10 @@ class QuantisedLinear(nn.Linear):
         self.training = linear.training
         self._start(name, plan)
 
-    def _start(self, name: str, plan: LinearPlan) -> None:
+    def _start(self, name: str, plan: LinearPlan, place: str | None = None) -> None:
         """Set the attributes that nn.Linear does not have."""
         self.name, self.plan = name, plan
+        self.place = name if place is None else place
         self.keys: Tensor | None = None
         self.bypass = False
         self.observe: Observe | None = None
@@ -64,7 +66,7 @@ class QuantisedLinear(nn.Linear):
         self._number = autograd.number(self)
 
     @classmethod
-    def adopt(cls, linear: nn.Module, name: str, plan: LinearPlan) -> Self:
+    def adopt(cls, linear: nn.Module, name: str, place: str, plan: LinearPlan) -> Self:
         """Make `linear` an instance of this class, in place: it stays the same object with the same parameters.
 
         So wrappers, hooks and sharding frameworks that refer to the module keep working. `release` undoes it.
@@ -72,7 +74,7 @@ class QuantisedLinear(nn.Linear):
         before, original = set(vars(linear)), type(linear)
         linear.__class__ = _sharded_as(original, cls)
         adopted: Any = linear
-        adopted._start(name, plan)
+        adopted._start(name, plan, place)
         adopted._adopted = original, tuple(set(vars(linear)) - before)
         return adopted
 
@@ -301,5 +303,5 @@ def set_recipe(model: nn.Module, recipe: PrecisionConfig, num_layers: int) -> No
     """
     for layer in quantised_layers(model):
         if not layer.plan.fixed:
-            rule = rule_in_effect(layer.name, recipe, num_layers)
+            rule = rule_in_effect(layer.place, recipe, num_layers)
             layer.plan = replace(layer.plan, casts=recipe.casts_under(rule), rule=rule)

@@ -234,8 +234,8 @@ class NativeLinear(QuantisedLinear):
         super().__init__(name, linear, plan)
         self.sharded = sharded
 
-    def _start(self, name: str, plan: LinearPlan) -> None:
-        super()._start(name, plan)
+    def _start(self, name: str, plan: LinearPlan, place: str | None = None) -> None:
+        super()._start(name, plan, place)
         self.sharded = False
         self._kernel: tuple[Any, ...] = ()  # one, in a tuple so that it is no submodule
         self._known: LinearPlan | None = None
