@@ -10,6 +10,7 @@ import pytest
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.curves.readers import read_table
+from lightning_llm.compare.curves.readers.attempts import Attempts
 from lightning_llm.compare.curves.table import LoggedTable
 
 LOGS = Path(__file__).parent / "logs"
@@ -107,6 +108,33 @@ def test_after_a_resume_the_last_attempt_counts(tmp_path: Path):
         expected = [8 - step / 10 for step in range(1, 5)] + [9 - step / 10 for step in range(5, 10)]
         np.testing.assert_allclose(table.columns["loss"], expected, atol=1e-9)
         assert table.notes == ("It resumed once, at step 5: 3 points of abandoned attempts are left out.",)
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_random_crashes_leave_the_values_of_the_last_attempts(announced: bool):
+    """Simulated: 60 steps, a checkpoint every 7, a crash with probability 0.05 per step, a validation every 5."""
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        log, step, losses, validations = Attempts(), 1, {}, {}
+        while step <= 60:
+            losses[step] = random.normal()
+            log.add("line", step, {"loss": losses[step], "rate": 1.0})
+            if step % 5 == 0:
+                validations[step] = random.normal()
+                log.add("line", step, {"val_loss": validations[step]})
+            step += 1
+            if random.random() < 0.05:
+                back = (step - 1) // 7 * 7 + 1
+                if not announced and back == step - 1:
+                    continue  # a step that repeats again and again may also be one of several ranks, which is refused
+                step = back
+                losses = {each: value for each, value in losses.items() if each < step}
+                validations = {each: value for each, value in validations.items() if each < step}
+                if announced:
+                    log.starts()
+        assert {each: row["loss"] for each, row in log.rows.items()} == losses
+        assert {each: row["val_loss"] for each, row in log.rows.items() if "val_loss" in row} == validations
+        assert all(row["rate"] == 1.0 for row in log.rows.values())
 
 
 def test_an_attempt_that_ends_before_the_abandoned_one_ends_the_curve(tmp_path: Path):

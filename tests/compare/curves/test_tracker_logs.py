@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,6 +96,20 @@ def test_a_cut_off_event_file_is_read_to_its_last_complete_record(writer: Callab
     assert losses_of(read_table(str(file))) == {1: 3.0}
     file.write_bytes(file.read_bytes()[:60])
     assert "has no scalars" in problem(file)
+
+
+def test_a_damaged_record_within_an_event_file_is_refused(writer: Callable[..., Path]):
+    (file,) = writer({1: 3.0, 2: 2.5, 3: 2.2}).iterdir()
+    data = bytearray(file.read_bytes())
+    data[data.index(b"train/loss")] ^= 1
+    file.write_bytes(data)
+    assert "record 2 of 7" in problem(file)
+
+
+def test_without_tensorboard_the_error_names_the_package(writer: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
+    folder = writer({1: 3.0, 2: 2.5})
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_file_loader", None)
+    assert "pip install tensorboard" in problem(folder)
 
 
 def test_text_that_trainers_log_to_tensorboard_gives_settings(tmp_path: Path):

@@ -42,22 +42,32 @@ def read_table(address: str, format: str | None = None) -> LoggedTable:
         ConfigError: the log is missing, its format unknown, or it is damaged.
     """
     known = ", ".join(reader.format for reader in READERS)
-    source = _open(address)
-    if format is not None:
-        chosen = [reader for reader in READERS if reader.format == format]
-        if not chosen:
-            text = f"no such format.{did_you_mean(format, [reader.format for reader in READERS])} Allowed: {known}."
-            raise ConfigError(Problem("--format", text, format))
-    else:
-        chosen = [reader for reader in READERS if reader.recognizes(source)]
-    if not chosen:
-        text = f"its content has no known format. Allowed: {known}. Name one with --format, or convert the log to CSV."
-        raise ConfigError(Problem(address, text))
+    reading = "read"
     try:
-        return chosen[0].read(source)
+        source = _open(address)
+        reader = _named(format, known) if format is not None else _detected(source)
+        if reader is None:
+            text = (
+                f"its content has no known format. Allowed: {known}. Name one with --format, or convert the log to CSV."
+            )
+            raise ConfigError(Problem(address, text))
+        reading = f"read as {reader.format}"
+        return reader.read(source)
     except (ValueError, OSError, OverflowError, RecursionError) as error:
         why = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ConfigError(Problem(address, f"cannot be read as {chosen[0].format}: {why}")) from error
+        raise ConfigError(Problem(address, f"cannot be {reading}: {why}")) from error
+
+
+def _named(format: str, known: str) -> Reader:
+    for reader in READERS:
+        if reader.format == format:
+            return reader
+    text = f"no such format.{did_you_mean(format, [reader.format for reader in READERS])} Allowed: {known}."
+    raise ConfigError(Problem("--format", text, format))
+
+
+def _detected(source: LogSource) -> Reader | None:
+    return next((reader for reader in READERS if reader.recognizes(source)), None)
 
 
 def _open(address: str) -> LogSource:

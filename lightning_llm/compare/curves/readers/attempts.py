@@ -36,6 +36,7 @@ class Attempts:
     def starts(self) -> None:
         """Note that the program starts or resumes here."""
         self._announced = True
+        self._current = -1, {}
 
     def add(self, place: str, step: int, values: Mapping[str, float]) -> None:
         """Add the values of one step. `place`: where they are, for messages, such as "line 7".
@@ -76,8 +77,8 @@ class Attempts:
             self._abandoned[column] = [] if announced else [each for each in gone if column in self.rows[each]]
         for each in gone:
             del self.rows[each]
-        for column in again:
-            self._current[1].pop(column, None)
+        if any(column in self._current[1] for column in again):  # they were of the abandoned attempt
+            self._current = step, {}
         for column, last in self._last.items():
             if column not in self._current[1]:
                 self._last[column] = min(last, step - 1)

@@ -118,7 +118,7 @@ def _read(path: Path) -> EventFile:
     """Return the scalars of an event file; an incomplete last record is ignored.
 
     Raises:
-        ValueError: tensorboard is not installed.
+        ValueError: tensorboard is not installed, or a record is damaged, at which tensorboard would end the file.
     """
     try:
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -126,8 +126,9 @@ def _read(path: Path) -> EventFile:
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError as error:
         raise ValueError("TensorBoard events need the package tensorboard. Run: pip install tensorboard") from error
-    found = EventFile(path)
+    found, loaded = EventFile(path), 0
     for event in EventFileLoader(str(path)).Load():
+        loaded += 1
         if event.HasField("session_log") and event.session_log.status == SessionLog.START:
             found.purged_at[len(found.points)] = event.step
         for value in event.summary.value:
@@ -141,7 +142,22 @@ def _read(path: Path) -> EventFile:
                 found.first_time = min(found.first_time, event.wall_time)
                 found.last_time = max(found.last_time, event.wall_time)
                 _add_point(found, event.step, value.tag, float(array.reshape(())))
+    if loaded < (complete := _complete_records(path)):
+        raise ValueError(f"record {loaded + 1} of {complete} in {path.name} is damaged. Copy the file again.")
     return found
+
+
+def _complete_records(path: Path) -> int:
+    """Return the number of complete records, by their lengths: uint64 length, CRC, data, CRC, with CRCs of 4 bytes."""
+    count, size = 0, path.stat().st_size
+    with path.open("rb") as file:
+        while len(head := file.read(12)) == 12:
+            end = file.tell() + int.from_bytes(head[:8], "little") + 4
+            if end > size:
+                break
+            file.seek(end)
+            count += 1
+    return count
 
 
 def _add_point(found: EventFile, step: int, tag: str, value: float) -> None:

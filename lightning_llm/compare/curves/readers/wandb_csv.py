@@ -25,11 +25,16 @@ class Header:
 
 def recognizes(source: LogSource) -> bool:
     """Return whether the first line names an axis, and then "RUN - METRIC" columns with their bounds."""
-    header = _header(next(csv.reader([source.first_line]), []))
+    try:
+        header = _header(next(csv.reader([source.first_line]), []))
+    except csv.Error:
+        return False
     return header is not None and any("__MIN" in bounds for run in header.columns.values() for bounds in run.values())
 
 
 def _header(names: list[str]) -> Header | None:
+    if not names:
+        return None
     found: dict[str, dict[str, dict[str, int]]] = {}
     for at, name in enumerate(names[1:], 1):
         parts = NAME.match(name.strip())
@@ -47,8 +52,11 @@ def read(source: LogSource) -> LoggedTable:
     """
     if source.path is None or source.is_folder:
         raise ValueError("it is not a file")
-    with open_text(source.path, newline="") as file:
-        names, *rows = [row for row in csv.reader(file) if row]
+    try:
+        with open_text(source.path, newline="") as file:
+            names, *rows = [row for row in csv.reader(file) if row]
+    except csv.Error as error:
+        raise ValueError(f"it is no table ({error})") from error
     header = _header(names)
     if header is None:
         raise ValueError('its columns are not "RUN - METRIC"')
