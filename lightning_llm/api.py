@@ -5,7 +5,7 @@ Each function imports what it needs when it is called: composing needs no torch,
 
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +109,10 @@ def train(config: "Config", *, quiet: bool = False) -> TrainResult:
 def compare(
     runs: Iterable[StrPath | TrainResult] | StrPath | TrainResult = (),
     *,
+    curves: Mapping[str, Any] | None = None,
+    x: str | None = None,
+    tokens_per_step: float | None = None,
+    until: float | None = None,
     baseline: str | None = None,
     best_of: str | None = None,
     choose_by: str | None = None,
@@ -128,6 +132,11 @@ def compare(
 
     Args:
         runs: results of `train`, folders of runs or above runs, sweeps, or MLflow ids. Default: the last sweep.
+        curves: {arm: {seed: frame}} of any trainer instead of runs, or {arm: [frame, ...]} without seeds. A frame is a
+            DataFrame, a dict of arrays, or a list of (step, loss) pairs. A report is then only written to `output`.
+        x: axis of the curves, "step", "tokens" or a column. None: step if all have it, else tokens.
+        tokens_per_step: tokens of one step of all curves, where they count only steps.
+        until: last x of the curves to compare. None: their end.
         baseline: setting of the baseline, such as "precision=bf16". None: chosen from the runs.
         best_of: compare each recipe at its best value of this key.
         choose_by: seeds that choose the best value: "0,1" or "all". None: the lowest seed.
@@ -155,17 +164,31 @@ def compare(
     from lightning_llm.compare.terms import RequestedTerms
     from lightning_llm.compare.time_to_target import read_targets
 
+    terms = RequestedTerms(margin, confidence, metric, tail, read_targets(list(targets)), all_pairs)
+    printed: dict[str, Any] = {"show": _nothing if quiet else print_table, "say": _nothing if quiet else print}
+    folder, gate = None if output is None else Path(output), read_gate(require, series, looks)
+    if curves is not None:
+        from lightning_llm.compare.curves.frames import compare_frames
+
+        _only_curves(runs=runs, best_of=best_of, choose_by=choose_by, targets=targets)
+        return compare_frames(curves, terms, baseline, x, tokens_per_step, until, folder, gate=gate, **printed)
     given = [runs] if isinstance(runs, str | os.PathLike | TrainResult) else runs
     return compare_named(
         [str(_path_of(each)) for each in given],
-        RequestedTerms(margin, confidence, metric, tail, read_targets(list(targets)), all_pairs),
+        terms,
         baseline,
         best_of_words(best_of, choose_by),
-        None if output is None else Path(output),
-        show=_nothing if quiet else print_table,
-        say=_nothing if quiet else print,
-        gate=read_gate(require, series, looks),
+        folder,
+        **printed,
+        gate=gate,
     )
+
+
+def _only_curves(**given: Any) -> None:
+    """Raise ConfigError for arguments that have no effect together with `curves`."""
+    text = "has no effect together with curves. Remove it."
+    if problems := [Problem(name, text) for name, value in given.items() if value not in (None, (), [])]:
+        raise ConfigError(problems)
 
 
 def load(

@@ -25,6 +25,17 @@ NOT_OF_LADDERS: Mapping[str, str] = {
     "require": "--require", "series": "--series", "looks": "--looks",
 }  # fmt: skip
 """Flags that have no effect together with --ladder, --predict or --grade."""
+NOT_OF_LOGS: Mapping[str, str] = {
+    "runs": "RUN", "best_of": "--best-of", "choose_by": "--choose-by", "target": "--target", "ladder": "--ladder",
+    "predict": "--predict", "grade": "--grade", "time_to_target": "--time-to-target", "trials": "--trials",
+    "beyond": "--beyond", "ledger": "--ledger",
+}  # fmt: skip
+"""Arguments that have no effect together with --from."""
+ONLY_OF_LOGS: Mapping[str, str] = {
+    "pattern": "--pattern", "x": "--x", "format": "--format", "tokens_per_step": "--tokens-per-step",
+    "until": "--until",
+}  # fmt: skip
+"""Flags that have an effect only together with --from."""
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -35,6 +46,11 @@ def compare(arguments: argparse.Namespace) -> int:
     """
     if arguments.json_schema:
         return _print_schema()
+    if arguments.logs:
+        return _logs(arguments)
+    if given := _given(arguments, ONLY_OF_LOGS):
+        text = "describes logs of other trainers, so it has an effect only with --from. Add --from, or remove it."
+        raise ConfigError([Problem(flag, text) for flag in given])
     if arguments.time_to_target:
         return _time_to_target(arguments)
     if arguments.ladder or arguments.predict or arguments.grade:
@@ -76,6 +92,44 @@ def _print_schema() -> int:
 
     print(json.dumps(compare_schema(), indent=1))
     return 0
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    """Print the verdicts over the logs of --from and write them to files; return 0, or the exit code of --require.
+
+    Raises:
+        ConfigError: the arguments or a log are wrong.
+    """
+    from lightning_llm.compare.curves.command import compare_named_logs
+    from lightning_llm.compare.curves.compare_curves import LogOptions, curve_terms
+
+    text = "has no effect together with --from, which compares logs. Remove it."
+    problems = [Problem(flag, text) for flag in _given(arguments, NOT_OF_LOGS)]
+    asked = RequestedTerms(
+        arguments.margin, arguments.confidence, arguments.metric, arguments.tail, all_pairs=arguments.all_pairs
+    )
+    options = LogOptions(arguments.x, arguments.format, arguments.tokens_per_step, arguments.until)
+    gate = None
+    with gathered(problems):
+        gate = read_gate(arguments.require, arguments.series, arguments.looks)
+    with gathered(problems):
+        curve_terms(asked)
+    with gathered(problems):
+        options.check()
+    if problems:
+        raise ConfigError(problems)
+    done = compare_named_logs(
+        arguments.logs,
+        arguments.pattern,
+        asked,
+        arguments.baseline,
+        options,
+        arguments.output,
+        show=print_data if arguments.json else print_table,
+        say=partial(print_escaped, file=sys.stderr if arguments.json else sys.stdout),
+        gate=gate,
+    )
+    return 0 if done.requirement is None else done.requirement.exit_code
 
 
 def _ladder(arguments: argparse.Namespace) -> int:

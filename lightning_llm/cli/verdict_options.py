@@ -16,6 +16,7 @@ def compare(parser: ArgumentParser) -> None:
     """Add the options of `compare`, with the flags of earlier releases."""
     add = parser.add_argument
     _add_runs(parser, "the last sweep")
+    _add_logs(parser)
     _add_terms(parser)
     text = "also compare every arm with every other, with simultaneous intervals"
     add("--all-pairs", action="store_true", help=text)
@@ -68,6 +69,21 @@ def _add_runs(parser: ArgumentParser, default: str) -> None:
     parser.add_argument("runs", nargs="*", metavar="RUN", help=text)
 
 
+def _add_logs(parser: ArgumentParser) -> None:
+    """Add the options for logs of other trainers."""
+    add = parser.add_argument
+    text = "compare logs of any trainer instead of runs: files, folders of TensorBoard events, MLflow runs"
+    add("--from", dest="logs", nargs="+", default=[], metavar="ARM/SEED=PATH", help=text)
+    text = "arm and seed in the paths of --from that have no label: '{arm}-{seed}.jsonl'"
+    add("--pattern", metavar="NAME", help=text)
+    text = "axis of the logs: step, tokens or a column (default: step if all have it, else tokens)"
+    add("--x", metavar="COLUMN", help=text)
+    add("--format", metavar="NAME", help="format of all logs of --from (default: detected from each)")
+    text = "tokens of one step of all logs, where they count only steps"
+    add("--tokens-per-step", type=float, metavar="N", help=text)
+    add("--until", type=float, metavar="X", help="last step, or other x, of the logs to compare (default: their end)")
+
+
 def _add_baseline(parser: ArgumentParser) -> None:
     text = "arm that all others are compared with, e.g. precision=bf16"
     parser.add_argument("--baseline", metavar="KEY=VALUE", help=text)
@@ -98,7 +114,8 @@ def _add_terms(parser: ArgumentParser) -> None:
     add(
         "--metric",
         metavar="KEY",
-        help="validation metric to compare: val_loss or val_loss/SOURCE (default: the sweep's, or val_loss)",
+        help="validation metric to compare: val_loss or val_loss/SOURCE (default: the sweep's, or val_loss); with "
+        "--from the column",
     )
     add(
         "--tail",

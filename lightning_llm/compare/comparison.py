@@ -107,6 +107,10 @@ class Comparison:
     """What this look spent of the error budget of its series; None without --require or with declared looks."""
     ladder: bool = False
     """True if a law over sizes and tokens was fitted, which the methods then describe."""
+    logs: list[dict[str, Any]] = field(default_factory=list)
+    """Audits of the logs of another trainer that the runs are; empty for runs of this program."""
+    not_verified: list[str] = field(default_factory=list)
+    """Facts about such runs that their logs do not show."""
 
     @property
     def baselines(self) -> list[Baseline]:
@@ -166,6 +170,8 @@ class Comparison:
             "looks": [asdict(look) for look in self.looks],
             "sequential": self.design.as_data() if self.design else None,
             "require": self._requirement_data(),
+            "logs": self.logs,
+            "not_verified": self.not_verified,
             "problems": [{"key": each.key, "text": each.text} for each in self.problems],
             "notes": self.notes,
             "methods": methods.texts,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic.json_schema import GenerateJsonSchema
 
 from lightning_llm.compare.comparison import SCHEMA_VERSION
+from lightning_llm.compare.curves.columns import Kind, Unit
 from lightning_llm.compare.error_budget import Required
 from lightning_llm.compare.requirement import Outcome
 from lightning_llm.compare.statistics.intervals import Decision
@@ -180,6 +181,28 @@ class RunOfComparison(Part):
     records_verified: bool
 
 
+class Log(Part):
+    """The audit of one log of another trainer (--from): its column and its points on the axis."""
+
+    arm: str
+    seed: int | None
+    source: str
+    format: str
+    column: str
+    kind: Kind
+    unit: Unit
+    axis: str
+    points: int
+    first: float
+    last: float
+    tokens: int | None
+    gaps: list[list[float]]
+    restarts: list[float]
+    not_finite: int
+    settings: dict[str, str]
+    notes: list[str]
+
+
 class ComparisonFile(Part):
     """Content of `compare.json`."""
 
@@ -199,6 +222,8 @@ class ComparisonFile(Part):
     looks: list[RecordedLook]
     sequential: DeclaredLooks | None
     require: Requirement | None
+    logs: list[Log]
+    not_verified: list[str]
     problems: list[Problem]
     notes: list[str]
     methods: list[str]

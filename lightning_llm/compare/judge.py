@@ -79,7 +79,7 @@ def compare_runs(
     for family in comparison.families:
         family.survived_at = survived
     comparison.problems += [*unpaired, *levels_without_a_run(waiting, usable, factor)]
-    _judge_families(comparison, unfinished)
+    judge_families(comparison, unfinished)
     comparison.verdicts = [withheld_beside(verdict, damaged) for verdict in comparison.verdicts]
     if not comparison.verdicts:
         raise ConfigError(comparison.problems)
@@ -92,7 +92,7 @@ def compare_runs(
     return comparison
 
 
-def _judge_families(comparison: Comparison, unfinished: Sequence[Run]) -> None:
+def judge_families(comparison: Comparison, unfinished: Sequence[Run]) -> None:
     """Add the verdicts and the noise floor of each setting, or the reason why there are none."""
     factor, terms, usable, selection = comparison.factor, comparison.terms, comparison.runs, comparison.selection
     of_baseline = [run for run in (*usable, *unfinished) if factor.level(run) == factor.baseline]

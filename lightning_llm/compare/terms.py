@@ -28,6 +28,8 @@ class Terms:
     token_margin: float | None = None
     next_confidence: float | None = None
     """Confidence of the next look of a series with an error budget, for which seeds are planned; None: the same."""
+    measured_in: str | None = None
+    """The unit of a metric that another trainer logged."""
 
     @property
     def margin_words(self) -> str:
@@ -45,6 +47,8 @@ class Terms:
     @property
     def unit(self) -> str:
         """The unit of `margin` and gaps."""
+        if self.measured_in is not None:
+            return self.measured_in
         return "nats per token" if self.metric.removeprefix("eval/").startswith(LOSS) else f"of {self.metric}"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_llm.compare.cost import Cost
 from lightning_llm.compare.effective_data import Curve, EffectiveData, effective_data
 from lightning_llm.compare.estimate import Floor, VerdictInputs
+from lightning_llm.compare.format import short
 from lightning_llm.compare.runs.branches import Switch, switch_of
 from lightning_llm.compare.runs.differences import LAYOUT, ROUNDING, validation_differences
 from lightning_llm.compare.runs.factor import ITSELF, Factor
@@ -118,6 +119,20 @@ class Verdict:
         return [run for run in runs.values() if run.unverified]
 
     @property
+    def logged_on(self) -> str:
+        """The axis of curves that another trainer logged; "" for runs of this program."""
+        return self.pairs[0].run.logged_on
+
+    @property
+    def scale(self) -> str:
+        """The scale at which the verdict holds: model size and tokens, or the end of a log."""
+        tail = self.judged.measured.tail
+        if not self.logged_on:
+            return f"{short(self.parameters)} parameters, {short(self.tokens)} tokens"
+        end = f"{tail.steps[-1]:,} {self.logged_on}" if tail else f"an unknown number of {self.logged_on}"
+        return f"{end}, {short(self.tokens)} tokens" if self.tokens and self.logged_on != "tokens" else end
+
+    @property
     def may_not_have_acted(self) -> bool:
         """True if the runs are bitwise equal to the baseline's although the factor changes more than the order of sums.
 
@@ -169,7 +184,7 @@ class Verdict:
         if self.switch:
             parts.append("late switching")
         if self.unverified:
-            parts.append("records not verified")
+            parts.append("settings not verified" if self.logged_on else "records not verified")
         return f"{parts[0]} ({', '.join(parts[1:])})" if len(parts) > 1 else parts[0]
 
     @property

@@ -20,8 +20,7 @@ from lightning_llm.tracking.sweep_file import FILE as SWEEP_FILE
 
 def line_of(verdict: Verdict) -> str:
     """Return a verdict in one line, always with model size, tokens, setting and margin."""
-    scale = f"{short(verdict.parameters)} parameters, {short(verdict.tokens)} tokens"
-    where = ", ".join(filter(None, (scale, verdict.family.words, verdict.family.survived_at)))
+    where = ", ".join(filter(None, (verdict.scale, verdict.family.words, verdict.family.survived_at)))
     decided = f"{verdict.decision} against {verdict.factor.baseline_label} at margin {verdict.terms.margin_words}"
     reason = reason_of(verdict)
     name = f"{verdict.name}{verdict.coverage.suffix if verdict.coverage else ''}"
@@ -30,7 +29,9 @@ def line_of(verdict: Verdict) -> str:
         keys = list(verdict.confounders)
         more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
         text += f"; not controlled: the runs also differ in {', '.join(keys[:4])}{more}"
-    if verdict.unverified:
+    if verdict.logged_on:
+        text += "; settings not verified"
+    elif verdict.unverified:
         runs = {id(run) for pair in verdict.pairs for run in (pair.baseline, pair.run)}
         text += f"; records not verified ({len(verdict.unverified)} of {count(len(runs), 'run')})"
     return f"{text}; {verdict.switch.words}" if verdict.switch else text
@@ -159,6 +160,10 @@ def _unlearned(verdict: Verdict) -> str:
         return ""
     loss, below = verdict.judged.measured.unlearned
     text = "the baseline has not learned"
+    if verdict.logged_on:
+        return (
+            f"{text}: its log ends at {loss:.3f}, not below {below:.3f}, where it began less the margin and the noise"
+        )
     if math.isfinite(below):
         entropy = any(pair.baseline.figure("validation_unigram_nats") == below for pair in verdict.pairs)
         source = "the frequencies of the tokens alone give" if entropy else f"{LEARNED_SHARE:g} ln(vocabulary) is"
@@ -259,15 +264,7 @@ def notes_on(
     factor: Factor, families: Sequence[ComparisonGroup], verdicts: Sequence[Verdict], damaged: Sequence[Path] = ()
 ) -> list[str]:
     """Return the notes on the verdicts, one or two sentences each."""
-    notes = [factor.note] if factor.note else []
-    notes.append(
-        "A verdict holds at its model size and number of tokens. It can rule a recipe out; lossless here does not "
-        "imply lossless for larger models or longer runs, where damage may grow: compare the gap at several of both."
-    )
-    if any(each.plan.if_no_gap and each.plan.more for each in verdicts):
-        notes.append(power_statement())
-    if any(each.judged.estimate.comparisons > 1 for each in verdicts):
-        notes.append("The intervals of recipes that share a baseline are simultaneous (Dunnett).")
+    notes = notes_on_scope(factor, verdicts)
     runs = list({id(run): run for family in families for run in family.runs}.values())
     notes += [*_on_records(runs, damaged), *_on_middles(runs)]
     if any((run.summary.get("git") or {}).get("dirty") and "code_hash" not in run.summary for run in runs):
@@ -296,6 +293,20 @@ def notes_on(
     emulated = [each.name for each in verdicts if each.emulated]
     if emulated:
         notes.append(f"Emulated, so their speed is not that of the format: {', '.join(dict.fromkeys(emulated))}.")
+    return notes
+
+
+def notes_on_scope(factor: Factor, verdicts: Sequence[Verdict]) -> list[str]:
+    """Return the notes that apply to verdicts over any runs."""
+    notes = [factor.note] if factor.note else []
+    notes.append(
+        "A verdict holds at its model size and number of tokens. It can rule a recipe out; lossless here does not "
+        "imply lossless for larger models or longer runs, where damage may grow: compare the gap at several of both."
+    )
+    if any(each.plan.if_no_gap and each.plan.more for each in verdicts):
+        notes.append(power_statement())
+    if any(each.judged.estimate.comparisons > 1 for each in verdicts):
+        notes.append("The intervals of recipes that share a baseline are simultaneous (Dunnett).")
     return notes
 
 

@@ -24,7 +24,8 @@ class LoggedTable:
 
     `settings`: facts that the log itself states, and only those. Standard keys, where the log has them: `seed`,
     `total_steps`, `global_batch_size` (sequences), `sequence_length` (tokens), `tokens_per_step`, `tokenizer`,
-    `vocab_size`, `loss_unit` ("nats", "bits"), `world_size`; all others keep their own name, nested ones with dots.
+    `vocab_size`, `loss_unit` ("nats", "bits"), `world_size`, `bytes_per_token`; all others keep their own name,
+    nested ones with dots.
     `smoothed`: {column that the program smooths before it logs it: how}. `notes`: one sentence each for the audit.
     """
 

@@ -106,7 +106,14 @@ def _always(_: Study) -> bool:
 
 PASSAGES = (
     Passage(
-        "Pairs", "always", _always,
+        "Pairs", "the runs are logs of another trainer", lambda study: study.logged,
+        "The runs are logs of another trainer. Logs of one seed are compared in pairs; whether they share data, "
+        "initial weights and settings was not verified. Curves are put on one axis without smoothing. The difference "
+        "of a pair is that of the tail of the loss: the mean over the points in the last part of the axis that all "
+        "have. The gap is the mean difference over the pairs in which neither run failed.",
+    ),
+    Passage(
+        "Pairs", "the runs are of this program", lambda study: not study.logged,
         "Runs of the same seed share initial weights and the order of the data, so they are compared in pairs. The "
         "difference of a pair is that of the tail of the validation loss: the mean over the validations in the last "
         "part of the steps that all runs have. The gap is the mean difference over seeds at which neither run failed.",
@@ -117,7 +124,8 @@ PASSAGES = (
         "digests.",
     ),
     Passage(
-        "Records", "the records of a run, or of its predecessor, are not verified", lambda study: study.unverified,
+        "Records", "the records of a run, or of its predecessor, are not verified",
+        lambda study: study.unverified and not study.logged,
         "The records of some runs carry no hash chain and were not verified.",
     ),
     Passage(
@@ -160,7 +168,7 @@ PASSAGES = (
     ),
     Passage(
         "Verdicts", "a baseline has not learned",
-        lambda study: any(verdict.judged.measured.unlearned for verdict in study.verdicts),
+        lambda study: any(verdict.judged.measured.unlearned for verdict in study.verdicts) and not study.logged,
         "A baseline with a loss above the entropy of the tokens' frequencies (or above 0.9 ln(vocabulary), if that is "
         "not recorded) has not learned and gives no verdict.",
     ),
@@ -294,6 +302,8 @@ PASSAGES = (
 
 
 def _trained(study: Study) -> str:
+    if study.logged:
+        return f"Judged at {listed(list(dict.fromkeys(verdict.scale for verdict in study.verdicts)))}."
     sizes = listed([short(each) for each in study.parameters])
     models = listed(study.models) or "one"
     data = listed([str(each) for each in study.values("data.name")])

@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
 
 from lightning_llm.compare.comparison import Comparison
-from lightning_llm.compare.format import minus, nats, short
+from lightning_llm.compare.format import minus, nats
 from lightning_llm.compare.report.methods import Methods
 from lightning_llm.compare.report.picture import COLOURS, DARK_COLOURS, SYMBOLS, Picture
 from lightning_llm.compare.report.references import CITATION, citations_in
@@ -95,10 +95,9 @@ def headlines(comparison: Comparison) -> list[Headline]:
             name = f"{verdict.name} ({against})" if against and verdict.decision != "inconclusive" else verdict.name
             groups.setdefault((verdict.decision, verdict.colour), []).append(name)
         first = verdicts[0]
-        scale = f"{short(first.parameters)} parameters, {short(first.tokens)} tokens"
         ordered = sorted(groups, key=lambda group: (ORDER.index(group[0]), group[0] != group[1]))
         recipes = tuple((*group, tuple(groups[group])) for group in ordered)
-        found.append(Headline(family.words, scale, recipes))
+        found.append(Headline(family.words, first.scale, recipes))
     return found
 
 

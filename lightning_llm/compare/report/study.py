@@ -52,6 +52,11 @@ class Study:
         return list({id(run): run for family in self.families for run in family.runs}.values())
 
     @property
+    def logged(self) -> bool:
+        """True if the runs are logs of another trainer."""
+        return any(run.logged_on for run in self.runs)
+
+    @property
     def recipes(self) -> list[str]:
         """The recipes compared with the baseline."""
         return list(dict.fromkeys(verdict.name for verdict in self.verdicts))

@@ -14,6 +14,8 @@ LEARNED_SHARE = 0.9
 """Share of ln(vocabulary) below which a loss must be to count as learned, if the entropy of the token frequencies is
 not recorded."""
 LOSS = "val_loss"
+LEARNED_BELOW = "learned_below"
+"""Key of the summary of a run of another trainer: the loss to which its own log must have fallen."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,11 @@ def learned_below(run: Run, metric: str) -> float:
     """Return the loss, in nats, below which a run has learned something that a recipe could damage.
 
     The entropy of the validation tokens' frequencies, which a model without context reaches; if that was not recorded,
-    or is of other tokens than the metric's, `LEARNED_SHARE` of guessing.
+    or is of other tokens than the metric's, `LEARNED_SHARE` of guessing. For a run of another trainer, the beginning of
+    its log less the margin.
     """
+    if (logged := run.figure(LEARNED_BELOW)) is not None:
+        return logged
     entropy = run.figure("validation_unigram_nats")
     below = LEARNED_SHARE * guessing_loss(run, metric)
     return min(entropy, below) if entropy is not None and metric == LOSS else below

@@ -10,7 +10,7 @@ from lightning_llm.compare.curves.table import Column
 
 SETTINGS = (
     "seed", "total_steps", "global_batch_size", "sequence_length", "tokens_per_step", "tokenizer", "vocab_size",
-    "loss_unit", "world_size",
+    "loss_unit", "world_size", "bytes_per_token",
 )  # fmt: skip
 """Facts that a log may repeat in each row, as a constant column."""
 NON_FINITE = {"nan", "inf", "+inf", "-inf", "infinity", "+infinity", "-infinity"}

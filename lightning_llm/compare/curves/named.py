@@ -1,0 +1,120 @@
+"""Arm, seed and path of each log of the command line: `ARM/SEED=PATH`, or a path with the pattern of its name."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_llm.base.errors import ConfigError, Problem, gathered
+
+LABEL = re.compile(r"(?P<arm>[^=]+?)(?:/(?P<seed>[^/=]*))?=(?P<path>.+)", re.DOTALL)
+FIELD = re.compile(r"\{(\w*)\}|(\*)")
+FIELDS = {"arm": r"(?P<arm>[^/]+)", "seed": r"(?P<seed>\d+)"}
+PATTERN_EXAMPLE = "{arm}-{seed}.jsonl"
+
+
+@dataclass(frozen=True)
+class NamedLog:
+    """One log: `arm` it belongs to, its `seed` (None if not known), `address`: path or URI."""
+
+    arm: str
+    seed: int | None
+    address: str
+
+    @property
+    def label(self) -> str:
+        """ "bf16/0", or "bf16" without a seed."""
+        return self.arm if self.seed is None else f"{self.arm}/{self.seed}"
+
+
+def named_logs(words: Sequence[str], pattern: str | None = None) -> list[NamedLog]:
+    """Return the logs that the arguments of --from name; `pattern`: of the paths without a label.
+
+    Raises:
+        ConfigError: with each argument that is wrong, names a path twice, or has the arm and seed of another.
+    """
+    problems: list[Problem] = []
+    template = None
+    with gathered(problems):
+        template = None if pattern is None else _compiled(pattern)
+    if problems:
+        raise ConfigError(problems)
+    logs: list[NamedLog] = []
+    for word in words:
+        with gathered(problems):
+            logs.append(_named(word, pattern, template))
+    problems += _repeated(logs)
+    if problems:
+        raise ConfigError(problems)
+    return logs
+
+
+def _named(word: str, pattern: str | None, template: re.Pattern[str] | None) -> NamedLog:
+    found = None if Path(word).expanduser().exists() else LABEL.fullmatch(word)
+    if found and "://" not in found["arm"]:
+        return NamedLog(found["arm"], _seed(word, found["seed"]), found["path"])
+    if template is None:
+        return NamedLog(Path(word).expanduser().resolve().parent.name or "logs", None, word)
+    matched = template.search(Path(word).as_posix())
+    if matched is None:
+        text = f"does not match --pattern {pattern}. Name it ARM/SEED=PATH, or change the pattern."
+        raise ConfigError(Problem(word, text))
+    seed = matched.groupdict().get("seed")
+    return NamedLog(matched["arm"], None if seed is None else int(seed), word)
+
+
+def _seed(word: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d+", text):
+        raise ConfigError(Problem(word, f"the seed '{text}' is no integer. Write ARM/SEED=PATH, such as bf16/0=a.csv."))
+    return int(text)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression of a pattern, which matches the last parts of a path."""
+    parts, end, seen = [], 0, []
+    for found in FIELD.finditer(pattern):
+        name = found[1]
+        parts.append(re.escape(pattern[end : found.start()]))
+        if found[2]:
+            parts.append("[^/]*")
+        elif name in FIELDS and name not in seen:
+            parts.append(FIELDS[name])
+            seen.append(name)
+        else:
+            text = f"has {{{name}}}. Allowed are {{arm}} and {{seed}}, once each, and *. Example: {PATTERN_EXAMPLE}"
+            raise ConfigError(Problem("--pattern", text, pattern))
+        end = found.end()
+    if "arm" not in seen:
+        text = f"has no {{arm}}, so the arms are not known. Example: {PATTERN_EXAMPLE}"
+        raise ConfigError(Problem("--pattern", text, pattern))
+    return re.compile(f"(?:^|/){''.join(parts)}{re.escape(pattern[end:])}$")
+
+
+def _repeated(logs: Iterable[NamedLog]) -> list[Problem]:
+    """Return the problems of logs that are named twice, and of seeds that an arm has twice."""
+    problems: list[Problem] = []
+    by_label: dict[tuple[str, int], NamedLog] = {}
+    by_place: dict[str, NamedLog] = {}
+    for log in logs:
+        place = log.address if "://" in log.address else str(Path(log.address).expanduser().resolve())
+        first = by_place.setdefault(place, log)
+        if first is not log:
+            text = (
+                f"is named twice, as {first.label} and as {log.label}. A log belongs to one arm and seed: remove one."
+            )
+            problems.append(Problem(log.address, text))
+        elif log.seed is not None and (other := by_label.setdefault((log.arm, log.seed), log)) is not log:
+            text = f"the seed occurs twice, in {other.address} and {log.address}. Give each run of an arm its own seed."
+            problems.append(Problem(log.label, text))
+    return problems + mixed_seeds(logs)
+
+
+def mixed_seeds(logs: Iterable[NamedLog]) -> list[Problem]:
+    """Return a problem if the seeds of some logs are known, and those of others are not."""
+    unknown = [log for log in logs if log.seed is None]
+    if not unknown or all(log.seed is None for log in logs):
+        return []
+    text = "has no seed, but other logs have one. Name all as ARM/SEED=PATH, or none with a seed."
+    return [Problem(log.address, text) for log in unknown]
