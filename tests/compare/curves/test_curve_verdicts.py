@@ -1,0 +1,146 @@
+"""Verdicts over logs: the gap, pairs, units and axes against numbers computed here, and the command line."""
+
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+from scipy import stats
+
+from lightning_llm.__main__ import main
+from lightning_llm.api import compare
+from lightning_llm.base.errors import ConfigError
+from lightning_llm.compare.json_schema import compare_schema
+from tests.compare.curves.made_curves import changed, curves, write_csv
+
+FP8 = [("fp8", seed) for seed in range(4)]
+
+
+def judged(found, **options):
+    return compare(curves=found, baseline="bf16", quiet=True, **options)
+
+
+def test_gap_and_interval_are_those_of_a_paired_t_test():
+    found = curves(0.004)
+    verdict = judged(found).verdicts[0]
+    tails = [[each["loss"][each["step"] > 1800].mean() for each in found[arm].values()] for arm in ("bf16", "fp8")]
+    differences = np.subtract(tails[1], tails[0])
+    low, high = stats.t.interval(0.95, 3, differences.mean(), stats.sem(differences))
+    estimate = verdict.judged.estimate
+    assert [estimate.gap, estimate.low, estimate.high] == pytest.approx([differences.mean(), low, high], rel=1e-9)
+
+
+@pytest.mark.parametrize(("gap", "decision"), [(0.0005, "lossless"), (0.05, "lossy")])
+def test_decisions(gap, decision):
+    verdict = judged(curves(gap)).verdicts[0]
+    assert verdict.qualified == f"{decision} (settings not verified)"
+
+
+def test_one_pair_is_inconclusive_and_replicates_say_how_many_decide():
+    found = curves(0.004)
+    found["fp8"] = {0: found["fp8"][0]}
+    done = judged(found)
+    assert done.verdicts[0].decision == "inconclusive"
+    (note,) = [note for note in done.notes if "pairs would decide" in note]
+    assert "bf16's 4 runs" in note
+    assert any("more seeds (3 pairs in all)" in line["line"] for line in done.as_data()["verdicts"])
+
+
+def test_runs_without_seeds_are_paired_in_order():
+    found = {arm: list(frames.values()) for arm, frames in curves(0.004).items()}
+    done = judged(found)
+    assert done.verdicts[0].judged.estimate.gap == pytest.approx(judged(curves(0.004)).verdicts[0].judged.estimate.gap)
+    assert any("Seeds are not known" in note for note in done.notes)
+
+
+def test_a_diverged_run_is_a_failed_seed_and_not_an_unfinished_one():
+    def lost(frame):
+        return {"step": frame["step"][:100], "loss": np.append(frame["loss"][:99], np.inf)}
+
+    done = judged(changed(curves(), lost, [("fp8", 1)]))
+    assert done.verdicts[0].judged.measured.diverged_seeds == [1]
+    assert done.verdicts[0].decision != "lossless"
+
+
+def test_curves_at_other_points_are_interpolated_without_bias():
+    found = changed(curves(0.004, noise=0.0001), lambda f: {k: v[::3] for k, v in f.items()}, FP8)
+    found = changed(found, lambda f: {"step": f["step"] + 3, "loss": f["loss"]}, FP8)
+    done = judged(found, tail=0.3, margin=0.1)
+    assert any("interpolated linearly" in note for note in done.notes)
+    shift = 3 * (8 * 0.45) * (1700 + 20) ** -1.45  # three steps later on the trend
+    assert done.verdicts[0].judged.estimate.gap == pytest.approx(0.004 + shift, abs=0.003)
+
+
+def test_tokenizers_are_refused_unless_bytes_are_given():
+    found = curves()
+    for arm, name in (("bf16", "gpt2"), ("fp8", "llama")):
+        for each in found[arm].values():
+            each["tokenizer"] = [name] * 200
+    with pytest.raises(ConfigError, match="bits per byte"):
+        judged(found)
+    for arm, size in (("bf16", 4.0), ("fp8", 5.0)):
+        for each in found[arm].values():
+            each["bytes_per_token"] = [size] * 200
+            each["loss"] = each["loss"] * size
+    done = judged(found)
+    assert done.terms.unit == "bits per byte"
+    assert done.verdicts[0].decision == "lossless"
+
+
+def test_steps_of_unlike_batches_are_refused_and_compared_by_tokens():
+    found = curves()
+    for arm, batch in (("bf16", 4096), ("fp8", 2048)):
+        for each in found[arm].values():
+            each["tokens"] = each["step"] * batch
+    with pytest.raises(ConfigError, match="--x tokens"):
+        judged(found, x="step")
+    with pytest.raises(ConfigError, match="ends at"):
+        judged(found)  # by tokens, which fp8 has only half of
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "text"),
+    [
+        ({}, {"baseline": None}, "--baseline: is not given"),
+        ({}, {"baseline": "bf17"}, "Did you mean 'bf16'"),
+        ({}, {"margin": "2%"}, "nats"),
+        ({}, {"metric": "ppl"}, "perplexity"),
+        ({}, {"metric": "lss"}, "Did you mean 'loss'"),
+        ({}, {"x": "epoch"}, "no such column"),
+        ({"lm_loss": lambda f: f["loss"] + 0.1}, {}, "loss, lm_loss"),
+        ({"seed": lambda f: np.full(200, 9.0)}, {}, "states seed 9"),
+        ({"step": lambda f: f["step"] + 5000}, {}, "do not overlap"),
+        ({"loss_unit": lambda f: ["bits"] * 200}, {}, "bits per token"),
+        ({"loss": lambda f: ["x", *f["loss"][1:]]}, {}, "no numbers"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(change, options, text):
+    found = curves()
+    for each in found["fp8"].values():
+        for name, make in change.items():
+            each[name] = make(each)
+    with pytest.raises(ConfigError) as caught:
+        compare(curves=found, quiet=True, **{"baseline": "bf16", **options})
+    assert text in str(caught.value)
+    assert all("\n" not in str(problem) for problem in caught.value.problems)
+
+
+def test_command_line(tmp_path, capsys):
+    words = write_csv(curves(), tmp_path)
+    assert main(["compare", "--from", *words, "--baseline", "bf16", "--json", "--output", str(tmp_path / "out")]) == 0
+    captured = capsys.readouterr()
+    data = json.loads(captured.out)
+    jsonschema.validate(data, compare_schema())
+    assert data["verdicts"][0]["verdict"] == "lossless"
+    assert [log["points"] for log in data["logs"]] == [200] * 8
+    assert "column loss (training loss, nats per token), 200 points" in captured.err
+    assert "settings not verified" in (tmp_path / "out" / "report.html").read_text()
+    paths = [word.partition("=")[2] for word in words]
+    again = ["compare", "--from", *paths, "--pattern", "{arm}-{seed}.csv", "--baseline", "bf16", "--json"]
+    assert main([*again, "--require", "lossless", "--output", str(tmp_path / "gate")]) == 0
+    assert main([*again, "--best-of", "optim.learning_rate"]) == 2
+    assert main(["compare", "--from", f"bf16/0={paths[0]}", f"fp8/0={paths[0]}", "--baseline", "bf16"]) == 2
+    assert "named twice" in capsys.readouterr().err
+    assert main(["compare", "--x", "tokens"]) == 2
+    assert main(["compare", "--from", f"fp8/0={paths[0]}", f"bf16/0={paths[4]}", "--baseline", "bf16"]) == 2
+    assert "has the name of bf16" in capsys.readouterr().err
