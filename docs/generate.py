@@ -25,6 +25,7 @@ from lightning_llm.compare.report.references import KNOWN, keys_in
 from lightning_llm.compare.statistics.seeds import power, seeds_needed
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import Group
+from lightning_llm.config.schema.casts import ROUNDING_MEANINGS, SCALE_MEANINGS
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 from lightning_llm.config.schema.sweep import SweepConfig
@@ -34,7 +35,10 @@ from lightning_llm.precision.recipe.lint import NOT_TO_ALLOW, RULES, rule_name
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS / "internals"))  # a test loads this file by its path
+import code_tables  # noqa: E402
+import docstring_tables  # noqa: E402
 import ladder_tables  # noqa: E402
+import measured_tables  # noqa: E402
 import plan_tables  # noqa: E402
 import reference_tables  # noqa: E402
 
@@ -141,6 +145,22 @@ def number_formats() -> str:
     ]
     grid = ["bits", "sign, exponent, mantissa", "bias", "largest", "smallest", "special"]
     return _table(["`format`", *grid, "runs", "source"], rows)
+
+
+def slot_keys() -> str:
+    """Return the table of the keys of a slot."""
+    rows = [
+        [f"`{key}`", _type(field), _default(field), field.description or ""] for key, field in config_fields(CastConfig)
+    ]
+    return _table(["key of a slot", "values", "default", "meaning"], rows)
+
+
+def cast_values() -> str:
+    """Return the tables of scales and roundings."""
+    scales = [[f"`{name}`", factor, source] for name, (factor, source) in SCALE_MEANINGS.items()]
+    roundings = [[f"`{name}`", meaning] for name, meaning in ROUNDING_MEANINGS.items()]
+    header = ["`scale`", "elements are multiplied by", "as in"]
+    return f"{_table(header, scales)}\n{_table(['`rounding`', 'meaning'], roundings)}"
 
 
 def lint_rules() -> str:
@@ -324,12 +344,17 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "recipe-slots": recipe_slots,
     "recipe-facts": recipe_facts,
     "number-formats": number_formats,
+    "slot-keys": slot_keys,
+    "cast-values": cast_values,
     "lint-rules": lint_rules,
     "methods": methods,
     "verdict-power": verdict_power,
     **ladder_tables.SECTIONS,
     **reference_tables.SECTIONS,
     **plan_tables.SECTIONS,
+    **code_tables.SECTIONS,
+    **docstring_tables.SECTIONS,
+    **measured_tables.SECTIONS,
     "native-matrix": native_matrix,
     "config-keys": config_keys,
 }

@@ -1,6 +1,6 @@
 """Simulate ladders and gaps in tokens: coverage of intervals, error rates of tests.
 
-Fills in docs/reference/error_rates.md.
+Records tables of docs/reference/error_rates.md.
 
 `python docs/internals/simulate_ladder.py` takes a while (2,000 trials per cell, some 15 CPU minutes), and
 `tests/ladder/test_coverage.py` holds fewer of the same to the same bounds, `make test-full` all of them.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy import special
-from simulated import fill_in
+from simulated import record
 
 from lightning_llm.compare.effective_data import Curve, effective_data
 from lightning_llm.ladder.fit import effect_at, fit_ladder
@@ -186,4 +186,4 @@ def effective_table(trials: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    fill_in({"ladders": ladder_table, "effective-data": effective_table}, TRIALS)
+    record({"ladders": ladder_table, "effective-data": effective_table}, TRIALS)

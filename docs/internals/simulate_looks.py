@@ -1,4 +1,4 @@
-"""Simulate sweeps with declared looks and judge them as `compare` does. Fills in docs/reference/error_rates.md.
+"""Simulate sweeps with declared looks and judge them as `compare` does, for docs/reference/error_rates.md.
 
 `python docs/internals/simulate_looks.py` takes some minutes (2,000 sweeps per cell); `tests/compare/test_sequential.py`
 checks the same bounds with fewer. Sweeps are modeled as in simulate_verdicts.py. A recipe that is decided gets no more
@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from simulated import fill_in
+from simulated import record
 
 from lightning_llm.compare.estimate import Measured, VerdictInputs
 from lightning_llm.compare.looks import Design, declare
@@ -171,4 +171,4 @@ def seed_table(trials: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    fill_in({"look-errors": error_table, "look-seeds": seed_table}, TRIALS)
+    record({"look-errors": error_table, "look-seeds": seed_table}, TRIALS)

@@ -1,6 +1,6 @@
 """Simulate grids of learning rates and judge them as `compare --best-of` does: how often it errs.
 
-`python docs/internals/simulate_rates.py` takes a minute (2,000 grids per cell) and fills in
+`python docs/internals/simulate_rates.py` takes a minute (2,000 grids per cell) and records a table of
 docs/reference/error_rates.md;
 `tests/compare/test_tuned.py` checks the same bounds with fewer.
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from simulated import fill_in
+from simulated import record
 
 from lightning_llm.compare.statistics.intervals import simultaneous_intervals
 from lightning_llm.compare.tuned import grid_bounds
@@ -114,4 +114,4 @@ def table(trials: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    fill_in({"rates": table}, TRIALS)
+    record({"rates": table}, TRIALS)

@@ -1,6 +1,6 @@
 """Simulate sweeps and judge them as `compare` does: how often a verdict is wrong.
 
-Fills in docs/reference/error_rates.md.
+Records tables of docs/reference/error_rates.md.
 
 `python docs/internals/simulate_verdicts.py` takes some minutes (2,000 sweeps per cell);
 `tests/compare/test_stability.py` checks the same bounds with fewer.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from simulated import fill_in
+from simulated import record
 
 from lightning_llm.compare.estimate import Measured, VerdictInputs, judge_all
 from lightning_llm.compare.statistics.all_pairs import pairwise_intervals
@@ -207,7 +207,7 @@ def plan_table(trials: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    fill_in(
+    record(
         {"coverage": coverage_table, "errors": error_table, "plans": lambda trials: plan_table(trials // 5)},
         TRIALS,
     )

@@ -1,1 +1,1 @@
-"""Runs scored by AlgoPerf's rules, instead of judged by their losses."""
+"""Time to target over many runs, scored by AlgoPerf's rules."""

@@ -1,1 +1,1 @@
-"""Foundation of all other packages: errors, files, processes, the terminal. Imports none of our packages."""
+"""Foundation of all other packages: errors, registry, hashing, hardware, files, terminal, signals."""

@@ -1,1 +1,1 @@
-"""The verdict over runs: which were paired, what else differed, and whether the gap in loss is below the margin."""
+"""The verdict over runs: pairs, confounders, and whether the gap in loss is below the margin."""

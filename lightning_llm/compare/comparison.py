@@ -146,7 +146,22 @@ class Comparison:
         )  # fmt: skip
 
     def as_data(self) -> dict[str, Any]:
-        """Return the content of `compare.json`."""
+        """Return the content of `compare.json`. Entries that do not apply are null.
+
+        - `schema_version`: version of the JSON Schema.
+        - `factor`, `baseline`, `margin`, `token_margin`, `confidence`, `metric`: what was compared, and by which terms.
+        - `verdicts`: one per arm and setting.
+        - `baselines`: loss, speed and memory of the baseline in each setting.
+        - `aa`: noise floors, from runs of one recipe and seed that differ in rounding only.
+        - `all_pairs`: `recipe`, `other`, `setting`, `verdict`, `gap`, `ci`, `pairs`, `controlled`; with `--all-pairs`.
+        - `selection`: the values chosen by `--best-of`.
+        - `advice`: `command`, `more_seeds`, `decides`: the runs that would decide.
+        - `looks`, `sequential`: recorded looks; the design of declared looks.
+        - `require`: with `--require`, `required`, `met`, `exit_code`, `arms`, `error_budget`.
+        - `problems`, `notes`: what could not be used, as `key` and `text`; remarks.
+        - `methods`, `references`: the methods text, and the works that it cites.
+        - `runs`: `folder`, `level`, `seed`, `status`, `mlflow_run_id`, `records_verified`.
+        """
         methods = self.methods
         curves = {
             id(verdict): curve.as_data()
@@ -210,7 +225,47 @@ class IncompleteComparisonError(ConfigError):
 
 
 def verdict_data(verdict: Verdict) -> dict[str, Any]:
-    """Return one entry of "verdicts" in `compare.json`, in the order of the file."""
+    """Return one entry of "verdicts" in `compare.json`, in the order of the file.
+
+    - `name`, `verdict`, `qualified`, `line`, `reason`: the arm; lossless, lossy or inconclusive; the same with its
+      qualification; the sentence that `compare` prints; the qualification in words.
+    - `gap`, `ci`, `loss_pairs`, `differences`: mean difference in nats per token of the pairs that did not fail, its
+      interval [low, high], their number; the difference of each seed.
+    - `pairs`, `controlled`, `confounders`: number of pairs; true if only the factor differs; the other differing keys,
+      with the baseline's value first.
+    - `records_verified`, `damaged`: true if all its runs were verified; damaged folders and files.
+    - `parameters`, `tokens`, `model`, `setting`, `baseline`, `margin`, `token_margin`, `confidence`: what the verdict
+      holds for.
+    - `look`: among declared looks, `number`, `of`, `seeds`, `interval_confidence`, `settled`, `next_seeds`,
+      `waits_for`.
+    - `late_switching`: of branches, `steps`, `max_steps`, `trunks` (parent runs), `seeds`, `holds_for`.
+    - `loss_verdict`, `loss`, `baseline_loss`, `tail_steps`: verdict by the interval alone; losses over the tail, and
+      its steps.
+    - `gap_high_precision`, `gap_by_source`: the gap of validation without casts, and of each source.
+    - `stability`: `verdict`, `seeds`, `failed_seeds`, `baseline_failed_seeds`, `rate_ci`, `rate_upper_bound`,
+      `baseline_rate_ci`, `discordant` (seeds at which only the arm, only the baseline failed), `p`, `level`.
+    - `diverged_seeds`, `baseline_diverged_seeds`, `outlier_seeds`, `missing_seeds`, `baseline_learned`: seeds that were
+      lost, by cause; false if the baseline has not learned.
+    - `more_seeds`, `seeds_if_no_gap`, `seeds_if_lossy`, `seeds_if_stable`: seeds to add if the true gap is 0; seeds in
+      all if it is 0, if it is three margins, to show stability. Null if none are needed or more than 999.
+    - `sd`, `df`, `pooled_with`, `comparisons`: SD of a pair's difference, its degrees of freedom, number of arms whose
+      variance is pooled, number of joint intervals.
+    - `aa_floor`, `aa_pairs`, `identical`, `may_not_have_acted`: noise floor and its pairs; true if all pairs are equal
+      to the last bit, and if they should not be.
+    - `curve`: `steps`, `tokens`, `gap`, `low`, `high` at each common validation, with pointwise intervals.
+    - `time_to_loss`: `pairs`, `tokens_ratio`, `seconds_ratio` to a loss that both runs reached.
+    - `time_to_target`: `target`, `arrived`, `baseline_arrived`, medians `tokens` and `baseline_tokens`,
+      `tokens_ratio_bounds`, `slower`, `faster`, `p`, `tokens_ratio_ci`.
+    - `spike_verdict`: `verdict`, `counts` by seed, `spiked_runs`, `discordant`, `p_runs`, `p_counts`, `level`.
+    - `tuned`: with `--best-of`, `value`, `baseline_value`, the decision `withheld`, `because`, `unjudged`.
+    - `tokens_per_second`, `tokens_per_second_ratio`, `peak_memory_bytes`, `peak_memory_ratio`, `spikes`,
+      `skipped_steps`, `speed_confounders`, `emulated`: cost; what makes it incomparable; true if the speed is not the
+      format's.
+    - `quantized`: `linears` of `all_linears`, `blocks` of `all_blocks`; `shortfall`, the layers that the recipe's
+      source keeps unquantized and this model does not.
+    - `effective_data`, `net_speed`: the gap in tokens (`ratio`, `ci`, `more_tokens`, `more_tokens_ci`, `seeds`); the
+      baseline's time to the arm's loss over the arm's time.
+    """
     judged, family = verdict.judged, verdict.family
     measured, estimate = judged.measured, judged.estimate
     return {

@@ -1,1 +1,1 @@
-"""Overrides -> `Config`: schema, composing, recipes, config hash, config files. Imports no torch."""
+"""Overrides -> `Config`: schema, composition, presets, config hash. Imports no torch."""

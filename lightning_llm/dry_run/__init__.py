@@ -1,1 +1,1 @@
-"""Run a plan's real model, layout, schedule and step on fake ranks and fake tensors, and count bytes and operations."""
+"""One step of a plan's real model and layout on fake ranks and fake tensors; counts bytes and operations."""

@@ -40,10 +40,15 @@ POLL_SECONDS = 0.5
 def dry_run(plan: Plan) -> dict[str, Any]:
     """Return the counts of `plan`'s ranks in one step on fake tensors.
 
-    One rank per pipeline rank is run: the first, which has the largest shards. Keys: `ranks`, a list of `RankCounts` as
-    data; for the rank that `plan_facts` describes, with its keys, `memory_bytes` and `bytes_sent` by kind;
-    `traffic_bytes` within and between nodes, the mean over ranks; `differences` between formulas and counts: `name`,
-    `planned` and `counted` bytes.
+    One rank per pipeline rank is run: the first, which has the largest shards.
+
+    - `memory_bytes`: `parameters`, `gradients`, `optimizer`, `activations_and_buffers`; `total` is the peak of the rank
+      with the most.
+    - `peak_memory_pp_rank`: its pipeline rank.
+    - `bytes_sent`, `traffic_bytes`: as in a plan, counted.
+    - `differences`: where formula and count differ: `name`, `planned`, `counted`.
+    - `ranks`: per pipeline rank the bytes held and sent, `calls` of collectives, `operations`, `host_waits` (times that
+      the host waited for a value).
 
     Raises:
         ConfigError: where a rank cannot be run dry, with the reason.

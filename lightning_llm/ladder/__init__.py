@@ -1,1 +1,1 @@
-"""The ladder: the cost of a recipe over model sizes and token counts, fitted, predicted, and graded when it is run."""
+"""The ladder: the cost of a recipe over model sizes and token counts, fitted, predicted and graded."""

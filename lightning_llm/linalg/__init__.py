@@ -1,1 +1,1 @@
-"""Matrix products, casts on use and local shards."""
+"""Matrix products, casts on use, local shards."""

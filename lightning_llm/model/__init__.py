@@ -1,1 +1,1 @@
-"""The decoder and its parts, knowing neither number formats nor ranks."""
+"""The decoder and its parts; independent of number formats and ranks."""

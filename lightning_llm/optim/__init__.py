@@ -1,1 +1,1 @@
-"""Optimizers, learning-rate schedules, and the bytes of their state."""
+"""Optimizers, learning-rate schedules, bytes of their state."""

@@ -1,1 +1,1 @@
-"""All that is known of a run before it starts, without torch: layout, memory, traffic, legality, report."""
+"""Everything known about a run before it starts, without torch: degrees, memory, traffic, time, legality, search."""

@@ -1,1 +1,1 @@
-"""Precision recipes carried out: casts, quantised linears, module rules, lint, loss scaling."""
+"""Execution of precision recipes: casts, quantized linear layers, module rules, lint, loss scaling."""

@@ -1,16 +1,7 @@
-"""Distance of a rounded gradient from the exact one.
+"""Distance of a rounded gradient from the exact one: sums that add up over tensors and batches, and figures of them.
 
-With g the reference, g_k what key k of K gave (K = 1 where nothing is random), e_k = g_k - g, and sums over elements:
-
-    error     mean_k |e_k|^2 / |g|^2
-    SQNR      1 / error in dB
-    cosine    mean_k <g_k, g> / (|g_k| |g|)
-    gain      mean_k <g_k, g> / |g|^2 - 1: below 0, steps along the gradient are too short
-    variance  sum_k |e_k - mean e|^2 / (K - 1) / |g|^2: the spread over keys; 0 for K = 1
-    bias      |E e| / |g|, what no averaging over keys removes. Its square is estimated without bias by the mean of
-              <e_k, e_l> over k != l, (|sum e|^2 - sum |e_k|^2) / (K (K - 1)); for K = 1 the whole error is bias
-    floor     two standard errors of that estimate (for a true bias of 0 the products of different pairs are
-              uncorrelated, so its variance is that of one product over their number): a smaller bias may be zero
+With g the reference, g_k the gradient of key k of K (K = 1 for recipes without random numbers), e_k = g_k - g, and sums
+over elements.
 """
 
 import math
@@ -94,9 +85,19 @@ def compare(reference: Tensor, samples: Sequence[Tensor]) -> Sums:
 
 
 def figures(sums: Sums) -> dict[str, float]:
-    """Return error, sqnr_db (absent where there is no error), cosine, gain, variance, bias, bias_floor.
+    """Return the figures of a comparison; none if the reference is zero throughout or not finite.
 
-    All are absent where the reference is zero throughout: there is nothing to compare with.
+    - `error`: mean_k |e_k|² / |g|²: noise power over signal power. `sqnr_db` is its inverse in dB, absent for no error.
+    - `cosine`: mean_k ⟨g_k, g⟩ / (|g_k| |g|): direction of a single step.
+    - `gain`: mean_k ⟨g_k, g⟩ / |g|² - 1: below 0, steps along the gradient are too short.
+    - `variance`: Σ_k |e_k - ē|² / (K - 1) / |g|², 0 for K = 1: averages out over steps, as the noise of a smaller batch
+      does (Bottou, Curtis and Nocedal, arXiv 1606.04838, section 4); compare it with that noise.
+    - `bias`: |E e| / |g|: does not average out (Tseng et al., arXiv 2502.20586). Its square is estimated by the mean of
+      ⟨e_k, e_l⟩ over k ≠ l, (|Σ e|² - Σ |e_k|²) / (K (K - 1)), an unbiased U-statistic (Hoeffding 1948, doi
+      10.1214/aoms/1177730196); for K = 1 the whole error is bias.
+    - `bias_floor`: two standard errors of that estimate: a smaller bias, printed as `<0.02`, cannot be distinguished
+      from none. More `--keys` lower it. For a true bias of 0 products of different pairs are uncorrelated, so the
+      estimate's variance is that of one product over their number.
     """
     keys, reference = len(sums.errors), sums.reference
     if reference == 0 or not math.isfinite(reference + sum(sums.errors)):

@@ -1,1 +1,1 @@
-"""One run, from a checked config to its exit code: environment, start, resume, assembly, training."""
+"""One run, from a checked plan to its exit code: environment, start, resume, training."""

@@ -1,1 +1,1 @@
-"""`train -m`: the jobs of a sweep checked, started here or by Slurm, watched, and outlined for `plan -m`."""
+"""`train -m`: checks the jobs of a sweep, starts them here or by Slurm, watches them; `plan -m`."""

@@ -1,1 +1,1 @@
-"""Everything a run leaves: its files and their readers, signs of life, provenance, MLflow and other loggers."""
+"""Everything that a run writes, and its readers: run folder, heartbeats, provenance, MLflow and other loggers."""

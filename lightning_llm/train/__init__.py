@@ -1,1 +1,1 @@
-"""The optimizer step, and thin adapters that let Lightning drive it."""
+"""The optimizer step, checkpoints, spikes, and Lightning adapters."""

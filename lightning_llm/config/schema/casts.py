@@ -16,6 +16,35 @@ Scale = Literal["fp32", "power_of_two", "e8m0_ceil", "e8m0_floor", "two_level_e4
 Rounding = Literal["even", "half_away", "half_to_zero", "stochastic", "stochastic_compare"]
 Sign = Annotated[int, Field(ge=-1, le=1)]
 
+SCALE_MEANINGS: dict[Scale, tuple[str, str]] = {
+    "fp32": ("largest number / amax, in fp32", "Transformer Engine, current and block scaling; DeepSeek-V3"),
+    "power_of_two": ("the same, rounded down to a power of two", "Transformer Engine `Float8BlockScaling`"),
+    "e8m0_ceil": (
+        "1 / smallest power of two >= amax / largest number; nothing clips", "Transformer Engine `MXFP8BlockScaling`"
+    ),
+    "e8m0_floor": (
+        "1 / 2^(floor(log2 amax) - largest exponent); the top of a binade clips", "OCP Microscaling v1.0"
+    ),
+    "two_level_e4m3": (
+        "an E4M3 scale per block under one fp32 scale per tensor", "Transformer Engine >= 2.15 `NVFP4BlockScaling`"
+    ),
+    "delayed": ("largest number / amax of earlier steps", "Transformer Engine `DelayedScaling`"),
+    "quest": (
+        "1 / power of two from the block's standard deviation; clips about 7 % of a Gaussian",
+        "Quartet, arXiv 2505.14669",
+    ),
+}  # fmt: skip
+"""Kind of scale -> the factor of a block's elements, and the source that uses it."""
+
+ROUNDING_MEANINGS: dict[Rounding, str] = {
+    "even": "to nearest, ties to even, as hardware casts",
+    "half_away": 'to nearest, ties away from zero (microxcaling\'s "nearest")',
+    "half_to_zero": "to nearest, ties towards zero (Quartet)",
+    "stochastic": "up with the probability of the remainder, by adding `noise_bits` of noise (8 as NVIDIA's `cvt.rs`)",
+    "stochastic_compare": "the same, by comparison with a random number (Quartet)",
+}
+"""Kind of rounding -> how a scaled element becomes a code."""
+
 SCALE_BITS: dict[Scale, int] = {"fp32": 24, "two_level_e4m3": 4}
 """Significant bits of a block's scale; none for powers of two."""
 BF16_BITS = 8
@@ -70,14 +99,17 @@ class CastConfig(Group):
 
     format: Format = Field("high", description="high: stays in compute_dtype")
     block: Block = Field(
-        "tensor", description="elements that share a scale; the last number is along the contraction axis"
+        "tensor",
+        description="elements that share a scale; the last number is along the contraction axis; tails are padded with zeros",
     )
-    scale: Scale = Field("fp32", description="kind of the scale, see docs/reference/precision.md")
-    rounding: Rounding = Field(
-        "even", description="rounding of a scaled element to a code, see docs/reference/precision.md"
-    )
+    scale: Scale = Field("fp32", description="kind of the scale")
+    rounding: Rounding = Field("even", description="rounding of a scaled element to a code")
     noise_bits: Literal[8, 20] = Field(20, description="random bits per element of stochastic rounding")
-    prescale: PositiveFloat = Field(1.0, le=1, description="factor before rounding, divided out after the GEMM")
+    prescale: PositiveFloat = Field(
+        1.0,
+        le=1,
+        description="factor before rounding, divided out after the GEMM; 0.75 keeps stochastic E2M1 from clipping",
+    )
     hadamard: HadamardConfig | None = Field(
         None, description="rotation before the cast; with format high: rotate without rounding"
     )

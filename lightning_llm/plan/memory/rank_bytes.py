@@ -249,29 +249,29 @@ def memory_bytes(plan: Plan, accounting: Accounting = OURS) -> dict[str, int]:
     Kinds are largest at different times, so `total` may be less than their sum. The rank is 0, or in a pipeline one of
     the stage with the most bytes (`peak_memory_pp_rank`).
 
-    - `parameters`, `gradients`, `optimizer`: persistent state, sharded or whole (ZeRO, arXiv 1910.02054, section 5;
-      here masters are fp32 and the 16-bit weights are gathered). `gradients` are the sum in progress.
-    - `teachers`: the weights of `distil.teachers`, whole on each rank.
-    - `unsharded_gradients`: gradients in ZeRO-1 that wait for a stage's last micro-batch of a step.
-    - `tree_gradients`: partial sums that wait for their partner in the tree (`tree_buffers`).
-    - `gathered`: weights gathered by FSDP2: the whole model in ZeRO-1 and 2; in ZeRO-3 the root with head and two
+    - `parameters`, `gradients`, `optimizer`: persistent state: master weights, the gradient sum in progress, state of
+      the optimizer and the training algorithm (ZeRO, arXiv 1910.02054, section 5; here masters are fp32).
+    - `teachers`: weights of `distil.teachers`, whole on each rank.
+    - `unsharded_gradients`: with ZeRO-1, gradients that wait for a stage's last micro-batch.
+    - `tree_gradients`: partial sums of `parallel.reduction=tree` that wait for their partner.
+    - `gathered`: weights gathered by FSDP2: the whole model with ZeRO-1 and 2; with ZeRO-3 the root with head and two
       blocks, or with embedding and one block if that is more.
     - `gather_buffers`: buffers that weights are gathered into, for two consecutive units, and codes until they are
       converted.
-    - `compute_copies`: weights cast on use and kept for the backward pass.
-    - `weight_casts`: quantized weights kept from a step's first micro-batch to its last: 2 bytes per element if
-      emulated, or 4 if the two GEMMs read different numbers.
+    - `compute_copies`: weights cast on use and kept for the backward pass, where FSDP2 does not gather them cast.
+    - `weight_casts`: quantized weights kept within a step (`precision.keep_weight_casts`): 2 bytes per element if
+      emulated, 4 if the two GEMMs read different numbers; native codes.
     - `communication`: send and receive buffers of the largest reduction.
-    - `pipeline_buffers`: posted receives, the last sent gradient, and outputs of micro-batches in flight.
-    - `activations`: tensors saved for backward of the micro-batches in flight (`Part.saved_tensors`); of a recomputed
-      block its input, and with selective checkpointing `selective_bytes_per_token`.
-    - `backward`: temporary bytes of a block's backward pass: recomputed activations, gradients of activations, and
-      gradients of weights before they are reduced.
-    - `logits`: logits of a micro-batch, their gradient, and fp32 copies of a chunk (`model.logit_chunks`); for many
-      logits, one chunk with the gradients of hidden states and head (`model.loss`). They are freed before the first
-      block's backward pass. GPipe keeps those of all micro-batches.
-    - `teacher_logits`: teachers' predictions of a micro-batch, in fp32.
-    - `allocator_reserve`: on a GPU, `ALLOCATOR_RESERVE` of the temporary bytes.
+    - `pipeline_buffers`: posted receives, the last gradient sent, outputs of micro-batches in flight.
+    - `activations`: activations saved for backward of the micro-batches in flight; of a recomputed block its input,
+      with `selective` also the outputs of matrix products and attention.
+    - `backward`: temporary bytes of a block's backward pass: recomputed activations, their gradients, and gradients of
+      its weights before they are reduced.
+    - `logits`: logits of a micro-batch, their gradient and, unless the loss is compiled, an fp32 chunk of 2^27 elements
+      (CPU: 2^19); if they are computed by chunks, one chunk with the gradients of hidden states and head. GPipe keeps
+      those of all micro-batches.
+    - `teacher_logits`: fp32 logits of all teachers for a micro-batch, and one teacher's own at a time.
+    - `allocator_reserve`: on a GPU, 5 % of the memory that is allocated and freed within a step.
     """
     peak = peak_memory(plan, accounting)
     return peak.largest | {"total": peak.total}

@@ -83,11 +83,26 @@ def tokenizer_text(config: Config) -> str:
 
 
 def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
-    """Return the plan as plain data.
+    """Return the plan as plain data, the output of `plan --json`.
 
-    `layers` is a pattern. `memory_bytes` and `memory_peak` follow `accounting`; with `bytes_sent` and `traffic_bytes`
-    they are `describe.cost_facts`. `hardware` is `fit.hardware_facts`, `disk` is `checkpoints.disk_facts`.
-    `step_seconds` and `time` are `time.describe.time_facts`, None without a cluster.
+    - `model`, `parameters`, `layers`, `flops_per_token`, `teacher_flops_per_token`: the model, its pattern of layers,
+      and its cost; FLOPs of teachers are separate.
+    - `layout`, `precision`, `data`, `phases`: the layout with its groups, micro-batches and stages; the six slots and
+      who computes them; the data and its phases.
+    - `step_tokens`, `accumulation`, `total_tokens`, `max_steps`: tokens of a step, micro-batches per rank, length.
+    - `weights`, `tokenizer`: origin of the initial weights and the tokenizer, as text.
+    - `export`, `export_problem`: the transformers class that `export` writes; if null, the reason.
+    - `memory_bytes`: largest bytes of each kind at any time, and `total`, all kinds at the peak.
+    - `memory_peak`: `memory_peak.moment`, `memory_peak.bytes`: when the peak is, and the bytes of each kind then.
+    - `accounting`: the trainer that memory is computed for: `lightning_llm`, `torchtitan` or `megatron`.
+    - `bytes_sent`: bytes that a rank sends per step, by collective.
+    - `traffic_bytes`: mean over ranks, `traffic_bytes.within_nodes` and `traffic_bytes.between_nodes`.
+    - `step_seconds`, `time`: below; null without a cluster.
+    - `hardware`: `memory_bytes` of a device, whether the plan `fits`, `spare_bytes`, a `change` that would make it fit;
+      on a GPU, a `faster` one that fits.
+    - `disk`: `checkpoint_bytes` of one checkpoint, the largest number of `checkpoints` at a time, their `bytes`.
+    - `step_law`: the law that sets rate and batch size, if one is used.
+    - `config_hash`, `run_dir`: the config's hash; the run's folder.
     """
     config = plan.config
     tokens = config.data.global_batch_size * config.data.sequence_length

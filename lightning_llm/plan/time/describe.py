@@ -91,11 +91,25 @@ TIMED = ("bubble_fraction", "tokens_per_second", "mfu", "peak", "run_hours", "as
 def time_facts(plan: Plan) -> dict[str, Any]:
     """Return the time of a step on the config's cluster as data: `step_seconds` and `time`, None without a cluster.
 
-    `step_seconds` has the seconds by part (`PARTS`) of the busiest rank, and their sum `total`, the step's time. `time`
-    has `cluster`; `no_time`, the reason if the step has no time, else None; `bubble_fraction`, the mean fraction of a
-    step that ranks wait for other stages; `tokens_per_second` per device; `mfu`, and the `peak` it refers to as text;
-    `run_hours` of all steps; `assumed`, the assumptions; `published`, the `Ratio` of the layout's family. Without a
-    time, `step_seconds` and all but the first two are None.
+    Without a time, `step_seconds` and all but the first two of `time` are None. Parts that take no time are absent.
+
+    - `step_seconds.total`: one optimizer step of the busiest rank, the sum of the parts below.
+    - `step_seconds.gemm`: linear layers: forward, input gradient, weight gradient, recomputation.
+    - `step_seconds.attention`: mixers without their linear layers.
+    - `step_seconds.memory_bound`: norms, activation functions, rotary positions, residuals, casts, FSDP copies, loss.
+    - `step_seconds.tensor_parallel`, `step_seconds.context_parallel`: their collectives.
+    - `step_seconds.gathers`, `step_seconds.reductions`: FSDP's all-gathers and sums of gradients that nothing overlaps.
+    - `step_seconds.optimizer`: clipping and the update.
+    - `step_seconds.bubble`: waiting for other pipeline stages.
+    - `time.cluster`: name of the cluster.
+    - `time.no_time`: the reason if the step has no time, such as `emulated (REASON)`; else null.
+    - `time.bubble_fraction`: mean fraction of a step that ranks wait for other stages.
+    - `time.tokens_per_second`: per device.
+    - `time.mfu`, `time.peak`: model FLOPs utilization, and the peak that it refers to, as text.
+    - `time.run_hours`: hours of `trainer.max_steps` steps.
+    - `time.assumed`: the assumptions, as text.
+    - `time.published`: published over predicted speed of the layout's family: `family`, `runs`, `low`, `median`,
+      `high`.
     """
     cluster = plan.config.cluster
     if cluster is None:

@@ -1,14 +1,6 @@
-"""Statistics of casts: sums that add up over layers, micro-batches and ranks, and figures from these.
+"""Statistics of casts: sums that add up over layers, micro-batches and ranks, and figures of these (`figures`).
 
-With x the input of a cast (after a rotation), q its result, and sums over finite elements:
-
-    underflow   elements with x != 0 and q = 0, over those with x != 0
-    saturation  elements beyond the format's largest number times their scale, over all
-    SQNR        sum x^2 / sum (q - x)^2, in dB (Widrow and Kollar, "Quantization Noise", 2008, section 3.2)
-    bias        sum sign(x) (q - x) / sum |x|: below 0 magnitudes shrink, by clipping or by rounding to zero
-    scale       1 / the factor of elements: the value of one unit of the format
-
-Blocks of zeros have a scale by convention only and are left out of its range.
+x is the input of a cast (after a rotation), q its result. Sums are over finite elements.
 """
 
 import math
@@ -97,7 +89,23 @@ def _scale_range(multiplier: Tensor, used: Tensor) -> Tensor:
 
 
 def figures(sums: Mapping[str, float], lowest: float, highest: float) -> dict[str, float]:
-    """Return the figures for `SUMS` and the extreme scales; a figure without data is absent."""
+    """Return the figures for `SUMS` and the extreme scales; a figure without data is absent.
+
+    - `underflow_percent`: elements with x ≠ 0 and q = 0, over those with x ≠ 0. A few large elements set the scale. Use
+      scales per block (`mxfp8`, `fp8_subchannel`) or E5M2 for gradients, or keep the layer unquantized.
+    - `saturation_percent`: elements larger than the format's largest number times their scale, over all. Clipping
+      biases: use `e8m0_ceil` for `e8m0_floor`, `prescale: 0.75`, or a shorter history for delayed scaling.
+    - `sqnr_db`: 10 log₁₀ (Σ x² / Σ (q - x)²); each mantissa bit is worth 6 dB (Widrow and Kollár, Quantization Noise,
+      2008, section 3.2). Far below its slot's median there are outliers: rotate (`hadamard`), or keep it unquantized.
+    - `bias`: Σ sign(x) (q - x) / Σ |x|. Below 0 magnitudes shrink, by clipping, underflow or ties. Nearest rounding to
+      four bits is biased in gradients; `stochastic` is not (Gupta et al., arXiv 1502.02551).
+    - `scale_log2_min`, `scale_log2_max`: log₂ of the smallest and largest scale, 1 / the factor of elements; blocks of
+      zeros are left out. This is the range that one scale per tensor would have to cover.
+    - `scales_changed_percent`: scales of weights and of delayed scaling that differ from the previous look. Delayed
+      scales that stay while losses move were frozen by an Inf.
+    - `non_finite`: NaN or Inf elements, which casts turn into numbers. The first is warned of by name; look at the
+      layer before it.
+    """
     made = {"non_finite": sums["non_finite"]}
     if sums["non_zero"]:
         made["underflow_percent"] = 100 * sums["underflowed"] / sums["non_zero"]

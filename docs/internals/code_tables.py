@@ -1,0 +1,69 @@
+"""Generated tables of docs/internals and docs/reference: packages by floor, limits of tests, keys free to differ."""
+
+import ast
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from lightning_llm.compare.runs.differences import FREE, LAYOUT  # noqa: E402
+from tests.parallel.curve_limits import CAST, LIMITS, SHIPPED, Limits  # noqa: E402
+from tests.test_architecture import FLOORS  # noqa: E402
+
+HIDDEN = {"model.name", "data.name", "parallel.name", "precision.name", "trainer.name"}
+"""Free keys that a user never sets: names of the chosen files."""
+
+
+def packages() -> str:
+    """Return every package with its floor and the first sentence of its docstring, the highest floor first."""
+    rows = ["| floor | package | contents |", "|---|---|---|"]
+    for floor, names in reversed(list(enumerate(FLOORS))):
+        rows += [f"| {floor} | `{name}` | {_summary(name)} |" for name in names]
+    return "\n".join([*rows, ""])
+
+
+def _summary(name: str) -> str:
+    folder = ROOT if name == "callbacks" else ROOT / "lightning_llm"
+    file = next(file for file in (folder / name / "__init__.py", folder / f"{name}.py") if file.exists())
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return " ".join(text.partition("\n\n")[0].split()).removesuffix(".")
+
+
+def curve_limits() -> str:
+    """Return the allowed relative differences of `tp` and `cp` from one rank, by precision."""
+    header = [
+        "precision",
+        "losses",
+        "gradient norms",
+        "gradients in step 1, after equal losses",
+        "gradients",
+        "weights",
+    ]
+    limits = [(f"`{name}`", each) for name, each in LIMITS.items()]
+    limits.append(("other recipes, computing in fp32", CAST))
+    limits += [(f"`{name}` as shipped", each) for name, each in SHIPPED.items()]
+    merged: dict[Limits, list[str]] = {}
+    for name, each in limits:
+        merged.setdefault(each, []).append(name)
+    rows = [[", ".join(names), *(f"{value:g}" for value in vars(each).values())] for each, names in merged.items()]
+    return "".join(f"| {' | '.join(row)} |\n" for row in [header, ["---"] * len(header), *rows])
+
+
+def free_keys() -> str:
+    """Return the keys that may differ between compared runs, and those that may if both have a rank's bits."""
+    groups = tuple(key for key in FREE if key.endswith("."))
+    keys = [key for key in FREE if key not in HIDDEN and (key in groups or not key.startswith(groups))]
+    rows = [("any runs", keys), ("runs that both train to the bits of a single rank", LAYOUT)]
+    lines = ["| between | keys |", "| --- | --- |"]
+    for title, names in rows:
+        listed = ", ".join(f"`{key}*`" if key.endswith(".") else f"`{key}`" for key in sorted(names))
+        lines.append(f"| {title} | {listed} |")
+    return "\n".join([*lines, ""])
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "packages": packages,
+    "curve-limits": curve_limits,
+    "free-keys": free_keys,
+}
