@@ -1,13 +1,17 @@
 """Generated tables of docs/internals and docs/reference: packages by floor, limits of tests, keys free to differ."""
 
 import ast
+import re
 import sys
 from collections.abc import Callable
+from inspect import getdoc
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+from lightning_llm.compare.report.write import FILES  # noqa: E402
 from lightning_llm.compare.runs.differences import FREE, LAYOUT  # noqa: E402
+from lightning_llm.config.schema.model import FEED_FORWARDS, MIXERS, NORMS  # noqa: E402
 from tests.parallel.curve_limits import CAST, LIMITS, SHIPPED, Limits  # noqa: E402
 from tests.test_architecture import FLOORS  # noqa: E402
 
@@ -50,6 +54,22 @@ def curve_limits() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in [header, ["---"] * len(header), *rows])
 
 
+def report_files() -> str:
+    """Return the files that `compare` writes, apart from pictures."""
+    rows = [f"| `{name}` | {purpose} |" for name, purpose in {"report.html": "the report", **FILES}.items()]
+    return "\n".join(["| file | content |", "| --- | --- |", *rows, ""])
+
+
+def block_kinds() -> str:
+    """Return the registered mixers, feed-forward networks and norms, each with the first sentence of its class."""
+    rows = ["| part | kind | |", "| --- | --- | --- |"]
+    for registry in (MIXERS, FEED_FORWARDS, NORMS):
+        for kind in registry:
+            text = (getdoc(registry[kind]) or "").partition("\n\n")[0]
+            rows.append(f"| {registry.noun} | `{kind}` | {re.split(r'[.](?= [A-Z`]|$)', ' '.join(text.split()))[0]} |")
+    return "\n".join([*rows, ""])
+
+
 def free_keys() -> str:
     """Return the keys that may differ between compared runs, and those that may if both have a rank's bits."""
     groups = tuple(key for key in FREE if key.endswith("."))
@@ -66,4 +86,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "packages": packages,
     "curve-limits": curve_limits,
     "free-keys": free_keys,
+    "report-files": report_files,
+    "block-kinds": block_kinds,
 }

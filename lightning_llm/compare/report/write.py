@@ -20,18 +20,18 @@ from lightning_llm.compare.report.pictures import pictures_of
 from lightning_llm.compare.report.tables import NOTHING, Supplement, curves_csv, tables_of, verdicts_csv
 
 FILES = {
-    "verdicts.csv": "the tables in full",
-    "curves.csv": "the curves of differences",
+    "verdicts.csv": "the tables with all digits",
+    "curves.csv": "the gaps along the run",
     "verdicts.tex": "the table for LaTeX",
     "sources.tex": "the gaps by source for LaTeX",
     "methods.tex": "the methods for LaTeX",
     "references.bib": "the references of the methods",
-    "pairs.csv": "the gaps of all pairs",
-    "pairs.tex": "the same for LaTeX",
-    "ladder.csv": "the ladder: gaps over sizes and tokens",
-    "ladder.tex": "the same for LaTeX",
+    "pairs.csv": "the gaps of all pairs (--all-pairs)",
+    "pairs.tex": "the gaps of all pairs for LaTeX",
+    "ladder.csv": "the ladder: gaps over sizes and tokens (--ladder)",
+    "ladder.tex": "the ladder for LaTeX",
     "report.tex": "a document with everything for LaTeX",
-    "compare.json": "everything for programs",
+    "compare.json": "everything for programs, the output of --json",
 }
 """Files written together with `report.html`, and their purposes; the pictures, `figure-*.svg` and `.pdf`, are not
 listed."""

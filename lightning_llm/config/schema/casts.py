@@ -100,7 +100,7 @@ class CastConfig(Group):
     format: Format = Field("high", description="high: stays in compute_dtype")
     block: Block = Field(
         "tensor",
-        description="elements that share a scale; the last number is along the contraction axis; tails are padded with zeros",
+        description="elements that share a scale; the last number is along the contraction axis (zero-padded)",
     )
     scale: Scale = Field("fp32", description="kind of the scale")
     rounding: Rounding = Field("even", description="rounding of a scaled element to a code")
@@ -108,7 +108,7 @@ class CastConfig(Group):
     prescale: PositiveFloat = Field(
         1.0,
         le=1,
-        description="factor before rounding, divided out after the GEMM; 0.75 keeps stochastic E2M1 from clipping",
+        description="factor before rounding, divided out after the GEMM; 0.75: stochastic E2M1 cannot clip",
     )
     hadamard: HadamardConfig | None = Field(
         None, description="rotation before the cast; with format high: rotate without rounding"
