@@ -95,6 +95,10 @@ class Throughput(pl.Callback):
         pl_module.step_record.update(record)
         self._previous_end = end
 
+    def exclude(self, seconds: float) -> None:
+        """Exclude `seconds` since the last step, which another callback took, from the next step's time."""
+        self._previous_end += seconds
+
     def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Stop the step's clock while a validation runs."""
         self._validation_start = time.perf_counter()

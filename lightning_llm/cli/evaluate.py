@@ -6,6 +6,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_llm.base.terminal import new_console, show_progress
 from lightning_llm.cli.output_path import file_problems
 from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
 from lightning_llm.evaluate.merge import Merge, merge
+from lightning_llm.evaluate.over_time import evaluate_over_time, trend_problems, trend_table
 from lightning_llm.evaluate.request import LAYOUT_WORD, EvaluationRequest, checked_request
 from lightning_llm.run.launch.environment import is_first_rank, rank_environment
 from lightning_llm.run.launch.torch_agent import STOP_SECONDS, as_rank, launch_reported
@@ -52,10 +54,38 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if rank_environment() is not None:
         return _rank(only, asked, arguments)
     try:
+        if arguments.all_checkpoints:
+            return _all_checkpoints(only, arguments, asked)
         done = evaluated(only, output=arguments.output, **asked)
     except RanksFailedError as error:
         return error.code
     _say(done, arguments.json)
+    return 0
+
+
+def _all_checkpoints(path: Path | None, arguments: argparse.Namespace, asked: dict[str, Any]) -> int:
+    """Evaluate every checkpoint of a run; print the table over steps and return 0, or 2 if a checkpoint is damaged.
+
+    Raises:
+        ConfigError: an argument is invalid, or the run has no checkpoint.
+    """
+    problems = trend_problems(path, average=asked["average"], ensemble=asked["ensemble"], output=arguments.output)
+    request = None
+    if not problems and path is not None:
+        with gathered(problems):
+            request = checked_request(path, **asked)
+    if problems or request is None:
+        raise ConfigError(problems)
+    trend = evaluate_over_time(request, lambda each: _evaluate(each, None, asked), partial(print, file=sys.stderr))
+    if arguments.json:
+        print(json.dumps(trend.as_data(), indent=1))
+    else:
+        new_console().print(trend_table(trend))
+    for line in trend.notes:
+        print(line, file=sys.stderr)
+    print(f"written    {trend.picture}", file=sys.stderr)
+    if trend.damaged:
+        raise ConfigError([Problem(str(folder), f"{why}.") for folder, why in trend.damaged.items()])
     return 0
 
 
@@ -78,6 +108,11 @@ def evaluated(path: Path | None, *, output: Path | None = None, **asked: Any) ->
         request = checked_request(path, **asked)
     if problems or request is None:
         raise ConfigError(problems)
+    return _evaluate(request, output, asked)
+
+
+def _evaluate(request: EvaluationRequest, output: Path | None, asked: Mapping[str, Any]) -> Evaluation:
+    """Evaluate in this process, or in ranks started for it; `asked` has the arguments that `request` was made of."""
     if request.degrees.world == 1:
         return evaluate_models(request, output)
     trainer, world = request.subjects[0].config.trainer, request.degrees.world
@@ -157,6 +192,7 @@ def _merge(arguments: argparse.Namespace) -> int:
     """
     beside = {
         "PATH": arguments.path,
+        "--all-checkpoints": arguments.all_checkpoints,
         "--average": arguments.average,
         "--ensemble": arguments.ensemble,
         "--tasks": arguments.tasks,

@@ -166,6 +166,8 @@ def evaluate(parser: ArgumentParser) -> None:
     add("--data", action="append", default=[], metavar="KEY=VALUE", help=text)
     text = "use the first N samples of each task; below 1, that fraction of them"
     add("--limit", type=float, metavar="N", help=text)
+    text = "evaluate every checkpoint of the run PATH, without those that this request has evaluated; plots the trend"
+    add("--all-checkpoints", action="store_true", help=text)
     text = "evaluate the average of these weights and PATH's"
     add("--average", nargs="+", type=Path, default=[], metavar="PATH", help=text)
     text = "evaluate the average of the predictions of these models and PATH's"

@@ -16,7 +16,13 @@ from lightning_llm.config.workspace import default_outputs
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.evaluate.request import EvaluationRequest
-from lightning_llm.evaluate.validation import EnsembleGain, TrainedModel, ensemble_gain, validation_losses
+from lightning_llm.evaluate.validation import (
+    EnsembleGain,
+    TrainedModel,
+    ensemble_gain,
+    losses_as_metrics,
+    validation_losses,
+)
 from lightning_llm.evaluate.weights import AverageWeights, decoder_of, sharded_decoder_of, tokenizer_of
 from lightning_llm.model.ensemble import COMBINATIONS, Combine, Ensemble
 from lightning_llm.model.weights.load import InitialWeights, whole_state
@@ -185,13 +191,9 @@ def _losses(weights: Parts, corpus: Corpus | None, layout: Layout, device: torch
     if corpus is None:
         return {}
     models = [TrainedModel.from_subject(subject, initial, layout, device) for subject, initial in weights]
-    losses = validation_losses(models, weights[0][0], corpus, device, combine, _progress("validation"))
-    found = Metrics()
-    for name, value in losses.items():
-        source = name.partition("/")[2]  # "val_loss/prose" and its like are of one source
-        scored = corpus.source_fingerprints[source] if source else corpus.validation_fingerprint
-        found[name] = {"value": value, "higher_is_better": False, "of": f"validation data {scored}"}
-    return found
+    errors: dict[str, float] = {}
+    losses = validation_losses(models, weights[0][0], corpus, device, combine, _progress("validation"), errors)
+    return losses_as_metrics(losses, errors, corpus)
 
 
 def _gain(weights: Parts, corpus: Corpus | None, layout: Layout, device: torch.device) -> EnsembleGain | None:
@@ -223,15 +225,7 @@ def _task_results(
     for note in ignored if is_first_rank() else ():
         print(f"note   {note}", file=sys.stderr)
     own = OwnModel(model, tokenizer_of(first), device, request.batch_size, first.weights.end_tokens, defaults)
-    limit = _words_of(request.limit)
-    found = request.tasks.results(own, request.limit)
-    return {name: {**each, "of": f"version {each['version']}, {limit}"} for name, each in found.items()}
-
-
-def _words_of(limit: float | None) -> str:
-    if limit is None:
-        return "all samples"
-    return f"the first {limit:g} of the samples" if limit < 1 else f"the first {limit:.0f} samples"
+    return request.tasks.metrics(own, request.limit)
 
 
 def _write(request: EvaluationRequest, done: Evaluation, output: Path | None) -> Path:
@@ -240,7 +234,7 @@ def _write(request: EvaluationRequest, done: Evaluation, output: Path | None) ->
     if not request.how and first.checkpoint is not None and output is None:
         unknown = [name for name, value in _with_nulls(done.metrics).items() if value is None]
         ended = state_of(first.folder) != "running"
-        file = record_evaluation(first.folder, first.checkpoint.step, done.metrics, ended, unknown)
+        file = record_evaluation(first.folder, first.checkpoint.step, done.metrics, ended, unknown, request.digest)
         from lightning_llm.tracking.mlflow.tracker import track_evaluations
 
         if problem := track_evaluations(first.config, first.folder):

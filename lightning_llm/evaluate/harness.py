@@ -242,6 +242,12 @@ class Tasks:
         if problems:
             raise ConfigError(problems)
 
+    def metrics(self, model: OwnModel, limit: float | None) -> dict[str, dict[str, Any]]:
+        """Return `results` as entries of an evaluation, each with `of`: the task's version and limit."""
+        samples = _samples_text(limit)
+        found = self.results(model, limit)
+        return {name: {**each, "of": f"version {each['version']}, {samples}"} for name, each in found.items()}
+
     def results(self, model: OwnModel, limit: float | None) -> dict[str, dict[str, Any]]:
         """Return by "TASK/METRIC": its `value`, `stderr` (None if there is none), `higher_is_better` and `samples`.
 
@@ -271,6 +277,12 @@ class Tasks:
                     "version": everything.get("versions", {}).get(task),
                 }
         return found
+
+
+def _samples_text(limit: float | None) -> str:
+    if limit is None:
+        return "all samples"
+    return f"the first {limit:g} of the samples" if limit < 1 else f"the first {limit:.0f} samples"
 
 
 def _settings_problems(tasks: Mapping[str, Any]) -> Iterator[Problem]:

@@ -1,11 +1,13 @@
 """Requests to `evaluate`, checked: every problem is reported at once, before weights are read."""
 
 import importlib.util
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +22,7 @@ from lightning_llm.evaluate.weights import check_dtype, check_members, tokenizer
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.degrees import Degrees, resolve_degrees
 from lightning_llm.plan.divisibility import sharding_problems
+from lightning_llm.plan.evaluation import INSTALL, task_problems
 from lightning_llm.plan.nodes import with_reduction
 from lightning_llm.run.launch.environment import adopt_world
 from lightning_llm.run.subject import Subject, device_of, find_subject
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
 
 LAYOUT_WORD = re.compile(r"(parallel(\.\w+)?|trainer\.devices|world)=.*", re.DOTALL)
 """An override of the layout; never matches a path."""
-INSTALL = "pip install 'lightning-llm[eval]'"
 WHOLE_FILE_SHARE = 0.9
 """Of the documents of --data KIND=FILE: all but a tenth, which a corpus keeps to train on."""
 
@@ -55,9 +57,34 @@ class EvaluationRequest:
     degrees: Degrees
 
     @property
+    def digest(self) -> str:
+        """16 hex digits of the weights, data, tasks and settings: equal requests have equal results."""
+        files = [Path(word) for word in (self.tasks.words if self.tasks else ()) if Path(word).is_file()]
+        own = self.subjects[0].config.data  # its global batch is that of the layout
+        data = own.model_dump(mode="json", exclude={"global_batch_size"}) if self.validates else None
+        texts = [Path(each["path"]) for each in (data or {}).get("sources", {}).values() if each.get("path")]
+        about = {
+            "weights": [subject.checkpoint.digest for subject in self.subjects if subject.checkpoint],
+            "data": data,
+            "text": [_changes(each) for each in texts],
+            "tasks": [*(self.tasks.words if self.tasks else ()), *(_changes(each) for each in files)],
+            "limit": self.limit,
+            "compute_dtype": self.compute_dtype,
+        }
+        return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    @property
     def members(self) -> list[str]:
         """The folders that weights are read from."""
         return [str(subject.weights.path) for subject in self.subjects]
+
+
+def _changes(file: Path) -> list[Any]:
+    """Return the facts of a file that change when it is written; [] if there is none of that name."""
+    if not file.is_file():
+        return []
+    state = file.stat()
+    return [str(file.resolve()), state.st_size, state.st_mtime_ns]
 
 
 def checked_request(
@@ -112,7 +139,7 @@ def checked_request(
     with gathered(problems):
         check_dtype(compute_dtype)
     with gathered(problems):
-        read = _tasks(names, read=bool(subjects)) if names else None
+        read = read_tasks(names, read=bool(subjects)) if names else None
     if problems or where is None:
         raise ConfigError(list(dict.fromkeys(problems)))
     how = "average" if average else "ensemble" if ensemble else ""
@@ -212,7 +239,7 @@ def _with_files(subject: Subject, files: Mapping[str, Path], words: Sequence[str
     return replace(subject, config=subject.config.model_copy(update={"data": data}))
 
 
-def _tasks(names: Sequence[str], read: bool) -> "Tasks | None":
+def read_tasks(names: Sequence[str], read: bool = True) -> "Tasks | None":
     """Return the tasks; where the rest is wrong anyway they are not `read`, which takes seconds, but looked for."""
     files = {name: Path(name).expanduser() for name in names if name.endswith((".yaml", ".yml"))}
     if missing := [Problem("--tasks", f"{file} is not a file.") for file in files.values() if not file.is_file()]:
@@ -291,15 +318,3 @@ def spread(config: Config, made: Config) -> tuple[Config, Degrees]:
     if problems:
         raise ConfigError(problems)
     return with_reduction(whole, degrees), degrees
-
-
-def task_problems(config: Config, degrees: Degrees) -> list[Problem]:
-    """Return problems of sharing the tokens of a task's longest texts among ranks."""
-    length = config.model.max_sequence_length
-    shares = (2 * degrees.sequence if degrees.sequence > 1 else 1) * (
-        degrees.width if config.parallel.sequence_parallel else 1
-    )
-    if length % shares == 0:
-        return []
-    text = f"is {length}, not a multiple of the {shares} parts of a text shared by ranks. Change parallel.cp or tp."
-    return [Problem("model.max_sequence_length", text)]

@@ -23,9 +23,10 @@ from lightning_llm.model.loss import IGNORED_LABEL
 from lightning_llm.parallel.apply import InitialSlice
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.run.subject import Subject, delayed_state
+from lightning_llm.tracking.evaluations import Metrics
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import Quantisation
-from lightning_llm.train.validation import Validation
+from lightning_llm.train.validation import VIEWS, Validation
 
 CONFIDENCE = 0.95
 
@@ -100,12 +101,14 @@ def validation_losses(
     device: torch.device,
     combine: Combine = "probabilities",
     progress: Callable[[int, int], None] = lambda done, of: None,
+    errors: dict[str, float] | None = None,
 ) -> dict[str, float]:
     """Return the mean losses in nats per token as a run records them ("val_loss", "val_loss/SOURCE", ...).
 
     And of `val_loss`, per byte of text: "bits_per_byte" and "byte_perplexity", also per source; left out where the
     bytes are unknown, see `Corpus.validation_text`. The loss of a document's end counts. The same on every rank of the
-    model's layout; several models lie in this process each. Collective.
+    model's layout; several models lie in this process each. Collective. `errors` receives the standard errors of the
+    losses in one process, see `standard_errors`.
     """
     parallel = models[0].parallel
     if len(models) > 1:
@@ -116,11 +119,47 @@ def validation_losses(
     validation.begin()
     size = subject.config.data.micro_batch_size
     batches = list(corpus.validation_batches(size, layout.dp_rank, layout.degrees.dp))
+    totals = [validation.sums.clone()]
     for index, batch in enumerate(batches):
         validation.add(batch.to(device), index, models[0].step)
+        totals.append(validation.sums.clone())
         progress(index + 1, len(batches))
     losses: dict[str, float] = validation.finish()
+    if errors is not None and layout.mesh is None:
+        errors |= standard_errors(torch.stack(totals).diff(dim=0).cpu(), corpus.names, watched)
     return losses | _per_byte(losses, corpus.validation_text(), watched)
+
+
+def losses_as_metrics(losses: Mapping[str, float], errors: Mapping[str, float], corpus: Corpus) -> Metrics:
+    """Return losses as entries of an evaluation, with the identity of their data and their standard `errors`."""
+    found = Metrics()
+    for name, value in losses.items():
+        source = name.partition("/")[2]  # "val_loss/prose" and its like are of one source
+        scored = corpus.source_fingerprints[source] if source else corpus.validation_fingerprint
+        found[name] = {"value": value, "higher_is_better": False, "of": f"validation data {scored}"}
+        found[name] |= {"stderr": errors[name]} if name in errors else {}
+    return found
+
+
+def standard_errors(parts: Tensor, names: Sequence[str], watched: Collection[str]) -> dict[str, float]:
+    """Return the standard error of each loss, nats per token, with each batch as one draw of text.
+
+    `parts`: sums of losses and counts of tokens by batch, view and source, fp64 [batches, views, sources, 2]. A loss is
+    a ratio r of two sums; its variance is n / (n - 1) sum (l - r c)^2 / (sum c)^2 over the n batches with tokens (W. G.
+    Cochran, Sampling Techniques, 1977, 6.4). Losses of fewer than two batches have none.
+    """
+    trained = torch.tensor([name not in watched for name in names])
+    found: dict[str, float] = {}
+    for place, view in enumerate(VIEWS):
+        own = parts[:, place]  # [batches, sources, 2]
+        averaged = own[:, trained] if own[:, trained, 1].sum() else own
+        columns = {view: averaged.sum(1), **{f"{view}/{name}": own[:, i] for i, name in enumerate(names)}}
+        for key, column in columns.items():
+            losses, counts = column[column[:, 1] > 0].T  # [batches] each
+            if (number := len(counts)) > 1:
+                residuals = losses - losses.sum() / counts.sum() * counts
+                found[key] = math.sqrt(number / (number - 1) * float(residuals.square().sum())) / float(counts.sum())
+    return found
 
 
 def _per_byte(

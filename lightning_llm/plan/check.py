@@ -18,6 +18,7 @@ from lightning_llm.plan.checkpoints import retention_problems
 from lightning_llm.plan.cluster import cluster_rules
 from lightning_llm.plan.degrees import Degrees, checkpointing_problems, fit_problems
 from lightning_llm.plan.divisibility import sharding_problems
+from lightning_llm.plan.evaluation import evaluation_problems
 from lightning_llm.plan.memory.weight_casts import parameter_gather_problems, weight_cast_problems
 from lightning_llm.plan.resolve import DerivedConfig, Plan, compiler_failure
 from lightning_llm.plan.teachers import teacher_problems
@@ -59,6 +60,7 @@ def config_problems(derived: DerivedConfig) -> list[Problem]:
         lambda: teacher_problems(config, derived.likely_degrees),
         lambda: attention_kernel_problems(derived),
         lambda: monitor_problems(config),
+        lambda: evaluation_problems(config, derived.likely_degrees),
         lambda: run_path_problems(config),
         lambda: secret_problems(config),
         lambda: tracking_problems(config),

@@ -3,7 +3,7 @@
     {"step": 4, "metrics": {"hellaswag/acc": {"value": 0.31, "higher_is_better": true, "of": "...", ...}, ...}}
 
 `of` identifies the data (the data's fingerprint, or the task's version and limit). Numbers of a metric are comparable
-only if it is equal.
+only if it is equal. `requests`: {digest of a request: its metrics}, of requests with all their metrics in the file.
 """
 
 import json
@@ -42,20 +42,28 @@ def _number(value: Any) -> float:
 
 
 def record_evaluation(
-    folder: Path, step: int, metrics: Mapping[str, Mapping[str, Any]], ended: bool, unknown: Collection[str] = ()
+    folder: Path,
+    step: int,
+    metrics: Mapping[str, Mapping[str, Any]],
+    ended: bool,
+    unknown: Collection[str] = (),
+    request: str | None = None,
 ) -> Path:
     """Add `metrics` to those of `step` atomically, replacing those of the same names; return the file.
 
     Earlier values of metrics that are now `unknown` are removed. The metrics of the newest step are also written to the
-    summary as "eval/NAME" if the run has `ended`; otherwise the training process owns the summary. Raises ValueError if
-    an existing file is damaged.
+    summary as "eval/NAME" if the run has `ended`; otherwise the training process owns the summary. `request`: digest of
+    the request that measured them. Raises ValueError if an existing file is damaged.
     """
     known = read_evaluations(folder)
     earlier = {name: each for name, each in known.get(step, {}).items() if name not in unknown}
     known[step] = {**earlier, **{name: dict(each) for name, each in metrics.items()}}
     file = folder / FOLDER / f"step={step}.json"
     file.parent.mkdir(exist_ok=True)
-    write_json(file, {"step": step, "metrics": known[step]})
+    replaced = {*metrics, *unknown}
+    whole = {each: names for each, names in recorded_requests(folder, step).items() if not replaced & {*names}}
+    whole |= {request: sorted(metrics)} if request else {}
+    write_json(file, {"step": step, "metrics": known[step], "requests": whole})
     summary = summary_of(folder)
     if summary and ended:
         kept = {key: value for key, value in summary.items() if not key.startswith(PREFIX)}
@@ -63,6 +71,13 @@ def record_evaluation(
         values = {f"{PREFIX}{name}": each["value"] for name, each in sorted(known[newest].items())}
         write_json(folder / "summary.json", {**kept, f"{PREFIX}step": newest, **values})
     return file
+
+
+def recorded_requests(folder: Path, step: int) -> dict[str, list[str]]:
+    """Return {digest of a request: its metrics} of the requests that were evaluated at `step`."""
+    file = folder / FOLDER / f"step={step}.json"
+    found = json.loads(file.read_text(encoding="utf-8")).get("requests") if file.is_file() else None
+    return {str(each): list(names) for each, names in found.items()} if isinstance(found, dict) else {}
 
 
 def evaluation_points(folder: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Validation loss of fixed batches, per view of the weights and per source, under every layout."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,22 +28,25 @@ class Validation:
     """Sources that are not trained on, and excluded from the mean over sources."""
     device: torch.device
 
+    sums: Tensor = field(init=False, repr=False)
+    """Sums of losses and counts of tokens so far, fp64 [views, sources, 2]."""
+
     def begin(self) -> None:
         """Start a pass over the validation batches."""
         shape = len(VIEWS), len(self.source_names), 2
-        self._sums = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        self.sums = torch.zeros(shape, dtype=torch.float64, device=self.device)
 
     def add(self, batch: ValidationBatch, batch_index: int, step: int) -> None:
         """Add the loss of this rank's batch number `batch_index` with the weights after `step` steps."""
         model, layout, quantisation = self.parallel.model, self.parallel.layout, self.parallel.quantisation
         index = batch_index * layout.degrees.dp + layout.dp_rank  # global index, independent of the number of ranks
         quantisation.begin_validation_batch(model, step, index)
-        self._score(batch, self._sums[0])
+        self._score(batch, self.sums[0])
         if quantisation.changes_forward:
             with quantisation.high_precision(model):
-                self._score(batch, self._sums[1])
+                self._score(batch, self.sums[1])
         elif quantisation.recipe.quantises:
-            self._sums[1] = self._sums[0]  # both views have the same forward pass
+            self.sums[1] = self.sums[0]  # both views have the same forward pass
 
     def _score(self, batch: ValidationBatch, sums: Tensor) -> None:
         parallel, whole = self.parallel, (batch.tokens, batch.labels, batch.document_ids)
@@ -63,7 +66,7 @@ class Validation:
         """
         # Sums of fp32 numbers of similar size are exact in fp64, so the order of ranks does not matter.
         # Pipeline stages before the last have zeros; ranks that share a sequence each have some of its tokens.
-        sums = self.parallel.layout.reduce(self._sums, ReduceOp.SUM, "dp", "sequence", "layers").cpu()
+        sums = self.parallel.layout.reduce(self.sums, ReduceOp.SUM, "dp", "sequence", "layers").cpu()
         for sync in self.parallel.syncs:
             reshard(sync.model)  # a forward pass without a backward pass leaves parameters gathered
         losses: dict[str, Any] = {}

@@ -28,6 +28,7 @@ from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.generate import Sampler
 from lightning_llm.run.subject import find_subject, read_weights
 from lightning_llm.tracking.files import summary_of
+from tests.evaluate.choice_task import choice_task
 from tests.messages import missing
 from tests.model.huggingface_states import huggingface_config, to_huggingface
 
@@ -166,18 +167,7 @@ def test_an_ensemble_of_a_model_with_itself_is_that_model(models, trained):
 
 @pytest.fixture
 def task(tmp_path) -> Path:
-    """A multiple-choice task with its documents, as a user writes one."""
-    documents = [{"q": "the of", "choices": [" and to", " not he"], "gold": i % 2} for i in range(6)]
-    (tmp_path / "documents.jsonl").write_text("".join(json.dumps(each) + "\n" for each in documents))
-    file = tmp_path / "my_choice.yaml"
-    file.write_text(
-        f"task: my_choice\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path}/documents.jsonl\n"
-        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_target: '{{gold}}'\n"
-        "doc_to_choice: '{{choices}}'\nmetric_list:\n  - metric: acc\n    aggregation: mean\n"
-        "    higher_is_better: true\n"
-        "metadata:\n  version: 1.0\n"
-    )
-    return file
+    return choice_task(tmp_path)
 
 
 def test_a_task_of_ones_own_offline(trained, task, tmp_path, capsys, monkeypatch):

@@ -1,0 +1,194 @@
+"""Evaluation over time: every checkpoint of a run, the table over steps and the picture of the trend.
+
+Each checkpoint is written when it is done (`evaluation/step=N.json`), so an interrupted evaluation continues with the
+next one. `compare --metric eval/NAME` reads the same files as a curve.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.evaluate.evaluation import Evaluation
+from lightning_llm.evaluate.request import EvaluationRequest
+from lightning_llm.run.subject import Subject
+from lightning_llm.tracking.evaluations import FOLDER, Metrics, read_evaluations, recorded_requests
+from lightning_llm.train.checkpoint.manifest import DamagedError, open_checkpoint, step_folders, step_of
+from lightning_llm.train.checkpoint.verification import content_damage
+from lightning_llm.train.checkpoint.weights import CheckpointWeights
+
+PICTURE = "trend.svg"
+STANDARD_ERRORS = 1.96
+"""Standard errors on each side of a value: an interval of 95 %, if the error is normal."""
+COLUMNS = 3
+MOST_PANELS = 30
+
+
+@dataclass(frozen=True)
+class Trend:
+    """The `metrics` of a run by step, also of checkpoints that are gone; the step's tokens are `step_tokens` each.
+
+    `names`: the metrics of this request. `evaluated`, `skipped`: steps evaluated now, and before by the same request;
+    `deleted`: steps that were saved and whose checkpoints are gone; `damaged`: {folder: reason}.
+    """
+
+    folder: Path
+    step_tokens: int
+    names: tuple[str, ...]
+    metrics: dict[int, Metrics]
+    evaluated: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()
+    deleted: tuple[int, ...] = ()
+    damaged: dict[Path, str] = field(default_factory=dict)
+
+    @property
+    def picture(self) -> Path:
+        """File of the picture."""
+        return self.folder / FOLDER / PICTURE
+
+    @property
+    def notes(self) -> list[str]:
+        """Checkpoints that were not evaluated, and why."""
+        found = []
+        if self.skipped:
+            found.append(f"note   already evaluated by this request: steps {_listed(self.skipped)}")
+        if self.deleted:
+            found.append(
+                f"note   deleted by retention, so not evaluated: steps {_listed(self.deleted)}. Keep checkpoints with "
+                "checkpoint.keep_every or checkpoint.keep_last, or use callbacks=evaluate"
+            )
+        return found
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the data that --json prints."""
+        steps = [
+            {"step": step, "tokens": step * self.step_tokens, "evaluated": step in self.evaluated, "metrics": metrics}
+            for step, metrics in self.metrics.items()
+        ]
+        return {
+            "run": str(self.folder),
+            "steps": steps,
+            "deleted": list(self.deleted),
+            "damaged": [str(folder) for folder in self.damaged],
+            "picture": str(self.picture),
+        }
+
+
+def trend_problems(path: Path | None, *, average: Sequence[Any], ensemble: Sequence[Any], output: Any) -> list[Problem]:
+    """Return the problems of the arguments beside --all-checkpoints."""
+    given = {"--average": average, "--ensemble": ensemble, "--output": output}
+    text = "cannot be used with --all-checkpoints, which writes into the run's evaluation/. Remove it."
+    problems = [Problem(flag, text) for flag, value in given.items() if value]
+    if path is None or not (path.expanduser() / "config.yaml").is_file():
+        problems.append(Problem("--all-checkpoints", f"needs the folder of a run as PATH, got {path or 'none'}."))
+    return problems
+
+
+def evaluate_over_time(
+    request: EvaluationRequest, evaluate: Callable[[EvaluationRequest], Evaluation], say: Callable[[str], None]
+) -> Trend:
+    """Evaluate every checkpoint of the run of `request`, the newest one's, and return the trend.
+
+    Args:
+        request: of the run's newest checkpoint; the others are evaluated likewise.
+        evaluate: evaluates one checkpoint and writes its results into the run's folder.
+        say: prints a line per checkpoint.
+
+    Raises:
+        ConfigError: an input of a checkpoint cannot be read.
+    """
+    newest = request.subjects[0]
+    folder = newest.folder
+    evaluated, skipped, damaged = [], [], dict[Path, str]()
+    names: dict[str, None] = {}
+    for path in reversed(step_folders(folder / "checkpoints")):
+        try:
+            one = replace(request, subjects=[_subject_at(newest, path)])
+            known = recorded_requests(folder, step_of(path)).get(one.digest)
+            if known is None:
+                if damage := content_damage(open_checkpoint(path)):
+                    raise DamagedError(*damage)
+                known = list(evaluate(one).metrics)
+                evaluated.append(step_of(path))
+                say(f"step={step_of(path)} evaluated")
+            else:
+                skipped.append(step_of(path))
+        except (DamagedError, ConfigError) as error:
+            if not path.is_dir():  # the training run has deleted it since
+                continue
+            if isinstance(error, ConfigError) and not any(each.key.startswith(str(path)) for each in error.problems):
+                raise
+            damaged[path] = _first_line(error)
+            continue
+        names |= dict.fromkeys(known)
+    saved = newest.config.checkpoint.every_steps
+    there = {step_of(path) for path in step_folders(folder / "checkpoints")}
+    deleted = [step for step in range(saved, max(there, default=0), saved) if step not in there] if saved else []
+    data = newest.config.data
+    tokens = data.global_batch_size * data.sequence_length
+    metrics = {
+        step: {name: each for name, each in its.items() if name in names}
+        for step, its in read_evaluations(folder).items()
+    }
+    metrics = {step: its for step, its in metrics.items() if its}
+    trend = Trend(folder, tokens, tuple(names), metrics, tuple(evaluated), tuple(skipped), tuple(deleted), damaged)
+    if metrics:
+        draw_trend(trend)
+    return trend
+
+
+def _subject_at(newest: Subject, folder: Path) -> Subject:
+    return replace(newest, weights=CheckpointWeights(open_checkpoint(folder), newest.config.model))
+
+
+def _first_line(error: Exception) -> str:
+    text = error.problems[0].text if isinstance(error, ConfigError) else str(error)
+    return (text.splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps))
+
+
+def trend_table(trend: Trend) -> Table:
+    """Return the table of the metrics by step, each with its standard error if it is known."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("step", "tokens", *trend.names):
+        table.add_column(name, justify="right", overflow="fold")
+    for step, metrics in trend.metrics.items():
+        table.add_row(str(step), f"{step * trend.step_tokens:,}", *(_cell(metrics.get(name)) for name in trend.names))
+    return table
+
+
+def _cell(metric: Mapping[str, Any] | None) -> str:
+    if metric is None:
+        return "-"
+    error = metric.get("stderr")
+    return f"{metric['value']:.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def draw_trend(trend: Trend) -> None:
+    """Draw each metric over tokens, with intervals of 95 % if its standard error is known, to the run's folder."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG  # not pyplot: it keeps global state
+    from matplotlib.figure import Figure
+
+    names = trend.names[:MOST_PANELS]
+    rows = math.ceil(len(names) / COLUMNS)
+    figure = Figure(figsize=(4 * min(len(names), COLUMNS), 2.6 * rows), layout="constrained")
+    FigureCanvasSVG(figure)
+    for place, name in enumerate(names, 1):
+        axes = figure.add_subplot(rows, min(len(names), COLUMNS), place)
+        points = [(step * trend.step_tokens, each[name]) for step, each in trend.metrics.items() if name in each]
+        errors = [STANDARD_ERRORS * (each.get("stderr") or 0.0) for _, each in points]
+        axes.errorbar(
+            [tokens for tokens, _ in points], [each["value"] for _, each in points], errors,
+            marker="o", markersize=3, linewidth=1, capsize=2,
+        )  # fmt: skip
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("tokens", fontsize=8)
+        axes.tick_params(labelsize=8)
+    figure.savefig(trend.picture, metadata={"Date": None})
