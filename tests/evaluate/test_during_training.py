@@ -81,7 +81,12 @@ def test_resumed_runs_and_checkpoints_have_the_same_numbers(tmp_path, small_run,
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "zero3", "tp", "pp", "cp"])
 def test_every_layout_evaluates(layout, tmp_path, small_run, offline):
-    words = ("trainer.max_steps=2", "model.max_sequence_length=128", "trainer.validate_every_steps=2")
+    words = (
+        "trainer.max_steps=2",
+        "model.max_sequence_length=128",
+        "trainer.validate_every_steps=2",
+        "model.num_kv_heads=2",
+    )
     layout_words = (f"parallel={layout}", "trainer.devices=2")
     plain = run_of(small_run(tmp_path / "plain", *words, *layout_words))
     run = run_of(small_run(tmp_path, *words, *layout_words, evaluating(tmp_path)))
