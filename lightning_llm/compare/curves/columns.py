@@ -48,6 +48,8 @@ STEPS = (
     "iter", "iterations", "steps", "update", "updates", "num updates", "it",
 )  # fmt: skip
 """Names of step columns, the surest first."""
+FEWEST_POINTS = 3
+"""Points of a curve."""
 SAME_BATCH = 1.02
 """Largest ratio of two numbers of tokens per step that count as equal: logs count steps from 0 or from 1."""
 Axis = Literal["step", "tokens"]
@@ -91,14 +93,15 @@ def unit_of(table: LoggedTable, name: str) -> Unit:
 def find_loss(table: LoggedTable, metric: str | None) -> LossColumn:
     """Return the column of the loss.
 
-    A validation loss is preferred to a training loss, because verdicts are on validation losses.
+    A validation loss with enough points is preferred to a training loss, because verdicts are on validation losses.
 
     Raises:
         ConfigError: there is none, there are several, or `metric` is no column of numbers.
     """
     if metric is not None:
         return LossColumn(metric, kind_of(metric), unit_of(table, _checked(table, metric)))
-    candidates = [name for name in table.columns if _is_loss(name) and _points(table, name) > 1]
+    named_so = [name for name in table.columns if _is_loss(name) and _points(table, name) > 1]
+    candidates = [name for name in named_so if _points(table, name) >= FEWEST_POINTS] or named_so
     kept = [name for name in candidates if name not in table.smoothed]
     if candidates and not kept:
         how = table.smoothed[candidates[0]]

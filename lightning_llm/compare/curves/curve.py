@@ -10,6 +10,7 @@ import numpy as np
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.curves.columns import (
+    FEWEST_POINTS,
     LossColumn,
     stated_tokens_per_step,
     step_column,
@@ -19,7 +20,6 @@ from lightning_llm.compare.curves.named import NamedLog
 from lightning_llm.compare.curves.table import Column, LoggedTable
 from lightning_llm.compare.format import short
 
-FEWEST_POINTS = 3
 GAP = 3.5
 """A spacing this many times the usual and the previous one is a gap."""
 AGREE = 1.1
