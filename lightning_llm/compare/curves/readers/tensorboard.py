@@ -18,7 +18,7 @@ FIRST_EVENT = b"brain.Event:"
 MARK = "tfevents"
 """TensorBoard itself reads only files with this in their names."""
 VERSUS_SAMPLES = " vs samples"
-"""Ending of tags of Megatron-LM whose steps are samples; the same values are logged by step, too."""
+"""Ending of tags of Megatron-LM with samples as steps; the same values are logged by step, too."""
 LONGEST_SETTING = 200
 
 
