@@ -44,9 +44,9 @@ if __name__ == "__main__":
     if len(logs) % 2:
         parser.error(f"{len(logs)} logs: give pairs, an old and a new log of each seed")
     words = []
-    for seed, (old, new) in enumerate(zip(logs[::2], logs[1::2], strict=True)):
-        print(
-            "\n".join([f"{old} and {new}:", *(f"  {line}" for line in differences(read_table(old), read_table(new)))])
-        )
-        words += [f"old/{seed}={old}", f"new/{seed}={new}"]
+    for pair, (old, new) in enumerate(zip(logs[::2], logs[1::2], strict=True)):
+        tables = [read_table(old), read_table(new)]
+        print("\n".join([f"{old} and {new}:", *(f"  {line}" for line in differences(*tables))]))
+        stated = [str(table.settings.get("seed", pair)) for table in tables]
+        words += [f"old/{stated[0]}={old}", f"new/{stated[1]}={new}"]
     raise SystemExit(main(["compare", "--from", *words, "--baseline", "old"]))

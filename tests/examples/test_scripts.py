@@ -35,9 +35,9 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int
     return run
 
 
-def losses(seed: int, gap: float = 0.0, steps: int = 200) -> list[float]:
+def losses(arm: str, seed: int, gap: float = 0.0, steps: int = 200) -> list[float]:
     """Return the losses of one run: noise that both arms share, noise of the arm, and a gap that grows to `gap`."""
-    data, own = np.random.default_rng(seed), np.random.default_rng([seed, 1 if gap else 2])
+    data, own = np.random.default_rng(seed), np.random.default_rng([seed, len(arm)])
     step = np.arange(1, steps + 1)
     curve = 3 + 6 * np.exp(-step / 40) + gap * step / steps
     return list(curve + data.normal(0, 0.03, steps) + own.normal(0, 0.002, steps))
@@ -52,13 +52,13 @@ def test_the_readme_lists_every_script():
 def test_two_megatron_logs_get_their_differences_and_a_verdict(script, tmp_path: Path, capsys):
     for name, gap, arguments in (
         ("old.log", 0.0, ARGUMENTS),
-        ("new.log", 0.5, ARGUMENTS + "  fp8 ........ hybrid\n"),
+        ("newer.log", 0.5, ARGUMENTS + "  fp8 ........ hybrid\n"),
     ):
-        lines = [megatron(step, loss) for step, loss in enumerate(losses(0, gap), 1)]
+        lines = [megatron(step, loss) for step, loss in enumerate(losses(name, 0, gap), 1)]
         (tmp_path / name).write_text(
             arguments.replace("log_interval .................................... 10", "") + "".join(lines)
         )
-    assert script("megatron_logs.py", "old.log", "new.log") == 0
+    assert script("megatron_logs.py", "old.log", "newer.log") == 0
     printed = capsys.readouterr().out
     assert "fp8: not given -> hybrid" in printed
     assert "lm loss: equal until step 1, then" in printed
@@ -70,7 +70,7 @@ def test_the_gate_passes_the_exit_code_of_compare_on(gap: float, code: int, tmp_
     """The script runs with a stand-in for `lightning-llm` that records its words; these then run in this process."""
     for arm, added in (("main", 0.0), ("change", gap)):
         for seed in range(4):
-            rows = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses(seed, added), 1)]
+            rows = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses(arm, seed, added), 1)]
             (tmp_path / f"{arm}-{seed}.jsonl").write_text("\n".join(rows) + "\n")
     stand_in = tmp_path / "bin" / "lightning-llm"
     stand_in.parent.mkdir()
