@@ -4,7 +4,8 @@
 #   examples/gate_in_ci.sh LOGS [BASELINE]
 #
 # LOGS has a log per run, named ARM-SEED.EXTENSION: main-0.jsonl, main-1.jsonl, change-0.jsonl, change-1.jsonl. Any format
-# of `compare --from` works. BASELINE is the arm to compare with (default: main).
+# of `compare --from` works. BASELINE is the arm to compare with (default: main). Keep LOGS/compare between jobs: repeated
+# attempts then share the error of one verdict (docs/howto/gate_in_ci.md).
 set -u
 logs=${1:?usage: gate_in_ci.sh LOGS [BASELINE]}
 baseline=${2:-main}
