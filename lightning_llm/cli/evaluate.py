@@ -52,6 +52,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
     }
     only = path[0] if path else None
     if rank_environment() is not None:
+        if arguments.all_checkpoints:
+            text = "starts its own ranks. Run it in one process with trainer.devices=N, not under torchrun or srun."
+            raise ConfigError(Problem("--all-checkpoints", text))
         return _rank(only, asked, arguments)
     try:
         if arguments.all_checkpoints:

@@ -1,5 +1,6 @@
 """The callback `evaluate`: losses and lm-eval tasks every few steps of a run, without a change of its bits."""
 
+import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,8 @@ from lightning_llm.train.validation import Validation
 
 if TYPE_CHECKING:
     from lightning_llm.evaluate.harness import Tasks
+
+log = logging.getLogger(__name__)
 
 
 class Evaluate(pl.Callback):
@@ -53,7 +56,7 @@ class Evaluate(pl.Callback):
             metrics = self._losses(trainer, pl_module) | self._task_results(trainer, pl_module)
         pl_module.step_record |= {f"{PREFIX}{name}": each["value"] for name, each in metrics.items()}
         if trainer.is_global_zero:
-            record_evaluation(Path(pl_module.config.run.dir), step, metrics, ended=False)
+            _record(Path(pl_module.config.run.dir), step, metrics)
         for each in trainer.callbacks:
             if isinstance(each, Throughput):
                 each.exclude(time.perf_counter() - began)
@@ -86,6 +89,14 @@ class Evaluate(pl.Callback):
         with parallel.quantisation.high_precision(parallel.model), torch.compiler.set_stance("force_eager"):
             own = OwnModel(parallel, pl_module.tokenizer, device, self.batch_size)
             return self._tasks.metrics(own, self.limit)
+
+
+def _record(folder: Path, step: int, metrics: Metrics) -> None:
+    """Write the results; a file that cannot be written is reported and training continues."""
+    try:
+        record_evaluation(folder, step, metrics, ended=False)
+    except (OSError, ValueError) as error:
+        log.warning("step %d: the evaluation is in metrics.jsonl only: %s", step, error)
 
 
 def _loaded(names: Sequence[str]) -> "Tasks | None":

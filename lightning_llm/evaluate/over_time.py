@@ -24,6 +24,7 @@ from lightning_llm.train.checkpoint.weights import CheckpointWeights
 PICTURE = "trend.svg"
 STANDARD_ERRORS = 1.96
 """Standard errors on each side of a value: an interval of 95 %, if the error is normal."""
+PER_BYTE = ("bits_per_byte", "byte_perplexity")
 COLUMNS = 3
 MOST_PANELS = 30
 
@@ -44,6 +45,16 @@ class Trend:
     skipped: tuple[int, ...] = ()
     deleted: tuple[int, ...] = ()
     damaged: dict[Path, str] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The metrics of the table and the picture: without losses per byte, and of a single source only the mean."""
+        sources = {name for name in self.names if name.startswith("val_loss/")}
+        return tuple(
+            name
+            for name in self.names
+            if not name.startswith(PER_BYTE) and not ("/" in name and name.startswith("val_loss") and len(sources) == 1)
+        )
 
     @property
     def picture(self) -> Path:
@@ -157,10 +168,10 @@ def _listed(steps: Sequence[int]) -> str:
 def trend_table(trend: Trend) -> Table:
     """Return the table of the metrics by step, each with its standard error if it is known."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("step", "tokens", *trend.names):
+    for name in ("step", "tokens", *trend.shown):
         table.add_column(name, justify="right", overflow="fold")
     for step, metrics in trend.metrics.items():
-        table.add_row(str(step), f"{step * trend.step_tokens:,}", *(_cell(metrics.get(name)) for name in trend.names))
+        table.add_row(str(step), f"{step * trend.step_tokens:,}", *(_cell(metrics.get(name)) for name in trend.shown))
     return table
 
 
@@ -176,7 +187,7 @@ def draw_trend(trend: Trend) -> None:
     from matplotlib.backends.backend_svg import FigureCanvasSVG  # not pyplot: it keeps global state
     from matplotlib.figure import Figure
 
-    names = trend.names[:MOST_PANELS]
+    names = trend.shown[:MOST_PANELS]
     rows = math.ceil(len(names) / COLUMNS)
     figure = Figure(figsize=(4 * min(len(names), COLUMNS), 2.6 * rows), layout="constrained")
     FigureCanvasSVG(figure)
