@@ -34,7 +34,7 @@ class Trend:
     """The `metrics` of a run by step, also of checkpoints that are gone; the step's tokens are `step_tokens` each.
 
     `names`: the metrics of this request. `evaluated`, `skipped`: steps evaluated now, and before by the same request;
-    `deleted`: steps that were saved and whose checkpoints are gone; `damaged`: {folder: reason}.
+    `deleted`: saved steps without a checkpoint today; `damaged`: {folder: reason}.
     """
 
     folder: Path
@@ -90,7 +90,7 @@ class Trend:
 
 
 def trend_problems(path: Path | None, *, average: Sequence[Any], ensemble: Sequence[Any], output: Any) -> list[Problem]:
-    """Return the problems of the arguments beside --all-checkpoints."""
+    """Return the problems of other arguments together with --all-checkpoints."""
     given = {"--average": average, "--ensemble": ensemble, "--output": output}
     text = "cannot be used with --all-checkpoints, which writes into the run's evaluation/. Remove it."
     problems = [Problem(flag, text) for flag, value in given.items() if value]
