@@ -205,9 +205,9 @@ def step_column(table: LoggedTable, loss: str) -> str | None:
     """Return the column of the optimizer steps, None without one; it must have a value where `loss` has one."""
     there = ~np.isnan(table.columns[loss])
 
-    def rank(name: str) -> tuple[float, int]:
+    def rank(name: str) -> tuple[int, int]:
         words = " ".join(words_of(name))
-        covered = np.count_nonzero(~np.isnan(table.columns[name][there]))
+        covered = int(np.count_nonzero(~np.isnan(table.columns[name][there])))
         plain = name.lstrip().startswith("_")  # W&B's own counter of log calls
         return -covered, len(STEPS) if plain else STEPS.index(words)
 

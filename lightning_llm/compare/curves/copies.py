@@ -112,7 +112,7 @@ def _together(one: LoggedCurve, other: LoggedCurve) -> float:
     bends = [np.diff(values[len(values) // 5 :], 2) for values in (ours, theirs)]
     if len(bends[0]) < 3 * FEWEST or min(map(np.std, bends)) == 0:
         return 0.0
-    return float(np.corrcoef(*bends)[0, 1])
+    return float(np.corrcoef(bends[0], bends[1])[0, 1])
 
 
 def scale_problems(curves: Sequence[LoggedCurve], baseline: str) -> list[Problem]:

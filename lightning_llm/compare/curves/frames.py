@@ -30,7 +30,7 @@ def tables_of(curves: Mapping[str, Any]) -> list[tuple[NamedLog, LoggedTable]]:
         text = "must be {arm: {seed: frame}}, such as {'bf16': {0: frame, 1: frame}, 'nvfp4': {0: frame, 1: frame}}."
         raise ConfigError(Problem("curves", text))
     problems: list[Problem] = []
-    tables = []
+    tables: list[tuple[NamedLog, LoggedTable]] = []
     for arm, frames in curves.items():
         for seed, frame in _by_seed(frames):
             log = NamedLog(str(arm), seed, f"curves[{str(arm)!r}]{'' if seed is None else f'[{seed}]'}")

@@ -21,8 +21,8 @@ from lightning_llm.compare.curves.table import Column
 FEWEST = 20
 """Points of one curve, and of all pooled, below which its noise shows nothing."""
 SECOND, DETRENDED = 14.0, 6.0
-"""Bounds of the two ratios above 1, times the square root of the number of points: above the largest of 1,000 curves
-of each of 40 kinds with white noise (docs/internals/simulate_curves.py)."""
+"""Bounds of the two ratios above 1, times the square root of the number of points. Both must be exceeded, since a trend
+that bends raises one of them (docs/internals/simulate_curves.py counts ordinary logs that are refused)."""
 LESS_NOISE, LESS_NOISE_ERRORS = 2.5, 5.0
 """A curve with this many times less noise than the others, and this many standard errors, was smoothed."""
 REMEDY = "Log the loss as it is, without a moving average."
