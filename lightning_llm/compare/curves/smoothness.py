@@ -1,8 +1,8 @@
 """Curves that were smoothed before they were logged: by their noise from point to point.
 
 The loss of a batch has noise that is independent from step to step. Its second differences over one, two or three
-points then have the same variance. A moving average makes neighbors alike: the variance over three points is 1.8 times
-that over one or more (an exponential average of factor 0.6: 2.1, of 0.9: 2.9; a window of 3: 4.5, of 5: 3.4). The trend
+points then have the same variance. A moving average makes neighbors alike: the variance over three points is a multiple of
+that over one (an exponential average of factor 0.6: 2.3, of 0.9: 2.9; a window of 3: 4.5, of 5: 3.5). The trend
 adds to the longer differences only where it bends, so the ratio of differences without a fitted trend must agree.
 
 A validation loss has no noise of batches, and its own may be smooth. Only a curve with much less of it than the others
