@@ -3,7 +3,7 @@
     python examples/megatron_logs.py old.log new.log
     python examples/megatron_logs.py old-seed1.log new-seed1.log old-seed2.log new-seed2.log   # decides more
 
-Any other log that `compare --from` reads works, too. A single pair rarely decides: the verdict says how many would.
+Any other log that `compare --from` reads works, too. A single pair does not decide.
 """
 
 import argparse
