@@ -93,14 +93,18 @@ def hand_written(journal: Journal) -> Iterator[Row]:
     yield ratio_row(what, ours, rate, PLAIN_TARGET, "train has no tokens/s here")
 
 
-def in_a_loop(recipe: PrecisionConfig, journal: Journal) -> Iterator[Row]:
-    """Yield tokens/s of our model in a hand-written loop with compiled blocks; for recipes other than bf16 also
-    bf16's time over theirs."""
+def loop_rate(recipe: PrecisionConfig) -> float:
+    """Return the tokens/s of our model in a hand-written loop with compiled blocks."""
     config = model_config(MODEL, max_sequence_length=LENGTH)
     try:
-        rate = sequences() * LENGTH / timed(our_step(config, recipe, sequences(), LENGTH, compiled=True))
+        return sequences() * LENGTH / timed(our_step(config, recipe, sequences(), LENGTH, compiled=True))
     finally:
         free_memory()
+
+
+def in_a_loop(recipe: PrecisionConfig, journal: Journal) -> Iterator[Row]:
+    """Yield the rows of `loop_rate`; for recipes other than bf16 also bf16's time over theirs."""
+    rate = loop_rate(recipe)
     if not recipe.quantises:
         yield from rate_rows(LOOP_RATE, "our model in a loop", rate, shape())
         return
@@ -111,12 +115,8 @@ def in_a_loop(recipe: PrecisionConfig, journal: Journal) -> Iterator[Row]:
 
 def with_cudnn(journal: Journal) -> Iterator[Row]:
     """Yield the bf16 loop's tokens/s with cuDNN's attention, over those with torch's default choice."""
-    config = model_config(MODEL, max_sequence_length=LENGTH)
-    try:
-        with attention_by("cudnn"):
-            rate = sequences() * LENGTH / timed(our_step(config, recipes()["bf16"], sequences(), LENGTH, compiled=True))
-    finally:
-        free_memory()
+    with attention_by("cudnn"):
+        rate = loop_rate(recipes()["bf16"])
     base = journal.value("speed", LOOP_RATE)
     what = f"{MODEL}, bf16, trainer.attention_kernel=cudnn: tokens/s over torch's choice"
     if base is None:
