@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from lightning_llm.base.errors import ConfigError
+from lightning_llm.base.errors import AgreedError, ConfigError
 from lightning_llm.config.schema import DataConfig
 from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
@@ -22,6 +22,26 @@ from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.pp_stage import BeginMicroBatch, GradientsSent, TrainStage, hidden_shape
 from lightning_llm.plan.stages import INTERLEAVED, parts_of
+
+
+def check_auxiliary_losses(model: Decoder, length: int) -> None:
+    """Check on every rank what one stage would find in its first forward pass, while the others wait for it.
+
+    `model` is whole and on the meta device: the forward pass of one block of each kind over `length` tokens computes
+    nothing. Blocks that need values are left to their stage.
+
+    Raises:
+        AgreedError: a part sets an auxiliary loss that its config class does not declare.
+    """
+    one_of_each = {model.config.layer_name(int(index)): int(index) for index in model.layers}
+    tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            model.stage(sorted(one_of_each.values()), first=True, last=False)(tokens)
+    except ConfigError as error:
+        raise AgreedError(error.problems) from None
+    except (RuntimeError, TypeError):  # what torch raises for values of a meta tensor
+        return
 
 
 def split_stages(model: Decoder, layout: Layout) -> list[Decoder]:

@@ -16,7 +16,7 @@ from lightning_llm.parallel.cp import SequenceSharder
 from lightning_llm.parallel.gathered_logits import GatheredLogits
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.pp import Pipeline, PipelinedDecoder
+from lightning_llm.parallel.pp import Pipeline, PipelinedDecoder, check_auxiliary_losses
 from lightning_llm.parallel.tp import loss_sum_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.units import micro_batches_per_rank
@@ -57,6 +57,8 @@ class ParallelModel:
         layout = layout.summing(config.chosen_algorithm)
         with torch.device("meta"):
             model = Decoder(config.model, compute_dtype=DTYPES[precision.compute_dtype])
+        if layout.degrees.pp > 1:
+            check_auxiliary_losses(model, length)
         quantisation.swap(model, config.model.num_layers, device.type, layout.shards)
         syncs = apply_parallel(model, layout, precision, config.seed, length, device, initial, fill)
         micro_batches = micro_batches_per_rank(config, layout.degrees)

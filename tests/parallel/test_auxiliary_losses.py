@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +12,17 @@ import torch
 from torch import Tensor
 
 from lightning_llm.__main__ import main
-from lightning_llm.base.errors import ConfigError
+from lightning_llm.base.errors import AgreedError, ConfigError
+from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.attention.attention import Attention
 from lightning_llm.model.auxiliary import undeclared
+from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.feed_forward import DenseFeedForward
 from lightning_llm.model.spec import Norm, Part
 from lightning_llm.model.structure import norm_of
-from lightning_llm.parallel.pp import Pipeline
+from lightning_llm.parallel.pp import Pipeline, check_auxiliary_losses
 from lightning_llm.plan.check import check_config
 from tests.parallel.traced_run import traced_run
 
@@ -66,10 +69,34 @@ def test_it_is_the_same_under_every_layout(alone, ranks, matrix_run, layout, wor
             )
 
 
-def test_a_loss_that_its_config_class_does_not_declare_is_rejected(ranks, matrix_run):
-    problem = ranks(1).call(problem_of_undeclared_run, matrix_run("single", 1, 4, "fp32", *SHAPE))
-    assert "Attention: sets the auxiliary loss output" in problem
-    assert "auxiliary_losses" in problem
+@pytest.mark.parametrize(("layout", "world"), [("single", 1), ("pp", 2)])
+def test_a_loss_that_its_config_class_does_not_declare_is_rejected_on_every_rank(layout, world, ranks, matrix_run):
+    problems = ranks(world).call(problems_of_undeclared_run, matrix_run(layout, world, 4, "fp32", *SHAPE))
+    assert len(problems) == world
+    for problem in problems:
+        assert "Attention: sets the auxiliary loss output" in problem
+        assert "auxiliary_losses" in problem
+
+
+def test_a_pipeline_checks_blocks_of_every_kind_without_computing():
+    """Of blocks that set no loss it finds nothing; one that needs values is left to its stage."""
+    for model in ("llama_tiny", "hybrid_tiny", "gemma2_tiny", "gpt3_345m"):
+        config = compose_config([f"model={model}"]).model
+        with torch.device("meta"):
+            decoder = Decoder(config)
+        with pytest.MonkeyPatch.context() as patch:
+            last = list(decoder.layers.values())[-1].feed_forward
+            patch.setattr(last, "forward", partial(with_undeclared, last, last.forward), raising=False)
+            with pytest.raises(AgreedError, match="sets the auxiliary loss late"):
+                check_auxiliary_losses(decoder, 32)
+            patch.setattr(last, "forward", lambda x: x * float(x.sum()))
+            check_auxiliary_losses(decoder, 32)
+        check_auxiliary_losses(decoder, 32)
+
+
+def with_undeclared(module: torch.nn.Module, forward: Any, x: Tensor) -> Tensor:
+    module.__dict__["auxiliary_losses"] = {"late": x.sum()}
+    return forward(x)
 
 
 def test_a_pipeline_raises_the_config_error_of_a_stage_as_it_is():
@@ -121,13 +148,17 @@ def auxiliary_run(config: Config, weight: float) -> dict[str, Any]:
         return {"trace": traced_run(config, recorded, saves=False), "auxiliary": recorded.values}
 
 
-def problem_of_undeclared_run(config: Config) -> str:
+def problems_of_undeclared_run(config: Config) -> list[str]:
+    """Return the problem that each rank raises."""
     with losses_of_size(1.0, ()):
         try:
             traced_run(config, saves=False)
         except ConfigError as error:
-            return str(error)
-    return "none"
+            found = [str(error)] * config.trainer.devices
+            if config.trainer.devices > 1:
+                torch.distributed.all_gather_object(found, str(error))
+            return found
+    return []
 
 
 @contextmanager
