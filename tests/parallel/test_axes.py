@@ -16,6 +16,9 @@ from lightning_llm.config.schema import Config
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.axes.dp_replicate import ReplicaAxis
 from lightning_llm.plan.check import check_config
+from lightning_llm.plan.search.pricing import Pricer
+from lightning_llm.plan.search.report import layout_name
+from lightning_llm.plan.search.space import Choice, Space, typed_values
 from lightning_llm.plan.text.describe import cost_facts, layout_facts, layout_rows
 from lightning_llm.plan.traffic import sent_at
 from lightning_llm.train.algorithm import SynchronousConfig
@@ -83,6 +86,36 @@ class WorkerAxis(ReplicaAxis):
     """Another axis of replicas, which a package adds."""
 
     name: ClassVar[str] = "worker"
+
+    def search_degrees(self, config: Config, ranks: int) -> Sequence[int]:
+        return (1, 2, 3, 4)
+
+
+def test_a_registered_axis_with_degrees_to_search_takes_part_in_the_search(group):
+    """Its layouts have the price of those with as many replicas over the built-in axis."""
+    without, found = group(1).call(searched_with_workers)
+    by_degree = {degree: [each for each in found if each.further == (("worker", degree),)] for degree in (1, 2, 4)}
+    assert sum(map(len, by_degree.values())) == len(found) > len(without)
+    assert [each[:-1] for each in by_degree[1]] == [each[:-1] for each in without]
+    alone = [each for each in by_degree[2] if each.dp_replicate == 1 and not each.zero_stage]
+    assert len(alone) == 30
+    for choice in alone:
+        name, price = found[choice]
+        assert "worker 2, " in name
+        assert price == found[choice._replace(dp_replicate=2, further=(("worker", 1),))][1]
+
+
+def searched_with_workers() -> tuple[list[Choice], dict[Choice, tuple[str, list[float]]]]:
+    """Return the layouts of four ranks without the axis, and with it each one's name, bytes and seconds."""
+    words = ["model=llama_60m", "precision=bf16", "cluster=h100_dgx", "data.global_batch_size=8"]
+    config = compose_config(words)
+    without = list(Space(config, 4, {}).choices())
+    AXES.register(WorkerAxis(), outside="dp_replicate")
+    assert typed_values([*words, "parallel.worker=4"], compose_config([*words, "parallel.worker=4"])) == {"worker": 4}
+    assert {each.further for each in Space(config, 4, {"worker": 4}).choices()} == {(("worker", 4),)}
+    pricer = Pricer(Space(config, 4, {}), config.cluster)
+    priced = {each: pricer.timed(pricer.memory(each)) for each in pricer.space.choices()}
+    return without, {choice: (layout_name(each), [each.memory_bytes, each.seconds]) for choice, each in priced.items()}
 
 
 def run_with_spare_axis(words: list[str]) -> dict[str, Any]:

@@ -5,7 +5,8 @@ base class in torch, also a subclass of `parallel.axis.AxisOnRanks`, named by `M
 registers its own axes on import (docs/howto/extend.md); the degree of each becomes a key of `parallel`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -48,6 +49,13 @@ class MeshAxis:
         `fits`: whether `degrees` multiply to the world; if not, they are the degrees of the config, with 1 for null.
         """
         return iter(())
+
+    def search_degrees(self, config: Config, ranks: int) -> Sequence[int]:
+        """Return the degrees that `plan --search` tries; it skips those that do not divide `ranks`.
+
+        It derives those of dp_replicate and dp_shard from the ranks that the other axes leave.
+        """
+        return (1,)
 
     def machine_problems(self, config: Config, degrees: "Degrees") -> Iterator[Problem]:
         """Yield why a group of the axis does not fit the machines. Called only with degrees that fit the world."""
@@ -117,6 +125,12 @@ class MeshAxes(Mapping[str, MeshAxis]):
             self._loaded = True
             self._axes = {name: import_module(f"{__package__}.{name}").AXIS for name in self._built_in}
         return self._axes
+
+
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of `number` in order."""
+    return tuple(each for each in range(1, number + 1) if number % each == 0)
 
 
 AXES = MeshAxes(BUILT_IN)

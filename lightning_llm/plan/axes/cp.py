@@ -1,6 +1,6 @@
 """Context parallelism: ranks that each have a part of a sequence's tokens. Imports no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from lightning_llm.base.errors import Problem
@@ -8,7 +8,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.model.spec import LinearSpec
 from lightning_llm.model.structure import for_layers, mixer_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
-from lightning_llm.plan.axes.axis import Dimension, MeshAxis
+from lightning_llm.plan.axes.axis import Dimension, MeshAxis, divisors
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.divisibility import ShardedAxis
 from lightning_llm.plan.memory.units import uses_fsdp
@@ -17,12 +17,21 @@ if TYPE_CHECKING:
     from lightning_llm.plan.traffic import RankStep, Sent
 
 
+LEAST_TOKENS = 2048
+"""Minimum tokens of a sequence per rank in a search; shorter parts make inefficient GEMMs and attention."""
+
+
 class ContextAxis(MeshAxis):
     """Axis of ranks that share sequences and parameters; under FSDP2 they shard the parameters, too."""
 
     name: ClassVar[str] = "cp"
     cuts: ClassVar[tuple[Dimension, ...]] = ("parameters", "sequence")
     on_ranks: ClassVar[str] = "lightning_llm.parallel.cp:ContextParallel"
+
+    def search_degrees(self, config: Config, ranks: int) -> Sequence[int]:
+        """Return the divisors of `ranks` that leave each rank `LEAST_TOKENS` of a sequence."""
+        length = config.data.sequence_length
+        return [each for each in divisors(ranks) if each == 1 or length // each >= LEAST_TOKENS]
 
     def sharding_problems(self, config: Config, degrees: Degrees) -> Iterator[Problem]:
         """Yield that a pipeline or a mixer needs whole sequences, or that sequences lack two chunks per rank."""

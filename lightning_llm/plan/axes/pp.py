@@ -1,12 +1,12 @@
 """Pipeline parallelism: ranks that each have some of the layers. Imports no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
-from lightning_llm.plan.axes.axis import Dimension, MeshAxis
+from lightning_llm.plan.axes.axis import Dimension, MeshAxis, divisors
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.units import micro_batches_per_rank
 from lightning_llm.plan.stages import INTERLEAVED
@@ -22,6 +22,10 @@ class PipelineAxis(MeshAxis):
 
     name: ClassVar[str] = "pp"
     cuts: ClassVar[tuple[Dimension, ...]] = ("layers",)
+
+    def search_degrees(self, config: Config, ranks: int) -> Sequence[int]:
+        """Return the divisors of `ranks` that leave each rank a layer."""
+        return [each for each in divisors(ranks) if each <= config.model.num_layers]
 
     def layout_problems(self, config: Config, degrees: Degrees, fits: bool) -> Iterator[Problem]:
         """Yield why the model, the batch or the schedule does not fit the pipeline, with the arithmetic."""

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
@@ -20,7 +20,7 @@ from lightning_llm.model.structure import (
     replicated_within,
 )
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
-from lightning_llm.plan.axes.axis import Dimension, MeshAxis
+from lightning_llm.plan.axes.axis import Dimension, MeshAxis, divisors
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.divisibility import SHARD_AXES, ShardedAxis, shared_side
 from lightning_llm.plan.nodes import ranks_per_node
@@ -40,6 +40,11 @@ class TensorAxis(MeshAxis):
         """Yield the auxiliary losses that do not declare how the losses of the ranks combine."""
         if degrees.tp > 1:
             yield from _auxiliary_problems(config.model, degrees.tp)
+
+    def search_degrees(self, config: Config, ranks: int) -> Sequence[int]:
+        """Return the divisors of `ranks` that fit within a machine (arXiv 2104.04473, section 3.2)."""
+        per_node = ranks_per_node(config)
+        return [each for each in divisors(ranks) if each <= per_node]
 
     def machine_problems(self, config: Config, degrees: Degrees) -> Iterator[Problem]:
         """Yield that a tensor-parallel group spans machines.

@@ -105,17 +105,16 @@ class Bounds:
 
     def micro_batches(self, choice: Choice) -> int:
         """Return the micro-batches per rank and step."""
-        ranks = choice.dp_replicate * choice.dp_shard
-        return self.space.config.data.global_batch_size // (ranks * choice.micro_batch_size)
+        return self.space.config.data.global_batch_size // (choice.data_ranks * choice.micro_batch_size)
 
     def blocks(self, choice: Choice, *, timed: bool) -> Blocks:
-        """Return the table for all layouts with the same tp, cp, micro-batch size and recomputation.
+        """Return the table for all layouts with the same tp, cp, further axes, micro-batch size and recomputation.
 
         It is computed for a layout that shards everything and has no pipeline, which casts, adds and keeps the least.
         """
-        key = choice.tp, choice.cp, choice.micro_batch_size, choice.activation_checkpoint, timed
+        key = choice.tp, choice.cp, choice.micro_batch_size, choice.activation_checkpoint, timed, choice.further
         if key not in self._blocks:
-            rest = self.space.world // (choice.tp * choice.cp)
+            rest = choice.pp * choice.dp_replicate * choice.dp_shard
             alike = choice._replace(pp=1, dp_replicate=1, dp_shard=rest, zero_stage=3, schedule="1f1b")
             self._blocks[key] = self._table(self.space.config_of(alike._replace(virtual_stages=1)), timed)
         return self._blocks[key]
@@ -203,8 +202,8 @@ class Pricer:
         return self.limit_bytes is None or held_bytes <= self.limit_bytes
 
     def no_time(self, choice: Choice) -> str | None:
-        """Return why a layout has no time (`plan.time.step.no_time`), cached by tp, cp and pp."""
-        key = choice.tp, choice.cp, choice.pp
+        """Return why a layout has no time (`plan.time.step.no_time`), cached by tp, cp, pp and further axes."""
+        key = choice.tp, choice.cp, choice.pp, choice.further
         if key not in self._no_time:
             self._no_time[key] = no_time(self.plan(self.space.config_of(choice)), self.cluster)
         return self._no_time[key]

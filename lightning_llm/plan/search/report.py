@@ -189,7 +189,8 @@ def _table(layouts: list[dict[str, Any]]) -> str:
 def layout_name(priced: Priced) -> str:
     """Return a short name of a layout, e.g. "tp 8, pp 4 x 2, dp 8, ZeRO-2, no recomputation, micro-batch 1"."""
     choice = priced.choice
-    words = [f"{axis} {size}" for axis in ("tp", "cp") if (size := getattr(choice, axis)) > 1]
+    own = (("tp", choice.tp), ("cp", choice.cp), *choice.further)
+    words = [f"{axis} {size}" for axis, size in own if size > 1]
     if choice.pp > 1:
         stages = f" x {choice.virtual_stages}" if choice.schedule == INTERLEAVED else ""
         words.append(f"pp {choice.pp}{stages}{' gpipe' if choice.schedule == 'gpipe' else ''}")

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.overrides import parse_overrides
 from lightning_llm.config.schema import Config
-from lightning_llm.plan.axes.axis import AXES, BUILT_IN
+from lightning_llm.plan.axes.axis import AXES, BUILT_IN, divisors
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.nodes import ranks_per_node
@@ -17,8 +17,6 @@ from lightning_llm.plan.stages import INTERLEAVED
 
 LARGEST_MICRO_BATCH = 16
 """Sequences; Megatron's largest (Narayanan et al. 2021, arXiv 2104.04473, table 1)."""
-LEAST_TOKENS = 2048
-"""Minimum tokens of a sequence per context-parallel rank; shorter parts make inefficient GEMMs and attention."""
 VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 CHECKPOINTING = ("none", "selective", "full")
 MICRO_BATCH = "data.micro_batch_size"
@@ -37,31 +35,50 @@ class Choice(NamedTuple):
     virtual_stages: int
     activation_checkpoint: str
     micro_batch_size: int
+    further: tuple[tuple[str, int], ...] = ()
+    """Degrees of axes that packages add, outermost first."""
 
     @property
     def degrees(self) -> Degrees:
         """Degrees of the mesh axes."""
-        return Degrees(**{axis: getattr(self, axis) for axis in BUILT_IN})
+        return Degrees(**{axis: getattr(self, axis) for axis in BUILT_IN}, **dict(self.further))
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks with different micro-batches."""
+        own = self.dp_replicate * self.dp_shard
+        return own * Degrees(**dict(self.further)).dp if self.further else own
+
+    def values(self) -> dict[str, Any]:
+        """Return the choice as {field, or name of a further axis: value}."""
+        values = self._asdict()
+        return values | dict(values.pop("further"))
 
     def overrides(self) -> dict[str, Any]:
         """Return the choice as {key: value}."""
-        values = self._asdict()
+        values = self.values()
         return {MICRO_BATCH: values.pop("micro_batch_size")} | {f"parallel.{key}": each for key, each in values.items()}
 
 
+def further_axes() -> list[str]:
+    """Return the registered axes that are not built in, outermost first."""
+    return [axis for axis in AXES if axis not in BUILT_IN]
+
+
 def key_of(field: str) -> str:
-    """Return the dotted key of a field of `Choice`."""
+    """Return the dotted key of a field of `Choice`, or of a further axis."""
     return MICRO_BATCH if field == "micro_batch_size" else f"parallel.{field}"
 
 
 def typed_values(overrides: Sequence[str], config: Config) -> dict[str, Any]:
-    """Return the fields of `Choice` that `overrides` set, with their values in `config`, composed from them.
+    """Return the fields of `Choice` and further axes that `overrides` set, with their values in `config`.
 
     Null leaves a field open. A list of recomputation per block fixes `activation_checkpoint`.
     """
     given = {each.key_or_group for each in parse_overrides(overrides)}
     values = config.parallel.model_dump() | {"micro_batch_size": config.data.micro_batch_size}
-    typed = {field: values[field] for field in Choice._fields if key_of(field) in given}
+    fields = [field for field in Choice._fields if field != "further"] + further_axes()
+    typed = {field: values[field] for field in fields if key_of(field) in given}
     if "parallel.activation_checkpoint_layers" in given and config.parallel.activation_checkpoint_layers is not None:
         typed["activation_checkpoint"] = "none"
     return {field: value for field, value in typed.items() if value is not None}
@@ -81,26 +98,36 @@ class Space:
 
     def choices(self) -> Iterator[Choice]:
         """Yield every layout with degrees that divide the world and micro-batches that divide the batch."""
-        for tp, cp in product(self._values("tp", self._tensor_parallel), self._values("cp", self._context_parallel)):
-            if self.world % (tp * cp):
-                continue
-            rest = self.world // (tp * cp)
-            for pp in self._values("pp", partial(self._stages, rest)):
-                if rest % pp == 0 and self._shards(tp, cp, pp):
-                    yield from self._with_degrees(tp, cp, pp, rest // pp)
+        axes = further_axes()
+        for degrees in product(*(self._degrees(axis, self.world) for axis in axes)):
+            further = Degrees(**dict(zip(axes, degrees, strict=True)))
+            if self.world % further.world == 0:
+                yield from self._beside(further, self.world // further.world)
 
     def config_of(self, choice: Choice) -> Config:
         """Return the config with the keys of `choice`. A list of recomputation per block stays only if it was given."""
-        values = choice._asdict()
+        values = choice.values()
         data = self.config.data.model_copy(update={"micro_batch_size": values.pop("micro_batch_size")})
         if "activation_checkpoint" not in self.typed:
             values["activation_checkpoint_layers"] = None
         parallel = self.config.parallel.model_copy(update=values)
         return self.config.model_copy(update={"data": data, "parallel": parallel, "world": self.world})
 
-    def _with_degrees(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[Choice]:
+    def _beside(self, further: Degrees, ranks: int) -> Iterator[Choice]:
+        """Yield the layouts of `ranks` ranks over the built-in axes, beside the degrees of further ones."""
+        for tp, cp in product(self._degrees("tp", ranks), self._degrees("cp", ranks)):
+            if ranks % (tp * cp):
+                continue
+            rest = ranks // (tp * cp)
+            for pp in self._degrees("pp", rest):
+                if rest % pp == 0 and self._shards(Degrees(**further.by_axis | {"tp": tp, "cp": cp, "pp": min(pp, 2)})):
+                    yield from self._with_degrees(further, tp, cp, pp, rest // pp)
+
+    def _with_degrees(self, further: Degrees, tp: int, cp: int, pp: int, dp: int) -> Iterator[Choice]:
+        added = tuple((axis, further.by_axis[axis]) for axis in further_axes())
+        ranks, shared = dp * further.dp, cp * further.fsdp
         for zero_stage, shard in product(self._values("zero_stage", lambda: range(4)), divisors(dp)):
-            replicate, sharded = dp // shard, shard * cp > 1
+            replicate, sharded = dp // shard, shard * shared > 1
             if (zero_stage == 0 and shard > 1) or (zero_stage > 0 and not sharded):
                 continue
             if self._differs("dp_shard", shard) or self._differs("dp_replicate", replicate):
@@ -110,11 +137,11 @@ class Space:
                 continue
             for size in self._values("micro_batch_size", lambda: _powers_of_two(LARGEST_MICRO_BATCH)):
                 batch = self.config.data.global_batch_size
-                if batch % (dp * size):
+                if batch % (ranks * size):
                     continue
-                for schedule, stages in self._schedules(pp, batch // (dp * size)):
+                for schedule, stages in self._schedules(pp, batch // (ranks * size)):
                     for mode in self._values("activation_checkpoint", lambda: CHECKPOINTING):
-                        yield Choice(pp, replicate, shard, cp, tp, zero_stage, schedule, stages, mode, size)
+                        yield Choice(pp, replicate, shard, cp, tp, zero_stage, schedule, stages, mode, size, added)
 
     def _schedules(self, pp: int, micro_batches: int) -> Iterator[tuple[str, int]]:
         """Yield (schedule, stages per rank) for a pipeline of `pp` ranks."""
@@ -137,33 +164,24 @@ class Space:
     def _differs(self, field: str, value: Any) -> bool:
         return field in self.typed and self.typed[field] != value
 
-    def _tensor_parallel(self) -> list[int]:
-        """Return the degrees that fit within a machine (arXiv 2104.04473, section 3.2)."""
-        return [each for each in divisors(self.world) if each <= self._per_node]
-
-    def _context_parallel(self) -> list[int]:
-        length = self.config.data.sequence_length
-        return [each for each in divisors(self.world) if each == 1 or length // each >= LEAST_TOKENS]
-
-    def _stages(self, ranks: int) -> list[int]:
-        return [each for each in divisors(ranks) if each <= self.config.model.num_layers]
+    def _degrees(self, axis: str, ranks: int) -> Sequence[int]:
+        return self._values(axis, lambda: AXES[axis].search_degrees(self._whole, ranks))
 
     def _within_machine(self, dp: int, inner: int) -> int:
         """Return the largest divisor of `dp` that fits on one machine with `inner` ranks each."""
         return max((each for each in divisors(dp) if each * inner <= self._per_node), default=1)
 
-    def _shards(self, tp: int, cp: int, pp: int) -> bool:
-        return not list(sharding_problems(self.config, Degrees(tp=tp, cp=cp, pp=min(pp, 2))))
+    def _shards(self, degrees: Degrees) -> bool:
+        return not list(sharding_problems(self.config, degrees))
+
+    @cached_property
+    def _whole(self) -> Config:
+        """The config with this number of ranks."""
+        return self.config.model_copy(update={"world": self.world})
 
     @cached_property
     def _per_node(self) -> int:
-        return ranks_per_node(self.config.model_copy(update={"world": self.world}))
-
-
-@lru_cache(maxsize=1024)
-def divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of `number` in order."""
-    return tuple(each for each in range(1, number + 1) if number % each == 0)
+        return ranks_per_node(self._whole)
 
 
 def _powers_of_two(largest: int) -> list[int]:
@@ -216,7 +234,7 @@ def _sentence(space: Space, field: str, others: list[str]) -> str:
     else:
         beside = ", ".join(f"{key_of(other)}={space.typed[other]}" for other in others)
         text = f"is {value}, and no layout of {world} has that{f' with {beside}' if others else ''}"
-    allowed = sorted({getattr(choice, field) for choice in _with(space, others).choices()})
+    allowed = sorted({choice.values()[field] for choice in _with(space, others).choices()})
     change = f"Set it to {'one of ' if len(allowed) > 1 else ''}{', '.join(map(str, allowed))}, omit it"
     return f"{text}. {change}, or change {'one of the others' if others else 'the number of ranks'}."
 
