@@ -176,3 +176,18 @@ def test_a_runs_config_holds_the_reduction_that_it_took(tmp_path):
     config = plan_of(compose_config([*ZERO3, "trainer.devices=8"])).config
     write_config(config, tmp_path / "config.yaml")
     assert "reduction: native" in (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("degrees", "axes", "kind", "per_node", "share"),
+    [
+        (Degrees(dp_shard=2, tp=8), ["tp"], "all_gather", 8, 0.0),
+        (Degrees(dp_shard=24), ["dp_shard"], "all_gather", 8, 3 / 24),  # a ring enters each of three machines once
+        (Degrees(dp_shard=24), ["dp_shard"], "all_to_all", 8, 16 / 23),
+        (Degrees(dp_shard=24), ["dp_shard"], TREE_SCATTER, 8, 2 / 23),
+        (Degrees(dp_shard=12), ["dp_shard"], TREE_SCATTER, 6, 6 / 11),  # 6 are no subtree: each sends its own
+        (Degrees(pp=6), ["pp"], "send", 4, 1 / 5),
+    ],
+)
+def test_the_share_between_machines_is_counted_over_all_ranks(degrees, axes, kind, per_node, share):
+    assert share_between_nodes(degrees, axes, kind, per_node) == pytest.approx(share)
