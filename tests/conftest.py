@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -55,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for each in (signal.SIGHUP, signal.SIGQUIT):  # which `nohup make test &` ignores
         signal.signal(each, signal.SIG_DFL)
     config.pluginmanager.register(CpuSeconds(config))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums over more threads have other bits
     os.environ.pop("MLFLOW_TRACKING_URI", None)  # no test writes where its user tracks
     # Compiled casts are kept for this session: each is compiled once, and none from before can hide a fault. A worker
     # has a folder of its own: of two that want a kernel at once, one would go on with eager casts.
@@ -99,6 +99,20 @@ def pytest_collection() -> Generator[None, object, object]:
             registry.entry_points = functools.cache(registry.entry_points)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Keep what tests import and what outlives a file out of garbage collection, too.
+
+    Each run collects at its end, a tenth of a CPU second where a test has imported MLflow or transformers.
+    """
+    imported = len(sys.modules)
+    done = yield
+    if len(sys.modules) > imported or (nextitem is not None and nextitem.path != item.path):
+        gc.collect()
+        gc.freeze()
+    return done
+
+
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the drawing of compare's report out, seconds each time: tests/compare/test_report.py draws."""
@@ -108,41 +122,21 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures.Picture, "pdf", b"%PDF")
 
 
-@pytest.fixture(autouse=True)
-def _undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Leave loss.png out, 0.2 CPU seconds of every run, but where a test asks for it (`drawn`)."""
-    run_folder = sys.modules.get("lightning_llm.train.run_folder")
-    if run_folder is not None and "drawn" not in request.fixturenames:
-        with pytest.MonkeyPatch.context() as patch:  # not the fixture, whose undoing would come after all others'
-            patch.setattr(run_folder, "draw_losses", lambda *_: None)
-            yield
-    else:
-        yield
+@pytest.fixture
+def drawn(small_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have runs draw loss.png, which `small_run` leaves out."""
+    from lightning_llm.tracking.final_figures import draw_losses
+    from lightning_llm.train import run_folder
 
-
-@pytest.fixture(autouse=True)
-def _forked_writer(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fork what writes to MLflow from a process that has imported it, but where the command is tested."""
-    tracker = sys.modules.get("lightning_llm.tracking.mlflow.tracker")
-    if tracker is not None and "own_writer" not in request.fixturenames:
-        from tests.forked_writer import start_writer
-
-        own = SimpleNamespace(Popen=start_writer, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tracker, "subprocess", own)
-            yield
-    else:
-        yield
+    monkeypatch.setattr(run_folder, "draw_losses", draw_losses)
 
 
 @pytest.fixture
-def drawn() -> None:
-    """Have runs draw loss.png."""
+def own_writer(empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have MLflow's writer be the process that a user's is, which `empty_store` replaces."""
+    from lightning_llm.tracking.mlflow import tracker
 
-
-@pytest.fixture
-def own_writer() -> None:
-    """Have MLflow's writer be the process that a user's is."""
+    monkeypatch.setattr(tracker, "subprocess", subprocess)
 
 
 @pytest.fixture(scope="session")
@@ -152,9 +146,13 @@ def corpus_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_run(corpus_folder):
-    """Return overrides of a run of 6 steps in a second or two, see `small_words`."""
-    return functools.partial(small_words, corpus_folder)
+def small_run(corpus_folder) -> Iterator[Callable[..., list[str]]]:
+    """Return overrides of a run of 6 steps in a second or two, see `small_words`, which draws no loss.png (`drawn`)."""
+    from lightning_llm.train import run_folder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_folder, "draw_losses", lambda *_: None)  # 0.2 CPU seconds of every run
+        yield functools.partial(small_words, corpus_folder)
 
 
 @pytest.fixture(scope="session")
@@ -171,15 +169,20 @@ def ranks() -> Iterator[Callable[[int], RankGroup]]:
 
 
 @pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with its tables, which take seconds to create, and nothing in them."""
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A database with its tables, which take seconds to create; this process's writers are forked (`own_writer`)."""
     folder = tmp_path_factory.mktemp("store")
     from mlflow import MlflowClient
+
+    from lightning_llm.tracking.mlflow import tracker
+    from tests.forked_writer import forked_writers
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         MlflowClient(f"sqlite:///{folder}/mlflow.db")
-    return folder / "mlflow.db"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracker, "subprocess", forked_writers)
+        yield folder / "mlflow.db"
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-from multiprocessing.forkserver import _forkserver as shared
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.rank_liveness import beats
-from tests.parallel.rank_group import forkserver
+from tests.forked_writer import forked_writers
+from tests.parallel.rank_group import forkserver, server_address, use_server
 from tests.run.launch.forked_rank import ForkedRank
 
 NO_BYTES = (1, 1)
@@ -37,9 +37,8 @@ class ChaosJob:
                 whole = os.environ | environment
                 self._process = subprocess.Popen(command, env=whole, stdout=file, stderr=file, start_new_session=True)
         else:
-            shared.ensure_running()
-            address = shared._forkserver_address
-            self._process = forkserver.Process(target=_serve, args=(words, str(log), environment, address))
+            arguments = words, str(log), environment, server_address()
+            self._process = forkserver.Process(target=_serve, args=arguments)
             self._process.start()
         self.pid = int(self._process.pid)
         self.seen.add(self.pid)
@@ -95,11 +94,12 @@ def _value(words: list[str], key: str) -> str:
 
 def _serve(words: list[str], log: str, environment: dict[str, str], address: str) -> None:
     from lightning_llm.__main__ import main
+    from lightning_llm.tracking.mlflow import tracker
     from lightning_llm.train import run_folder
 
     os.setsid()
-    # Ranks come from the same server, as multiprocessing's own words have it: it would start one more, and import all.
-    shared._forkserver_address, shared.ensure_running = address, lambda: None
+    use_server(address)
+    tracker.subprocess = forked_writers
     with open(log, "ab") as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)

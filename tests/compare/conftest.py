@@ -7,11 +7,6 @@ import pytest
 from tests.compare.run_folders import make_sweep
 
 
-@pytest.fixture(autouse=True)
-def always_undrawn(undrawn):
-    """test_report.py draws in a process of its own, test_pictures.py paints on axes that are not saved."""
-
-
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory) -> Path:
     """Of four recipes at three seeds: one lossless against bf16, one lossy, one too near the margin to be told."""

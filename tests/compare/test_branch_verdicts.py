@@ -3,10 +3,14 @@
 import json
 import shutil
 
+import pytest
+
 from lightning_llm.compare.runs.branches import equivalent_starts
 from lightning_llm.compare.runs.losses import tail_of
 from lightning_llm.tracking.reading import Run, read_run
 from tests.compare.run_folders import EVERY, NOISE, STEPS, curve, make_run, rewritten, verdicts
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 BEGUN = 80
 

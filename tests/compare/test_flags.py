@@ -8,6 +8,8 @@ from lightning_llm.__main__ import main
 from lightning_llm.compare.looks import RecordedLook, record_look
 from tests.compare.run_folders import make_sweep, refusal, verdicts
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @pytest.mark.parametrize(
     ("words", "said"),

@@ -17,6 +17,8 @@ from lightning_llm.compare.terms import Terms
 from lightning_llm.tracking.reading import read_run
 from tests.compare.run_folders import make_run, make_sweep, verdicts
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 PUBLISHED = Path(__file__).resolve().parents[2] / "docs" / "reference" / "compare.schema.json"
 VALIDATOR = jsonschema.Draft202012Validator(compare_schema())
 

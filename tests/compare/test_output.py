@@ -22,6 +22,8 @@ from lightning_llm.tracking.reading import read_run
 from lightning_llm.tracking.sweep_file import write_results
 from tests.compare.run_folders import make_run, make_sweep, refusal, verdicts
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 def test_every_line_names_the_setting(tmp_path, capsys):
     rates = {f"precision={p} optim.learning_rate={r}": 0.0 for p in ("bf16", "mxfp8") for r in ("1e-2", "2e-3")}

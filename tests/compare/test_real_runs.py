@@ -8,6 +8,8 @@ import pytest
 
 from lightning_llm.__main__ import main
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 STEPS = 40
 COMMON = [
     f"trainer.max_steps={STEPS}", "trainer.validate_every_steps=10", "optim.learning_rate=2e-2",

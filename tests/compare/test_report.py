@@ -17,6 +17,8 @@ from lightning_llm.compare.report import pictures, write
 from lightning_llm.compare.report.picture import COLOURS, DARK_COLOURS, LINES, MARKERS, SYMBOLS
 from tests.compare.run_folders import verdicts
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 LOADS = {"img": ("src", "srcset"), "source": ("src", "srcset"), "script": ("src",), "link": ("href",),
          "iframe": ("src",), "object": ("data",), "embed": ("src",), "video": ("src",), "audio": ("src",),
          "use": ("href",), "image": ("href", "xlink:href"), "input": ("src",)}  # fmt: skip

@@ -18,6 +18,8 @@ from lightning_llm.compare.terms import Terms
 from lightning_llm.tracking.reading import read_run
 from tests.compare.run_folders import NOISE, make_run, make_sweep, refusal, verdicts
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 BF16, SR, RNE = "precision=bf16", "precision=mxfp4_sr", "precision=mxfp4_rne"
 LOSSLESS, LOSSY = {SR: 0.002}, {RNE: 0.06}
 

@@ -19,6 +19,8 @@ from lightning_llm.tracking.mlflow.store import LARGEST_VALUE
 from lightning_llm.tracking.reading import read_run
 from tests.compare.run_folders import make_run
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory, empty_store):

@@ -67,6 +67,7 @@ def files_with(secret: str, root: Path) -> list[Path]:
     return [file for file in root.rglob("*") if file.is_file() and secret.encode() in file.read_bytes()]
 
 
+@pytest.mark.usefixtures("empty_store")
 def test_a_run_writes_and_prints_no_password(
     tmp_path: Path, small_run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.forkserver import _forkserver
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,18 @@ forkserver.set_forkserver_preload(
         "tests.composed_once",
     ]
 )
+
+
+def server_address() -> str:
+    """Return the address of the forkserver, for `use_server` in a process that it forks."""
+    _forkserver.ensure_running()
+    address: str = _forkserver._forkserver_address
+    return address
+
+
+def use_server(address: str) -> None:
+    """Fork this process's own processes from that server: multiprocessing would start another, which imports all."""
+    _forkserver._forkserver_address, _forkserver.ensure_running = address, lambda: None
 
 
 class RankCrashedError(RuntimeError):

@@ -9,9 +9,11 @@ from typing import Any
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.interpreter import python_module
+from lightning_llm.tracking.mlflow import tracker
 from lightning_llm.tracking.mlflow.tracker import MLflowTracker
 from lightning_llm.train import run_folder
-from tests.parallel.rank_group import forkserver
+from tests.forked_writer import forked_writers
+from tests.parallel.rank_group import forkserver, server_address, use_server
 
 START = python_module("lightning_llm")
 
@@ -23,7 +25,8 @@ class ForkedJob:
         assert command[: len(START)] == START
         assert process_group == 0
         streams = [DupFd(number if file is None else file.fileno()) for number, file in ((1, stdout), (2, stderr))]
-        self.process = forkserver.Process(target=_run, args=(command[len(START) :], env, streams))
+        arguments = command[len(START) :], env, streams, server_address()
+        self.process = forkserver.Process(target=_run, args=arguments)
         self.process.start()
 
     def send_signal(self, number: int) -> None:
@@ -34,12 +37,14 @@ class ForkedJob:
         return int(self.process.exitcode)
 
 
-def _run(words: list[str], environment: dict[str, str], streams: list[Any]) -> None:
+def _run(words: list[str], environment: dict[str, str], streams: list[Any], address: str) -> None:
     gc.freeze()  # as rank_group.py's ranks
     os.setpgid(0, 0)
     for number, stream in zip((1, 2), streams, strict=True):
         os.dup2(stream.detach(), number)
     sys.stdout.reconfigure(line_buffering=True)  # a reader waits for lines
+    use_server(address)
+    tracker.subprocess = forked_writers
     os.environ.clear()
     os.environ.update(environment)
     run_folder.draw_losses = lambda *_: None  # 0.2 CPU seconds of each run, and looked at elsewhere

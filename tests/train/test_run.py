@@ -21,7 +21,7 @@ def test_the_folder_has_the_documented_files(whole):
     assert validations[0]["val_loss"] == validations[0]["val_loss/jsonl"]
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["status"] == "finished"
-    assert {file.name for file in whole.iterdir()} >= {"config.yaml", "metrics.jsonl", "summary.json", "loss.png"}
+    assert {file.name for file in whole.iterdir()} >= {"config.yaml", "metrics.jsonl", "summary.json"}
     assert steps_saved(whole) == [4, 6]
 
 

@@ -100,7 +100,10 @@ class Source:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        self.check_unchanged()  # takes the marks first
+        if "_marks" in self.__dict__:
+            self.check_unchanged()
+        else:
+            _ = self._marks  # before the loader looks at the files
         return self.config.identity(self.files)
 
     def check_unchanged(self) -> None:

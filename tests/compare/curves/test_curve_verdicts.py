@@ -13,6 +13,8 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.json_schema import compare_schema
 from tests.compare.curves.made_curves import changed, curves, write_csv
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 FP8 = [("fp8", seed) for seed in range(4)]
 
 
