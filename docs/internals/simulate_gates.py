@@ -1,4 +1,4 @@
-"""Simulate CI jobs that repeat `compare --require lossless` until it is green. Fills in docs/reference/error_rates.md.
+"""Simulate CI jobs that repeat `compare --require lossless` until it is green. Writes a table of docs/howto/gate_in_ci.md.
 
 `python docs/internals/simulate_gates.py` takes seconds (4,000 series per cell). The true gap is the margin, so every
 "lossless" is false. A job tries again with more seeds of its sweep, or with a new sweep, and stops at the first green.
@@ -7,7 +7,7 @@
 from pathlib import Path
 
 import numpy as np
-from simulated import fill_in
+from simulated import record
 
 from lightning_llm.compare.error_budget import Gate, Spending, spending_of, with_spending
 from lightning_llm.compare.looks import RecordedLook
@@ -73,4 +73,4 @@ def gate_table(trials: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    fill_in({"gate-errors": gate_table}, TRIALS)
+    record({"gate-errors": gate_table}, TRIALS)
