@@ -1,4 +1,6 @@
-"""Simulate CI jobs that repeat `compare --require lossless` until it is green. Writes a table of docs/howto/gate_in_ci.md.
+"""Simulate CI jobs that repeat `compare --require lossless` until it is green.
+
+Writes a table of docs/howto/gate_in_ci.md.
 
 `python docs/internals/simulate_gates.py` takes seconds (4,000 series per cell). The true gap is the margin, so every
 "lossless" is false. A job tries again with more seeds of its sweep, or with a new sweep, and stops at the first green.
