@@ -24,7 +24,7 @@ HASHES ?= requirements/hashes.txt
 PIP := $(BIN)/python -m pip install --quiet
 $(STAMP): pyproject.toml requirements/dev.txt requirements/hashes.txt requirements/build.txt requirements/transformer_engine.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed: make PYTHON=python3.12"; exit 1; }
-	@if $(PYTHON) -c 'import torch; assert (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)' 2>/dev/null; then \
+	@if $(PYTHON) -c 'import torch; assert (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 16)' 2>/dev/null; then \
 	  $(PYTHON) -m venv --system-site-packages $(VENV) && grep -v '^torch==' requirements/dev.txt > $(VENV)/constraints.txt && \
 	  $(PYTHON) -c 'import torch; print("torch==" + torch.__version__)' >> $(VENV)/constraints.txt; \
 	else $(PYTHON) -m venv $(VENV) && cp requirements/dev.txt $(VENV)/constraints.txt; fi

@@ -12,12 +12,12 @@ from typing import Any
 
 import psutil
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_llm.base.hardware import device_name, peak_flops_per_second
 from lightning_llm.health.ranks import Ranks, Timer
 from lightning_llm.linalg.gemm import product
-from lightning_llm.parallel.torch_private import scaled_product
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class SquareProduct:
     def run(self) -> Tensor:
         """Return the product, [side, side]."""
         if self.number_format == "fp8":
-            return scaled_product(self.left, self.right)
+            return fp8_product(self.left, self.right)
         with _fp32_as(self.number_format):
             return product(self.left, self.right)
 
@@ -103,6 +103,12 @@ class SquareProduct:
             return int(wrong.sum())
         found = self.run()
         return int((found != exact.to(found.dtype)).sum())
+
+
+def fp8_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return `a b`, bf16, of fp8 `a` [M, K], row-major, and `b` [K, N], column-major, with scales of 1."""
+    one, whole = torch.ones((), device=a.device), F.ScalingType.TensorWise
+    return F.scaled_mm(a, b, one, whole, one, whole, output_dtype=torch.bfloat16)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""All uses of undocumented torch interfaces, with an error if one is missing.
+"""Uses of undocumented torch interfaces in layouts, with an error if one is missing, and a list of all such interfaces.
 
 The range of versions is that of pyproject.toml.
 """
@@ -6,7 +6,9 @@ The range of versions is that of pyproject.toml.
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from inspect import signature
+from functools import partial
+from inspect import Parameter, signature
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -18,7 +20,112 @@ from torch.distributed.tensor import DTensor, _utils
 
 from lightning_llm.base.errors import ConfigError, Problem
 
-TESTED = ">=2.11,<2.14"
+TESTED = ">=2.11,<2.16"
+INTERFACES: dict[str, str | None] = {
+    "torch._C._ForceDispatchKeyGuard": None,
+    "torch._C._current_graph_task_id": None,
+    "torch._C._dispatch_tls_local_exclude_set": None,
+    "torch._C._dispatch_tls_local_include_set": None,
+    "torch._C._distributed_c10d._dump_fr_trace_json": None,
+    "torch._dynamo.config.enable_aot_compile": None,
+    "torch._dynamo.config.patch": None,
+    "torch._dynamo.config.specialize_float": None,
+    "torch._dynamo.exc.BackendCompilerFailed": None,
+    "torch._foreach_add_": "self other",
+    "torch._foreach_copy_": "self src",
+    "torch._foreach_mul_": "self scalar",
+    "torch._foreach_norm": "self ord dtype",
+    "torch._fused_sdp_choice": "query key value attn_mask dropout_p is_causal enable_gqa",
+    "torch._inductor.codecache.PyCodeCache.modules": None,
+    "torch._inductor.config.emulate_precision_casts": None,
+    "torch._inductor.config.get_hash": "",
+    "torch._inductor.cpp_builder.get_compiler_version_info": "compiler",
+    "torch._inductor.cpp_builder.get_cpp_compiler": "",
+    "torch._inductor.cpu_vec_isa.VecISA": None,
+    "torch._inductor.exc.InvalidCxxCompiler": None,
+    "torch._inductor.runtime.cache_dir_utils.default_cache_dir": "",
+    "torch._softmax_backward_data": "grad_output output dim input_dtype grad_input",
+    "torch._subclasses.fake_tensor.FakeTensor": None,
+    "torch._subclasses.fake_tensor.FakeTensorMode": "allow_non_fake_inputs",
+    "torch._subclasses.fake_tensor.unset_fake_temporarily": "",
+    "torch.autograd._unsafe_preserve_version_counter": "tensors",
+    "torch.compiler.load_compiled_function": "file",
+    "torch.distributed.all_gather_single|all_gather_into_tensor": "output_tensor input_tensor group async_op",
+    "torch.distributed.checkpoint.filesystem._StorageInfo": "relative_path offset length",
+    "torch.distributed.device_mesh.DeviceMesh._concatenate": "device_mesh_list",
+    "torch.distributed.device_mesh.DeviceMesh._flatten": "self mesh_dim_name",
+    "torch.distributed.distributed_c10d._get_default_store": "",
+    "torch.distributed.distributed_c10d._resolve_process_group": None,
+    "torch.distributed.distributed_c10d.set_timeout|_set_pg_timeout": "timeout group",
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "self",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.reset_sharded_param": "self",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": None,
+    "torch.distributed.isend": "tensor dst group",
+    "torch.distributed.pipelining.PipelineStage._prepare_backward_infra": None,
+    "torch.distributed.pipelining.PipelineStage._prepare_forward_infra": None,
+    "torch.distributed.pipelining.schedules._batch_p2p": "p2p_ops",
+    "torch.distributed.reduce_scatter_single|reduce_scatter_tensor": "output input group",
+    "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached": "self op_schema",
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "global_shape mesh placements",
+    "torch.fx.experimental._config.use_duck_shape": None,
+    "torch.ops._c10d_functional.all_gather_into_tensor": "input group_size group_name",
+    "torch.ops._c10d_functional.all_reduce": "input reduce_op group_name",
+    "torch.ops._c10d_functional.reduce_scatter_tensor": "input reduce_op group_size group_name",
+    "torch.ops._c10d_functional.wait_tensor": "tensor",
+    "torch.ops.aten._local_scalar_dense": "self",
+    "torch.ops.aten._scaled_dot_product_cudnn_attention": None,
+    "torch.ops.aten._scaled_dot_product_efficient_attention": None,
+    "torch.ops.aten._scaled_dot_product_flash_attention": None,
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": None,
+    "torch.serialization._get_layout": "name",
+    "torch.testing._internal.distributed.fake_pg.FakeStore": None,
+    "torch.utils._python_dispatch.TorchDispatchMode": None,
+    "torch.utils._pytree.tree_flatten": "tree",
+    "torch.utils._pytree.tree_leaves": "tree",
+    "torch.utils._pytree.tree_map_only": "type_or_types_or_pred func tree",
+    "torch.utils._pytree.tree_unflatten": "leaves treespec",
+    "torch.utils._triton.get_triton_version": "",
+    "torch.utils._triton.has_triton": "",
+}
+"""Undocumented interfaces of torch that the package uses, as `new|old` names: the parameters that its calls pass, in
+order; None: not checked."""
+
+
+def moved() -> Iterator[str]:
+    """Yield a line for each of `INTERFACES` that the installed torch lacks or that takes other parameters."""
+    for name, given in INTERFACES.items():
+        owner, _, last = name.rpartition(".")
+        found = next((each for each in map(partial(_found, owner), last.split("|")) if each is not None), None)
+        if found is None:
+            yield f"{name} is missing"
+        elif given is not None:
+            taken = list(_parameters(found))
+            if not any(_accepts(each, given.split()) for each in taken):
+                yield f"{name} takes ({') or ('.join(' '.join(each) for each in taken)}), not ({given})"
+
+
+def _found(owner: str, name: str) -> Any:
+    try:
+        return resolve_name(f"{owner}.{name}")
+    except (ImportError, AttributeError):
+        return None
+
+
+def _parameters(function: Any) -> Iterator[dict[str, bool]]:
+    """Yield {parameter: whether it can be left out} for each overload of an operator of torch, or for a function."""
+    operator = function if hasattr(function, "overloads") else getattr(torch.ops.aten, function.__name__, None)
+    if operator is not None:
+        for overload in operator.overloads():
+            yield {each.name: each.has_default_value() for each in getattr(operator, overload)._schema.arguments}
+    else:
+        found, collecting = signature(function).parameters.values(), (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        yield {each.name: each.default is not each.empty or each.kind in collecting for each in found}
+
+
+def _accepts(parameters: dict[str, bool], given: list[str]) -> bool:
+    """Return whether a call can pass `given`, in this order: it has them, and all others have defaults."""
+    required = {name for name, has_default in parameters.items() if not has_default}
+    return [name for name in parameters if name in given] == given and required <= set(given)
 
 
 def private(owner: Any, *names: str) -> Any:
@@ -99,13 +206,6 @@ def ranks_store() -> dist.Store:
     """Return the store through which the process group was initialized."""
     store: dist.Store = private(distributed_c10d, "_get_default_store")()
     return store
-
-
-def scaled_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return `a b`, bf16, of fp8 `a` [M, K], row-major, and `b` [K, N], column-major, with scales of 1."""
-    one = torch.ones((), device=a.device)
-    product: torch.Tensor = private(torch, "_scaled_mm")(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-    return product
 
 
 def fsdp_parameters(module: FSDPModule) -> Iterator[Any]:
