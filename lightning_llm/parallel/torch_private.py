@@ -48,6 +48,7 @@ INTERFACES: dict[str, str | None] = {
     "torch._subclasses.fake_tensor.FakeTensor": None,
     "torch._subclasses.fake_tensor.FakeTensorMode": "allow_non_fake_inputs",
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "",
+    "torch.autograd.Variable._execution_engine.queue_callback": None,
     "torch.autograd._unsafe_preserve_version_counter": "tensors",
     "torch.compiler.load_compiled_function": "file",
     "torch.distributed.all_gather_single|all_gather_into_tensor": "output_tensor input_tensor group async_op",

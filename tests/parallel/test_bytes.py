@@ -104,9 +104,9 @@ class Measure(pl.Callback):
             self._see("gathered", sum(p.untyped_storage().nbytes() for p in whole))
         groups = [group for each in modules for group in each._get_fsdp_state()._fsdp_param_groups]
         parameters = [p for group in groups for p in group.fsdp_params]  # a stage's root may have none
-        waiting = [p.unsharded_accumulated_grad for p in parameters]
+        waiting = [p.unsharded_accumulated_grad for p in parameters]  # since torch 2.15 the same tensors as below
         waiting += [p._unsharded_param.grad for p in parameters]
-        self._see("unsharded_gradients", _bytes(tensor for tensor in waiting if tensor is not None))
+        self._see("unsharded_gradients", _bytes({id(each): each for each in waiting if each is not None}.values()))
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:

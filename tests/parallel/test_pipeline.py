@@ -62,6 +62,7 @@ class Noting:
     def __init__(self, index: int, pp: int, virtual_stages: int):
         self.stage_index, self.num_stages = index, pp * virtual_stages
         self.group_size, self.group_rank = pp, index % pp
+        self.p2p_per_edge, self.stage_index_to_group_rank = False, {each: each % pp for each in range(self.num_stages)}
         self.is_first, self.is_last = index == 0, False  # so that no loss is asked for
         self.device, self.submod = torch.device("cpu"), torch.nn.Identity()
         self.order: Order = []
