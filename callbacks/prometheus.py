@@ -59,14 +59,14 @@ class Prometheus(pl.Callback):
         if not self.host:
             found.append(Problem("host", "is empty. Name an address of this machine: 127.0.0.1, 0.0.0.0 for all."))
         if self.port is not None and not 0 <= self.port <= HIGHEST_PORT:
-            text = f"is {self.port}, must be 0 (any free port) to {HIGHEST_PORT}, or null for no endpoint."
-            found.append(Problem("port", text))
+            text = f"must be 0 (any free port) to {HIGHEST_PORT}, or null for no endpoint."
+            found.append(Problem("port", text, self.port))
         if self.port is None and self.textfile is None:
             found.append(Problem("port", "is null, and so is textfile, so there is no output. Set one of them."))
         if self.port is None and self.targets is not None:
             found.append(Problem("targets", "needs an endpoint, but port is null. Set port=0, or remove targets."))
         if not self.every_seconds >= 0.1:
-            found.append(Problem("every_seconds", f"is {self.every_seconds:g}, must be at least 0.1."))
+            found.append(Problem("every_seconds", "must be at least 0.1.", f"{self.every_seconds:g}"))
         return found
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:

@@ -59,7 +59,7 @@ class Stragglers(pl.Callback):
         arguments["figures_every_steps"] = (figures_every_steps, 2)
         wrong = [(name, its, least) for name, (its, least) in arguments.items() if its < least]
         if wrong:
-            raise ConfigError([Problem(name, f"is {its}, must be at least {least}.") for name, its, least in wrong])
+            raise ConfigError([Problem(name, f"must be at least {least}.", its) for name, its, least in wrong])
         self.detector: StragglerDetector
         self._since: _Host
         self._fetched: FetchClock | None = None

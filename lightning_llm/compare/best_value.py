@@ -137,7 +137,7 @@ def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:
         return BestOf(best_of, by_all=True)
     words = [] if choose_by is None else choose_by.split(",")
     if not all(word.isdecimal() for word in words):
-        raise ConfigError(Problem("--choose-by", f"is '{choose_by}', must be seeds such as 0 or 0,1, or all."))
+        raise ConfigError(Problem("--choose-by", "must be seeds such as 0 or 0,1, or all.", choose_by))
     return BestOf(best_of, tuple(sorted({int(word) for word in words})))
 
 

@@ -103,9 +103,9 @@ def terms_of(asked: RequestedTerms, declared: Terms | None = None) -> Terms:
         text = f"in tokens requires a loss as metric, but --metric is {terms.metric}. Give the margin in its unit."
         problems.append(Problem("--margin", text))
     if not 0.5 <= terms.confidence < 1:
-        problems.append(Problem("--confidence", f"is {terms.confidence:g}, must be from 0.5 to below 1, e.g. 0.95."))
+        problems.append(Problem("--confidence", "must be from 0.5 to below 1, e.g. 0.95.", f"{terms.confidence:g}"))
     if not 0 <= terms.tail_share < 1:
-        problems.append(Problem("--tail", f"is {terms.tail_share:g}, must be from 0 (the last validation) to below 1."))
+        problems.append(Problem("--tail", "must be from 0 (the last validation) to below 1.", f"{terms.tail_share:g}"))
     if problems:
         raise ConfigError(problems)
     return terms

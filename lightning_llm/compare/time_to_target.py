@@ -78,8 +78,8 @@ def read_targets(words: Sequence[str]) -> Targets:
         except ValueError:
             value = math.nan
         if not 0 < value < math.inf:
-            text = f"is '{word}', must be a number above 0 such as 4.4, or SETTING:NUMBER such as model=llama_tiny:4.4."
-            problems.append(Problem(KEY, text))
+            text = "must be a number above 0 such as 4.4, or SETTING:NUMBER such as model=llama_tiny:4.4."
+            problems.append(Problem(KEY, text, word))
         elif setting:
             own[setting.strip()] = value
         else:

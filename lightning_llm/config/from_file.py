@@ -40,7 +40,7 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
         if overrides:
             load_config(file, [])  # raises if the file itself is invalid
             raise
-        wrong = [f"{each.key} {each.text.rstrip('.')}" for each in error.problems]
+        wrong = [str(each).rstrip(".") for each in error.problems]
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         text = f"is damaged or from another version: {wrong[0]}{more}. Restore the file as its run wrote it."
         raise ConfigError(Problem(str(file), text)) from error

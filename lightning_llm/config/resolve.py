@@ -240,7 +240,7 @@ def _number(word: str, path: tuple[str, str]) -> tuple[float | None, Problem | N
     which = f"from {least:g} to {most:g} of step_law: step_law*0.5"
     if path == STEPS:
         which = f"above 0 of tokens, {most:g} at most: 20e9tokens"
-    return None, Problem(".".join(path), f"is '{word}': must be a number {which}.")
+    return None, Problem(".".join(path), f"must be a number {which}.", word)
 
 
 def _at(values: Mapping[str, Any], path: tuple[str, str]) -> Any:

@@ -133,10 +133,8 @@ def _address() -> tuple[str, int]:
     for name, what in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a port that is free there")):
         value = os.environ.get(name, "").strip()
         if not value or (name == "MASTER_PORT" and not (value.isdecimal() and 0 < int(value) < 1 << 16)):
-            text = (
-                f"is {value!r}, must be {what}, where ranks meet. Use torchrun, which sets it, or set it on all ranks."
-            )
-            problems.append(Problem(name, text))
+            text = f"must be {what}, where ranks meet. Use torchrun, which sets it, or set it on all ranks."
+            problems.append(Problem(name, text, repr(value)))
     if problems:
         raise ConfigError(problems)
     return os.environ["MASTER_ADDR"].strip(), int(os.environ["MASTER_PORT"])

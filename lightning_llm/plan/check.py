@@ -125,16 +125,16 @@ def _length_problems(config: Config) -> list[Problem]:
     longest = config.model.max_sequence_length
     if config.data.sequence_length <= longest:
         return []
-    text = f"is {config.data.sequence_length}: must be at most model.max_sequence_length={longest}. Lower it."
-    return [Problem("data.sequence_length", text)]
+    text = f"must be at most model.max_sequence_length={longest}. Lower it."
+    return [Problem("data.sequence_length", text, config.data.sequence_length)]
 
 
 def _schedule_problems(config: Config) -> list[Problem]:
     schedule, total = config.schedule, config.schedule.total_steps
     problems = list(_floor_problems(config))
     if schedule.name != "constant" and total is not None and schedule.warmup_steps >= total:
-        text = f"is {schedule.warmup_steps}: must be below schedule.total_steps={total}. Lower it."
-        problems.append(Problem("schedule.warmup_steps", text))
+        text = f"must be below schedule.total_steps={total}. Lower it."
+        problems.append(Problem("schedule.warmup_steps", text, schedule.warmup_steps))
     return problems
 
 
@@ -155,20 +155,20 @@ def _floor_problems(config: Config) -> Iterator[Problem]:
     if floor > peak:
         of = f"optim.learning_rate={config.optim.learning_rate:g}"
         of += f" times schedule.peak_factor={schedule.peak_factor:g}" if schedule.peak_factor is not None else ""
-        yield Problem("schedule.final_learning_rate", f"is {floor:g}: must be at most the peak, {of}. Lower it.")
+        yield Problem("schedule.final_learning_rate", f"must be at most the peak, {of}. Lower it.", f"{floor:g}")
 
 
 def _precision_problems(config: Config) -> list[Problem]:
     recipe, problems = config.precision, []
     if (recipe.master_dtype, recipe.main_grad_dtype) not in (("fp32", "fp32"), ("bf16", "bf16")):
-        text = f"is {recipe.main_grad_dtype}: must equal master_dtype={recipe.master_dtype}. Set both to the same."
-        problems.append(Problem("precision.main_grad_dtype", text))
+        text = f"must equal master_dtype={recipe.master_dtype}. Set both to the same."
+        problems.append(Problem("precision.main_grad_dtype", text, recipe.main_grad_dtype))
     if recipe.reduce_dtype != recipe.main_grad_dtype:
         text = (
-            f"is {recipe.reduce_dtype}: must equal main_grad_dtype={recipe.main_grad_dtype}. One tree sums "
-            "gradients over micro-batches and ranks, so that bits do not depend on the ranks. Set both to the same."
+            f"must equal main_grad_dtype={recipe.main_grad_dtype}. One tree sums gradients over micro-batches and "
+            "ranks, so that bits do not depend on the ranks. Set both to the same."
         )
-        problems.append(Problem("precision.reduce_dtype", text))
+        problems.append(Problem("precision.reduce_dtype", text, recipe.reduce_dtype))
     problems += _wgrad_problems(recipe)
     reasons = reasons_to_stay_high(linear_names(config.model), recipe, config.model.num_layers)
     if nothing := nothing_converted(recipe, reasons):

@@ -52,18 +52,18 @@ def _peak_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem]:
         if peak is None or LEAST * peak <= 1e12 * measured <= MOST * peak:
             continue
         text = (
-            f"is {measured:g}: must be {LEAST:g} to {MOST:g} times {peak / 1e12:g}, the dense peak of "
-            f"{cluster.hardware}. Give 10^12 FLOP/s, without sparsity."
+            f"must be {LEAST:g} to {MOST:g} times {peak / 1e12:g}, the dense peak of {cluster.hardware}. Give 10^12 "
+            "FLOP/s, without sparsity."
         )
-        yield Problem(f"cluster.peak_tflops.{number_format}", text)
+        yield Problem(f"cluster.peak_tflops.{number_format}", text, f"{measured:g}")
 
 
 def _node_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem]:
     devices, there = config.trainer.devices, cluster.devices_per_node
     if devices > there:
         world = config.world or devices
-        text = f"is {devices}: must be at most {there}, the devices per machine of cluster={cluster.name}. Set it to"
-        yield Problem("trainer.devices", f"{text} {there}, and world={world} for all ranks.")
+        text = f"must be at most {there}, the devices per machine of cluster={cluster.name}. Set it to {there}, and"
+        yield Problem("trainer.devices", f"{text} world={world} for all ranks.", devices)
 
 
 def _memory_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem]:
@@ -83,8 +83,8 @@ def _link_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem]:
 def _package_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem]:
     devices, package = cluster.devices_per_package, cluster.within_package
     if cluster.devices_per_node % devices:
-        text = f"is {devices}: must divide cluster.devices_per_node={cluster.devices_per_node}."
-        yield Problem("cluster.devices_per_package", text)
+        text = f"must divide cluster.devices_per_node={cluster.devices_per_node}."
+        yield Problem("cluster.devices_per_package", text, devices)
     if (devices > 1) != (package is not None):
         text = f"is {devices}, and cluster.within_package is {'null' if package is None else 'given'}. Give both."
         yield Problem("cluster.devices_per_package", text)

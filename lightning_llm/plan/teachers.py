@@ -33,7 +33,7 @@ def _model_at(path: str) -> ModelConfig:
         text = f"{path} has no valid model config: {error.errors()[0]['msg']}."
         raise ConfigError(Problem(KEY, text)) from error
     except ConfigError as error:
-        problems = [Problem(KEY if each.key == INIT_FROM else each.key, each.text) for each in error.problems]
+        problems = [Problem(KEY, each.text, each.value) if each.key == INIT_FROM else each for each in error.problems]
         raise ConfigError(problems) from error
 
 

@@ -103,7 +103,7 @@ def worst(layers: Mapping[str, Mapping[str, Mapping[str, float]]], count: int) -
 def local_sums(model: ProbedModel, keys: int) -> dict[str, dict[str, Sums]]:
     """Return {layer: {column: errors of its products against unquantized operands}}, summed over `keys` keys.
 
-    Products are kept in fp32, so that nothing but the operands' casts is seen. Slots that are not quantised, and the
+    Products are kept in fp32, so that nothing but the operands' casts is seen. Slots that are not quantized, and the
     products of two such, are left out. `model.high()` must have run.
     """
     recipes = {slot: only_slot(model.recipe, slot) for slot in SLOT_NAMES}

@@ -133,8 +133,8 @@ def test_unequal_numbers_of_trials_are_reported(race, capsys, tmp_path):
     [
         ("--time-to-target", "no target is given for 'model=llama_tiny'. Use --target 'model=llama_tiny:VALUE'."),
         ("--time-to-target", "The runs' best val_loss: model=llama_tiny from 1 to 4"),
-        ("--time-to-target --target fast", "is 'fast', must be a number above 0 such as 4.4, or SETTING:NUMBER"),
-        ("--time-to-target --target -1", "is '-1', must be a number above 0"),
+        ("--time-to-target --target fast", "=fast: must be a number above 0 such as 4.4, or SETTING:NUMBER"),
+        ("--time-to-target --target -1", "=-1: must be a number above 0"),
         (
             "--time-to-target --target model=gpt:4",
             "'model=gpt' is no setting of these runs. Allowed: 'model=llama_tiny'",

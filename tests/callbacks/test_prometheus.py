@@ -271,8 +271,8 @@ def test_invalid_arguments_are_rejected_and_the_hash_does_not_change(tmp_path, s
     told = capsys.readouterr().err
     assert "callbacks.prometheus._target_: needs the package prometheus_client, which is missing" in told
     assert "pip install 'lightning-llm[prometheus]'" in told
-    assert "callbacks.prometheus.port: is 70000, must be 0 (any free port) to 65535, or null" in told
-    assert "callbacks.prometheus.every_seconds: is 0, must be at least 0.1." in told
+    assert "callbacks.prometheus.port=70000: must be 0 (any free port) to 65535, or null" in told
+    assert "callbacks.prometheus.every_seconds=0: must be at least 0.1." in told
     assert not (tmp_path / "run").exists()
 
 

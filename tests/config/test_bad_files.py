@@ -70,7 +70,7 @@ COMPOSED = {
     "no_option": ("defaults:\n  - override /precision: fp33\n", "there is no 'fp33'. Did you mean 'fp32'?"),
     "no_group": ("defaults:\n  - override /nothing: x\n", "Could not override 'nothing'"),
     "environment": ("trainer: {max_steps: '${oc.env:NOT_THERE}'}\n", "Environment variable 'NOT_THERE' not found"),
-    "name": ("run: {name: 7}\n", "run.name: is 7, must be a valid string. Write it in quotes."),
+    "name": ("run: {name: 7}\n", "run.name=7: must be a valid string. Write it in quotes."),
     "typo": ("trainer: {max_stps: 7}\n", "trainer.max_stps: unknown key. Did you mean 'max_steps'?"),
 }
 

@@ -1,5 +1,6 @@
 """Everything a stranger typed or left in a file by mistake: exit 2, a line per problem, nothing made. 15 seconds."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,13 +46,13 @@ WRONG_VALUES = {
     "trainer.max_steps=1000000000000000000000000000": "must be less than or equal to 2147483647",
     "model.num_layers=1000000000": "must be less than or equal to 16384",
     "model.hidden_size=-64": "must be greater than 0",
-    "optim.learning_rate=inf": "optim.learning_rate: is inf, must be a finite number",
-    "optim.eps=nan": "optim.eps: is nan, must be a finite number",
-    "optim.weight_decay=1e300": "optim.weight_decay: is 1e+300",
+    "optim.learning_rate=inf": "optim.learning_rate=inf: must be a finite number",
+    "optim.eps=nan": "optim.eps=nan: must be a finite number",
+    "optim.weight_decay=1e300": "optim.weight_decay=1e+300",
     "parallel.timeout_seconds=1e30": "must be less than or equal to 31536000",
     "trainer.devices=100000": "must be less than or equal to 1024",
-    "data.num_workers=0x10": "is '0x10', must be a valid integer",
-    "run.name=null": "run.name: is null, must be a valid string",
+    "data.num_workers=0x10": "='0x10': must be a valid integer",
+    "run.name=null": "run.name=null: must be a valid string",
     "data.sequence_length.x=3": "must be a valid integer, and is a mapping",
 }
 
@@ -89,11 +90,11 @@ def test_every_invalid_override_has_a_line(said, capsys, tmp_path):
         (["precision.modules.exclude=head"], "must be a list: precision.modules.exclude=[head]."),
         (
             ["model.blocks={attention:5}"],
-            "attention: is 5, must be a mapping with keys of these: mixer, feed_forward, post_norms.",
+            "attention=5: must be a mapping with keys of these: mixer, feed_forward, post_norms.",
         ),
-        (["precision.fprop.x=null"], "precision.fprop.x: is null, must be a mapping with keys of these: format,"),
-        (["precision.phases=[5]"], "phases.0: is 5, must be a mapping with keys of these: start, end, inherit, fprop,"),
-        (["precision.phases=5"], "precision.phases: is 5, must be a list of mappings."),
+        (["precision.fprop.x=null"], "precision.fprop.x=null: must be a mapping with keys of these: format,"),
+        (["precision.phases=[5]"], "phases.0=5: must be a mapping with keys of these: start, end, inherit, fprop,"),
+        (["precision.phases=5"], "precision.phases=5: must be a list of mappings."),
         (["model.layers={a:1}"], "model.layers: must be a list, and is a mapping."),
         (["model.layers=[]"], "model.layers: must have at least 1 item."),
         (["model.layers=[5]"], "error: 1 problem"),
@@ -102,7 +103,7 @@ def test_every_invalid_override_has_a_line(said, capsys, tmp_path):
             "loader: a value must be given. Known here: huggingface, jsonl, megatron, ",
         ),
         (["data=~/my/book.txt"], "For a file, write data=text data.sources.text.path=~/my/book.txt."),
-        (["trainer.max_steps=1e3"], "must be a valid integer. Write 1000."),
+        (["trainer.max_steps=1e3"], "must be a valid integer. Use 1000."),
         (["callbacks.early=EarlyStopping"], "error: 1 problem"),
         (["+callbacks.early._target_=EarlyStopping"], "Lightning's is lightning.pytorch.callbacks.EarlyStopping."),
         (["recipe=train"], "recipe: there is no 'train'"),
@@ -275,7 +276,7 @@ def test_all_problems_come_in_one_list(capsys, tmp_path):
         "schedule.warmup_steps=9", "schedule.total_steps=9", "logger.tracking_uri=foo://x",
         "data.sources.code.path=/x",
     )  # fmt: skip
-    keys = {line.split(":")[0].removeprefix("  - ") for line in told.splitlines()[1:]}
+    keys = {re.split("[:=]", line)[0].removeprefix("  - ") for line in told.splitlines()[1:]}
     assert keys == {
         "model.num_layers", "seed", "trainer.max_stps", "data.tokenizer.kind",
         "model.hidden_size", "model.num_kv_heads", "data.global_batch_size", "run.experiment", "schedule.warmup_steps",
@@ -293,7 +294,7 @@ def test_a_problem_causes_no_follow_up_problems(capsys, tmp_path):
 
 def test_the_jobs_of_a_sweep_come_in_one_list_too(capsys, tmp_path):
     told = refused(capsys, tmp_path, "plan", "-m", "seed=0,-1", "data.global_batch_size=3,8", "data.micro_batch_size=2")
-    assert "seed: is -1" in told
+    assert "seed=-1" in told
     assert "data.global_batch_size: 3 sequences" in told
     assert told.startswith("error: 2 problems")
 

@@ -103,14 +103,14 @@ def test_impossible_settings_are_rejected(two_files, cache):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["data.max_tokens=nan"], "data.max_tokens: is nan, must be a whole number of tokens, such as 200000000"),
-        (["data.max_tokens=-inf"], "data.max_tokens: is -inf, must be a whole number"),
-        (["data.max_tokens=200M"], "data.max_tokens: is '200M', must be a whole number"),
-        (["data.max_tokens=-3"], "data.max_tokens: is -3, must be greater than 0"),
-        (["data.max_tokens=1e300"], "data.max_tokens: is 1e+300, must be less than"),
-        (["data.epochs=nan"], "data.epochs: is nan, must be a finite number"),
+        (["data.max_tokens=nan"], "data.max_tokens=nan: must be a whole number of tokens, such as 200000000"),
+        (["data.max_tokens=-inf"], "data.max_tokens=-inf: must be a whole number"),
+        (["data.max_tokens=200M"], "data.max_tokens='200M': must be a whole number"),
+        (["data.max_tokens=-3"], "data.max_tokens=-3: must be greater than 0"),
+        (["data.max_tokens=1e300"], "data.max_tokens=1e+300: must be less than"),
+        (["data.epochs=nan"], "data.epochs=nan: must be a finite number"),
         (["data.epochs=1e30"], "data.epochs: is 1e+30, which makes more than 2,147,483,647 steps"),
-        (["data.sequence_length=nan"], "data.sequence_length: is nan, must be a valid integer"),
+        (["data.sequence_length=nan"], "data.sequence_length=nan: must be a valid integer"),
     ],
 )
 def test_a_wrong_run_length_is_one_line(words, said):

@@ -165,7 +165,7 @@ def choice_task(folder: Path) -> Path:
     ("words", "said"),
     [
         (["parallel.tp=2"], "parallel=single: has tp=2, which needs 2 ranks, and there are 1"),
-        (["parallel=tp", "trainer.devices=4"], "parallel.tp: is 4, and must divide"),
+        (["parallel=tp", "trainer.devices=4"], "parallel.tp=4: must divide"),
         (["parallel=pp", "trainer.devices=4"], "model.num_layers: is 2"),
         (["parallel=zero4"], "there is no 'zero4'"),
         (["precision=bf16"], "precision=bf16: cannot be overridden here"),

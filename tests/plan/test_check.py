@@ -146,7 +146,7 @@ def test_a_wgrad_dtype_without_effect_is_refused(precision, said):
 
 
 def test_null_is_named_where_a_choice_may_be_null():
-    with pytest.raises(ConfigError, match=r"precision.wgrad_dtype: is 'bf16', must be 'fp32' or null\.$"):
+    with pytest.raises(ConfigError, match=r"precision.wgrad_dtype='bf16': must be 'fp32' or null\.$"):
         compose_config(["recipe=quickstart", "precision.wgrad_dtype=bf16"])
 
 
@@ -154,7 +154,7 @@ def test_a_warm_up_longer_than_the_run_is_noted_but_not_refused(capsys):
     assert main(["plan", "recipe=quickstart", "trainer.max_steps=5"]) == 0
     assert "note   schedule.warmup_steps=50" in capsys.readouterr().out
     assert main(["plan", "recipe=quickstart", "schedule.total_steps=50"]) == 2
-    assert "schedule.warmup_steps: is 50: must be below schedule.total_steps=50" in capsys.readouterr().err
+    assert "schedule.warmup_steps=50: must be below schedule.total_steps=50" in capsys.readouterr().err
 
 
 def test_a_glob_that_matches_nothing_is_a_typo(capsys):

@@ -39,11 +39,11 @@ def test_all_problems_of_a_cluster_are_reported_at_once(capsys):
     assert main(["plan", *words]) == 2
     said = capsys.readouterr().err
     for text in (
-        "cluster.memory_gb_per_second: is -1, must be greater than or equal to 0.001",
-        "cluster.start_microseconds: is 1000000000.0, must be less than or equal to 1000000",
+        "cluster.memory_gb_per_second=-1: must be greater than or equal to 0.001",
+        "cluster.start_microseconds=1000000000.0: must be less than or equal to 1000000",
         "hardware: is b200, and cluster=h100_dgx has h100",
         "cluster.between_nodes.gb_per_second: is 500, above cluster.within_node.gb_per_second=450",
-        "cluster.devices_per_package: is 3: must divide cluster.devices_per_node=8",
+        "cluster.devices_per_package=3: must divide cluster.devices_per_node=8",
     ):
         assert text in said, text
     assert "Traceback" not in said
@@ -60,7 +60,7 @@ def test_all_problems_of_a_cluster_are_reported_at_once(capsys):
         ),
         (
             ["trainer.devices=16", "parallel=zero3", "data.global_batch_size=16", "data.micro_batch_size=1"],
-            "trainer.devices: is 16: must be at most 8, the devices per machine of cluster=h100_dgx. Set it to 8, and "
+            "trainer.devices=16: must be at most 8, the devices per machine of cluster=h100_dgx. Set it to 8, and "
             "world=16 for all ranks.",
         ),
         (
@@ -76,9 +76,9 @@ def test_all_problems_of_a_cluster_are_reported_at_once(capsys):
         (["cluster.devices_per_package=2"], "cluster.within_package is null. Give both"),
         (["cluster.hardware=cpu"], "cluster.peak_tflops: has no bf16, and no peak of cpu is known"),
         (["cluster.within_package={gb_per_second: 1, latency_microseconds: 1}"], "is 1, below cluster.within_node"),
-        (["cluster.peak_tflops={bf16: 1e-9}"], "cluster.peak_tflops.bf16: is 1e-09, must be greater than or equal to"),
-        (["cluster.peak_tflops={bf16: 0.9}"], "cluster.peak_tflops.bf16: is 0.9: must be 0.01 to 1.2 times 989.5"),
-        (["cluster.peak_tflops={bf16: 1979}"], "cluster.peak_tflops.bf16: is 1979: must be 0.01 to 1.2 times 989.5"),
+        (["cluster.peak_tflops={bf16: 1e-9}"], "cluster.peak_tflops.bf16=1e-09: must be greater than or equal to"),
+        (["cluster.peak_tflops={bf16: 0.9}"], "cluster.peak_tflops.bf16=0.9: must be 0.01 to 1.2 times 989.5"),
+        (["cluster.peak_tflops={bf16: 1979}"], "cluster.peak_tflops.bf16=1979: must be 0.01 to 1.2 times 989.5"),
     ],
 )
 def test_impossible_clusters_are_refused(words, said, capsys):

@@ -78,7 +78,7 @@ def test_slots_of_a_rule_override_those_of_its_recipe():
     ("recipe: mxpf8", "precision.modules.casts.0.recipe", "there is no 'mxpf8'. Did you mean 'mxfp8'?"),
     ("recipe: fp16_mxfp8", "precision.modules.casts.0.recipe", "computes in fp16, and this recipe in bf16"),
     ("recipe: mixed", "precision.modules.casts.0.recipe", "which has different casts for layers or steps"),
-    ("recipe: 8", "precision.modules.casts.0.recipe", "is 8, must be"),
+    ("recipe: 8", "precision.modules.casts.0.recipe", "=8: must be"),
     ("recipe: mxfp8, hihg: true", "precision.modules.casts.0.hihg", "Did you mean 'high'?"),
     ("high: true, names: '*.o_proj'", "precision.modules.casts.0.names", "must be"),
 ])  # fmt: skip

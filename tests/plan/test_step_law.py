@@ -111,13 +111,13 @@ def test_a_grid_is_centred_by_it():
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["optim.learning_rate=step_law*0"], "is 'step_law*0': must be a number from"),
-        (["optim.learning_rate=step_law*1e7"], "is 'step_law*1e7': must be a number from 1e-06 to 1e+06 of step_law"),
-        (["data.global_batch_size=step_law*x"], "is 'step_law*x': must be a number from"),
-        (["trainer.max_steps=0tokens"], "is '0tokens': must be a number above 0 of tokens"),
-        (["optim.learning_rate=steplaw"], "is 'steplaw', must be a valid number"),
+        (["optim.learning_rate=step_law*0"], "=step_law*0: must be a number from"),
+        (["optim.learning_rate=step_law*1e7"], "=step_law*1e7: must be a number from 1e-06 to 1e+06 of step_law"),
+        (["data.global_batch_size=step_law*x"], "=step_law*x: must be a number from"),
+        (["trainer.max_steps=0tokens"], "=0tokens: must be a number above 0 of tokens"),
+        (["optim.learning_rate=steplaw"], "='steplaw': must be a valid number"),
         (["optim=muon", "optim.adjust_learning_rate=original", *BOTH], "or optim.adjust_learning_rate=match_rms_adamw"),
-        ([*BOTH, "trainer.max_steps=no", "seed=-1"], "seed: is -1"),
+        ([*BOTH, "trainer.max_steps=no", "seed=-1"], "seed=-1"),
     ],
 )
 def test_malformed_step_laws_are_refused(words, text):

@@ -110,7 +110,7 @@ def test_all_differences_from_the_weights_are_reported_before_anything_is_writte
     for part in (
         "model.num_layers: is 3, but 2 in the weights",
         "model.norm_eps: is 0.001, but 1e-05 in the weights",
-        "model.vocab_size: is 310, must be at least 320, the rows of the weights",
+        "model.vocab_size=310: must be at least 320, the rows of the weights",
         "data.tokenizer.kind: is 'bpe', ",
     ):
         assert part in said

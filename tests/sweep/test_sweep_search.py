@@ -186,14 +186,14 @@ def test_hydras_sweep_syntax_is_the_space():
     [
         ([LR, "launcher=slurm"], "launcher"),
         (["seed=0,1"], "sweep.search: has nothing to search"),
-        (["optim.learning_rate=interval(-1,1)"], "optim.learning_rate: is -1.0"),
-        ([LR, "sweep.trials=0"], "sweep.trials: is 0"),
+        (["optim.learning_rate=interval(-1,1)"], "optim.learning_rate=-1.0"),
+        ([LR, "sweep.trials=0"], "sweep.trials=0"),
         (
             [LR, "sweep.rungs=[0.3]"],
             "sweep.rungs: is only read with sweep.search=halving, and this sweep has sweep.search=optuna",
         ),
         ([LR, "sweep.baseline=seed=0"], "sweep.baseline: is only read with sweep.until=decided, and this"),
-        ([LR, "sweep.trials=4", "sweep.startup_trials=4"], "sweep.startup_trials: is 4: must be below sweep.trials=4"),
+        ([LR, "sweep.trials=4", "sweep.startup_trials=4"], "sweep.startup_trials=4: must be below sweep.trials=4"),
         (
             ["sweep.search=halving", "sweep.trials=4", "seed=0,1"],
             "sweep.trials: is only read with sweep.search=optuna, and this",
@@ -206,7 +206,7 @@ def test_hydras_sweep_syntax_is_the_space():
         (["sweep.search=halving", "sweep.rungs=[]", "seed=0,1"], "sweep.rungs: must have at least 1 item"),
         (
             ["sweep.search=halving", "sweep.rungs=0.5", "seed=0,1"],
-            "sweep.rungs: is 0.5, must be a list: sweep.rungs=[0.5]",
+            "sweep.rungs=0.5: must be a list: sweep.rungs=[0.5]",
         ),
         (
             ["sweep.search=halving", "trainer.validate_every_steps=10,20", "seed=0,1"],

@@ -105,7 +105,7 @@ def test_the_best_checkpoints_are_kept_across_resumes(tmp_path, small_run, capsy
         ),
         (["checkpoint.keep_best=1", "trainer.validate_every_steps=null"], "and validations are at the end only"),
         (["checkpoint.keep_best=1", "data.validation.fraction=0"], "checkpoint.keep_best: needs val_loss, and data"),
-        (["checkpoint.keep_best=0"], "checkpoint.keep_best: is 0"),
+        (["checkpoint.keep_best=0"], "checkpoint.keep_best=0"),
     ],
 )
 def test_what_could_not_be_kept_is_refused(tmp_path, small_run, words, said, capsys):

@@ -50,7 +50,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 def _whole(value: Any) -> Any:
     """Return a whole float such as 200e6 as an integer. Raises ValueError if it is not whole."""
     if isinstance(value, str) or (isinstance(value, float) and not value.is_integer()):
-        raise ValueError(f"is {value!r}, must be a whole number of tokens, such as 200000000 or 200e6.")
+        raise ValueError("must be a whole number of tokens, such as 200000000 or 200e6.")
     return int(value) if isinstance(value, float) else value
 
 

@@ -156,7 +156,7 @@ def _check_arguments(key: str, node: dict[str, Any], signature: ast.arguments | 
         declared = known.get(name)
         annotation = ast.unparse(declared) if declared is not None else ""
         if annotation and not _fits(value, annotation):
-            problems.append(Problem(f"{key}.{name}", f"is {value!r}, must be of type {annotation}."))
+            problems.append(Problem(f"{key}.{name}", f"must be of type {annotation}.", repr(value)))
     return problems
 
 

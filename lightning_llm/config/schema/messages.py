@@ -54,12 +54,13 @@ def problem_of(details: Any) -> Problem:
         return _no_kind(location, details)
     if kind == "value_error":  # raised by a validator of the schema, with the complete message
         text = details["msg"].removeprefix("Value error, ")
-        return Problem(key, text if text.endswith((".", "?")) else f"{text}.")
+        value = repr(details["input"]) if text.startswith("must ") and not isinstance(details["input"], dict) else None
+        return Problem(key, text if text.endswith((".", "?")) else f"{text}.", value)
     if kind in ("too_short", "too_long"):
         word, limit = ("least", "min_length") if kind == "too_short" else ("most", "max_length")
         count = details["ctx"][limit]
         return Problem(key, f"must have at {word} {count} item{'s' if count > 1 else ''}.")
-    return Problem(key, _wrong_value(location, details))
+    return _wrong_value(location, details)
 
 
 def _unknown_key(location: list[str], group: type[BaseModel] | None) -> str:
@@ -79,23 +80,23 @@ def _unknown_key(location: list[str], group: type[BaseModel] | None) -> str:
     return f"unknown key.{hint}"
 
 
-def _wrong_value(location: list[str], details: Any) -> str:
-    """Return the message for a value of the wrong type or out of range."""
+def _wrong_value(location: list[str], details: Any) -> Problem:
+    """Return the problem of a value of the wrong type or out of range."""
     key, kind, given = ".".join(location), details["type"], details["input"]
     what = _SHAPES.get(kind) or details["msg"].removeprefix("Input should be ")
     if what == A_MAPPING and (keys := fields_at(location)):
         what += f" with keys of these: {', '.join(keys)}"
     if isinstance(given, dict | list):
-        return f"must be {what}, and is a {'mapping' if isinstance(given, dict) else 'list'}."
+        return Problem(key, f"must be {what}, and is a {'mapping' if isinstance(given, dict) else 'list'}.")
     if kind.startswith("int") and isinstance(given, float) and given.is_integer():
-        return f"is {given!r}, must be {what}. Write {int(given)}."
+        return Problem(key, f"must be {what}. Use {int(given)}.", given)
     if kind == "tuple_type":
         holds = " of mappings" if groups_of(item_of(annotation_at(location))) else f": {key}=[{given}]"
-        return f"is {given!r}, must be a list{holds}."
+        return Problem(key, f"must be a list{holds}.", repr(given))
     if kind == "literal_error" and "null" in choices_at(key):
         what += " or null"
     quotes = " Write it in quotes." if kind == "string_type" and isinstance(given, int | float) else ""
-    return f"is {'null' if given is None else repr(given)}, must be {what}.{quotes}"
+    return Problem(key, f"must be {what}.{quotes}", "null" if given is None else repr(given))
 
 
 def _key_of_kinds(location: list[str], kind: type[BaseModel] | None) -> str:
@@ -126,7 +127,7 @@ def _no_kind(location: list[str], details: Any) -> Problem:
         raise TypeError(f"{'.'.join(location)} has no registry")
     if details["type"] == "model_attributes_type":
         known = ", ".join(registry)
-        return Problem(".".join(location), f"is {details['input']!r}, must be a mapping with {registry.key}: {known}.")
+        return Problem(".".join(location), f"must be a mapping with {registry.key}: {known}.", repr(details["input"]))
     key = ".".join([*location, registry.key])
     if details["type"] == "union_tag_not_found":
         return Problem(key, f"a value must be given. Known here: {', '.join(registry)}.")

@@ -151,10 +151,10 @@ def _never_pruned(keys: SweepConfig) -> Iterator[Problem]:
     if "startup_trials" not in keys.model_fields_set:  # the default; more trials may follow
         return
     text = (
-        f"is {keys.startup_trials}: must be below sweep.trials={keys.trials}, or no trial can be pruned. Lower it, "
-        "raise trials, or set sweep.pruning=none."
+        f"must be below sweep.trials={keys.trials}, or no trial can be pruned. Lower it, raise trials, or set "
+        "sweep.pruning=none."
     )
-    yield Problem("sweep.startup_trials", text)
+    yield Problem("sweep.startup_trials", text, keys.startup_trials)
 
 
 def _problem(details: Any) -> Problem:

@@ -110,7 +110,7 @@ def contradictions(
             yield Problem(f"config.json {other}", text)
     for key in SWITCHES:
         if key in values and not isinstance(values[key], bool):
-            yield Problem(f"config.json {key}", f"is {values[key]!r}: must be true or false.")
+            yield Problem(f"config.json {key}", "must be true or false.", repr(values[key]))
     for key in not_null:
         if key in values and values[key] is None:
             yield Problem(f"config.json {key}", "is null, which transformers rejects. Give a value, or remove it.")

@@ -84,9 +84,9 @@ class Gemma2(Architecture):
         for key, default in NUMBERS.items():
             value = values.get(key, default)
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                yield Problem(f"config.json {key}", f"is {value!r}: must be a number above 0.")
+                yield Problem(f"config.json {key}", "must be a number above 0.", repr(value))
             elif key != "final_logit_softcapping" and key != "attn_logit_softcapping" and value != int(value):
-                yield Problem(f"config.json {key}", f"is {value!r}: must be a whole number.")
+                yield Problem(f"config.json {key}", "must be a whole number.", repr(value))
         kinds = values.get("layer_types")
         if kinds is not None and (not isinstance(kinds, list) or len(kinds) != values.get("num_hidden_layers")):
             yield Problem("config.json layer_types", "must be a list with one kind per layer (num_hidden_layers).")

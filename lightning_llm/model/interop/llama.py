@@ -119,7 +119,7 @@ class Mistral(Llama):
         yield from super().problems(values)
         window = values.get("sliding_window", WINDOW)
         if window is not None and (type(window) is not int or window < 1):
-            yield Problem("config.json sliding_window", f"is {window!r}: must be a whole number or null.")
+            yield Problem("config.json sliding_window", "must be a whole number or null.", repr(window))
         uses = values.get("use_sliding_window", window is not None)
         if uses != (window is not None):
             text = f"is {uses!r}, and sliding_window is {window!r}, which decides here. Remove the wrong one."

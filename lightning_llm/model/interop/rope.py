@@ -77,7 +77,7 @@ def rope_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
     for key in ENTRIES:
         entry = values.get(key) or {}
         if not isinstance(entry, Mapping):
-            yield Problem(f"config.json {key}", f"is {entry!r}: must be an object or null.")
+            yield Problem(f"config.json {key}", "must be an object or null.", repr(entry))
             return
         if nested := [name for name, each in entry.items() if isinstance(each, Mapping)]:
             text = f"has an entry for each of {', '.join(map(str, nested))}; read here is one for all blocks."
@@ -91,7 +91,7 @@ def rope_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
     for where in (values, rope):
         theta = where.get("rope_theta", THETA)
         if not _is_number(theta) or theta <= 0:
-            yield Problem("config.json rope_theta", f"is {theta!r}: must be a number above 0.")
+            yield Problem("config.json rope_theta", "must be a number above 0.", repr(theta))
     if (part := rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))) not in (None, 1, 1.0):
         yield Problem(
             "config.json partial_rotary_factor", f"is {part!r}. Only 1 is supported: the whole head is rotated."
@@ -110,12 +110,12 @@ def rope_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
         if value is None and (needed or (theirs in filled and theirs in rope)):
             yield Problem(f"config.json rope_scaling.{theirs}", f"is missing: type {kind!r} requires it.")
         elif theirs == "truncate" and theirs in rope and not isinstance(value, bool):
-            yield Problem("config.json rope_scaling.truncate", f"is {value!r}: must be true or false.")
+            yield Problem("config.json rope_scaling.truncate", "must be true or false.", repr(value))
         elif value is not None and theirs != "truncate" and (not _is_number(value) or value <= 0):
-            yield Problem(f"config.json rope_scaling.{theirs}", f"is {value!r}: must be a number above 0.")
+            yield Problem(f"config.json rope_scaling.{theirs}", "must be a number above 0.", repr(value))
     for key in MSCALES if kind == "yarn" else ():
         if (value := rope.get(key)) is not None and not _is_number(value):
-            yield Problem(f"config.json rope_scaling.{key}", f"is {value!r}: must be a number.")
+            yield Problem(f"config.json rope_scaling.{key}", "must be a number.", repr(value))
 
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[Problem]:

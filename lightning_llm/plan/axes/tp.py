@@ -149,8 +149,8 @@ def _weight_problems(model: ModelConfig, tp: int) -> Iterator[Problem]:
     sizes["the padded vocabulary"] = model.padded_vocab_size, "its rows are split; see model.vocab_multiple"
     for name, (size, why) in sizes.items():
         if size % tp:
-            text = f"is {tp}, and must divide {name} = {size} ({size} = {size // tp} x {tp} + {size % tp}): {why}."
-            yield Problem("parallel.tp", f"{text} Use a divisor of {size}.")
+            text = f"must divide {name} = {size} ({size} = {size // tp} x {tp} + {size % tp}): {why}."
+            yield Problem("parallel.tp", f"{text} Use a divisor of {size}.", tp)
 
 
 def _all_parts(model: ModelConfig) -> list[Part]:

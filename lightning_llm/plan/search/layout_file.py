@@ -29,7 +29,8 @@ def layout_file_problems(file: Path, force: bool) -> Iterator[Problem]:
     if file.suffix != ".yaml" or file.parent.name != GROUP or not NAME.fullmatch(file.stem):
         yield Problem(
             "--write",
-            f"is {file}: must be DIR/{GROUP}/NAME.yaml, with NAME of letters, digits, - and _. Choose such a path.",
+            f"must be DIR/{GROUP}/NAME.yaml, with NAME of letters, digits, - and _. Choose such a path.",
+            file,
         )
     elif file.stem in option_files(GROUP):
         yield Problem("--write", f"is {file}, and {GROUP}={file.stem} is a shipped layout. Choose another name.")

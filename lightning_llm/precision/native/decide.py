@@ -126,7 +126,7 @@ class Decision:
         """Why it is so, in one line."""
         if self.runs == "native":
             names = dict.fromkeys(native.name for native in self.natives)
-            return f"Transformer Engine {self.library}, {' and '.join(names)}" if names else "not quantised"
+            return f"Transformer Engine {self.library}, {' and '.join(names)}" if names else "not quantized"
         return "; ".join(dict.fromkeys(_sentence(problem) for problem in self.problems))
 
 

@@ -95,7 +95,7 @@ def _slot(cast: CastConfig, compute_dtype: str, decision: Decision) -> dict[str,
     if cast == HIGH:
         if decision.software is not None:
             return {"format": compute_dtype, "runs": "emulated", "reason": decision.software}
-        return {"format": compute_dtype, "runs": "native", "reason": "not quantised"}
+        return {"format": compute_dtype, "runs": "native", "reason": "not quantized"}
     if not cast.quantises:
         shown = cast.model_dump(exclude_none=True, include={"source", "hadamard"})
         return {"format": compute_dtype, **shown, **decision.facts()}

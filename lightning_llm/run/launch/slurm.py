@@ -185,11 +185,11 @@ def _config_problems(config: Config) -> Iterator[Problem]:
         text = "is ray, but --script writes a Slurm job. Use launcher=slurm, or train with launcher=ray."
         yield Problem("launcher.name", text)
     if world % ranks_per_node(config):
-        text = f"is {world}, must be a multiple of the {ranks_per_node(config)} ranks of a machine."
-        yield Problem("world", text)
+        text = f"must be a multiple of the {ranks_per_node(config)} ranks of a machine."
+        yield Problem("world", text, world)
     for key in ("partition", "account", "qos", "constraint", "container"):
         if (value := getattr(launcher, key)) and any(letter in value for letter in "\n\r\0"):
-            yield Problem(f"launcher.{key}", f"is {value!r}, must be one line.")
+            yield Problem(f"launcher.{key}", "must be one line.", repr(value))
 
 
 REQUEUE_SECONDS = 30

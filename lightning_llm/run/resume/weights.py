@@ -132,8 +132,8 @@ def shape_differences(
         if now[key] != value:
             yield Problem(f"model.{key}", f"is {now[key]!r}, but {value!r} in {whose}. {same}")
     if ours.vocab_size < theirs.vocab_size:
-        text = f"is {ours.vocab_size}, must be at least {theirs.vocab_size}, the rows of the weights. {same}"
-        yield Problem("model.vocab_size", text)
+        text = f"must be at least {theirs.vocab_size}, the rows of the weights. {same}"
+        yield Problem("model.vocab_size", text, ours.vocab_size)
     if theirs.num_layers != ours.num_layers:
         return
     for index in range(ours.num_layers):

@@ -254,7 +254,7 @@ def test_recomputing_by_block_changes_no_loss(tmp_path, small_run, capsys):
         ),
         (
             ["--search", *TINY, "parallel.tp=4", "parallel.cp=1"],
-            "parallel.tp: is 4, and must divide model.num_heads",
+            "parallel.tp=4: must divide model.num_heads",
         ),
         (
             ["--search", *TINY, "parallel.pp=8"],

@@ -173,7 +173,7 @@ def test_rank_0_reports_an_invalid_config_before_torchrun_ends_it(
     assert main(["train", "recipe=quickstart", "model.num_layers=abc"]) == 2
     told = capsys.readouterr().err
     assert told.startswith(says) if says else not told
-    assert ("model.num_layers: is 'abc'" in told) == bool(says)
+    assert ("model.num_layers='abc'" in told) == bool(says)
     assert waited == ([(environment.SECONDS + local_rank, "")] if waits else [])
 
 
