@@ -3,7 +3,6 @@
 The command itself is run by tests/tracking/mlflow/test_mlflow.py and tests/security/test_secrets.py.
 """
 
-import gc
 import os
 import subprocess
 import sys
@@ -54,7 +53,6 @@ class ForkedWriter:
 
 
 def _write(inbox: Any, said: Any, folder: str, environment: dict[str, str]) -> None:
-    gc.freeze()  # as rank_group.py's ranks
     os.setsid()
     for number, stream in ((0, inbox), (1, said)):
         os.dup2(stream.detach(), number)

@@ -8,7 +8,6 @@ its memory may have been theirs: the case is tried once more, in a new group, wi
 import copy
 import faulthandler
 import functools
-import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -143,7 +142,6 @@ class RankGroup:
 
 def _serve(rank: int, world: int, meeting: str | None, stacks: str, pipe: Any) -> None:
     faulthandler.enable(open(stacks, "w"))  # noqa: SIM115  (for as long as the process lives)
-    gc.freeze()  # half a million objects of what was imported, which garbage collection looks through again and again
     import torch
     import torch.distributed as dist
 

@@ -30,15 +30,15 @@ NAMES = {"columns": "sum", "output": "mean", "size": "mean"}
 """Losses of the parts: of a sum over columns that tensor parallelism cuts, of a mixer's output, of a part's input."""
 SHAPE = ["model.num_layers=4", "model.num_heads=2", "model.num_kv_heads=2", "model.head_dim=64", "trainer.max_steps=2"]
 LAYOUTS = [
-    ("ddp", 2, []),
+    pytest.param("ddp", 2, [], marks=pytest.mark.full),
     ("zero3", 2, []),
     ("tp", 2, []),
     ("tp", 2, ["parallel.sequence_parallel=false"]),
     ("cp", 2, []),
-    ("pp", 2, []),
+    pytest.param("pp", 2, [], marks=pytest.mark.full),
     ("pp", 2, ["parallel.activation_checkpoint=full"]),
     ("pp_interleaved", 2, []),
-    ("pp_tp", 4, []),
+    pytest.param("pp_tp", 4, [], marks=pytest.mark.full),
 ]
 
 

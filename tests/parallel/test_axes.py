@@ -63,7 +63,7 @@ def test_a_registered_axis_is_counted_by_degrees_groups_plans_and_checkpoints(gr
     assert all(torch.equal(found["checkpoint"][name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("reduction", ["tree", "native"])
+@pytest.mark.parametrize("reduction", ["tree", pytest.param("native", marks=pytest.mark.full)])
 def test_a_further_axis_of_replicas_has_gradients_summed_over_it(group, ranks, small_run, tmp_path, reduction):
     """Micro-batches are dealt over both axes of replicas, and the tree's sums are those of one rank."""
     words = small_run(tmp_path, "data.micro_batch_size=1", "trainer.max_steps=2", "checkpoint.every_steps=null")
@@ -147,7 +147,12 @@ class Apart(SynchronousConfig):
 
 
 @pytest.mark.parametrize(
-    ("layout", "reduction"), [("ddp", "tree"), ("ddp", "native"), ("hsdp", "tree"), ("hsdp", "native")]
+    ("layout", "reduction"),
+    [
+        ("ddp", "tree"),
+        ("hsdp", "native"),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in [("ddp", "native"), ("hsdp", "tree")]),
+    ],
 )
 def test_gradients_are_summed_over_those_axes_alone_that_the_algorithm_states(
     ranks, small_run, tmp_path, layout, reduction

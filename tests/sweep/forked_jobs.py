@@ -1,6 +1,5 @@
 """Jobs of a sweep that train in processes forked from one that has imported all, in place of new interpreters."""
 
-import gc
 import os
 import sys
 from functools import partialmethod
@@ -38,7 +37,6 @@ class ForkedJob:
 
 
 def _run(words: list[str], environment: dict[str, str], streams: list[Any], address: str) -> None:
-    gc.freeze()  # as rank_group.py's ranks
     os.setpgid(0, 0)
     for number, stream in zip((1, 2), streams, strict=True):
         os.dup2(stream.detach(), number)
