@@ -13,6 +13,7 @@ from lightning_llm.precision.any_module.selection import (
     Blocks,
     FoundLinear,
     blocks_in,
+    is_conv1d,
     linears_in,
     plain_name,
     why_not_convertible,
@@ -51,6 +52,22 @@ class Choice:
     def quantized(self) -> list[FoundLinear]:
         """The layers to quantize, in order."""
         return [linear for linear in self.linears if self.reasons[linear.name] is None]
+
+    @property
+    def other_matrices(self) -> list[str]:
+        """Names of matrices in the blocks that belong to no linear layer, with "*" for numbers: fused experts, say."""
+        owners = {
+            name: module
+            for name, module in self.root.named_modules()
+            if not isinstance(module, nn.Linear | nn.Embedding) and not is_conv1d(module)
+        }
+        found = (
+            plain_name(f"{path}.{name}" if path else name)
+            for path, module in owners.items()
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.ndim > 1
+        )
+        return list(dict.fromkeys(_kind(name) for name in found if self.blocks.canonical(name) is not None))
 
     @property
     def widths(self) -> dict[str, int]:

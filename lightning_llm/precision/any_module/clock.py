@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 
 from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema.precision import PrecisionConfig
@@ -53,7 +54,8 @@ class StepClock:
     def _reset(self) -> None:
         self.module: nn.Module | None = None
         self._optimizer_hook: Any = None
-        self._in_backward = self._had_backward = self._validating = False
+        self._in_backward = self._had_backward = False
+        self._keys_of: tuple[int, int, bool] | None = None  # step, micro-batch or validation batch, validation
         if not self.by_hand:
             _watch_optimizers()
             _waiting.add(self)
@@ -88,9 +90,9 @@ class StepClock:
             self._optimizer_hook.remove()
             self._optimizer_hook = None
         if self.module is not None:
-            hooks = self.module._forward_pre_hooks
-            for number in [each for each, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
-                del hooks[number]
+            for hooks in (self.module._forward_pre_hooks, self.module._forward_hooks):
+                for number in [each for each, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                    del hooks[number]
             self.module = None
 
     def before_forward(self, module: nn.Module, _: Any) -> None:
@@ -101,18 +103,29 @@ class StepClock:
             self.start(module)
         self._in_backward = False  # an exception may have ended the last one
         if not module.training and not torch.is_grad_enabled():
-            self._set_keys(validation=True)
+            self._set_keys((self.step, self.validation_batch, True))
             self.validation_batch += 1
-        elif self._validating or self.native_random:
+        elif self._keys_of != self._now or self.native_random:
             self._set_keys()
+
+    def after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
+        """Have the backward pass begin with the keys of this forward pass, for checkpointed blocks to repeat it."""
+        if torch.compiler.is_compiling() or in_backward() or not torch.is_grad_enabled():
+            return
+        keys_of = self._keys_of
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(lambda _: self._repeat(keys_of))
+
+    def _repeat(self, keys_of: tuple[int, int, bool] | None) -> None:
+        if keys_of != self._keys_of:
+            self._set_keys(keys_of)
 
     def backward_runs(self) -> None:
         """Note a backward pass; its end ends the micro-batch. Every layer calls this, in each backward pass."""
         if self._in_backward:
             return
         self._in_backward = True
-        if self._validating:  # and a checkpointed block is to repeat its forward pass by the keys of training
-            self._set_keys()
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._after_backward)
 
@@ -151,19 +164,23 @@ class StepClock:
             self._in_force = recipe
         self._set_keys()
 
-    def _set_keys(self, validation: bool = False) -> None:
+    @property
+    def _now(self) -> tuple[int, int, bool]:
+        return self.step, self.micro_batch, False
+
+    def _set_keys(self, keys_of: tuple[int, int, bool] | None = None) -> None:
+        """Set the keys of a (step, batch, whether it is of validation), None: of training now."""
         if self.module is None:
             return
         shared.forget()
         rank, ranks = self._rank()
-        own = self.validation_batch if validation else self.micro_batch
-        key = StepKey(self.seed, self.step, (VALIDATION_KEY if validation else 0) + own * ranks + rank)
+        step, own, validation = self._keys_of = self._now if keys_of is None else keys_of
+        key = StepKey(self.seed, step, (VALIDATION_KEY if validation else 0) + own * ranks + rank)
         if self.native_random and not validation:
             from lightning_llm.precision.native.transformer_engine import seed_random_bits
 
             seed_random_bits(key.word())
         set_step_key(self.module, key)
-        self._validating = validation
 
     def _update_scales(self, after: Any) -> None:
         if self.module is not None:

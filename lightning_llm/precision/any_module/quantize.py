@@ -11,6 +11,7 @@ from torch import nn
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.precision.any_module.choice import Choice, choose
 from lightning_llm.precision.any_module.clock import StepClock
+from lightning_llm.precision.any_module.conv1d import with_transposed_weight
 from lightning_llm.precision.any_module.report import ModuleReport, QuantizeReport, stepped
 from lightning_llm.precision.any_module.selection import FoundLinear, unwrapped
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
@@ -77,6 +78,7 @@ def quantize(
         native_random = any(native.stochastic for native in how.decision.natives)
         clock = StepClock(choice.recipe, choice.blocks.count, seed, max_steps, group, native_random)
         root.register_forward_pre_hook(clock.before_forward)
+        root.register_forward_hook(clock.after_forward)
         clock.start(root)
         if hooked is not None:
             clock.attach(hooked)
@@ -165,12 +167,12 @@ def _convert(choice: Choice, how: _How) -> None:
     for linear in choice.quantized:
         place = choice.places[linear.name]
         plan = LinearPlan.from_recipe(first, how.backend, rule_in_effect(place, first, choice.blocks.count))
-        layer = kind.adopt(linear.module, linear.name, place, plan)
+        its_kind = with_transposed_weight(kind) if linear.is_transposed else kind
+        layer = its_kind.adopt(linear.module, linear.name, place, plan)
         if linear.name in choice.on_fast_paths:
             layer.register_forward_pre_hook(_keeps_off_fast_path)
-    for layer in quantised_layers(choice.root):
-        if hasattr(layer, "sharded"):
-            layer.sharded = dist.is_available() and dist.is_initialized()
+        if how.decision.runs == "native":  # FSDP2 may gather the weights, now or once `fully_shard` is called
+            vars(layer)["sharded"] = dist.is_available() and dist.is_initialized()
 
 
 def _keeps_off_fast_path(*_: Any) -> None:
@@ -208,4 +210,6 @@ def _notes(choice: Choice, how: _How) -> tuple[str, ...]:
     if others:
         found = ", ".join(sorted(str(each).removeprefix("torch.") for each in others))
         notes.append(f"weights are {found}; the recipe has master weights in {recipe.master_dtype}")
+    if choice.other_matrices:
+        notes.append(f"not quantized, since no linear layer holds them: {', '.join(choice.other_matrices)}")
     return tuple(notes)

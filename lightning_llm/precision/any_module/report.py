@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.precision.any_module.clock import StepClock
+from lightning_llm.precision.any_module.health import Figures, observed
 from lightning_llm.precision.linear.delayed import delayed_state, load_delayed_state
 from lightning_llm.precision.linear.module import high_precision_forward
 
@@ -101,6 +102,16 @@ class QuantizeReport:
         self._started("high_precision")
         with high_precision_forward(self._module()):
             yield
+
+    @contextmanager
+    def health(self) -> Iterator[Figures]:
+        """Context in which every cast is observed: {(layer, slot): {"sqnr_db": ..., "underflow_percent": ...}}.
+
+        The mapping is filled when the context ends. `docs/reference/probe_figures.md` explains the figures.
+        """
+        self._started("health")
+        with observed(self._module()) as found:
+            yield found
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the delayed scales, to save with a checkpoint. The module's own state has neither."""

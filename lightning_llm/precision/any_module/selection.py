@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.linalg.cast_linear import CastOnUse
@@ -84,7 +84,7 @@ def why_not_convertible(linear: FoundLinear, root: nn.Module) -> str | None:
     """Return why casts cannot be put into `linear`, or None."""
     module = linear.module
     weight = module.weight
-    if isinstance(weight, UninitializedTensorMixin):
+    if is_lazy(weight):
         return "its weight is created by the first forward pass; quantize the module after that"
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "nn.MultiheadAttention reads its weight and never calls it"

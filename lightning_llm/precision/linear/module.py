@@ -209,8 +209,11 @@ class QuantisedLinear(nn.Linear):
             row.copy_(torch.fmax(row, amax))
 
     def extra_repr(self) -> str:
-        casts = ", ".join(f"{slot}={cast.format}" for slot, cast in self.plan.casts.items() if cast.quantises)
-        return f"{super().extra_repr()}, {casts}"
+        return f"{super().extra_repr()}, {self.casts_text()}"
+
+    def casts_text(self) -> str:
+        """Return the formats by slot, e.g. "fprop.x=e4m3, fprop.w=e4m3"."""
+        return ", ".join(f"{slot}={cast.format}" for slot, cast in self.plan.casts.items() if cast.quantises)
 
 
 def _sharded_as(current: type[nn.Module], wanted: type[nn.Module]) -> type[nn.Module]:
@@ -238,7 +241,9 @@ def set_step_key(model: nn.Module, key: StepKey) -> None:
         return
     names = torch.tensor([name_word(layer.name) for layer in layers])[:, None]
     slots = torch.arange(KEY_COUNT)[None, :]
-    keys = hash_words(key.step, key.micro_batch, names, slots, seed=key.seed).to(layers[0].weight.device)
+    device = layers[0].weight.device
+    keys = hash_words(key.step, key.micro_batch, names, slots, seed=key.seed)
+    keys = keys if device.type == "meta" else keys.to(device)  # layers move them to their inputs' device
     for layer, row in zip(layers, keys.unbind(0), strict=True):
         layer.keys = row
 

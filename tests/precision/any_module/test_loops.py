@@ -1,0 +1,246 @@
+"""`quantize` in training loops: the bits of `train`, and what ends a micro-batch and a step."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_llm import ConfigError, quantize
+from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.data.batch import Batch
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.init import initialise
+from lightning_llm.model.loss import LossReduction, next_token_loss_sum
+from lightning_llm.train.quantisation import Quantisation
+from tests.precision.any_module.models import Model, batches, eager, loss_of
+from tests.train.test_step import OPTIM, SCHEDULE, LearningRate, made
+
+LLAMA = ModelConfig(
+    name="tiny", vocab_size=64, num_layers=3, hidden_size=64, num_heads=2, num_kv_heads=1, ffn_hidden_size=128,
+    max_sequence_length=32,
+)  # fmt: skip
+SEED, STEPS = 7, 3
+OTHERS = ["fp8_delayed_micro_batch", "fp8_current", "fp8_subchannel", "mxfp4_sr_fp8", "quartet"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mxfp8", "nvfp4", "mxfp4_sr", "fp8_delayed", *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS)],
+)
+def test_a_plain_loop_has_the_bits_of_train(name):
+    recipe = eager(name)
+    trained = Decoder(LLAMA, compute_dtype=torch.bfloat16)
+    initialise(trained, SEED)
+    plain = copy.deepcopy(trained)
+    quantisation = Quantisation(recipe, SEED, STEPS)
+    quantisation.swap(trained, LLAMA.num_layers, "cpu")
+    step = made(trained, clip_norm=None)
+    step.parallel.quantisation = quantisation
+    optimizer = OPTIM.build(plain.named_parameters(), None)
+    rate = LearningRate(optimizer, SCHEDULE, 6)
+    report = quantize(plain, recipe, seed=SEED, optimizer=optimizer)
+    assert report.quantized == list(quantisation.report.converted)
+    generator = torch.Generator().manual_seed(1)
+    for number in range(STEPS):
+        tokens, labels = torch.randint(64, (2, 2, 2, 32), generator=generator)  # 2 micro-batches
+        loss = step(Batch(tokens, labels, None))
+        rate.set(number)
+        optimizer.zero_grad()
+        targets = torch.tensor(labels.numel())
+        losses = []
+        for each, label in zip(tokens, labels, strict=True):
+            reduction = LossReduction(label, next_token_loss_sum, torch.ones(()) / targets)
+            losses.append(plain(each, None, None, reduction) / targets)
+            losses[-1].backward()
+        optimizer.step()
+        assert torch.equal(loss, torch.stack(losses).detach().sum())
+    for ours, theirs in zip(plain.parameters(), trained.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def gradients(
+    *, recipe="mxfp4_sr", wrap=None, reentrant=None, attached=True, validates=False, both_first=False, by_hand=False
+) -> list[torch.Tensor]:
+    """Return all gradients of three steps of two micro-batches each."""
+    model = Model(reentrant)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    report = quantize(model, eager(recipe), optimizer=optimizer if attached else None)
+    called, found = wrap(model) if wrap else model, []
+    for number, step in enumerate(batches()):
+        losses = []
+        for micro_batch, tokens in enumerate(step):
+            if by_hand:
+                report.step(number, micro_batch=micro_batch)
+            losses.append(loss_of(called, tokens))
+            if validates:
+                called.eval()
+                with torch.no_grad():
+                    called(tokens)
+                called.train()
+            if not both_first:
+                losses[-1].backward()
+        for loss in losses if both_first else ():
+            loss.backward()
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert report.at == ((2, 1) if by_hand else (3, 0))
+    return found
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[torch.Tensor]:
+    return gradients()
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        {"attached": False},  # the first optimizer that steps a parameter ends the steps
+        {"attached": False, "by_hand": True},
+        {"reentrant": False, "validates": True},
+        {"reentrant": True},
+    ],
+    ids=str,
+)
+def test_loops_that_do_the_same_have_the_same_bits(loop, plain):
+    assert same(gradients(**loop), plain)
+
+
+def test_recomputed_blocks_repeat_their_own_forward_pass_when_another_came_between():
+    assert same(gradients(both_first=True, reentrant=False), gradients(both_first=True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["mxfp4_sr", "fp8_delayed"])
+@pytest.mark.parametrize("inner", [False, True])
+def test_compiled_modules_have_the_bits_of_eager_ones(recipe, inner):
+    def wrap(model):
+        if not inner:
+            return torch.compile(model, backend="aot_eager", fullgraph=True)
+        for block in model.layers:
+            block.compile(backend="aot_eager")
+        return model
+
+    assert same(gradients(recipe=recipe, wrap=wrap), gradients(recipe=recipe))
+
+
+def test_every_step_and_micro_batch_draws_other_bits_and_evaluation_repeats_none():
+    model, seen = Model(), []
+    report = quantize(model, eager("mxfp4_sr"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for tokens in batches(2).flatten(0, 1):
+        seen.append(tuple(model.layers[0].up.keys.tolist()))
+        assert torch.equal(model(tokens), model(tokens))  # without a backward pass, the micro-batch goes on
+        loss_of(model, tokens).backward()
+        if len(seen) == 2:
+            optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            model(tokens)
+            seen.append(tuple(model.layers[0].up.keys.tolist()))
+    assert len(set(seen)) == 6
+    assert report.at == (1, 2)
+
+
+def test_a_step_that_gradscaler_skips_repeats_no_bits():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    report = quantize(model, eager("mxfp4_sr"), optimizer=optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    for scale in (float("inf"), 1.0):
+        (scaler.scale(loss_of(model, batches()[0, 0])) * scale).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert report.at == ((0, 1) if scale != 1.0 else (1, 0))
+        optimizer.zero_grad()
+
+
+def test_the_step_and_delayed_scales_are_saved_and_restored():
+    def steps(model, optimizer, numbers):
+        for number in numbers:
+            optimizer.zero_grad()
+            loss_of(model, batches()[number, 0]).backward()
+            optimizer.step()
+
+    whole = Model()
+    report = quantize(whole, eager("fp8_delayed"), optimizer=(optimizer := torch.optim.SGD(whole.parameters(), 0.1)))
+    steps(whole, optimizer, range(2))
+    resumed = Model()
+    resumed.load_state_dict(whole.state_dict())
+    again = torch.optim.SGD(resumed.parameters(), 0.1)
+    other = quantize(resumed, eager("fp8_delayed"), optimizer=again)
+    other.load_state_dict(report.state_dict())
+    assert other.at == report.at == (2, 0)
+    steps(whole, optimizer, [2])
+    steps(resumed, again, [2])
+    assert same(list(whole.parameters()), list(resumed.parameters()))
+
+
+def test_steps_must_be_numbers_from_0_on():
+    report = quantize(nn.Linear(64, 64), eager("mxfp8"))
+    with pytest.raises(ConfigError, match=r"^n=-1: must be an integer from 0 on"):
+        report.step(-1)
+
+
+def test_attached_optimizers_may_come_later_wrapped_or_in_a_list():
+    model = Model()
+    report = quantize(model, eager("mxfp4_sr"))
+    optimizers = [torch.optim.SGD(model.layers.parameters(), 0.1), torch.optim.SGD(model.lm_head.parameters(), 0.1)]
+    report.attach(optimizers)
+    loss_of(model, batches()[0, 0]).backward()
+    optimizers[0].step()
+    assert report.at == (0, 1)
+    optimizers[1].step()
+    assert report.at == (1, 0)
+
+
+def _of_rank(kind: str, recipe: str) -> list[torch.Tensor]:
+    """Return the weights after three steps; each of two ranks has one of the two micro-batches."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    rank, model = dist.get_rank(), Model()
+    quantized_first = kind.endswith("before")
+    report = quantize(model, eager(recipe)) if quantized_first else None
+    called = model
+    if kind.startswith("ddp"):
+        called = nn.parallel.DistributedDataParallel(model)
+    else:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        fully_shard(model.layers[0].up, mesh=mesh)
+        for block in model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    report = report or quantize(called, eager(recipe))
+    optimizer = torch.optim.SGD(called.parameters(), 0.2)  # of the mean over two ranks: 0.1 of their sum
+    for step in batches():
+        loss_of(called, step[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert report.at == (3, 0)
+    found = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in called.parameters()]
+    return [each.detach().clone() for each in found]
+
+
+KINDS = ["ddp_before", *(pytest.param(each, marks=pytest.mark.full) for each in ("ddp", "fsdp_before", "fsdp"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recipe", ["fp8_delayed", pytest.param("mxfp4_sr", marks=pytest.mark.full)])
+def test_two_ranks_have_the_bits_of_one(kind, recipe, ranks):
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    quantize(model, eager(recipe), optimizer=optimizer)
+    for step in batches():
+        for tokens in step:
+            loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same(ranks(2).call(_of_rank, kind, recipe), list(model.parameters()))
