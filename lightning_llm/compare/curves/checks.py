@@ -20,6 +20,7 @@ CHANCE = 1e-3
 """Probability below which repeated values are no coincidence."""
 LOWEST_RATIO = 0.8
 """Lowest loss relative to the baseline's that two runs in one unit can have."""
+DECIMALS = [10.0**-digits for digits in range(1, 7)]
 GRIDS = sorted(
     [f * 10.0**-d for d in range(1, 7) for f in (1, 2, 2.5, 5)] + [2.0**-k for k in range(1, 17)], reverse=True
 )
@@ -38,9 +39,10 @@ def _values(curve: LoggedCurve) -> str:
         return ""
     if finite.min() < 0:
         return f"column {curve.loss.name} has values below 0, and no cross-entropy has. Choose another --metric."
-    if curve.loss.unit != "bits per byte" and float(np.median(finite)) > MOST_NATS:
+    level = max(float(np.median(finite)), float(np.median(finite[: max(1, len(finite) // 10)])))
+    if curve.loss.unit != "bits per byte" and level > MOST_NATS:
         return (
-            f"column {curve.loss.name} is {np.median(finite):.4g} in the middle, more than guessing gives in nats per "
+            f"column {curve.loss.name} is {level:.4g} at its beginning or middle, more than guessing gives in nats per "
             "token: a perplexity or a sum. Log the mean loss per token, the logarithm of the perplexity."
         )
     return ""
@@ -51,7 +53,7 @@ def resolution(values: Column) -> float:
     later = values[len(values) // 2 :] if len(values) >= 16 else values
     if not len(later):
         return 0.0
-    for step in GRIDS:
+    for step in GRIDS if len(later) >= 8 else DECIMALS:
         ratio = later / step
         # Losses stored as 32-bit floats are this far from their decimals.
         if np.all(np.abs(ratio - np.round(ratio)) < np.maximum(1e-6, 1e-7 * ratio)):

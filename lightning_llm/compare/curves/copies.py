@@ -18,6 +18,8 @@ STRETCH = 4
 """Changes in a stretch."""
 FEWEST = 8
 """Points by which a shifted or rescaled copy is known."""
+FINER = 5
+"""Noise from point to point, in rounding steps, below which equal or affine values may be chance."""
 CLOSEST = 0.02
 """Smallest difference of runs of two seeds, relative to their noise from point to point."""
 TOGETHER, NOT_TOGETHER = 0.8, 0.4
@@ -46,10 +48,13 @@ def _how_copied(first: LoggedCurve, second: LoggedCurve) -> str:
     if len(half[0]) >= FEWEST:
         noises = noise(half[0]), noise(half[1])
         rounding = max(steps)
-        if rounding < min(noises) / 3 and np.mean(half[0] == half[1]) > MOST_EQUAL:
+        if rounding < min(noises) / FINER and np.mean(half[0] == half[1]) > MOST_EQUAL:
             return "has mostly the same losses as"
-        if _is_affine(*half, steps) and rounding < min(noises) / 2:
+        if _is_affine(*half, steps) and rounding < min(noises) / FINER:
             return "has, shifted, rescaled or rounded, the losses of"
+        within = float(np.abs(half[1] - half[0]).max()) <= 0.51 * rounding + 1e-9
+        if within and min(steps) < rounding / FINER and len(half[0]) >= 2 * FEWEST:
+            return "has, rounded, the losses of"
         known = None not in (first.log.seed, second.log.seed)
         apart = float(np.std(half[1] - half[0]))
         if known and first.log.seed != second.log.seed and apart < CLOSEST * min(noises) and rounding < apart:
@@ -78,7 +83,7 @@ def _is_affine(ours: Column, theirs: Column, steps: tuple[float, float]) -> bool
 
 def _repeats(ours: Column, theirs: Column, step: float) -> bool:
     """Return whether most stretches of changes in the later half of one curve occur in the other, at any place."""
-    if min(len(ours), len(theirs)) < 2 * FEWEST or step > min(noise(ours), noise(theirs)) / 3:
+    if min(len(ours), len(theirs)) < 2 * FEWEST or step > min(noise(ours), noise(theirs)) / FINER:
         return False
     unit = step or 1e-9
     changes = [np.round(np.diff(values) / unit).astype(np.int64) for values in (ours, theirs)]

@@ -1,9 +1,9 @@
 """Curves that were smoothed before they were logged: by their noise from point to point.
 
 The loss of a batch has noise that is independent from step to step. Its second differences over one, two or three
-points then have the same variance. A moving average makes neighbors alike: the variance over three points is a multiple of
-that over one (an exponential average of factor 0.6: 2.3, of 0.9: 2.9; a window of 3: 4.5, of 5: 3.5). The trend
-adds to the longer differences only where it bends, so the ratio of differences without a fitted trend must agree.
+points then have the same variance. A moving average makes neighbors alike: the variance over three points is a
+multiple of that over one (an exponential average of factor 0.6: 2.3, of 0.9: 2.9; a window of 3: 4.5, of 5: 3.5). The
+trend adds to the longer differences only where it bends, so the ratio without a fitted trend must agree.
 
 A validation loss has no noise of batches, and its own may be smooth. Only a curve with much less of it than the others
 is taken for smoothed.
@@ -19,7 +19,9 @@ from lightning_llm.compare.curves.curve import LoggedCurve
 from lightning_llm.compare.curves.table import Column
 
 FEWEST = 20
-"""Points of one curve, and of all pooled, below which its noise shows nothing."""
+"""Points of one curve below which its noise shows nothing, compared with others."""
+FEWEST_TRAINING = 60
+"""The same for a training loss by itself; in shorter logs the trend bends within a few points."""
 SECOND, DETRENDED = 14.0, 6.0
 """Bounds of the two ratios above 1, times the square root of the number of points. Both must be exceeded, since a trend
 that bends raises one of them (docs/internals/simulate_curves.py counts ordinary logs that are refused)."""
@@ -35,7 +37,9 @@ def smoothing_problems(curves: Sequence[LoggedCurve]) -> list[Problem]:
     problems = [found for curve, values in usable if (found := _less_noise(curve, values, usable))]
     if problems:
         return problems
-    training = [(curve, values) for curve, values in usable if curve.loss.kind == "training"]
+    training = [
+        (curve, values) for curve, values in usable if curve.loss.kind == "training" and len(values) >= FEWEST_TRAINING
+    ]
     flagged = [curve for curve, values in training if _is_smooth([values])]
     text = f"its training loss varies too smoothly from point to point: it is smoothed. {REMEDY}"
     if not flagged and _is_smooth([values for _, values in training]):
@@ -72,7 +76,7 @@ def _detrended(values: Column) -> Column:
 def _is_smooth(curves: Sequence[Column]) -> bool:
     """Return whether the noise of the curves together is that of smoothed values."""
     count = sum(map(len, curves))
-    if count < 2 * FEWEST:
+    if not count:
         return False
     second, detrended = [], []
     for values in curves:
