@@ -33,6 +33,7 @@ from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.teachers import teacher_models
 from lightning_llm.plan.traffic import small_bytes
+from lightning_llm.precision.cast.inductor import Backend
 from lightning_llm.train.distillation import Distillation
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import LossScaler, Quantisation
@@ -85,7 +86,12 @@ def dry_rank(plan: Plan, rank: int, progress: Callable[[], None] | None = None) 
 
 
 def count_step(
-    plan: Plan, layout: Layout, fake: FakeTensorMode | None, progress: Callable[[], None] | None = None
+    plan: Plan,
+    layout: Layout,
+    fake: FakeTensorMode | None,
+    progress: Callable[[], None] | None = None,
+    device: torch.device = CPU,
+    casts: Backend = "shapes",
 ) -> RankCounts:
     """Return the counts of this rank of `layout` in the first step of `plan`, in `fake`, or on real tensors if None."""
     started = time.process_time()
@@ -99,10 +105,10 @@ def count_step(
             else:
                 stage.to_empty(device=device)
 
-    quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, backend="shapes")
+    quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, backend=casts)
     if progress is not None:
         _tell_micro_batches(quantisation, progress)
-    parallel = ParallelModel.build(config, layout, CPU, quantisation, fill=fill)
+    parallel = ParallelModel.build(config, layout, device, quantisation, fill=fill)
     decoders, gradients = _teachers(config), list[int]()
 
     def measure_gradients(loss: Tensor) -> None:
@@ -112,12 +118,11 @@ def count_step(
         scaler, spikes = LossScaler(config.precision.loss_scaling), SpikePolicy(config.spikes)
         state = TrainState(config.data.global_batch_size * config.data.sequence_length)
         quantisation.watch_overflow(parallel.model)
-        teachers = (
-            None if config.distil is None else _distillation(config, [each.to_empty(device=CPU) for each in decoders])
-        )
+        teacher_decoders = [each.to_empty(device=device) for each in decoders]
+        teachers = None if config.distil is None else _distillation(config, teacher_decoders)
         step = TrainStep.build(config, parallel, state, scaler, spikes, lambda _: None, [measure_gradients], teachers)
         initialise_state(step.optimizer)
-        batch = _batch(config, plan.micro_batches)
+        batch = _batch(config, plan.micro_batches, device)
         parallel.model.train()
         counting.begin()
         planned_for = "cuda" if fake and on_gpu(plan) else "cpu"
@@ -170,10 +175,10 @@ def _moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for each in states for key, value in each.items() if isinstance(value, Tensor) and key != "step"]
 
 
-def _batch(config: Config, micro_batches: int) -> Batch:
+def _batch(config: Config, micro_batches: int, device: torch.device) -> Batch:
     shape = micro_batches, config.data.micro_batch_size, config.data.sequence_length
-    documents = torch.zeros(shape, dtype=torch.int64) if config.data.document_mask else None
-    return Batch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), documents)
+    tokens, labels, documents = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(3))
+    return Batch(tokens, labels, documents if config.data.document_mask else None)
 
 
 def _bytes(tensors: list[Tensor]) -> int:
