@@ -325,11 +325,17 @@ def test_a_phase_takes_over_at_its_step(small_run, tmp_path):
     assert ours[2] != plain[2]
 
 
+def test_rotations_need_not_divide_a_width(small_run, tmp_path):
+    words = ["precision=mxfp4_sr", "precision.casts=eager", "model.ffn_hidden_size=200", "trainer.max_steps=2"]
+    assert train(small_run, tmp_path / "a", *words, "trainer.validate_every_steps=null", UNSAVED) == 0
+    assert all(0 < loss < 10 for loss in losses(tmp_path / "a" / "run"))
+
+
 @pytest.mark.parametrize(
     ("words", "key"),
     [
         (["precision=mxfp8", "precision.dgrad.dy.format=e5m2"], "precision.dgrad.dy.format"),
-        (["precision=mxfp4_sr", "model.ffn_hidden_size=200"], "precision.dgrad.dy.hadamard.size"),
+        (["precision=mxfp4_sr", "precision.dgrad.dy.hadamard.size=48"], "precision.dgrad.dy.hadamard.size"),
         (["precision=mxfp8", "precision.backend=native"], "precision.backend"),
         (["precision=mxfp8", "precision.fprop.x.format=e4m4"], "precision.fprop.x.format"),
         (["precision=fp8_current", "precision.modules.last_blocks_high_precision=9"], "precision.modules"),
