@@ -335,7 +335,7 @@ def test_rotations_need_not_divide_a_width(small_run, tmp_path):
     ("words", "key"),
     [
         (["precision=mxfp8", "precision.dgrad.dy.format=e5m2"], "precision.dgrad.dy.format"),
-        (["precision=mxfp4_sr", "precision.dgrad.dy.hadamard.size=48"], "precision.dgrad.dy.hadamard.size"),
+        (["precision=mxfp4_sr", "precision.dgrad.dy.hadamard.size=48"], "precision.dgrad.dy.hadamard"),
         (["precision=mxfp8", "precision.backend=native"], "precision.backend"),
         (["precision=mxfp8", "precision.fprop.x.format=e4m4"], "precision.fprop.x.format"),
         (["precision=fp8_current", "precision.modules.last_blocks_high_precision=9"], "precision.modules"),
