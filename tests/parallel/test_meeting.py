@@ -101,5 +101,5 @@ def test_all_ranks_meet_and_a_later_rank_0_begins_anew():
 @pytest.mark.parametrize(("name", "value"), [("MASTER_PORT", ""), ("MASTER_PORT", "70000"), ("MASTER_ADDR", "")])
 def test_a_missing_address_is_rejected_by_name(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"^{name}: is '{value}'"):
+    with pytest.raises(ConfigError, match=f"^{name}='{value}': must be"):
         open_store(0, 5)

@@ -3,6 +3,7 @@
 import getpass
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -126,7 +127,7 @@ def test_a_job_that_diverges_is_a_result_and_is_not_run_again(tmp_path, small_ru
 @pytest.mark.filterwarnings("error")
 def test_one_bad_job_stops_all_before_any_starts(word, key, tmp_path, small_run, capsys):
     assert main(["train", "-m", *small_run(tmp_path, *word.split())]) == 2
-    assert f"  - {key}: " in capsys.readouterr().err
+    assert re.search(rf"^  - {re.escape(key)}[:=]", capsys.readouterr().err, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
 
 
