@@ -33,14 +33,13 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """Report of `quantize`; printed, it is a table. `modules`: all linear layers, in the module's order.
+    """Report of `quantize`; printed, it is a table.
 
     Attributes:
         recipe: the recipe.
-        modules: one `ModuleReport` per linear layer.
+        modules: one `ModuleReport` per linear layer, in the module's order.
         blocks: where the blocks are, with their number.
         notes: facts that concern the whole module, e.g. keys of the recipe that the training loop must apply itself.
-        dry_run: whether the module was left as it is.
     """
 
     recipe: PrecisionConfig
