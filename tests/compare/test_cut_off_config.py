@@ -18,5 +18,5 @@ def test_a_truncated_config_is_reported_and_no_other_recipe(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"config\.yaml has no .*seed: it was truncated or changed"):
         read_run(file.parent)
     file.write_text(text[: text.index("\nprecision:") + 1])
-    with pytest.raises(ConfigError, match=re.escape(f"{file}: is damaged or from another version: schedule a value")):
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: is damaged or from another version: schedule: a value")):
         load_config(file, ["trainer.devices=1"])
