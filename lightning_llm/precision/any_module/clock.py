@@ -1,8 +1,9 @@
 """Steps and micro-batches of a training loop that does not report them: random keys, phases, delayed scales.
 
 A micro-batch ends with its backward pass, a step with `optimizer.step()`. So a loop needs no further calls, and the
-keys are those of `train`. Nothing here is part of a compiled graph: layers report a backward pass where their operators
-run, and the hook on the module only tells validation from training.
+keys are those of `train`, except under DDP with several micro-batches per rank, whose number is not known here.
+Nothing here is part of a compiled graph: layers report a backward pass where their operators run, and the hook on the
+module only tells validation from training.
 """
 
 import functools
