@@ -128,7 +128,7 @@ REFUSED = {
     "qwen3 windows": (qwen3(), {"use_sliding_window": True}, "use_sliding_window: is True"),
     "gpt2 scaling": (gpt2(), {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: is True"),
     "gemma2 layers": (gemma2(), {"layer_types": ["full_attention"]}, "a list with one kind per layer"),
-    "gemma2 without caps": (gemma2(), {"attn_logit_softcapping": None}, "attn_logit_softcapping: is None"),
+    "gemma2 without caps": (gemma2(), {"attn_logit_softcapping": None}, "attn_logit_softcapping=None: must"),
     "rope as text": (llama(), {"rope_parameters": "x"}, "must be an object or null"),
 }
 
