@@ -2,10 +2,13 @@
 
 A series is the arms that are compared, under a declared name (--series NAME), or else in one folder. Its budget is
 1 - confidence, the error that a single verdict may have. Each look at new losses spends a part: half of the rest,
-or 1/N of all with --looks N. The verdict of a look that spends e has intervals at confidence 1 - e. The parts add up to
-the budget at most, so (union bound: P(any of several events) is at most the sum of their probabilities) the chance that
-any look of the series is wrong is at most the budget, however the looks depend on each other: more seeds of a sweep, a
-new sweep, or another metric. The chance of a false "lossless", one side of the intervals, is at most half of it.
+or 1/N of all with --looks N. The verdict of a look that spends e has intervals at confidence 1 - e.
+
+The k-th look at an arm has number k or higher in its series, so the parts spent on one arm are at most the budget.
+Therefore (union bound: P(any of several events) is at most the sum of their probabilities) the chance that any look is
+wrong about that arm is at most the budget, however the looks depend on each other: more seeds of a sweep, a new sweep,
+or another metric. The chance of a false "lossless", one side of the intervals, is at most half of it. Looks at other
+arms are other claims: together they may spend more.
 
 Every recorded look counts, also those without --require: who sees a verdict can choose when to ask for it.
 """

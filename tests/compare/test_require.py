@@ -180,6 +180,20 @@ def test_no_series_spends_more_than_its_budget(planned, tmp_path):
     assert spent[-1] == 0
 
 
+@pytest.mark.parametrize("planned", [None, 4])
+def test_looks_at_other_arms_in_between_spend_no_more_on_an_arm(planned, tmp_path):
+    """Looks at single arms and at several, in turn: together they may spend more than one budget, each arm does not."""
+    gate, looks = Gate("lossless", looks=planned), []
+    spent = dict.fromkeys("abc", 0.0)
+    for number, arms in enumerate(["a", "b", "ab", "a", "c", "abc"] * 3):
+        look = replace(LOOK, seen=str(number), pairs=dict.fromkeys(arms, 3))
+        found = spending_of(look, looks, gate, 0.05, tmp_path)
+        for arm in arms:
+            spent[arm] += found.spent
+        looks.append(replace(look, spent=found.spent, budget=0.05, planned_looks=planned))
+    assert all(0 < each <= 0.05 + 1e-12 for each in spent.values())
+
+
 @pytest.mark.parametrize("again", simulation.WAYS)
 def test_repeated_attempts_keep_the_rate_of_false_lossless(again):
     """At the margin, 300 series: the rate is known to 0.9 %; without a budget it is above 9 % by eight looks."""

@@ -6,6 +6,7 @@ Nothing here is part of a compiled graph: layers report a backward pass where th
 module only tells validation from training.
 """
 
+import copy
 import functools
 import weakref
 from typing import Any
@@ -68,6 +69,12 @@ class StepClock:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, group=None)
         self._reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StepClock":
+        memo[id(self)] = made = object.__new__(StepClock)
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        made.group = self.group  # which a pickle cannot hold, and a copy in the same process shares
+        return made
 
     def start(self, module: nn.Module) -> None:
         """Count the passes of `module`, which calls `before_forward` ahead of each forward pass."""

@@ -1,5 +1,7 @@
 """The Conv1D of transformers (GPT-2) with casts: a linear layer with its weight as [in_features, out_features]."""
 
+import functools
+
 from torch import Tensor, nn
 
 from lightning_llm.linalg.cast_linear import Reduce
@@ -18,6 +20,7 @@ class QuantisedConv1D(QuantisedLinear):
         return f"in_features={inputs}, out_features={outputs}, {self.casts_text()}"
 
 
+@functools.cache
 def with_transposed_weight(kind: type[QuantisedLinear]) -> type[QuantisedLinear]:
     """Return the class that does for Conv1D what `kind` does for nn.Linear."""
     return QuantisedConv1D if kind is QuantisedLinear else type(f"{kind.__name__}Conv1D", (_Contiguous, kind), {})

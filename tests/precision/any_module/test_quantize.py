@@ -188,6 +188,17 @@ def test_copies_and_pickles_keep_the_casts_and_count_for_themselves():
     assert report.at == (0, 1)
 
 
+def test_a_copy_keeps_the_group_of_ranks():
+    """An average of the weights, copied from the module, counts over the same data-parallel ranks."""
+    model, group = Model(), object()
+    quantize(model, eager("mxfp8"))
+    model.layers[0].up.clock.group = group
+    copied = copy.deepcopy(model)
+    loss_of(copied, batches()[0, 0])  # the first forward pass gives the layers their clock
+    assert copied.layers[0].up.clock is not model.layers[0].up.clock
+    assert copied.layers[0].up.clock.group is group
+
+
 def test_autocast_rounds_operands_as_it_does_for_plain_layers():
     model, plain = Model(), Model()
     quantize(model, eager("mxfp8"))
