@@ -68,13 +68,13 @@ class Stragglers(pl.Callback):
         self._told: list[dict[str, Any]] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Install the clock of batches, unless `callbacks.throughput` has."""
+        """Install the clock that times the loading of batches, unless `callbacks.throughput` did."""
         self._fetched = FetchClock.from_trainer(trainer)
         self._clock = WaitClock(trainer.strategy.root_device)
         self._restart()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Start to count. Collective."""
+        """Start to measure the time that each rank waits for others. Collective."""
         layout: Layout = trainer.strategy.layout
         self.detector = StragglerDetector(counterparts(layout))
         self.hosts = [platform.node()] * layout.degrees.world
@@ -116,11 +116,11 @@ class Stragglers(pl.Callback):
         )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Stop counting."""
+        """Stop measuring."""
         self._counting.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Stop counting."""
+        """Stop measuring."""
         self._counting.close()
 
     def _now(self) -> _Host:

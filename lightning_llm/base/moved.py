@@ -26,7 +26,7 @@ MOVED = {
 
 
 def new_path(old: str) -> str | None:
-    """Return the new path of `old`, or None if it has not moved."""
+    """Return the new import path of the module `old`, or None if it has not moved."""
     package, _, module = old.rpartition(".")
     return MOVED.get(old) or (f"{MOVED[package]}.{module}" if package in MOVED else None)
 
@@ -51,6 +51,6 @@ class MovedModules:
 
 
 def install() -> None:
-    """Add the finder, once."""
+    """Add the finder to `sys.meta_path`, once."""
     if not any(isinstance(each, MovedModules) for each in sys.meta_path):
         sys.meta_path.insert(0, MovedModules())

@@ -41,7 +41,7 @@ def search_layouts(arguments: argparse.Namespace) -> int:
         raise ConfigError(problems)
     cluster = config.cluster
     if cluster is None:
-        raise ConfigError(Problem("cluster", "is none."))
+        raise ConfigError(Problem("cluster", "is not set. Set cluster=h100_dgx (or a100_dgx, ...)."))
     matrix = _matrix(arguments.links, config, world) if planner == "pipette" else None
     if matrix is not None and len(matrix.names) < world:  # preselect layouts by the median bandwidth of the links
         between = cluster.between_nodes.model_copy(update={"gb_per_second": matrix.median_gb_per_second})

@@ -27,7 +27,7 @@ from lightning_llm.compare.verdict_text import line_of, reason_of
 from lightning_llm.tracking.reading import Run
 
 SCHEMA_VERSION = 1
-"""Of `compare.json`; counted up when a field changes its meaning or goes, not when one is added."""
+"""Version of `compare.json`: increases when a field changes its meaning or is removed, not when one is added."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Comparison:
         return [Baseline(self.factor.baseline_label, family, self.terms) for family in self.families]
 
     def verdicts_of(self, family: ComparisonGroup) -> list[Verdict]:
-        """Return the verdicts in one setting."""
+        """Return the verdicts of one comparison group."""
         return [verdict for verdict in self.verdicts if verdict.family is family]
 
     def require(self, required: str) -> Requirement:

@@ -94,8 +94,10 @@ class Curve:
         return replace(self, losses={seed: losses for seed, losses in self.losses.items() if seed in seeds})
 
     def margins(self, share: float) -> dict[int, float]:
-        """Return {seed: increase of the baseline's loss with D / (1 + share) tokens, nats}: the margin of `share` more
-        tokens."""
+        """Return {seed: margin in nats} for a margin of `share` more tokens, 0.02 for 2 %.
+
+        It is the increase of the baseline's loss from D tokens to D / (1 + share).
+        """
         if not self.losses:
             return {}
         return dict(zip(self.losses, self.shares(list(self.losses), 1 / (1 + share)), strict=True))

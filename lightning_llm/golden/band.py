@@ -74,7 +74,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Band:
-    """The interval of each number in which a further run of the same program is expected."""
+    """Prediction interval of each number for a further run of the same program."""
 
     noise: Noise
     false_alarms: float
@@ -100,10 +100,9 @@ class Band:
         return {name: (its, others[name]) for name, its in mean.series.items()}
 
     def interval(self, name: str, step: int) -> tuple[float, float] | None:
-        """Return (mean, allowed distance from it) of one number; None if a run's number was not finite.
+        """Return (mean, allowed distance from it) of the number `name` at `step`; None if a run's was not finite.
 
-        A learning rate is a function of the step that the host computes: it may be off by a unit of fp32, in which it
-        is applied.
+        A learning rate may differ by the rounding to fp32 only: the host computes it from the step.
         """
         mean, sd = (its[step] for its in self._spread[name])
         if name == LEARNING_RATE:

@@ -18,20 +18,20 @@ Changes = dict[str, tuple[Any, Any]]
 CHANGES_BITS = (
     "versions.torch", "versions.transformer-engine", "device", "threads", "compiled", "backend", f"{FINGERPRINT}."
 )  # fmt: skip
-"""Of where numbers come from: what may round otherwise without being wrong."""
+"""Keys of a recording's origin that may change rounding without an error."""
 CHANGES_NO_BITS = (f"{FINGERPRINT}.os",)
 INPUTS = ("data_hash", "init_digest", "teachers")
-"""Of where numbers come from: with others it is another recipe."""
+"""Keys of a recording's origin that belong to the recipe."""
 CODE, NOT_TOLD = "code_hash", ("validation_hash",)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first number that is not as recorded. `step` is counted from 1; `now` is None where the step has none.
+    """The first number that differs from the recorded one. `step` is counted from 1.
 
-    `quantity`: "loss", "gradient_norm" of `parameter`, "grad_norm" (of all together), "lr", "steps" or "parameters"
-    where one has others. `allowed_from`, `allowed_to`: the band; None where it must be the same. `others`: how many
-    more numbers of that step are not as recorded.
+    `quantity`: "loss", "gradient_norm" of `parameter`, "grad_norm" (of all together), "lr"; "steps" or "parameters" if
+    the curves do not have the same ones. `allowed_from`, `allowed_to`: the band; None if bits must be equal.
+    `others`: how many more numbers of that step differ.
     """
 
     step: int
@@ -45,7 +45,7 @@ class Difference:
 
     @property
     def relative(self) -> float | None:
-        """|now - recorded| / |recorded|, None where that is no number."""
+        """|now - recorded| / |recorded|; None if a value is missing or the ratio is not finite."""
         if self.recorded is None or self.now is None or not self.recorded:
             return None
         ratio = abs(self.now - self.recorded) / abs(self.recorded)
@@ -54,10 +54,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Check:
-    """Result of a check. `first` is None unless `outcome` is "different"; `band` is the one used, None for bits.
+    """Result of a check. `first` is None unless `outcome` is "different"; `band` is None if bits were compared.
 
-    `machine`: versions, device and fingerprint, `may_round_otherwise` whether any of it, or the layout, may change
-    bits; `code`, `layout`, `recipe`: what else is not as recorded.
+    `machine`: changed versions, device and fingerprint; `code`, `layout`, `recipe`: other differences from the
+    recording. `may_round_otherwise`: whether a change of the machine or the layout may change bits.
     """
 
     outcome: Outcome
@@ -116,16 +116,16 @@ def recipe_problems(changes: Changes, file: str) -> list[Problem]:
 
 
 def input_changes(recorded: Golden, now: Golden) -> Changes:
-    """Return in which inputs `now` is not the recorded recipe: data, weights that it starts from, and teachers."""
+    """Return the inputs of `now` that differ from the recorded ones: data, initial weights and teachers."""
     changes = origin_changes(recorded.origin, now.origin)
     return {key: pair for key, pair in changes.items() if key in INPUTS}
 
 
 def compare(recorded: Golden, now: Golden, band: Band | None, *, prefer_band: bool = False) -> Check:
-    """Return how `now` compares: by bits and, where these differ and may, within `band`.
+    """Compare `now` with the recording: by bits and, if these differ and are allowed to, within `band`.
 
-    They may where the recording's own repeats differed, or where machine or layout round otherwise; `prefer_band`:
-    anyhow.
+    Bits may differ if the recording's own repeats differed, or if the machine or the layout may change them;
+    `prefer_band` always allows it.
     """
     changes = origin_changes(recorded.origin, now.origin)
     told = {key: pair for key, pair in changes.items() if key not in (*NOT_TOLD, *INPUTS, CODE)}
@@ -152,7 +152,7 @@ def compare(recorded: Golden, now: Golden, band: Band | None, *, prefer_band: bo
 def first_difference(recorded: Curve, now: Curve, band: Band | None) -> Difference | None:
     """Return the first number of `now` that differs from the recorded one, or is outside `band`; None if none does.
 
-    First in the order in which a step computes them: of gradients the nearest to the loss, from which they come.
+    "First" is the order in which a step computes the numbers; gradient norms run from the head to the embedding.
     """
     then, here = recorded.series, now.series
     if odd := then.keys() ^ here.keys():
@@ -193,7 +193,7 @@ def _changes_bits(key: str) -> bool:
 
 
 def _other_sums(recorded: Golden, now: Golden, layout: Changes) -> bool:
-    """Return whether the layouts may give other bits: those that both train to one rank's bits do not."""
+    """Return whether the layouts may change bits; false if both give the same bits as one rank."""
     both = recorded.bitwise and now.bitwise
     return any(not (both and is_bitwise_key(key)) for key in layout)
 

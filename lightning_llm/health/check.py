@@ -212,9 +212,10 @@ def _example(faults: Sequence[WrongValues]) -> str:
 
 
 def blamed_pairs(found: Iterable[WrongValues], hosts: Sequence[str]) -> str:
-    """Return the ranks at fault if each number's sender is known: a rank blamed by all its peers, or pairs of ranks.
+    """Return a text that names the ranks at fault; for collectives in which each number has one known sender.
 
-    `hosts`: the machine of each rank.
+    A rank that all its peers blame is named alone, any other fault as a pair of sender and receiver. `hosts`: the
+    machine of each rank.
     """
     pairs = {(source, each.receiver) for each in found for source in each.sources}
     everyone = range(len(hosts))

@@ -163,13 +163,16 @@ def _table(report: Report, fit: Fit) -> Table:
 
 
 def line_of(effect: Effect, gap: Gap, model: str = "") -> str:
-    """Return "mxfp4_sr: 4.1 % more tokens [2.0, 6.5] at 1B / 20B, grows with tokens per parameter (p = 0.003)"."""
+    """Return a recipe's cost as a line; `model`: name of the model to add after the size, "" for none.
+
+    For example "mxfp4_sr: 4.1 % more tokens [2.0, 6.5] at 1B / 20B, grows with tokens per parameter (p = 0.003)".
+    """
     where = f"{short(effect.parameters)} / {short(effect.tokens)}{f' ({model})' if model else ''}"
     return f"{effect.recipe}: {share(effect)} at {where}, {growth(gap)}"
 
 
 def share(effect: Effect) -> str:
-    """Return "4.1 % more tokens [2.0, 6.5]"."""
+    """Return the cost in tokens with its interval, such as "4.1 % more tokens [2.0, 6.5]"."""
     return more_or_fewer(effect.more_tokens, (effect.low, effect.high))
 
 

@@ -96,7 +96,7 @@ class DenseSpec(FeedForward):
         return {"model.ffn_hidden_size": (model.ffn_hidden_size, "its columns are shared out evenly")}
 
     def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
-        """Return the activation: of one tensor or, gated, times another."""
+        """Return the passes of the activation function and, if gated, of the product with the other tensor."""
         inner = width * model.ffn_hidden_size
         if not self.gated:
             return [MemoryPass(2 * inner, 3 * inner)]

@@ -179,11 +179,11 @@ class Region:
         return (reduce_scatter_tokens if self.sequence else reduce_from_group)(x, self.group)
 
     def share(self, y: Tensor) -> Tensor:
-        """Return the output `y` of a part; with `shares`, its gradient on each rank becomes a share of 1/R."""
+        """Return the output `y` of a part; with `shares`, its gradient is divided by the number of ranks R."""
         return self._scaled(y, 1 / self.group.size) if self.shares else y
 
     def unshare(self, y: Tensor) -> Tensor:
-        """Return `y`, computed from cut tensors; with `shares`, a share of its gradient becomes the whole again."""
+        """Return `y`, computed from cut tensors; with `shares`, its gradient is multiplied by R (undoes `share`)."""
         return self._scaled(y, float(self.group.size)) if self.shares else y
 
     def _scaled(self, y: Tensor, factor: float) -> Tensor:

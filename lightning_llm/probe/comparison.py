@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums of a comparison, which add up over tensors and batches; tuples have an entry per key, `pairs` one fewer."""
+    """Sums over elements of several tensors or batches. Tuples have an entry per random key k, `pairs` one fewer."""
 
     elements: int
     reference: float  # |g|^2
@@ -33,7 +33,7 @@ class Sums:
 
 
 class Collector:
-    """Takes one sample of a tensor after the other and keeps three tensors, not all of them."""
+    """Computes the `Sums` of one tensor from its samples, one at a time; it keeps three tensors in memory."""
 
     def __init__(self, reference: Tensor):
         """`reference`: the exact tensor, any shape."""
@@ -46,7 +46,7 @@ class Collector:
         self._pairs: list[float] = []
 
     def add(self, sample: Tensor) -> None:
-        """Take the tensor that another key gave."""
+        """Add the sample of the next random key."""
         sample = sample.detach().float()
         error = sample - self.reference
         self._errors.append(_dot(error, error))
@@ -60,7 +60,7 @@ class Collector:
     def sums(self) -> Sums:
         """Return the sums of the samples so far, at least one."""
         if self._total is None:
-            raise ValueError("nothing was compared yet")
+            raise ValueError("no sample was added: call add first")
         return Sums(
             self.reference.numel(),
             _dot(self.reference, self.reference),

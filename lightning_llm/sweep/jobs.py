@@ -54,7 +54,7 @@ def opened(definition: Callable[[], Sweep]) -> Sweep:
 
 
 def start(jobs: Sequence[Job], relay: Relay, phase: SearchPhase | None = None) -> list[Outcome]:
-    """Run `jobs`, at least one, with their launcher; return their outcomes. `phase`: of a search."""
+    """Run `jobs`, at least one, with their launcher; return their outcomes. `phase`: phase of a search, if any."""
     launcher = jobs[0].config.launcher
     here = launcher.name == "local"  # the machines of Slurm and Ray are not known here
     plans = [DerivedConfig(job.config, to_train=here).plan() for job in jobs]

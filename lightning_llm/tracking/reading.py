@@ -241,23 +241,26 @@ def _verify(run: Run, head: ChainHead) -> str:
     if digest is not None:
         if summary.get("seed") != run.config["seed"]:
             raise ValueError(
-                f"config.yaml was changed: seed is {run.config['seed']!r}, but the run had {summary.get('seed')!r}"
+                f"config.yaml was changed: seed is {run.config['seed']!r}, but the run had {summary.get('seed')!r}. "
+                "Restore it"
             )
         if digest != config_digest(run.config):
-            raise ValueError("config.yaml was changed: it does not match config_digest in summary.json")
+            raise ValueError("config.yaml was changed: it does not match config_digest in summary.json. Restore it")
     if sealed is None:
         if digest is None:
             return "an earlier release wrote them, or their digests were removed"
         if run.status in ("finished", "ended early"):
-            raise ValueError(f"summary.json was changed: '{RECORDS}', which every ended run has, is missing")
+            raise ValueError(
+                f"summary.json was changed: '{RECORDS}', which every ended run has, is missing. Restore it"
+            )
         return "the run has not ended"
     written = ChainHead.from_data(sealed)
     if problem := written.problem(head):
         raise ValueError(f"metrics.jsonl {problem}")
     if sealed.get("facts") != facts_digest(summary):
-        raise ValueError("summary.json was changed: its seed, hashes or versions do not match their digest")
+        raise ValueError("summary.json was changed: its seed, hashes or versions do not match their digest. Restore it")
     if sealed.get("end", end := facts_digest(summary, END)) != end:
-        raise ValueError("summary.json was changed: its status or detail does not match its digest")
+        raise ValueError("summary.json was changed: its status or detail does not match its digest. Restore it")
     steps = written.unverified_steps
     return f"an earlier release wrote those up to step {steps}" if steps else ""
 

@@ -249,7 +249,7 @@ def test_formats_that_the_device_has_are_timed_on_their_units():
     bf16, fp8 = step_of(*words, "precision=bf16"), step_of(*words, "precision=fp8_current")
     assert fp8.seconds["gemm"] < 0.65 * bf16.seconds["gemm"]
     assert fp8.seconds["memory_bound"] > bf16.seconds["memory_bound"]  # casts
-    with pytest.raises(NoTimeError, match=r"no time: emulated \(precision.fprop.x is high"):
+    with pytest.raises(NoTimeError, match=r"the step has no estimated time: emulated \(precision.fprop.x is high"):
         step_of(*words, "precision=mxfp4_sr")
 
 

@@ -26,8 +26,10 @@ from lightning_llm.compare.terms import RequestedTerms, Terms, terms_of
 
 @dataclass(frozen=True)
 class LogOptions:
-    """Options of logs: `x`, the axis ("step", "tokens" or a column); `format` of all; `tokens_per_step`; `until`, the
-    last x to compare. None: detected, or all."""
+    """Options of logs; None: detect the value, or for `until` compare the whole log.
+
+    `x`: the axis: "step", "tokens" or a column. `format`: the format of every log. `until`: the last x to compare.
+    """
 
     x: str | None = None
     format: str | None = None

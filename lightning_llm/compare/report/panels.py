@@ -276,7 +276,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A possible axis: `values`: {id of a verdict: x}; `prefixes`: of the keys of a setting that it represents."""
+    """A possible x axis. `values`: {id(verdict): x}; `prefixes`: prefixes of the config keys that it represents."""
 
     key: str
     label: str
@@ -284,7 +284,7 @@ class Quantity:
     prefixes: tuple[str, ...]
 
     def owns(self, name: str) -> bool:
-        """Return whether it represents a key of a setting."""
+        """Return whether the axis represents the config key `name`."""
         return name.startswith(self.prefixes)
 
 

@@ -49,7 +49,7 @@ class Reference:
 
     @property
     def entry(self) -> str:
-        """The entry without `number`, which a link behind it shows."""
+        """The entry as text, without its DOI or arXiv number (`number`), which reports show as a link after it."""
         authors = self.authors.strip("{}")
         if not self.authors.startswith("{"):
             persons = [" ".join(reversed(name.strip("{}").split(", "))) for name in self.authors.split(" and ")]
@@ -166,7 +166,7 @@ def _by_title(part: str) -> tuple[Reference, str]:
 
 
 def _dated(title: str) -> tuple[str, str]:
-    """Return a title, or names, without the year at its end, and that."""
+    """Split a title, or names, into (text without the year at its end, year); the year is "" if there is none."""
     year = YEAR.search(title)
     return (title[: year.start()], year[1]) if year else (title, "")
 

@@ -95,13 +95,16 @@ Described = Mapping[str, Any]
 def lost_jobs(
     sweeps: Sequence[Path], runs: Sequence[Run], ended: Collection[Path] = (), damage: Mapping[Path, str] | None = None
 ) -> tuple[list[Run], list[Problem]]:
-    """Return the jobs of whole `sweeps` without a run in `runs`, as runs without a step; and problems with sweep files.
+    """Return (jobs of `sweeps` without a run in `runs`, as runs without steps; problems with unreadable sweep files).
 
-    `ended`: folders of jobs that are not expected; `damage`: {folder: reason why it cannot be read}, reported as the
-    detail of such a run.
+    The config of a lost job is copied from a run of the sweep that only differs in the seed, the parent run, or in
+    numbers of its overrides. Without such a run, only the job's overrides are known (`Run.words`).
 
-    The config of such a job is known from a run that only differs in the seed or the parent run, as the sweep's file
-    records, or only in numbers, as its overrides show. Otherwise only its overrides are known (`Run.words`).
+    Args:
+        sweeps: folders of sweeps that are compared as a whole.
+        runs: the runs that were read.
+        ended: folders of jobs that are not lost, because a search ended or never began them.
+        damage: {folder: reason why it cannot be read}, reported as the run's detail.
     """
     by_folder = {run.folder: run for run in runs}
     lost, problems = [], []

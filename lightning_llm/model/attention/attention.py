@@ -71,8 +71,8 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
 def for_all_heads(keys: Tensor, heads: int) -> Tensor:
     """Return `[B, S, heads, K]` from `[B, S, G, K]`: each key/value head as often as query heads share it.
 
-    On CUDA torch groups heads in two kernels: flash, which takes no mask, and the one that keeps all scores. With a
-    mask it would take the latter without a word (`scaled_dot_product_attention`, enable_gqa).
+    On CUDA, only two of torch's kernels accept fewer key/value heads: flash, without a mask, and math, which stores all
+    scores. With a mask torch would silently choose math (`scaled_dot_product_attention`, enable_gqa).
     """
     return keys if keys.shape[2] == heads else keys.repeat_interleave(heads // keys.shape[2], dim=2)
 

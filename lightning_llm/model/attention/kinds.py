@@ -94,11 +94,11 @@ class AttentionSpec(Mixer):
         return hides or forward.documents or forward.context_ranks > 1
 
     def kernel_outputs(self, model: ModelConfig, width: int, sequence_length: int) -> int:
-        """Return those of torch's kernels: the mixed values, and one fp32 log-sum-exp per head."""
+        """Return the bytes that torch's kernels keep: the mixed values, and one fp32 log-sum-exp per head."""
         return width * model.num_heads * model.attention_head_dim + 4 * model.num_heads
 
     def context_elements(self, model: ModelConfig) -> int:
-        """Return those of keys and values."""
+        """Return the number of elements of keys and values."""
         return 2 * model.num_kv_heads * model.attention_head_dim
 
     def window_tokens(self, model: ModelConfig) -> int | None:
@@ -111,7 +111,7 @@ class AttentionSpec(Mixer):
         }
 
     def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
-        """Return rotary positions of queries and keys.
+        """Return the passes that rotate queries and keys.
 
         `rope._rotate` casts to fp32, multiplies all and adds halves into one tensor (3 operators), casts back.
         """
@@ -177,7 +177,7 @@ class QKNormAttention(AttentionSpec):
         return super().saved_tensors(model, forward) + normed
 
     def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
-        """Return attention's, and both norms'."""
+        """Return the passes of attention and of the norms of queries and keys."""
         normed = width * (model.num_heads + model.num_kv_heads) * model.attention_head_dim
         return [MemoryPass(2 * normed, 3 * normed, 2), *super().memory_passes(model, width, compiled)]
 
@@ -219,5 +219,5 @@ class SoftCappedAttention(AttentionSpec):
         return False
 
     def kernel_outputs(self, model: ModelConfig, width: int, sequence_length: int) -> int:
-        """Return those of two matrix products: the scores and the mixed values."""
+        """Return the bytes that two matrix products keep: the scores and the mixed values."""
         return width * model.num_heads * (sequence_length + model.attention_head_dim)

@@ -64,7 +64,7 @@ class GLA(Mixer):
         return [made._replace(name=f"g_norm.{made.name}") for made in each]
 
     def flops_per_token(self, model: ModelConfig, sequence_length: int) -> int:
-        """Return those of the recurrence, k^T v and q S: 12 H K V. What chunks compute twice over does not count."""
+        """Return the FLOPs of the recurrence, k^T v and q S: 12 H K V. Work that chunks repeat does not count."""
         return 12 * self.key_dim(model) * self.value_dim(model) // self.num_heads
 
     def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
@@ -87,14 +87,14 @@ class GLA(Mixer):
         ]
 
     def kernel_outputs(self, model: ModelConfig, width: int, sequence_length: int) -> int:
-        """Return the mixed values."""
+        """Return the bytes of the mixed values."""
         return width * self.value_dim(model)
 
     def divisions(self, model: ModelConfig) -> dict[str, tuple[int, str]]:
         return {"num_heads of gla": (self.num_heads, "each rank takes whole heads")}
 
     def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
-        """Return the decays, in fp32, and the norm and gate of the heads' outputs."""
+        """Return the passes of the decays, in fp32, and of the norm and gate of the heads' outputs."""
         key, value, wide = self.key_dim(model), width * self.value_dim(model), 4
         if compiled:
             return [MemoryPass((width + wide) * key, (2 * width + wide) * key), MemoryPass(3 * value, 6 * value)]

@@ -210,9 +210,10 @@ def checkpointing_name(priced: Priced) -> str:
 
 
 def why_slower(priced: Priced, best: Priced) -> str:
-    """Return the part of a step with the largest extra time over the fastest layout; "" for the fastest itself.
+    """Return a text on why `priced` is slower than the fastest layout, such as "+0.2 s recomputation".
 
-    Also "" if one of the two has no time.
+    The text names the part of a step with the largest extra time; "as fast" without a noticeable one. It is "" for the
+    fastest layout itself, and if one of the two has no step time.
     """
     if priced.time is None or best.time is None or priced is best:
         return ""

@@ -39,7 +39,10 @@ class Item:
 
 @dataclass
 class StageTimes:
-    """Costs of passes. FSDP may gather only in a step's first forward, and reduce only in its last backward."""
+    """Costs of a pipeline stage's passes over one micro-batch.
+
+    A step's first forward and last backward pass differ: FSDP may gather only in the former, reduce only in the latter.
+    """
 
     first_forward: Cost
     forward: Cost

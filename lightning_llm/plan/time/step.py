@@ -102,7 +102,7 @@ class StepTimer:
         `as_native`: time every cast on the device's unit even if this trainer emulates it, for runs of other trainers.
         """
         if not as_native and (reason := no_time(plan, cluster)) is not None:
-            raise NoTimeError(f"no time: {reason}")
+            raise NoTimeError(f"the step has no estimated time: {reason}")
         config, degrees = plan.config, plan.degrees
         self.plan, self.config, self.degrees = plan, config, degrees
         self.device = Device(cluster)

@@ -87,7 +87,13 @@ def choose(
     named_blocks: str | Sequence[str] | None,
     max_steps: int | None,
 ) -> Choice:
-    """Return the layers of `root` that `recipe` quantizes. Raises ConfigError with all problems, or if it is none."""
+    """Return which linear layers of `root` the `recipe` quantizes, and why others are skipped.
+
+    `keep`, `named_blocks`, `max_steps`: the arguments `keep`, `blocks` and `max_steps` of `quantize`.
+
+    Raises:
+        ConfigError: with all problems; also if no layer would be quantized.
+    """
     linears = linears_in(root)
     if not linears:
         kinds = ", ".join(sorted({type(each).__name__ for each in root.modules()})[:SHOWN])

@@ -306,7 +306,7 @@ def _announce(kept: Path) -> None:
 
 
 def load(file: Path, key: bytes) -> Any | None:
-    """Return the kernel in `file` if it was written for `key` and is whole, with the files that it names; else None."""
+    """Return the kernel in `file`; None if it is missing, damaged or of another key, or a file it names is damaged."""
     try:
         content = file.read_bytes()
     except OSError:
@@ -332,7 +332,7 @@ def _seal(key: bytes, body: bytes) -> bytes:
 
 
 def _native_files() -> dict[str, str]:
-    """Return digests by path of the code of Inductor's that this process has loaded: a kernel's own is among it."""
+    """Return {path: digest} of Inductor's code that this process has loaded, including the code of this kernel."""
     from torch._inductor.codecache import PyCodeCache
 
     kept = f"{Path(os.environ[INDUCTOR_FOLDER]).absolute()}/"

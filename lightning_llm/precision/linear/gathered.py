@@ -19,9 +19,10 @@ from lightning_llm.precision.linear.weight_rules import codes_cast
 
 
 class GatheredWeight(WeightCasts):
-    """Weight of `layer`; this rank has some of its rows. `amax`: largest magnitude of the whole weight, once reduced.
+    """Weight of `layer`, of which this rank has some rows.
 
-    A reduced amax is valid within a training step (`begin_step` to `end_step`); outside, weights may have changed.
+    `amax`: largest magnitude of the whole weight, None until reduced. A reduced amax is valid within a training step
+    (`begin_step` to `end_step`); outside, weights may have changed.
     """
 
     def __init__(self, layer: QuantisedLinear):
@@ -32,13 +33,13 @@ class GatheredWeight(WeightCasts):
         """Scales of the last gathered codes; None if the weight was gathered in the compute dtype."""
 
     def begin_step(self) -> None:
-        """Take the weights for moved; from here on they stay."""
+        """Begin a training step: discard the amax, because the weights may have changed since it was reduced."""
         super().begin_step()
         self.amax = None
 
     @property
     def cast(self) -> CastConfig | None:
-        """The cast that is in force; None where the weight itself is needed, for there is none, or somebody looks."""
+        """Cast of the gathered codes; None if the weight is gathered uncast: bypassed, observed, or not allowed."""
         layer = self.layer
         return None if layer.bypass or layer.observe is not None else codes_cast(layer.plan.casts)
 
@@ -64,7 +65,7 @@ class GatheredWeight(WeightCasts):
         return torch.copysign(values, shard).to(torch_dtype(cast.number_format)).view(torch.uint8)
 
     def decode(self, codes: Tensor, into: Tensor, cast: CastConfig) -> None:
-        """Write the numbers of `codes` [N, K] `into` [N, K], as the emulation has them: no zero is negative."""
+        """Write the values of `codes` [N, K] into `into` [N, K]; zeros are positive, as in the emulation."""
         into.copy_(codes.view(torch_dtype(cast.number_format))).add_(0.0)
 
     def operand(self, wanted: WantedCast) -> Operand:
@@ -82,7 +83,7 @@ class GatheredWeight(WeightCasts):
         return None if self.gathered is None else self.amax
 
     def check_high(self) -> None:
-        """Raise RuntimeError where GEMMs in high precision would read codes."""
+        """Raise RuntimeError if the weight was gathered as codes, so an unquantized GEMM cannot read it."""
         if self.gathered is not None:
             raise RuntimeError(
                 f"the weight of {self.layer.name} was gathered as codes, but is read in high precision. Call the "

@@ -1,4 +1,4 @@
-"""Casts of a weight that are not made where they are used: kept from earlier in a step, or come from other ranks."""
+"""Sources of weight casts: computed at each use, cached within a step, or gathered from other ranks."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -24,21 +24,21 @@ class WantedCast(NamedTuple):
 
 
 class WeightCasts:
-    """Source of a layer's weight casts; this one makes each where it is used. Subclasses keep them, or gather them."""
+    """Source of a layer's weight casts. This one computes a cast at each use; subclasses cache or gather casts."""
 
     def __init__(self) -> None:
         self.in_step = False
 
     def begin_step(self) -> None:
-        """Begin a training step, within which weights stay as they are."""
+        """Begin a training step, within which weights do not change."""
         self.in_step = True
 
     def end_step(self) -> None:
-        """End it: weights are to move, or have moved."""
+        """End the training step: weights change now, or have changed."""
         self.in_step = False
 
     def operand(self, wanted: WantedCast) -> Operand:
-        """Return the operand that is `wanted`."""
+        """Return the operand requested by `wanted`."""
         return wanted.make()
 
     def known_amax(self) -> Tensor | None:
@@ -46,7 +46,7 @@ class WeightCasts:
         return None
 
     def tell_amax(self, amax: Tensor) -> None:
-        """Take the `amax` of the weight, an fp32 scalar, where it was not known."""
+        """Receive the `amax` of the weight, an fp32 scalar, which was computed because `known_amax` returned None."""
 
     def check_high(self) -> None:
         """Raise RuntimeError if the layer does not hold the weight itself."""
@@ -68,7 +68,7 @@ class KeptCasts(WeightCasts):
         self._amax: Tensor | None = None
 
     def begin_step(self) -> None:
-        """Begin to keep, with nothing."""
+        """Begin a training step with an empty cache."""
         self.end_step()
         super().begin_step()
 
@@ -88,10 +88,10 @@ class KeptCasts(WeightCasts):
         return self.kept[key]
 
     def known_amax(self) -> Tensor | None:
-        """Return the amax that this step has taken, or None."""
+        """Return the amax received in this step (`tell_amax`), or None."""
         return self._amax
 
     def tell_amax(self, amax: Tensor) -> None:
-        """Keep the `amax` as long as the casts."""
+        """Cache the `amax` until the end of the step, like the casts."""
         if self.in_step:
             self._amax = amax

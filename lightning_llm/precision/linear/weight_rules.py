@@ -1,4 +1,4 @@
-"""Rules of a weight's casts: which stay the same bits through a training step, which can travel as codes. No torch."""
+"""Rules of weight casts: which can be cached within a training step, which ranks can gather as codes. No torch."""
 
 from collections.abc import Mapping
 
@@ -9,10 +9,10 @@ WEIGHT_SLOTS = ("fprop.w", "dgrad.w")
 
 
 def why_not_kept(casts: Mapping[str, CastConfig], slot: str, rotated: bool = True) -> str | None:
-    """Return why the weight's cast for `slot` of these six `casts` differs by micro-batch, or is none; else None.
+    """Return why the weight's cast for `slot` of these six `casts` cannot be cached over micro-batches; None if it can.
 
-    `rotated`: whether rotated weights can be kept. Not in a block that selective checkpointing recomputes, which counts
-    on finding the forward pass's matrix products again, a rotation's among them.
+    `rotated`: whether rotated weights can be cached. False in a block that selective checkpointing recomputes: it
+    expects the same matrix products as in the forward pass, including those of rotations.
     """
     cast = casts[slot]
     if not cast.quantises:
@@ -32,13 +32,17 @@ def why_not_kept(casts: Mapping[str, CastConfig], slot: str, rotated: bool = Tru
 
 
 def kept_slots(casts: Mapping[str, CastConfig], rotated: bool = True) -> tuple[str, ...]:
-    """Return the slots with casts of the weight that can be cached separately: one of two equal ones."""
+    """Return the slots with casts of the weight that can be cached; only one if both GEMMs can use the same cast."""
     kept = tuple(slot for slot in WEIGHT_SLOTS if why_not_kept(casts, slot, rotated) is None)
     return kept[:1] if serve_both(casts) else kept
 
 
 def serve_both(casts: Mapping[str, CastConfig]) -> bool:
-    """Return whether one cast of the weight serves both GEMMs: its scales are of no axis, and none waits for sums."""
+    """Return whether one cast of the weight serves both GEMMs.
+
+    Both slots need the same cast, unrotated and not stochastic. Its blocks must not depend on the GEMM's axis (whole
+    tensor or square), and its block scales must not multiply partial sums.
+    """
     cast = casts["fprop.w"]
     if cast != casts["dgrad.w"] or cast.source != "high_precision" or cast.hadamard is not None or cast.stochastic:
         return False
@@ -46,9 +50,9 @@ def serve_both(casts: Mapping[str, CastConfig]) -> bool:
 
 
 def kept_by_kernel(casts: Mapping[str, CastConfig]) -> bool:
-    """Return whether Transformer Engine's kernel can keep the weight's casts: it keeps both directions or none.
+    """Return whether Transformer Engine's kernel can cache the weight's casts: those of both slots, or none.
 
-    Not with delayed scales, for which it takes the weight's amax as it casts.
+    False with delayed scales: there the kernel computes the weight's amax while it casts.
     """
     return all(why_not_kept(casts, slot) is None and casts[slot].scale != "delayed" for slot in WEIGHT_SLOTS)
 
@@ -83,18 +87,18 @@ CODES = tuple(row.name for row in NUMBER_FORMATS.values() if row.code_bits == 8)
 
 
 def codes_cast(casts: Mapping[str, CastConfig]) -> CastConfig | None:
-    """Return the cast with codes that both GEMMs can use as the weight; None if there is none."""
+    """Return the cast for which ranks can gather the weight as codes that both GEMMs use; None if there is none."""
     return casts["fprop.w"] if why_not_codes(casts) is None else None
 
 
 def why_not_codes(casts: Mapping[str, CastConfig]) -> str | None:
-    """Return why codes of these six `casts` cannot take the weight's place between ranks, with the slot; else None."""
+    """Return why ranks cannot gather the weight as codes of these six `casts`, with the slot; None if they can."""
     for slot in WEIGHT_SLOTS:
         reason = _why_not(casts[slot])
         if reason is not None:
             return f"{slot} {reason}"
     if casts["fprop.w"] != casts["dgrad.w"]:
-        return "fprop.w and dgrad.w are cast differently, and codes of both leave nothing of the saving"
+        return "fprop.w and dgrad.w are cast differently, and gathering codes of both would save nothing"
     return None
 
 
@@ -108,8 +112,8 @@ def _why_not(cast: CastConfig) -> str | None:
     if cast.block != "tensor":
         rows, columns = cast.block.split("x")
         if rows == columns:
-            return f"has blocks of {cast.block}, which the shards cut: no rank has all that a scale is of"
-        return f"has blocks of {cast.block}: of rows for one GEMM and columns for the other, and both leave no saving"
+            return f"has blocks of {cast.block}, which the shards cut: no rank has all elements of a block"
+        return f"has blocks of {cast.block}, along other axes for fprop and dgrad: codes of both would save nothing"
     if cast.format not in CODES:
         return f"is {cast.format}, which has no 8-bit codes; {', '.join(CODES)} have"
     if cast.stochastic:

@@ -57,7 +57,7 @@ def write_script(config: Config, file: Path, run_seconds: float | None) -> list[
 
 
 def frozen_config(file: Path) -> Path:
-    """Return the config file of the ranks of the script `file`."""
+    """Return the path of the config file that the ranks of the batch script `file` read."""
     return file.with_name(f"{file.name}.yaml")
 
 
@@ -115,7 +115,7 @@ def _srun(config: Config, frozen: Path) -> str:
 
 
 def _nodes(config: Config) -> tuple[int, int]:
-    """Return the number of machines, and of ranks on each."""
+    """Return (number of machines, ranks per machine)."""
     per_node = ranks_per_node(config)
     return (config.world or config.trainer.devices) // per_node, per_node
 

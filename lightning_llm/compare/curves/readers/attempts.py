@@ -16,11 +16,11 @@ SPEEDS = re.compile(r"time|per_second|tok/sec|throughput|tps|flops|mfu|memory", 
 
 @dataclass
 class Attempts:
-    """Values of one writer by step. When it logs a step again with another value, it has resumed there.
+    """Values of one writer by step. A step that is logged again with another value marks a resume.
 
-    The values from that step on, of all columns, belong to an abandoned attempt and are left out. Equal values are one.
-    A writer that announces its starts (`starts`) may log other steps than before; one that does not must log all steps
-    of the abandoned attempt again, since otherwise these are the lines of several ranks or runs.
+    All values from that step on, of all columns, belong to an abandoned attempt and are dropped. Equal values count
+    once. After a call of `starts`, the writer may log other steps than before. Without it, the writer must log all
+    steps of the abandoned attempt again; otherwise the lines come from several ranks or runs.
     """
 
     rows: Rows = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Attempts:
     """Step of the latest values and all that were added to it since the step changed."""
 
     def starts(self) -> None:
-        """Note that the program starts or resumes here."""
+        """Record that the program starts or resumes here."""
         self._announced = True
         self._current = -1, {}
 
@@ -66,7 +66,7 @@ class Attempts:
         self._announced = False
 
     def _resume(self, place: str, step: int, again: list[str]) -> None:
-        """Leave out all values from `step` on but those that the present attempt has added to it already."""
+        """Drop all values from `step` on, except those that the current attempt has already added."""
         name, announced = again[0], self._announced
         if not announced and step == self._last[name]:
             if self._repeated and self._repeated[0] == name and not self._between(name, self._repeated[1], step):
@@ -107,7 +107,7 @@ class Attempts:
 
 
 def same(one: float, other: float) -> bool:
-    """Return whether two logged values are equal."""
+    """Return whether two logged values are equal; NaN equals NaN."""
     return one == other or (math.isnan(one) and math.isnan(other))
 
 
