@@ -209,7 +209,10 @@ class Gap:
 
 @dataclass(frozen=True)
 class EnsembleGain:
-    """`val_loss` of each member alone, and by combination the gap to the best of them and to their mean."""
+    """Gain of an ensemble: `val_loss` of each member, and the ensemble's gap to the best member and to their mean.
+
+    Gaps are by combination: mean of probabilities or of logits.
+    """
 
     members: list[float]
     to_best: dict[Combine, Gap]

@@ -218,7 +218,10 @@ class Decoder(nn.Module):
         return self.project(self.norm(x))[:, rows]  # [B, n, V]
 
     def seen_keys(self, positions: Tensor, document_ids: Tensor | None, window: int | None) -> SeenKeys | None:
-        """Return the keys that queries see: of their document and the last `window` tokens; None: causal."""
+        """Return the keys each query sees: those of its document within the last `window` tokens.
+
+        Return None if plain causal attention suffices: no documents, and no window shorter than the sequence.
+        """
         length = positions.shape[-1]
         if document_ids is None and (window is None or window >= length):
             return None

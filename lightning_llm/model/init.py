@@ -104,7 +104,10 @@ def _draw_chunk(distribution: Distribution, word: int) -> Tensor:
 
 @torch.no_grad()
 def initialise(model: Decoder, seed: int) -> None:
-    """Fill every parameter of `model` in place, on any device but meta. Names must be those of the whole decoder."""
+    """Initialize every parameter of `model` in place, on any device but meta.
+
+    Values depend on the seed and the parameter's name, which must be its name in the unsplit decoder.
+    """
     for name, parameter in model.named_parameters():
         values = parameter_slice(model.config, seed, name, 0, parameter.numel())
         parameter.copy_(values.view_as(parameter))

@@ -59,8 +59,8 @@ def no_compiler(device_type: str) -> str | None:
 def why_not(device_type: str) -> str | None:
     """Return why quantizers cannot be compiled on this kind of device, or None if compiling a small one succeeded.
 
-    The trial costs what the first cast would otherwise pay: loading Inductor and precompiling torch's headers. It is
-    cached like casts, and the cached kernel is tried.
+    The trial pays costs that the first cast would otherwise pay: loading Inductor and precompiling torch's headers. Its
+    kernel goes through the same kernel cache as casts, so a cached kernel is checked, too.
     """
     reason = no_compiler(device_type)
     if reason is not None:
