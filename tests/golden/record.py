@@ -29,6 +29,8 @@ def main(recipes: list[str]) -> None:
         file.write_text(header(recipe) + curve, encoding="utf-8")
         print(f"{recipe}: {'unchanged' if changed is None else changed}", flush=True)
         for family in others:  # which are recorded on their own machines
+            if not file_of(recipe, family).exists():
+                continue
             furthest = max(distances(recorded(recipe, family)[1], curve))
             print(f"{recipe}: at most {furthest:.1e} of a number off {family}'s", flush=True)
 

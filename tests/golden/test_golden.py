@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from lightning_llm.precision.linear.operands import LinearCall
-from tests.golden.trajectory import HERE, RECIPES, distances, families, first_difference, kernels, recorded, trajectory
+from tests.golden.trajectory import (
+    HERE,
+    RECIPES,
+    distances,
+    families,
+    first_difference,
+    kernels,
+    recipes_of,
+    recorded,
+    trajectory,
+)
 
 ROUNDING = 5e-4
 """By how much of itself a number may differ between families of kernels: 1.5e-4 is what the recorded ones do."""
@@ -28,10 +38,14 @@ def cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+def test_every_recipe_is_recorded_somewhere_and_no_other():
+    """A curve is recorded on a machine of its family, so newer recipes may be missing from a family."""
+    assert sorted({recipe for name in families() for recipe in recipes_of(name)}) == RECIPES
+
+
 @pytest.mark.parametrize("name", families())
-def test_every_recipe_is_recorded_with_the_pinned_torch_and_the_same_kernels(name):
-    assert sorted(file.stem for file in (HERE / name).glob("*.txt")) == RECIPES
-    heads = [recorded(recipe, name)[0] for recipe in RECIPES]
+def test_a_family_is_recorded_with_the_pinned_torch_and_the_same_kernels(name):
+    heads = [recorded(recipe, name)[0] for recipe in recipes_of(name)]
     assert all(head == heads[0] for head in heads)
     assert heads[0]["kernels"] == name
     pinned = re.search(r"^torch==(\S+)", (HERE.parents[1] / "requirements/dev.txt").read_text(), re.MULTILINE)
@@ -41,7 +55,7 @@ def test_every_recipe_is_recorded_with_the_pinned_torch_and_the_same_kernels(nam
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_families_of_kernels_differ_by_rounding_alone(recipe):
     """So that a change of numbers that is meant is recorded on all of them."""
-    first, *others = (recorded(recipe, each)[1] for each in families())
+    first, *others = (recorded(recipe, each)[1] for each in families() if recipe in recipes_of(each))
     assert [max(distances(first, each)) < ROUNDING for each in others] == [True] * len(others)
 
 
@@ -55,8 +69,9 @@ ALIKE = ("mxfp4_sr_fp8", "mxfp4_sr_norht", "mxfp4_rht_rne", "nvfp4_all_blocks", 
 def test_the_first_steps_are_the_recorded_bits(recipe, family, cache):
     """On a processor whose kernels are not recorded, the recorded numbers as far as rounding goes."""
     now = trajectory(recipe, cache)
-    if family is None:
-        assert max(distances(recorded(recipe, families()[0])[1], now)) < ROUNDING
+    if family is None or recipe not in recipes_of(family):
+        other = next(each for each in families() if recipe in recipes_of(each))
+        assert max(distances(recorded(recipe, other)[1], now)) < ROUNDING
     else:
         assert first_difference(recorded(recipe, family)[1], now) is None
 

@@ -132,6 +132,11 @@ def families() -> list[str]:
     return sorted(folder.name for folder in HERE.iterdir() if (folder / "fp32.txt").exists())
 
 
+def recipes_of(family: str) -> list[str]:
+    """Return the recipes whose curves are recorded of a family."""
+    return sorted(file.stem for file in (HERE / family).glob("*.txt"))
+
+
 def file_of(recipe: str, family: str) -> Path:
     """Return where the curve of `recipe` by the kernels of `family` lies."""
     return HERE / family / f"{recipe}.txt"
