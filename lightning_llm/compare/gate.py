@@ -57,7 +57,12 @@ def _at(spending: Spending, judge: Callable[[Terms], Comparison], comparison: Co
         comparison.verdicts = [_withheld(verdict) for verdict in comparison.verdicts]
     elif spending.look:
         following = 1 - spending.next_spent if spending.next_spent else None
+        alone = [verdict.decision for verdict in comparison.verdicts]
         comparison = judge(replace(terms, confidence=1 - spending.spent, next_confidence=following))
+        comparison.verdicts = [
+            replace(verdict, lossy_alone=decision == "lossy" and verdict.decision == "inconclusive")
+            for verdict, decision in zip(comparison.verdicts, alone, strict=True)
+        ]
     if spending.look and not spending.next_spent:  # more seeds could not decide
         comparison.verdicts = [replace(verdict, plan=SeedPlan()) for verdict in comparison.verdicts]
     return comparison

@@ -82,7 +82,8 @@ def _outcome(required: Required, verdict: "Verdict") -> Outcome:
     """Return the outcome of one arm.
 
     An open verdict meets "not-lossy" only if the arm could have been found lossy: with two pairs, a baseline that has
-    learned, no damaged run, and error left to spend.
+    learned, no damaged run, and error left to spend. One that is lossy at the whole error of the series stays open:
+    otherwise repeated looks, of which each spends less, would meet it in the end.
     """
     if verdict.decision == "lossy":
         return "not met"
@@ -94,6 +95,7 @@ def _outcome(required: Required, verdict: "Verdict") -> Outcome:
         and judged.measured.unlearned is None
         and not verdict.damaged
         and not verdict.unbudgeted
+        and not verdict.lossy_alone
         and not (verdict.sequential is not None and verdict.sequential.look is None)
     )
     return "met" if required == "not-lossy" and could_be_lossy else "open"

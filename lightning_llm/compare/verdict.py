@@ -54,6 +54,9 @@ class Verdict:
     unbudgeted: bool = False
     """True if nothing was left of the error budget of the series, so that the look decides nothing."""
 
+    lossy_alone: bool = False
+    """True if the arm is lossy at the whole error of its series, but not at the part that this look spends."""
+
     @property
     def name(self) -> str:
         """The recipe, or the level of another factor."""
@@ -159,6 +162,8 @@ class Verdict:
             return "damaged runs"
         if self.unbudgeted:
             return "error budget spent"
+        if self.lossy_alone:
+            return "lossy at the whole error of the series"
         if self.tuned is not None and self.tuned.withheld:
             return f"{self.tuned.withheld} at the chosen values alone"
         if self.sequential is not None and self.sequential.look is None:

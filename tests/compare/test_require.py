@@ -128,6 +128,18 @@ def test_a_series_spans_sweeps_until_its_planned_looks_are_spent(tmp_path, capsy
     assert "was begun with --looks 2" in refusal(capsys, sweeps[2], *words[:-1], "9")
 
 
+def test_repeated_looks_do_not_turn_a_lossy_arm_green(tmp_path, capsys):
+    """The intervals of later looks hold the margin, as each spends half of the error that is left."""
+    codes = []
+    for number in range(9):
+        sweep = make_sweep(tmp_path / str(number), {BF16: 0.0, RNE: 0.03 + 1e-5 * number})
+        codes.append(main(["compare", str(sweep), "--require", "not-lossy", "--series", str(tmp_path / "ci.json")]))
+    out = capsys.readouterr().out
+    assert codes == sorted(codes)
+    assert set(codes) == {1, 3}
+    assert "mxfp4_rne is inconclusive (lossy at the whole error of the series)" in out
+
+
 def test_a_series_that_cannot_be_read_gives_no_verdict(tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {BF16: 0.0} | LOSSLESS)
     (tmp_path / "ci.json").write_text("{}")
