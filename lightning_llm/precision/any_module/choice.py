@@ -74,9 +74,9 @@ class Choice:
         """Sizes of the quantized layers by "NAME.in_features" and "NAME.out_features", equal blocks once."""
         found: dict[str, int] = {}
         for linear in self.quantized:
-            kind = _kind(linear.name)
-            found[f"{kind}.in_features"] = linear.in_features
-            found[f"{kind}.out_features"] = linear.out_features
+            for side, size in (("in_features", linear.in_features), ("out_features", linear.out_features)):
+                kind = f"{_kind(linear.name)}.{side}"
+                found[kind if found.get(kind, size) == size else f"{linear.name}.{side}"] = size
         return found
 
 
@@ -194,6 +194,9 @@ def _kind(name: str) -> str:
 
 
 def _kinds(linears: Sequence[FoundLinear]) -> str:
+    """Return the names of the layers, block numbers as `*` if the rest of the names tells the layers apart."""
     kinds = list(dict.fromkeys(_kind(linear.name) or "the module itself" for linear in linears))
+    if not any(re.search(r"[^*.]", kind) for kind in kinds):  # numbers alone, as in nn.Sequential
+        kinds = [linear.name for linear in linears]
     more = f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else ""
     return ", ".join(kinds[:SHOWN]) + more

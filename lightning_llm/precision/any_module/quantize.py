@@ -82,7 +82,8 @@ def quantize(
         clock.start(root)
         if hooked is not None:
             clock.attach(hooked)
-    return QuantizeReport(read, _rows(choice, how), choice.blocks.text, _notes(choice, how), clock)
+    notes = _notes(choice, how) + _on_optimizer(hooked, root)
+    return QuantizeReport(read, _rows(choice, how), choice.blocks.text, notes, clock)
 
 
 def dequantize(module: nn.Module) -> list[str]:
@@ -192,6 +193,16 @@ def _rows(choice: Choice, how: _How) -> tuple[ModuleReport, ...]:
 
 def _runs(how: _How) -> Any:
     return "native" if how.decision.runs == "native" else "emulated"
+
+
+def _on_optimizer(optimizer: torch.optim.Optimizer | None, root: nn.Module) -> tuple[str, ...]:
+    """Return a note on an optimizer of other parameters, such as fp32 copies: its steps count all the same."""
+    if optimizer is None:
+        return ()
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    if any(id(each) in held for each in root.parameters()):
+        return ()
+    return ("the optimizer has no parameter of the module: check that its steps are those of this training",)
 
 
 def _notes(choice: Choice, how: _How) -> tuple[str, ...]:

@@ -123,8 +123,12 @@ class QuantizeReport:
         return {"step": clock.step, "scales": scales}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the result of `state_dict`."""
+        """Continue from the result of `state_dict`. Raises ConfigError for any other mapping."""
         clock = self._started("load_state_dict")
+        if not {"step", "scales"} <= set(state):
+            keys = ", ".join(map(str, state)) or "none"
+            text = f"must be the result of report.state_dict(), with step and scales. Its keys: {keys}."
+            raise ConfigError(Problem("state", text))
         nested: dict[str, dict[str, Tensor]] = {}
         for name, tensor in state["scales"].items():
             layer, _, key = name.rpartition(".")

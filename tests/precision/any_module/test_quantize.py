@@ -9,7 +9,9 @@ from torch import nn
 
 import lightning_llm
 from lightning_llm import ConfigError, dequantize, quantize
+from lightning_llm.precision.any_module.choice import choose
 from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.recipe.read import read_recipe
 from tests.precision.any_module.models import WIDTH, Model, batches, eager, loss_of
 
 
@@ -131,6 +133,10 @@ def test_numbered_module_dicts_are_blocks_and_wrappers_do_not_change_names():
         ({"recipe": 3}, r"^recipe: is a int\. Give"),
         ({"keep": "*"}, r"^recipe=mxfp8: would quantize none of 7 .*layers\.\*\.up, layers\.\*\.down, lm_head"),
         ({"keep": ["lm_heat"]}, r"^keep: has 'lm_heat', which matches no linear layer\. There are layers"),
+        (
+            {"module": nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)), "keep": ["nope"]},
+            r"^keep: has 'nope', which matches no linear layer\. There are 0, 2\.",
+        ),
         ({"blocks": "layer"}, r"^blocks=layer: .*Did you mean 'layers'"),
         ({"optimizer": 3}, r"^optimizer: is a int.*report\.step"),
         ({"seed": -1}, r"^seed=-1: must be an integer"),
@@ -248,3 +254,26 @@ def test_the_conv1d_of_gpt2_is_a_linear_layer_with_a_transposed_weight():
     assert torch.equal(conv.weight.grad, linear.weight.grad.t())
     assert dequantize(conv) == [""]
     assert type(conv) is Conv1D
+
+
+def test_an_optimizer_of_other_parameters_is_noted():
+    model, other = Model(), nn.Linear(2, 2)
+    notes = quantize(model, eager("mxfp8"), optimizer=torch.optim.SGD(other.parameters(), 0.1)).notes
+    assert any("no parameter of the module" in note for note in notes)
+    own = Model()
+    assert not any(
+        "optimizer has" in note
+        for note in quantize(own, eager("mxfp8"), optimizer=torch.optim.SGD(own.parameters(), 0.1)).notes
+    )
+
+
+def test_a_state_of_something_else_is_refused():
+    report = quantize(Model(), eager("fp8_delayed"))
+    with pytest.raises(ConfigError, match=r"^state: must be the result of report\.state_dict\(\).*Its keys: weight"):
+        report.load_state_dict({"weight": torch.zeros(1)})
+
+
+def test_layers_of_one_kind_keep_their_own_sizes():
+    layers = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 64))
+    widths = choose(layers, read_recipe("mxfp8"), [], None, None).widths
+    assert set(widths.values()) == {32, 48, 64}
