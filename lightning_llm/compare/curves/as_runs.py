@@ -7,14 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_llm.compare.curves.columns import Kind
 from lightning_llm.compare.curves.common_axis import CommonAxis
 from lightning_llm.compare.curves.curve import LoggedCurve
 from lightning_llm.compare.curves.smoothness import FEWEST, noise
+from lightning_llm.compare.curves.spikes import count_spikes
 from lightning_llm.compare.runs.losses import LEARNED_BELOW
-from lightning_llm.config.schema import SpikesConfig
 from lightning_llm.tracking.reading import Run
-from lightning_llm.train.spikes.detector import SpikeState
 
 ARM = "arm"
 STATED = ("global_batch_size", "sequence_length", "tokens_per_step", "total_steps", "world_size")
@@ -64,7 +62,7 @@ def _run_of(curve: LoggedCurve, axis: CommonAxis, metric: str, margin: float, st
         first_step=1,
         last_step=max((key for key, _ in known), default=1),
         last_loss=float(curve.values[-1]),
-        spikes=_spikes(curve, curve.loss.kind),
+        spikes=count_spikes(curve.values) if curve.loss.kind == "training" else 0,
         unverified="another trainer logged it",
         logged_on=unit if axis.scale == 1 else f"{unit} x {axis.scale}",
     )
@@ -78,13 +76,3 @@ def _learned_below(curve: LoggedCurve, margin: float) -> float:
     early = values[: max(1, int(BEGINNING * len(values)))]
     scatter = noise(values[len(values) // 5 :]) if len(values) >= FEWEST else 0.0
     return float(early.mean() - margin - 3 * scatter * math.sqrt(2 / len(early)))
-
-
-def _spikes(curve: LoggedCurve, kind: Kind) -> int:
-    """Return the number of spikes of a training loss, by the detector of the project's own runs; 0 for validations."""
-    if kind == "validation":
-        return 0
-    state, config = SpikeState(), SpikesConfig()
-    for value in curve.values:
-        _, state = state.after(float(value), 1.0, config)
-    return state.events

@@ -111,10 +111,7 @@ def find_loss(table: LoggedTable, metric: str | None) -> LossColumn:
         raise ConfigError(Problem(table.source, text))
     named = ", ".join(sorted(table.columns)) or "none"
     if not kept and (mixed := [name for name in table.mixed if _is_loss(name)]):
-        text = (
-            f"column {mixed[0]} has values that are no numbers: {table.mixed[mixed[0]]}. Repair or remove these rows."
-        )
-        raise ConfigError(Problem(table.source, text))
+        raise ConfigError(Problem(table.source, _no_numbers(table, mixed[0])))
     if not kept:
         text = f"has no column of a loss. Columns: {named}. Name one with --metric."
         raise ConfigError(Problem(table.source, text))
@@ -123,6 +120,10 @@ def find_loss(table: LoggedTable, metric: str | None) -> LossColumn:
         text = f"has several columns of a {kind_of(found[0])} loss: {', '.join(found)}. Choose one with --metric."
         raise ConfigError(Problem(table.source, text))
     return LossColumn(found[0], kind_of(found[0]), unit_of(table, found[0]))
+
+
+def _no_numbers(table: LoggedTable, name: str) -> str:
+    return f"column {name} has values that are no numbers: {table.mixed[name]}. Repair or remove these rows."
 
 
 def _preferred(table: LoggedTable, names: Sequence[str]) -> list[str]:
@@ -242,7 +243,9 @@ def axis_of(tables: Iterable[tuple[LoggedTable, LossColumn]], x: str | None, tok
     for (table, loss), step, counts in zip(tables, steps, counted, strict=True):
         names = ", ".join(name for name in table.columns if name != loss.name) or "none"
         if x == "step" and step is None:
+            broken = [name for name in table.mixed if " ".join(words_of(name)) in STEPS]
             text = f"has no column of steps. Other columns: {names}. Choose the axis with --x COLUMN."
+            text = _no_numbers(table, broken[0]) if broken else text
             problems.append(Problem(table.source, text))
         if x == "tokens" and not counts and not (tokens_known and step is not None):
             text = f"has no column of tokens. Other columns: {names}. Give --tokens-per-step N, or use --x step."

@@ -12,7 +12,7 @@ from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.curves.command import compare_tables
 from lightning_llm.compare.curves.compare_curves import LogOptions
 from lightning_llm.compare.curves.named import NamedLog
-from lightning_llm.compare.curves.readers.cells import columns_of
+from lightning_llm.compare.curves.readers.cells import SETTINGS, columns_of
 from lightning_llm.compare.curves.table import LoggedTable
 from lightning_llm.compare.gate import Gate
 from lightning_llm.compare.terms import RequestedTerms
@@ -101,24 +101,34 @@ def table_of(frame: Any, address: str) -> LoggedTable:
         frame = frame if frame.index.name is None else frame.reset_index()
         if len(set(frame.columns)) < len(frame.columns):
             raise ConfigError(Problem(address, "has two columns of one name. Rename or remove one."))
-        return _table("frame", address, {str(name): list(frame[name]) for name in frame.columns})
+        return _table("frame", address, {str(name): _values(frame[name]) for name in frame.columns})
     if isinstance(frame, Mapping) and frame and not any(isinstance(each, str) for each in frame.values()):
         try:
-            return _table("arrays", address, {str(name): list(values) for name, values in frame.items()})
+            return _table("arrays", address, {str(name): _values(values) for name, values in frame.items()})
         except TypeError as error:
             raise ConfigError(Problem(address, f"has a value that is no array. {ALLOWED}.")) from error
     raise ConfigError(Problem(address, f"is a {type(frame).__name__}. {ALLOWED}."))
 
 
-def _table(format: str, address: str, values: Mapping[str, Sequence[Any]]) -> LoggedTable:
+def _table(format: str, address: str, values: Mapping[str, Sequence[Any] | np.ndarray]) -> LoggedTable:
     lengths = {name: len(each) for name, each in values.items()}
     if len(set(lengths.values())) > 1:
         text = f"has columns of unlike lengths: {', '.join(f'{name} {size}' for name, size in lengths.items())}."
         raise ConfigError(Problem(address, f"{text} Give all one value per row, NaN where it is missing."))
+    if not set(SETTINGS) & set(values) and all(isinstance(each, np.ndarray) for each in values.values()):
+        found = {name: np.asarray(each, dtype=np.float64) for name, each in values.items()}
+        known = {name: np.where(np.isinf(each), math.inf, each) for name, each in found.items()}
+        return LoggedTable(format, address, {name: each for name, each in known.items() if not np.isnan(each).all()})
     rows = zip(*([_plain(value) for value in each] for each in values.values()), strict=True)
     numbered = ((at, dict(zip(values, row, strict=True))) for at, row in enumerate(rows, 1))
     columns, mixed, settings = columns_of(numbered)
     return LoggedTable(format, address, columns, settings, mixed=mixed)
+
+
+def _values(column: Any) -> Sequence[Any] | np.ndarray:
+    """Return the values of a column: an array if all are numbers, so that millions of points take no time."""
+    found = np.asarray(column) if hasattr(column, "dtype") else None
+    return found if found is not None and found.dtype.kind in "iuf" and found.ndim == 1 else list(column)
 
 
 def _plain(value: Any) -> Any:

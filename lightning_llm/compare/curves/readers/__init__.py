@@ -1,5 +1,6 @@
 """Readers of logs, one file per program; the format of a log is detected from its content."""
 
+import zlib
 from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
@@ -53,6 +54,9 @@ def read_table(address: str, format: str | None = None) -> LoggedTable:
             raise ConfigError(Problem(address, text))
         reading = f"read as {reader.format}"
         return reader.read(source)
+    except (EOFError, zlib.error) as error:
+        text = f"cannot be {reading}: its gzip stream is damaged or cut off ({error}). Copy the file again."
+        raise ConfigError(Problem(address, text)) from error
     except (ValueError, OSError, OverflowError, RecursionError) as error:
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(Problem(address, f"cannot be {reading}: {why}")) from error

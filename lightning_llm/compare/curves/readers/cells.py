@@ -1,6 +1,7 @@
 """Columns of numbers from the cells or values of a log's rows."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ SETTINGS = (
     "loss_unit", "world_size", "bytes_per_token",
 )  # fmt: skip
 """Facts that a log may repeat in each row, as a constant column."""
+SEPARATED = re.compile(r"[-+]?\d[\d.,_' ]*\d(?:[eE][-+]?\d+)?")
+"""Numbers with a decimal comma, or with separators of thousands."""
 NON_FINITE = {"nan", "inf", "+inf", "-inf", "infinity", "+infinity", "-infinity"}
 
 
@@ -67,8 +70,10 @@ def columns_of(
             else:
                 values[at] = found
         has_numbers = bool(np.isfinite(values).any() or np.isinf(values).any())
-        if texts and has_numbers:
-            mixed[name] = f"{texts[0][1][:40]!r} in line {texts[0][0]}"
+        separated = bool(texts) and SEPARATED.fullmatch(texts[0][1]) is not None
+        if texts and (has_numbers or separated):
+            allowed = " (numbers have a decimal point and no other separator)" if separated else ""
+            mixed[name] = f"{texts[0][1][:40]!r} in line {texts[0][0]}{allowed}"
         elif has_numbers:
             columns[name] = values
         distinct = {text for _, text in texts} or set(values[~np.isnan(values)].tolist())

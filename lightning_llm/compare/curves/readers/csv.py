@@ -2,6 +2,7 @@
 
 import csv
 from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from lightning_llm.compare.curves.readers.cells import columns_of, number
 from lightning_llm.compare.curves.readers.text import open_text
@@ -13,7 +14,7 @@ EXAMPLE = "step,loss"
 
 def recognizes(source: LogSource) -> bool:
     """Return whether the first line has separated fields, and the second line as many."""
-    lines = [line for line in source.head.splitlines() if line.strip()][:2]
+    lines = [line for _, line in _content(source.head.splitlines())][:2]
     if not lines or "\0" in source.head or lines[0].lstrip().startswith(("{", "[")):
         return False
     delimiter = delimiter_of(lines[0])
@@ -34,7 +35,7 @@ def read(source: LogSource) -> LoggedTable:
     if source.path is None or source.is_folder:
         raise ValueError("it is not a file")
     with open_text(source.path, newline="") as file:
-        numbered = [(at, line) for at, line in enumerate(file, 1) if line.strip()]
+        numbered = _content(file)
     if not numbered:
         raise ValueError("it is empty")
     delimiter = delimiter_of(numbered[0][1])
@@ -49,7 +50,10 @@ def read(source: LogSource) -> LoggedTable:
         raise ValueError(f"its first line has numbers, not names of columns. Add a line with names, such as {EXAMPLE}.")
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(f"it has the column '{twice[0]}' twice. Rename or remove one.")
-    body = [(line, row) for line, row in zip(lines[1:], rows[1:], strict=True) if not row[0].startswith("#")]
+    body = list(zip(lines[1:], rows[1:], strict=True))
+    notes: tuple[str, ...] = ()
+    if not text[-1].endswith(("\n", "\r")) and _is_incomplete(body):
+        notes = (f"The last line, {body.pop()[0]}, is incomplete and left out.",)
     for line, row in body:
         if row == rows[0]:
             raise ValueError(f"line {line} repeats the names of the columns: it has two tables. Split the file.")
@@ -59,7 +63,26 @@ def read(source: LogSource) -> LoggedTable:
                 f"'{delimiter}'. Repair or remove that line."
             )
     columns, mixed, settings = columns_of((line, dict(zip(names, row, strict=True))) for line, row in body)
-    return LoggedTable("csv", source.address, columns, settings, mixed=mixed)
+    return LoggedTable("csv", source.address, columns, settings, notes, mixed)
+
+
+def _content(lines: Iterable[str]) -> list[tuple[int, str]]:
+    """Return (number, line) of the lines that are neither blank nor comments; "#step,loss" can be the first of them."""
+    found: list[tuple[int, str]] = []
+    for at, line in enumerate(lines, 1):
+        is_comment = line.startswith("#") and (found or not line.count(delimiter_of(line)))
+        if line.strip() and not is_comment:
+            found.append((at, line))
+    return found
+
+
+def _is_incomplete(body: Sequence[tuple[int, Sequence[str]]]) -> bool:
+    """Return whether the last row, which has no line end, has fewer fields or a shorter last field than all others."""
+    *others, last = [row for _, row in body] or [[]]
+    if not others:
+        return False
+    fields = min(map(len, others))
+    return len(last) < fields or len(last[-1]) < min(len(row[-1]) for row in others)
 
 
 READER = Reader("csv", recognizes, read)
