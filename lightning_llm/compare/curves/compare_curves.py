@@ -15,6 +15,7 @@ from lightning_llm.compare.curves.copies import copy_problems, scale_problems
 from lightning_llm.compare.curves.curve import LoggedCurve, curve_of
 from lightning_llm.compare.curves.logged_notes import not_verified, notes_on_logs
 from lightning_llm.compare.curves.named import NamedLog, mixed_seeds
+from lightning_llm.compare.curves.parts import part_problems
 from lightning_llm.compare.curves.readers import read_table
 from lightning_llm.compare.curves.smoothness import smoothing_problems
 from lightning_llm.compare.curves.table import LoggedTable
@@ -92,7 +93,13 @@ def curves_of(
     problems += stated_problems(curves) + label_problems(curves)
     if not problems:
         problems += [problem for curve in curves for problem in problems_of(curve, terms.margin)]
-    problems = problems or copy_problems(curves) or smoothing_problems(curves) or _contradictory_steps(curves)
+    problems = (
+        problems
+        or copy_problems(curves)
+        or part_problems(curves)
+        or smoothing_problems(curves)
+        or _contradictory_steps(curves)
+    )
     if problems:
         raise ConfigError(problems)
     return curves

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.compare.curves.checks import LOWEST_RATIO, resolution
@@ -16,14 +17,20 @@ MOST_EQUAL = 0.5
 """Largest share of equal values, or of equal stretches, in the later half of two runs."""
 STRETCH = 4
 """Changes in a stretch."""
+POLYNOMIAL = 0x9E3779B97F4A7C15
+"""An odd number with many digits, so that no two stretches of small changes have one polynomial."""
 FEWEST = 8
 """Points by which a shifted or rescaled copy is known."""
 FINER = 5
 """Noise from point to point, in rounding steps, below which equal or affine values may be chance."""
 CLOSEST = 0.02
 """Smallest difference of runs of two seeds, relative to their noise from point to point."""
+PREDICTED = 1e-3
+"""Largest part of the noise that a filter does not predict of a copy with some noise added."""
 TOGETHER, NOT_TOGETHER = 0.8, 0.4
 """Correlations of the noise of two training losses on the same batches, and on others."""
+SAME_LEVEL = 1.02
+"""Losses relative to the baseline's up to which a curve counts as being on its level."""
 REMEDY = "Name two logs of different runs; of two real runs, log all digits."
 BITS = 1 / math.log(2)
 
@@ -55,6 +62,8 @@ def _how_copied(first: LoggedCurve, second: LoggedCurve) -> str:
         within = float(np.abs(half[1] - half[0]).max()) <= 0.51 * rounding + 1e-9
         if within and min(steps) < rounding / FINER and len(half[0]) >= 2 * FEWEST:
             return "has, rounded, the losses of"
+        if first.loss.kind == "training" and _is_filtered(*half, rounding, min(noises)):
+            return "is a filtered copy of the losses of"
         known = None not in (first.log.seed, second.log.seed)
         apart = float(np.std(half[1] - half[0]))
         if known and first.log.seed != second.log.seed and apart < CLOSEST * min(noises) and rounding < apart:
@@ -81,16 +90,38 @@ def _is_affine(ours: Column, theirs: Column, steps: tuple[float, float]) -> bool
     return bool(slope > 0.1 and rest.max() <= allowed)
 
 
+def _is_filtered(ours: Column, theirs: Column, rounding: float, own_noise: float) -> bool:
+    """Return whether `theirs` differs from `ours`, but follows from it by a linear filter of a few points.
+
+    Least squares on 1, ours[k], ours[k-1], ours[k-2] and theirs[k-1] cover shifts, factors, exponential averages and
+    windows of up to 3 points. Two runs on the same batches have noise of their own, which no filter predicts.
+    """
+    if len(ours) < 3 * FEWEST or rounding > PREDICTED * own_noise * 10:
+        return False
+    if float(np.sqrt(np.mean((theirs - ours) ** 2))) < CLOSEST * own_noise:
+        return False  # may be two layouts of one run, which differ by rounding
+    inputs = np.stack([np.ones(len(ours) - 2), ours[2:], ours[1:-1], ours[:-2], theirs[1:-1]], axis=1)
+    weights = np.linalg.lstsq(inputs, theirs[2:], rcond=None)[0]
+    rest = float(np.std(theirs[2:] - inputs @ weights))
+    gain = math.sqrt(1 + float(np.sum(weights[1:] ** 2)))
+    return rest < PREDICTED * own_noise + 0.3 * rounding * gain
+
+
 def _repeats(ours: Column, theirs: Column, step: float) -> bool:
     """Return whether most stretches of changes in the later half of one curve occur in the other, at any place."""
     if min(len(ours), len(theirs)) < 2 * FEWEST or step > min(noise(ours), noise(theirs)) / FINER:
         return False
     unit = step or 1e-9
-    changes = [np.round(np.diff(values) / unit).astype(np.int64) for values in (ours, theirs)]
-    grams = [[tuple(each[at : at + STRETCH]) for at in range(len(each) - STRETCH + 1)] for each in changes]
-    known = set(grams[0])
-    late = grams[1][len(grams[1]) // 2 :]
-    return sum(gram in known for gram in late) > MOST_EQUAL * len(late)
+    known, found = (_stretches(np.round(np.diff(values) / unit)) for values in (ours, theirs))
+    return float(np.mean(np.isin(found[len(found) // 2 :], known))) > MOST_EQUAL
+
+
+def _stretches(changes: Column) -> NDArray[np.uint64]:
+    """Return one number for each `STRETCH` changes in a row: a polynomial of them modulo 2^64, equal for equal ones."""
+    windows = np.lib.stride_tricks.sliding_window_view(changes.astype(np.int64).view(np.uint64), STRETCH)
+    powers = np.array([POLYNOMIAL**place % 2**64 for place in range(STRETCH)], dtype=np.uint64)
+    stretches: NDArray[np.uint64] = (windows * powers).sum(axis=1, dtype=np.uint64)
+    return stretches
 
 
 def _exchanged(curves: Sequence[LoggedCurve]) -> list[Problem]:
@@ -140,4 +171,20 @@ def scale_problems(curves: Sequence[LoggedCurve], baseline: str) -> list[Problem
                 )
                 problems.append(Problem(curve.log.address, text))
                 break
+            if late < SAME_LEVEL and _learns_nothing(ours, theirs):
+                text = (
+                    f"its losses do not fall, but those of {other.log.address} do, to the same level: another column, "
+                    "or another part of training. Log the loss from the same step on."
+                )
+                problems.append(Problem(curve.log.address, text))
+                break
     return problems
+
+
+def _learns_nothing(ours: Column, theirs: Column) -> bool:
+    """Return whether `ours` falls by far more than its noise, and `theirs` by less than a tenth of it."""
+    if len(ours) < 2 * FEWEST:
+        return False
+    part = max(3, len(ours) // 10)
+    fell, falls = (float(np.median(each[:part]) - np.median(each[-part:])) for each in (ours, theirs))
+    return fell > 10 * noise(ours) and falls < 0.1 * fell

@@ -1,6 +1,8 @@
 """Verdicts over logs: the gap, pairs, units and axes against numbers computed here, and the command line."""
 
+import gzip
 import json
+import re
 
 import jsonschema
 import numpy as np
@@ -10,7 +12,11 @@ from scipy import stats
 from lightning_llm.__main__ import main
 from lightning_llm.api import compare
 from lightning_llm.base.errors import ConfigError
+from lightning_llm.compare.curves.readers import read_table
+from lightning_llm.compare.curves.spikes import count_spikes
 from lightning_llm.compare.json_schema import compare_schema
+from lightning_llm.config.schema import SpikesConfig
+from lightning_llm.train.spikes.detector import SpikeState
 from tests.compare.curves.made_curves import changed, curves, write_csv
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -146,3 +152,67 @@ def test_command_line(tmp_path, capsys):
     assert main(["compare", "--x", "tokens"]) == 2
     assert main(["compare", "--from", f"fp8/0={paths[0]}", f"bf16/0={paths[4]}", "--baseline", "bf16"]) == 2
     assert "has the name of bf16" in capsys.readouterr().err
+
+
+def loss_with_faults(seed: int) -> np.ndarray:
+    draw = np.random.default_rng(seed)
+    count = int(draw.integers(1, 900))
+    values = 2.2 + 8 * (np.arange(count) + 20) ** -0.45 + draw.choice([0.002, 0.1]) * draw.standard_normal(count)
+    for at in draw.integers(0, count, 4):
+        values[at : at + draw.integers(1, 200)] += draw.uniform(0.05, 4)  # a spike, a shift or a divergence
+    values[draw.integers(0, count, 2)] = [np.nan, np.inf]
+    return np.round(values, 2) if seed % 4 == 0 else values
+
+
+@pytest.mark.parametrize(
+    "config", [SpikesConfig(), SpikesConfig(window_steps=41, level_steps=9)], ids=["default", "odd"]
+)
+def test_spikes_counted_in_bulk_are_those_of_the_detector(config):
+    found, expected = [], []
+    for seed in range(12):
+        state = SpikeState()
+        for value in loss_with_faults(seed):
+            _, state = state.after(float(value), 1.0, config)
+        expected.append(state.events)
+        found.append(count_spikes(loss_with_faults(seed), config))
+    assert found == expected
+    assert sum(expected) > 20
+
+
+ROWS = [f"{10 * at},{4 - at / 100:.4f}" for at in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("text", "points"),
+    [
+        ("\n".join(["step,loss", *ROWS]), 8),
+        ("\n".join(["step,loss", *ROWS])[:-2], 7),  # the last loss would be 3.92 for 3.9200
+        ("\n".join(["step,loss", *ROWS])[:-7], 7),
+        ("\n".join(["# my run", "#step,loss", "# lr 1e-3", *ROWS, "# done"]) + "\n", 8),
+    ],
+    ids=["no line end", "half a number", "half a row", "comments"],
+)
+def test_an_incomplete_last_row_and_comments_are_no_values(tmp_path, text, points):
+    (tmp_path / "a.csv").write_text(text)
+    table = read_table(str(tmp_path / "a.csv"))
+    assert table.columns["loss"].tolist() == [round(4 - at / 100, 4) for at in range(1, points + 1)]
+    assert len(table.notes) == 8 - points
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda text: text.replace(",", ";").replace(".", ","), r"column loss .*'[\d,]+' in line 2 .*decimal point"),
+        (lambda text: text.replace("1990,", '"1,990",'), r"column step .*'1,990' in line 200 .*no other separator"),
+        (lambda text: gzip.compress(text.encode())[:-99], "gzip stream is damaged or cut off"),
+    ],
+    ids=["decimal comma", "thousands", "cut off gzip"],
+)
+def test_numbers_with_separators_and_damaged_files_are_named(tmp_path, capsys, change, text):
+    logs = write_csv(curves(), tmp_path)
+    path = tmp_path / "fp8-1.csv"
+    lines = path.read_text().replace(".0000,", ",")
+    new = change(lines)
+    path.write_bytes(new if isinstance(new, bytes) else new.encode())
+    assert main(["compare", "--from", *logs, "--baseline", "bf16"]) == 2
+    assert re.search(text, capsys.readouterr().err)

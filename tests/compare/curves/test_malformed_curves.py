@@ -126,6 +126,55 @@ def test_copied_logs_are_refused(name, kind):
         assert "logs of one run" in outcome(mixed)
 
 
+FILTERED = {
+    "shifted, with noise": lambda v: v + 0.001 + 1e-6 * np.random.default_rng(9).standard_normal(len(v)),
+    "rescaled, with noise": lambda v: 0.9995 * v + 1e-6 * np.random.default_rng(9).standard_normal(len(v)),
+    "averaged": lambda v: averaged(v, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", FILTERED)
+def test_filtered_copies_of_another_arm_are_refused(name):
+    found = curves()
+    copied = losses(FILTERED[name])(found["bf16"][1])
+    assert "filtered copy" in outcome({**found, "fp8": {**found["fp8"], 1: copied}})
+
+
+@pytest.mark.parametrize("noise_of_pair", [0.0, 1e-6, 1e-5, 1e-4])
+def test_runs_that_differ_by_rounding_are_judged(noise_of_pair):
+    """Two layouts of one run differ by this little, and only equal losses are surely one log."""
+    found = curves()
+    for seed, each in found["bf16"].items():
+        rest = np.random.default_rng(seed).standard_normal(len(each["loss"]))
+        found["fp8"][seed] = {**each, "loss": each["loss"] + noise_of_pair * rest}
+    assert outcome(found).startswith("refused" if noise_of_pair == 0 else "lossless")
+
+
+def part(frame, rows, again=False):
+    steps = frame["step"][rows]
+    return {"step": steps - steps[0] + 10 if again else steps, "loss": frame["loss"][rows]}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_rows_of_one_log_dealt_out_to_seeds_are_refused(count):
+    found = curves(seeds=[3], points=400)
+    dealt = {arm: {at: part(one[3], slice(at, None, count)) for at in range(count)} for arm, one in found.items()}
+    assert "rows of one log" in outcome(dealt)
+
+
+def test_the_later_half_of_a_log_is_no_other_seed():
+    found = curves(seeds=[3], points=400)
+    halves = (slice(200), slice(200, 400))
+    assert "later part of one log" in outcome(
+        {arm: {at: part(one[3], half, again=True) for at, half in enumerate(halves)} for arm, one in found.items()}
+    )
+
+
+def test_noise_on_the_level_of_the_baseline_is_no_training_loss():
+    level = losses(lambda v: 2.4 + 0.02 * np.random.default_rng(round(v[0] * 1e6)).standard_normal(len(v)))
+    assert "do not fall" in outcome(changed(curves(), level, WHICH["arm"]))
+
+
 @pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize(
     "change", [lambda v: v[::-1].copy(), lambda v: np.random.default_rng(3).permutation(v), lambda v: 0 * v + 2.3,
