@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_llm.config.schema.cast_kinds import SCALES
 from lightning_llm.config.schema.data import LOADERS, MIXTURES, SCORERS
 from lightning_llm.config.schema.model import FEED_FORWARDS, MIXERS, NORMS
 from lightning_llm.config.schema.optim import ALGORITHMS, OPTIMIZERS, SCHEDULES
@@ -29,7 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 """Every package on one floor: it imports from floors below its own, never from its neighbors on the floor."""
-REGISTRIES = (ALGORITHMS, FEED_FORWARDS, LOADERS, MIXERS, MIXTURES, NORMS, OPTIMIZERS, SCHEDULES, SCORERS)
+REGISTRIES = (ALGORITHMS, FEED_FORWARDS, LOADERS, MIXERS, MIXTURES, NORMS, OPTIMIZERS, SCALES, SCHEDULES, SCORERS)
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 TORCH_FREE = {"base", "config", "plan", "tracking", "compare", "ladder", "algoperf", "api", "__main__"}
 LIBRARIES = {

@@ -41,6 +41,7 @@ class Registry(Generic[Kind]):
         """
         self.noun, self.modules, self.key = noun, modules, key
         self._kinds: dict[str, type[Kind]] = {}
+        self._instances: dict[str, Kind] = {}
         self._loaded = self._in_use = False
 
     def register(self, kind: type[Registered]) -> type[Registered]:
@@ -89,6 +90,13 @@ class Registry(Generic[Kind]):
         except ValidationError as error:
             keys = ", ".join(".".join(map(str, each["loc"])) for each in error.errors())
             raise ValueError(f"{self.noun} '{name}' cannot be given by name alone: no default for {keys}") from error
+
+    def instance(self, name: str) -> Kind:
+        """Return `default(name)`, the same object at each call."""
+        made = self._instances.get(name)
+        if made is None:
+            made = self._instances[name] = self.default(name)
+        return made
 
     def unknown(self, name: object) -> str:
         """Return the message that there is no kind `name`, with the closest or all names."""

@@ -4,7 +4,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from lightning_llm.base.registry import NameIn
 from lightning_llm.config.schema.base import Group, NonNegativeInt, PositiveFloat, PositiveInt
+from lightning_llm.config.schema.cast_kinds import SCALES, ScaleKind
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS, NumberFormat
 
 if TYPE_CHECKING:
@@ -12,29 +14,9 @@ if TYPE_CHECKING:
 else:
     Format = Literal["high", *NUMBER_FORMATS]
 Block = Literal["tensor", "1x128", "128x128", "1x32", "32x32", "1x16", "16x16"]
-Scale = Literal["fp32", "power_of_two", "e8m0_ceil", "e8m0_floor", "two_level_e4m3", "delayed", "quest"]
+Scale = str
 Rounding = Literal["even", "half_away", "half_to_zero", "stochastic", "stochastic_compare"]
 Sign = Annotated[int, Field(ge=-1, le=1)]
-
-SCALE_MEANINGS: dict[Scale, tuple[str, str]] = {
-    "fp32": ("largest number / amax, in fp32", "Transformer Engine, current and block scaling; DeepSeek-V3"),
-    "power_of_two": ("the same, rounded down to a power of two", "Transformer Engine `Float8BlockScaling`"),
-    "e8m0_ceil": (
-        "1 / smallest power of two >= amax / largest number; nothing clips", "Transformer Engine `MXFP8BlockScaling`"
-    ),
-    "e8m0_floor": (
-        "1 / 2^(floor(log2 amax) - largest exponent); the top of a binade clips", "OCP Microscaling v1.0"
-    ),
-    "two_level_e4m3": (
-        "an E4M3 scale per block under one fp32 scale per tensor", "Transformer Engine >= 2.15 `NVFP4BlockScaling`"
-    ),
-    "delayed": ("largest number / amax of earlier steps", "Transformer Engine `DelayedScaling`"),
-    "quest": (
-        "1 / power of two from the block's standard deviation; clips about 7 % of a Gaussian",
-        "Quartet, arXiv 2505.14669",
-    ),
-}  # fmt: skip
-"""Kind of scale -> the factor of a block's elements, and the source that uses it."""
 
 ROUNDING_MEANINGS: dict[Rounding, str] = {
     "even": "to nearest, ties to even, as hardware casts",
@@ -45,8 +27,6 @@ ROUNDING_MEANINGS: dict[Rounding, str] = {
 }
 """Kind of rounding -> how a scaled element becomes a code."""
 
-SCALE_BITS: dict[Scale, int] = {"fp32": 24, "two_level_e4m3": 4}
-"""Significant bits of a block's scale; none for powers of two."""
 BF16_BITS = 8
 """Significant bits of bf16, the dtype of emulated operands."""
 STOCHASTIC = ("stochastic", "stochastic_compare")
@@ -102,7 +82,7 @@ class CastConfig(Group):
         "tensor",
         description="elements that share a scale; the last number is along the contraction axis (zero-padded)",
     )
-    scale: Scale = Field("fp32", description="kind of the scale")
+    scale: Annotated[Scale, NameIn(SCALES)] = Field("fp32", description="kind of the scale")
     rounding: Rounding = Field("even", description="rounding of a scaled element to a code")
     noise_bits: Literal[8, 20] = Field(20, description="random bits per element of stochastic rounding")
     prescale: PositiveFloat = Field(
@@ -133,6 +113,29 @@ class CastConfig(Group):
         return NUMBER_FORMATS[self.format]
 
     @property
+    def scale_kind(self) -> ScaleKind:
+        """The kind of the scale: its declaration and its function."""
+        return SCALES.instance(self.scale)
+
+    @property
+    def needs_tensor_amax(self) -> bool:
+        """Whether the scale depends on the whole tensor's amax, which shards must agree on."""
+        return self.scale_kind.needs_tensor_amax(self.block)
+
+    @property
+    def has_factor(self) -> bool:
+        """Whether an fp32 factor of the whole tensor multiplies the product of the GEMM."""
+        return self.prescale != 1 or self.scale_kind.has_factor(self.block)
+
+    @property
+    def stored_bits(self) -> float:
+        """Bits per element of the stored operand: a code, and its share of the block's scale."""
+        if self.block == "tensor":
+            return float(self.number_format.code_bits)
+        rows, columns = (int(each) for each in self.block.split("x"))
+        return self.number_format.code_bits + self.scale_kind.stored_bits / (rows * columns)
+
+    @property
     def stochastic(self) -> bool:
         """Whether rounding draws random bits."""
         return self.rounding in STOCHASTIC
@@ -147,7 +150,7 @@ class CastConfig(Group):
         """Whether block scales multiply partial sums of the GEMM, because code value times scale may not fit bf16."""
         if self.block == "tensor":
             return False
-        return self.number_format.mantissa_bits + 1 + SCALE_BITS.get(self.scale, 0) > BF16_BITS
+        return self.number_format.mantissa_bits + 1 + self.scale_kind.significant_bits > BF16_BITS
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -155,27 +158,18 @@ class CastConfig(Group):
             plain = CastConfig.model_construct(source=self.source, hadamard=self.hadamard)
             if any(getattr(self, key) != getattr(plain, key) for key in type(self).model_fields):
                 raise ValueError("format: high takes no block, scale, rounding or prescale. Set a format, or omit them")
-        if (self.scale == "delayed") != (self.delayed is not None):
+            return self
+        kind = self.scale_kind
+        if kind.from_history != (self.delayed is not None):
             raise ValueError("`delayed` ({history_length, ...}) must be set with scale: delayed, and only then")
-        self._check_blocks()
-        if self.prescale != 1 and self.scale not in ("e8m0_floor", "e8m0_ceil"):
+        if (problem := kind.problem(self.format, self.block)) is not None:
+            raise ValueError(problem)
+        if self.prescale != 1 and not kind.shares_exponent:
             raise ValueError(f"prescale needs an e8m0 scale, and scale is {self.scale}")
-        if self.clip_gradient and self.scale != "quest":
-            raise ValueError("clip_gradient needs scale: quest, the only scale that clips on purpose")
+        if self.clip_gradient and not kind.clips:
+            clipping = " or ".join(name for name in SCALES if SCALES[name].clips)
+            raise ValueError(f"clip_gradient needs scale: {clipping}, which clips on purpose")
         return self
-
-    def _check_blocks(self) -> None:
-        """Raise ValueError if the scale is not defined for the block or the format."""
-        tensor, sixteen = self.block == "tensor", self.block in ("1x16", "16x16")
-        given = f"{self.format} with block {self.block}"
-        if self.scale == "delayed" and not tensor:
-            raise ValueError(f"scale: delayed needs block: tensor, and block is {self.block}")
-        if self.scale == "two_level_e4m3" and not (sixteen and self.format == "e2m1"):
-            raise ValueError(f"scale: two_level_e4m3 (NVFP4) needs format e2m1 with block 1x16 or 16x16, not {given}")
-        if self.scale.startswith("e8m0") and tensor:
-            raise ValueError("an e8m0 scale needs a block (1x32 in the OCP MX formats), not block: tensor")
-        if self.scale == "quest" and not (self.block == "1x32" and self.format == "e2m1"):
-            raise ValueError(f"scale: quest (Quartet) needs format e2m1 with block 1x32, not {given}")
 
 
 HIGH = CastConfig()

@@ -16,10 +16,6 @@ from lightning_llm.plan.stages import StagePart, layers_of
 from lightning_llm.precision.native.express import NativeRecipe, express
 from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, rule_in_effect
 
-CODE_BITS = {"delayed": 8.0, "current": 8.0, "subchannel": 8 + 32 / 128, "mxfp8": 8 + 8 / 32, "nvfp4": 4 + 8 / 16}
-"""Bits per element of an operand that Transformer Engine saves for backward: codes along wgrad's contraction axis (a
-separate transpose, except with scales per tensor) and their block scales."""
-
 
 class BlockBytes(NamedTuple):
     """Bytes of one block on one rank and micro-batch: `kept` until its backward pass, and added by it (`backward`).
@@ -142,13 +138,15 @@ def _bytes_of(plan: Plan, saved: SavedTensor, prefix: str = "") -> int:
 def code_bits(plan: Plan, linear: str) -> float | None:
     """Return the bits per element of the input that a native `linear` saves; None if it saves the input itself.
 
-    Emulated linears save the input and quantize it again.
+    Transformer Engine saves codes along wgrad's contraction axis (a separate transpose, except with scales per tensor)
+    and their block scales. Emulated linears save the input and quantize it again.
     """
     recipe, layers = plan.config.precision, plan.config.model.num_layers
     if plan.decision.runs != "native" or reasons_to_stay_high([linear], recipe, layers)[linear] is not None:
         return None
-    native: NativeRecipe | None = express(recipe.casts_under(rule_in_effect(linear, recipe, layers)))[0]
-    return None if native is None or native.gradient == "high" else CODE_BITS[native.kind]
+    casts = recipe.casts_under(rule_in_effect(linear, recipe, layers))
+    native: NativeRecipe | None = express(casts)[0]
+    return None if native is None or native.gradient == "high" else casts["wgrad.x"].stored_bits
 
 
 def selective_bytes_per_token(config: Config, index: int, tp: int = 1, every_product: int = 1) -> int:

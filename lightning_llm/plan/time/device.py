@@ -85,8 +85,6 @@ class Device:
 
 
 GEMMS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
-ONE_READ = ("delayed", "e8m0_ceil", "e8m0_floor")
-"""Scales that a cast knows before or finds during its read; the others need a tensor's amax first, another read."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ class Formats:
             self.units |= {unit} if unit else set()
             for operand in operands if unit else ():
                 wide = FORMAT_BYTES[self.recipe.compute_dtype]
-                reads = 1 if casts[f"{gemm}.{operand}"].scale in ONE_READ else 2
+                reads = casts[f"{gemm}.{operand}"].scale_kind.reads
                 # Read once for both directions, written for each.
                 moved[operand] = (moved.get(operand) or reads * wide) + FORMAT_BYTES[unit or "fp8"]
         return LinearFormats(gemms, moved)

@@ -260,9 +260,9 @@ def operand(
     `observe` receives the rounded tensor, the scales and the result.
     """
     x, amax = x.detach(), None
-    if reduce_amax is not None and scales.needs_tensor_amax(cast):
+    if reduce_amax is not None and cast.needs_tensor_amax:
         amax = reduce_amax(tensor_amax(backend)(x))
-    delayed = delayed if cast.scale == "delayed" else None
+    delayed = delayed if cast.scale_kind.from_history else None
     if cast.stochastic:  # rows are as long as those of the whole tensor, not as the padded blocks
         origin = origin if origin.row_stride else origin._replace(row_stride=x.shape[1])
     else:
@@ -271,7 +271,7 @@ def operand(
     made = function(blocked(x, shape), amax, delayed, key, origin)
     multiplier = delayed if made.multiplier is None else made.multiplier
     if multiplier is None:
-        raise ValueError("scale: delayed needs the scale kept from earlier steps")
+        raise ValueError(f"scale: {cast.scale} needs the scale kept from earlier steps")
     scaled = Scaled(multiplier, made.block, made.tensor)
     blocks = None
     if made.block is not None and cast.scales_partial_sums:

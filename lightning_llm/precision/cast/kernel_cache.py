@@ -28,10 +28,10 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from lightning_llm.base import keyed_hash
+from lightning_llm.base import keyed_hash, registry
 from lightning_llm.base.folders import user_cache_dir
 from lightning_llm.base.integrity import digest_of_file
-from lightning_llm.config.schema import casts, number_formats
+from lightning_llm.config.schema import cast_kinds, casts, number_formats
 
 
 @functools.cache
@@ -67,13 +67,25 @@ def software(device_type: str) -> dict[str, Any]:
 
 
 def _sources() -> str:
-    """Return a digest of all that Dynamo may trace: `precision`, casts, number formats, and the hash of random bits."""
+    """Return a digest of all that Dynamo may trace: `precision`, the schema of casts, random bits, installed kinds."""
     digest = blake2b(digest_size=16)
     package = Path(__file__).parents[1]
-    others = [Path(str(module.__file__)) for module in (casts, number_formats, keyed_hash)]
-    for file in [*sorted(package.rglob("*.py")), *others]:
+    others = [Path(str(module.__file__)) for module in (casts, cast_kinds, number_formats, registry, keyed_hash)]
+    for file in [*sorted(package.rglob("*.py")), *others, *_sources_of_installed_kinds()]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def _sources_of_installed_kinds() -> list[Path]:
+    """Return the Python files of other packages that register kinds of casts, since their functions are traced."""
+    modules = {kind.__module__ for each in cast_kinds.REGISTRIES for kind in map(each.__getitem__, each)}
+    tops = {sys.modules[name.partition(".")[0]] for name in modules} - {sys.modules["lightning_llm"]}
+    found: set[Path] = set()
+    for top in tops:
+        folders = [Path(each) for each in getattr(top, "__path__", ())]
+        found.update(file for folder in folders for file in folder.rglob("*.py"))
+        found.update([Path(top.__file__)] if top.__file__ and not folders else [])
+    return sorted(found)
 
 
 def signature(args: tuple[Any, ...]) -> tuple[Hashable, ...]:

@@ -13,17 +13,14 @@ from torch import Tensor
 
 from lightning_llm.config.schema.number_formats import NumberFormat
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision.cast import scales
 from lightning_llm.precision.cast.random_bits import Origin, keyed_noise
 from lightning_llm.precision.cast.rounding import copy_sign, encode, round_to_format
 from lightning_llm.precision.cast.scales import (
     BlockShape,
-    Scaled,
     axes_within,
     block_shape,
     blocked,
     check_blocked,
-    needs_tensor_amax,
     per_block,
     scale,
     scale_blocks,
@@ -103,13 +100,6 @@ def read_by_cast(cast: CastConfig) -> CastConfig:
     return CastConfig.model_construct(**{key: value for key, value in cast if key in kept})
 
 
-def _stored(scaled: Scaled, cast: CastConfig) -> Tensor:
-    """Return the form of the scales that kernels keep; of E8M0 that is biased exponents."""
-    if scaled.block is None:
-        return scaled.multiplier
-    return scales.e8m0_exponent(scaled.block) if cast.scale.startswith("e8m0") else scaled.block
-
-
 def _elements(blocks: Tensor, cast: CastConfig, multiplier: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return (grid values, scaled elements before rounding): one fp32 product, one rounding each."""
     elements = blocks.float() * multiplier
@@ -164,13 +154,13 @@ def cast_blocks(
     `wide`: the operand is fp32, with the same numbers.
     """
     check_blocked(blocks, shape)
-    if amax is None and needs_tensor_amax(cast):
+    if amax is None and cast.needs_tensor_amax:
         amax = tensor_amax(blocks)
     scaled = scale_blocks(blocks, cast, shape, amax, delayed)
     operand, inside = round_blocks(blocks, cast, shape, scaled.multiplier, scaled.block, key, origin)
     operand = operand.float() if wide else operand
-    multiplier = None if cast.scale == "delayed" else scaled.multiplier
-    return CastBlocks(operand, inside, multiplier, scaled.block, scaled.tensor)
+    multiplier = None if cast.scale_kind.from_history else scaled.multiplier
+    return CastBlocks(operand, inside, multiplier, scaled.block, scaled.factor)
 
 
 def block_amax(x: Tensor, cast: CastConfig, axis: int) -> Tensor:
@@ -208,24 +198,19 @@ def quantise(
     No Hadamard transform is applied here. Stochastic rounding takes `noise` [R, C] in [0, 1), see `keyed_noise`. `amax`
     replaces the tensor's own. Raises ValueError where `noise` or `delayed` is missing.
     """
-    if amax is None and needs_tensor_amax(cast):
+    if amax is None and cast.needs_tensor_amax:
         amax = tensor_amax(x)
     scaled = scale(x, cast, axis, amax, delayed)
     shape = block_shape(cast.block, axis)
     noise = None if noise is None else blocked(noise, shape)
     values, elements = _elements(blocked(x, shape), cast, scaled.multiplier, noise)
-    if cast.scale == "two_level_e4m3" and amax is not None and scaled.block is not None:
-        dequantised = values * ((scaled.block * amax) * (1.0 / scales.NVFP4_RANGE))
-    else:
-        dequantised = values if scaled.block is None else values * scaled.block
-        dequantised = dequantised if scaled.tensor is None else dequantised * scaled.tensor
-    stored = _stored(scaled, cast)
+    stored = cast.scale_kind.stored(scaled)
     # Transformer Engine's E2M1 codes are negative where x < 0: not for -0, nor for NaN, which +6 replaces.
     sign = elements if cast.number_format.has_nan else torch.where(elements < 0, -1.0, 1.0)
     return Quantised(
         unblocked(copy_sign(values.abs(), sign), x, shape),
         stored if shape is None else per_block(stored, shape),
-        unblocked(dequantised, x, shape),
+        unblocked(scaled.dequantized(values), x, shape),
         unblocked(elements.abs() < cast.number_format.max, x, shape),
         cast.number_format,
     )

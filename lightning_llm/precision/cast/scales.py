@@ -189,18 +189,89 @@ def quest_scale(mean: Tensor, mean_of_squares: Tensor) -> Tensor:
 
 
 class Scaled(NamedTuple):
-    """Scales with size-1 block axes. Elements times `multiplier` are rounded; the result, times `block`, times
-    `tensor` where there is one, is the quantised number.
+    """Scales with size-1 block axes. Elements times `multiplier` are rounded to values of the number format.
+
+    The quantized number is value times `block` (None: 1) times `tensor` (an fp32 scalar; None: 1) times `unit`.
     """
 
     multiplier: Tensor
     block: Tensor | None
     tensor: Tensor | None
+    unit: float = 1.0
+
+    @property
+    def factor(self) -> Tensor | None:
+        """The factor of the whole tensor, an fp32 scalar, which is applied after the GEMM; None: 1."""
+        return self.tensor if self.tensor is None or self.unit == 1.0 else self.tensor * self.unit
+
+    def dequantized(self, values: Tensor) -> Tensor:
+        """Return the quantized numbers of blocked `values`: times one scale, rounded as the references round it."""
+        scale = self.tensor if self.block is None else self.block
+        if self.block is not None and self.tensor is not None:
+            scale = self.block * self.tensor
+        if scale is None:
+            return values
+        return values * (scale if self.unit == 1.0 else scale * self.unit)
 
 
-def needs_tensor_amax(cast: CastConfig) -> bool:
-    """Whether the cast's scale depends on the whole tensor's amax, which shards must agree on."""
-    return cast.scale == "two_level_e4m3" or (cast.block == "tensor" and cast.scale != "delayed")
+class BlocksToScale(NamedTuple):
+    """A tensor `blocked` to `shape`, to be scaled by `cast`: what a `ScaleKind` may read.
+
+    `amax`: the whole tensor's (fp32 scalar), where the kind needs it; `kept`: the multiplier kept from earlier steps.
+    """
+
+    blocks: Tensor
+    cast: CastConfig
+    shape: BlockShape
+    amax: Tensor | None = None
+    kept: Tensor | None = None
+
+    @property
+    def fmt(self) -> NumberFormat:
+        """The number format of the cast."""
+        return self.cast.number_format
+
+    def tensor_amax(self) -> Tensor:
+        """Return the amax of the whole tensor. Raises ValueError where it was not given."""
+        if self.amax is None:
+            raise ValueError(f"scale: {self.cast.scale} of block {self.cast.block} needs the tensor's amax")
+        return self.amax
+
+    def kept_multiplier(self) -> Tensor:
+        """Return the multiplier kept from earlier steps. Raises ValueError where it was not given."""
+        if self.kept is None:
+            raise ValueError(f"scale: {self.cast.scale} needs the scale kept from earlier steps")
+        return self.kept
+
+    def block_amax(self, nan: float = 0.0) -> Tensor:
+        """Return the largest magnitude of each block, fp32 with size-1 block axes; NaN counts as `nan`."""
+        magnitude = self.blocks.float().abs()
+        return torch.where(magnitude == magnitude, magnitude, nan).amax(dim=axes_within(self.shape), keepdim=True)
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Return the means of elements and of their squares in blocks of one row, fp32 with a size-1 block axis."""
+        size, (axis, *_) = int(self.cast.block.split("x")[1]), axes_within(self.shape)
+        x = self.blocks.float()
+        mean, square = (_sum_in_order(each, axis, size) * (1.0 / size) for each in (x, x * x))  # exact: no division
+        return mean, square
+
+    def from_amax(self, power_of_two: bool) -> Scaled:
+        """Return the largest number over amax, fp32 or a power of two, which stays with the operand: exact there."""
+        tensor = self.shape is None
+        amax = self.tensor_amax() if tensor else self.block_amax()
+        value_for_inf = FLOAT_MAX if tensor else torch.finfo(self.blocks.dtype).max
+        multiplier = scale_from_amax(amax, self.fmt, power_of_two, value_for_inf)
+        inverse = divide(1.0, multiplier)
+        if tensor and not power_of_two:
+            return Scaled(multiplier, None, inverse)
+        return Scaled(multiplier, inverse, None)
+
+
+def scaled_by_exponents(exponent: Tensor, prescale: float) -> Scaled:
+    """Return E8M0 scales of biased exponents (int32); elements are also multiplied by `prescale`, and divided after."""
+    multiplier = e8m0_reciprocal(exponent) * prescale
+    factor = None if prescale == 1 else torch.full((), 1.0 / prescale, device=exponent.device)
+    return Scaled(multiplier, e8m0_value(exponent), factor)
 
 
 def tensor_amax(x: Tensor) -> Tensor:
@@ -209,60 +280,20 @@ def tensor_amax(x: Tensor) -> Tensor:
 
 
 def scale(x: Tensor, cast: CastConfig, axis: int, amax: Tensor | None = None, delayed: Tensor | None = None) -> Scaled:
-    """Return the scale of every block of `x` [R, C] by `cast.scale`; see `scales` for each kind's source.
+    """Return the scale of every block of `x` [R, C] by `cast.scale`.
 
     `amax`: the whole tensor's (fp32 scalar), where `needs_tensor_amax`. `delayed`: the multiplier kept from earlier
     steps. Raises ValueError where one is missing.
     """
     shape = block_shape(cast.block, axis)
-    return scale_blocks(x if cast.scale == "delayed" else blocked(x, shape), cast, shape, amax, delayed)
+    return scale_blocks(blocked(x, shape), cast, shape, amax, delayed)
 
 
 def scale_blocks(
     blocks: Tensor, cast: CastConfig, shape: BlockShape, amax: Tensor | None = None, delayed: Tensor | None = None
 ) -> Scaled:
     """Return the `scale` of every block of a tensor `blocked` to `shape`."""
-    if cast.scale == "delayed":
-        if delayed is None:
-            raise ValueError("scale: delayed needs the scale kept from earlier steps")
-        return Scaled(delayed, None, divide(1.0, delayed))
-    if needs_tensor_amax(cast) and amax is None:
-        raise ValueError(f"scale: {cast.scale} of block {cast.block} needs the tensor's amax")
-    if cast.scale == "quest":
-        return _quest(blocks, axes_within(shape), int(cast.block.split("x")[1]))
-    if cast.block == "tensor" and amax is not None:
-        return _plain(amax, cast, FLOAT_MAX)
-    magnitude = blocks.float().abs()
-    # microxcaling's maximum propagates NaN into the block's exponent; CUDA's ignores it.
-    ignored = float("inf") if cast.scale == "e8m0_floor" else 0.0
-    block_amax = torch.where(magnitude == magnitude, magnitude, ignored).amax(dim=axes_within(shape), keepdim=True)
-    if cast.scale == "two_level_e4m3" and amax is not None:
-        sf, multiplier = nvfp4_block_scale(block_amax, nvfp4_tensor_scale(amax))
-        return Scaled(multiplier, sf, amax * (1.0 / NVFP4_RANGE))
-    if cast.scale in ("e8m0_ceil", "e8m0_floor"):
-        exponent_of = e8m0_ceil if cast.scale == "e8m0_ceil" else e8m0_floor
-        exponent = exponent_of(block_amax, cast.number_format)
-        multiplier = e8m0_reciprocal(exponent) * cast.prescale
-        factor = None if cast.prescale == 1 else torch.full((), 1.0 / cast.prescale, device=blocks.device)
-        return Scaled(multiplier, e8m0_value(exponent), factor)
-    return _plain(block_amax, cast, torch.finfo(blocks.dtype).max)
-
-
-def _plain(amax: Tensor, cast: CastConfig, value_for_inf: float) -> Scaled:
-    """Return fp32 or power-of-two scales. A power of two stays with the operand, where it is exact."""
-    multiplier = scale_from_amax(amax, cast.number_format, cast.scale == "power_of_two", value_for_inf)
-    inverse = divide(1.0, multiplier)
-    if cast.block == "tensor" and cast.scale == "fp32":
-        return Scaled(multiplier, None, inverse)
-    return Scaled(multiplier, inverse, None)
-
-
-def _quest(blocked: Tensor, axes: tuple[int, ...], size: int) -> Scaled:
-    """Return QuEST's scales from the first two moments of blocks of `size` (a power of two) along one axis."""
-    x, axis = blocked.float(), axes[0]
-    mean, square = (_sum_in_order(each, axis, size) * (1.0 / size) for each in (x, x * x))  # exact: no division
-    power = quest_scale(mean, square)
-    return Scaled(divide(1.0, power), power, None)
+    return cast.scale_kind.scale(BlocksToScale(blocks, cast, shape, amax, delayed))
 
 
 def _sum_in_order(x: Tensor, axis: int, size: int) -> Tensor:

@@ -52,7 +52,7 @@ class GatheredWeight(WeightCasts):
     def scales(self, shard: Tensor, cast: CastConfig) -> Scaled:
         """Return the scales of the whole weight; `shard` [n, K] only gives dtype and device."""
         delayed = None
-        if cast.scale == "delayed":
+        if cast.scale_kind.from_history:
             self.layer.materialise_state(shard.device)
             delayed = None if self.layer.scale is None else self.layer.scale[ROLES.index("w")]
         return scales.scale(shard, cast, 1, self.amax, delayed)
@@ -76,7 +76,7 @@ class GatheredWeight(WeightCasts):
         numbers = weight.to(torch.bfloat16)
         if self.gathered.block is not None:  # a power of two, which stays with the operand
             numbers = (weight.float() * self.gathered.block).to(torch.bfloat16)
-        return Operand(numbers, self.gathered.tensor)
+        return Operand(numbers, self.gathered.factor)
 
     def known_amax(self) -> Tensor | None:
         """Return the amax of a weight gathered as codes, which cannot be computed from them."""

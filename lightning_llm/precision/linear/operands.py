@@ -139,7 +139,7 @@ class LinearCall(NamedTuple):
     def _is_shared(self, slot: str) -> bool:
         """Whether all layers that read the same X share the operand of `slot`, on this rank."""
         cast, plan = self.plan.casts[slot], self.plan
-        if not slot.endswith(".x") or not cast.quantises or cast.stochastic or cast.scale == "delayed":
+        if not slot.endswith(".x") or not cast.quantises or cast.stochastic or cast.scale_kind.from_history:
             return False
         if cast.source == "quantised" or (cast.hadamard is not None and cast.hadamard.signs == "random"):
             return False

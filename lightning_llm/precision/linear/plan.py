@@ -83,7 +83,7 @@ class LinearPlan:
     def delayed_casts(self) -> dict[str, CastConfig]:
         """Return the casts that delayed scales are kept for, by role; the slots of one role share a scale."""
         named = ((slot.split(".")[1], cast) for slot, cast in self.casts.items())
-        return {role: cast for role, cast in named if cast.scale == "delayed"}
+        return {role: cast for role, cast in named if cast.scale_kind.from_history}
 
     @property
     def random(self) -> bool:

@@ -54,7 +54,7 @@ def kept_by_kernel(casts: Mapping[str, CastConfig]) -> bool:
 
     False with delayed scales: there the kernel computes the weight's amax while it casts.
     """
-    return all(why_not_kept(casts, slot) is None and casts[slot].scale != "delayed" for slot in WEIGHT_SLOTS)
+    return all(why_not_kept(casts, slot) is None and not casts[slot].scale_kind.from_history for slot in WEIGHT_SLOTS)
 
 
 def kept_bytes(casts: Mapping[str, CastConfig], rows: int, columns: int, rotated: bool = True) -> int:
@@ -73,13 +73,9 @@ def kept_bytes(casts: Mapping[str, CastConfig], rows: int, columns: int, rotated
         if cast.scales_partial_sums:
             across, along = (int(each) for each in cast.block.split("x"))
             found += 4 * -(-length // along) * -(-other // across) * across
-        elif cast.scale in ("delayed", "two_level_e4m3") or cast.prescale != 1 or _is_fp32_of_tensor(cast):
+        elif cast.has_factor:
             found += 4
     return found
-
-
-def _is_fp32_of_tensor(cast: CastConfig) -> bool:
-    return cast.block == "tensor" and cast.scale == "fp32"
 
 
 CODES = tuple(row.name for row in NUMBER_FORMATS.values() if row.code_bits == 8)

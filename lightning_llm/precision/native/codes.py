@@ -70,7 +70,7 @@ def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> St
         return StoredCodes(codes.view(torch.uint8), made._scale_inv.reshape(()))
     side = "rowwise" if axis == 1 else "columnwise"
     codes, scales = getattr(made, f"_{side}_data").view(torch.uint8), getattr(made, f"_{side}_scale_inv")
-    if cast.scale == "two_level_e4m3":
+    if cast.number_format.code_bits == 4:
         across, along = shape if axis == 1 else (columns, rows)
         codes = torch.stack([codes & 15, codes >> 4], -1).reshape(across, along)
         scales = scales.view(torch.float8_e4m3fn).float()[:across, : along // 16]
@@ -104,7 +104,7 @@ def emulated(
     made = quantise(tensor, cast, axis, delayed=delayed, noise=drawn)
     scales = made.stored_scale.float()
     # Our scale of a whole tensor is the factor of elements, unless it is a power of two; theirs is the inverse.
-    inverted = cast.block == "tensor" and cast.scale != "power_of_two"
+    inverted = cast.block == "tensor" and cast.has_factor
     return StoredCodes(made.codes, divide(1.0, scales) if inverted else scales)
 
 
@@ -188,7 +188,7 @@ def cast_differences(
         else:
             made = quantised_by(quantizers[role], given)
         theirs = stored(made, cast, axis, (SIZE, SIZE))
-        scale = delayed[ROLES.index(role)] if cast.scale == "delayed" else None
+        scale = delayed[ROLES.index(role)] if cast.scale_kind.from_history else None
         draws = (0.0, 255 / 256) if cast.stochastic else (None,)
         if text := difference(theirs, [emulated(given, cast, axis, scale, noise) for noise in draws]):
             yield f"{slot} ({cast.format} {cast.block} {cast.scale}): {text}"

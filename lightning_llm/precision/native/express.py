@@ -106,7 +106,7 @@ def express(casts: Mapping[str, CastConfig]) -> tuple[NativeRecipe | None, list[
     candidate = NativeRecipe(
         kind,
         dy.format if backward else "high",
-        power_of_two=x.scale == "power_of_two",
+        power_of_two=kind in ("current", "subchannel") and x.scale_kind.significant_bits == 0,
         square=casts["fprop.w"].block in ("32x32", "16x16"),
         rotated=casts["wgrad.x"].hadamard is not None,
         stochastic=dy.stochastic,
@@ -129,16 +129,9 @@ def express(casts: Mapping[str, CastConfig]) -> tuple[NativeRecipe | None, list[
 
 
 def _kind(x: CastConfig) -> Kind | None:
-    kinds: dict[tuple[str, str, str], Kind] = {
-        ("e4m3", "tensor", "delayed"): "delayed",
-        ("e4m3", "tensor", "fp32"): "current",
-        ("e4m3", "tensor", "power_of_two"): "current",
-        ("e4m3", "1x128", "fp32"): "subchannel",
-        ("e4m3", "1x128", "power_of_two"): "subchannel",
-        ("e4m3", "1x32", "e8m0_ceil"): "mxfp8",
-        ("e2m1", "1x16", "two_level_e4m3"): "nvfp4",
-    }
-    return kinds.get((x.format, x.block, x.scale))
+    """Return the configuration that the scale of `x` declares for its format and block, if any."""
+    name = x.scale_kind.engine.get((x.format, x.block)) if x.quantises else None
+    return next((kind for kind in NAMES if kind == name), None)
 
 
 def _without_scope(cast: CastConfig) -> CastConfig:

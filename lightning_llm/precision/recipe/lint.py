@@ -21,7 +21,7 @@ def _mx_gradients_in_e5m2(recipe: PrecisionConfig, slots: dict[str, CastConfig])
     Source: NVIDIA-NeMo/Megatron-Bridge PR #638 (`hybrid` -> `e4m3` fixed a diverging MXFP8 recipe).
     """
     for slot in GRADIENTS:
-        if _has_two_mantissa_bits(slots[slot]) and slots[slot].scale.startswith("e8m0"):
+        if _has_two_mantissa_bits(slots[slot]) and slots[slot].scale_kind.shares_exponent:
             yield Problem(
                 f"{slot}.format",
                 "e5m2 with an e8m0 block scale made MXFP8 training diverge (Megatron-Bridge PR #638). Set e4m3: "
@@ -79,9 +79,10 @@ def _fp16_with_delayed_gradients(recipe: PrecisionConfig, slots: dict[str, CastC
     Source: Transformer Engine `delayed_scaling.cu` keeps the old scale while amax is not finite.
     """
     for slot in GRADIENTS:
-        if recipe.compute_dtype == "fp16" and slots[slot].scale == "delayed":
+        if recipe.compute_dtype == "fp16" and slots[slot].scale_kind.from_history:
             yield Problem(
-                f"{slot}.scale", "delayed freezes on the first overflow of fp16 loss scaling. Use scale: fp32."
+                f"{slot}.scale",
+                f"{slots[slot].scale} freezes on the first overflow of fp16 loss scaling. Use scale: fp32.",
             )
 
 
@@ -101,14 +102,15 @@ def _clipped_stochastic(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -
     Source: Tseng, Yu and Park, arXiv 2502.20586, section 3 (unbiased only after scaling by 3/4).
     """
     for slot, cast in slots.items():
-        if not (cast.stochastic and cast.scale == "e8m0_floor"):
+        if not cast.stochastic:
             continue
         fmt = cast.number_format
-        if fmt.code_bits <= 4 and cast.prescale > fmt.largest_fraction:
+        largest = cast.scale_kind.unclipped_prescale(fmt)
+        if fmt.code_bits <= 4 and cast.prescale > largest:
             yield Problem(
                 f"{slot}.prescale",
                 f"{cast.prescale} lets stochastic rounding clip at {fmt.max:g}, which biases it (arXiv 2502.20586). "
-                f"Set {fmt.largest_fraction:g}.",
+                f"Set {largest:g}.",
             )
 
 
@@ -140,9 +142,10 @@ def _biased_gradients(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -> 
     Source: Castro et al. (Quartet), arXiv 2505.14669: QuEST forward, unbiased rounding backward.
     """
     for slot, cast in slots.items():
-        if cast.scale == "quest" and not slot.startswith("fprop"):
+        if cast.scale_kind.clips and not slot.startswith("fprop"):
             yield Problem(
-                f"{slot}.scale", "quest clips, which biases gradients (arXiv 2505.14669). Use e8m0_floor and SR."
+                f"{slot}.scale",
+                f"{cast.scale} clips, which biases gradients (arXiv 2505.14669). Use e8m0_floor and SR.",
             )
 
 
@@ -166,7 +169,7 @@ def _delayed_slots_differ(recipe: PrecisionConfig, slots: dict[str, CastConfig])
 
     Source: Transformer Engine keeps one scale per tensor (input, weight, gradient), one history length per recipe.
     """
-    delayed = {slot: cast for slot, cast in slots.items() if cast.scale == "delayed"}
+    delayed = {slot: cast for slot, cast in slots.items() if cast.scale_kind.from_history}
     for slot, cast in delayed.items():
         if cast.delayed != next(iter(delayed.values())).delayed:
             yield Problem(f"{slot}.delayed", f"differs from {next(iter(delayed))}'s. Give all delayed slots the same.")

@@ -1,0 +1,187 @@
+"""Built-in scales. Imports torch only to compute."""
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from lightning_llm.config.schema.cast_kinds import SCALES, ScaleKind
+from lightning_llm.config.schema.number_formats import NumberFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lightning_llm.precision.cast.scales import BlocksToScale, Scaled
+
+
+@SCALES.register
+class FP32Scale(ScaleKind):
+    """The largest number over the amax of the tensor or block."""
+
+    name: Literal["fp32"] = "fp32"
+    meaning: ClassVar[str] = "largest number / amax, in fp32"
+    source: ClassVar[str] = "Transformer Engine, current and block scaling; DeepSeek-V3"
+    label: ClassVar[str] = "fp32"
+    significant_bits: ClassVar[int] = 24
+    engine: ClassVar[dict[tuple[str, str], str]] = {("e4m3", "tensor"): "current", ("e4m3", "1x128"): "subchannel"}
+
+    def has_factor(self, block: str) -> bool:
+        return block == "tensor"
+
+    def scale(self, of: "BlocksToScale") -> "Scaled":
+        return of.from_amax(power_of_two=False)
+
+
+@SCALES.register
+class PowerOfTwoScale(ScaleKind):
+    """The same, rounded down to a power of two."""
+
+    name: Literal["power_of_two"] = "power_of_two"
+    meaning: ClassVar[str] = "the same, rounded down to a power of two"
+    source: ClassVar[str] = "Transformer Engine `Float8BlockScaling`"
+    label: ClassVar[str] = "2^k"
+    engine: ClassVar[dict[tuple[str, str], str]] = FP32Scale.engine
+
+    def scale(self, of: "BlocksToScale") -> "Scaled":
+        return of.from_amax(power_of_two=True)
+
+
+class SharedExponent(ScaleKind):
+    """Base class of E8M0 scales: a power of two per block, stored as its biased exponent."""
+
+    stored_bits: ClassVar[int] = 8
+    shares_exponent: ClassVar[bool] = True
+    reads: ClassVar[int] = 1
+
+    def problem(self, format: str, block: str) -> str | None:
+        if block == "tensor":
+            return "an e8m0 scale needs a block (1x32 in the OCP MX formats), not block: tensor"
+        return None
+
+    def exponents(self, of: "BlocksToScale") -> "Tensor":
+        """Return biased exponents (int32, 255 for NaN) with size-1 block axes."""
+        raise NotImplementedError
+
+    def scale(self, of: "BlocksToScale") -> "Scaled":
+        from lightning_llm.precision.cast.scales import scaled_by_exponents
+
+        return scaled_by_exponents(self.exponents(of), of.cast.prescale)
+
+    def stored(self, scaled: "Scaled") -> Any:
+        from lightning_llm.precision.cast.scales import e8m0_exponent
+
+        return super().stored(scaled) if scaled.block is None else e8m0_exponent(scaled.block)
+
+
+@SCALES.register
+class E8M0CeilScale(SharedExponent):
+    """The smallest power of two that clips nothing."""
+
+    name: Literal["e8m0_ceil"] = "e8m0_ceil"
+    meaning: ClassVar[str] = "1 / smallest power of two >= amax / largest number; nothing clips"
+    source: ClassVar[str] = "Transformer Engine `MXFP8BlockScaling`"
+    label: ClassVar[str] = "ceil"
+    engine: ClassVar[dict[tuple[str, str], str]] = {("e4m3", "1x32"): "mxfp8"}
+
+    def exponents(self, of: "BlocksToScale") -> "Tensor":
+        from lightning_llm.precision.cast.scales import e8m0_ceil
+
+        return e8m0_ceil(of.block_amax(), of.fmt)
+
+
+@SCALES.register
+class E8M0FloorScale(SharedExponent):
+    """The power of two of OCP Microscaling: the top of a binade clips."""
+
+    name: Literal["e8m0_floor"] = "e8m0_floor"
+    meaning: ClassVar[str] = "1 / 2^(floor(log2 amax) - largest exponent); the top of a binade clips"
+    source: ClassVar[str] = "OCP Microscaling v1.0"
+    label: ClassVar[str] = "floor"
+
+    def unclipped_prescale(self, fmt: NumberFormat) -> float:
+        return fmt.largest_fraction
+
+    def exponents(self, of: "BlocksToScale") -> "Tensor":
+        from lightning_llm.precision.cast.scales import e8m0_floor
+
+        # microxcaling's maximum propagates NaN into the block's exponent; CUDA's ignores it.
+        return e8m0_floor(of.block_amax(nan=float("inf")), of.fmt)
+
+
+@SCALES.register
+class TwoLevelScale(ScaleKind):
+    """NVFP4: an E4M3 scale per block of 16 under one fp32 scale per tensor."""
+
+    name: Literal["two_level_e4m3"] = "two_level_e4m3"
+    meaning: ClassVar[str] = "an E4M3 scale per block under one fp32 scale per tensor"
+    source: ClassVar[str] = "Transformer Engine >= 2.15 `NVFP4BlockScaling`"
+    label: ClassVar[str] = "e4m3"
+    significant_bits: ClassVar[int] = 4
+    stored_bits: ClassVar[int] = 8
+    engine: ClassVar[dict[tuple[str, str], str]] = {("e2m1", "1x16"): "nvfp4"}
+
+    def problem(self, format: str, block: str) -> str | None:
+        if format == "e2m1" and block in ("1x16", "16x16"):
+            return None
+        return (
+            f"scale: two_level_e4m3 (NVFP4) needs format e2m1 with block 1x16 or 16x16, not {format} with block {block}"
+        )
+
+    def needs_tensor_amax(self, block: str) -> bool:
+        return True
+
+    def has_factor(self, block: str) -> bool:
+        return True
+
+    def scale(self, of: "BlocksToScale") -> "Scaled":
+        from lightning_llm.precision.cast import scales
+
+        amax = of.tensor_amax()
+        block, multiplier = scales.nvfp4_block_scale(of.block_amax(), scales.nvfp4_tensor_scale(amax))
+        return scales.Scaled(multiplier, block, amax, 1.0 / scales.NVFP4_RANGE)
+
+
+@SCALES.register
+class DelayedScale(ScaleKind):
+    """The scale of a tensor from the amaxes of earlier steps (`linear/delayed.py`)."""
+
+    name: Literal["delayed"] = "delayed"
+    meaning: ClassVar[str] = "largest number / amax of earlier steps"
+    source: ClassVar[str] = "Transformer Engine `DelayedScaling`"
+    label: ClassVar[str] = "delayed"
+    significant_bits: ClassVar[int] = 24
+    from_history: ClassVar[bool] = True
+    reads: ClassVar[int] = 1
+    engine: ClassVar[dict[tuple[str, str], str]] = {("e4m3", "tensor"): "delayed"}
+
+    def problem(self, format: str, block: str) -> str | None:
+        return None if block == "tensor" else f"scale: delayed needs block: tensor, and block is {block}"
+
+    def has_factor(self, block: str) -> bool:
+        return True
+
+    def scale(self, of: "BlocksToScale") -> "Scaled":
+        from lightning_llm.precision.cast.scales import Scaled, divide
+
+        multiplier = of.kept_multiplier()
+        return Scaled(multiplier, None, divide(1.0, multiplier))
+
+
+@SCALES.register
+class QuestScale(ScaleKind):
+    """QuEST: a power of two from the standard deviation of a block of 32, by which the largest elements clip."""
+
+    name: Literal["quest"] = "quest"
+    meaning: ClassVar[str] = "1 / power of two from the block's standard deviation; clips about 7 % of a Gaussian"
+    source: ClassVar[str] = "Quartet, arXiv 2505.14669"
+    label: ClassVar[str] = "quest"
+    stored_bits: ClassVar[int] = 8
+    clips: ClassVar[bool] = True
+
+    def problem(self, format: str, block: str) -> str | None:
+        if (format, block) == ("e2m1", "1x32"):
+            return None
+        return f"scale: quest (Quartet) needs format e2m1 with block 1x32, not {format} with block {block}"
+
+    def scale(self, of: "BlocksToScale") -> "Scaled":
+        from lightning_llm.precision.cast.scales import Scaled, divide, quest_scale
+
+        power = quest_scale(*of.moments())
+        return Scaled(divide(1.0, power), power, None)
