@@ -27,7 +27,7 @@ PEERS = {
 GLANCE = (
     "Tokens/s of `train`, as a user starts it, over the fastest of the peers' loops and Trainers (targets: 1.2 eager, "
     "1.15 compiled), and peak bytes of tensors over the leanest peer's (target: at most 1). Part of this is memory "
-    "that a step frees and `train` keeps (docs/reference/signals.md), which the peers do not do. The load of the "
+    "that a step frees and `train` keeps (docs/reference/run_folder.md), which the peers do not do. The load of the "
     "machine at each start is shown below."
 )
 AT_A_GLANCE = {
