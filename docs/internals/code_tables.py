@@ -1,4 +1,4 @@
-"""Generated tables of docs/internals and docs/reference: packages by floor, limits of tests, keys free to differ."""
+"""Generated tables of code facts: packages by floor, limits of tests, keys free to differ, GPU checks."""
 
 import ast
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+from gpu_check.checks import CHECKS  # noqa: E402
 from lightning_llm.compare.report.write import FILES  # noqa: E402
 from lightning_llm.compare.runs.differences import FREE, LAYOUT  # noqa: E402
 from lightning_llm.config.schema.model import FEED_FORWARDS, MIXERS, NORMS  # noqa: E402
@@ -82,10 +83,18 @@ def free_keys() -> str:
     return "\n".join([*lines, ""])
 
 
+def gpu_checks() -> str:
+    """Return the checks of `make gpu-check`, each with its share of the time in seconds."""
+    rows = ["| | checks | share, seconds |", "| --- | --- | --- |"]
+    rows += [f"| `{name}` | {check.title} | {check.share:g} |" for name, check in CHECKS.items()]
+    return "\n".join([*rows, ""])
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "packages": packages,
     "curve-limits": curve_limits,
     "free-keys": free_keys,
     "report-files": report_files,
     "block-kinds": block_kinds,
+    "gpu-checks": gpu_checks,
 }

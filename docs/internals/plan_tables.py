@@ -1,8 +1,9 @@
-"""Generated tables of docs/reference: layouts, and plans against published memory and speed."""
+"""Generated tables of docs/reference: layouts, plans against published memory and speed, known issues."""
 
 import re
 import sys
 from collections.abc import Callable
+from inspect import getdoc
 from pathlib import Path
 
 import yaml
@@ -10,6 +11,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from benchmarks.plan_memory import table as published_memory  # noqa: E402
+from lightning_llm.plan.text.notes import RULES  # noqa: E402
 from lightning_llm.plan.time.describe import RATIOS  # noqa: E402
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -40,8 +42,18 @@ def published_speed() -> str:
     return "\n".join(lines) + "\n"
 
 
+def known_issues() -> str:
+    """Return the settings of a machine that `plan` warns of, each with its source, from the docstrings of the rules."""
+    lines = ["| setting | source |", "| --- | --- |"]
+    for rule in RULES:
+        setting, _, source = (getdoc(rule) or "").partition("\n\nSource: ")
+        lines.append(f"| {setting.removesuffix('.')} | {' '.join(source.split()).removesuffix('.')} |")
+    return "\n".join(lines) + "\n"
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "layouts": layouts,
     "published-memory": published_memory,
     "published-speed": published_speed,
+    "known-issues": known_issues,
 }
