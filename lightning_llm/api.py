@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from lightning_llm.base.errors import ConfigError, Problem, RunFailedError, Terminated
 from lightning_llm.base.signals import EXIT_GOES_ON, STOPPED_CODES
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_llm.config.schema import Config
     from lightning_llm.data.tokens.tokenizer import Tokenizer
     from lightning_llm.evaluate.evaluation import Evaluation
+    from lightning_llm.evaluate.over_time import Trend
     from lightning_llm.model.decoder import Decoder
 
 StrPath = str | os.PathLike[str]
@@ -218,9 +219,18 @@ def load(
     return load_model(_path_of(path), compute_dtype, device, end_of_document)
 
 
-def evaluate(
+@overload
+def evaluate(path: Any = None, *, all_checkpoints: Literal[True], **options: Any) -> "Trend": ...
+
+
+@overload
+def evaluate(path: Any = None, *, all_checkpoints: Literal[False] = False, **options: Any) -> "Evaluation": ...
+
+
+def evaluate(  # type: ignore[misc]  (the overloads leave out the other arguments)
     path: StrPath | TrainResult | None = None,
     *,
+    all_checkpoints: bool = False,
     tasks: Iterable[str] | str = (),
     tasks_only: bool = False,
     data: Iterable[str] | str = (),
@@ -233,13 +243,15 @@ def evaluate(
     output: StrPath | None = None,
     layout: Iterable[str] | str = (),
     quiet: bool = False,
-) -> "Evaluation":
+) -> "Evaluation | Trend":
     """Measure validation losses and lm-eval tasks of weights, as `lightning-llm evaluate` does.
 
     Results are stored with the run.
 
     Args:
         path: see `load`.
+        all_checkpoints: evaluate every checkpoint of the run `path` that this request has not evaluated, and return
+            the `Trend`: `metrics` by step, and the `damaged` checkpoints.
         tasks: lm-eval tasks, by name or as .yaml files.
         tasks_only: skip validation losses.
         data: other data than the run's: "jsonl=FILE", or "KEY=VALUE" with a key below `data`.
@@ -257,22 +269,27 @@ def evaluate(
         ConfigError: lists everything that is wrong. A flag in its text is the argument of that name.
         RanksFailedError: a rank failed.
     """
-    from lightning_llm.cli.evaluate import evaluated, print_metrics
+    from lightning_llm.cli.evaluate import evaluated, evaluated_over_time, print_metrics, print_trend
 
-    done = evaluated(
-        None if path is None else _path_of(path),
-        tasks=[tasks] if isinstance(tasks, str) else list(tasks),
-        tasks_only=tasks_only,
-        data=[data] if isinstance(data, str) else list(data),
-        limit=limit,
-        average=[_path_of(each) for each in average],
-        ensemble=[_path_of(each) for each in ensemble],
-        batch_size=batch_size,
-        compute_dtype=compute_dtype,
-        device=device,
-        layout=[layout] if isinstance(layout, str) else list(layout),
-        output=None if output is None else Path(output),
-    )
+    only, file = None if path is None else _path_of(path), None if output is None else Path(output)
+    given: dict[str, Any] = {
+        "tasks": [tasks] if isinstance(tasks, str) else list(tasks),
+        "tasks_only": tasks_only,
+        "data": [data] if isinstance(data, str) else list(data),
+        "limit": limit,
+        "average": [_path_of(each) for each in average],
+        "ensemble": [_path_of(each) for each in ensemble],
+        "batch_size": batch_size,
+        "compute_dtype": compute_dtype,
+        "device": device,
+        "layout": [layout] if isinstance(layout, str) else list(layout),
+    }
+    if all_checkpoints:
+        trend = evaluated_over_time(only, output=file, **given)
+        if not quiet:
+            print_trend(trend)
+        return trend
+    done = evaluated(only, output=file, **given)
     if not quiet:
         print_metrics(done)
     return done

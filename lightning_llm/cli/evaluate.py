@@ -17,7 +17,7 @@ from lightning_llm.base.terminal import new_console, show_progress
 from lightning_llm.cli.output_path import file_problems
 from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
 from lightning_llm.evaluate.merge import Merge, merge
-from lightning_llm.evaluate.over_time import evaluate_over_time, trend_problems, trend_table
+from lightning_llm.evaluate.over_time import Trend, evaluate_over_time, trend_problems, trend_table
 from lightning_llm.evaluate.request import LAYOUT_WORD, EvaluationRequest, checked_request
 from lightning_llm.run.launch.environment import is_first_rank, rank_environment
 from lightning_llm.run.launch.torch_agent import STOP_SECONDS, as_rank, launch_reported
@@ -72,24 +72,47 @@ def _all_checkpoints(path: Path | None, arguments: argparse.Namespace, asked: di
     Raises:
         ConfigError: an argument is invalid, or the run has no checkpoint.
     """
-    problems = trend_problems(path, average=asked["average"], ensemble=asked["ensemble"], output=arguments.output)
+    trend = evaluated_over_time(path, output=arguments.output, **asked)
+    if arguments.json:
+        print(json.dumps(trend.as_data(), indent=1))
+        print_notes(trend)
+    else:
+        print_trend(trend)
+    if trend.damaged:
+        raise ConfigError([Problem(str(folder), f"{why}.") for folder, why in trend.damaged.items()])
+    return 0
+
+
+def print_trend(trend: Trend) -> None:
+    """Print the table over steps, and its notes on stderr."""
+    new_console().print(trend_table(trend))
+    print_notes(trend)
+
+
+def print_notes(trend: Trend) -> None:
+    """Print on stderr which checkpoints were not evaluated, and the file of the picture."""
+    for line in trend.notes:
+        print(line, file=sys.stderr)
+    print(f"written    {trend.picture}", file=sys.stderr)
+
+
+def evaluated_over_time(path: Path | None, *, output: Path | None = None, **asked: Any) -> Trend:
+    """Evaluate every checkpoint of the run `path`; `asked` are the arguments of `checked_request`.
+
+    Raises:
+        ConfigError: an argument or an input is invalid, or the run has no checkpoint. A damaged checkpoint does not
+            raise: it is in the result.
+        RanksFailedError: a rank failed (already reported on stderr).
+    """
+    _refuse_ranks()
+    problems = trend_problems(path, average=asked["average"], ensemble=asked["ensemble"], output=output)
     request = None
     if not problems and path is not None:
         with gathered(problems):
             request = checked_request(path, **asked)
     if problems or request is None:
         raise ConfigError(problems)
-    trend = evaluate_over_time(request, lambda each: _evaluate(each, None, asked), partial(print, file=sys.stderr))
-    if arguments.json:
-        print(json.dumps(trend.as_data(), indent=1))
-    else:
-        new_console().print(trend_table(trend))
-    for line in trend.notes:
-        print(line, file=sys.stderr)
-    print(f"written    {trend.picture}", file=sys.stderr)
-    if trend.damaged:
-        raise ConfigError([Problem(str(folder), f"{why}.") for folder, why in trend.damaged.items()])
-    return 0
+    return evaluate_over_time(request, lambda each: _evaluate(each, None, asked), partial(print, file=sys.stderr))
 
 
 def evaluated(path: Path | None, *, output: Path | None = None, **asked: Any) -> Evaluation:
@@ -99,12 +122,7 @@ def evaluated(path: Path | None, *, output: Path | None = None, **asked: Any) ->
         ConfigError: an argument or an input is invalid.
         RanksFailedError: a rank failed (already reported on stderr).
     """
-    if (ranks := rank_environment()) is not None:
-        text = (
-            f"this is rank {ranks.rank} of {ranks.world}, started by torchrun or srun, but evaluate() starts its own "
-            "ranks (layout=...). Call it in one process, or run `lightning-llm evaluate PATH parallel=NAME`."
-        )
-        raise ConfigError(Problem("process", text))
+    _refuse_ranks()
     problems = file_problems(output.expanduser()) if output else []
     request = None
     with gathered(problems):
@@ -112,6 +130,16 @@ def evaluated(path: Path | None, *, output: Path | None = None, **asked: Any) ->
     if problems or request is None:
         raise ConfigError(problems)
     return _evaluate(request, output, asked)
+
+
+def _refuse_ranks() -> None:
+    """Raise ConfigError on a rank of torchrun or srun."""
+    if (ranks := rank_environment()) is not None:
+        text = (
+            f"this is rank {ranks.rank} of {ranks.world}, started by torchrun or srun, but evaluate() starts its own "
+            "ranks (layout=...). Call it in one process, or run `lightning-llm evaluate PATH parallel=NAME`."
+        )
+        raise ConfigError(Problem("process", text))
 
 
 def _evaluate(request: EvaluationRequest, output: Path | None, asked: Mapping[str, Any]) -> Evaluation:

@@ -5,7 +5,7 @@ next one. `compare --metric eval/NAME` reads the same files as a curve.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.evaluate.evaluation import Evaluation
 from lightning_llm.evaluate.request import EvaluationRequest
 from lightning_llm.run.subject import Subject
-from lightning_llm.tracking.evaluations import FOLDER, Metrics, read_evaluations, recorded_requests
+from lightning_llm.tracking.evaluations import FOLDER, Metrics, comparable, read_evaluations, recorded_requests
 from lightning_llm.train.checkpoint.manifest import DamagedError, open_checkpoint, step_folders, step_of
 from lightning_llm.train.checkpoint.verification import content_damage
 from lightning_llm.train.checkpoint.weights import CheckpointWeights
@@ -31,10 +31,10 @@ MOST_PANELS = 30
 
 @dataclass(frozen=True)
 class Trend:
-    """The `metrics` of a run by step, also of checkpoints that are gone; the step's tokens are `step_tokens` each.
+    """The `metrics` of a run by step, also of checkpoints that are gone if measured on the same data.
 
-    `names`: the metrics of this request. `evaluated`, `skipped`: steps evaluated now, and before by the same request;
-    `deleted`: saved steps without a checkpoint today; `damaged`: {folder: reason}.
+    `step_tokens`: tokens of one step; `names`: the metrics of this request; `evaluated`, `skipped`: steps evaluated
+    now, and before by the same request; `deleted`: saved steps without a checkpoint today; `damaged`: {folder: reason}.
     """
 
     folder: Path
@@ -141,15 +141,22 @@ def evaluate_over_time(
     deleted = [step for step in range(saved, max(there, default=0), saved) if step not in there] if saved else []
     data = newest.config.data
     tokens = data.global_batch_size * data.sequence_length
-    metrics = {
-        step: {name: each for name, each in its.items() if name in names}
-        for step, its in read_evaluations(folder).items()
-    }
-    metrics = {step: its for step, its in metrics.items() if its}
+    metrics = _on_same_data(folder, names, [*evaluated, *skipped])
     trend = Trend(folder, tokens, tuple(names), metrics, tuple(evaluated), tuple(skipped), tuple(deleted), damaged)
     if metrics:
         draw_trend(trend)
     return trend
+
+
+def _on_same_data(folder: Path, names: Collection[str], steps: Collection[int]) -> dict[int, Metrics]:
+    """Return the metrics `names` of every step, measured on the data of this request, which has evaluated `steps`."""
+    every = read_evaluations(folder)
+    data = {name: each.get("of") for step in sorted(steps) for name, each in every[step].items() if name in names}
+    found = {
+        step: {name: each for name, each in its.items() if name in names}
+        for step, its in comparable(every, data).items()
+    }
+    return {step: its for step, its in found.items() if its}
 
 
 def _subject_at(newest: Subject, folder: Path) -> Subject:

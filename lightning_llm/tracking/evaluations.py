@@ -34,6 +34,19 @@ def read_evaluations(folder: Path) -> dict[int, Metrics]:
     return dict(sorted(found.items()))
 
 
+def comparable(evaluations: Mapping[int, Metrics], data: Mapping[str, Any] | None = None) -> dict[int, Metrics]:
+    """Return `evaluations` without values measured on other data than `data`, {metric: its "of"}.
+
+    Default: the data of each metric's newest step. Checkpoints that were deleted may have values of other data.
+    """
+    wanted = {name: each.get("of") for _, its in sorted(evaluations.items()) for name, each in its.items()}
+    wanted |= data or {}
+    return {
+        step: {name: each for name, each in its.items() if each.get("of") == wanted[name]}
+        for step, its in evaluations.items()
+    }
+
+
 def _number(value: Any) -> float:
     value = NON_FINITE.get(value, value) if isinstance(value, str) else value
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -84,5 +97,5 @@ def evaluation_points(folder: Path) -> list[dict[str, Any]]:
     """Return a record for each evaluated step: its `step`, and each metric's number as "eval/NAME"."""
     return [
         {"step": step, **{f"{PREFIX}{name}": each["value"] for name, each in metrics.items()}}
-        for step, metrics in read_evaluations(folder).items()
+        for step, metrics in comparable(read_evaluations(folder)).items()
     ]

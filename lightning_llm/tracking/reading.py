@@ -23,7 +23,7 @@ from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.text.describe import layout_facts
 from lightning_llm.precision.native.capability import DEVICES
 from lightning_llm.tracking.chain import RECORDS, ChainHead
-from lightning_llm.tracking.evaluations import PREFIX, read_evaluations
+from lightning_llm.tracking.evaluations import PREFIX, comparable, read_evaluations
 from lightning_llm.tracking.files import (
     END,
     NON_FINITE,
@@ -356,11 +356,11 @@ def _add_validation(run: Run, record: Record, seconds: float) -> None:
 
 def _read_evaluations(run: Run) -> None:
     step_tokens: list[Any] = [run.config.get(f"data.{key}") for key in ("global_batch_size", "sequence_length")]
-    for step, metrics in read_evaluations(run.folder).items():
+    for step, metrics in comparable(read_evaluations(run.folder)).items():
         for name, each in metrics.items():
             key = shown(f"{PREFIX}{name}")
             run.validations.setdefault(key, {})[step] = each["value"]
-            run.evaluated_on[key] = shown(str(each.get("of", "")))  # of the newest step
+            run.evaluated_on[key] = shown(str(each.get("of", "")))
             if each.get("higher_is_better"):
                 run.higher_is_better.add(key)
         if all(isinstance(each, int) for each in step_tokens):

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+import lightning_llm
 from lightning_llm.__main__ import main
 from lightning_llm.cli import evaluate as verb
 from lightning_llm.evaluate.validation import standard_errors
@@ -33,9 +34,12 @@ def test_every_checkpoint_has_the_runs_own_losses_and_is_evaluated_once(run, cap
     assert {each["step"]: each["metrics"]["val_loss"]["value"] for each in found["steps"]} == own
     assert [each["evaluated"] for each in found["steps"]] == [True, True]
     assert all(each["metrics"]["val_loss"]["stderr"] > 0 for each in found["steps"])
-    again, said = over_time(capsys, run)
-    assert [each["evaluated"] for each in again["steps"]] == [False, False]
+    again = lightning_llm.evaluate(run, all_checkpoints=True)
+    assert again.evaluated == ()
+    assert {step: each["val_loss"]["value"] for step, each in again.metrics.items()} == own
+    out, said = capsys.readouterr()
     assert "already evaluated by this request: steps 2, 4" in said
+    assert [line.split()[0] for line in out.splitlines()] == ["step", "2", "4"]
     assert "<svg" in (run / "evaluation" / "trend.svg").read_text()
     assert read_run(run).validations["eval/val_loss"] == own  # what `compare --metric eval/val_loss` compares
     text = run.parent / "other.jsonl"
@@ -75,6 +79,20 @@ def test_deleted_and_damaged_checkpoints_are_named(run, capsys):
     shutil.copytree(run / "checkpoints" / "step=4", run / "checkpoints" / "step=3")
     _, said = over_time(capsys, run, expect=2)
     assert "step=3" in said
+
+
+def test_values_of_other_data_are_no_points_of_a_curve(run, capsys):
+    """A checkpoint was evaluated on another text, then deleted; its values stay in the run's folder."""
+    text = run.parent / "other.jsonl"
+    text.write_text("".join(json.dumps({"text": f"Another text, {number}. " * 9}) + "\n" for number in range(60)))
+    over_time(capsys, run, "--data", f"jsonl={text}")
+    shutil.rmtree(run / "checkpoints" / "step=2")
+    found, _ = over_time(capsys, run)
+    assert [each["step"] for each in found["steps"]] == [4]
+    assert list(read_run(run).validations["eval/val_loss"]) == [4]
+    again, _ = over_time(capsys, run, "--data", f"jsonl={text}")
+    assert [each["step"] for each in again["steps"]] == [2, 4]
+    assert list(read_run(run).validations["eval/val_loss"]) == [2, 4]
 
 
 def test_a_checkpoint_with_a_changed_byte_is_named_and_the_others_are_evaluated(run, capsys):
