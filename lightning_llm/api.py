@@ -227,7 +227,7 @@ def evaluate(path: Any = None, *, all_checkpoints: Literal[True], **options: Any
 def evaluate(path: Any = None, *, all_checkpoints: Literal[False] = False, **options: Any) -> "Evaluation": ...
 
 
-def evaluate(  # type: ignore[misc]  (the overloads leave out the other arguments)
+def evaluate(  # type: ignore[misc]  # overloads leave out arguments
     path: StrPath | TrainResult | None = None,
     *,
     all_checkpoints: bool = False,
