@@ -1,7 +1,7 @@
 """Steps and micro-batches of a training loop that does not report them: random keys, phases, delayed scales.
 
-A micro-batch ends with its backward pass, a step with `optimizer.step()`. So a loop needs no further calls, and the
-keys are those of `train`, except under DDP with several micro-batches per rank, whose number is not known here.
+A micro-batch ends with its backward pass, a step with `optimizer.step()`, also if GradScaler skips the update. So a
+loop needs no further calls, and the keys are those of `train`.
 Nothing here is part of a compiled graph: layers report a backward pass where their operators run, and the hook on the
 module only tells validation from training.
 """
@@ -28,9 +28,9 @@ from lightning_llm.precision.linear.operands import shared
 class StepClock:
     """Counter of the steps and micro-batches of one module, for its quantized layers.
 
-    `micro_batch` counts those of this rank: with R data-parallel ranks, rank r draws the random bits of micro-batch
-    `micro_batch * R + r`. Until an optimizer is attached, the first one that steps a parameter of the module is, unless
-    `go_to` is called, which makes the loop responsible. A copy of the module has a clock that starts with these rules.
+    `micro_batch` counts those of this rank, from 0 in each step. Until an
+    optimizer is attached, the first one that steps a parameter of the module is, unless `go_to` is called, which makes
+    the loop responsible. A copy of the module has a clock that starts with these rules.
     """
 
     def __init__(
@@ -41,29 +41,30 @@ class StepClock:
         max_steps: int | None,
         group: dist.ProcessGroup | None = None,
         native_random: bool = False,
+        micro_batches: int | None = None,
     ):
         """`num_layers`: blocks of the module; `group`: data-parallel ranks, None for all.
 
-        `native_random`: kernels draw bits from torch's generator.
+        `native_random`: kernels draw bits from torch's generator. `micro_batches`: of each rank in a step, if every
+        rank numbers its own consecutively.
         """
         self.recipe, self.num_layers, self.seed, self.max_steps = recipe, num_layers, seed, max_steps
-        self.group, self.native_random = group, native_random
-        self.step = self.micro_batch = self.validation_batch = 0
+        self.group, self.native_random, self.micro_batches = group, native_random, micro_batches
+        self.step = self.micro_batch = self.validation_batch = self.steps_ended = 0
         self.by_hand = False
         self._in_force = recipe.at(0, 1)
         self._reset()
 
     def _reset(self) -> None:
         self.module: nn.Module | None = None
-        self._optimizer_hook: Any = None
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._in_backward = self._had_backward = False
         self._keys_of: tuple[int, int, bool] | None = None  # step, micro-batch or validation batch, validation
-        if not self.by_hand:
-            _watch_optimizers()
-            _waiting.add(self)
+        _watch_optimizers()
+        _running.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("module", "group", "_optimizer_hook")
+        left_out = ("module", "group", "_optimizer")
         return {key: value for key, value in vars(self).items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -85,18 +86,22 @@ class StepClock:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """End a step with each `optimizer.step()`."""
-        _waiting.discard(self)
-        if self._optimizer_hook is not None:
-            self._optimizer_hook.remove()
-        self._optimizer_hook = optimizer.register_step_post_hook(lambda *_: self.end_step())
-        self.by_hand = False
+        self._optimizer, self.by_hand = weakref.ref(optimizer), False
+
+    def ends_with(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step of `optimizer` ends a step of the module: it is attached, or is now as the first that may."""
+        attached = None if self._optimizer is None else self._optimizer()
+        if attached is None and not self.by_hand and self.module is not None:
+            own = set(map(id, self.module.parameters()))
+            if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+                self.attach(optimizer)
+                return True
+        return attached is optimizer
 
     def stop(self) -> None:
         """Remove every hook."""
-        _waiting.discard(self)
-        if self._optimizer_hook is not None:
-            self._optimizer_hook.remove()
-            self._optimizer_hook = None
+        _running.discard(self)
+        self._optimizer = None
         if self.module is not None:
             for hooks in (self.module._forward_pre_hooks, self.module._forward_hooks):
                 for number in [each for each, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
@@ -147,13 +152,12 @@ class StepClock:
     def end_step(self) -> None:
         """End the step after its update of the weights."""
         self._update_scales("step")
+        self.steps_ended += 1
         self._begin(self.step + 1, 0)
 
     def go_to(self, step: int, micro_batch: int) -> None:
         """Begin a micro-batch of a step. Without an optimizer, the loop counts from now on."""
-        if self._optimizer_hook is None:
-            _waiting.discard(self)
-            self.by_hand = True
+        self.by_hand = self._optimizer is None
         if self.by_hand and self._had_backward and (step, micro_batch) != (self.step, self.micro_batch):
             self._update_scales("micro_batch")
             if step != self.step:
@@ -181,14 +185,25 @@ class StepClock:
         if self.module is None:
             return
         shared.forget()
-        rank, ranks = self._rank()
         step, own, validation = self._keys_of = self._now if keys_of is None else keys_of
-        key = StepKey(self.seed, step, (VALIDATION_KEY if validation else 0) + own * ranks + rank)
+        key = StepKey(self.seed, step, self._numbered(own, validation))
         if self.native_random and not validation:
             from lightning_llm.precision.native.transformer_engine import seed_random_bits
 
             seed_random_bits(key.word())
         set_step_key(self.module, key)
+
+    def _numbered(self, own: int, validation: bool) -> int:
+        """Return the number of batch `own` of this rank among those of all ranks.
+
+        Rank r of R has r + R i for its i-th, as in `train` under FSDP2; with n = `micro_batches` r n + i for i < n, as
+        in `train` under DDP.
+        """
+        rank, ranks = self._rank()
+        if validation:
+            return VALIDATION_KEY + own * ranks + rank
+        consecutive = self.micro_batches is not None and own < self.micro_batches
+        return rank * (self.micro_batches or 0) + own if consecutive else own * ranks + rank
 
     def _update_scales(self, after: Any) -> None:
         if self.module is not None:
@@ -205,19 +220,32 @@ class StepClock:
         return amax
 
 
+_running: "weakref.WeakSet[StepClock]" = weakref.WeakSet()
+
+
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Attach `optimizer` to each clock that waits for the first one to step a parameter of its module."""
-    for clock in [each for each in _waiting if each.module is not None]:
-        own = set(map(id, clock.module.parameters())) if clock.module is not None else set()
-        if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
-            clock.attach(optimizer)
+    """End the step of each clock that `optimizer` ends."""
+    for clock in list(_running):
+        if clock.ends_with(optimizer):
             clock.end_step()
-
-
-_waiting: "weakref.WeakSet[StepClock]" = weakref.WeakSet()
 
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Have torch call `_after_step` after each step of any optimizer. The hook stays, since torch may be calling it."""
+    """Have torch call `_after_step` after each step of any optimizer, and after each that GradScaler skips.
+
+    The hook stays, since torch may be calling it. GradScaler has no hooks, and does not call an optimizer to skip it.
+    """
     register_optimizer_step_post_hook(_after_step)
+    step = torch.amp.GradScaler.step
+
+    @functools.wraps(step)
+    def step_or_skip(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        before = {clock: clock.steps_ended for clock in _running}
+        result = step(scaler, optimizer, *args, **kwargs)
+        for clock, ended in before.items():
+            if clock.steps_ended == ended and clock.ends_with(optimizer):
+                clock.end_step()
+        return result
+
+    torch.amp.GradScaler.step = step_or_skip  # type: ignore[assignment,method-assign]

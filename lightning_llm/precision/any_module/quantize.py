@@ -32,6 +32,7 @@ def quantize(
     optimizer: Any = None,
     seed: int = 0,
     max_steps: int | None = None,
+    micro_batches: int | None = None,
     device: str | torch.device | None = None,
     group: dist.ProcessGroup | None = None,
     dry_run: bool = False,
@@ -54,6 +55,9 @@ def quantize(
             unless the loop calls `report.step(n, micro_batch=i)`.
         seed: seed of the random bits.
         max_steps: length of the training, which a recipe with `phases` needs.
+        micro_batches: micro-batches of each rank in a step, for the random bits of `train` under DDP (or ZeRO-1): rank
+            r then has numbers r * micro_batches and following. Default: the i-th of rank r among R ranks has number
+            i * R + r, as in `train` under FSDP2.
         device: device that the module will be moved to. Default: that of its parameters.
         group: ranks with different data. Default: the group of DistributedDataParallel, else all ranks.
         dry_run: change nothing and return the report.
@@ -65,7 +69,7 @@ def quantize(
         ConfigError: an argument is wrong, the recipe cannot be applied, no layer would be quantized, or layers of the
             module are quantized already.
     """
-    _check_arguments(module, seed, max_steps)
+    _check_arguments(module, seed, max_steps, micro_batches)
     root, read = unwrapped(module), read_recipe(recipe)
     hooked = None if optimizer is None else stepped(optimizer)
     choice = choose(root, read, [keep] if isinstance(keep, str) else list(keep), blocks, max_steps)
@@ -76,7 +80,7 @@ def quantize(
         _convert(choice, how)
         group = getattr(module, "process_group", None) if group is None else group
         native_random = any(native.stochastic for native in how.decision.natives)
-        clock = StepClock(choice.recipe, choice.blocks.count, seed, max_steps, group, native_random)
+        clock = StepClock(choice.recipe, choice.blocks.count, seed, max_steps, group, native_random, micro_batches)
         root.register_forward_pre_hook(clock.before_forward)
         root.register_forward_hook(clock.after_forward)
         clock.start(root)
@@ -109,11 +113,13 @@ def dequantize(module: nn.Module) -> list[str]:
     return names
 
 
-def _check_arguments(module: Any, seed: Any, max_steps: Any) -> None:
+def _check_arguments(module: Any, seed: Any, max_steps: Any, micro_batches: Any) -> None:
     problems = []
     if not isinstance(module, nn.Module):
         problems.append(Problem("module", f"must be a torch.nn.Module, got a {type(module).__name__}."))
-    for key, value, lowest in (("seed", seed, 0), ("max_steps", 1 if max_steps is None else max_steps, 1)):
+    counts = {"max_steps": max_steps, "micro_batches": micro_batches}
+    given = [("seed", seed, 0), *((key, each, 1) for key, each in counts.items() if each is not None)]
+    for key, value, lowest in given:
         if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
             problems.append(Problem(key, f"must be an integer from {lowest} on.", repr(value)))
     if problems:

@@ -12,6 +12,7 @@ from lightning_llm.data.batch import Batch
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import LossReduction, next_token_loss_sum
+from lightning_llm.plan.degrees import Degrees, micro_batches_of
 from lightning_llm.train.quantisation import Quantisation
 from tests.precision.any_module.models import Model, batches, eager, loss_of
 from tests.train.test_step import OPTIM, SCHEDULE, LearningRate, made
@@ -149,16 +150,19 @@ def test_every_step_and_micro_batch_draws_other_bits_and_evaluation_repeats_none
     assert report.at == (1, 2)
 
 
-def test_a_step_that_gradscaler_skips_repeats_no_bits():
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_step_that_gradscaler_skips_ends_as_in_train(attached):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    report = quantize(model, eager("mxfp4_sr"), optimizer=optimizer)
+    report = quantize(model, eager("mxfp4_sr"), optimizer=optimizer if attached else None)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    for scale in (float("inf"), 1.0):
+    before = model.lm_head.weight.clone()
+    for ended, scale in enumerate([float("inf"), 1.0, float("inf"), 1.0], 1):
         (scaler.scale(loss_of(model, batches()[0, 0])) * scale).backward()
         scaler.step(optimizer)
         scaler.update()
-        assert report.at == ((0, 1) if scale != 1.0 else (1, 0))
+        assert report.at == (ended, 0)
+        assert torch.equal(model.lm_head.weight, before) == (ended == 1)
         optimizer.zero_grad()
 
 
@@ -244,3 +248,40 @@ def test_two_ranks_have_the_bits_of_one(kind, recipe, ranks):
         optimizer.step()
         optimizer.zero_grad()
     assert same(ranks(2).call(_of_rank, kind, recipe), list(model.parameters()))
+
+
+def _accumulating_rank() -> list[torch.Tensor]:
+    """Return the weights after three steps; each of two ranks has two of the four micro-batches in a row."""
+    import torch.distributed as dist
+
+    rank, model = dist.get_rank(), nn.parallel.DistributedDataParallel(Model())
+    optimizer = torch.optim.SGD(model.parameters(), 0.2)
+    quantize(model, eager("mxfp4_sr"), optimizer=optimizer, micro_batches=2)
+    for first, last in zip(batches(6)[rank::2, 0], batches(6)[rank::2, 1], strict=True):
+        with model.no_sync():
+            loss_of(model, first).backward()
+        loss_of(model, last).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def test_accumulating_ddp_ranks_have_the_bits_of_trains_numbers(ranks):
+    numbers = [micro_batches_of(Degrees(dp_replicate=2), 0, rank, 2) for rank in range(2)]
+    assert numbers == [[0, 1], [2, 3]]
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    report = quantize(model, eager("mxfp4_sr"))
+    for step, of_both in enumerate(batches(6).view(3, 2, 2, 2, 20)):
+        sums = []
+        for own, of_rank in zip(numbers, of_both, strict=True):
+            for number, tokens in zip(own, of_rank, strict=True):
+                report.step(step, micro_batch=number)
+                loss_of(model, tokens).backward()
+            sums.append([each.grad for each in model.parameters()])
+            optimizer.zero_grad()
+        for each, *of_ranks in zip(model.parameters(), *sums, strict=True):
+            each.grad = sum(of_ranks)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same(ranks(2).call(_accumulating_rank), list(model.parameters()))
