@@ -11,7 +11,7 @@ from torch import nn
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.precision.any_module.choice import Choice, choose
 from lightning_llm.precision.any_module.clock import StepClock
-from lightning_llm.precision.any_module.conv1d import with_transposed_weight
+from lightning_llm.precision.any_module.conv1d import WITH_TRANSPOSED_WEIGHT
 from lightning_llm.precision.any_module.report import ModuleReport, QuantizeReport, stepped
 from lightning_llm.precision.any_module.selection import FoundLinear, unwrapped
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
@@ -19,6 +19,7 @@ from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.linear.swap import choose_backend, sum_in_fp32
 from lightning_llm.precision.native.capability import Capability, capability_here
 from lightning_llm.precision.native.decide import Decision, decide
+from lightning_llm.precision.native.transformer_engine import NativeLinear
 from lightning_llm.precision.recipe.module_rules import rule_in_effect
 from lightning_llm.precision.recipe.read import RecipeSource, read_recipe
 
@@ -166,15 +167,11 @@ def _how(choice: Choice, device: torch.device) -> _How:
 
 
 def _convert(choice: Choice, how: _How) -> None:
-    first, kind = choice.recipe.at(0, 1), QuantisedLinear
-    if how.decision.runs == "native":
-        from lightning_llm.precision.native.transformer_engine import NativeLinear
-
-        kind = NativeLinear
+    first, kind = choice.recipe.at(0, 1), NativeLinear if how.decision.runs == "native" else QuantisedLinear
     for linear in choice.quantized:
         place = choice.places[linear.name]
         plan = LinearPlan.from_recipe(first, how.backend, rule_in_effect(place, first, choice.blocks.count))
-        its_kind = with_transposed_weight(kind) if linear.is_transposed else kind
+        its_kind = WITH_TRANSPOSED_WEIGHT[kind] if linear.is_transposed else kind
         layer = its_kind.adopt(linear.module, linear.name, place, plan)
         if linear.name in choice.on_fast_paths:
             layer.register_forward_pre_hook(_keeps_off_fast_path)

@@ -15,6 +15,8 @@ from lightning_llm.linalg.cast_linear import CastOnUse
 
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?:\.|$)")
 """Parts of a name that torch.compile, activation checkpointing and FSDP1 add."""
+_ADAPTED = re.compile(r"\.base_layer(?=\.|$)")
+"""Part of the name of a layer that an adapter wraps, such as a LoRA layer of PEFT."""
 INNER = ("module", "_orig_mod")
 """Attributes of the wrapped module in DistributedDataParallel, and in the result of torch.compile."""
 
@@ -68,10 +70,17 @@ def is_conv1d(module: nn.Module) -> bool:
 def linears_in(module: nn.Module) -> list[FoundLinear]:
     """Return the linear layers of `module` in its order, each once."""
     found: dict[int, FoundLinear] = {}
-    for path, each in module.named_modules(remove_duplicate=False):
-        if isinstance(each, nn.Linear) or is_conv1d(each):
-            names = found[id(each)].names if id(each) in found else ()
-            found[id(each)] = FoundLinear(each, (*names, plain_name(path)))
+    every = [
+        (plain_name(path), each)
+        for path, each in module.named_modules(remove_duplicate=False)
+        if isinstance(each, nn.Linear) or is_conv1d(each)
+    ]
+    paths = {path for path, _ in every}
+    for path, each in every:
+        without = _ADAPTED.sub("", path)  # the name that the layer has without the adapter, unless that is linear, too
+        names = found[id(each)].names if id(each) in found else ()
+        own = (path,) if without in paths else (without, path)
+        found[id(each)] = FoundLinear(each, tuple(dict.fromkeys((*names, *own))))
     return list(found.values())
 
 

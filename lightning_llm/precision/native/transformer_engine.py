@@ -243,6 +243,10 @@ class NativeLinear(QuantisedLinear):
         self._recipe: Any = None
         self._delayed: DelayedQuantizers | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_kernel": (), "_known": None, "_native": None, "_recipe": None, "_delayed": None}
+        return super().__getstate__() | own  # a copy makes its own kernel
+
     def keep_weight_casts(self, rotated: bool) -> None:
         """Have the kernel keep its casts of the weight within training steps, wherever they are the same bits."""
         self.plan = self.plan.with_weight_casts(KeptByKernel(self))

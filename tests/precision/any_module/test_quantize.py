@@ -9,8 +9,11 @@ from torch import nn
 
 import lightning_llm
 from lightning_llm import ConfigError, dequantize, quantize
+from lightning_llm.config.schema.module_rules import ModuleRules
 from lightning_llm.precision.any_module.choice import choose
+from lightning_llm.precision.any_module.conv1d import WITH_TRANSPOSED_WEIGHT
 from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.native.transformer_engine import NativeLinear
 from lightning_llm.precision.recipe.read import read_recipe
 from tests.precision.any_module.models import WIDTH, Model, batches, eager, loss_of
 
@@ -254,6 +257,62 @@ def test_the_conv1d_of_gpt2_is_a_linear_layer_with_a_transposed_weight():
     assert torch.equal(conv.weight.grad, linear.weight.grad.t())
     assert dequantize(conv) == [""]
     assert type(conv) is Conv1D
+
+
+@pytest.mark.parametrize("kind", [QuantisedLinear, NativeLinear])
+def test_a_quantized_conv1d_can_be_pickled(kind):
+    from transformers.pytorch_utils import Conv1D
+
+    conv = Conv1D(2 * WIDTH, WIDTH)
+    quantize(conv, eager("mxfp8"))
+    layer = WITH_TRANSPOSED_WEIGHT[kind].adopt(Conv1D(2 * WIDTH, WIDTH), "conv", "layers.0.conv", conv.plan)
+    made = pickle.loads(pickle.dumps(layer))
+    assert type(made) is type(layer)
+    assert made.plan.casts == layer.plan.casts
+    assert "in_features=64, out_features=128, fprop.x=e4m3" in repr(made)
+    assert torch.equal(made.weight, layer.weight)
+
+
+class Adapter(nn.Module):
+    """A LoRA layer with the structure of PEFT's."""
+
+    def __init__(self, base_layer: nn.Linear, rank: int = 4):
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base_layer.out_features, bias=False)})
+        nn.init.zeros_(self.lora_B["default"].weight)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+@pytest.mark.parametrize("quantized_first", [True, False])
+def test_adapted_layers_keep_the_name_and_bits_of_the_layer(quantized_first):
+    plain, model, tokens = Model(), Model(), batches()[0, 0]
+    rule = {"exclude": ["layers.*.down"]}  # matches the layer with and without the adapter
+    recipe = eager("mxfp4_sr").model_copy(update={"modules": ModuleRules(**rule)})
+    reports = [quantize(plain, recipe)]
+    reports += [quantize(model, recipe)] if quantized_first else []
+    for block in model.layers:
+        block.up, block.down = Adapter(block.up), Adapter(block.down)
+    if not quantized_first:
+        reports.append(quantize(model, recipe, keep=["lora_*"]))
+        assert "layers.0.down" in reports[1].skipped
+        assert reports[1].skipped["layers.0.up.lora_A.default"] == "keep has 'lora_*'"
+    assert reports[1].quantized == reports[0].quantized == [f"layers.{at}.up" for at in range(3)]
+    assert torch.equal(model(tokens), plain(tokens))
+    loss_of(model, tokens).backward()
+    assert model.layers[0].up.base_layer.weight.grad is None
+    assert model.layers[0].up.lora_B["default"].weight.grad.abs().sum() > 0
+    assert reports[1].at == (0, 1)
+
+
+def test_an_adapter_may_be_named_by_its_base_layer():
+    model = Model()
+    model.layers[0].up = Adapter(model.layers[0].up)
+    report = quantize(model, eager("mxfp8"), keep=["layers.0.up.base_layer", "lora_*"])
+    assert report.skipped["layers.0.up"] == "keep has 'layers.0.up.base_layer'"
 
 
 def test_an_optimizer_of_other_parameters_is_noted():
