@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_llm.linalg.local_part import local
 from lightning_llm.optim.kinds import AdamW8bitConfig
 from lightning_llm.optim.matrices import MatrixOptimizer, gradient_of
+from lightning_llm.optim.optimizer import adamw_change
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """The moments by name, and whether their code has a sign."""
@@ -47,18 +48,14 @@ class AdamW8bit(MatrixOptimizer):
                 self._update(parameter, group["lr"], group["weight_decay"])
 
     def _update(self, parameter: nn.Parameter, rate: float, weight_decay: float) -> None:
-        """Take AdamW's step (Loshchilov & Hutter 2019, algorithm 2), each operation rounded once, as on any shard."""
-        state, beta1, beta2 = self.state[parameter], self.config.beta1, self.config.beta2
+        """Take AdamW's step with moments in fp32."""
+        state, config = self.state[parameter], self.config
         kept = {name: (local(state[f"{name}_codes"]), local(state[f"{name}_scales"])) for name in MOMENTS}
         first, second = (self._read(*kept[name], signed) for name, signed in MOMENTS.items())
-        weight, gradient = local(parameter), gradient_of(parameter).float()
         state["step"] += 1
-        count = state["step"].item()
-        first.mul_(beta1).add_(gradient * (1 - beta1))
-        second.mul_(beta2).add_(gradient.square().mul_(1 - beta2))
-        denominator = second.sqrt().div_((1 - beta2**count) ** 0.5).add_(self.config.eps)
-        change = first.div(denominator).mul_(rate / (1 - beta1**count))
-        weight.copy_(weight.float().mul_(1 - rate * weight_decay).sub_(change))
+        gradient, count, betas = gradient_of(parameter).float(), state["step"].item(), (config.beta1, config.beta2)
+        change = adamw_change(first, second, gradient, count, rate, betas, config.eps)
+        self.write(parameter, lambda weight, rows: weight.mul_(1 - rate * weight_decay).sub_(change[rows]))
         for moment, (name, signed) in zip((first, second), MOMENTS.items(), strict=True):
             codes, scales = quantised(moment, self.config.block_size, signed)
             kept[name][0].copy_(codes)

@@ -18,6 +18,8 @@ from lightning_llm.config.schema.optim import OPTIMIZERS, Beta, OptimConfig, Par
 class AdamWFields(OptimConfig):
     """The keys of AdamW; also of optimizers that use it for some parameters."""
 
+    rounds_weights: ClassVar[bool] = True
+
     beta1: Beta = Field(0.9, description="decay of the mean of gradients")
     beta2: Beta = Field(0.95, description="decay of the mean of squared gradients")
     eps: PositiveFloat = Field(1e-8, description="added to the root of the second moment")

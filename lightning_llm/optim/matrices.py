@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_llm.config.schema.optim import Role
 from lightning_llm.linalg.local_part import local
 from lightning_llm.optim.kinds import AdamWFields
-from lightning_llm.optim.optimizer import adamw, groups_of, initialise_state, role_of
+from lightning_llm.optim.optimizer import WeightRounding, adamw, groups_of, initialise_state, role_of
 
 
 class OnWhole(Protocol):
@@ -43,8 +43,11 @@ def on_one_rank(
 class MatrixOptimizer(torch.optim.Optimizer):
     """A rule for the matrices of certain roles, and torch.optim.AdamW for the rest, as one optimizer.
 
-    Parameter groups say by `matrices` which of the two they take. A subclass gives `initial_state` and `update`.
+    Parameter groups say by `matrices` which of the two they take. A subclass gives `initial_state` and `update`, which
+    calls `write`.
     """
+
+    _rounding: WeightRounding | None = None
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: AdamWFields, roles: tuple[Role, ...]):
         """`roles`: of the matrices that the rule updates; not "vector"."""
@@ -57,6 +60,25 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self._adamw is not None:
             groups += [{**group, "matrices": False} for group in self._adamw.param_groups]
         super().__init__(groups, {})
+
+    @property
+    def rounding(self) -> WeightRounding | None:
+        """How updated weights are rounded; None: to nearest."""
+        return self._rounding
+
+    @rounding.setter
+    def rounding(self, rounding: WeightRounding) -> None:
+        self._rounding = rounding
+        if self._adamw is not None:
+            self._adamw.rounding = rounding
+
+    def write(self, parameter: nn.Parameter, change: Callable[[Tensor, slice], Tensor]) -> None:
+        """Replace this rank's part of a matrix by the results of `change`, see `WeightRounding.update`."""
+        if self._rounding is not None:
+            self._rounding.update(parameter, self.state[parameter], change)
+            return
+        weight = local(parameter)
+        weight.copy_(change(weight.float(), slice(None)))
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the state of a matrix before the first step, sharded as the parameter is."""
@@ -99,6 +121,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter].update(self.initial_state(parameter))
+                if self._rounding is not None:
+                    self.state[parameter].update(self._rounding.initial_state(parameter))
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:

@@ -31,9 +31,15 @@ class Muon(MatrixOptimizer):
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
         rate, steps = group["lr"], self.config.newton_schulz_steps
         for parameter, direction in self.on_whole(trained, self._direction, lambda x: orthogonalised(x, steps)):
-            weight = local(parameter)
-            weight.mul_(1 - rate * group["weight_decay"])
-            weight.add_(direction, alpha=-rate * self.config.learning_rate_scale(*parameter.shape))
+            scale = rate * self.config.learning_rate_scale(*parameter.shape)
+
+            def change(weight: Tensor, rows: slice, direction: Tensor = direction, scale: float = scale) -> Tensor:
+                return weight.mul_(1 - rate * group["weight_decay"]).add_(direction[rows], alpha=-scale)
+
+            if self.rounding is None:
+                change(local(parameter), slice(None))
+            else:
+                self.write(parameter, change)
 
     def _direction(self, parameter: nn.Parameter) -> Tensor:
         """Add the gradient to the momentum; return this rank's part of the update, bf16, not yet orthogonal."""

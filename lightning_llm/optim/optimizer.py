@@ -1,7 +1,7 @@
 """Shared by all optimizers: parameter groups and roles, AdamW, the initial state, and the learning rate of a step."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,12 +13,69 @@ from lightning_llm.optim.kinds import AdamWFields
 from lightning_llm.optim.schedule import learning_rate_factor
 
 
+class WeightRounding(Protocol):
+    """How updated weights are written to bf16 parameters; see `train.weight_rounding`."""
+
+    def initial_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Return what it adds to the optimizer's state of a parameter, sharded like it."""
+        ...
+
+    def update(
+        self,
+        parameter: nn.Parameter,
+        state: dict[str, torch.Tensor],
+        change: Callable[[torch.Tensor, slice], torch.Tensor],
+    ) -> None:
+        """Replace this rank's part of the weights by the results of `change`, rounded.
+
+        `change` is called for pieces: fp32 weights [rows, ...], which it may write to, and their slice of the first
+        axis. It returns the updated weights in fp32.
+        """
+        ...
+
+
 class AdamW(torch.optim.AdamW):
     """torch's AdamW on this rank's shards, which is valid because updates are elementwise.
 
     DTensor would derive the placements of the fused kernel's results again for each list of parameters and in each
-    process: half of a rank's first step. Results are bitwise those of torch's AdamW.
+    process: half of a rank's first step. Results are bitwise those of torch's AdamW. With `rounding` the step is made
+    here: the same formula in fp32, moments rounded to nearest in their dtype, and weights as `rounding` says.
     """
+
+    rounding: WeightRounding | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self.rounding is None:
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group, self.rounding)
+        return loss
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any], rounding: WeightRounding) -> None:
+        if not (state := self.state[parameter]):
+            state["step"] = torch.zeros(())
+            state |= {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+            state |= rounding.initial_state(parameter)
+        state["step"] += 1
+        count, rate, decay = state["step"].item(), group["lr"], group["weight_decay"]
+        kept = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        gradient = local(parameter.grad)
+
+        def change(weight: torch.Tensor, rows: slice) -> torch.Tensor:
+            first, second = (moment[rows].float() for moment in kept)
+            by = adamw_change(first, second, gradient[rows].float(), count, rate, group["betas"], group["eps"])
+            for moment, new in zip(kept, (first, second), strict=True):
+                moment[rows] = new.to(moment.dtype)
+            return weight.mul_(1 - rate * decay).sub_(by)
+
+        rounding.update(parameter, state, change)
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
         """Fill `lists`, of parameters, gradients, moments and step counts, as torch does; then take their shards."""
@@ -26,6 +83,27 @@ class AdamW(torch.optim.AdamW):
         for tensors in lists:
             tensors[:] = [local(each) for each in tensors]
         return has_complex
+
+
+def adamw_change(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    gradient: torch.Tensor,
+    count: float,
+    rate: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> torch.Tensor:
+    """Return what AdamW subtracts from decayed weights (Loshchilov & Hutter 2019, algorithm 2); all tensors fp32.
+
+    The moments `first` and `second` are advanced in place. `count`: of updates, this one included. Each operation is
+    rounded once, so a shard gets the bits of the whole.
+    """
+    beta1, beta2 = betas
+    first.mul_(beta1).add_(gradient * (1 - beta1))
+    second.mul_(beta2).add_(gradient.square().mul_(1 - beta2))
+    denominator = second.sqrt().div_((1 - beta2**count) ** 0.5).add_(eps)
+    return first.div(denominator).mul_(rate / (1 - beta1**count))
 
 
 def adamw(

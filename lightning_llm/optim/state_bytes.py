@@ -29,9 +29,13 @@ def state_bytes(
 ) -> StateBytes:
     """Return the bytes of the state of `shards`, padding included, that train by `optim` under `recipe`."""
     master, held = DTYPE_BYTES[recipe.master_dtype], list(shards)
+    compensation = master if recipe.update.rounding == "kahan" else 0
     elements = sum(shard.elements for shard in held)
     return StateBytes(
         parameters=master * elements,
         gradients=DTYPE_BYTES[recipe.main_grad_dtype] * elements,
-        optimizer=sum(optim.state_bytes(shard, master) + algorithm.state_bytes(shard, master) for shard in held),
+        optimizer=sum(
+            optim.state_bytes(shard, master) + algorithm.state_bytes(shard, master) + compensation * shard.elements
+            for shard in held
+        ),
     )

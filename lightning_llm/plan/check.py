@@ -170,6 +170,9 @@ def _precision_problems(config: Config) -> list[Problem]:
         )
         problems.append(Problem("precision.reduce_dtype", text, recipe.reduce_dtype))
     problems += _wgrad_problems(recipe)
+    if recipe.update.rounding != "even" and not config.optim.rounds_weights:
+        text = f"optim={config.optim.name} rounds weights to nearest. Set even, or choose adamw, adamw8bit or muon."
+        problems.append(Problem("precision.update.rounding", text, recipe.update.rounding))
     reasons = reasons_to_stay_high(linear_names(config.model), recipe, config.model.num_layers)
     if nothing := nothing_converted(recipe, reasons):
         problems += [*nothing, *other_modules(recipe, reasons)]

@@ -27,6 +27,7 @@ from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import LossScaler
 from lightning_llm.train.spikes.policy import SpikePolicy
 from lightning_llm.train.state import TrainState
+from lightning_llm.train.weight_rounding import WeightRounding
 
 
 @dataclass
@@ -71,6 +72,8 @@ class TrainStep:
         optimizer: torch.optim.Optimizer = config.optim.model_copy(update=hints).build(
             named, WholeMatrices(parallel.layout)
         )
+        if (rounding := config.precision.update.rounding) != "even":
+            optimizer.rounding = WeightRounding(rounding, named, config.seed, lambda: state.updates)  # type: ignore[attr-defined]
         schedule = config.schedule.relative_to(config.optim.learning_rate)
         return cls(
             parallel=parallel,

@@ -49,6 +49,24 @@ def test_a_branch_with_nothing_changed_is_the_trunk_s_own_continuation(whole, tm
     assert len(about["digest"]) == 32
 
 
+def test_what_kahan_keeps_begins_at_zero_in_a_branch(whole, tmp_path):
+    trunk = whole / "checkpoints" / f"step={STEP}"
+    assert main(["train", *branch_words(trunk, tmp_path, "precision=bf16_kahan")]) == 0
+    last = read_tensors(tmp_path / "run" / "checkpoints" / "step=6")
+    kept = [tensor for name, tensor in last.items() if name.endswith(".compensation")]
+    assert sum(tensor.count_nonzero() for tensor in kept) > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16_kahan", "bf16_sr"])
+def test_rounded_updates_go_on_to_the_bits(precision, tmp_path, small_run):
+    assert main(["train", *small_run(tmp_path / "trunk", f"precision={precision}")]) == 0
+    trunk = tmp_path / "trunk" / "run"
+    assert main(["train", *branch_words(trunk / "checkpoints" / f"step={STEP}", tmp_path / "same")]) == 0
+    assert curve(tmp_path / "same" / "run") == after(trunk, STEP)
+    assert same_weights(tmp_path / "same" / "run", trunk, 6)
+
+
 def test_a_branch_inherits_the_state_of_the_recipe(tmp_path, small_run, monkeypatch):
     monkeypatch.setattr(inductor, "why_not", lambda device_type: "the test wants it so")  # eager: no compile time
     assert main(["train", *small_run(tmp_path / "trunk", "precision=fp8_delayed")]) == 0

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lightning_llm.config.schema.base import Fraction, Group, PositiveFloat, PositiveInt
+from lightning_llm.config.schema.base import Fraction, Group
 from lightning_llm.config.schema.casts import (
     HIGH,
     SLOTS,
@@ -31,6 +31,7 @@ from lightning_llm.config.schema.casts import (
     Rounding,
     Scale,
 )
+from lightning_llm.config.schema.loss_and_update import LossScalingConfig, OptimizerHints, UpdateConfig
 from lightning_llm.config.schema.migrations import first_name
 from lightning_llm.config.schema.module_rules import (
     SELECTS,
@@ -63,6 +64,7 @@ __all__ = [
     "PrecisionConfig",
     "Rounding",
     "Scale",
+    "UpdateConfig",
     "WgradConfig",
     "slots_of",
 ]
@@ -101,38 +103,6 @@ class WgradConfig(Group):
 
     dy: CastConfig = HIGH
     x: CastConfig = HIGH
-
-
-class LossScalingConfig(Group):
-    """Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740); covers the rules of Megatron and torch."""
-
-    init_scale: PositiveFloat = Field(65536.0, description="scale of the first step's loss")
-    growth_factor: float = Field(2.0, gt=1, description="factor after growth_interval steps without overflow")
-    backoff_factor: float = Field(0.5, gt=0, lt=1, description="factor after an overflow")
-    growth_interval: PositiveInt = Field(2000, description="steps in a row without overflow before the scale grows")
-    hysteresis: PositiveInt = Field(1, description="overflows before the scale shrinks; reset when it grows")
-    min_scale: PositiveFloat | None = Field(1.0, description="floor; null: none")
-    detect: Literal["gradients", "operands"] = Field(
-        "gradients", description="operands: also look for Inf and NaN in operands, before saturation hides them"
-    )
-
-    @property
-    def floor(self) -> float:
-        """The smallest scale: `min_scale`, or the smallest normal fp32 number, which can still be divided by."""
-        return self.min_scale or 2.0**-126
-
-    @model_validator(mode="after")
-    def _begins_above_its_floor(self) -> Self:
-        if self.min_scale is not None and self.init_scale < self.min_scale:
-            raise ValueError(f"init_scale {self.init_scale:g} is below min_scale {self.min_scale:g}")
-        return self
-
-
-class OptimizerHints(Group):
-    """Optimizer settings that are part of the recipe, so that comparisons stay controlled; null: keep."""
-
-    eps: PositiveFloat | None = Field(None, description="replaces optim.eps; null: keep")
-    beta2: float | None = Field(None, gt=0, lt=1, description="replaces optim.beta2; null: keep")
 
 
 class PhaseConfig(Group):
@@ -225,6 +195,11 @@ class PrecisionConfig(Group):
     )
     loss_scaling: LossScalingConfig | None = Field(None, description="dynamic loss scaling; null: none")
     optimizer: OptimizerHints = OptimizerHints()
+    update: UpdateConfig = Field(
+        UpdateConfig(),
+        description="rounding of master weights",
+        exclude_if=lambda update: update == UpdateConfig(),  # recipes from before the key keep their hash
+    )
     phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)] = Field(
         (), description="other slots for parts of the run"
     )
@@ -244,6 +219,31 @@ class PrecisionConfig(Group):
             return {**phase, "modules": {**own, **its}} if isinstance(its, Mapping) else phase
 
         return {**values, "phases": [completed(phase) for phase in values["phases"]]}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_master_dtype(cls, values: Any) -> Any:
+        """Accept `master_dtype` within `update`, beside the rounding that it belongs to."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("update"), Mapping):
+            return values
+        update = dict(values["update"])
+        if "master_dtype" not in update:
+            return values
+        dtype = update.pop("master_dtype")
+        if values.get("master_dtype", dtype) != dtype:
+            raise ValueError(
+                f"update.master_dtype={dtype}: master_dtype={values['master_dtype']} is set, too. Give one of them"
+            )
+        return {**values, "update": update, "master_dtype": dtype}
+
+    @model_validator(mode="after")
+    def _rounds_what_is_rounded(self) -> Self:
+        if self.update.rounding != "even" and self.master_dtype == "fp32":
+            raise ValueError(
+                f"update.rounding={self.update.rounding}: needs bf16 master weights; those of fp32 are rounded to "
+                "nearest. Set master_dtype, main_grad_dtype and reduce_dtype to bf16, or update.rounding=even"
+            )
+        return self
 
     @model_validator(mode="after")
     def _phases_apart(self) -> Self:

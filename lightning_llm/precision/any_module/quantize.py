@@ -219,6 +219,8 @@ def _notes(choice: Choice, how: _How) -> tuple[str, ...]:
     if hints:
         named = ", ".join(f"{key}={value:g}" for key, value in hints.items())
         notes.append(f"the recipe sets the optimizer's {named}, which the training loop does")
+    if recipe.update.rounding != "even":
+        notes.append(f"the recipe rounds updated weights by {recipe.update.rounding}, which the optimizer must do")
     wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}[recipe.master_dtype]
     others = {linear.module.weight.dtype for linear in choice.quantized} - {wanted}
     if others:

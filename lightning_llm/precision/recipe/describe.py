@@ -53,6 +53,7 @@ def precision_facts(
         "name": recipe.name,
         "compute_dtype": recipe.compute_dtype,
         "master_dtype": recipe.master_dtype,
+        **({"update": recipe.update.model_dump()} if recipe.update.rounding != "even" else {}),
         "main_grad_dtype": recipe.main_grad_dtype,
         "reduce_dtype": recipe.reduce_dtype,
         "wgrad_dtype": recipe.wgrad_dtype or recipe.compute_dtype,
@@ -108,6 +109,8 @@ def _slot(cast: CastConfig, compute_dtype: str, decision: Decision) -> dict[str,
 def precision_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Return `precision_facts` as lines for a terminal, each a name and a text."""
     dtypes = f"computing in {facts['compute_dtype']}, master weights {facts['master_dtype']}"
+    if "update" in facts:
+        dtypes += f" (rounding {facts['update']['rounding']})"
     others = {key: facts[key] for key in ("main_grad_dtype", "reduce_dtype") if facts[key] != "fp32"}
     if facts["wgrad_dtype"] != facts["compute_dtype"]:
         others["wgrad_dtype"] = facts["wgrad_dtype"]

@@ -30,6 +30,7 @@ from lightning_llm.train.checkpoint.snapshot import (
 from lightning_llm.train.checkpoint.tensor_storage import open_tensors
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.spikes.detector import SpikeState
+from lightning_llm.train.weight_rounding import COMPENSATION
 
 OPTIONS = "param_groups."
 """Prefix of an optimizer's options in its flat state, one entry per parameter and option."""
@@ -71,12 +72,14 @@ def _restore(
     # An optimizer without a step has no moments yet; this creates them without a step.
     state = optimizer_state(model, optimizer)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    begun = [name for name in tensors if name.endswith(f".{COMPENSATION}") and f"optimizer.{name}" not in stored]
+    saved = {name: tensor for name, tensor in tensors.items() if name not in begun}  # others begin at 0 in a branch
     kept = [name.removeprefix("callbacks.") for name in stored if name.startswith("callbacks.")]
     callbacks = collect(module.trainer) if kept else CallbackState({}, {})  # its tensors are loaded into
     averages = {name: tensor for name, tensor in callbacks.tensors.items() if name in kept}
     with torch.no_grad(), torchs_failures(failed, Exception), without_its_warnings():
         dcp.load(
-            {"model": own, "optimizer": tensors, **algorithm_state(module), "callbacks": averages},
+            {"model": own, "optimizer": saved, **algorithm_state(module), "callbacks": averages},
             storage_reader=reader,
             no_dist=not dist.is_initialized(),
         )
