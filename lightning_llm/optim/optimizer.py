@@ -55,10 +55,12 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group, self.rounding)
+                    self._update(parameter, local(parameter.grad), group, self.rounding)
         return loss
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any], rounding: WeightRounding) -> None:
+    def _update(
+        self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any], rounding: WeightRounding
+    ) -> None:
         if not (state := self.state[parameter]):
             state["step"] = torch.zeros(())
             state |= {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
@@ -66,7 +68,6 @@ class AdamW(torch.optim.AdamW):
         state["step"] += 1
         count, rate, decay = state["step"].item(), group["lr"], group["weight_decay"]
         kept = local(state["exp_avg"]), local(state["exp_avg_sq"])
-        gradient = local(parameter.grad)
 
         def change(weight: torch.Tensor, rows: slice) -> torch.Tensor:
             first, second = (moment[rows].float() for moment in kept)

@@ -23,7 +23,7 @@ LAYOUTS = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / "conf
 def commands():
     """Every command in a code block or within a line, as the words after `lightning-llm`, however it is started."""
     blocks = re.findall(r"^```sh\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
     for line in [*lines, *re.findall(r"`(lightning-llm [^`\n]+)`", TEXT)]:
         _, starts, words = re.sub("lightning_llm", "lightning-llm", line).partition("lightning-llm ")
         assert starts, line
