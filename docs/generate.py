@@ -25,8 +25,7 @@ from lightning_llm.compare.report.references import KNOWN, keys_in
 from lightning_llm.compare.statistics.seeds import power, seeds_needed
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import Group
-from lightning_llm.config.schema.cast_kinds import SCALES
-from lightning_llm.config.schema.casts import ROUNDING_MEANINGS
+from lightning_llm.config.schema.cast_kinds import GRADIENTS, ROUNDINGS, SCALES, TRANSFORMS
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 from lightning_llm.config.schema.sweep import SweepConfig
@@ -49,13 +48,6 @@ SECTION = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- /generated -->)"
 
 ORDER = ("fp32", "bf16", "fp16", "fp8", "mxfp8", "fp16_mxfp8", "nvfp4", "mxfp4_sr", "mxfp4", "quartet")
 """Prefixes of recipes' names in the order of the tables, the longest that fits counts; a name that has none is last."""
-ROUNDINGS = {
-    "even": "",
-    "half_away": "away",
-    "half_to_zero": "to zero",
-    "stochastic": "SR",
-    "stochastic_compare": "SR",
-}
 
 
 def recipes() -> list[tuple[PrecisionConfig, str]]:
@@ -77,7 +69,7 @@ def short_cast(cast: CastConfig, compute_dtype: str) -> str:
     """Return a slot in a few words, e.g. "e2m1 1x32 floor SR H64±"."""
     if not cast.quantises:
         return compute_dtype
-    words = [cast.format, cast.block, cast.scale_kind.label, ROUNDINGS[cast.rounding]]
+    words = [cast.format, cast.block, cast.scale_kind.label, cast.rounding_kind.label]
     if cast.prescale != 1:
         words.append(f"·{cast.prescale:g}")
     if cast.hadamard is not None:
@@ -148,11 +140,12 @@ def slot_keys() -> str:
 
 
 def cast_values() -> str:
-    """Return the tables of scales and roundings."""
+    """Return the tables of registered scales, roundings, transforms and gradient rules."""
     scales = [[f"`{name}`", SCALES[name].meaning, SCALES[name].source] for name in SCALES]
-    roundings = [[f"`{name}`", meaning] for name, meaning in ROUNDING_MEANINGS.items()]
-    header = ["`scale`", "elements are multiplied by", "as in"]
-    return f"{_table(header, scales)}\n{_table(['`rounding`', 'meaning'], roundings)}"
+    tables = [_table(["`scale`", "elements are multiplied by", "as in"], scales)]
+    for key, registry in (("rounding", ROUNDINGS), ("hadamard.transform", TRANSFORMS), ("gradient", GRADIENTS)):
+        tables.append(_table([f"`{key}`", "meaning"], [[f"`{name}`", registry[name].meaning] for name in registry]))
+    return "\n".join(tables)
 
 
 def lint_rules() -> str:

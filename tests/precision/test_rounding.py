@@ -171,7 +171,7 @@ def test_stochastic_rounding_gives_a_neighbour_and_leaves_the_grid_alone(value, 
 
 
 def test_unknown_rounding_and_missing_noise_are_errors():
-    with pytest.raises(ValueError, match="unknown rounding 'up'"):
+    with pytest.raises(ValueError, match="there is no rounding 'up'"):
         round_to_format(torch.ones(1), NUMBER_FORMATS["e4m3"], "up", torch.zeros(1))
     with pytest.raises(ValueError, match="needs noise"):
         round_to_format(torch.ones(1), NUMBER_FORMATS["e4m3"], "stochastic")

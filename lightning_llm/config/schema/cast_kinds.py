@@ -1,7 +1,8 @@
-"""Base class and registry of the scales of casts. Imports no torch.
+"""Base classes and registries of the parts of casts: scales, roundings, transforms, gradient rules. No torch.
 
 A kind is a subclass in `precision/kinds/`, or in an installed package (docs/howto/extend.md). It declares its needs,
-its stored form and its limits, which schema, planner, sharding, lint and native decision read; `scale` computes it.
+its stored form and its limits, which schema, planner, sharding, lint and native decision read. One method computes it;
+it imports torch in its body.
 """
 
 from typing import Any, ClassVar
@@ -13,14 +14,17 @@ from lightning_llm.config.schema.base import Group
 from lightning_llm.config.schema.number_formats import NumberFormat
 
 SCALES: Registry["ScaleKind"] = Registry("scale", "lightning_llm.precision.kinds.scales", key="name")
-REGISTRIES: tuple[Registry[Any], ...] = (SCALES,)
+ROUNDINGS: Registry["RoundingKind"] = Registry("rounding", "lightning_llm.precision.kinds.roundings", key="name")
+TRANSFORMS: Registry["TransformKind"] = Registry("transform", "lightning_llm.precision.kinds.transforms", key="name")
+GRADIENTS: Registry["GradientKind"] = Registry("gradient rule", "lightning_llm.precision.kinds.gradients", key="name")
+REGISTRIES: tuple[Registry[Any], ...] = (SCALES, ROUNDINGS, TRANSFORMS, GRADIENTS)
 """The registries of kinds whose functions run within a cast."""
 
 
 class ScaleKind(Group):
     """Base class of scales: the factor of a block's elements, which takes them into the range of the number format.
 
-    The attributes describe the kind to code that never computes a scale. `scale` imports torch in its body.
+    The attributes describe the kind to code that never computes a scale.
     """
 
     meaning: ClassVar[str]
@@ -69,3 +73,66 @@ class ScaleKind(Group):
     def stored(self, scaled: Any) -> Any:
         """Return the form of scales that kernels store, as a tensor of `scaled.block`'s shape."""
         return scaled.multiplier if scaled.block is None else scaled.block
+
+
+class RoundingKind(Group):
+    """Base class of roundings: from a scaled element to a number of the format."""
+
+    meaning: ClassVar[str]
+    """The rule in a few words."""
+    label: ClassVar[str] = ""
+    """Short name in tables of recipes; "" for the default."""
+    draws: ClassVar[bool] = False
+    """Whether it draws `noise_bits` random bits per element, so differs in each micro-batch."""
+
+    counts_steps: ClassVar[bool] = True
+    """Whether `whole` defines it; else `round` does."""
+
+    name: str = Field(description="a registered rounding")
+
+    def whole(self, steps: Any, fmt: NumberFormat, noise: Any) -> Any:
+        """Return `steps`, magnitudes counted in steps of their binade (fp32 tensor), rounded to whole numbers.
+
+        `noise`: uniform in [0, 1), fp32, same shape, if the kind `draws`.
+        """
+        raise NotImplementedError
+
+    def round(self, v: Any, fmt: NumberFormat, noise: Any) -> Any:
+        """Return fp32 `v` on the grid of `fmt`, saturated at its largest number; for kinds without `whole`."""
+        raise NotImplementedError
+
+
+class TransformKind(Group):
+    """Base class of transforms: an orthogonal matrix of groups along the contraction axis of both operands."""
+
+    meaning: ClassVar[str]
+    """The matrix in a few words."""
+
+    name: str = Field(description="a registered transform")
+
+    def size_problem(self, size: int) -> str | None:
+        """Return how a group of `size` elements is not possible ("must be a power of two"); None if it is."""
+        return None
+
+    def exact_in_bf16(self, size: int) -> bool:
+        """Whether all entries are exact in bf16, so that a bf16 GEMM rounds only its result."""
+        return False
+
+    def matrix(self, size: int) -> Any:
+        """Return S, [size, size] fp32 on the CPU, orthogonal: rows x become x diag(signs) S."""
+        raise NotImplementedError
+
+
+class GradientKind(Group):
+    """Base class of gradient rules: the derivative of a cast, elementwise."""
+
+    meaning: ClassVar[str]
+    """The derivative in a few words."""
+    is_one: ClassVar[bool] = False
+    """Whether the derivative is 1, so that nothing is kept or multiplied (straight-through)."""
+
+    name: str = Field(description="a registered gradient rule")
+
+    def factor(self, elements: Any, fmt: NumberFormat) -> Any:
+        """Return the derivative at scaled `elements` before rounding, fp32 of their shape; can be compiled."""
+        raise NotImplementedError

@@ -6,7 +6,16 @@ from pydantic import Field, model_validator
 
 from lightning_llm.base.registry import NameIn
 from lightning_llm.config.schema.base import Group, NonNegativeInt, PositiveFloat, PositiveInt
-from lightning_llm.config.schema.cast_kinds import SCALES, ScaleKind
+from lightning_llm.config.schema.cast_kinds import (
+    GRADIENTS,
+    ROUNDINGS,
+    SCALES,
+    TRANSFORMS,
+    GradientKind,
+    RoundingKind,
+    ScaleKind,
+    TransformKind,
+)
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS, NumberFormat
 
 if TYPE_CHECKING:
@@ -15,31 +24,26 @@ else:
     Format = Literal["high", *NUMBER_FORMATS]
 Block = Literal["tensor", "1x128", "128x128", "1x32", "32x32", "1x16", "16x16"]
 Scale = str
-Rounding = Literal["even", "half_away", "half_to_zero", "stochastic", "stochastic_compare"]
+Rounding = str
 Sign = Annotated[int, Field(ge=-1, le=1)]
-
-ROUNDING_MEANINGS: dict[Rounding, str] = {
-    "even": "to nearest, ties to even, as hardware casts",
-    "half_away": 'to nearest, ties away from zero (microxcaling\'s "nearest")',
-    "half_to_zero": "to nearest, ties towards zero (Quartet)",
-    "stochastic": "up with the probability of the remainder, by adding `noise_bits` of noise (8 as NVIDIA's `cvt.rs`)",
-    "stochastic_compare": "the same, by comparison with a random number (Quartet)",
-}
-"""Kind of rounding -> how a scaled element becomes a code."""
 
 BF16_BITS = 8
 """Significant bits of bf16, the dtype of emulated operands."""
-STOCHASTIC = ("stochastic", "stochastic_compare")
 SLOTS = (("fprop", "x"), ("fprop", "w"), ("dgrad", "dy"), ("dgrad", "w"), ("wgrad", "dy"), ("wgrad", "x"))
 
 
 class HadamardConfig(Group):
-    """Rotation of groups of `size` along the contraction axis: x -> x diag(signs) H / sqrt(size) (H: Sylvester).
+    """Rotation of groups of `size` along the contraction axis: x -> x diag(signs) S, S = H / sqrt(size) (H: Sylvester).
 
-    The axis is padded with zeros to whole groups.
+    The axis is padded with zeros to whole groups. `transform` sets another orthogonal S.
     """
 
     size: int = Field(ge=2, le=1024, description="elements per group, a power of two")
+    transform: Annotated[str, NameIn(TRANSFORMS)] = Field(
+        "hadamard",
+        description="the orthogonal matrix: a registered transform",
+        exclude_if=lambda name: name == "hadamard",  # recipes from before the key keep their hash
+    )
     signs: Literal["none", "fixed", "random"] = Field(
         "none", description="fixed: those of `vector`; random: keyed, new for each call and GEMM"
     )
@@ -48,13 +52,18 @@ class HadamardConfig(Group):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.size & (self.size - 1):
-            raise ValueError(f"size={self.size}: must be a power of two, 2, 4, ..., 1024")
+        if (problem := self.transform_kind.size_problem(self.size)) is not None:
+            raise ValueError(f"size={self.size}: {problem}")
         if (self.signs == "fixed") != (self.vector is not None):
             raise ValueError("`vector` must be set with signs: fixed, and only then")
         if self.vector is not None and (len(self.vector) != self.size or 0 in self.vector):
             raise ValueError(f"vector has {len(self.vector)} entries: must have {self.size}, each 1 or -1")
         return self
+
+    @property
+    def transform_kind(self) -> TransformKind:
+        """The kind of the matrix: its declaration and its function."""
+        return TRANSFORMS.instance(self.transform)
 
     def padded(self, length: int) -> int:
         """Return the length of a contraction axis of `length` elements after padding to whole groups."""
@@ -83,7 +92,9 @@ class CastConfig(Group):
         description="elements that share a scale; the last number is along the contraction axis (zero-padded)",
     )
     scale: Annotated[Scale, NameIn(SCALES)] = Field("fp32", description="kind of the scale")
-    rounding: Rounding = Field("even", description="rounding of a scaled element to a code")
+    rounding: Annotated[Rounding, NameIn(ROUNDINGS)] = Field(
+        "even", description="rounding of a scaled element to a code"
+    )
     noise_bits: Literal[8, 20] = Field(20, description="random bits per element of stochastic rounding")
     prescale: PositiveFloat = Field(
         1.0,
@@ -97,6 +108,11 @@ class CastConfig(Group):
         "high_precision", description="quantised: quantize the output of fprop's cast again (with format high: use it)"
     )
     clip_gradient: bool = Field(False, description="fprop only: no gradient for elements that were clipped")
+    gradient: Annotated[str, NameIn(GRADIENTS)] = Field(
+        "straight_through",
+        description="fprop only: derivative of the cast; clip_gradient: true is clip_mask",
+        exclude_if=lambda rule: rule == "straight_through",  # recipes from before the key keep their hash
+    )
     amax_scope: Literal["logical", "shard"] = Field(
         "logical", description="tensor amax over all shards, or over this rank's"
     )
@@ -116,6 +132,16 @@ class CastConfig(Group):
     def scale_kind(self) -> ScaleKind:
         """The kind of the scale: its declaration and its function."""
         return SCALES.instance(self.scale)
+
+    @property
+    def rounding_kind(self) -> RoundingKind:
+        """The kind of the rounding: its declaration and its function."""
+        return ROUNDINGS.instance(self.rounding)
+
+    @property
+    def gradient_kind(self) -> GradientKind:
+        """The rule of the gradient: its declaration and its function."""
+        return GRADIENTS.instance("clip_mask" if self.clip_gradient else self.gradient)
 
     @property
     def needs_tensor_amax(self) -> bool:
@@ -138,7 +164,7 @@ class CastConfig(Group):
     @property
     def stochastic(self) -> bool:
         """Whether rounding draws random bits."""
-        return self.rounding in STOCHASTIC
+        return self.rounding_kind.draws
 
     @property
     def is_square(self) -> bool:
@@ -169,6 +195,8 @@ class CastConfig(Group):
         if self.clip_gradient and not kind.clips:
             clipping = " or ".join(name for name in SCALES if SCALES[name].clips)
             raise ValueError(f"clip_gradient needs scale: {clipping}, which clips on purpose")
+        if self.clip_gradient and self.gradient != "straight_through":
+            raise ValueError(f"clip_gradient: true is gradient: clip_mask, and gradient is {self.gradient}. Set one")
         return self
 
 

@@ -22,7 +22,6 @@ from lightning_llm.config.schema.base import Fraction, Group
 from lightning_llm.config.schema.casts import (
     HIGH,
     SLOTS,
-    STOCHASTIC,
     Block,
     CastConfig,
     DelayedConfig,
@@ -47,7 +46,6 @@ __all__ = [
     "HIGH",
     "SELECTS",
     "SLOTS",
-    "STOCHASTIC",
     "Block",
     "CastConfig",
     "CastRule",

@@ -47,8 +47,7 @@ class BlockScales(NamedTuple):
 class Operand(NamedTuple):
     """`tensor` [R, C], times `blocks` where there are any; the product is multiplied by `factor` (an fp32 scalar).
 
-    `inside` [R, C] bf16, for `clip_gradient`, a factor of the gradient: 1 where the scaled element was within the
-    format's range, else 0.
+    `inside` [R, C] bf16: the factor of the gradient, if the gradient rule is not straight-through.
     """
 
     tensor: Tensor
@@ -95,7 +94,7 @@ class Quantised:
 
 def read_by_cast(cast: CastConfig) -> CastConfig:
     """Return `cast` with defaults for all that `cast_blocks` does not read: one kernel serves all casts of one such."""
-    kept = {"format", "block", "scale", "prescale", "rounding", "clip_gradient"}
+    kept = {"format", "block", "scale", "prescale", "rounding", "clip_gradient", "gradient"}
     kept |= {"noise_bits"} if cast.stochastic else set()
     return CastConfig.model_construct(**{key: value for key, value in cast if key in kept})
 
@@ -118,15 +117,16 @@ def round_blocks(
     """Return (operand, inside) of a tensor `blocked` to `shape`: grid value times block scale, exact in bf16.
 
     If block scales apply to partial sums (`scales_partial_sums`), the operand is the grid value. `inside` bf16, for
-    `clip_gradient` only: 1 where the scaled element was within the format's range, else 0. Not bool: Inductor's C++ for
-    CPUs does not vectorize writes of bools (torch 2.13). `origin`: its `row_stride` is needed if `shape` pads columns.
+    gradient rules only: the derivative of the cast. A mask is not bool: Inductor's C++ for CPUs does not vectorize
+    writes of bools (torch 2.13). `origin`: its `row_stride` is needed if `shape` pads columns.
     """
     values, elements = _elements(blocks, cast, multiplier, keyed_noise(blocks, cast, key, origin, shape))
     product = values if block is None or cast.scales_partial_sums else values * block
     operand = product.to(torch.bfloat16)
-    if not cast.clip_gradient:
+    rule = cast.gradient_kind
+    if rule.is_one:
         return operand, None
-    return operand, torch.where(elements.abs() < cast.number_format.max, 1.0, 0.0).to(torch.bfloat16)
+    return operand, rule.factor(elements, cast.number_format).to(torch.bfloat16)
 
 
 class CastBlocks(NamedTuple):

@@ -9,13 +9,12 @@ import functools
 import torch
 from torch import Tensor
 
+from lightning_llm.config.schema.cast_kinds import ROUNDINGS, RoundingKind
 from lightning_llm.config.schema.number_formats import NumberFormat
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 EXPONENT_MASK = 0x7F800000
 SIGN_MASK = -0x80000000
-EXACT_MANTISSA_BITS = 3
-"""Up to so many mantissa bits, whole steps (fewer than 16) plus 20 bits of noise are exact in fp32."""
 
 
 def power_of_two_floor(magnitude: Tensor) -> Tensor:
@@ -38,17 +37,22 @@ def round_to_format(
 ) -> Tensor:
     """Return fp32 `v` rounded to the grid of `fmt`, same shape, saturating at its largest number.
 
-    `rounding`: "even" (to nearest, ties to even); "half_away" (ties away from zero: microxcaling's "nearest");
-    "half_to_zero" (Quartet); "stochastic" (down after adding `noise` steps: Transformer Engine's `cvt.rs`, arXiv
-    2502.20586's dither); "stochastic_compare" (up where `noise` is below the fraction: Quartet). `noise`: uniform in
-    [0, 1), fp32, same shape. Inf saturates; NaN stays, but becomes the largest number in formats without NaN
+    `rounding`: a registered rounding (`precision/kinds/roundings.py`). `noise`: uniform in [0, 1), fp32, same shape,
+    for one that draws it. Inf saturates; NaN stays, but becomes the largest number in formats without NaN
     (`cvt.satfinite`). `saturate=False` ("even" only): numbers that round beyond the largest become Inf in E5M2, NaN in
-    E4M3.
+    E4M3. Raises ValueError if noise is missing.
     """
     if not saturate:
         return _overflowing(v, fmt)
-    if rounding != "even":
-        return _by_steps(v, fmt, rounding, noise)
+    kind = ROUNDINGS.instance(rounding)
+    if kind.draws and noise is None:
+        raise ValueError(f"rounding '{rounding}' needs noise")
+    rounded: Tensor = _by_steps(v, fmt, kind, noise) if kind.counts_steps else kind.round(v, fmt, noise)
+    return rounded
+
+
+def nearest_even(v: Tensor, fmt: NumberFormat) -> Tensor:
+    """Return `v` rounded to nearest, ties to even, saturated."""
     rounded = _nearest_even(v.clamp(-fmt.max, fmt.max), fmt)
     return rounded if fmt.has_nan else torch.where(v == v, rounded, fmt.max)
 
@@ -91,10 +95,10 @@ def _binade(magnitude: Tensor, fmt: NumberFormat) -> tuple[Tensor, Tensor]:
     return steps, reciprocals
 
 
-def _by_steps(v: Tensor, fmt: NumberFormat, rounding: str, noise: Tensor | None) -> Tensor:
+def _by_steps(v: Tensor, fmt: NumberFormat, kind: RoundingKind, noise: Tensor | None) -> Tensor:
     """Round |v| counted in steps of its binade, then scale back. Every scaling here is by a power of two: exact.
 
-    |v| is held to the largest number, a whole count of steps, which nothing here rounds up from.
+    |v| is held to the largest number, a whole count of steps, which nothing rounds up from.
     """
     magnitude = v.abs()
     if fmt.has_nan:
@@ -102,26 +106,7 @@ def _by_steps(v: Tensor, fmt: NumberFormat, rounding: str, noise: Tensor | None)
     else:  # where NaN is taken for the largest number, too
         magnitude = torch.where(magnitude < fmt.max, magnitude, fmt.max)
     step, reciprocal = _binade(magnitude, fmt)
-    steps = magnitude * reciprocal
-    if rounding == "half_away":
-        whole = torch.floor(steps + 0.5)
-    elif rounding == "half_to_zero":
-        whole = torch.ceil(steps - 0.5)
-    elif noise is None:
-        raise ValueError(f"rounding '{rounding}' needs noise")
-    elif rounding == "stochastic":
-        if fmt.mantissa_bits <= EXACT_MANTISSA_BITS:
-            whole = torch.floor(steps + noise)
-        else:
-            whole = torch.floor(steps)
-            whole = whole + torch.floor((steps - whole) + noise)
-    elif rounding == "stochastic_compare":
-        whole = torch.floor(steps)
-        # Not noise < steps - whole: Inductor (torch 2.13) keeps that bool in memory, and goes element by element.
-        whole = torch.where((steps - whole) - noise > 0, whole + 1, whole)
-    else:
-        raise ValueError(f"unknown rounding '{rounding}'")
-    rounded = whole * step
+    rounded = kind.whole(magnitude * reciprocal, fmt, noise) * step
     return torch.where(v < 0, -rounded, rounded)
 
 

@@ -1,1 +1,1 @@
-"""Built-in kinds of casts, one class each: scales."""
+"""Built-in kinds of casts, one class each: scales, roundings, transforms, gradient rules."""

@@ -55,19 +55,23 @@ class _Forward:
             return self.tensors[role]()
         return self.operand(role).dequantised().to(self.dtype)
 
-    def through(self, gradient: Tensor, role: str) -> Tensor:
-        """Take a gradient with respect to fprop's quantised, rotated `role` back to the tensor: mask, then S^T.
+    def through(self, gradient: Tensor, role: str, other: str) -> Tensor:
+        """Take a gradient with respect to fprop's operand of `role` back through its cast: times the rule's factor.
 
-        Columns that only pad the last group of the rotation are dropped.
+        `other`: the other operand of the GEMM that gave it. If that is fprop's quantized operand, the gradient is in
+        the domain that fprop rotated both into, and S^T follows; columns that only pad its last group are dropped.
         """
         cast = self.call.plan.casts[f"fprop.{role}"]
-        inside = self.operand(role).inside if cast.clip_gradient else None
+        inside = None if cast.gradient_kind.is_one else self.operand(role).inside
         if inside is not None:
             gradient = gradient * inside.to(gradient.dtype)
+        if self.call.plan.casts[other].source != "quantised" or cast.hadamard is None:
+            return gradient
         s = self.call.matrix(f"fprop.{role}", gradient.device)
         if s is None:
             return gradient
-        return rotate(gradient, s.T, 1, gradient.dtype)[:, : self.tensors[role]().shape[1]]
+        turned = rotate(gradient, s.T, 1, gradient.dtype, cast.hadamard.transform)
+        return turned[:, : self.tensors[role]().shape[1]]
 
 
 def _in_dtype(weight: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -110,16 +114,12 @@ def backward(
     if wanted.dx:
         w = partial(made.source, "dgrad.w", "w")
         dx = multiply(of_dy("dgrad.dy", 1), call.operand(w, "dgrad.w", 0), x.dtype, plan.backend)
-        # A GEMM over fprop's quantised weight gives a gradient in the domain fprop rotated both operands into.
-        if plan.casts["dgrad.w"].source == "quantised":
-            dx = made.through(dx, "x")
+        dx = made.through(dx, "x", "dgrad.w")
     if wanted.dw:
         source = made.source("wgrad.x", "x")
         left, right = of_dy("wgrad.dy", 0).flipped, call.operand(source, "wgrad.x", 0)
         dw = multiply(left, right, plan.wgrad_dtype or x.dtype, plan.backend)
-        if plan.casts["wgrad.x"].source == "quantised":
-            dw = made.through(dw, "w")
-        dw = dw.to(weight.dtype)
+        dw = made.through(dw, "w", "wgrad.x").to(weight.dtype)
     if wanted.dbias is not None:
         dbias = dy.sum(0, dtype=torch.float32).to(wanted.dbias)
     return dx, dw, dbias

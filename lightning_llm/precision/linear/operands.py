@@ -105,12 +105,12 @@ class LinearCall(NamedTuple):
 
     def matrix(self, slot: str, device: torch.device) -> Tensor | None:
         """Return the rotation of `slot`, or None."""
-        config, gemm = self.plan.casts[slot].hadamard, slot[:5]
+        config, gemm = self.plan.casts[slot].hadamard, slot.partition(".")[0]
         if config is None:
             return None
         kept = {} if self.rotations is None else self.rotations
         if gemm not in kept:
-            kept[gemm] = rotation(config.size, self.signs(gemm, config, device), device)
+            kept[gemm] = rotation(config.size, self.signs(gemm, config, device), device, config.transform)
         return kept[gemm]
 
     def operand(self, x: Given, slot: str, axis: int) -> Operand:
@@ -153,7 +153,8 @@ class LinearCall(NamedTuple):
         origin = shard.origin
         if cast.hadamard is not None:
             s = self.matrix(slot, x.device)
-            x = x if s is None else rotate(x, s, axis, DTYPES[cast.hadamard.round_to])
+            to = DTYPES[cast.hadamard.round_to]
+            x = x if s is None else rotate(x, s, axis, to, cast.hadamard.transform)
             if axis == 1:  # rows of the whole tensor are padded as well
                 origin = origin._replace(row_stride=cast.hadamard.padded(origin.row_stride))
         if not cast.quantises:

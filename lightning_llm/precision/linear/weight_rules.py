@@ -60,7 +60,7 @@ def kept_by_kernel(casts: Mapping[str, CastConfig]) -> bool:
 def kept_bytes(casts: Mapping[str, CastConfig], rows: int, columns: int, rotated: bool = True) -> int:
     """Return the bytes of the emulation's cached casts of a weight [`rows`, `columns`].
 
-    Numbers take 2 bytes each and, if the gradient is clipped, so does the mask of elements within the format's range;
+    Numbers take 2 bytes each and, unless the gradient rule is straight-through, so does the factor of the gradient;
     scales of partial sums and of a tensor are fp32.
     """
     found = 0
@@ -69,7 +69,7 @@ def kept_bytes(casts: Mapping[str, CastConfig], rows: int, columns: int, rotated
         length, other = (columns, rows) if slot == "fprop.w" else (rows, columns)
         if cast.hadamard is not None:
             length = cast.hadamard.padded(length)
-        found += (4 if cast.clip_gradient else 2) * length * other
+        found += (2 if cast.gradient_kind.is_one else 4) * length * other
         if cast.scales_partial_sums:
             across, along = (int(each) for each in cast.block.split("x"))
             found += 4 * -(-length // along) * -(-other // across) * across

@@ -179,15 +179,21 @@ def _delayed_slots_differ(recipe: PrecisionConfig, slots: dict[str, CastConfig])
 
 
 def _clip_without_rotated_backward(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -> Iterator[Problem]:
-    """`clip_gradient` where the backward GEMMs take high-precision operands: the mask belongs to fprop's rotation.
+    """A gradient rule in a backward slot, or a rotated one where the backward GEMM takes a high-precision operand.
+
+    The rule's factor belongs to the operand of fprop, in the domain of its rotation.
 
     Source: Castro et al. (Quartet), arXiv 2505.14669, algorithm 1.
     """
     for forward, backward in (("fprop.x", "dgrad.w"), ("fprop.w", "wgrad.x")):
-        if slots[forward].clip_gradient and slots[backward].source != "quantised":
-            yield Problem(
-                f"{forward}.clip_gradient", f"needs {backward}.source: quantised. Set it, or remove the mask."
-            )
+        cast = slots[forward]
+        rotated = cast.hadamard is not None and not cast.gradient_kind.is_one
+        if (cast.clip_gradient or rotated) and slots[backward].source != "quantised":
+            key = "clip_gradient" if cast.clip_gradient else "gradient"
+            yield Problem(f"{forward}.{key}", f"needs {backward}.source: quantised. Set it, or remove the rule.")
+    for slot, cast in slots.items():
+        if cast.gradient != "straight_through" and not slot.startswith("fprop"):
+            yield Problem(f"{slot}.gradient", f"'{cast.gradient}' is for the slots of fprop. Remove it.")
 
 
 RULES: tuple[Rule, ...] = (
