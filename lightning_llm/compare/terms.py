@@ -120,4 +120,4 @@ def margin_of(word: str | float) -> tuple[float, float | None]:
     try:
         return read_margin(word)
     except ValueError as error:
-        raise ConfigError(Problem("--margin", f"{error}.")) from error
+        raise ConfigError(Problem("--margin", f"{error}.", word)) from error

@@ -162,7 +162,7 @@ def branch_tree(
         tree.branch_from = literal(str(branching.path))
         OmegaConf.update(tree, "logger.tags", {}, merge=False)
     if not OmegaConf.is_dict(tree.get("data")):
-        raise ConfigError(Problem("data", f"is {tree.get('data')!r} in the parent run's config: must be a mapping."))
+        raise ConfigError(Problem("data", "must be a mapping in the parent run's config.", repr(tree.get("data"))))
     trunks_data = literal(OmegaConf.to_container(tree.data, resolve=True))
     recipe = [each.value() for each in parsed if each.key_or_group == "recipe"]
     if recipe:

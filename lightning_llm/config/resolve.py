@@ -135,12 +135,12 @@ def _no_groups(tree: DictConfig) -> Iterator[Problem]:
             continue
         if not isinstance(value := tree[group], str):
             continue
-        text = f"is '{value}': must be a mapping. "
+        text = "must be a mapping. "
         if group in group_names():
             text += f"A preset selects a group's file under `defaults:`, with a line `- override /{group}: {value}`."
         else:
             text += f"Its keys are {', '.join(f'{group}.{key}' for key in keys)}."
-        yield Problem(group, text)
+        yield Problem(group, text, value)
 
 
 def _without_cluster(tree: DictConfig) -> Problem | None:

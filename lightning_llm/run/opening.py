@@ -123,7 +123,7 @@ def build_callbacks(config: Config) -> dict[str, pl.Callback]:
             continue
         lineage = [f"{each.__module__}.{each.__qualname__}" for each in type(callback).__mro__]
         if problem := refused(node["_target_"], lineage):
-            problems.append(Problem(f"{key}._target_", problem))
+            problems.append(Problem(f"{key}._target_", problem, node["_target_"]))
         made[name] = callback
     stateful = [each.state_key for each in made.values() if type(each).state_dict is not pl.Callback.state_dict]
     for key in sorted({each for each in stateful if stateful.count(each) > 1}):

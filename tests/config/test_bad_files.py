@@ -62,7 +62,7 @@ FILES = {
 COMPOSED = {
     "group": (
         "model: llama_tiny\n",
-        "model: is 'llama_tiny': must be a mapping. A preset",
+        "model=llama_tiny: must be a mapping. A preset",
     ),
     "no_override": ("defaults:\n  - precision: mxfp8\n", "write `- override /precision: mxfp8`"),
     "list": FILES["list"],

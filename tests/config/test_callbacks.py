@@ -72,7 +72,7 @@ def test_every_verb_refuses_a_program_and_does_not_run_it(tmp_path, small_run, c
     words = small_run(tmp_path, f"+callbacks.x={{_target_: subprocess.Popen, args: [touch, '{mark}']}}")
     for verb in ("plan", "train"):
         assert main([verb, *words]) == 2
-        assert "callbacks.x._target_: is subprocess.Popen: must be a class derived from" in capsys.readouterr().err
+        assert "callbacks.x._target_=subprocess.Popen: must be a class derived from" in capsys.readouterr().err
     assert not mark.exists()
 
 

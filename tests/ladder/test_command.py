@@ -104,7 +104,7 @@ def test_a_prediction_beyond_the_limit_is_refused_and_not_recorded(ladder, capsy
         (("--predict", "model=llama_1b", "data.tokens=many"), "data.tokens=many is not a number of tokens"),
         (("--predict", "model=llama_1b", "steps=3", "data.tokens=1e6"), "'steps=3' is neither a model"),
         (("--ladder", "--beyond", "0"), "--beyond=0: must be above 0"),
-        (("--margin", "2 percent"), "is 2 percent: must be above 0"),
+        (("--margin", "2 percent"), "--margin=2 percent: must be above 0"),
         (("--margin", "80%"), "at most 50%"),
     ],
 )

@@ -1,4 +1,4 @@
-"""How far a run may be from one rank's where sums are in another order, and how far it is."""
+"""Limits for the differences between a run over ranks and a run on one rank, and the measured differences."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -58,9 +58,9 @@ def limits_of(precision: str) -> Limits:
 def off(ours: Trace, alone: Trace) -> dict[str, float]:
     """Return the largest relative differences: of losses, gradient norms, gradients, and parameters by tensor.
 
-    Gradients whose norm is below 1e-6 of the whole's are noise around zero (keys' biases), and so is what Adam makes
-    of them. Biases are taken together: they start at zero, so one element of 128 whose gradient is about zero, and
-    which Adam then moves the other way, is 0.18 of its own.
+    Gradients with a norm below 1e-6 of the whole gradient's are noise around zero (keys' biases), and so are Adam's
+    updates from them; both are skipped. Biases are compared together: they start at zero, so a single element with a
+    gradient near zero, moved the other way by Adam, would be a relative difference of 0.18 in a bias of 128 elements.
     """
     found: dict[str, list[float]] = {field.name: [0.0] for field in fields(Limits)}
     for one, other in zip(ours["curve"], alone["curve"], strict=True):

@@ -26,12 +26,12 @@ BY_DEFINITION = {
     "row": {"x": 1, "w": 1, "dy": None},  # Y = sum of X_r W_r^T
     "duplicate": {"x": None, "w": None, "dy": None},  # Y = X W^T on every rank, the first's dX counts
 }
-"""Which axis of x [M, K], w [N, K] and dy [M, N] tensor parallelism cuts: by arXiv 1909.08053, section 3, not by the
-code under test."""
+"""The axis of x [M, K], w [N, K] and dy [M, N] that tensor parallelism cuts, from arXiv 1909.08053, section 3, not from
+the code under test."""
 
 
 def words_of(recipe: str) -> list[str]:
-    """Return the words of a layout of tp = 2 x cp = 2 whose parts fit the recipe's blocks."""
+    """Return the overrides of a layout of tp = 2 x cp = 2 with shards that fit the recipe's blocks."""
     width, length = (256, 512) if "subchannel" in recipe else (128, 256)  # blocks of 128, rotations of 64
     return [
         f"precision={recipe}", "parallel=fsdp_cp_tp", "trainer.devices=4", "model.num_layers=3", "model.num_heads=2",

@@ -1,6 +1,6 @@
-"""What `callbacks=stragglers` takes of a step: `python tests/parallel/gather_cost.py` prints it for 4 ranks here.
+"""Print the seconds per step of `callbacks=stragglers` for 4 ranks: `python tests/parallel/gather_cost.py`.
 
-The gather is over gloo, whatever the device; rank 0 judges besides.
+The gather uses gloo on every device. Rank 0 also evaluates the figures.
 """
 
 import os

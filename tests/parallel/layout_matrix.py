@@ -1,4 +1,4 @@
-"""The generated matrix: what a run may vary, and few cases that hold every combination of so many of its values."""
+"""The generated matrix: axes of a run, and few cases that cover every combination of a given number of values."""
 
 import os
 from dataclasses import dataclass
@@ -57,9 +57,9 @@ class Case:
 
 
 WHOLE_STRENGTH = int(os.environ.get("LAYOUT_STRENGTH", 2))
-"""Of how many values `make test-full` has every combination; of three, it takes hours."""
+"""`make test-full` covers all combinations of this number of values; 3 takes hours."""
 CLOSE_STEPS = 6 if "LAYOUT_STEPS" in os.environ else 1
-"""Of runs whose sums are in another order than one rank's, which grows with the steps."""
+"""Steps of runs that sum in another order than one rank, because their difference grows with the steps."""
 
 
 def lasting(steps: int) -> list[str]:
@@ -82,10 +82,10 @@ def length_of(precision: str) -> list[str]:
 
 
 def layers_of(precision: str) -> str:
-    """Return the word of how many blocks a data-parallel run has: 3, of which FSDP2 gathers one ahead of another.
+    """Return the override of the number of blocks of a data-parallel run: 3, so that FSDP2 gathers one block ahead.
 
-    Two in `make test` where casts are emulated, whose keys and scales two blocks tell apart. A recipe that keeps the
-    first and the last block high takes three.
+    `make test` uses 2 for emulated casts: two blocks are enough to distinguish their keys and scales. A recipe that
+    keeps the first and the last block unquantized needs three.
     """
     emulated = precision not in ("fp32", "bf16", "fp8_current")
     return f"model.num_layers={2 if emulated and 'LAYOUT_STEPS' not in os.environ else 3}"

@@ -1,4 +1,4 @@
-"""One rank whose weights differ in the last bit: as far off as other orders of sums may be, where casts are chaotic."""
+"""A single-rank run from weights that differ in the last bit: a scale for the effect of another order of sums."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from tests.parallel.traced_run import Trace, traced_run
 
 NUDGES = range(8)
 SENSITIVITY = 2
-"""Where casts fall the other way by chance, a layout may be as many times as far off as one rank alone is, of eight
-whose weights differ in the last bit: as far as sums in another order may be.
+"""Largest allowed ratio of a layout's difference to the largest one of eight single-rank runs from weights that differ
+in the last bit. It is used where a cast that rounds the other way by chance dominates the difference.
 
 Measured of first gradients under tp with mxfp4_sr: Qwen's are 1.5e-2 off, and of eight nudged ranks one, in which no
 cast falls, 7e-4, seven 1.3e-2 to 1.6e-2; the hybrid's 5.4e-3, and one 8e-4, others 5.4e-3 to 1.2e-2. Their logarithms

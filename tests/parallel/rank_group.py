@@ -68,7 +68,7 @@ class RankCrashedError(RuntimeError):
 class RankGroup:
     """`world` ranks. `call(function, *arguments)` runs a module-level function on all, and returns rank 0's result.
 
-    `fake`: rank 0 alone, to which torch's fake process group stands for the others; its collectives send nothing.
+    `fake`: only rank 0 exists; torch's fake process group simulates the others, and its collectives send nothing.
     """
 
     def __init__(self, world: int, *, fake: bool = False):
@@ -192,7 +192,9 @@ def _share_one_device() -> None:
 
     class AnyGloo(kind):
         def __instancecheck__(cls, instance: Any) -> bool:
-            return type.__instancecheck__(ProcessGroupGloo, instance)  # as torch asks of what comes back from C++
+            return type.__instancecheck__(
+                ProcessGroupGloo, instance
+            )  # torch checks the type of objects returned from C++
 
     class OnOneDevice(ProcessGroupGloo, metaclass=AnyGloo):
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False):

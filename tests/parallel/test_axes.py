@@ -119,7 +119,7 @@ def searched_with_workers() -> tuple[list[Choice], dict[Choice, tuple[str, list[
 
 
 def run_with_spare_axis(words: list[str]) -> dict[str, Any]:
-    """Return what config, plan, groups and checkpoint of a run have of the axis, which is registered here."""
+    """Return the facts about the axis in the config, plan, groups and checkpoint of a run; registers the axis."""
     from tests.parallel import example_axis  # noqa: F401
 
     config = compose_config([*words, "parallel.spare=2"])

@@ -40,7 +40,7 @@ HELD = ("parameters", "gradients", "optimizer", "unsharded_gradients", "tree_gra
 
 
 class SentHere(SentBytes):
-    """What the dry run counts with, on real ranks; keeps the largest thing that was reduced, too."""
+    """The dry run's counter on real ranks; also keeps the size of the largest reduced tensor."""
 
     largest_reduced = 0
 

@@ -100,7 +100,7 @@ def test_a_step_holds_what_is_planned(layout, world, more, ranks, small_run, tmp
         limit: ranks(world).call(peaks, config, limit)
         for limit in (1 << 30, 64 * 8192 // (world if layout == "tp" else 1))
     }
-    for counted, planned in found.values():  # of FSDP2's buffers plans count all, at whatever moment
+    for counted, planned in found.values():  # plans count all of FSDP2's buffers at every moment
         assert planned == pytest.approx(counted, rel=0.15 if layout == "zero3" else 0.04)
     (whole, _), (cut, _) = found.values()
     assert cut < 0.7 * whole

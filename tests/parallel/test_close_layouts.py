@@ -1,4 +1,4 @@
-"""Where bits may differ: the library's own reduction, and rank counts that do not fit the tree. Said, and close."""
+"""Layouts with other bits (the library's reduction, rank counts that do not fit the tree) report it and are close."""
 
 import functools
 from collections.abc import Callable

@@ -31,8 +31,8 @@ from tests.parallel.traced_run import layout_here, run_with
 from tests.precision.recipes import load
 
 LAYERS, TOKENS = 12 if "LAYOUT_STEPS" in os.environ else 4, 32
-"""In `make test-full` more blocks than the 8 recompilations that torch allows one function; of four blocks, too, each
-graph beside those of their kinds is seen."""
+"""`make test-full` uses more blocks than the 8 recompilations that torch allows per function. Four blocks are enough to
+see a graph that is not shared by the blocks of its kind."""
 BF16 = PrecisionConfig(name="bf16", compute_dtype="bf16")
 LLAMA: dict[str, Any] = {}
 GLA = {"layers": ("gla",)}
@@ -133,7 +133,7 @@ def test_blocks_share_one_graph_per_kind(world, keys, shape, kinds, ranks):
 
 
 COVERING = [ALONE[number] for number in (0, 3, 4, 5)]
-"""Every axis and kind of block; the rest compiles more of what these compile."""
+"""Cases that cover every axis and kind of block; the other cases compile the same kinds of graphs."""
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_blocks_of_one_rank_share_one_graph_per_kind(keys, shape, kinds, one_of_
     ],
 )
 def test_emulated_casts_are_in_their_blocks_graph(keys, recipe, one_of_two):
-    """Tensors whose amax is the whole's, keyed by their place in it, included: the operator reduces it as it runs."""
+    """Also with amaxes of whole tensors, which the operator reduces over ranks when it runs."""
     parallel = ParallelConfig(name="compiled", compile=True, **keys)
     found = one_of_two.call(compiled_blocks, parallel, LLAMA, load(recipe))
     assert found == {"graphs": 1, "breaks": 0, "ran": LAYERS}
@@ -177,7 +177,7 @@ def test_emulated_casts_are_in_their_blocks_graph(keys, recipe, one_of_two):
     ("layout", "world"), [("pp", 2), ("pp_interleaved", 2), ("ddp_pp", 4), ("fsdp_pp", 4), ("pp_tp", 4)]
 )
 def test_stages_of_a_pipeline_share_one_graph(layout, world, ranks, small_run, tmp_path):
-    """Over two steps of four micro-batches: what comes from another stage compiles nothing again."""
+    """Over two steps of four micro-batches: tensors from another stage cause no recompilation."""
     words = [f"parallel={layout}", f"trainer.devices={world}", "trainer.compile=true", "precision=bf16"]
     words += ["model.num_layers=4", "model.num_kv_heads=2", "trainer.max_steps=2", "schedule.warmup_steps=1"]
     words += ["data.micro_batch_size=1", f"data.global_batch_size={4 * world // (4 if layout == 'pp_tp' else 2)}"]

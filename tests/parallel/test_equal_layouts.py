@@ -23,9 +23,9 @@ ALONE = [
     for number, layout in enumerate(layout for layout in DATA_PARALLEL if degrees_of(layout, 1))
 ]
 OWN_WAYS = ["fp32", "bf16", "fp8_delayed", "nvfp4"]
-"""Precisions that data parallelism may touch each in its own way: history of scales, a scale of the tensor beside keys
-of random bits. Other casts see one micro-batch alone, as bf16's roundings do: of two shapes of blocks here, all in
-`make test-full`.
+"""Precisions that data parallelism can affect in different ways: by the history of scales, or by a tensor's scale and
+the keys of its random bits. Other casts depend on one micro-batch only, as bf16's roundings do: `make test` covers two
+block shapes of them, `make test-full` all.
 """
 BLOCKS = ["fp8_subchannel", "mxfp8"]
 EMULATED_UNDER = ("ddp", "zero3", "hsdp")

@@ -1,8 +1,8 @@
 """Every pipelined layout file trains to the same bits as one rank alone, and near them where bits cannot be equal.
 
-A stage computes what a single rank computes of its layers, and its backward passes come in the order of micro-batches,
-as the tree of gradient sums needs. Only a tied embedding's gradient, with separately summed halves, is just close.
-Emulated recipes run few steps of the smallest model that their rotations fit.
+A stage runs the same computation for its layers as a single rank, and its backward passes run in the order of
+micro-batches, which the tree of gradient sums needs. Only a tied embedding's gradient, with separately summed halves,
+is just close. Emulated recipes run few steps of the smallest model that their rotations fit.
 """
 
 import pytest

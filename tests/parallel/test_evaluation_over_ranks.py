@@ -27,7 +27,7 @@ PAIRS = [
     ("was with", " be by on not he the of and to in is that"),
     ("", "the of and to"),
 ]  # in batches of two: three, which two ranks do not share evenly
-PROMPT = "the of and", {"until": ["never said"], "max_gen_toks": 6, "do_sample": False}
+PROMPT = "the of and", {"until": ["never written"], "max_gen_toks": 6, "do_sample": False}
 EXACT = "zero3", "ddp", "pp"
 CLOSE = "tp", "cp"
 FULL = dict.fromkeys(("ddp", "cp"), pytest.mark.full)
@@ -144,7 +144,7 @@ def test_all_ranks_skip_the_same_damaged_checkpoint(run, ranks, launched, tmp_pa
     before = str(copy / "checkpoints" / "step=1")
     assert lightning_llm.evaluate(copy, layout=words, output=tmp_path / "o.json", device="cpu").members == [before]
     assert launched[0][1] == before
-    own = tmp_path / "own.json"  # of ranks that torchrun has started, which are told of the run alone
+    own = tmp_path / "own.json"  # torchrun's ranks receive the path of the run only
     ranks(2).call(in_main, ["evaluate", str(copy), *words, "--output", str(own)])
     assert own.read_text() == (tmp_path / "o.json").read_text()
 

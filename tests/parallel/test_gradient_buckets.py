@@ -141,7 +141,7 @@ def held(parallel: ParallelConfig, ranks_per_node: int) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def one_of_many() -> Iterator[Callable[[int], RankGroup]]:
-    """Groups that send nothing, whose works hold nothing."""
+    """Groups of fake ranks, by world size: their collectives send nothing."""
     groups: dict[int, RankGroup] = {}
     yield lambda world: groups.setdefault(world, RankGroup(world, fake=True))
     for group in groups.values():
@@ -163,7 +163,7 @@ def test_buckets_hold_what_is_planned(keys, together, one_of_many, monkeypatch):
 
 
 def test_buckets_are_full_homogeneous_and_in_the_order_of_their_last_gradient():
-    """By hand, of 40 bytes each: what of another dtype or other ranks lies between others starts no new bucket."""
+    """Hand-made buckets of 40 bytes: a gradient of another dtype or group between two others starts no new bucket."""
 
     def rows(flat: torch.Tensor) -> Iterator[Any]:
         yield from ()

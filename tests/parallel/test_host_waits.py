@@ -32,7 +32,7 @@ aten = torch.ops.aten
 PACKAGE = str(Path(lightning_llm.__file__).parent)
 READS = (aten._local_scalar_dense.default, READ_NUMBERS)
 BY_NUMBERS = (aten.nonzero.default, aten.masked_select.default, aten.equal.default, aten._unique2.default)
-"""Operators whose result has a shape, or is a bool, that the host has to know: they wait as well."""
+"""Operators that also wait, because the host needs the shape or the bool of their result."""
 
 
 class Waits(TorchDispatchMode):
@@ -70,7 +70,10 @@ class Waits(TorchDispatchMode):
         )
         named = kwargs or {}
         to_host = function is aten._to_copy.default and named.get("device") == torch.device("cpu")
-        to_host = to_host and named.get("dtype") in (None, args[0].dtype)  # else a cast, of what is there
+        to_host = to_host and named.get("dtype") in (
+            None,
+            args[0].dtype,
+        )  # otherwise a cast of a tensor that is on the host already
         if function in READS + BY_NUMBERS or by_mask or to_host:
             self.found.append(function.name())
         self.inside += 1

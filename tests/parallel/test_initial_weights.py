@@ -83,7 +83,7 @@ def peak(config: Any, folder: Path) -> tuple[int, int]:
     with torch.device("meta"):
         model = Decoder(config.model)
     initial = InitialWeights(open_huggingface(folder), config.model)
-    initial("norm.weight", 0, config.model.hidden_size)  # what is imported on first use
+    initial("norm.weight", 0, config.model.hidden_size)  # imports everything that the first use needs
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     before = _status("VmRSS")
     apply_parallel(model, layout, config.precision, 1, config.data.sequence_length, torch.device("cpu"), initial)

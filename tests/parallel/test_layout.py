@@ -79,7 +79,7 @@ def test_ranks_are_numbered_by_the_data_that_they_train_on():
 def test_machines_are_summed_within_and_then_between_however_many_of_each(
     degrees, zero_stage, per_node, sizes, monkeypatch
 ):
-    """As many machines as ranks of each would hide a swap of the two: here they differ, beside other axes."""
+    """The numbers of machines and of ranks per machine differ, so that a swap of the two is noticed."""
     monkeypatch.setattr(
         layout_module, "init_device_mesh", lambda device, shape, mesh_dim_names: (shape, mesh_dim_names)
     )

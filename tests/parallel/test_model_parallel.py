@@ -65,7 +65,7 @@ SHAPES = {
     "mxfp4_sr": ["data.sequence_length=256"],  # rotations of 64
     "mxfp8": ["data.sequence_length=128"],
     "quartet": ["data.sequence_length=128"],
-    "fp8_current": ["model.num_layers=3"],  # of which two stay high
+    "fp8_current": ["model.num_layers=3"],  # two of them stay unquantized
 }
 
 
@@ -87,7 +87,7 @@ class Case:
         return "-".join(map(str, (*parts, documents)))
 
     def values(self) -> tuple[Any, ...]:
-        """Return what is combined with what: the number of ranks follows from the layout."""
+        """Return the values that the matrix combines, without the number of ranks, which follows from the layout."""
         return tuple(value for name, value in vars(self).items() if name != "world")
 
     def words(self) -> list[str]:
@@ -223,7 +223,7 @@ RECIPES = [
 
 @pytest.mark.parametrize(("layout", "model", "precision"), RECIPES)
 def test_recipes_as_shipped_train_as_one_rank_does(layout, model, precision, run, alone):
-    """Computing in 16 bits beside their casts, whose inputs then differ by a rounding of 16 bits here and there."""
+    """They compute in 16 bits, so the inputs of their casts differ by some roundings to 16 bits."""
     words = [*SHAPES.get(precision, []), *MODELS[model], f"precision={precision}", "precision.casts=eager"]
     world = fewest_ranks(layout)
     ours = run(world, f"parallel={layout}", f"trainer.devices={world}", *words)

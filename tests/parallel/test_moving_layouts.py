@@ -1,4 +1,4 @@
-"""Cut layouts beside training itself: checkpoints to and from others, an overflow on one rank, samples. 25 seconds."""
+"""Layouts that cut tensors: checkpoints to and from other layouts, an overflow on one rank, samples. 25 seconds."""
 
 import json
 from pathlib import Path
@@ -77,7 +77,7 @@ def updates(traced: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def test_an_algorithms_state_moves_between_layouts(run):
-    """Its tensors and its number are saved between two moves; data-parallel layouts go on with the bits of one rank."""
+    """Its tensors and its number are saved between two moves; data-parallel layouts continue with one rank's bits."""
     words = ["precision.casts=eager", "checkpoint.every_steps=2"]
     words += ["schedule.total_steps=8", "trainer.validate_every_steps=null", "data.micro_batch_size=1"]
 

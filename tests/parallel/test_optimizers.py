@@ -117,7 +117,7 @@ def test_bits_are_those_of_one_rank_and_state_is_as_planned(kind, layout, world,
 
 
 def test_the_schedule_moves_each_group_from_its_own_peak(alone):
-    """The last of four steps of wsd, of which the last fifth decays: at its final factor."""
+    """After the last of four steps of wsd, which decays in its last fifth, each group is at its final factor."""
     hidden, head, others = alone("muon")["rates"]
     assert (hidden, head, others) == (pytest.approx(2e-4), pytest.approx(5e-5), pytest.approx(5e-5))
 
@@ -151,7 +151,7 @@ def test_a_run_resumes_under_other_layouts_with_the_same_bits(kind, run, tmp_pat
 
 
 def exchanged(config: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
-    """Return each hidden matrix, and what came back of it, its rows backwards; and the elements that each rank took."""
+    """Return each hidden matrix and its exchanged copy, with reversed rows, and the elements that each rank took."""
     layout = layout_here(config.parallel)
     with torch.device("meta"):
         model = Decoder(config.model)

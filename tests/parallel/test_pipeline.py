@@ -1,4 +1,4 @@
-"""What a pipeline adds: a schedule's order and its bubble, an overflow on one stage, a loss on the last, a sample."""
+"""Pipelines: order and bubble of the schedules, an overflow on one stage, the loss on the last stage, a sample."""
 
 import json
 import math
@@ -78,7 +78,7 @@ class Noting:
 
 
 def of_torch(schedule: str, pp: int, micro_batches: int, virtual_stages: int) -> list[Order]:
-    """Return what every rank does under torch's schedule: as laid out where it is interleaved, else as it runs."""
+    """Return every rank's passes under torch's schedule: the declared order if interleaved, else the order run."""
     if schedule == "interleaved_1f1b":
         stages: Any = [Noting(index, pp, virtual_stages) for index in range(0, pp * virtual_stages, pp)]
         laid_out = ScheduleInterleaved1F1B(stages, micro_batches).pipeline_order
@@ -125,7 +125,7 @@ class Stages(pl.Callback):
 
 
 def recorded_run(config: Any) -> tuple[list[Order], list[list[int]]]:
-    """Return what every rank's stages did in the second step, and how many receive buffers there were at each pass."""
+    """Return the passes of every rank's stages in the second step, and the number of receive buffers at each pass."""
     order: Order = []
     buffers: list[int] = []
     known = Stages()
@@ -250,7 +250,7 @@ def failing_run(config: Any) -> str:
 def test_a_loss_that_is_not_finite_ends_every_rank(ranks, words):
     said = ranks(2).call(failing_run, compose_config(words("run", "parallel=pp", "trainer.devices=2")))
     ranks(2).close()  # an error left its axes' groups as they were
-    assert said.startswith("NonFiniteError"), said  # rank 0's, whose stage has no loss
+    assert said.startswith("NonFiniteError"), said  # rank 0, on the stage without a loss
 
 
 def test_a_sample_is_that_of_one_rank(ranks, words, tmp_path):

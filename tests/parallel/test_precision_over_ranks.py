@@ -1,4 +1,4 @@
-"""What the ranks must agree on: an overflow that one of them saw, amaxes, random bits."""
+"""Ranks agree on an overflow that one of them saw, on amaxes and on random bits."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def first_amaxes(config: Any) -> list[float]:
 
 
 def test_a_round_of_micro_batches_is_one_update_of_delayed_scales(ranks, small_run, tmp_path):
-    """Each with the largest amax of what the ranks run at once, which `plan` says is another run on other ranks."""
+    """Each update takes the largest amax of all ranks. `plan` notes that another number of ranks gives another run."""
 
     def config(layout: str, world: int) -> Any:
         words = [

@@ -1,8 +1,8 @@
-"""What autograd keeps of real steps, under layouts of 1 to 8 ranks, against what `plan` says of it. 17 CPU seconds.
+"""Tensors that autograd saves in real steps, under layouts of 1 to 8 ranks, against `plan`'s bytes. 17 CPU seconds.
 
-Saved tensors are counted by storage, those of parameters left out, from the first forward pass of a step to its last
-backward pass; the most there are at once is held against the plan's passes in the schedule's order. Part by part, and
-to the byte, tests/model/test_kinds.py compares every kind of block.
+Saved tensors are counted by storage, without parameters, from the first forward pass of a step to its last backward
+pass; their peak is compared with the plan's passes in the schedule's order. tests/model/test_kinds.py compares every
+kind of block to the byte.
 """
 
 from collections import Counter
@@ -73,7 +73,7 @@ class Saved(pl.Callback):
 
 
 class Kept(TorchDispatchMode):
-    """Counts bytes of what blocks' forward passes give that selective checkpointing keeps, in its own memory."""
+    """Counts the bytes of the blocks' outputs that selective checkpointing keeps."""
 
     def __init__(self, blocks: list[torch.nn.Module]) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ CASES = [
     ("llama_tiny", "pp", 2, "bf16", []),
     ("llama_tiny", "pp_interleaved", 2, "bf16", []),
 ]
-"""One of each part of what is counted; the blocks' own parts are held to the byte in tests/model/test_kinds.py."""
+"""One case per counted part; tests/model/test_kinds.py compares the parts of the blocks to the byte."""
 COMBINED = [
     ("llama_tiny", "single", 1, "bf16", []),
     ("llama_tiny", "single", 1, "bf16", ["model.ffn_hidden_size=384"]),

@@ -60,7 +60,7 @@ def test_compiled_operands_of_ranks_are_the_parts_of_one_process(ranks):
 
 
 def test_shard_scope_takes_the_scale_of_the_shard(ranks):
-    """What Transformer Engine does natively, and why the scope that is the default asks the other ranks."""
+    """As Transformer Engine does natively; the default scope reduces over the other ranks instead."""
     config = compose_config(words_of("fp8_current_e4m3"))
     found = ranks(4).call(differing_slots, [config], "shard")
     quantised = {slot for slot, cast in slots_of(config.precision).items() if cast.quantises}
@@ -76,10 +76,10 @@ Noted = dict[tuple[str, str], tuple[Tensor, Tensor, LinearPlan, Tensor | None]]
 
 
 def noted_operands(config: Config, unsharded: str | None = None) -> list[Noted] | None:
-    """Return, by rank, what the first micro-batch of a run gave each slot of `LAYERS`, and what became of it.
+    """Return, by rank, input and result of the cast of each slot of `LAYERS` in the first micro-batch of a run.
 
-    By (layer, slot): the operand's tensor, the operand, the layer's casts and its keys. `unsharded`: a role whose dy is
-    taken for whole, as a wrong table would have it. None on all ranks but the first.
+    By (layer, slot): the operand's tensor, the operand, the layer's casts and its keys. `unsharded`: a role with a dy
+    that is treated as whole, as with a wrong table. None on all ranks but the first.
     """
     noted: Noted = {}
     names: dict[int, str] = {}  # plans by identity: a call does not know its layer
@@ -217,7 +217,7 @@ def run_on(device: tuple[int, int] | None, config: Config) -> tuple[list[Any] | 
 def test_ranks_that_cast_their_parts_natively_train_as_emulated_ones(recipe, device, ranks, small_run, tmp_path):
     """tp = 2 x cp = 2; of the emulation the tests above say that its operands are the parts of the whole's."""
     words = [f"precision={recipe}", "parallel.tp=2", "parallel.cp=2", "trainer.devices=4", "precision.casts=eager"]
-    words += ["trainer.compile=false"]  # what a GPU has otherwise, and the emulation has not
+    words += ["trainer.compile=false"]  # a GPU would compile, the emulation does not
     words += ["model.hidden_size=256", "model.num_heads=2", "model.num_kv_heads=2", "model.ffn_hidden_size=256"]
     words += ["model.num_layers=1", "data.sequence_length=512", "trainer.max_steps=2", "model.bias=true"]
     words += ["trainer.validate_every_steps=null", "precision.modules.first_blocks_high_precision=0"]

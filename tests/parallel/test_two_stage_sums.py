@@ -35,7 +35,7 @@ def traced_and_counted(config: Config) -> tuple[Trace, Sent]:
 
 
 def between(sent: Sent, per_node: int, *kinds: str) -> int:
-    """Return what of rank 0's bytes goes to another machine: round a ring, or to each of the others as much."""
+    """Return the bytes that rank 0 sends to other machines, around a ring or in equal parts to all other ranks."""
     total = 0.0
     for (kind, ranks), size in sent.items():
         nodes = [rank // per_node for rank in ranks]

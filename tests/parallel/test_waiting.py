@@ -1,4 +1,4 @@
-"""What a rank waits: of works, by the main thread alone, and on a stand-in for CUDA by the stream that computes."""
+"""Seconds that a rank waits for works: of the main thread only, and on a simulated CUDA of the compute stream only."""
 
 import threading
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ class Time:
 
 
 def counted_on_a_rank() -> list[float]:
-    """Return what the clock counted of works of each kind, in waits: the clock moves on by 1 each time it is read."""
+    """Return the waits that the clock counted per kind of work; each reading advances the clock by 1."""
     reads = iter(range(10**6))
     clock, x = WaitClock(CPU, lambda: float(next(reads))), torch.ones(2)
     group = dist.group.WORLD
@@ -101,7 +101,7 @@ def test_on_cuda_the_stream_that_computes_waits(monkeypatch):
     worker.start()
     worker.join()
     current[0] = side
-    clock.timed(now.pass_by, 1)  # beside what computes
+    clock.timed(now.pass_by, 1)  # in parallel with the compute stream
     current[0] = main
     last = clock.mark()
     clock.timed(now.pass_by, 4)

@@ -104,7 +104,7 @@ def traced_run(config: Config, *callbacks: pl.Callback, saves: bool = True) -> T
 
 
 def unsaved_run(config: Config) -> Trace:
-    """Return what `traced_run` does, of a run whose checkpoints nobody reads: test_resume_layouts.py has those."""
+    """Return the trace of `traced_run` without saving checkpoints; test_resume_layouts.py tests those."""
     return traced_run(config, saves=False)
 
 

@@ -161,7 +161,7 @@ def test_a_damaged_summary_of_the_parent_run_is_reported(trunk, tmp_path, capsys
     capsys.readouterr()
     config = yaml.safe_load((copy / "config.yaml").read_text())
     (copy / "config.yaml").write_text(yaml.safe_dump({**config, "data": 5}))
-    assert "data: is 5 in the parent run's config: must be a mapping" in refused(capsys, f"branch_from={step(copy, 3)}")
+    assert "data=5: must be a mapping in the parent run's config" in refused(capsys, f"branch_from={step(copy, 3)}")
 
 
 def test_plan_rejects_the_same_resumes_and_branches_as_train(trunk, small_run, tmp_path, capsys):

@@ -216,7 +216,7 @@ def test_a_recipe_near_the_margin_uses_all_seeds(tmp_path, monkeypatch, capsys):
             ["sweep.margin=2%"],
             "sweep.margin: 2% needs the baseline at two other numbers of tokens, about half and twice",
         ),
-        (["sweep.margin=2 percent"], "sweep.margin: is 2 percent: must be above 0"),
+        (["sweep.margin=2 percent"], "sweep.margin='2 percent': must be above 0"),
         (["sweep.margin=2%", "sweep.until=null", "sweep.search=halving"], "must be in nats with search=halving"),
     ],
 )

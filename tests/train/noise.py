@@ -48,8 +48,8 @@ def fitted_noise(values: np.ndarray, tail: stats.rv_continuous, steps: int, gene
 def clean_steps(steps: int, seed: int, file: Path = CURVE) -> Iterator[tuple[float, float]]:
     """Yield (loss, gradient norm): the run's trend, then its last level held, with noise fitted to its own.
 
-    Tails reach beyond what the run itself showed: Student's t for the loss, a normal with an exponential tail for the
-    logarithm of the norm.
+    Tails are heavier than in the run: Student's t for the loss, a normal with an exponential tail for the logarithm of
+    the norm.
     """
     generator = np.random.default_rng(seed)
     losses, norms = read_curve(file)

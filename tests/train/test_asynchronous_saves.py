@@ -1,6 +1,6 @@
 """Saves that are written while training continues: the same files, and no failure or end of a run that loses one.
 
-Nothing here depends on how long a write takes: each is held until what is to come before it has happened. 12 seconds.
+Nothing here depends on the duration of a write: each write is held until the event before it has happened. 12 seconds.
 """
 
 import json
@@ -30,7 +30,7 @@ write = saver.write
 def until(happened: Callable[[], object]) -> None:
     deadline = time.monotonic() + 60
     while not happened():
-        assert time.monotonic() < deadline, "what a write was held for did not happen"
+        assert time.monotonic() < deadline, "the event that the write waited for did not happen"
         time.sleep(0.002)
 
 
@@ -45,7 +45,7 @@ def files_of(run: Path, step: int) -> dict[str, dict]:
 
 @pytest.fixture
 def held(monkeypatch) -> Callable[[Callable], None]:
-    """Return a function: what it is given runs, with the snapshot and whether to give up, before each write."""
+    """Return a function that registers a hook, called with (snapshot, whether to give up) before each write."""
 
     def hold(before: Callable) -> None:
         def held_write(folder, snapshot, run, config_hash, group, abandoned, check_folder):
@@ -147,7 +147,7 @@ def test_a_second_ctrl_c_breaks_the_write_off_and_leaves_nothing_of_it(tmp_path,
 def test_an_exception_waits_for_the_write_and_hides_no_failure_of_it(
     tmp_path, small_run, held, monkeypatch, also, capfd
 ):
-    """`also`: the write fails, too, and the run's own end is what the exit code and the summary are of."""
+    """`also`: the write fails, too; exit code and summary report the run's own error."""
     run = tmp_path / "run"
 
     def hold(snapshot, abandoned):

@@ -160,7 +160,7 @@ def test_a_branch_of_a_running_python_process_takes_what_is_newest_then(tmp_path
     assert main(["train", *branch_words(trunk, tmp_path / "first", "trainer.max_steps=3")]) == 0
     assert main(["train", *small_run(tmp_path / "trunk", "trainer.max_steps=3", short[1], "resume=auto")]) == 0
     again = branch_words(trunk, tmp_path / "first", "trainer.max_steps=4", "resume=auto")
-    assert main(["train", *again]) == 0  # goes on with what it is
+    assert main(["train", *again]) == 0  # continues the branch itself
     assert summary_of(tmp_path / "first" / "run")["branch"]["step"] == 2
     assert main(["train", *branch_words(trunk, tmp_path / "second", "trainer.max_steps=4")]) == 0
     assert summary_of(tmp_path / "second" / "run")["branch"]["step"] == 3

@@ -113,7 +113,7 @@ def test_a_run_killed_while_truncating_records_resumes_from_the_same_step(run, w
     with monkeypatch.context() as patch:
         patch.setattr(run_folder, "cut_back", cut_and_die)
         assert main(["train", *small_run(tmp_path, f"resume={run}/checkpoints/step=4")]) == 2
-    assert read_run(run).last_step == 4  # no damage: its summary says of no end by then
+    assert read_run(run).last_step == 4  # no damage: the summary has no end yet
     assert main(["train", *small_run(tmp_path, "resume=auto")]) == 0
     assert curve(run) == curve(whole)
     assert same_weights(run, whole, 6)
@@ -217,7 +217,7 @@ def test_a_malicious_state_of_callbacks_is_one_line(run, tmp_path, small_run, ca
     ids=["a tensor less", "another file", "no dtype", "no shards", "beyond the file"],
 )
 def test_a_description_that_does_not_fit_changes_nothing(run, tmp_path, small_run, capsys, change):
-    """What the digests cannot tell is found before anything is removed: the newer checkpoint stays."""
+    """Damage that digests cannot show is found before anything is removed: the newer checkpoint stays."""
     checkpoint = run / "checkpoints" / "step=4"
     described = json.loads((checkpoint / "tensors" / "metadata.json").read_text())
     change(described["tensors"])

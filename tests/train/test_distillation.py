@@ -176,7 +176,7 @@ def test_summary_names_the_teachers_by_digest(student, teachers):
 
 
 def test_teachers_take_no_masks_by_blocks():
-    """Which are for compiled blocks, as the student's may be."""
+    """Masks by blocks are only for compiled blocks, such as the student's."""
     seen = []
 
     class Teacher(nn.Module):

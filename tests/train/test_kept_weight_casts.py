@@ -168,7 +168,7 @@ CASES = [
 
 @pytest.mark.parametrize(("recipe", "mode", "compiled"), CASES)
 def test_the_same_bits_are_trained_and_each_weight_is_cast_once(recipe, mode, compiled):
-    """Losses, norms, gradients, weights, delayed scales, and what an observer sees; nothing is left after a step."""
+    """Losses, norms, gradients, weights, delayed scales and observed casts are equal; no cast is kept after a step."""
     config = compose(recipe, None, mode)
     ours, theirs = steps_of(config, compiled), steps_of(compose(recipe, False, mode), compiled)
     assert ours.figures == theirs.figures

@@ -1,4 +1,4 @@
-"""A run whose mixture has phases and which watches a source, resumed and whole. 12 seconds."""
+"""A run with phases in its mixture and a validation-only source, resumed and uninterrupted. 12 seconds."""
 
 import json
 import random

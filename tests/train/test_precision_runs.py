@@ -228,7 +228,7 @@ def test_the_last_max_10_or_1_percent_of_steps_must_make_an_update():
 
 
 def test_an_overflow_that_saturation_hides_is_found_in_the_operands():
-    # A scale per tensor is 1 beside an Inf, which then becomes 448. (MXFP8's is 2^127, and 448 * 2^127 is Inf again.)
+    # The scale of a tensor with an Inf is 1, and the Inf becomes 448. (MXFP8's is 2^127, and 448 * 2^127 is Inf again.)
     dy = [f"precision.{gemm}.dy.{key}" for gemm in ("dgrad", "wgrad") for key in ("block=tensor", "scale=fp32")]
     config = compose_config(["precision=fp16_mxfp8", "precision.casts=eager", *dy]).precision
     layer = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False))

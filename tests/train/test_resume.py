@@ -175,7 +175,7 @@ def test_across_a_high_precision_phase(phase, tmp_path, small_run, monkeypatch):
     words = [*plain, f"precision.phases=[{{{phase}}}]"]  # no slot named: high precision, for steps 1-3, or 4 and 5
     assert main(["train", *small_run(tmp_path / "uninterrupted", *words)]) == 0
     uninterrupted = tmp_path / "uninterrupted" / "run"
-    for step in (2, 4):  # before and after the quantised part begins; within the phase, whose scales wait
+    for step in (2, 4):  # before and within the quantised phase; scales wait
         resume = f"resume={uninterrupted / 'checkpoints' / f'step={step}'}"
         assert main(["train", *small_run(tmp_path / str(step), *words, resume)]) == 0
         resumed = tmp_path / str(step) / "run"

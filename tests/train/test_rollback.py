@@ -23,7 +23,7 @@ from tests.planted import corrupted_samples, infinite_gradient
 from tests.run_metrics import curve, read_metrics, same_weights, steps_saved
 
 BATCH, BAD = 4, 40
-"""Samples of a step, and the step whose samples are bad: past the 32 that a decision needs."""
+"""Samples per step, and the step with bad samples, after the 32 steps that a decision needs."""
 STEPS = BAD + 4
 SPOILT = [(BAD - 2) * BATCH, BAD * BATCH - 1]
 """The samples of the step before, too."""

@@ -104,7 +104,7 @@ def test_refusals_change_nothing(whole, capsys):
     assert "optim.learning_rate" in told
     assert "seed" in told
     assert main(["train", *config, "resume=/nowhere"]) == 2
-    assert main(["train", *config, "resume=auto"]) == 0  # finished: says so
+    assert main(["train", *config, "resume=auto"]) == 0  # reports that it is finished
     assert "is finished at step 6" in capsys.readouterr().out
     assert files() == before
 

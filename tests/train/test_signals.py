@@ -72,7 +72,14 @@ def test_in_a_step_it_saves_and_resume_gives_the_same_bits(tmp_path, small_run, 
 )
 def test_before_training_it_ends_without_a_traceback(tmp_path, small_run, number, code):
     words = small_run(tmp_path, "trainer.max_steps=400")
-    command = [sys.executable, "-u", "-m", "lightning_llm", "train", *words]  # new: what is forked may train by then
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "lightning_llm",
+        "train",
+        *words,
+    ]  # a new process: a forked one may train already by then
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.startswith("plan "):

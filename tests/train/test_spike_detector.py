@@ -29,7 +29,7 @@ def kinds(steps) -> list[tuple[int, str]]:
 
 
 def planted(losses=None, norms=None, seed: int = 0) -> list[tuple[float, float]]:
-    """Return clean steps with what `losses` and `norms` (index -> change) add to the loss and multiply the norm by."""
+    """Return clean steps with changes by index: `losses` is added to the loss, `norms` multiplies the gradient norm."""
     losses, norms = losses or (lambda i: 0.0), norms or (lambda i: 1.0)
     return [(loss + losses(i), norm * norms(i)) for i, (loss, norm) in enumerate(clean_steps(STEPS, seed))]
 
@@ -182,9 +182,9 @@ def test_a_step_that_is_made_ends_a_row_of_skips():
     assert policy.state.regime_steps == 128
     assert policy.state.events == 5
     policy.state = level_at(3.0, shift=8.0, skips_in_a_row=2)
-    assert not policy.judge({"loss": 3.04, "grad_norm": 1.0, "step": 1})  # a shift, whose step is made
+    assert not policy.judge({"loss": 3.04, "grad_norm": 1.0, "step": 1})  # a shift: the step is made
     assert (policy.state.skips_in_a_row, policy.state.events) == (0, 1)
-    assert policy.state.shift == 0  # what is left out is no part of a shift
+    assert policy.state.shift == 0  # skipped steps are no part of a shift
 
 
 def test_a_window_that_is_too_short_is_rejected():

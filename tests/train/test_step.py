@@ -124,7 +124,7 @@ def test_every_group_keeps_its_own_base_rate(model):
     optimizer = torch.optim.SGD(groups)
     rates = LearningRate(optimizer, SCHEDULE, MAX_STEPS)
     for group in optimizer.param_groups:
-        group["lr"] = 7.0  # what a loaded checkpoint would bring
+        group["lr"] = 7.0  # as a loaded checkpoint would set it
     for updates in range(MAX_STEPS):
         factor = learning_rate_factor(SCHEDULE, updates, MAX_STEPS)
         assert rates.set(updates) == 0.02 * factor

@@ -159,7 +159,7 @@ def killed_at(words: list[str], run: str, count: int) -> int:
 def test_a_run_killed_at_any_operation_resumes_with_the_same_bits(every, asynchronous, begun, child, small_run):
     """From a start-up that moves a damaged checkpoint aside, through a save that prunes, to the end.
 
-    Of asynchronous saves that of step 4 is made beside training; the last is waited for.
+    The asynchronous save of step 4 is written during training; the run waits for the last one.
     """
 
     def words_in(place: Path) -> list[str]:

@@ -70,7 +70,7 @@ def test_a_configs_digest_is_that_of_its_file(words):
 
 
 def test_the_hash_chain_continues_over_a_resume_without_steps_not_made(tmp_path, small_run, monkeypatch):
-    """A step whose update was not made has its line beyond the checkpoint that is saved because of it."""
+    """The line of a step without an update comes after the checkpoint that this step causes."""
     words = small_run(tmp_path, "spikes.policy=stop", "checkpoint.every_steps=2")
     run = tmp_path / "run"
     with monkeypatch.context() as patch:  # two micro-batches a step

@@ -73,7 +73,7 @@ def check_target(key: str, node: Any, others: Iterable[str] = ()) -> list[Proble
         return [Problem(f"{key}._target_", f"{text}{did_you_mean(target.rpartition('.')[2], known)}")]
     parents = list(lineage(found))
     if problem := refused(target, [each.path for each in parents]):
-        return [Problem(f"{key}._target_", problem)]
+        return [Problem(f"{key}._target_", problem, target)]
     return _check_arguments(key, node, _signature(parents))
 
 
@@ -83,9 +83,9 @@ def refused(target: str, lineage_paths: list[str]) -> str | None:
     `lineage_paths`: paths of the definitions of the class and its bases, its own first.
     """
     if any(path.startswith("pytorch_lightning.") for path in lineage_paths):
-        return f"is {target}, of the package pytorch_lightning. Use lightning.pytorch, its current name."
+        return "is of the package pytorch_lightning. Use lightning.pytorch, its current name."
     if CALLBACK not in lineage_paths:
-        return f"is {target}: must be a class derived from lightning.pytorch.Callback."
+        return "must be a class derived from lightning.pytorch.Callback."
     for path in lineage_paths:
         name = path.rpartition(".")[2]
         if path.startswith("lightning.pytorch.") and name in REFUSED_CALLBACKS:

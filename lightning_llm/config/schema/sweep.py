@@ -180,9 +180,9 @@ def read_margin(word: str | float) -> tuple[float, float | None]:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        problem = f"is {text}: must be above 0, in nats per token (0.01) or extra tokens (2%)"
+        problem = "must be above 0, in nats per token (0.01) or extra tokens (2%)"
         raise ValueError(problem)
     if in_tokens and value > MOST_PERCENT:
-        problem = f"is {text}: must be at most {MOST_PERCENT:g}% in tokens, because half the tokens show no more"
+        problem = f"must be at most {MOST_PERCENT:g}% in tokens, because half the tokens show no more"
         raise ValueError(problem)
     return (math.nan, value / 100) if in_tokens else (value, None)

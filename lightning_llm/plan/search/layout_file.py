@@ -33,13 +33,13 @@ def layout_file_problems(file: Path, force: bool) -> Iterator[Problem]:
             file,
         )
     elif file.stem in option_files(GROUP):
-        yield Problem("--write", f"is {file}, and {GROUP}={file.stem} is a shipped layout. Choose another name.")
+        yield Problem("--write", f"{GROUP}={file.stem} is a shipped layout. Choose another name.", file)
     elif file.is_dir() or not folder.is_dir():
-        yield Problem("--write", f"is {file}, which cannot be created. Choose another folder or name.")
+        yield Problem("--write", "cannot be created. Choose another folder or name.", file)
     elif file.exists() and not force:
-        yield Problem("--write", f"is {file}, which exists. Add --force to replace it, or choose another name.")
+        yield Problem("--write", "exists. Add --force to replace it, or choose another name.", file)
     elif not os.access(folder, os.W_OK):
-        yield Problem("--write", f"is {file}, and {folder} is not writable. Choose another folder.")
+        yield Problem("--write", f"{folder} is not writable. Choose another folder.", file)
 
 
 def write_layout(file: Path, priced: Priced, planner: str) -> list[str]:
@@ -55,7 +55,7 @@ def write_layout(file: Path, priced: Priced, planner: str) -> list[str]:
         partial.write_text(layout_text(file.stem, priced, planner, overrides), encoding="utf-8")
         partial.replace(file)
     except OSError as error:
-        raise ConfigError(Problem("--write", f"is {file}: cannot be written: {error}. Choose another.")) from error
+        raise ConfigError(Problem("--write", f"cannot be written: {error}. Choose another.", file)) from error
 
     return overrides
 

@@ -203,7 +203,8 @@ def no_layout_problems(space: Space) -> list[Problem]:
         return [problem for field in alone for problem in _impossible(space, field)]
     blamed = _contradicting(space)
     return [
-        Problem(key_of(field), _sentence(space, field, [each for each in blamed if each != field])) for field in blamed
+        Problem(key_of(field), _sentence(space, field, [each for each in blamed if each != field]), space.typed[field])
+        for field in blamed
     ]
 
 
@@ -215,7 +216,7 @@ def _impossible(space: Space, field: str) -> Iterator[Problem]:
         if found:
             yield from found
             return
-    yield Problem(key_of(field), _sentence(space, field, []))
+    yield Problem(key_of(field), _sentence(space, field, []), value)
 
 
 def _contradicting(space: Space) -> list[str]:
@@ -230,10 +231,10 @@ def _contradicting(space: Space) -> list[str]:
 def _sentence(space: Space, field: str, others: list[str]) -> str:
     value, world = space.typed[field], f"world={space.world}"
     if field in AXES and space.world % value:
-        text = f"is {value}: must divide {world}"
+        text = f"must divide {world}"
     else:
         beside = ", ".join(f"{key_of(other)}={space.typed[other]}" for other in others)
-        text = f"is {value}, and no layout of {world} has that{f' with {beside}' if others else ''}"
+        text = f"no layout of {world} has it{f' with {beside}' if others else ''}"
     allowed = sorted({choice.values()[field] for choice in _with(space, others).choices()})
     change = f"Set it to {'one of ' if len(allowed) > 1 else ''}{', '.join(map(str, allowed))}, omit it"
     return f"{text}. {change}, or change {'one of the others' if others else 'the number of ranks'}."

@@ -148,9 +148,9 @@ def read_links(file: Path, machines: int, devices: int) -> LinkMatrix:
         text = file.read_text(encoding="utf-8")
         values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(Problem("--links", f"is {file}, which cannot be read: {error}.")) from error
+        raise ConfigError(Problem("--links", f"cannot be read: {error}.", file)) from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(Problem("--links", f"is {file}, which is neither YAML nor JSON. Give {FORMAT}.")) from error
+        raise ConfigError(Problem("--links", f"is neither YAML nor JSON. Give {FORMAT}.", file)) from error
     rows: Any = values.get("gb_per_second") if isinstance(values, Mapping) else values
     names: Any = values.get("names") if isinstance(values, Mapping) else None
     if problems := list(_matrix_problems(file, rows, names, machines, devices)):
@@ -162,26 +162,23 @@ def read_links(file: Path, machines: int, devices: int) -> LinkMatrix:
 
 def _matrix_problems(file: Path, rows: Any, names: Any, machines: int, devices: int) -> list[Problem]:
     if not isinstance(rows, Sequence) or not rows or not all(isinstance(row, Sequence) for row in rows):
-        return [Problem("--links", f"is {file}, which has no matrix. Give {FORMAT}.")]
-    problems, count = [], len(rows)
+        return [Problem("--links", f"has no matrix. Give {FORMAT}.", file)]
+    texts, count = [], len(rows)
     if count not in (machines, devices):
-        text = f"is {file} with {count} rows: must have {machines}, one per machine, or {devices}, one per device."
-        problems.append(Problem("--links", text))
+        texts.append(f"must have {machines} rows, one per machine, or {devices}, one per device. It has {count}.")
     for index, row in enumerate(rows):
         if isinstance(row, str) or len(row) != count:
-            problems.append(
-                Problem("--links", f"is {file}: row {index} has {len(row)} numbers: must have {count}, one per row.")
-            )
+            texts.append(f"row {index} must have {count} numbers, one per row. It has {len(row)}.")
         elif bad := [rate for other, rate in enumerate(row) if other != index and not _is_rate(rate)]:
-            problems.append(Problem("--links", f"is {file}: row {index} has {bad[0]!r}: must be GB/s above 0."))
+            texts.append(f"row {index} must have GB/s above 0. It has {bad[0]!r}.")
     if names is not None and (
         isinstance(names, str)
         or not isinstance(names, Sequence)
         or len(names) != count
         or len(set(map(str, names))) != count
     ):
-        problems.append(Problem("--links", f"is {file}: names must have {count} different entries, one per row."))
-    return problems
+        texts.append(f"names must have {count} different entries, one per row.")
+    return [Problem("--links", text, file) for text in texts]
 
 
 def _rates(own: int, row: Sequence[Any]) -> tuple[float, ...]:

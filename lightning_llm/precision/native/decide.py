@@ -55,7 +55,7 @@ def _four_bit_problems(native: NativeRecipe, compute: tuple[int, int], has: str)
 
 
 PIPELINED = (
-    "and kernels draw the bits of stochastic rounding from one generator per GPU, seeded before a micro-batch's "
+    "kernels draw the bits of stochastic rounding from one generator per GPU, seeded before a micro-batch's "
     "forward pass: a stage's backward pass, which draws them, comes after others' forward passes, and all stages would "
     "draw the same"
 )
@@ -83,13 +83,13 @@ def shared_problems(native: NativeRecipe, shared: Mapping[str, str]) -> list[Pro
         if key == "parallel.pp":
             why = PIPELINED if native.stochastic else None
         elif native.whole_tensors:
-            why = f"and {native.name} takes scales from whole tensors, but would only see a rank's part"
+            why = f"{native.name} takes scales from whole tensors, but would only see a rank's part"
         elif native.stochastic:
-            why = "and ranks would draw the same bits of stochastic rounding for other parts of a tensor"
+            why = "ranks would draw the same bits of stochastic rounding for other parts of a tensor"
         else:
             why = None
         if why is not None:
-            problems.append(Problem(key, f"is {degree}, {why}: must be 1."))
+            problems.append(Problem(key, f"must be 1, because {why}.", degree))
     return problems
 
 
@@ -115,9 +115,9 @@ class Decision:
         if self.runs != "refused":
             return []
         return [
-            Problem(each.key, f"is 'native', and {each.text}. Set auto or emulated.")
+            Problem(each.key, f"{each.text}. Set auto or emulated.", "native")
             if each.key == "precision.backend"
-            else Problem(each.key, f"{each.text.rstrip('.')}; so precision.backend=native is not possible. Set auto.")
+            else replace(each, text=f"{each.text.rstrip('.')}; so precision.backend=native is not possible. Set auto.")
             for each in self.problems
         ]
 
@@ -132,7 +132,9 @@ class Decision:
 
 def _sentence(problem: Problem) -> str:
     text = problem.text.rstrip(".")
-    return text if problem.key == "precision.backend" else f"{problem.key} {text}"
+    if problem.key == "precision.backend":
+        return text
+    return f"{problem.key} {text}" if problem.value is None else f"{problem.key}={problem.value}: {text}"
 
 
 def decide(

@@ -97,10 +97,10 @@ def test_a_plan_is_placed_where_its_pipeline_is_fast(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[[0, 1], [1, 0]]", "with 2 rows: must have 4, one per machine, or 8, one per device"),
+        ("[[0, 1], [1, 0]]", "must have 4 rows, one per machine, or 8, one per device. It has 2"),
         ("{rates: 3}", "has no matrix"),
-        ("[[0, 1, 1, 1], [1, 0, 1, -1], [1, 1, 0], [1, 1, 1, 0]]", "row 1 has -1"),
-        ("[[0, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0], [1, 1, 1, 0]]", "row 2 has 3 numbers"),
+        ("[[0, 1, 1, 1], [1, 0, 1, -1], [1, 1, 0], [1, 1, 1, 0]]", "row 1 must have GB/s above 0. It has -1"),
+        ("[[0, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0], [1, 1, 1, 0]]", "row 2 must have 4 numbers, one per row. It has 3"),
         ("{names: abcd, gb_per_second: [[0,1,1,1],[1,0,1,1],[1,1,0,1],[1,1,1,0]]}", "4 different entries"),
         ("{names: [a, b, c, c], gb_per_second: [[0,1,1,1],[1,0,1,1],[1,1,0,1],[1,1,1,0]]}", "4 different entries"),
         ("[[", "neither YAML nor JSON"),
