@@ -129,7 +129,7 @@ def compare(
     output: StrPath | None = None,
     quiet: bool = False,
 ) -> "Comparison":
-    """Judge runs against a baseline as `lightning-llm compare` does. Writes report and tables beside the runs.
+    """Judge runs against a baseline as `lightning-llm compare` does. Writes report and tables next to the runs.
 
     Args:
         runs: results of `train`, folders of runs or above runs, sweeps, or MLflow ids. Default: the last sweep.

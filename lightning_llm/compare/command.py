@@ -147,7 +147,7 @@ def flags_of(asked: RequestedTerms, baseline: str | None, key: str) -> list[str]
 
 
 def note_look(comparison: Comparison, folder: Path) -> None:
-    """Record this look beside the runs, even if the report goes elsewhere, and add a note on repeated looks."""
+    """Record this look next to the runs, even if the report goes elsewhere, and add a note on repeated looks."""
     try:
         comparison.looks = record_look(look_at(comparison.verdicts, comparison.terms), folder)
     except (OSError, ValueError) as error:

@@ -78,7 +78,7 @@ class Cost:
 
 
 def cost_of(pairs: Sequence[Pair], tail: Tail | None) -> Cost:
-    """Return the cost of the recipe of `pairs`, none of which failed; times are to losses of the metric of `tail`."""
+    """Return the cost of a recipe from its `pairs` without failures; times are to losses of the metric of `tail`."""
     ratios = [found for pair in pairs if tail and (found := time_ratio(pair, tail.metric))]
     speeds = _ratios(pairs, "tokens_per_second_median")
     peaks = [run.peak_memory_bytes for run in (pair.run for pair in pairs) if run.peak_memory_bytes]

@@ -349,7 +349,7 @@ def _on_middles(runs: Sequence[Run]) -> list[str]:
 
 
 def _short_tails(verdicts: Sequence[Verdict]) -> list[str]:
-    """Return a note if the tail is a single validation, whose noise adds to the spread."""
+    """Return a note if the tail is a single validation, because its noise adds to the spread."""
     tails = [each.judged.measured.tail for each in verdicts]
     steps = sorted({tail.steps[0] for tail in tails if tail and len(tail.steps) == 1})
     if not steps:

@@ -99,7 +99,7 @@ class Merge:
         return [name for name in next(iter(self.units.values())) if name.startswith("val_loss") and "high" not in name]
 
     def correlation(self, metric: str) -> RankCorrelation:
-        """Return that of proxy and truth over the sets that a run is there for, of all seeds."""
+        """Return the rank correlation of the averages' metric with the runs' metric, over all sets that have a run."""
         known = [each for each in self.candidates if each.true is not None]
         true = [each.true[metric] for each in known if each.true is not None]
         return RankCorrelation.from_values([each.proxy[metric] for each in known], true)

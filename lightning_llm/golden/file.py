@@ -51,7 +51,7 @@ class Golden:
 
     @classmethod
     def of(cls, plan: Plan, origin: Mapping[str, Any], curve: Curve, noise: Noise | None = None) -> "Golden":
-        """Return the golden file's content of `plan` with the first steps `curve`."""
+        """Return a golden file's content: facts of plan and origin, and the `curve` of the first steps."""
         config, layout = recipe_keys(plan.config), layout_keys(plan)
         hashes = {
             "config": plan.identity,

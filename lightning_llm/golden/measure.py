@@ -91,9 +91,10 @@ def _first_steps(rank: Rank, steps: int, nudge: int | None) -> Measured:
 
 
 class Trajectory(pl.Callback):
-    """Keeps the figures of the first `steps` steps in `figures`, and ends the run after them.
+    """Callback that records the first `steps` steps in `figures` and then ends the run.
 
-    Stands behind callbacks that change gradients. `nudge`: see `nudge_weights`, before the first step.
+    It must come after all callbacks that change gradients. `nudge`: number for `nudge_weights`, applied before
+    the first step; None leaves the weights alone.
     """
 
     def __init__(self, steps: int, nudge: int | None = None):

@@ -17,7 +17,7 @@ class WeightRounding(Protocol):
     """How updated weights are written to bf16 parameters; see `train.weight_rounding`."""
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Return what it adds to the optimizer's state of a parameter, sharded like it."""
+        """Return the rounding's own optimizer state of a parameter, sharded like the parameter."""
         ...
 
     def update(
@@ -95,7 +95,7 @@ def adamw_change(
     betas: tuple[float, float],
     eps: float,
 ) -> torch.Tensor:
-    """Return what AdamW subtracts from decayed weights (Loshchilov & Hutter 2019, algorithm 2); all tensors fp32.
+    """Return AdamW's update, subtracted from decayed weights (Loshchilov & Hutter 2019, algorithm 2), in fp32.
 
     The moments `first` and `second` are advanced in place. `count`: of updates, this one included. Each operation is
     rounded once, so a shard gets the bits of the whole.

@@ -25,7 +25,7 @@ from lightning_llm.plan.stages import INTERLEAVED, parts_of
 
 
 def check_auxiliary_losses(model: Decoder, length: int) -> None:
-    """Check on every rank what one stage would find in its first forward pass, while the others wait for it.
+    """Raise errors of auxiliary losses on every rank, instead of in one stage's first forward pass while others wait.
 
     `model` is whole and on the meta device: the forward pass of one block of each kind over `length` tokens computes
     nothing. Blocks that need values are left to their stage.

@@ -47,7 +47,7 @@ class Wait:
         self._timeout, self._now, self._sleep = timeout, now, sleep
 
     def until(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Wait until `done()`; after `NOTED_AFTER_SECONDS` print a note with `what()` it waits for.
+        """Wait until `done()`; after `NOTED_AFTER_SECONDS` print a note with `what()`, the awaited event.
 
         Raises:
             ConfigError: `timeout` seconds have passed.

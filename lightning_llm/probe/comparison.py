@@ -77,7 +77,7 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def compare(reference: Tensor, samples: Sequence[Tensor]) -> Sums:
-    """Return the sums of all `samples` against `reference`."""
+    """Return the `Sums` of all `samples`, from which `figures` computes their errors against `reference`."""
     collector = Collector(reference)
     for sample in samples:
         collector.add(sample)

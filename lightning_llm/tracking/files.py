@@ -133,7 +133,7 @@ def cut_back(path: Path, step: int, first: Callable[[], None] | None = None) -> 
 def damaged_record(
     path: Path, step: int, begun_at_step: int, or_earlier: bool = False, written: ChainHead | None = None
 ) -> str | None:
-    """Return what is wrong with the records up to `step` in `path`, or None.
+    """Return a description of the damage of the records up to `step` in `path`; None if there is none.
 
     Every training step after `begun_at_step` must have a record; with `or_earlier`, records may also start before it.
     `written`: the head of their hash chain, if known.

@@ -44,7 +44,7 @@ class WeightRounding:
         self._words = {id(parameter): name_word(name) for name, parameter in parameters}
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return what is kept of a parameter between updates, sharded like it: nothing but for `kahan`."""
+        """Return the compensation of a parameter for `kahan`, sharded like the parameter; otherwise nothing."""
         return {COMPENSATION: torch.zeros_like(parameter, requires_grad=False)} if self.rounding == "kahan" else {}
 
     @torch.no_grad()

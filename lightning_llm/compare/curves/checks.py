@@ -124,7 +124,7 @@ def _gap_in_tail(curve: LoggedCurve) -> str:
 
 
 def stated_problems(curves: Sequence[LoggedCurve]) -> list[Problem]:
-    """Return the problems of what the logs state: kinds and units of the losses, and tokenizers, must agree."""
+    """Return problems of stated facts: the kinds and units of the losses and the tokenizers of all logs must agree."""
     problems = []
     for what, of in (("a {} loss", lambda curve: curve.loss.kind), ("{}", lambda curve: curve.loss.unit)):
         groups: dict[str, LoggedCurve] = {}
@@ -154,7 +154,7 @@ def stated_problems(curves: Sequence[LoggedCurve]) -> list[Problem]:
 
 
 def label_problems(curves: Sequence[LoggedCurve]) -> list[Problem]:
-    """Return the problems of files whose names have another arm's name, and not the one that they are given."""
+    """Return problems of files whose names contain the name of another arm, and not that of their own."""
     problems = []
     arms = list(dict.fromkeys(curve.log.arm for curve in curves))
     for curve in curves:

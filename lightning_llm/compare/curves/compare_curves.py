@@ -159,7 +159,7 @@ def _without_partner(problem: Problem) -> Problem:
 
 
 def _repeated_seeds(curves: Sequence[LoggedCurve]) -> list[Problem]:
-    """Return the problems of seeds that an arm has twice, also by what the files state."""
+    """Return problems of arms with one seed twice, given on the command line or stated in the files."""
     first: dict[tuple[str, int], LoggedCurve] = {}
     problems = []
     for curve in curves:

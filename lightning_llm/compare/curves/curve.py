@@ -245,7 +245,7 @@ def _against_disorder(
 
 
 def _against_missing_end(log: NamedLog, loss: LossColumn, every: Column, x: Column) -> None:
-    """Raise ConfigError if the log goes on after the last value of the loss, further than its usual spacing."""
+    """Raise ConfigError if the log continues after its last loss for longer than the usual spacing of losses."""
     end = float(np.nanmax(np.where(np.isfinite(every), every, math.nan)))
     usual = float(np.diff(x)[-5:].max())
     if end - x[-1] > 1.5 * usual:

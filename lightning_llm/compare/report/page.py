@@ -25,7 +25,7 @@ ORDER: tuple[Decision, ...] = ("lossless", "lossy", "inconclusive")
 def page(
     comparison: Comparison, pictures: Sequence[Picture], files: Mapping[str, str], tables: Sequence[Table] = ()
 ) -> str:
-    """Return the page; `files`: {name of a file beside it: its purpose}; `tables`: further tables."""
+    """Return the page; `files`: {name of a file in the same folder: its purpose}; `tables`: further tables."""
     environment = Environment(
         loader=PackageLoader("lightning_llm.compare.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )

@@ -175,7 +175,7 @@ def _without_end(one: Run, ended: Sequence[Run], unfinished: Sequence[Run], fact
 
 
 def _aa_groups(runs: Sequence[Run], family: ComparisonGroup, metric: str) -> list[list[Run]]:
-    """Return the groups of runs that only differ in rounding, one of which is judged in this group of recipes."""
+    """Return the groups of runs that only differ in rounding and include a run of this comparison group."""
     judged = {id(run) for run in family.runs}
     return [group for group in same_but_for_rounding(runs, metric) if any(id(run) in judged for run in group)]
 

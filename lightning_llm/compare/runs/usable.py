@@ -118,7 +118,7 @@ def _curve(run: Run) -> Hashable:
 
 
 def survived_at(runs: Sequence[Run]) -> str:
-    """Return the common values, as overrides, of keys of which a search tried other values; "" without any."""
+    """Return the keys that a search varied and that are equal in all `runs`, as overrides; "" if there are none."""
     keys: dict[str, None] = {}
     for folder in dict.fromkeys(run.folder.parent for run in runs):
         if ended_by_search(folder):

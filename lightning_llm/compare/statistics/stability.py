@@ -264,7 +264,7 @@ def judge_spikes(
 
 
 def sign_flip(differences: np.ndarray) -> float:
-    """Return the one-sided p-value of a mean above 0 if each difference is as likely to have the other sign.
+    """Return the one-sided p-value of a mean above 0, if both signs of a difference were equally likely.
 
     Exact up to `MOST_ENUMERATED` nonzero differences; above that by seeded draws, including the observed signs.
     """

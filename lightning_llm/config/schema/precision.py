@@ -221,7 +221,7 @@ class PrecisionConfig(Group):
     @model_validator(mode="before")
     @classmethod
     def _one_master_dtype(cls, values: Any) -> Any:
-        """Accept `master_dtype` within `update`, beside the rounding that it belongs to."""
+        """Accept `master_dtype` within `update` too, next to the rounding."""
         if not isinstance(values, Mapping) or not isinstance(values.get("update"), Mapping):
             return values
         update = dict(values["update"])
@@ -316,7 +316,7 @@ class PrecisionConfig(Group):
         return blake2b(text.encode(), digest_size=6).hexdigest()
 
     def _phase_content(self, number: int) -> dict[str, Any]:
-        """Return what the hash covers of a phase: its keys, or the casts that result from what it inherits."""
+        """Return the hashed content of a phase: its keys, or the hash of the resulting recipe if it inherits."""
         phase = self.phases[number]
         if not phase.inherit and phase.modules is None:
             return phase.model_dump(mode="json")

@@ -158,7 +158,7 @@ class Source:
 
 
 def these_files(path: str | None, files: Sequence[Path]) -> str:
-    """Return the name of the `files` of a source at `path` for messages."""
+    """Return how messages name a source: its only file, or its `path` with the number of `files`."""
     return str(files[0]) if len(files) == 1 else f"{path!r} ({len(files)} files)"
 
 

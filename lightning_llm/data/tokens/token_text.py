@@ -72,7 +72,7 @@ def added_texts(backend: "tokenizers.Tokenizer") -> dict[int, str]:
 def decoded(
     backend: "tokenizers.Tokenizer", tokens: Sequence[int], literal: dict[int, str], skip_special: bool = False
 ) -> str:
-    """Return the text of `tokens`, with special ones unless `skip_special`. `literal`: what `added_texts` returned."""
+    """Return the text of `tokens`, with special ones unless `skip_special`. `literal`: the result of `added_texts`."""
     if skip_special:
         special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
         tokens = [token for token in tokens if token not in special]

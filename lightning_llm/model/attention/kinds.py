@@ -46,7 +46,10 @@ class AttentionSpec(Mixer):
         ]
 
     def flops_per_token(self, model: ModelConfig, sequence_length: int) -> int:
-        """Return those of q k^T and the product with v: 12 H K T; with a window, T are its tokens."""
+        """Return the FLOPs per token of q k^T and of the product with v, forward and backward: 12 H K T.
+
+        T is the sequence length, or the number of tokens of a shorter window.
+        """
         seen = min(sequence_length, self.window or sequence_length)
         return 12 * model.num_heads * model.attention_head_dim * seen
 

@@ -21,7 +21,7 @@ def as_ours(weights: Weights) -> list[TensorToWrite]:
 
 
 def as_huggingface(weights: Weights, config: ModelConfig, dtype: str) -> list[TensorToWrite]:
-    """Return every tensor of the architecture that computes what `config` does, in `dtype`.
+    """Return every tensor of the transformers architecture that is equivalent to `config`, in `dtype`.
 
     Raises:
         ConfigError: there is none.

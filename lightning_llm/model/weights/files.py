@@ -164,7 +164,7 @@ def _is_zip(file: Path) -> bool:
 
 
 def _files_of(folder: Path, single: str) -> list[Path]:
-    """Return the one file of a folder without an index."""
+    """Return the only weight file of a folder without an index."""
     if _is_file(folder / single):
         return [folder / single]
     if os.path.islink(folder / single):

@@ -161,7 +161,7 @@ def _all_parts(model: ModelConfig) -> list[Part]:
 
 
 def _auxiliary_problems(model: ModelConfig, tp: int) -> Iterator[Problem]:
-    """Yield the auxiliary losses whose reduction over ranks is not declared, or declared in two ways."""
+    """Yield problems of auxiliary losses with no declared reduction over ranks, or with two different ones."""
     reductions: dict[str, dict[str, str]] = {}
     for part in _all_parts(model):
         declared = part.auxiliary_losses

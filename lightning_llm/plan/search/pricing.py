@@ -108,9 +108,10 @@ class Bounds:
         return self.space.config.data.global_batch_size // (choice.data_ranks * choice.micro_batch_size)
 
     def blocks(self, choice: Choice, *, timed: bool) -> Blocks:
-        """Return the table for all layouts with the same tp, cp, further axes, micro-batch size and recomputation.
+        """Return lower bounds of the blocks' seconds (`timed`) or bytes, from a table that many layouts share.
 
-        It is computed for a layout that shards everything and has no pipeline, which casts, adds and keeps the least.
+        Layouts with the same tp, cp, further axes, micro-batch size and recomputation share one. It is computed for the
+        layout of them that casts, adds and keeps the least: everything is sharded, and there is no pipeline.
         """
         key = choice.tp, choice.cp, choice.micro_batch_size, choice.activation_checkpoint, timed, choice.further
         if key not in self._blocks:

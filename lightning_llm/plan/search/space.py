@@ -114,7 +114,7 @@ class Space:
         return self.config.model_copy(update={"data": data, "parallel": parallel, "world": self.world})
 
     def _beside(self, further: Degrees, ranks: int) -> Iterator[Choice]:
-        """Yield the layouts of `ranks` ranks over the built-in axes, beside the degrees of further ones."""
+        """Yield the layouts of `ranks` ranks over the built-in axes, combined with the degrees of `further` axes."""
         for tp, cp in product(self._degrees("tp", ranks), self._degrees("cp", ranks)):
             if ranks % (tp * cp):
                 continue

@@ -20,7 +20,7 @@ class QuantisedConv1D(QuantisedLinear):
 
 
 class NativeConv1D(NativeLinear):
-    """`NativeLinear` with a transposed weight, of which kernels need a contiguous copy."""
+    """`NativeLinear` with a transposed weight; its kernels need a contiguous copy of it."""
 
     def forward(self, x: Tensor, reduce: Reduce | None = None) -> Tensor:
         """Return [..., out_features] in the dtype of `x` [..., in_features]."""

@@ -113,7 +113,7 @@ def delayed_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 def load_delayed_state(model: nn.Module, state: dict[str, dict[str, Tensor]]) -> list[str]:
-    """Restore what `delayed_state` returned; return the layers it held nothing for, which start from scale 1.
+    """Restore the state of `delayed_state`; return the layers without an entry in it, which start from scale 1.
 
     A history of another length keeps its newest rows. Layers that are not delayed here, in a phase that is high, say,
     keep what there is for the next phase, and are not missing anything.

@@ -19,7 +19,7 @@ from lightning_llm.precision.linear.weight_rules import codes_cast
 
 
 class GatheredWeight(WeightCasts):
-    """Weight of `layer`, of which this rank has some rows.
+    """Weight of `layer` that is sharded by rows over ranks.
 
     `amax`: largest magnitude of the whole weight, None until reduced. A reduced amax is valid within a training step
     (`begin_step` to `end_step`); outside, weights may have changed.

@@ -100,7 +100,7 @@ class QuantisedLinear(nn.Linear):
         self._number = autograd.number(self)  # a copy is another layer
 
     def forward(self, x: Tensor, reduce: Reduce | None = None) -> Tensor:
-        """Return [..., out_features] in the dtype of `x` [..., in_features], or what `reduce` makes of it."""
+        """Return [..., out_features] in the dtype of `x` [..., in_features], after `reduce` if it is given."""
         return self.reduced(x, self.weight, self.bias, reduce)
 
     def reduced(self, x: Tensor, weight: Tensor, bias: Tensor | None, reduce: Reduce | None) -> Tensor:

@@ -356,5 +356,5 @@ class NativeLinear(QuantisedLinear):
 
 
 def seed_random_bits(word: int) -> None:
-    """Seed what NVFP4's kernels draw stochastic rounding from (torch's CUDA generator), before a micro-batch."""
+    """Seed torch's CUDA generator, from which NVFP4's kernels draw random bits, before a micro-batch."""
     torch.cuda.manual_seed(word)

@@ -252,7 +252,7 @@ def _way_round(rule: Rule) -> str:
 
 
 def still_broken(recipe: PrecisionConfig, allowed: Iterable[str]) -> tuple[str, ...] | None:
-    """Return those of the `allowed` rules that `recipe` breaks; None for none, as in `allow`."""
+    """Return the `allowed` rules that `recipe` breaks; None if it breaks none, as in the key `allow`."""
     sets = recipe.cast_sets().values()
     broken = {rule_name(rule) for rule in RULES for casts in sets if any(True for _ in rule(recipe, casts))}
     return tuple(name for name in allowed if name in broken) or None

@@ -198,7 +198,7 @@ def _went_back(config: Config, folder: Path) -> bool:
 
 
 def _finished_without_checkpoint(config: Config, folder: Path) -> Start:
-    """Return that nothing is left to do, since starting again would delete the run.
+    """Return a `Start` with nothing left to do: a new start would delete the finished run.
 
     Raises:
         ConfigError: trainer.max_steps has changed.
