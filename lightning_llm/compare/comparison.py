@@ -149,7 +149,7 @@ class Comparison:
         """Return the content of `compare.json`. Entries that do not apply are null.
 
         - `schema_version`: version of the JSON Schema.
-        - `factor`, `baseline`, `margin`, `token_margin`, `confidence`, `metric`: what was compared, and by which terms.
+        - `factor`, `baseline`, `margin`, `token_margin`, `confidence`, `metric`: the comparison and its terms.
         - `verdicts`: one per arm and setting.
         - `baselines`: loss, speed and memory of the baseline in each setting.
         - `aa`: noise floors, from runs of one recipe and seed that differ in rounding only.
@@ -234,8 +234,8 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
     - `pairs`, `controlled`, `confounders`: number of pairs; true if only the factor differs; the other differing keys,
       with the baseline's value first.
     - `records_verified`, `damaged`: true if all its runs were verified; damaged folders and files.
-    - `parameters`, `tokens`, `model`, `setting`, `baseline`, `margin`, `token_margin`, `confidence`: what the verdict
-      holds for.
+    - `parameters`, `tokens`, `model`, `setting`, `baseline`, `margin`, `token_margin`, `confidence`: scope of the
+      verdict.
     - `look`: among declared looks, `number`, `of`, `seeds`, `interval_confidence`, `settled`, `next_seeds`,
       `waits_for`.
     - `late_switching`: of branches, `steps`, `max_steps`, `trunks` (parent runs), `seeds`, `holds_for`.
@@ -248,8 +248,8 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
       lost, by cause; false if the baseline has not learned.
     - `more_seeds`, `seeds_if_no_gap`, `seeds_if_lossy`, `seeds_if_stable`: seeds to add if the true gap is 0; seeds in
       all if it is 0, if it is three margins, to show stability. Null if none are needed or more than 999.
-    - `sd`, `df`, `pooled_with`, `comparisons`: SD of a pair's difference, its degrees of freedom, number of arms whose
-      variance is pooled, number of joint intervals.
+    - `sd`, `df`, `pooled_with`, `comparisons`: SD of a pair's difference, its degrees of freedom, number of arms that
+      share the pooled variance, number of joint intervals.
     - `aa_floor`, `aa_pairs`, `identical`, `may_not_have_acted`: noise floor and its pairs; true if all pairs are equal
       to the last bit, and if they should not be.
     - `curve`: `steps`, `tokens`, `gap`, `low`, `high` at each common validation, with pointwise intervals.
@@ -259,8 +259,8 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
     - `spike_verdict`: `verdict`, `counts` by seed, `spiked_runs`, `discordant`, `p_runs`, `p_counts`, `level`.
     - `tuned`: with `--best-of`, `value`, `baseline_value`, the decision `withheld`, `because`, `unjudged`.
     - `tokens_per_second`, `tokens_per_second_ratio`, `peak_memory_bytes`, `peak_memory_ratio`, `spikes`,
-      `skipped_steps`, `speed_confounders`, `emulated`: cost; what makes it incomparable; true if the speed is not the
-      format's.
+      `skipped_steps`, `speed_confounders`, `emulated`: cost; differences that make speeds incomparable; true if
+      the speed is not the format's own.
     - `quantized`: `linears` of `all_linears`, `blocks` of `all_blocks`; `shortfall`, the layers that the recipe's
       source keeps unquantized and this model does not.
     - `effective_data`, `net_speed`: the gap in tokens (`ratio`, `ci`, `more_tokens`, `more_tokens_ci`, `seeds`); the

@@ -28,7 +28,7 @@ def part_problems(curves: Sequence[LoggedCurve]) -> list[Problem]:
 
 
 def _interleaved(curves: Sequence[LoggedCurve]) -> Problem | None:
-    """Return a problem if the points of k > 1 curves with equal spacing interleave, shifted by multiples of 1/k of it."""
+    """Return a problem if the points of k > 1 evenly spaced curves interleave, shifted by multiples of 1/k."""
     if len(curves) < 2:
         return None
     spacing = curves[0].spacing
