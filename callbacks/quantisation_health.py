@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_llm.parallel.layout import Layout
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
 from lightning_llm.precision.linear.plan import SLOT_NAMES, CastRecord, Shard
 from lightning_llm.precision.linear.statistics import HIGHEST, LOWEST, SUMS, cast_sums, figures
@@ -37,11 +36,73 @@ COLUMNS = (
 log = logging.getLogger(__name__)
 
 
+class _OwnRun:
+    """Module, ranks and folder of a run of `train`: one batch of the loop is one step."""
+
+    def __init__(self, trainer: pl.Trainer, module: Any):
+        self.module, self.layout = module, trainer.strategy.layout
+        self.layers, self.folder = quantised_layers(module.model), Path(module.config.run.dir)
+        self.recipe = f"precision={module.config.precision.name}"
+
+    @property
+    def completed_steps(self) -> int:
+        """Number of steps that have ended."""
+        return int(self.module.completed_steps)
+
+    def log(self, record: dict[str, float]) -> None:
+        """Add `record` to that of the step."""
+        self.module.step_record.update(record)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks that hold other layers, in the order of pipeline stages."""
+        return self.layout.gather_over_stages(value)
+
+    def reduce(self, tensor: Tensor, op: Any) -> Tensor:
+        """Reduce over the ranks that hold the same layers."""
+        return self.layout.reduce(tensor, op, "dp", "sequence", "width")
+
+    def origin(self, batch: Any) -> Any:
+        """Return the module and slot in which a non-finite value of the step began."""
+        return find_origin(self.module.train_step, batch)
+
+
+class _AnyRun:
+    """Module, ranks and folder of any LightningModule with layers that `quantize` changed; each rank has all layers."""
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule):
+        self.trainer, self.module, self.layers = trainer, module, quantised_layers(module)
+        self.folder, self.recipe = Path(trainer.log_dir or trainer.default_root_dir), "the module"
+
+    @property
+    def completed_steps(self) -> int:
+        """Number of optimizer steps that have ended; a step may have several batches."""
+        return self.trainer.global_step
+
+    def log(self, record: dict[str, float]) -> None:
+        """Log `record` with the module's loggers."""
+        self.module.log_dict(record)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return `value`, since no rank holds other layers."""
+        return [value]
+
+    def reduce(self, tensor: Tensor, op: Any) -> Tensor:
+        """Reduce over all ranks, in place."""
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(tensor, op)
+        return tensor
+
+    def origin(self, batch: Any) -> Any:
+        """Return None: the step cannot be repeated here."""
+
+
 class QuantisationHealth(pl.Callback):
     """Observes every cast of every quantized linear in step 1 and each `every_steps`-th, over all ranks.
 
-    - `health/<slot>/<statistic>` in the step's record (and so in MLflow): all layers together, plus `sqnr_db_worst`,
-      the lowest of one layer. `precision.linear.statistics` defines the statistics.
+    Works in runs of `train`, and in the Trainer of any LightningModule with layers that `quantize` changed.
+
+    - `health/<slot>/<statistic>` in the step's record (and so in MLflow), or logged: all layers together, plus
+      `sqnr_db_worst`, the lowest of one layer. `precision.linear.statistics` defines the statistics.
     - `health.jsonl`: a line per observed step with every module and slot; MLflow gets it as an artifact at the end.
     - `health.txt`, shown at the end: the `worst` tensors of the last observed step.
     - A warning names the first cast with NaN or Inf as input. If training ends because of a non-finite loss or
@@ -55,41 +116,47 @@ class QuantisationHealth(pl.Callback):
     def __init__(self, every_steps: int = 100, worst: int = 10):
         self.every_steps = every_steps
         self.worst = worst
-        self._layers: list[QuantisedLinear] = []
+        self._run: _OwnRun | _AnyRun | None = None
         self._sums = self._ranges = torch.zeros(0)
         self._scales: dict[tuple[int, str], Tensor] = {}
         self._compared: set[tuple[int, str]] = set()
-        self._anywhere = self._observing = self._warned = False
+        self._anywhere = self._warned = False
+        self._observed_step = 0
+        """The step in which casts are observed, 0 for none."""
         self._batch: Any = None
         self._tensors: Tensors = {}
         self._step = 0
 
+    @property
+    def _layers(self) -> list[QuantisedLinear]:
+        return [] if self._run is None else [layer for layer in self._run.layers if not layer.plan.fixed]
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Find the layers; drop records that a resumed run will measure again."""
-        self._layers = [layer for layer in quantised_layers(pl_module.model) if not layer.plan.fixed]
+        self._run = run = (_OwnRun if hasattr(trainer.strategy, "layout") else _AnyRun)(trainer, pl_module)
         # A pipeline stage may have no layers, but still participates in the sums over ranks.
-        self._anywhere = any(trainer.strategy.layout.gather_over_stages(bool(self._layers)))
+        self._anywhere = any(run.gather(bool(self._layers)))
         if not trainer.is_global_zero:
             return
         if not self._anywhere:
-            name = pl_module.config.precision.name
-            print(f"health precision={name} has no casts here: only NaN and Inf are detected", flush=True)
-        file = Path(pl_module.config.run.dir, HEALTH_FILE)
+            print(f"health {run.recipe} has no casts here: only NaN and Inf are detected", flush=True)
+        file = run.folder / HEALTH_FILE
         if file.exists():
-            cut_back(file, pl_module.completed_steps)
+            cut_back(file, run.completed_steps)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Start to observe if the step is due."""
         self._batch = batch
-        step = pl_module.completed_steps + 1
-        if not self._anywhere or (step != 1 and step % self.every_steps):
+        step = 0 if self._run is None else self._run.completed_steps + 1
+        if not self._anywhere or self._observed_step or (step != 1 and step % self.every_steps):
             return
-        shape, device = (len(self._layers), len(SLOT_NAMES)), trainer.strategy.root_device
+        layers = self._layers
+        shape, device = (len(layers), len(SLOT_NAMES)), trainer.strategy.root_device
         self._sums = torch.zeros(*shape, len(SUMS), dtype=torch.float64, device=device)
         self._ranges = torch.tensor([math.inf, -math.inf], dtype=torch.float64, device=device).repeat(*shape, 1)
         self._compared = set()
-        self._observing = True
-        for index, layer in enumerate(self._layers):
+        self._observed_step = step
+        for index, layer in enumerate(layers):
             layer.observe = partial(self._see, index)
 
     @torch.no_grad()
@@ -111,29 +178,29 @@ class QuantisationHealth(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         """Sum over ranks and write the statistics of the observed step."""
-        if not self._observing:
+        run = self._run
+        if run is None or not self._observed_step or run.completed_steps < self._observed_step:
             return
         self._stop_observing()
-        names, sums, lowest, highest = self._of_all_ranks(trainer.strategy.layout)
-        self._step = pl_module.completed_steps
+        names, sums, lowest, highest = self._of_all_ranks(run)
+        self._step = run.completed_steps
         self._tensors = {
             (name, slot): _figures(sums[i, s], lowest[i, s], highest[i, s])
             for i, name in enumerate(names)
             for s, slot in enumerate(SLOT_NAMES)
             if sums[i, s, 0] or sums[i, s, SUMS.index("non_finite")]
         }
-        pl_module.step_record.update(self._by_slot(sums, lowest, highest))
+        run.log(self._by_slot(sums, lowest, highest))
         if trainer.is_global_zero:
-            self._append(Path(pl_module.config.run.dir, HEALTH_FILE))
+            self._append(run.folder / HEALTH_FILE)
             self._warn()
 
-    def _of_all_ranks(self, layout: Layout) -> tuple[list[str], Tensor, Tensor, Tensor]:
+    def _of_all_ranks(self, run: _OwnRun | _AnyRun) -> tuple[list[str], Tensor, Tensor, Tensor]:
         """Return the layers' names, in the model's order, and their sums, lowest and highest [layers, slots, ..]."""
-        stage = ("dp", "sequence", "width")  # the ranks that hold the same layers
-        sums = layout.reduce(self._sums, dist.ReduceOp.SUM, *stage).cpu()
-        lowest = layout.reduce(self._ranges[..., 0].contiguous(), dist.ReduceOp.MIN, *stage).cpu()
-        highest = layout.reduce(self._ranges[..., 1].contiguous(), dist.ReduceOp.MAX, *stage).cpu()
-        parts = layout.gather_over_stages(([layer.name for layer in self._layers], sums, lowest, highest))
+        sums = run.reduce(self._sums, dist.ReduceOp.SUM).cpu()
+        lowest = run.reduce(self._ranges[..., 0].contiguous(), dist.ReduceOp.MIN).cpu()
+        highest = run.reduce(self._ranges[..., 1].contiguous(), dist.ReduceOp.MAX).cpu()
+        parts = run.gather(([layer.name for layer in self._layers], sums, lowest, highest))
         names = [name for part in parts for name in part[0]]
         order = sorted(range(len(names)), key=lambda i: _block_of(names[i]))  # a rank's stages may not be adjacent
         sums, lowest, highest = (torch.cat([part[i] for part in parts])[order] for i in (1, 2, 3))
@@ -155,6 +222,7 @@ class QuantisationHealth(pl.Callback):
     def _append(self, file: Path) -> None:
         rows = [[*key, *(_short(made.get(name)) for name in COLUMNS)] for key, made in self._tensors.items()]
         line = {"step": self._step, "columns": ["module", "slot", *COLUMNS], "rows": rows}
+        file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n")
 
@@ -168,23 +236,24 @@ class QuantisationHealth(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Show the worst tensors."""
         if self._tensors and trainer.is_global_zero:
-            print(self._write_table(pl_module), flush=True)
+            print(self._write_table(), flush=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Report the origin of a non-finite value, and write the statistics so far."""
         self._stop_observing()
         if self._tensors and trainer.is_global_zero:
-            self._write_table(pl_module)
-        if isinstance(exception, NonFiniteError) and self._batch is not None:
-            exception.origin = find_origin(pl_module.train_step, self._batch)
+            self._write_table()
+        if isinstance(exception, NonFiniteError) and self._batch is not None and self._run is not None:
+            exception.origin = self._run.origin(self._batch)
 
-    def _write_table(self, pl_module: Any) -> str:
+    def _write_table(self) -> str:
         text = table(self._tensors, self._step, self.worst)
-        Path(pl_module.config.run.dir, TABLE_FILE).write_text(text + "\n", encoding="utf-8")
+        if self._run is not None:
+            (self._run.folder / TABLE_FILE).write_text(text + "\n", encoding="utf-8")
         return text
 
     def _stop_observing(self) -> None:
-        self._observing = False
+        self._observed_step = 0
         for layer in self._layers:
             layer.observe = None
 
@@ -192,7 +261,7 @@ class QuantisationHealth(pl.Callback):
 def _block_of(name: str) -> int:
     """Return 12 for "layers.12.attention.q_proj"; modules outside of blocks come last."""
     parts = name.split(".")
-    return int(parts[1]) if parts[0] == "layers" else sys.maxsize
+    return int(parts[1]) if parts[0] == "layers" and parts[1].isdecimal() else sys.maxsize
 
 
 def _figures(sums: Tensor, lowest: Tensor, highest: Tensor) -> dict[str, float]:

@@ -15,7 +15,7 @@ from lightning_llm.base.version import __version__ as __version__
 if TYPE_CHECKING:
     from inspect import Signature
 
-    from lightning_llm.api import TrainResult, compare, compose, evaluate, load, train
+    from lightning_llm.api import TrainResult, compare, compose, evaluate, load, probe, train
     from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError, RunFailedError
     from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError
     from lightning_llm.config.schema import Config
@@ -40,6 +40,7 @@ __all__ = [
     "dequantize",
     "evaluate",
     "load",
+    "probe",
     "quantise",
     "quantize",
     "train",
@@ -110,5 +111,5 @@ class _CallablePackage(ModuleType):
         return self._function.__doc__
 
 
-for _name in ("compare", "evaluate", "train"):
+for _name in ("compare", "evaluate", "probe", "train"):
     import_module(f"{__name__}.{_name}").__class__ = _CallablePackage

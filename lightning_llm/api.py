@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_llm.evaluate.evaluation import Evaluation
     from lightning_llm.evaluate.over_time import Trend
     from lightning_llm.model.decoder import Decoder
+    from lightning_llm.probe.any_module import Loss, ModuleProbe
 
 StrPath = str | os.PathLike[str]
 EXIT_INPUT = 2
@@ -293,6 +294,35 @@ def evaluate(  # type: ignore[misc]  # overloads leave out arguments
     if not quiet:
         print_metrics(done)
     return done
+
+
+def probe(
+    module: Any,
+    batches: Iterable[Any],
+    *,
+    loss: "Loss | None" = None,
+    keys: int = 4,
+    attribute: bool = True,
+) -> "ModuleProbe":
+    """Measure how the recipe of a module that `quantize` changed affects its gradients, as `lightning-llm probe` does.
+
+    Runs on a copy of the module in evaluation mode, with emulated casts: the module and its step stay as they are.
+
+    Args:
+        module: the quantized module, whole and in one process.
+        batches: few batches, held in memory. Tensors in them are moved to the module's device.
+        loss: function of (module, batch) that returns the batch's mean loss. None: batches are mappings, and
+            `module(**batch).loss` is the loss, as for models of transformers.
+        keys: number of draws of random bits that are compared.
+        attribute: also measure each slot and each layer alone, and which layers to keep unquantized: one pass per layer
+            and two per slot.
+
+    Raises:
+        ConfigError: the module is not quantized or is sharded, or an argument is wrong.
+    """
+    from lightning_llm.probe.any_module import probe_module
+
+    return probe_module(module, batches, loss, keys, attribute)
 
 
 def _path_of(given: "StrPath | TrainResult") -> Path:

@@ -22,7 +22,7 @@ from lightning_llm.precision.linear.module import HIGH_CASTS
 from lightning_llm.precision.linear.plan import SLOT_NAMES, LinearPlan
 from lightning_llm.precision.recipe.ablation import all_but_slot, only_slot
 from lightning_llm.probe.comparison import Collector, Sums, compare, figures
-from lightning_llm.probe.model import Pass, ProbedModel
+from lightning_llm.probe.passes import Pass, Passes
 
 PRODUCTS = {"fprop": "Y", "dgrad": "dX", "wgrad": "dW"}
 COLUMNS = (*SLOT_NAMES, *PRODUCTS.values())
@@ -34,7 +34,7 @@ MEASURABLE = 0.2
 
 
 def measure(
-    model: ProbedModel,
+    model: Passes,
     reference: Pass,
     delayed: Mapping[str, Mapping[str, Tensor]] | None,
     keys: int,
@@ -65,13 +65,13 @@ def measure(
     error, floor = fmean(errors), gradient_error(high, reference)
     found: dict[str, Any] = {
         "recipe_hash": model.recipe.recipe_hash,
-        "compute_dtype": model.recipe.compute_dtype,
+        "compute_dtype": model.compute_dtype,
         "quantised_slots": model.quantised_slots,
         "quantised_layers": len(model.layers),
         "keys": count,
         "loss": {"fp32": reference.loss, "high": high.loss, "recipe": fmean(losses), "gap": fmean(losses) - high.loss},
         "gradient": {**figures(reduce(add, sums.values())), "error": error, "error_high": floor, "gap": error - floor},
-        "layers": {name: _layer(columns, sums[f"{name}.weight"]) for name, columns in local.items()},
+        "layers": {name: _layer(columns, sums[model.weight_names[name]]) for name, columns in local.items()},
     }
     if attribute:
         progress("one slot at a time")
@@ -100,7 +100,7 @@ def worst(layers: Mapping[str, Mapping[str, Mapping[str, float]]], count: int) -
     return [(layer, column) for _, layer, column in sorted(ranked)[:count]]
 
 
-def local_sums(model: ProbedModel, keys: int) -> dict[str, dict[str, Sums]]:
+def local_sums(model: Passes, keys: int) -> dict[str, dict[str, Sums]]:
     """Return {layer: {column: errors of its products against unquantized operands}}, summed over `keys` keys.
 
     Products are kept in fp32, so that nothing but the operands' casts is seen. Slots that are not quantized, and the
@@ -112,7 +112,7 @@ def local_sums(model: ProbedModel, keys: int) -> dict[str, dict[str, Sums]]:
         kept = model.tensors[name]
         if kept.x is None or kept.dy is None:
             continue
-        operands = kept.x.float(), layer.weight.detach().to(kept.x.dtype).float(), kept.dy.float()
+        operands = kept.x.float(), layer.matrix.detach().to(kept.x.dtype).float(), kept.dy.float()
         plan = replace(layer.plan, observe=None)
         whole = model.recipe.casts_under(plan.rule)
         exact = _products(plan, HIGH_CASTS, operands, None, None)
@@ -170,7 +170,7 @@ class SlotShare:
     loss_gap_only: float
 
 
-def slot_shares(model: ProbedModel, reference: Pass, high: Pass, whole: float, floor: float) -> dict[str, SlotShare]:
+def slot_shares(model: Passes, reference: Pass, high: Pass, whole: float, floor: float) -> dict[str, SlotShare]:
     """Return every quantised slot's share of the gap, `whole` - `floor`; two passes each, under one key.
 
     An error is a sum over millions of elements, so that another key moves it by little.
@@ -203,7 +203,7 @@ class UnquantizedLayers:
 
 
 def layers_to_keep(
-    model: ProbedModel,
+    model: Passes,
     reference: Pass,
     whole: float,
     floor: float,

@@ -7,10 +7,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_llm import quantize
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.config.compose import compose_config
+from lightning_llm.precision.linear.plan import SLOT_NAMES
 from lightning_llm.train.spikes.policy import NonFiniteError
 from tests.parallel.traced_run import run_with
+from tests.precision.any_module.models import Model, batches, eager, loss_of
 from tests.run_metrics import curve, read_metrics, same_weights
 
 BAD = "layers.1.feed_forward.down_proj"
@@ -136,3 +139,42 @@ def test_the_group_is_composed(small_run, tmp_path):
     config = compose_config([*small_run(tmp_path), "callbacks=health", "callbacks.quantisation_health.every_steps=7"])
     assert config.callbacks["quantisation_health"]["every_steps"] == 7
     assert "throughput" in config.callbacks
+
+
+class Foreign(pl.LightningModule):
+    """A LightningModule that knows nothing of this package, with batches of two micro-batches per step."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = Model()
+
+    def training_step(self, tokens, _):
+        return loss_of(self.model, tokens)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.model.parameters(), 0.1)
+
+
+def test_any_lightning_module_that_quantize_changed_is_observed(tmp_path, capsys):
+    module, plain = Foreign(), Model()
+    report = quantize(module, eager("mxfp8"), blocks="model.layers")
+    trainer = pl.Trainer(
+        max_steps=4, accumulate_grad_batches=2, accelerator="cpu", logger=False, default_root_dir=tmp_path,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[QuantisationHealth(every_steps=2)],
+    )  # fmt: skip
+    trainer.fit(module, batches(5).flatten(0, 1))
+    assert report.at == (4, 0)
+    found = rows(tmp_path)
+    assert list(found) == [1, 2, 4]
+    names = [f"model.layers.{at}.{name}" for at in range(3) for name in ("up", "down")]
+    assert list(found[4]) == [(name, slot) for name in names for slot in SLOT_NAMES]
+    assert trainer.callback_metrics["health/fprop.w/sqnr_db"] > 20
+    assert "quantization health at step 4: the 10 worst of 36 tensors" in capsys.readouterr().out
+    assert module.model.layers[0].up.observe is None
+    same = quantize(plain, eager("mxfp8"))  # the first step, of both micro-batches
+    with same.health() as figures:
+        for tokens in batches(5)[0]:
+            (loss_of(plain, tokens) / 2).backward()
+    first = {(f"model.{name}", slot): each["sqnr_db"] for (name, slot), each in figures.items()}
+    assert {key: each["sqnr_db"] for key, each in found[1].items()} == pytest.approx(first, rel=1e-4)

@@ -20,8 +20,10 @@ def test_the_code_runs_and_prints_the_report(capsys, monkeypatch):
     names = {}
     exec(codes[0], names)
     exec(codes[2], names)
+    exec(codes[3], names)
     out = capsys.readouterr().out
     for line in printed.splitlines():
         reason = "emulated" if "emulated" in line else line
         assert reason.strip() == "..." or reason in out
     assert names["figures"]["layers.1.linear1", "dgrad.dy"]["sqnr_db"] == pytest.approx(17, abs=3)
+    assert set(names["found"].keep) < set(names["report"].quantized)

@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from lightning_llm.linalg.cast_linear import Reduce
 from lightning_llm.precision.linear.module import QuantisedLinear
 from lightning_llm.precision.native.transformer_engine import NativeLinear
 
@@ -10,9 +9,10 @@ from lightning_llm.precision.native.transformer_engine import NativeLinear
 class QuantisedConv1D(QuantisedLinear):
     """`QuantisedLinear` with a transposed weight. Attributes are those of Conv1D, which it is made of (`adopt`)."""
 
-    def forward(self, x: Tensor, reduce: Reduce | None = None) -> Tensor:
-        """Return [..., out_features] in the dtype of `x` [..., in_features]."""
-        return self.reduced(x, self.weight.t(), self.bias, reduce)
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [out_features, in_features]."""
+        return self.weight.t()
 
     def extra_repr(self) -> str:
         inputs, outputs = self.weight.shape
@@ -22,9 +22,10 @@ class QuantisedConv1D(QuantisedLinear):
 class NativeConv1D(NativeLinear):
     """`NativeLinear` with a transposed weight; its kernels need a contiguous copy of it."""
 
-    def forward(self, x: Tensor, reduce: Reduce | None = None) -> Tensor:
-        """Return [..., out_features] in the dtype of `x` [..., in_features]."""
-        return self.reduced(x, self.weight.t().contiguous(), self.bias, reduce)
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [out_features, in_features]."""
+        return self.weight.t().contiguous()
 
     def extra_repr(self) -> str:
         return QuantisedConv1D.extra_repr(self)  # type: ignore[arg-type]

@@ -99,9 +99,14 @@ class QuantisedLinear(nn.Linear):
         super().__setstate__(state)
         self._number = autograd.number(self)  # a copy is another layer
 
-    def forward(self, x: Tensor, reduce: Reduce | None = None) -> Tensor:
-        """Return [..., out_features] in the dtype of `x` [..., in_features], after `reduce` if it is given."""
-        return self.reduced(x, self.weight, self.bias, reduce)
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [out_features, in_features]."""
+        return self.weight
+
+    def forward(self, input: Tensor, reduce: Reduce | None = None) -> Tensor:
+        """Return [..., out_features] in the dtype of `input` [..., in_features], after `reduce` if it is given."""
+        return self.reduced(input, self.matrix, self.bias, reduce)
 
     def reduced(self, x: Tensor, weight: Tensor, bias: Tensor | None, reduce: Reduce | None) -> Tensor:
         """Return `reduce` of the product; None: the product."""
