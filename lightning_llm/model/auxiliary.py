@@ -7,7 +7,7 @@ backward pass (Megatron-LM's `MoEAuxLossAutoScaler`, `moe_utils.py`), under ever
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,17 @@ from lightning_llm.base.errors import ConfigError, Problem
 
 ATTRIBUTE = "auxiliary_losses"
 """Attribute that a part sets in its forward pass: weighted scalars by name, each a mean over its tokens."""
+
+
+@runtime_checkable
+class Counts(Protocol):
+    """A part that counts over the micro-batches of a step."""
+
+    def begin_step(self) -> None:
+        """Forget the counts of the step before."""
+
+    def count(self) -> None:
+        """Add what the last forward pass counted."""
 
 
 class AuxiliaryLosses:
@@ -38,11 +49,15 @@ class AuxiliaryLosses:
     def attach(self, x: Tensor, y: Tensor, block: nn.Module) -> Tensor:
         """Return `y`, the output of `block` for `x`, with the gradients of the losses that its parts have set.
 
+        A part that counts something (`count`, such as a router) does so here, once even if the block is recomputed.
+
         Raises:
             ConfigError: a part sets a loss that its config class does not declare.
         """
         for part in block.children():
             losses = part.__dict__.pop(ATTRIBUTE, {})
+            if isinstance(part, Counts) and torch.is_grad_enabled():
+                part.count()
             if unknown := losses.keys() - set(self.names):
                 raise ConfigError(undeclared(type(part).__name__, unknown))
             if losses and torch.is_grad_enabled():

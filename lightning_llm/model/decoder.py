@@ -5,7 +5,7 @@ used; activations, the residual stream included, are in `compute_dtype` from the
 The model knows no ranks and no number formats: it offers blocks, and a role per module that holds parameters.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +67,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Mask) -> Tensor:
         """Return `[B, T, D]` for `x` `[B, T, D]`; `rope` and `mask` as its mixer takes them, see `model.spec.Mixer`."""
-        return self._map(x, self.attention(self.attention_norm(x), rope, mask))  # [B, T, D]
+        mixed = self.attention(self.attention_norm(x), rope, mask)  # [B, T, D]
+        return self._map(x, mixed, self.feed_forward)  # [B, T, D]
 
     def step(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: Any, rows: slice) -> Tensor:
         """Return `[B, STEP_ROWS, D]` for a block `x` of positions; `rows` are the next tokens.
@@ -81,11 +82,13 @@ class Block(nn.Module):
         else:
             own = None if rope is None else (rope[0][rows], rope[1][rows])  # 2 x [n, 1, K/2]
             mixed = mixer.step(normed, own, cache)  # [B, n, D]
-        return self._map(x, in_block(mixed, rows.start))  # [B, STEP_ROWS, D]
+        # One whose products depend on how many tokens come at once has a method for this.
+        feed_forward = getattr(self.feed_forward, "step", self.feed_forward)
+        return self._map(x, in_block(mixed, rows.start), feed_forward)  # [B, STEP_ROWS, D]
 
-    def _map(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def _map(self, x: Tensor, mixed: Tensor, feed_forward: Callable[[Tensor], Tensor]) -> Tensor:
         x = x + (self.attention_post_norm(mixed) if self.post_norms else mixed)  # [B, T, D]
-        mapped = self.feed_forward(self.feed_forward_norm(x))  # [B, T, D]
+        mapped = feed_forward(self.feed_forward_norm(x))  # [B, T, D]
         return x + (self.feed_forward_post_norm(mapped) if self.post_norms else mapped)  # [B, T, D]
 
 

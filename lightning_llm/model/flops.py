@@ -18,6 +18,7 @@ class ParameterCount:
     position_embedding: int
     head: int
     linear: int  # weights of the linears inside the blocks
+    active_linear: int  # those of them that multiply each token: of experts only the chosen
     bias: int
     norm: int  # and other parameters of the blocks that are no linear's
 
@@ -31,42 +32,49 @@ class ParameterCount:
         """Parameters of the blocks and of the last norm (the N of Kaplan et al. 2020, arXiv:2001.08361)."""
         return self.linear + self.bias + self.norm
 
+    @property
+    def active(self) -> int:
+        """All parameters but the weights of experts that a token does not pass."""
+        return self.total - self.linear + self.active_linear
+
 
 def count_parameters(config: ModelConfig, padded: bool = False) -> ParameterCount:
     """Return the parameter count with the true vocabulary, as papers publish it, or `padded`, as stored in memory."""
     rows = config.padded_vocab_size if padded else config.vocab_size
     hidden, layers = config.hidden_size, range(config.num_layers)
-    linear, bias, own = map(sum, zip(*for_layers(config, layers, lambda index: _in_block(config, index)), strict=True))
+    in_blocks = for_layers(config, layers, lambda index: _in_block(config, index))
+    linear, active, bias, own = map(sum, zip(*in_blocks, strict=True))
     return ParameterCount(
         embedding=rows * hidden,
         position_embedding=config.max_sequence_length * hidden if config.position == "learned" else 0,
         head=0 if config.tie_embeddings else rows * hidden,
         linear=linear,
+        active_linear=active,
         bias=bias,
         norm=own + hidden * len(norm_of(config).vectors(config)),
     )
 
 
-def _in_block(config: ModelConfig, index: int) -> tuple[int, int, int]:
-    """Return the number of elements in block `index`: (weights of linears, their biases, all others)."""
+def _in_block(config: ModelConfig, index: int) -> tuple[int, int, int, int]:
+    """Return elements in block `index`: (weights of linears, those that multiply a token, biases, all others)."""
     parts = block_parts(config, index).values()
     linears = [linear for part in parts for linear in part.linears(config)]
     weights = sum(linear.elements for linear in linears)
     biases = sum(linear.outputs.length for linear in linears if linear.bias)
     every = sum(math.prod(parameter.shape) for parameter in block_parameters(config, index))
-    return weights, biases, every - weights - biases
+    return weights, sum(linear.active_elements for linear in linears), biases, every - weights - biases
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Return the model FLOPs of training on one token (forward and backward): `6 N + 12 L H K T`.
 
     Chowdhery et al. 2022 (PaLM, arXiv:2204.02311) appendix B. N are the weights that multiply each token: the linears
-    of the blocks and the head (tied or not) over the true vocabulary; embedding look-ups, biases, norms and padding are
-    excluded. The second term is the mixers' work outside their linears. For attention it is q k^T and the product with
+    of the blocks and the head (tied or not) over the true vocabulary, of experts those that a token passes; embedding
+    look-ups, biases, norms and padding are excluded. The second term is the mixers' work outside their linears. For attention it is q k^T and the product with
     v over all T = `sequence_length` keys: like the paper and most reports of MFU it includes the acausal half, but it
     excludes keys outside a window. Recomputation never counts.
     """
-    matmul_weights = count_parameters(config).linear + config.vocab_size * config.hidden_size
+    matmul_weights = count_parameters(config).active_linear + config.vocab_size * config.hidden_size
     layers = range(config.num_layers)
     return 6 * matmul_weights + sum(for_layers(config, layers, lambda at: _mixing(config, at, sequence_length)))
 

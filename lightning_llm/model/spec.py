@@ -44,7 +44,8 @@ class Size(NamedTuple):
 class LinearSpec(NamedTuple):
     """A linear: `outputs` x `inputs`. `role`: how a tensor-parallel group shares it, see `Decoder.roles`.
 
-    `depth_scaled`: the schemes of `model.init` that draw its weight with a smaller std in deeper layers.
+    `depth_scaled`: the schemes of `model.init` that draw its weight with a smaller std in deeper layers. `groups`: the
+    matrices stacked in the weight, one per expert; each token passes `per_token` of them.
     """
 
     name: str
@@ -53,20 +54,36 @@ class LinearSpec(NamedTuple):
     inputs: Size
     bias: bool
     depth_scaled: tuple[str, ...] = ()
+    groups: int = 1
+    per_token: int = 1
 
     @property
     def elements(self) -> int:
         """Elements of the weight."""
-        return self.outputs.length * self.inputs.length
+        return self.groups * self.active_elements // self.per_token
+
+    @property
+    def active_elements(self) -> int:
+        """Elements that multiply each token."""
+        return self.per_token * self.outputs.length * self.inputs.length
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the weight."""
+        return self.groups * self.outputs.length, self.inputs.length
 
 
 class ParameterSpec(NamedTuple):
-    """A parameter: name, shape, role, and initial distribution; None for a linear's weight, see `model.init`."""
+    """A parameter: name, shape, role, and initial distribution; None for a linear's weight, see `model.init`.
+
+    `trained`: whether gradients update it.
+    """
 
     name: str
     shape: tuple[int, ...]
     role: str
     distribution: Distribution | None
+    trained: bool = True
 
 
 class ForwardPass(NamedTuple):

@@ -96,7 +96,7 @@ def _block_parameters(same: Same, index: int) -> Sequence[ParameterSpec]:
     model, found = same.model, []
     for part_name, part in block_parts(model, index).items():
         for linear in part.linears(model):
-            name, shape = f"{part_name}.{linear.name}", (linear.outputs.length, linear.inputs.length)
+            name, shape = f"{part_name}.{linear.name}", linear.shape
             found.append(ParameterSpec(f"{name}.weight", shape, linear.role, None))
             if linear.bias:
                 # A bias is split as the outputs are: ranks have all of it if the weight is split by its inputs.

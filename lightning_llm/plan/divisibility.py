@@ -22,6 +22,7 @@ SHARD_AXES: dict[str, dict[str, int | None]] = {
     "replicate": {"x": None, "w": None, "dy": None},
     "per_head": {"x": None, "w": None, "dy": None},
     "duplicate": {"x": None, "w": None, "dy": None},
+    "expert": {"x": None, "w": 0, "dy": None},
 }
 """{role: {operand: split dimension}} of x [M, K], w [N, K] and dy [M, N], for the roles of `Decoder.roles` (Shoeybi et
 al. 2019, arXiv 1909.08053, section 3). None: every rank has the whole operand."""

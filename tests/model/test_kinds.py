@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_llm.config.schema.model import FEED_FORWARDS, MIXERS, NORMS, ModelConfig
+from lightning_llm.linalg.grouped import GroupedLinear
 from lightning_llm.model.attention import attention
 from lightning_llm.model.attention.seen_keys import document_mask
 from lightning_llm.model.decoder import Decoder
@@ -25,6 +26,11 @@ from tests.model.model_shapes import build, llama
 
 LENGTH = 24
 KEYS = {"attention": [{"window": 8}], "soft_capped_attention": [{"window": 8, "query_pre_attention_scalar": 24}]}
+ROUTER = {"score": "sigmoid", "groups": 4, "groups_chosen": 2, "scale": 2.5, "bias_update_rate": 0.001}
+KEYS["moe"] = [
+    {"ffn_hidden_size": 32, "shared_experts": 2, "router": ROUTER},
+    {"experts": 4, "per_token": 1, "z_loss": 0.0, "balance_loss": 0.0, "router": {"normalise": False}},
+]
 KEYS["gla"] = [{"num_heads": 2, "expand_k": 1.0, "expand_v": 2.0, "gate_low_rank_dim": 8}]
 """Settings other than a kind's defaults that are tested with a block."""
 
@@ -60,7 +66,8 @@ def on_meta(config: ModelConfig) -> Decoder:
 def test_parameters_linears_and_roles_are_those_of_the_module(changes):
     config = llama(**changes)
     model = on_meta(config)
-    assert linear_names(config) == [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    kinds = nn.Linear | GroupedLinear
+    assert linear_names(config) == [name for name, module in model.named_modules() if isinstance(module, kinds)]
     for index in range(config.num_layers):
         block = model.layers[str(index)]
         assert list(dict(block.named_children())) == list(block_parts(config, index))
@@ -75,7 +82,7 @@ def test_parameters_linears_and_roles_are_those_of_the_module(changes):
             name.removeprefix(f"layers.{index}."): role for name, role in model.roles().items() if f".{index}." in name
         }
         for linear in block_linears(config, index):
-            assert (block.get_submodule(linear.name).bias is not None) == linear.bias
+            assert (getattr(block.get_submodule(linear.name), "bias", None) is not None) == linear.bias
     assert count_parameters(config, padded=True).total == sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -125,7 +132,7 @@ def test_flops_are_those_that_torch_counts(changes, monkeypatch):
         monkeypatch.setattr(block.attention, "forward", partial(by_steps, block.attention))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         block(*inputs).sum().backward()
-    linears = sum(linear.elements for linear in block_linears(config, 0))
+    linears = sum(linear.active_elements for linear in block_linears(config, 0))
     mixing = [sum(part.flops_per_token(config, t) for part in block_parts(config, 0).values()) for t in (length, 99)]
     assert counter.get_total_flops() == 2 * length * (6 * linears + mixing[0])
     assert (mixing[1] == mixing[0]) == (window is not None or mixer.recurrent)

@@ -13,7 +13,9 @@ DEFAULT_LAYERS = ("attention",)
 MIXERS: Registry[Group] = Registry(
     "mixer", "lightning_llm.model.attention.kinds", "lightning_llm.model.recurrent.kinds"
 )
-FEED_FORWARDS: Registry[Group] = Registry("feed-forward network", "lightning_llm.model.kinds")
+FEED_FORWARDS: Registry[Group] = Registry(
+    "feed-forward network", "lightning_llm.model.kinds", "lightning_llm.model.experts.kinds"
+)
 NORMS: Registry[Group] = Registry("norm", "lightning_llm.model.kinds")
 """Their kinds are subclasses of `Mixer`, `FeedForward` and `Norm` of `model.spec`."""
 

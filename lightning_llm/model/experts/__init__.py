@@ -1,0 +1,1 @@
+"""Mixtures of experts: feed-forward networks of which each token passes a few."""

@@ -1,0 +1,127 @@
+"""Tokens to experts and back: rows sorted by expert, and the weighted sum of each token's outputs.
+
+Rows of an expert are in the order of their tokens, as in torchtitan's `token_dispatcher.py`, so that they do not depend
+on how a sort breaks ties. Sums are in the order of expert numbers, fp32, and rounded once.
+
+Letters: M tokens, D hidden_size, E local experts, k experts per token, R rows of all experts.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_llm.linalg.grouped import Groups, has_values
+from lightning_llm.model.experts.router import wide_dtype
+
+
+class Placement(NamedTuple):
+    """The row of each choice, int64 `[M, k]`; `groups.total` for a choice that no local expert takes.
+
+    `spare`: 1 if there may be such choices, so that they need a row to be written to.
+    """
+
+    rows: Tensor
+    groups: Groups
+    spare: int
+
+
+@torch.no_grad()
+def place(
+    chosen: Tensor, kept: Tensor | None, experts: int, first: int = 0, of: int | None = None, multiple: int = 1
+) -> Placement:
+    """Return the rows of the choices `[M, k]` that fall on local experts: `experts` of `of`, from number `first` on.
+
+    `kept`: choices that are not dropped, None for all. Each expert's rows are filled up to a multiple of `multiple`.
+    """
+    flat = chosen.flatten() - first
+    here = (flat >= 0) & (flat < experts)
+    if kept is not None:
+        here &= kept.flatten()
+    key = torch.where(here, flat, experts)
+    by_expert, order = key.sort(stable=True)
+    starts = torch.searchsorted(by_expert, torch.arange(experts + 1, device=flat.device))  # [E + 1]
+    sizes = -(-starts.diff() // multiple) * multiple  # [E]
+    all_here = kept is None and experts == (of or experts)
+    total = _total(sizes, len(flat), is_known=all_here and multiple == 1)
+    begins = torch.cat([sizes.cumsum(0) - sizes, sizes.new_zeros(1)])  # [E + 1]
+    placed = begins[by_expert] + torch.arange(len(flat), device=flat.device) - starts[by_expert]
+    rows = torch.empty_like(flat)
+    rows[order] = torch.where(by_expert < experts, placed, total)
+    return Placement(rows.view_as(chosen), Groups(sizes, total), int(not all_here))
+
+
+def _total(sizes: Tensor, choices: int, *, is_known: bool) -> int:
+    """Return the number of rows: known without waiting for the device if every choice has one and none is added."""
+    if is_known or not has_values(sizes):
+        return choices
+    return int(sizes.sum())
+
+
+class _Dispatch(torch.autograd.Function):
+    """Rows `[R, D]` of tokens `[M, D]`; rows that fill up a group are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, total: int, spare: int) -> Tensor:
+        ctx.save_for_backward(rows)
+        sent = x.new_zeros(total + spare, x.shape[1])
+        for slot in rows.unbind(1):
+            sent[slot] = x
+        return sent[:total]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (rows,) = ctx.saved_tensors
+        return _sum_of_rows(gradient, rows, None), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The sums `[M, D]` of each token's rows times their weights `[M, k]`."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, weights: Tensor, rows: Tensor, spare: int) -> Tensor:
+        ctx.save_for_backward(outputs, weights, rows)
+        ctx.spare = spare
+        return _sum_of_rows(outputs, rows, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        outputs, weights, rows = ctx.saved_tensors
+        wide, total = gradient.to(weights.dtype), len(outputs)
+        of_outputs = outputs.new_zeros(total + ctx.spare, outputs.shape[1])
+        of_weights = torch.empty_like(weights)
+        for index, slot in enumerate(rows.unbind(1)):
+            of_outputs[slot] = (weights[:, index, None] * wide).to(outputs.dtype)
+            of_weights[:, index] = (wide * _rows(outputs, slot).to(wide.dtype)).sum(-1)
+        return of_outputs[:total], of_weights, None, None
+
+
+def _sum_of_rows(values: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
+    """Return `[M, D]` in the dtype of `values` `[R, D]`: the sums over k of rows, times `weights`, in fp32."""
+    total = values.new_zeros(len(rows), values.shape[1], dtype=wide_dtype(values))
+    for index, slot in enumerate(rows.unbind(1)):
+        each = _rows(values, slot).to(total.dtype)
+        total += each if weights is None else weights[:, index, None] * each
+    return total.to(values.dtype)
+
+
+def _rows(values: Tensor, slot: Tensor) -> Tensor:
+    """Return the rows numbered `slot` `[M]`, zeros for those past the last."""
+    if not len(values):
+        return values.new_zeros(len(slot), values.shape[1])
+    return values[slot.clamp(max=len(values) - 1)].masked_fill_((slot >= len(values))[:, None], 0)
+
+
+def dispatch(x: Tensor, placement: Placement) -> Tensor:
+    """Return the rows `[R, D]` of all local experts for tokens `x` `[M, D]`."""
+    sent: Tensor = _Dispatch.apply(x, placement.rows, placement.groups.total, placement.spare)
+    return sent
+
+
+def combine(outputs: Tensor, weights: Tensor, placement: Placement) -> Tensor:
+    """Return `[M, D]` of the experts' `outputs` `[R, D]` and the choices' `weights` `[M, k]`."""
+    y: Tensor = _Combine.apply(outputs, weights, placement.rows, placement.spare)
+    return y

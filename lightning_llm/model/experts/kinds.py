@@ -1,0 +1,191 @@
+"""The mixture of experts that a config chooses: keys, parameters, memory and costs. Imports no torch.
+
+Letters: D hidden_size, E experts, k experts per token, F inner width of one expert.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from lightning_llm.base.errors import Problem
+from lightning_llm.config.schema.base import Group, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from lightning_llm.config.schema.model import FEED_FORWARDS, ModelConfig
+from lightning_llm.model.kinds import SwiGLU
+from lightning_llm.model.spec import (
+    AuxiliaryReduction,
+    Distribution,
+    FeedForward,
+    ForwardPass,
+    LinearSpec,
+    MemoryPass,
+    ParameterSpec,
+    SavedTensor,
+    Size,
+    hidden,
+)
+
+BALANCE, ROUTER_Z = "balance", "router_z"
+INNER = "model.blocks.*.feed_forward.ffn_hidden_size"
+
+
+class RouterConfig(Group):
+    """Scores of experts and the choice among them, for each token."""
+
+    score: Literal["softmax", "sigmoid"] = Field("softmax", description="scores of the experts, from fp32 logits")
+    normalise: bool = Field(True, description="divide the chosen scores by their sum")
+    scale: PositiveFloat = Field(1.0, description="factor of the weights; DeepSeek's routed_scaling_factor")
+    groups: PositiveInt | None = Field(
+        None, description="groups of neighboring experts that are chosen first (DeepSeek-V3); null: none"
+    )
+    groups_chosen: PositiveInt | None = Field(None, description="groups that a token may choose experts from")
+    bias_update_rate: PositiveFloat | None = Field(
+        None,
+        description="change per step of the bias that balances the choice without a loss (arXiv 2408.15664); "
+        "null: no bias",
+    )
+
+
+@FEED_FORWARDS.register
+class MoE(FeedForward):
+    """A router sends each token to `per_token` of `experts` SwiGLUs (Fedus et al. 2021, arXiv 2101.03961).
+
+    Weights of one kind of linear lie in one matrix, expert after expert. Biases are not supported.
+    """
+
+    module: ClassVar[str] = "lightning_llm.model.experts.moe:MixtureOfExperts"
+    auxiliary_losses: ClassVar[Mapping[str, AuxiliaryReduction]] = {BALANCE: "mean", ROUTER_Z: "mean"}
+
+    kind: Literal["moe"] = "moe"
+    experts: PositiveInt = Field(8, description="number of experts")
+    per_token: PositiveInt = Field(2, description="experts that each token passes")
+    ffn_hidden_size: PositiveInt | None = Field(
+        None, description="inner width of one expert; null: model.ffn_hidden_size"
+    )
+    shared_experts: NonNegativeInt = Field(
+        0, description="a SwiGLU of this many times ffn_hidden_size that every token passes, too"
+    )
+    router: RouterConfig = Field(RouterConfig(), description="scores and choice")
+    balance_loss: NonNegativeFloat = Field(0.01, description="weight of the load-balancing loss; 0: none")
+    z_loss: NonNegativeFloat = Field(0.001, description="weight of the router's z-loss (arXiv 2202.08906); 0: none")
+    capacity_factor: PositiveFloat | None = Field(
+        None,
+        description="an expert takes at most this times its even share of a micro-batch's choices; null: dropless",
+    )
+    drop: Literal["weight", "position"] = Field(
+        "weight", description="choices above the capacity that are dropped: those of smallest weight, or the last"
+    )
+
+    def inner(self, model: ModelConfig) -> int:
+        """Return the inner width of one expert."""
+        return self.ffn_hidden_size or model.ffn_hidden_size
+
+    def shared(self, model: ModelConfig) -> ModelConfig:
+        """Return the model whose SwiGLU is that of the shared experts."""
+        return model.model_copy(update={"ffn_hidden_size": self.shared_experts * self.inner(model)})
+
+    def linears(self, model: ModelConfig) -> list[LinearSpec]:
+        key = INNER if self.ffn_hidden_size else "model.ffn_hidden_size"
+        inner, count = Size(self.inner(model), key, 1, key), self.experts
+        gate = LinearSpec("experts.gate_proj", "expert", inner, hidden(model), False, (), count, self.per_token)
+        up = gate._replace(name="experts.up_proj", depth_scaled=("llama",))
+        down = gate._replace(
+            name="experts.down_proj", outputs=hidden(model), inputs=inner, depth_scaled=("gpt2", "llama")
+        )
+        made = [gate, up, down]
+        if self.shared_experts:
+            text = f"{self.shared_experts} x {key}"
+            wide = Size(self.shared_experts * self.inner(model), key, self.shared_experts, text)
+            for each in SwiGLU().linears(model):
+                sides = {"inputs": wide} if each.role == "row" else {"outputs": wide}
+                made.append(each._replace(name=f"shared.{each.name}", **sides))
+        return made
+
+    def own_parameters(self, model: ModelConfig) -> list[ParameterSpec]:
+        """Return the router's weight and, if it has one, its bias, which no gradient moves."""
+        weight = Distribution(std=model.init_std)
+        made = [ParameterSpec("router.weight", (self.experts, model.hidden_size), "replicate", weight)]
+        if self.router.bias_update_rate is not None:
+            bias = ParameterSpec("router.correction", (self.experts,), "replicate", Distribution(), trained=False)
+            made.append(bias)
+        return made
+
+    def flops_per_token(self, model: ModelConfig, sequence_length: int) -> int:
+        """Return those of the router's product."""
+        return 6 * self.experts * model.hidden_size
+
+    def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
+        """Return the input, the router's tensors, and those of k experts: rows of all experts are k times the tokens.
+
+        Routing is in fp32, or in fp64 for fp64 inputs; indices take 8 bytes.
+        """
+        width, wide, experts, k = forward.width, max(forward.width, 4), self.experts, self.per_token
+        first = ("shared.gate_proj", "shared.up_proj") if self.shared_experts else ()
+        kept = [SavedTensor("input", model.hidden_size, width, "gathered", linears=first, also=True)]
+        kept.append(SavedTensor("scores", experts, wide, "gathered"))
+        if self.router.score == "sigmoid" and self.balance_loss:
+            kept.append(SavedTensor("sums of scores", 1, wide, "gathered"))
+        if self.z_loss:
+            kept.append(SavedTensor("logits and log-sum-exp", experts + 1, wide, "gathered"))
+        kept.append(SavedTensor("chosen experts and rows", 2 * k, 8, "gathered"))
+        sums = k + 1 if self.router.normalise else 0
+        kept.append(SavedTensor("weights of the chosen", k + sums, wide, "gathered"))
+        rows = [("experts' input", model.hidden_size, ("experts.gate_proj", "experts.up_proj"))]
+        rows += [(name, self.inner(model), ()) for name in ("gate_proj's output", "activated gate", "up_proj's output")]
+        rows += [("down_proj's input", self.inner(model), ("experts.down_proj",))]
+        rows += [("experts' output", model.hidden_size, ())]
+        kept += [SavedTensor(name, k * size, width, linears=linears) for name, size, linears in rows]
+        if self.shared_experts:
+            inside = SwiGLU().saved_tensors(self.shared(model), forward)[1:]
+            for each in inside:
+                linears = tuple(f"shared.{linear}" for linear in each.linears)
+                kept.append(each._replace(name=f"shared {each.name}", linears=linears))
+        return kept
+
+    def divisions(self, model: ModelConfig) -> dict[str, tuple[int, str]]:
+        found = {"model.blocks.*.feed_forward.experts": (self.experts, "each rank takes whole experts")}
+        if self.shared_experts:
+            found["shared_experts x ffn_hidden_size"] = (
+                self.shared_experts * self.inner(model),
+                "its columns are shared out evenly",
+            )
+        return found
+
+    def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
+        """Return routing, the copies of tokens to experts and back, and the gated activation of k experts."""
+        d, k, wide = model.hidden_size, self.per_token, max(width, 4)
+        routing = MemoryPass(width * d + 6 * wide * self.experts, width * d + 6 * wide * self.experts, 12)
+        there = MemoryPass(width * d * (1 + k), width * d * (1 + k), k)
+        back = MemoryPass(width * d * (k + 1) + 2 * wide * d * k, 2 * width * d * k + 2 * wide * d * k, 3 * k)
+        activation = SwiGLU().memory_passes(
+            model.model_copy(update={"ffn_hidden_size": k * self.inner(model)}), width, compiled
+        )
+        shared = SwiGLU().memory_passes(self.shared(model), width, compiled) if self.shared_experts else []
+        return [routing, there, *activation, back, *shared]
+
+    def problems(self, model: ModelConfig) -> Iterator[Problem]:
+        """Yield numbers of experts and groups that do not fit, and biases."""
+        key = "model.blocks.*.feed_forward"
+        router, experts = self.router, self.experts
+        if self.per_token > experts:
+            text = f"is {self.per_token}, and there are {experts} experts. Use at most {experts}."
+            yield Problem(f"{key}.per_token", text)
+        if (router.groups is None) != (router.groups_chosen is None):
+            yield Problem(f"{key}.router.groups", "needs groups_chosen, and the other way round. Give both or neither.")
+        elif router.groups is not None and router.groups_chosen is not None:
+            yield from self._group_problems(f"{key}.router", router.groups, router.groups_chosen)
+        if model.bias:
+            yield Problem("model.bias", "is true, and experts (kind: moe) have no biases. Set it to false.")
+
+    def _group_problems(self, key: str, groups: int, chosen: int) -> Iterator[Problem]:
+        each, rest = divmod(self.experts, groups)
+        if rest:
+            yield Problem(f"{key}.groups", f"is {groups}, and does not divide experts={self.experts}.")
+        elif each < 2:
+            text = f"is {groups}, which leaves one expert per group, and a group's score is the sum of its best two."
+            yield Problem(f"{key}.groups", f"{text} Use at most {self.experts // 2}.")
+        elif chosen > groups:
+            yield Problem(f"{key}.groups_chosen", f"is {chosen}, and there are {groups} groups.")
+        elif chosen * each < self.per_token:
+            text = f"is {chosen}: {chosen} groups of {each} experts have {chosen * each}, and per_token="
+            yield Problem(f"{key}.groups_chosen", f"{text}{self.per_token}. Use more groups or larger ones.")

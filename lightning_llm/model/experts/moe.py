@@ -1,0 +1,134 @@
+"""The mixture of experts as a module: router, experts, shared experts, and the counts of a step.
+
+Letters: M tokens of a micro-batch, D hidden_size, E experts, k experts per token.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.linalg.grouped import GroupedLinear
+from lightning_llm.linalg.local_part import local
+from lightning_llm.model.experts.dispatch import combine, dispatch, place
+from lightning_llm.model.experts.kinds import BALANCE, ROUTER_Z, MoE
+from lightning_llm.model.experts.router import (
+    Choices,
+    Router,
+    balance_loss,
+    choose,
+    loads,
+    scores_of,
+    weights_of,
+    within_capacity,
+    z_loss,
+)
+from lightning_llm.model.feed_forward import DenseFeedForward
+from lightning_llm.model.kinds import SwiGLU
+
+
+class Experts(nn.Module):
+    """The SwiGLUs of E experts. A tensor-parallel rank holds whole experts, from number `first` on."""
+
+    first = 0
+
+    def __init__(self, experts: int, hidden_size: int, inner: int):
+        super().__init__()
+        self.count, self.inner = experts, inner
+        self.gate_proj = GroupedLinear(experts, hidden_size, inner)
+        self.up_proj = GroupedLinear(experts, hidden_size, inner)
+        self.down_proj = GroupedLinear(experts, inner, hidden_size)
+
+    @property
+    def local_count(self) -> int:
+        """Experts on this rank."""
+        return len(local(self.gate_proj.weight)) // self.inner
+
+    def forward(self, x: Tensor, choices: Choices) -> Tensor:
+        """Return `[M, D]` for `x` `[M, D]`: the weighted sums over the experts that this rank holds."""
+        multiple = self.gate_proj.row_multiple
+        placement = place(choices.chosen, choices.kept, self.local_count, self.first, self.count, multiple)
+        rows = dispatch(x, placement)  # [R, D]
+        inner = F.silu(self.gate_proj(rows, placement.groups)) * self.up_proj(rows, placement.groups)  # [R, F]
+        return combine(self.down_proj(inner, placement.groups), choices.weights, placement)
+
+    def step(self, x: Tensor, choices: Choices) -> Tensor:
+        """Return the same, by products over all of `x` for each expert that a token chose, without gradients.
+
+        Each row is computed in its own place of a product of one shape (`model.stepping`), whoever else chose the same
+        expert.
+        """
+        total = torch.zeros_like(x, dtype=choices.weights.dtype)
+        for expert in sorted(set(choices.chosen.flatten().tolist())):
+            taken = choices.chosen == expert  # [M, k]
+            rows = x * taken.any(-1, keepdim=True)
+            inner = F.silu(self.gate_proj.of_group(rows, expert)) * self.up_proj.of_group(rows, expert)
+            total += (choices.weights * taken).sum(-1, keepdim=True) * self.down_proj.of_group(inner, expert)
+        return total.to(x.dtype)
+
+
+class MixtureOfExperts(nn.Module):
+    """`sum_j w_j expert_j(x)` over the k chosen experts of each token, plus `shared(x)`.
+
+    `step_loads` int64 `[E]` and `step_dropped` int64 `[]` add up the choices of a step's micro-batches, once each:
+    `count` is called outside of blocks that recompute their forward pass.
+    """
+
+    auxiliary_losses: dict[str, Tensor]
+
+    def __init__(self, kind: MoE, model: ModelConfig):
+        super().__init__()
+        self.kind = kind
+        self.router = Router(kind.experts, model.hidden_size, kind.router.bias_update_rate is not None)
+        self.experts = Experts(kind.experts, model.hidden_size, kind.inner(model))
+        self.shared = DenseFeedForward(SwiGLU(), kind.shared(model)) if kind.shared_experts else None
+        self._counted: tuple[Tensor, Tensor] | None = None
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the counts of the step before."""
+        self.step_loads: Tensor | None = None
+        self.step_dropped: Tensor | None = None
+
+    def count(self) -> None:
+        """Add the last forward pass to the counts of the step."""
+        if self._counted is not None:
+            load, dropped = self._counted
+            self.step_loads = load if self.step_loads is None else self.step_loads + load
+            self.step_dropped = dropped if self.step_dropped is None else self.step_dropped + dropped
+            self._counted = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `[B, T, D]` for `x` `[B, T, D]`."""
+        flat = x.flatten(0, -2)  # [M, D]
+        y = self.experts(flat, self._routed(flat)).view_as(x)
+        return y if self.shared is None else y + self.shared(x)
+
+    def step(self, x: Tensor) -> Tensor:
+        """Return the same bits however tokens are split into calls, for generation."""
+        flat = x.flatten(0, -2)  # [M, D]
+        y = self.experts.step(flat, self._choices(self.router(flat))[0]).view_as(x)
+        return y if self.shared is None else y + self.shared(x)
+
+    def _routed(self, flat: Tensor) -> Choices:
+        """Return the choices for `flat` `[M, D]`; set the losses and counts of the micro-batch."""
+        kind, logits = self.kind, self.router(flat)
+        choices, scores = self._choices(logits)
+        load = loads(choices.chosen, kind.experts)
+        losses = {}
+        if kind.balance_loss:
+            losses[BALANCE] = balance_loss(scores, load, kind)
+        if kind.z_loss:
+            losses[ROUTER_Z] = z_loss(logits, kind.z_loss)
+        self.auxiliary_losses = losses
+        dropped = load.new_zeros(()) if choices.kept is None else (~choices.kept).sum()
+        self._counted = load, dropped
+        return choices
+
+    def _choices(self, logits: Tensor) -> tuple[Choices, Tensor]:
+        kind = self.kind
+        scores = scores_of(logits, kind.router)  # [M, E]
+        chosen = choose(scores, kind.per_token, kind.router, self.router.bias_of_choice)  # [M, k]
+        weights = weights_of(scores, chosen, kind.router)  # [M, k]
+        kept = within_capacity(chosen, weights, kind)
+        return Choices(chosen, weights, kept), scores
