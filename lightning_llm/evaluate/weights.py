@@ -10,10 +10,12 @@ from torch.optim.swa_utils import get_swa_avg_fn
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.overrides import override
+from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.weight_folders import NOT_OF_WEIGHTS, TOKENIZER
 from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.dtypes import DTYPES
+from lightning_llm.model.structure import why_not_generated
 from lightning_llm.model.weights.load import frozen_decoder
 from lightning_llm.parallel.apply import InitialSlice
 from lightning_llm.parallel.layout import Layout
@@ -67,6 +69,17 @@ def tokenizer_of(subject: Subject) -> Tokenizer:
     return tokenizer
 
 
+def check_results_are_own(model: ModelConfig) -> None:
+    """Check that a token's result does not depend on the other tokens of its batch.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if (why := why_not_generated(model)) is not None:
+        text = f"{why}. Set capacity_factor to null in a copy of the weights' config to evaluate them without drops."
+        raise ConfigError(Problem("model.blocks", text))
+
+
 def decoder_of(
     subject: Subject, weights: Mapping[str, Tensor], device: torch.device, compute_dtype: str = ""
 ) -> Decoder:
@@ -75,6 +88,7 @@ def decoder_of(
     Activations are in `compute_dtype` (a key of `DTYPES`), by default that of the subject's recipe.
     """
     config = subject.config
+    check_results_are_own(config.model)
     dtype = DTYPES[compute_dtype or config.precision.compute_dtype]
     return frozen_decoder(config.model, weights, dtype, device)
 
@@ -84,6 +98,7 @@ def sharded_decoder_of(
 ) -> ParallelModel:
     """Return this rank's part of the model of `decoder_of`, its weights in fp32 and cast on use. Collective."""
     config = subject.config
+    check_results_are_own(config.model)
     dtype = compute_dtype or config.precision.compute_dtype
     precision = compose_config(["precision=fp32"]).precision.model_copy(update={"compute_dtype": dtype})
     quantisation = Quantisation(precision, config.seed, config.trainer.max_steps)

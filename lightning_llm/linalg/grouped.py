@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
@@ -94,6 +94,22 @@ class _ByGroup(torch.autograd.Function):
         return dx, dw, None
 
 
+STACKED = "stacked_matrices"
+"""Attribute of a parameter: how many matrices its rows are, one below another."""
+
+
+def mark_stacks(model: nn.Module) -> None:
+    """Mark the weights of grouped linears, in their final form, for rules of whole matrices (`stacked`)."""
+    for module in model.modules():
+        if isinstance(module, GroupedLinear):
+            setattr(module.weight, STACKED, module.groups)
+
+
+def stacked(parameter: Tensor) -> int:
+    """Return how many matrices the rows of `parameter` are: 1 unless it is marked."""
+    return getattr(parameter, STACKED, 1)
+
+
 class GroupedLinear(CastOnUse):
     """The linears of `groups` experts without biases: `y = x W_e^T` for the rows of expert e.
 
@@ -106,7 +122,7 @@ class GroupedLinear(CastOnUse):
     def __init__(self, groups: int, in_features: int, out_features: int):
         super().__init__()
         self.groups, self.in_features, self.out_features = groups, in_features, out_features
-        self.weight = torch.nn.Parameter(torch.empty(groups * out_features, in_features))
+        self.weight = nn.Parameter(torch.empty(groups * out_features, in_features))
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
         """Return `[M, N]` in the dtype of `x` `[M, K]`, rows sorted by expert as `groups` divides them."""

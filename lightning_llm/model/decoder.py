@@ -29,7 +29,7 @@ from lightning_llm.model.stepping import (
     in_block,
     rows_of,
 )
-from lightning_llm.model.structure import block_parts, for_layers, mixer_of, norm_of
+from lightning_llm.model.structure import block_parts, for_layers, mixer_of, norm_of, why_not_generated
 
 
 class AttentionKind(NamedTuple):
@@ -179,10 +179,13 @@ class Decoder(nn.Module):
     def new_cache(self, batch_size: int, length: int) -> DecoderCache:
         """Return an empty cache for `step`, for `batch_size` sequences of at most `length` tokens.
 
-        Raises ValueError if a mixer has no cache, or `length` exceeds `max_sequence_length`.
+        Raises ValueError if a mixer has no cache, results depend on a token's batch, or `length` exceeds
+        `max_sequence_length`.
         """
         if length > self.config.max_sequence_length:
             raise ValueError(f"{length} tokens exceed model.max_sequence_length={self.config.max_sequence_length}")
+        if (why := why_not_generated(self.config)) is not None:
+            raise ValueError(why)
         made = {}
         for name, block in self.blocks.items():
             mixer: Any = block.attention

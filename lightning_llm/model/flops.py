@@ -69,10 +69,10 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Return the model FLOPs of training on one token (forward and backward): `6 N + 12 L H K T`.
 
     Chowdhery et al. 2022 (PaLM, arXiv:2204.02311) appendix B. N are the weights that multiply each token: the linears
-    of the blocks and the head (tied or not) over the true vocabulary, of experts those that a token passes; embedding
-    look-ups, biases, norms and padding are excluded. The second term is the mixers' work outside their linears. For attention it is q k^T and the product with
-    v over all T = `sequence_length` keys: like the paper and most reports of MFU it includes the acausal half, but it
-    excludes keys outside a window. Recomputation never counts.
+    of the blocks (of experts those that a token passes) and the head (tied or not) over the true vocabulary; embedding
+    look-ups, biases, norms and padding are excluded. The second term is the parts' work outside their linears. For
+    attention it is q k^T and the product with v over all T = `sequence_length` keys: like the paper and most reports of
+    MFU it includes the acausal half, but it excludes keys outside a window. Recomputation never counts.
     """
     matmul_weights = count_parameters(config).active_linear + config.vocab_size * config.hidden_size
     layers = range(config.num_layers)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.structure import why_not_generated
 
 PROMPT_TOKENS = 256
 """Number of prompt tokens per forward pass, which computes the logits of all although only the last are used."""
@@ -123,6 +124,8 @@ def generate(
     """
     if prompt_tokens.shape[1] == 0:
         raise ValueError("the prompt is empty: give at least one token, such as the end-of-text token")
+    if (why := why_not_generated(model.config)) is not None:
+        raise ValueError(why)
     sampler = Sampler(temperature, top_k)
     batch_size, length = prompt_tokens.shape[0], prompt_tokens.shape[1] + max_new_tokens
     logits: NextLogits = RecomputedLogits(model)

@@ -146,6 +146,9 @@ class Part(Group):
     hold. "sum": a sum over columns or heads. A tuple of names declares neither, and is rejected with parallel.tp > 1.
     The step adds the mean over micro-batches and other ranks to its objective and records `auxiliary/NAME`."""
 
+    why_not_compiled: ClassVar[str | None] = None
+    """Why torch.compile cannot take its block; None if it can."""
+
     def linears(self, model: ModelConfig) -> list[LinearSpec]:
         """Return its linears, in the order in which the module makes them; names are those of the module's children."""
         return []
@@ -215,7 +218,17 @@ class Mixer(Part):
 
 
 class FeedForward(Part):
-    """Base class of token-wise networks: the module maps x `[B, T, D]` to `[B, T, D]`, each token independently."""
+    """Base class of token-wise networks: the module maps x `[B, T, D]` to `[B, T, D]`, each token independently.
+
+    A module whose products depend on how many tokens come at once has a method `step` for generation.
+    """
+
+    context_parallel: ClassVar[bool] = True
+    """Whether ranks can share a sequence."""
+
+    def why_not_generated(self, model: ModelConfig) -> str | None:
+        """Return why a token's result depends on the other tokens of its batch, so that nothing can be generated."""
+        return None
 
 
 class Norm(Part):

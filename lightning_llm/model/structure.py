@@ -33,6 +33,19 @@ def mixer_of(model: ModelConfig, index: int) -> Mixer:
     return _checked(block_parts(model, index)["attention"], Mixer)
 
 
+def feed_forward_of(model: ModelConfig, index: int) -> FeedForward:
+    """Return the feed-forward network of block `index`."""
+    return _checked(block_parts(model, index)["feed_forward"], FeedForward)
+
+
+def why_not_generated(model: ModelConfig) -> str | None:
+    """Return why a token's result depends on its batch's other tokens, with the block's name; None if it does not."""
+    for index in range(len(model.layers or DEFAULT_LAYERS)):
+        if (why := feed_forward_of(model, index).why_not_generated(model)) is not None:
+            return f"block '{model.layer_name(index)}': {why}"
+    return None
+
+
 class Same:
     """A model as the key of a cache: the object itself, which is frozen, and kept for as long as the key is."""
 
@@ -104,6 +117,11 @@ def _block_parameters(same: Same, index: int) -> Sequence[ParameterSpec]:
                 found.append(ParameterSpec(f"{name}.bias", shape[:1], role, Distribution()))
         found += [each._replace(name=f"{part_name}.{each.name}") for each in part.own_parameters(model)]
     return tuple(found)
+
+
+def frozen_names(model: ModelConfig, index: int) -> list[str]:
+    """Return the full names of the parameters of block `index` that no gradient updates."""
+    return [f"layers.{index}.{each.name}" for each in block_parameters(model, index) if not each.trained]
 
 
 def for_layers(model: ModelConfig, layers: Iterable[int], value: Callable[[int], Value]) -> list[Value]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.optim import Role
+from lightning_llm.linalg.grouped import stacked
 from lightning_llm.linalg.local_part import local
 from lightning_llm.optim.kinds import AdamWFields
 from lightning_llm.optim.optimizer import WeightRounding, adamw, groups_of, initialise_state, role_of
@@ -25,7 +26,8 @@ class OnWhole(Protocol):
 
         `part_of` returns this rank's part of the matrix that belongs to a parameter, sharded as that is. `function`
         takes whole matrices [rows, columns], which it may write to, to others of their shape and dtype, and is run for
-        each on one of the ranks that share it. Collective: every rank must give the same parameters in the same order.
+        each on one of the ranks that share it. Of a parameter that stacks several (`linalg.grouped.stacked`), such as
+        the weights of experts, it takes each. Collective: every rank must give the same parameters in the same order.
         """
         ...
 
@@ -37,7 +39,20 @@ def on_one_rank(
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Be an `OnWhole` where nothing is sharded."""
     for parameter in parameters:
-        yield parameter, function(part_of(parameter))
+        yield parameter, on_each(function, part_of(parameter), stacked(parameter))
+
+
+def on_each(function: Callable[[Tensor], Tensor], matrices: Tensor, count: int) -> Tensor:
+    """Return `function` of each of `count` matrices stacked as rows of `matrices`, stacked again."""
+    if count == 1:
+        return function(matrices)
+    return torch.cat([function(matrix) for matrix in matrices.chunk(count)])
+
+
+def matrix_shape(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return [rows, columns] of each matrix of `parameter`."""
+    rows, columns = parameter.shape
+    return rows // stacked(parameter), columns
 
 
 class MatrixOptimizer(torch.optim.Optimizer):

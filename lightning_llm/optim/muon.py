@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_llm.linalg.local_part import local
 from lightning_llm.optim.kinds import MuonConfig
-from lightning_llm.optim.matrices import MatrixOptimizer, OnWhole, gradient_of, on_one_rank
+from lightning_llm.optim.matrices import MatrixOptimizer, OnWhole, gradient_of, matrix_shape, on_one_rank
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Jordan et al. 2024's quintic, chosen for its slope at zero: it ends near, not at, singular values of 1."""
@@ -31,7 +31,7 @@ class Muon(MatrixOptimizer):
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
         rate, steps = group["lr"], self.config.newton_schulz_steps
         for parameter, direction in self.on_whole(trained, self._direction, lambda x: orthogonalised(x, steps)):
-            scale = rate * self.config.learning_rate_scale(*parameter.shape)
+            scale = rate * self.config.learning_rate_scale(*matrix_shape(parameter))
 
             def change(weight: Tensor, rows: slice, direction: Tensor = direction, scale: float = scale) -> Tensor:
                 return weight.mul_(1 - rate * group["weight_decay"]).add_(direction[rows], alpha=-scale)

@@ -71,7 +71,8 @@ def expensive_ops(block: nn.Module) -> list[Any]:
     """
     aten = torch.ops.aten
     kernels = dict.fromkeys(op for part in block.children() for op in getattr(part, "kernel_ops", ()))
-    return [aten.mm.default, aten.addmm.default, aten.bmm.default, *PRODUCTS, OPERATOR, *kernels]
+    products = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default]
+    return [*products, *PRODUCTS, OPERATOR, *kernels]
 
 
 @contextmanager

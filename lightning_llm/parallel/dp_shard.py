@@ -54,14 +54,18 @@ def shard_decoder(
     kept = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     after_forward = layout.config.zero_stage == 3
+    frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}  # whole, in fp32
     for block in model.blocks.values():
-        fully_shard(block, mesh=mesh, mp_policy=cast, reshard_after_forward=after_forward)
+        ignored = frozen.intersection(block.parameters())
+        fully_shard(
+            block, mesh=mesh, mp_policy=cast, reshard_after_forward=after_forward, ignored_params=ignored or None
+        )
     if model.head is not None:
         fully_shard(model.head, mesh=mesh, mp_policy=cast, reshard_after_forward=False)  # backward wants it at once
     if model.embedding is not None and not model.config.tie_embeddings:
         embedding = fully_shard(model.embedding, mesh=mesh, mp_policy=kept, reshard_after_forward=after_forward)
         embedding.set_unshard_in_backward(False)  # a lookup's backward pass needs no weight
-    fully_shard(model, mesh=mesh, mp_policy=kept, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=kept, reshard_after_forward=False, ignored_params=frozen or None)
     _prefetch_in_forward(model)
     scatters: list[TreeReduceScatter] = []
     for module in sharded_modules(model):

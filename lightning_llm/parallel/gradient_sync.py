@@ -232,10 +232,10 @@ class GradientSync:
 
 
 def _backward_order(model: Decoder) -> list[nn.Parameter]:
-    """Return parameters in the order of a backward pass: last first, those of FSDP2's root at the end."""
+    """Return trained parameters in the order of a backward pass: last first, those of FSDP2's root at the end."""
     groups: list[Any] = [each for each in sharded_modules(model) if each is not model]
     inner = {id(parameter) for group in groups for parameter in group.parameters()}
-    ended = list(model.parameters())[::-1]
+    ended = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
     return sorted(ended, key=lambda parameter: id(parameter) not in inner)
 
 

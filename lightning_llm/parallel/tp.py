@@ -26,18 +26,14 @@ from lightning_llm.base.errors import AgreedError, Problem
 from lightning_llm.linalg.cast_linear import Reduce
 from lightning_llm.linalg.local_part import local
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.experts.moe import Experts
 from lightning_llm.model.loss import IGNORED_LABEL, chunk_rows, compiled_loss_sum, next_token_loss_sum
 from lightning_llm.model.spec import Part
 from lightning_llm.model.structure import block_parts, replicated_within
 from lightning_llm.parallel.axis import AxisOnRanks, Reduction, Works, all_reduce
-from lightning_llm.parallel.collectives import (
-    GroupRef,
-    copy_to_group,
-    gather_tokens,
-    reduce_from_group,
-    reduce_scatter_tokens,
-)
+from lightning_llm.parallel.collectives import copy_to_group
 from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.region import Region
 from lightning_llm.plan.divisibility import SHARD_AXES
 
 
@@ -72,8 +68,13 @@ class TensorParallel(AxisOnRanks):
             _become(module, kind, shared.get(part, region))
         for name, block in stage.blocks.items():
             for key, module in block.named_children():
+                own = shared.get(f"{name}.{key}", region)
                 if getattr(module, "roles", None) or f"{name}.{key}" in shared:
-                    _become(module, _Part, shared.get(f"{name}.{key}", region))
+                    _become(module, _Part, own)
+                for inner in module.modules():
+                    if isinstance(inner, Experts):
+                        _become(inner, _Experts, own)
+                        inner.first = self.group.rank() * inner.local_count
 
     def reductions(self, stage: Decoder) -> Callable[[nn.Parameter], Sequence[Reduction]]:
         """Return the reductions of gradients of parameters that all ranks hold whole.
@@ -158,59 +159,6 @@ def is_tp_shard(parameter: Tensor) -> bool:
     return "tp" in names and parameter.placements[names.index("tp")].is_shard()
 
 
-class Region:
-    """Communication at the input and output of a cut part.
-
-    `shares`: within the part, each of R ranks gives replicated tensors 1/R of their gradient. Then the sum over ranks
-    is the gradient of replicated parameters, and an auxiliary loss counts once, because each rank adds 1/R of it. This
-    covers the part's input (gradients are summed over the group) and the output of its row-parallel linear (they are
-    not). It is not needed with sequence parallelism, where no two ranks hold the same tokens there.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, sequence: bool, shares: bool = False):
-        self.group, self.sequence, self.shares = GroupRef.from_group(group), sequence, shares
-
-    def enter(self, x: Tensor) -> Tensor:
-        """Return all tokens `[B, T, D]`."""
-        return (gather_tokens if self.sequence else copy_to_group)(x, self.group)
-
-    def leave(self, x: Tensor) -> Tensor:
-        """Return the sum over the group, with sequence parallelism only for this rank's tokens."""
-        return (reduce_scatter_tokens if self.sequence else reduce_from_group)(x, self.group)
-
-    def share(self, y: Tensor) -> Tensor:
-        """Return the output `y` of a part; with `shares`, its gradient is divided by the number of ranks R."""
-        return self._scaled(y, 1 / self.group.size) if self.shares else y
-
-    def unshare(self, y: Tensor) -> Tensor:
-        """Return `y`, computed from cut tensors; with `shares`, its gradient is multiplied by R (undoes `share`)."""
-        return self._scaled(y, float(self.group.size)) if self.shares else y
-
-    def _scaled(self, y: Tensor, factor: float) -> Tensor:
-        same: Tensor = _ScaledGradient.apply(y, factor)
-        return same
-
-    def own(self, positions: Tensor) -> Tensor:
-        """Return the positions `[..., T]` of the tokens that this rank holds between parts."""
-        if not self.sequence:
-            return positions
-        length = positions.shape[-1] // self.group.size
-        return positions.narrow(-1, self.group.rank * length, length)
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """Identity; the backward pass multiplies the gradient by a constant."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None
-
-
 class _TensorParallel(nn.Module):
     """Base class of forward passes on a rank's part; the module's original class follows in the MRO (`_become`)."""
 
@@ -271,6 +219,13 @@ class _Row(_TensorParallel):
         return self.region.unshare(y if bias is None else (y.float() + bias.to(y.dtype).float()).to(y.dtype))
 
 
+class _Experts(_TensorParallel):
+    """Experts of which each rank holds some, whole: it computes its share of each token's sum."""
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        return self.region.unshare(self.region.leave(super().forward(x, *rest)))
+
+
 class _Norm(_TensorParallel):
     weight: Tensor
     bias: Tensor | None
@@ -318,6 +273,7 @@ _KINDS: dict[str, type[_TensorParallel]] = {
     "row": _Row,
     "column": _Column,
     "vocabulary": _Head,
+    "expert": _TensorParallel,
 }
 
 

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_llm.linalg.grouped import stacked
 from lightning_llm.linalg.local_part import local
-from lightning_llm.optim.matrices import on_one_rank
+from lightning_llm.optim.matrices import on_each, on_one_rank
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.torch_private import shard_offset
 
@@ -86,7 +87,7 @@ def _exchange(
         whole = received.new_empty(own.parameter.shape)
         for region, values in zip(regions, received.split(sizes), strict=True):
             whole[region].copy_(values.view_as(whole[region]))
-        result = function(whole)
+        result = on_each(function, whole, stacked(own.parameter))
         made = torch.cat([result[region].flatten() for region in regions])
     back = parts[0].new_empty(sum(out))
     dist.all_to_all_single(back, made, out, sizes, group=group)

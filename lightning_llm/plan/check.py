@@ -1,6 +1,6 @@
 """Rules between config groups: everything that can be checked before torch is imported."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 
@@ -11,7 +11,7 @@ from lightning_llm.config.schema.callbacks import monitor_problems
 from lightning_llm.config.schema.run import LauncherConfig
 from lightning_llm.config.schema.strict import Rule, gather
 from lightning_llm.data.check import batch_problems, data_rules
-from lightning_llm.model.structure import linear_names, shape_problems
+from lightning_llm.model.structure import frozen_names, linear_names, linears_of, shape_problems
 from lightning_llm.plan.attention_kernel import attention_kernel_problems
 from lightning_llm.plan.axes.axis import AXES, MeshAxis
 from lightning_llm.plan.checkpoints import retention_problems
@@ -20,7 +20,7 @@ from lightning_llm.plan.degrees import Degrees, checkpointing_problems, fit_prob
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.evaluation import evaluation_problems
 from lightning_llm.plan.memory.weight_casts import parameter_gather_problems, weight_cast_problems
-from lightning_llm.plan.resolve import DerivedConfig, Plan, compiler_failure
+from lightning_llm.plan.resolve import DerivedConfig, Plan, compiler_failure, uncompiled_part
 from lightning_llm.plan.teachers import teacher_problems
 from lightning_llm.precision.recipe.lint import lint
 from lightning_llm.precision.recipe.module_rules import (
@@ -173,13 +173,35 @@ def _precision_problems(config: Config) -> list[Problem]:
     if recipe.update.rounding != "even" and not config.optim.rounds_weights:
         text = f"optim={config.optim.name} rounds weights to nearest. Set even, or choose adamw, adamw8bit or muon."
         problems.append(Problem("precision.update.rounding", text, recipe.update.rounding))
+    problems += _frozen_problems(config)
     reasons = reasons_to_stay_high(linear_names(config.model), recipe, config.model.num_layers)
+    problems += _expert_problems(config, reasons)
     if nothing := nothing_converted(recipe, reasons):
         problems += [*nothing, *other_modules(recipe, reasons)]
     else:
         problems += unmatched(recipe, reasons, config.model.num_layers)
         problems += _phase_module_problems(config, list(reasons), problems)
     return problems
+
+
+def _expert_problems(config: Config, reasons: Mapping[str, str | None]) -> Iterator[Problem]:
+    """Yield that the recipe casts linears of experts, which have no casts."""
+    linears = linears_of(config.model)
+    names = [name for name, why in reasons.items() if why is None and name in linears and linears[name].groups > 1]
+    if names:
+        text = f"casts {names[0]}, and linears of experts have no casts yet. Add '*.experts.*' to it."
+        yield Problem("precision.modules.exclude", text)
+
+
+def _frozen_problems(config: Config) -> Iterator[Problem]:
+    """Yield that parameters which no gradient moves would be too coarse for their updates."""
+    if config.precision.master_dtype == "fp32":
+        return
+    names = [name for index in range(config.model.num_layers) for name in frozen_names(config.model, index)]
+    if names:
+        text = f"is {config.precision.master_dtype}, and {names[0]} moves by less than it can show. Set it to fp32, "
+        text += "or bias_update_rate to null."
+        yield Problem("precision.master_dtype", text)
 
 
 def _phase_module_problems(config: Config, linears: list[str], known: list[Problem]) -> Iterator[Problem]:
@@ -232,8 +254,12 @@ def _native_problems(derived: DerivedConfig) -> list[Problem]:
 
 
 def _compiler_problems(config: Config, degrees: Degrees) -> list[Problem]:
-    failure = compiler_failure(config.parallel, degrees) if config.parallel.compile else None
-    if failure is None:
+    if not config.parallel.compile:
         return []
-    text = f"is true, but {failure}. Set parallel.activation_checkpoint=selective or none, or trainer.compile=false."
-    return [Problem("parallel.compile", text)]
+    checkpointing = "parallel.activation_checkpoint=selective or none, or trainer.compile=false"
+    reasons = {
+        uncompiled_part(config.model): "trainer.compile=false or null",
+        compiler_failure(config.parallel, degrees): checkpointing,
+    }
+    found = ((reason, remedy) for reason, remedy in reasons.items() if reason is not None)
+    return [Problem("parallel.compile", f"is true, but {reason}. Set {remedy}.") for reason, remedy in found]

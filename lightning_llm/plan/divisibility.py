@@ -22,7 +22,7 @@ SHARD_AXES: dict[str, dict[str, int | None]] = {
     "replicate": {"x": None, "w": None, "dy": None},
     "per_head": {"x": None, "w": None, "dy": None},
     "duplicate": {"x": None, "w": None, "dy": None},
-    "expert": {"x": None, "w": 0, "dy": None},
+    "expert": {"x": None, "w": 0, "dy": None},  # whole experts, so that no operand of a GEMM is split
 }
 """{role: {operand: split dimension}} of x [M, K], w [N, K] and dy [M, N], for the roles of `Decoder.roles` (Shoeybi et
 al. 2019, arXiv 1909.08053, section 3). None: every rank has the whole operand."""
@@ -104,7 +104,7 @@ def _part_widths(same: Same, tp: int) -> dict[str, int]:
 
 
 def _is_cut(linear: LinearSpec) -> bool:
-    return any(axis is not None for axis in SHARD_AXES[linear.role].values())
+    return linear.role != "expert" and any(axis is not None for axis in SHARD_AXES[linear.role].values())
 
 
 def shared_side(linear: LinearSpec) -> Size:

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_llm.base.errors import ConfigError
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.schema import Config, ParallelConfig
-from lightning_llm.model.structure import linear_names, linear_widths
+from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig
+from lightning_llm.model.structure import block_parts, linear_names, linear_widths, linears_of
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.degrees import Degrees, given_degrees, resolve_degrees
 from lightning_llm.plan.divisibility import part_widths
@@ -17,28 +18,37 @@ from lightning_llm.precision.native.decide import Decision, Matrix, decide, deci
 from lightning_llm.precision.recipe.module_rules import Coverage, coverage
 
 
-def compiles(parallel: ParallelConfig, degrees: Degrees, capability: Capability) -> bool:
+def compiles(config: Config, degrees: Degrees, capability: Capability) -> bool:
     """Return whether blocks are compiled on the device of `capability`; if `parallel.compile` is null: only on CUDA.
 
     The config keeps its null, so the choice is not part of the config hash. It is recorded in the run's summary as
     `compiled`, which `compare` reads.
     """
-    if parallel.compile is not None:
-        return parallel.compile
-    return capability.compute_capability is not None and why_not(parallel, degrees, capability) is None
+    if config.parallel.compile is not None:
+        return config.parallel.compile
+    return capability.compute_capability is not None and why_not(config, degrees, capability) is None
 
 
-def compile_note(parallel: ParallelConfig, degrees: Degrees, capability: Capability) -> str | None:
+def compile_note(config: Config, degrees: Degrees, capability: Capability) -> str | None:
     """Return a note on why blocks are not compiled on a GPU by default; None if they are, or if the config decides."""
-    if parallel.compile is not None or capability.compute_capability is None:
+    if config.parallel.compile is not None or capability.compute_capability is None:
         return None
-    reason = why_not(parallel, degrees, capability)
+    reason = why_not(config, degrees, capability)
     return reason and f"note   blocks run operator by operator, not compiled as on CUDA by default: {reason}"
 
 
-def why_not(parallel: ParallelConfig, degrees: Degrees, capability: Capability) -> str | None:
+def why_not(config: Config, degrees: Degrees, capability: Capability) -> str | None:
     """Return why blocks cannot be compiled on the device of `capability`; None if no reason is known."""
-    return capability.no_compiler or compiler_failure(parallel, degrees)
+    return capability.no_compiler or uncompiled_part(config.model) or compiler_failure(config.parallel, degrees)
+
+
+def uncompiled_part(model: ModelConfig) -> str | None:
+    """Return why a part of the model's blocks cannot be compiled; None if all can."""
+    for index in range(len(model.layers or DEFAULT_LAYERS)):
+        for part in block_parts(model, index).values():
+            if part.why_not_compiled is not None:
+                return f"in block '{model.layer_name(index)}', {part.why_not_compiled}"
+    return None
 
 
 def compiler_failure(parallel: ParallelConfig, degrees: Degrees) -> str | None:
@@ -77,7 +87,7 @@ class Plan:
     @cached_property
     def compiled(self) -> bool:
         """Whether blocks are compiled."""
-        return compiles(self.config.parallel, self.degrees, self.capability)
+        return compiles(self.config, self.degrees, self.capability)
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -144,7 +154,7 @@ class DerivedConfig:
         """Whether the recipe's quantised GEMMs run natively on `capability`."""
         model = self.config.model
         widths = linear_widths(model) | part_widths(model, self.likely_degrees.width)
-        return decide(self.config.precision, self.capability, widths, self._shared_axes())
+        return decide(self.config.precision, self.capability, widths, self._shared_axes(), _without_kernels(model))
 
     def plan(self) -> Plan:
         """Return the plan of a complete config.
@@ -167,6 +177,15 @@ class DerivedConfig:
             f"parallel.{axis}": f"{size}" if getattr(given, axis) else f"null, which is {size} of {self.world} ranks"
             for axis, size in shared.items()
         }
+
+
+def _without_kernels(model: ModelConfig) -> list[Problem]:
+    """Return the problem that Transformer Engine's linears cannot run some linears of `model`."""
+    grouped = [name for name, linear in linears_of(model).items() if linear.groups > 1]
+    if not grouped:
+        return []
+    text = f"{grouped[0]} and others are linears of experts, which have emulated casts only"
+    return [Problem("precision.backend", text)]
 
 
 def plan_of(config: Config, device: Capability | None = None) -> Plan:

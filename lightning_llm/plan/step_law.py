@@ -129,7 +129,7 @@ def apply_step_law(
         values["trainer"]["max_steps"] = steps
     if request.batch is None and request.rate is None:
         return values, None, []
-    parameters, tokens, rate = count_parameters(config.model).linear, steps * sequences * length, None
+    parameters, tokens, rate = count_parameters(config.model).active_linear, steps * sequences * length, None
     if request.rate is not None:
         rate = float(f"{request.rate * law_learning_rate(parameters, tokens):.{DIGITS - 1}e}")
         values["optim"]["learning_rate"] = rate

@@ -149,7 +149,7 @@ def opening_lines(rank: Rank, start: Start) -> Iterator[str]:
     plan, config = rank.plan, rank.plan.config
     yield plan_line(plan, describe_device(rank.device))
     yield kernel_line(rank.attention, config.trainer.attention_kernel) or ""
-    yield compile_note(config.parallel, plan.degrees, plan.capability) or ""
+    yield compile_note(config, plan.degrees, plan.capability) or ""
     yield environment_line(rank.device.type) or ""
     if not is_among_jobs():
         yield from notes(plan, to_train=True)

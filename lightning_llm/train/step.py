@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_llm.config.schema import Config
 from lightning_llm.data.batch import Batch
+from lightning_llm.linalg.grouped import mark_stacks
 from lightning_llm.model.loss import IGNORED_LABEL, LossReduction
 from lightning_llm.optim.optimizer import LearningRate
 from lightning_llm.parallel.device_sync import read_numbers
@@ -25,6 +26,7 @@ from lightning_llm.train.algorithm import Algorithm
 from lightning_llm.train.distillation import RECORD, Distillation
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import LossScaler
+from lightning_llm.train.routing import Routing
 from lightning_llm.train.spikes.policy import SpikePolicy
 from lightning_llm.train.state import TrainState
 from lightning_llm.train.weight_rounding import WeightRounding
@@ -53,6 +55,8 @@ class TrainStep:
     """Called with these integers before the update."""
     distillation: Distillation | None = None
     """Distillation objective; None trains on the next-token loss only."""
+    routing: Routing | None = None
+    """Counts and biases of routers; None without."""
 
     @classmethod
     def build(
@@ -68,7 +72,8 @@ class TrainStep:
     ) -> "TrainStep":
         """Return the step over `parallel` with the optimizer, schedule and algorithm of `config`."""
         hints = config.precision.optimizer.model_dump(exclude_none=True)  # a recipe may need its own eps or beta2
-        named = list(parallel.model.named_parameters())
+        named = [(name, each) for name, each in parallel.model.named_parameters() if each.requires_grad]
+        mark_stacks(parallel.model)
         optimizer: torch.optim.Optimizer = config.optim.model_copy(update=hints).build(
             named, WholeMatrices(parallel.layout)
         )
@@ -87,6 +92,7 @@ class TrainStep:
             before_zero_grad=lambda: before_zero_grad(optimizer),
             on_gradients=on_gradients,
             distillation=distillation,
+            routing=Routing(parallel.decoders, config.model, parallel.layout),
         )
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -108,6 +114,7 @@ class TrainStep:
         self._reduce_gradients()
         loss = self._reduce_losses(losses)
         record, auxiliary = state.open_record(rate), self._reduce_auxiliary_losses() | self._reduce_divergences()
+        auxiliary |= {} if self.routing is None else self.routing.figures()
         for act in self.on_gradients:
             act(loss)
 
@@ -124,6 +131,8 @@ class TrainStep:
             record["skipped"] = True
         else:
             self.optimizer.step()
+            if self.routing is not None:
+                self.routing.update_biases()
         self.algorithm.after_update(state.completed_steps + 1, record)
         self.scaler.update(overflow)
         quantisation.end_step(model, self._largest_amax)
@@ -141,6 +150,8 @@ class TrainStep:
         """Run forward and backward of all micro-batches; return their contributions to the step's loss, [A], fp32."""
         if self.distillation is not None:
             self.distillation.begin_step()
+        if self.routing is not None:
+            self.routing.begin_step()
         targets = (batch.labels != IGNORED_LABEL).sum()
         layout, degrees = self.parallel.layout, self.parallel.layout.degrees
         targets = layout.reduce(targets, dist.ReduceOp.SUM, *layout.summed).clamp(min=1)

@@ -27,7 +27,11 @@ THEIRS = {
     "mixtral": (
         MixtralSparseMoeBlock,
         MixtralConfig(
-            hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=K, experts_implementation="eager"
+            hidden_size=D,
+            intermediate_size=F,
+            num_local_experts=E,
+            num_experts_per_tok=K,
+            experts_implementation="eager",
         ),
         {},
     ),
@@ -159,7 +163,7 @@ def test_a_dropped_choice_adds_nothing_and_gets_no_gradient():
     choices, _ = ours._choices(ours.router(x[0]))
     assert 0 < (~choices.kept).sum() < 90
     whole = module_of(moe(balance_loss=0.0, z_loss=0.0))
-    mixed = whole.experts(x[0], choices._replace(kept=None, weights=choices.weights * choices.kept))
+    mixed = whole.experts(x, choices._replace(kept=None, weights=choices.weights * choices.kept))[0]
     gradients = [torch.autograd.grad(y.sum(), [x, *whole.experts.parameters()]) for y in (mixed,)]
     y = ours(x)[0]
     torch.testing.assert_close(y, mixed)

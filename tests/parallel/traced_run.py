@@ -36,7 +36,7 @@ class Gradients(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
         if len(self.kept) < self.steps:
-            named = pl_module.model.named_parameters()
+            named = ((name, each) for name, each in pl_module.model.named_parameters() if each.requires_grad)
             gradients = {name: whole(parameter.grad) for name, parameter in named}
             self.kept.append(of_all_stages(gradients, trainer.strategy.layout))
 

@@ -49,7 +49,7 @@ def test_blocks_are_compiled_on_cuda_by_default(device, words, compiled, note):
     plan = plan_of(*words, device=device)
     assert plan.compiled is plan.parallel.compile is compiled
     assert layout_facts(plan)["compile"] is compiled
-    found = compile_note(plan.config.parallel, plan.degrees, device)
+    found = compile_note(plan.config, plan.degrees, device)
     assert (found is None) if note is None else (found is not None and found.endswith(note))
 
 

@@ -56,6 +56,9 @@ class MoE(FeedForward):
     module: ClassVar[str] = "lightning_llm.model.experts.moe:MixtureOfExperts"
     auxiliary_losses: ClassVar[Mapping[str, AuxiliaryReduction]] = {BALANCE: "mean", ROUTER_Z: "mean"}
 
+    context_parallel: ClassVar[bool] = False
+    why_not_compiled: ClassVar[str | None] = "the sizes of experts' products depend on the data"
+
     kind: Literal["moe"] = "moe"
     experts: PositiveInt = Field(8, description="number of experts")
     per_token: PositiveInt = Field(2, description="experts that each token passes")
@@ -97,8 +100,8 @@ class MoE(FeedForward):
             text = f"{self.shared_experts} x {key}"
             wide = Size(self.shared_experts * self.inner(model), key, self.shared_experts, text)
             for each in SwiGLU().linears(model):
-                sides = {"inputs": wide} if each.role == "row" else {"outputs": wide}
-                made.append(each._replace(name=f"shared.{each.name}", **sides))
+                sides = (each.outputs, wide) if each.role == "row" else (wide, each.inputs)
+                made.append(each._replace(name=f"shared.{each.name}", outputs=sides[0], inputs=sides[1]))
         return made
 
     def own_parameters(self, model: ModelConfig) -> list[ParameterSpec]:
@@ -130,7 +133,8 @@ class MoE(FeedForward):
         kept.append(SavedTensor("chosen experts and rows", 2 * k, 8, "gathered"))
         sums = k + 1 if self.router.normalise else 0
         kept.append(SavedTensor("weights of the chosen", k + sums, wide, "gathered"))
-        rows = [("experts' input", model.hidden_size, ("experts.gate_proj", "experts.up_proj"))]
+        rows: list[tuple[str, int, tuple[str, ...]]] = []
+        rows += [("experts' input", model.hidden_size, ("experts.gate_proj", "experts.up_proj"))]
         rows += [(name, self.inner(model), ()) for name in ("gate_proj's output", "activated gate", "up_proj's output")]
         rows += [("down_proj's input", self.inner(model), ("experts.down_proj",))]
         rows += [("experts' output", model.hidden_size, ())]
@@ -141,6 +145,15 @@ class MoE(FeedForward):
                 linears = tuple(f"shared.{linear}" for linear in each.linears)
                 kept.append(each._replace(name=f"shared {each.name}", linears=linears))
         return kept
+
+    def why_not_generated(self, model: ModelConfig) -> str | None:
+        if self.capacity_factor is None:
+            return None
+        return f"capacity_factor={self.capacity_factor:g} drops choices, depending on the other tokens of a batch"
+
+    def kernel_outputs(self, model: ModelConfig, width: int, sequence_length: int) -> int:
+        """Return the bytes of the logits, which a product makes."""
+        return max(width, 4) * self.experts
 
     def divisions(self, model: ModelConfig) -> dict[str, tuple[int, str]]:
         found = {"model.blocks.*.feed_forward.experts": (self.experts, "each rank takes whole experts")}
@@ -155,7 +168,7 @@ class MoE(FeedForward):
         """Return routing, the copies of tokens to experts and back, and the gated activation of k experts."""
         d, k, wide = model.hidden_size, self.per_token, max(width, 4)
         routing = MemoryPass(width * d + 6 * wide * self.experts, width * d + 6 * wide * self.experts, 12)
-        there = MemoryPass(width * d * (1 + k), width * d * (1 + k), k)
+        there = MemoryPass(width * d * (1 + k), width * d * (1 + 4 * k), k)  # backward: also the sum of gate's and up's
         back = MemoryPass(width * d * (k + 1) + 2 * wide * d * k, 2 * width * d * k + 2 * wide * d * k, 3 * k)
         activation = SwiGLU().memory_passes(
             model.model_copy(update={"ffn_hidden_size": k * self.inner(model)}), width, compiled

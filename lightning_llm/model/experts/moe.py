@@ -45,12 +45,12 @@ class Experts(nn.Module):
         return len(local(self.gate_proj.weight)) // self.inner
 
     def forward(self, x: Tensor, choices: Choices) -> Tensor:
-        """Return `[M, D]` for `x` `[M, D]`: the weighted sums over the experts that this rank holds."""
+        """Return `[B, T, D]` for `x` `[B, T, D]`: the weighted sums over the experts that this rank holds."""
         multiple = self.gate_proj.row_multiple
         placement = place(choices.chosen, choices.kept, self.local_count, self.first, self.count, multiple)
-        rows = dispatch(x, placement)  # [R, D]
+        rows = dispatch(x.flatten(0, -2), placement)  # [R, D]
         inner = F.silu(self.gate_proj(rows, placement.groups)) * self.up_proj(rows, placement.groups)  # [R, F]
-        return combine(self.down_proj(inner, placement.groups), choices.weights, placement)
+        return combine(self.down_proj(inner, placement.groups), choices.weights, placement).view_as(x)
 
     def step(self, x: Tensor, choices: Choices) -> Tensor:
         """Return the same, by products over all of `x` for each expert that a token chose, without gradients.
@@ -100,8 +100,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[B, T, D]` for `x` `[B, T, D]`."""
-        flat = x.flatten(0, -2)  # [M, D]
-        y = self.experts(flat, self._routed(flat)).view_as(x)
+        y = self.experts(x, self._routed(x.flatten(0, -2)))  # [B, T, D]
         return y if self.shared is None else y + self.shared(x)
 
     def step(self, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.linalg.grouped import GroupedLinear
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.structure import VOCABULARY, parameter_shapes
@@ -108,6 +109,6 @@ def frozen_decoder(
 def frozen(model: Decoder, compute_dtype: torch.dtype) -> Decoder:
     """Return `model` in evaluation mode, its linears cast to `compute_dtype`: once, and not in every forward pass."""
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear | GroupedLinear):
             module.to(compute_dtype)
     return model.eval().requires_grad_(False)

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.model import DEFAULT_LAYERS
 from lightning_llm.model.spec import LinearSpec
-from lightning_llm.model.structure import for_layers, mixer_of
+from lightning_llm.model.structure import feed_forward_of, for_layers, mixer_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.axes.axis import Dimension, MeshAxis, divisors
 from lightning_llm.plan.degrees import Degrees
@@ -51,6 +52,13 @@ class ContextAxis(MeshAxis):
                 "weights, heads or layers instead (parallel.dp_shard, tp, pp)."
             )
             yield Problem("parallel.cp", text)
+        for index in range(len(model.layers or DEFAULT_LAYERS)):
+            if not feed_forward_of(model, index).context_parallel:
+                text = (
+                    f"is {cp}, and the experts of '{model.layer_name(index)}' in model.layers balance their load over "
+                    "whole sequences. Set 1, and split weights or layers instead (parallel.dp_shard, tp, pp)."
+                )
+                yield Problem("parallel.cp", text)
         if length % (2 * cp):
             text = f"is {length}, and cp={cp} splits sequences into 2 x {cp} chunks. Use a multiple of {2 * cp}."
             yield Problem("data.sequence_length", text)

@@ -86,7 +86,7 @@ class TensorAxis(MeshAxis):
         alike: dict[tuple[int, str, str, int], list[LinearSpec]] = {}
         for linear in linears:
             axis = SHARD_AXES[linear.role][operand]
-            if axis is not None:
+            if axis is not None and linear.role != "expert":
                 part, side = linear.name.partition(".")[0], "outputs" if linear.role == "column" else "inputs"
                 alike.setdefault((axis, part, side, shared_side(linear).length), []).append(linear)
         for (axis, _, side, width), several in alike.items():

@@ -158,7 +158,10 @@ def selective_bytes_per_token(config: Config, index: int, tp: int = 1, every_pro
     model, width = config.model, DTYPE_BYTES[config.precision.compute_dtype]
     parts = block_parts(model, index).values()
     linears = [linear for part in parts for linear in part.linears(model)]
-    products = [width * linear.outputs.length // (tp if linear.role == "column" else 1) for linear in linears]
+    products = [
+        width * linear.per_token * linear.outputs.length // (tp if linear.role in ("column", "expert") else 1)
+        for linear in linears
+    ]
     kernels = (part.kernel_outputs(model, width, config.data.sequence_length) // tp for part in parts)
     return sum(products[::every_product]) + sum(kernels)
 

@@ -86,7 +86,7 @@ def _copied_in_block(plan: Plan, index: int, unit: Unit) -> int:
     names = [f"layers.{index}.{linear.name}" for linear in block_linears(config.model, index)]
     reasons = reasons_to_stay_high(names, config.precision, config.model.num_layers)
     for name, linear in zip(names, block_linears(config.model, index), strict=True):
-        elements = linear.elements // (tp if linear.role in ("column", "row") else 1)
+        elements = linear.elements // (tp if linear.role in ("column", "row", "expert") else 1)
         if bits := code_bits(plan, name):
             copied += 0 if keeps_codes(plan, name, index) else int(2 * elements * bits / 8)
         elif reasons[name] is None or _emulates_all(plan):

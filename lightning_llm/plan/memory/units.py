@@ -98,7 +98,9 @@ def units_of(
 
 @lru_cache(maxsize=1024)
 def _block(same: Same, index: int, tp: int) -> Unit:
-    return Unit(tuple(_shard(each.shape, each.role, tp) for each in block_parameters(same.model, index)), cast=True)
+    """Return a block's group, without the few parameters that no gradient updates: every rank has them whole."""
+    trained = (each for each in block_parameters(same.model, index) if each.trained)
+    return Unit(tuple(_shard(each.shape, each.role, tp) for each in trained), cast=True)
 
 
 def _shard(shape: tuple[int, ...], role: str, tp: int) -> ParameterShard:

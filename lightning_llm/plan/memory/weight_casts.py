@@ -124,8 +124,10 @@ def _linears(plan: Plan, index: int) -> Iterator[LinearSpec]:
 
 def _bytes_of(plan: Plan, index: int, linear: LinearSpec) -> int:
     name, axis = f"layers.{index}.{linear.name}", SHARD_AXES[linear.role]["w"]
-    sides = (linear.outputs.length, linear.inputs.length)
-    rows, columns = (length // plan.degrees.width if axis == side else length for side, length in enumerate(sides))
+    sides, width = (linear.outputs.length, linear.inputs.length), plan.degrees.width
+    if linear.role == "expert":
+        return linear.groups // width * kept_bytes(_casts(plan, name), *sides, keeps(plan)[index])
+    rows, columns = (length // width if axis == side else length for side, length in enumerate(sides))
     if plan.decision.runs != "native":
         return kept_bytes(_casts(plan, name), rows, columns, keeps(plan)[index])
     bits = code_bits(plan, name) if keeps_codes(plan, name, index) else None
@@ -173,6 +175,8 @@ def _coded(config: Config, index: int, tp: int) -> tuple[ParameterShard, ...]:
     """Return a tensor-parallel rank's part of the weights of block `index` that are gathered as codes."""
     recipe, layers, found = config.precision, config.model.num_layers, []
     for linear in block_linears(config.model, index):
+        if linear.role == "expert":  # whose codes are not gathered
+            continue
         name = f"layers.{index}.{linear.name}"
         kept = reasons_to_stay_high([name], recipe, layers)[name] is not None
         if kept or codes_cast(recipe.casts_under(rule_in_effect(name, recipe, layers))) is None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from lightning_llm.base.hardware import COMPUTE_UNITS, planned_peak_flops
 from lightning_llm.config.schema import ClusterConfig, Config
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
-from lightning_llm.model.structure import block_linears, for_layers, mixer_of
+from lightning_llm.model.structure import block_linears, feed_forward_of, for_layers, mixer_of
 from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, rule_in_effect
 
 FORMAT_BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
@@ -189,7 +189,9 @@ def needed_flops(config: Config, formats: Formats, device: Device) -> NeededFlop
             flops[made.gemms[gemm]] += 2 * elements
 
     layers = range(model.num_layers)
-    shapes = for_layers(model, layers, lambda at: [(each.name, each.elements) for each in block_linears(model, at)])
+    shapes = for_layers(
+        model, layers, lambda at: [(each.name, each.active_elements) for each in block_linears(model, at)]
+    )
     for index, linears in zip(layers, shapes, strict=True):
         for name, elements in linears:
             add_linear(f"layers.{index}.{name}", elements)
@@ -202,4 +204,5 @@ def needed_flops(config: Config, formats: Formats, device: Device) -> NeededFlop
             share = 1 - seen / (2 * length)
         number_format = device.mixer_format(config.precision.compute_dtype, recurrent=mixer.recurrent)
         flops[number_format] += share * mixer.flops_per_token(model, length)
+        flops[number_format] += feed_forward_of(model, index).flops_per_token(model, length)
     return NeededFlops(dict(flops), {each: device.required_peak(each) for each in flops})

@@ -134,21 +134,23 @@ class Operations:
         tp = self.degrees.tp
         outputs = spec.outputs.length // (tp if spec.role in ("column", "vocabulary") else 1)
         inputs = spec.inputs.length // (tp if spec.role == "row" else 1)
-        made, rows = self.formats.of(name), self.tokens
+        made, groups = self.formats.of(name), spec.groups // (tp if spec.role == "expert" else 1)
+        rows = max(1, self.tokens * spec.per_token // spec.groups)  # of each group, if the load is balanced
         seconds = {
-            gemm: self.gemm(*shape, made.gemms[gemm])
+            gemm: groups * self.gemm(*shape, made.gemms[gemm])
             for gemm, shape in {
                 "fprop": (rows, outputs, inputs),
                 "dgrad": (rows, inputs, outputs),
                 "wgrad": (outputs, inputs, rows),
             }.items()
         }
-        elements = {"x": rows * inputs, "w": outputs * inputs, "dy": rows * outputs}
+        elements = {"x": groups * rows * inputs, "w": groups * outputs * inputs, "dy": groups * rows * outputs}
         cast = {operand: moved * elements[operand] for operand, moved in made.cast_bytes.items()}
         forward = Cost({"gemm": seconds["fprop"]})
         backward = Cost({"gemm": seconds["dgrad"] + seconds["wgrad"]})
-        forward += self.memory(cast.get("x", 0) + cast.get("w", 0), len(cast.keys() - {"dy"}))
-        backward += self.memory(cast.get("dy", 0) + (self.width * rows * outputs if spec.bias else 0), len(cast) > 0)
+        forward += self.memory(cast.get("x", 0) + cast.get("w", 0), groups * len(cast.keys() - {"dy"}))
+        moved = cast.get("dy", 0) + (self.width * rows * outputs if spec.bias else 0)
+        backward += self.memory(moved, groups * (len(cast) > 0))
         weights = self.weight_casts(elements["w"])
         gradient = DTYPE_BYTES[self.config.precision.main_grad_dtype]
         backward += self.memory(3 * gradient * elements["w"] if self._adds_up else 0, self._adds_up)

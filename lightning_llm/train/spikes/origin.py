@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_llm.data.batch import Batch
+from lightning_llm.linalg.grouped import GroupedLinear
 from lightning_llm.linalg.local_part import local
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.train.step import TrainStep
@@ -67,7 +68,8 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or (type(module).__name__ == "Linear" and hasattr(module, "weight"))
+        if isinstance(module, nn.Linear | GroupedLinear)
+        or (type(module).__name__ == "Linear" and hasattr(module, "weight"))
     }
 
 

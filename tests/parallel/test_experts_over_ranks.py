@@ -1,0 +1,66 @@
+"""A mixture of experts trains to the bits of one rank wherever a dense model does, and to its losses elsewhere."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_llm.config.schema import Config
+from tests.parallel.layout_matrix import Case
+from tests.parallel.traced_run import traced_run
+from tests.run_metrics import read_metrics
+
+BLOCK = "model.blocks.moe.feed_forward"
+MOE = [
+    "model=moe_tiny", "model.num_layers=2", "model.layers=[attention, moe]", f"{BLOCK}.ffn_hidden_size=32",
+    f"{BLOCK}.balance_loss=0.1", f"{BLOCK}.shared_experts=1", f"{BLOCK}.router.bias_update_rate=0.01",
+]  # fmt: skip
+EQUAL = [
+    (Case("zero3", 2, 4, "bf16", "full"), []),
+    (Case("hsdp", 4, 4, "fp32"), []),
+    (Case("pp", 2, 4, "bf16", "selective"), []),
+    (Case("zero1", 2, 4, "fp32"), ["optim=muon"]),
+    *(
+        pytest.param(Case(layout, 2, 4, precision), [], marks=pytest.mark.full)
+        for layout in ("ddp", "zero1", "zero2", "pp_interleaved")
+        for precision in ("fp32", "bf16")
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "more"), EQUAL, ids=str)
+def test_a_layout_trains_to_the_bits_of_one_rank(case, more, to_the_bits):
+    """Losses, gradients with those of the balance loss, weights, and biases of the routers."""
+    to_the_bits(case, *MOE, "trainer.max_steps=3", *more)
+
+
+TENSOR_PARALLEL = [
+    ("tp", 2, []),
+    ("tp", 2, ["parallel.sequence_parallel=false"]),
+    pytest.param("pp_tp", 4, [], marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("layout", "world", "more"), TENSOR_PARALLEL, ids=str)
+def test_ranks_that_share_experts_have_the_gradients_of_one(layout, world, more, ranks, matrix_run):
+    keys = [*MOE, "trainer.max_steps=2", "model.num_heads=2", "model.num_kv_heads=2"]
+    one = ranks(1).call(moe_run, matrix_run("single", 1, 4, "fp32", *keys))
+    found = ranks(world).call(moe_run, matrix_run(layout, world, 4, "fp32", *keys, *more))
+    assert found["records"] == [pytest.approx(record, rel=1e-5) for record in one["records"]]
+    assert one["records"][0]["moe/load_max"] > 1
+    for step in (0, 1):
+        ours, theirs = found["trace"]["gradients"][step], one["trace"]["gradients"][step]
+        assert ours.keys() == theirs.keys()
+        for name, gradient in ours.items():
+            torch.testing.assert_close(
+                gradient, theirs[name], rtol=1e-3, atol=2e-6, msg=lambda text, n=name: f"{n} {text}"
+            )
+
+
+def moe_run(config: Config) -> dict[str, Any]:
+    """Return the trace of a run, and what its step records say of the routers."""
+    trace = traced_run(config, saves=False)
+    kept = ("auxiliary/", "moe/")
+    steps = [record for record in read_metrics(Path(config.run.dir)) if "loss" in record]
+    return {"trace": trace, "records": [{k: v for k, v in each.items() if k.startswith(kept)} for each in steps]}
