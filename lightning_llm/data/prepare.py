@@ -196,7 +196,7 @@ def prepare_streams(
     shown: bool,
     processes: int | None = None,
 ) -> tuple[dict[str, TokenStream], dict[str, int]]:
-    """Return the source's `train` and `validation` streams, tokenised now where they are not cached; and its losses.
+    """Return the source's `train` and `validation` streams, tokenized now if not cached, and counts of skipped content.
 
     The losses are those that `SourceAccount` counts. `processes` is `data.tokenize_processes`. Memory does not grow
     with the source.

@@ -43,7 +43,7 @@ class SourceAccount:
         return kept | {"skipped_files": dict(Counter(self.skipped_files.values())), "skipped_examples": examples}
 
     def lines(self, name: str) -> list[str]:
-        """Return a line for each loss of the source `name`."""
+        """Return a line for each kind of skipped or dropped content of the source `name`."""
         key, lines = f"data.sources.{name}", []
         read = f"{key}: {_count(self.files, 'file')} read"
         if len(self.endings) > 1:

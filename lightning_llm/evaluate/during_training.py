@@ -47,7 +47,7 @@ class Evaluate(pl.Callback):
         self._tasks = _loaded(tasks or [])
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Evaluate if it is the step's turn."""
+        """Evaluate if this step is due."""
         step = pl_module.completed_steps
         if step % self.every_steps and step != pl_module.config.trainer.max_steps:
             return

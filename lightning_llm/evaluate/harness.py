@@ -36,7 +36,7 @@ Pair = tuple[tuple[str, str], list[int], list[int]]
 
 
 class OwnModel(TemplateLM):
-    """A model of ours as lm-eval sees one: likelihoods and greedy text, in batches of `batch_size` requests."""
+    """Adapter of a model to lm-eval's interface: likelihoods and text, in batches of `batch_size` requests."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class OwnModel(TemplateLM):
         return continuation_scores(self.parallel, asked, self.batch_size, self.eot_token_id, self.target)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each whole text, every token once, behind the end of a document."""
+        """Return the log-likelihood of each whole text, every token once, after an end-of-document token."""
         windows: list[tuple[None, list[int], list[int]]] = []
         counts = []
         for request in requests:
@@ -217,7 +217,7 @@ def _batch_scores(
 
 
 class Tasks:
-    """The tasks of `words`, loaded: names of lm-eval's, but for those that `files` has, the user's own (.yaml)."""
+    """The loaded tasks named by `words`: lm-eval's, or the user's own (.yaml) in `files`."""
 
     def __init__(self, words: Sequence[str], files: Mapping[str, Path]):
         """Raises ConfigError with all words that are not tasks, or that name a task or data that cannot be loaded."""

@@ -67,7 +67,7 @@ class RankCorrelation:
         return cls(rho, -1.0 if rho < inner else low, 1.0 if rho > inner else high, count)
 
     def words(self) -> str:
-        """Return it for a terminal."""
+        """Return the correlation as text."""
         return f"{self.rho:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
 
 
@@ -95,7 +95,7 @@ class Merge:
 
     @property
     def metrics(self) -> list[str]:
-        """The losses that there are: of all sources together, and of each."""
+        """Names of the losses: over all sources together, and of each source."""
         return [name for name in next(iter(self.units.values())) if name.startswith("val_loss") and "high" not in name]
 
     def correlation(self, metric: str) -> RankCorrelation:

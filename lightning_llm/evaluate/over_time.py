@@ -102,7 +102,7 @@ def trend_problems(path: Path | None, *, average: Sequence[Any], ensemble: Seque
 def evaluate_over_time(
     request: EvaluationRequest, evaluate: Callable[[EvaluationRequest], Evaluation], say: Callable[[str], None]
 ) -> Trend:
-    """Evaluate every checkpoint of the run of `request`, the newest one's, and return the trend.
+    """Evaluate every checkpoint of a run and return the trend; `request`: the evaluation of its newest one.
 
     Args:
         request: of the run's newest checkpoint; the others are evaluated likewise.

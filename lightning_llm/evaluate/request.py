@@ -198,7 +198,7 @@ def _missing_text(words: Sequence[str], has_tasks: bool) -> Iterator[Problem]:
 
 
 def file_kinds() -> list[str]:
-    """Return the loaders of files for which the group `data` has an option of their name, with one source of it."""
+    """Return the file loaders with an option of the same name in the group `data`, which has one source of it."""
     return [loader for loader in LOADERS if LOADERS[loader].suffixes and loader in option_files("data")]
 
 
@@ -240,7 +240,7 @@ def _with_files(subject: Subject, files: Mapping[str, Path], words: Sequence[str
 
 
 def read_tasks(names: Sequence[str], read: bool = True) -> "Tasks | None":
-    """Return the tasks; where the rest is wrong anyway they are not `read`, which takes seconds, but looked for."""
+    """Return the tasks; without `read` they are only searched for, because reading them takes seconds."""
     files = {name: Path(name).expanduser() for name in names if name.endswith((".yaml", ".yml"))}
     if missing := [Problem("--tasks", f"{file} is not a file.") for file in files.values() if not file.is_file()]:
         raise ConfigError(missing)

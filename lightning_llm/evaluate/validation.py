@@ -183,7 +183,7 @@ def _per_byte(
 
 @dataclass(frozen=True)
 class Gap:
-    """`gap` of `val_loss`, nats per token, and its interval at 95 %: below 0 where the ensemble has less.
+    """`gap` of `val_loss`, nats per token, and its interval at 95 %; below 0 if the ensemble's loss is lower.
 
     The interval is about these models on other text of this kind: each sequence is one draw. It does not extend to
     other members.
@@ -195,7 +195,7 @@ class Gap:
 
     @classmethod
     def from_differences(cls, differences: np.ndarray, tokens: np.ndarray) -> "Gap":
-        """Return it from the sum of differences and the number of target tokens of each sequence, both [sequences].
+        """Return the gap from each sequence's sum of differences and number of target tokens, both [sequences].
 
         A ratio of sums; its variance is that of the residuals (W. G. Cochran, Sampling Techniques, 1977, section 2.11).
         """

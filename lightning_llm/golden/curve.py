@@ -39,7 +39,7 @@ class Measured:
     origin: dict[str, Any]
 
     def as_data(self) -> dict[str, Any]:
-        """Return it for JSON as Python writes it, from process to process."""
+        """Return JSON data for another process; NaN and infinities as Python writes them."""
         return asdict(self)
 
     @classmethod
@@ -50,7 +50,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Curve:
-    """One number per step of each. `gradient_norms` is by parameter name, in the order of the forward pass.
+    """The first steps, one number per step in each field; `gradient_norms` by parameter, in order of the forward pass.
 
     All but the learning rate are fp32 numbers, written with as few digits as bring them back: so is how gradients are
     sharded, which shows in the last bits of fp64, left out of the norms.
@@ -92,7 +92,7 @@ class Curve:
         return {LEARNING_RATE: self.lr, LOSS: self.loss, **norms, GRAD_NORM: self.grad_norm}
 
     def is_like(self, other: "Curve") -> bool:
-        """Return whether it has as many steps, and the same parameters."""
+        """Return whether another curve has as many steps and the same parameters."""
         return self.steps == other.steps and self.gradient_norms.keys() == other.gradient_norms.keys()
 
     def numbers(self) -> Iterator[tuple[int, str, float]]:

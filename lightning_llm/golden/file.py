@@ -73,7 +73,7 @@ class Golden:
 
 
 def default_file(config: Config) -> Path:
-    """Return golden/NAME.json, NAME the recipe's; the model's where the config is of no recipe."""
+    """Return golden/NAME.json with the name of the preset, or of the model without a preset."""
     return Path(FOLDER, (config.recipe or config.model.name).replace("/", "-") + ".json")
 
 
@@ -96,7 +96,7 @@ def layout_keys(plan: Plan) -> dict[str, Any]:
 
 
 def is_bitwise_key(key: str) -> bool:
-    """Return whether layouts that train to the bits of one rank may differ in `key` and train to them still."""
+    """Return whether layouts with the bits of one rank keep them if they differ in `key`."""
     return below(key, LAYOUT)
 
 

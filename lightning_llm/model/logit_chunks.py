@@ -12,7 +12,7 @@ and their gradient for each row and id, and take up to 6 bytes of the weight's g
 
 
 def rows_at_once(rows: int, columns: int, ids: int, kind: str) -> int:
-    """Return of how many of `rows` [rows, columns] the logits [rows, ids] are there at once on a `kind` of device.
+    """Return how many of the `rows` of logits [rows, ids] are in memory at once on a `kind` of device.
 
     All, or about equally many in each chunk.
     """

@@ -166,7 +166,7 @@ class LossReduction:
     finish: Callable[[Tensor], Tensor] | None = None
 
     def after(self, finish: Callable[[Tensor], Tensor]) -> "LossReduction":
-        """Return the loss of logits that `finish` is done to."""
+        """Return a reduction that applies `finish` to the logits first."""
         return replace(self, finish=finish)
 
     def __call__(self, multiply: Multiply, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

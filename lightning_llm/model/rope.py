@@ -30,7 +30,7 @@ def inverse_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return `frequencies` stretched for a longer context, by the kinds of `scaling` but yarn.
+    """Return `frequencies` stretched for a longer context, for every kind of `scaling` except yarn.
 
     - "linear": all divided by `factor` (position interpolation, Chen et al. 2023, arXiv:2306.15595).
     - "dynamic": as they are. Transformers' NTK scaling stretches them beyond `max_position_embeddings` alone, which is

@@ -47,7 +47,7 @@ def why_not_generated(model: ModelConfig) -> str | None:
 
 
 class Same:
-    """A model as the key of a cache: the object itself, which is frozen, and kept for as long as the key is."""
+    """Cache key that compares a (frozen) model by identity and keeps it alive."""
 
     __slots__ = ("model",)
 
@@ -62,7 +62,7 @@ class Same:
 
 
 def first_alike(model: ModelConfig, index: int) -> int:
-    """Return the first block that is as block `index` is: of the same name."""
+    """Return the index of the first block with the name of block `index`."""
     return (model.layers or DEFAULT_LAYERS).index(model.layer_name(index))
 
 

@@ -37,7 +37,7 @@ def on_one_rank(
     part_of: Callable[[nn.Parameter], Tensor],
     function: Callable[[Tensor], Tensor],
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Be an `OnWhole` where nothing is sharded."""
+    """`OnWhole` of a layout that shards nothing: call `function` on each matrix."""
     for parameter in parameters:
         yield parameter, on_each(function, part_of(parameter), stacked(parameter))
 

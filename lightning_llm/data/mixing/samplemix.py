@@ -24,7 +24,7 @@ LARGEST_RATIO = 1000.0
 
 @MIXTURES.register
 class SampleMix(MixtureConfig):
-    """SampleMix (Xi et al. 2025, arXiv 2503.01506): copies of a document follow its scores, and sources' shares those.
+    """SampleMix (Xi et al. 2025, arXiv 2503.01506): a document's scores decide its copies, and so the sources' shares.
 
     A document's weight is the softmax, over all training documents, of `(alpha diversity + (1 - alpha) quality) / tau`;
     `ratio x documents x weight` is how often it is expected in the training stream: the whole part of that, and once
@@ -115,7 +115,7 @@ class ScoredCopies:
         return orders
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Return counts by source, and of each cluster its share of the copies of all sources.
+        """Return counts by source, and each cluster's share of all copies.
 
         Counted are `documents`, their `copies`, those `expected`, the `most` of one document, and `dropped` documents.
         """

@@ -39,7 +39,7 @@ class FoundFiles:
 
 
 class LocalFiles:
-    """Mixin of the loaders that read every file of their endings in a folder."""
+    """Mixin of loaders that read all files with their suffixes in a folder."""
 
     def files(self: Any) -> list[Path]:
         """Return the files that are read, absolute and sorted."""

@@ -107,7 +107,7 @@ class Source:
         return self.config.identity(self.files)
 
     def check_unchanged(self) -> None:
-        """Raise ConfigError where a file is not the one that it was when this source was first looked at."""
+        """Raise ConfigError if a file has changed since this source was opened."""
         for file, before in self._marks.items():
             try:
                 after = file_mark(file)

@@ -49,7 +49,7 @@ class TokenReader(Protocol):
 
 
 def end_of_document_of(config: TokenizerConfig) -> int:
-    """Return the id that ends a document for a tokenizer that needs no training; `check_data` has looked at it."""
+    """Return the id that ends a document for a tokenizer that needs no training and that `check_data` has verified."""
     if config.kind == "bytes":
         return BYTES_VOCAB_SIZE - 1
     file = tokenizer_file(config.path or "")

@@ -42,7 +42,7 @@ SMALLEST_BPE_VOCAB_SIZE = 257
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """Return the tokenizer.json that `path`, the file itself or a folder that holds it, names."""
+    """Return the tokenizer.json at `path`, which is the file itself or its folder."""
     expanded = Path(os.path.expanduser(path)).absolute()
     return expanded / TOKENIZER if os.path.isdir(expanded) else expanded
 

@@ -35,7 +35,7 @@ def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Return the same by torch's kernels, for `q` `[B, T, H, K]` and any number S of keys: `k`, `v` `[B, S, G, K]`.
+    """Return `dot_product_attention` by torch's kernels: `q` `[B, T, H, K]`, and `k`, `v` `[B, S, G, K]` for any S.
 
     Where `mask` is None, S = T.
     """

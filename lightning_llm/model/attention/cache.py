@@ -50,7 +50,7 @@ class KeyValueCache:
 
     @property
     def block_end(self) -> int:
-        """The position behind the block of the next token."""
+        """The position after the block of the next token."""
         return (self.length // ROWS + 1) * ROWS
 
     def seen_from(self, block: int) -> tuple[Tensor, Tensor, Tensor]:

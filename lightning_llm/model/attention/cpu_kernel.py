@@ -37,7 +37,7 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
 
 
 def row_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the same `[B, b, H, K]` of b queries `[B, b, H, K]` on t keys `[B, t, G, K]`, by the same sums.
+    """Return `short_attention` `[B, b, H, K]` of b queries `[B, b, H, K]` on t keys `[B, t, G, K]`, by the same sums.
 
     `mask` is bool and broadcasts to `[B, H, b, t]`; None is causal attention of the last b of t tokens. No gradients.
     """

@@ -57,7 +57,7 @@ class AttentionShape(NamedTuple):
 
 
 class NoKernelError(Exception):
-    """The kernel that is asked for does not run, with the reasons."""
+    """The requested kernel does not run; the message has the reasons."""
 
 
 @contextmanager
@@ -96,12 +96,12 @@ def mask_of(seen: SeenKeys | None, takes_kernels: bool) -> Mask:
 
 
 def takes_short_kernel(is_faster: bool) -> bool:
-    """Return whether `cpu_kernel.short_attention` is to run, which `is_faster` here or is not."""
+    """Return whether `cpu_kernel.short_attention` runs; `is_faster`: whether it beats torch's kernel here."""
     return is_faster if _chosen == AUTO else _chosen == SHORT
 
 
 def any_kernel() -> AbstractContextManager[None]:
-    """Return a context in which torch chooses: blocks of a cache's queries have masks, which the run's may not take."""
+    """Return a context in which torch chooses the kernel: the run's may not take the masks of a cache's queries."""
     return nullcontext() if _chosen in (AUTO, SHORT) else sdpa_kernel(list(BACKENDS.values()))
 
 

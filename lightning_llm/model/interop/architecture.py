@@ -64,7 +64,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def block_names(self, config: ModelConfig, index: int) -> dict[str, str]:
-        """Return their names of the modules of block `index` that hold parameters, by ours; fused ones left out."""
+        """Return {our name: transformers' name} of the modules with parameters in block `index`, without fused ones."""
 
     @abstractmethod
     def entries(self, config: ModelConfig) -> dict[str, Any]:

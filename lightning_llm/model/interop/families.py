@@ -20,7 +20,7 @@ _FOUND: dict[str, Architecture] = {each.class_name: each for each in BUILT_IN}
 
 
 def register(architecture: Architecture) -> None:
-    """Add an installed package's architecture; one of its mixers, say, has a class of transformers' as counterpart.
+    """Register an installed package's architecture, for example for a mixer that transformers has, too.
 
     Raises:
         ValueError: another one reads that class.

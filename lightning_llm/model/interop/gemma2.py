@@ -19,7 +19,7 @@ from lightning_llm.model.interop.rope import rope_entries
 
 
 class Gemma2(Architecture):
-    """Blocks normed before and behind, scores and logits capped, every second block with a window."""
+    """Blocks normed before and after, scores and logits capped, every second block with a window."""
 
     class_name: ClassVar[str] = "Gemma2ForCausalLM"
     model_type: ClassVar[str] = "gemma2"

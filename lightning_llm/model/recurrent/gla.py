@@ -48,7 +48,7 @@ def gated_linear_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, document_
 
 
 def continue_from(state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs and the state `[B, H, K, V]` after the last token, of tokens that follow on `state`; None: zeros.
+    """Return outputs of tokens that continue from `state` (None: zeros), and the state `[B, H, K, V]` after them.
 
     Operands are those of `gated_linear_attention`; a single token is one step of the recurrence. Autograd derives the
     backward pass from its operations.

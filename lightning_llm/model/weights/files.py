@@ -66,7 +66,7 @@ class TensorFiles:
 
 @dataclass(frozen=True)
 class PickledFiles(TensorFiles):
-    """The same from pytorch_model.bin, read by `torch.load` with `weights_only`.
+    """Tensors by name from pytorch_model.bin, read by `torch.load` with `weights_only`.
 
     Mapped, and not read until a part is; a file of torch before 1.6 is read whole, and stays in memory.
     """

@@ -102,7 +102,7 @@ def whole_decoder(
 def frozen_decoder(
     config: ModelConfig, weights: Mapping[str, Tensor], compute_dtype: torch.dtype, device: torch.device
 ) -> Decoder:
-    """Return a decoder of fp32 `weights` on `device` that is only asked, see `frozen`."""
+    """Return a decoder for inference only, of fp32 `weights` on `device`; see `frozen`."""
     return frozen(whole_decoder(config, weights, compute_dtype, device=device), compute_dtype)
 
 

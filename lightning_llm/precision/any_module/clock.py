@@ -89,7 +89,7 @@ class StepClock:
         self._optimizer, self.by_hand = weakref.ref(optimizer), False
 
     def ends_with(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step of `optimizer` ends a step of the module: it is attached, or is now as the first that may."""
+        """Whether a step of `optimizer` ends a step of the module; the first that may is attached if none is."""
         attached = None if self._optimizer is None else self._optimizer()
         if attached is None and not self.by_hand and self.module is not None:
             own = set(map(id, self.module.parameters()))

@@ -151,7 +151,7 @@ tally = KernelCounts()
 
 
 def folder_path() -> Path:
-    """Return where kernels are kept; the folder may not be there yet."""
+    """Return the folder of kernels, which may not exist yet."""
     named = os.environ.get(FOLDER)
     return Path(named).absolute() if named else user_cache_dir() / "kernels"
 

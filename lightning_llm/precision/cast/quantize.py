@@ -93,7 +93,7 @@ class Quantised:
 
 
 def read_by_cast(cast: CastConfig) -> CastConfig:
-    """Return `cast` with defaults for all that `cast_blocks` does not read: one kernel serves all casts of one such."""
+    """Return `cast` with defaults for keys that `cast_blocks` does not read, so that casts share a kernel."""
     kept = {"format", "block", "scale", "prescale", "rounding", "clip_gradient", "gradient"}
     kept |= {"noise_bits"} if cast.stochastic else set()
     return CastConfig.model_construct(**{key: value for key, value in cast if key in kept})

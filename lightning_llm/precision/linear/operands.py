@@ -70,7 +70,7 @@ class SharedCasts:
         return result
 
     def forget(self) -> None:
-        """Let go of all that was made: it is asked for no more, or tensors may have changed unseen."""
+        """Drop all cached results: they are no longer needed, or tensors may have changed."""
         self._latest.clear()
 
 

@@ -100,7 +100,7 @@ def device_here(accelerator: str) -> Capability:
 
 @functools.cache
 def capability_here(accelerator: str) -> Capability:
-    """Return the same with its libraries, which are imported where there is a GPU; looked at once per process."""
+    """Return `device_here` with its libraries, which are imported if there is a GPU; cached per process."""
     device = device_here(accelerator)
     if device.compute_capability is None:
         return device

@@ -92,7 +92,7 @@ def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> St
 def emulated(
     tensor: Tensor, cast: CastConfig, axis: int, delayed: Tensor | None = None, noise: float | None = None
 ) -> StoredCodes:
-    """Return the same from our quantizers, after the cast's fixed rotation, with scales as stored with the codes.
+    """Return codes and scales of our quantizers, after the cast's fixed rotation, in the form that kernels store.
 
     `noise` in [0, 1) per element, for stochastic casts.
     """

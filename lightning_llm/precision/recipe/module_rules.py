@@ -32,7 +32,7 @@ def blocks_of(count: int | None, fraction: float | None, num_layers: int) -> int
 
 
 def reasons_to_stay_high(names: Iterable[str], recipe: PrecisionConfig, num_layers: int) -> dict[str, str | None]:
-    """Return why each linear of `names` stays high, None where it is to be quantised: in some phase, if not in all.
+    """Return why each linear of `names` stays unquantized; None if it is quantized in any phase.
 
     `num_layers`: blocks of the whole model, since first and last count by global index.
     """
@@ -100,7 +100,7 @@ def _key_of_end(end: str, count: int | None, fraction: float | None, blocks: int
 
 
 def fractions_of_no_block(rules: ModuleRules, num_layers: int) -> list[str]:
-    """Return the fractions above 0 that so few blocks round to none, in words."""
+    """Return as text the fractions above 0 that round to no block, because the model has so few."""
     return [_key_of_end(*end, num_layers) for end in _ends(rules, num_layers) if end[2] and not end[3]]
 
 
@@ -146,7 +146,7 @@ def rule_in_effect(name: str, recipe: PrecisionConfig, num_layers: int) -> int |
 
 
 def nothing_converted(recipe: PrecisionConfig, reasons: Mapping[str, str | None]) -> list[Problem]:
-    """Return the problem of a recipe that quantises, but none of the linears in `reasons_to_stay_high`; else none."""
+    """Return a problem if the recipe has casts but quantizes no linear of `reasons_to_stay_high`."""
     if not recipe.quantises or None in reasons.values():
         return []
     if not reasons:
@@ -219,7 +219,7 @@ def unmatched(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) ->
 
 
 def idle_rules(recipe: PrecisionConfig, names: Sequence[str], num_layers: int) -> dict[int, str]:
-    """Return why each rule of `modules.casts` that no linear of `names` follows is for none, by its number."""
+    """Return {number: reason} of the rules of `modules.casts` that apply to no linear of `names`."""
     rules, found = recipe.modules, {}
     for number, rule in enumerate(rules.casts or ()):
         why: dict[str, None] = {}
