@@ -63,7 +63,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[Config, list[Threshold]]:
         text = "must be above 0, for example 0.1 for 10 %."
         problems.append(Problem("--slower-than", text, f"{arguments.slower_than:g}"))
     if arguments.output is not None and arguments.output.exists() and not arguments.output.is_dir():
-        problems.append(Problem("--output", "is a file, must be a folder. Choose another name.", arguments.output))
+        problems.append(Problem("--output", "must be a folder, not a file. Choose another name.", arguments.output))
     with gathered(problems):
         config = adopt_world(read_arguments(arguments).checked())
         if rank_environment() is None:
