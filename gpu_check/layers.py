@@ -59,7 +59,6 @@ def times(recipe: PrecisionConfig, shape: str, baseline: Baseline) -> dict[str, 
     """Return the milliseconds of bf16 and of the recipe, timed in alternation."""
     inputs, outputs = LAYERS[shape]
     layer = layer_of(recipe, inputs, outputs)
-    layer.keys = torch.arange(9, device=setting.DEVICE)
     return milliseconds({"bf16": baseline.work(shape), recipe.name: step_of(layer, layer, inputs, outputs)})
 
 

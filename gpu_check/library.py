@@ -11,6 +11,7 @@ from gpu_check import setting
 from gpu_check.rows import Row, guarded, judged, missing
 from gpu_check.setting import recipes
 from lightning_llm.config.schema.precision import PrecisionConfig
+from lightning_llm.precision.linear.plan import KEY_COUNT
 from lightning_llm.precision.native.decide import decide, device_problems
 from lightning_llm.precision.native.express import Kind, native_recipe
 from lightning_llm.precision.native.transformer_engine import engine
@@ -65,7 +66,10 @@ def layer_of(recipe: PrecisionConfig, inputs: int, outputs: int) -> Any:
     model = nn.ModuleDict({"layers": nn.ModuleDict({"1": nn.ModuleDict({"linear": linear})})})
     if recipe.quantises:
         swap_linears(model, recipe, 3, setting.DEVICE, decision=decide(recipe, setting.here()))
-    return model["layers"]["1"]["linear"]  # type: ignore[index]
+    layer: Any = model["layers"]["1"]["linear"]  # type: ignore[index]
+    if recipe.quantises:
+        layer.keys = torch.arange(KEY_COUNT, device=layer.keys_device)
+    return layer
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -137,6 +137,21 @@ class Layout:
             return None
         return self.mesh.get_group(several[0] if len(several) == 1 else axis)
 
+    def joint_group(self, *axes: str) -> dist.ProcessGroup | None:
+        """Return the group over all of `axes` of the mesh together, None if it is one rank.
+
+        The first call for several axes is collective.
+        """
+        names = tuple(axis for axis in AXES if axis in axes and self.degrees.ranks(axis) > 1)
+        if self.mesh is None or len(names) < 2:
+            return self.group(names[0]) if names else None
+        name = "_".join(names)
+        if name not in self.made_later:
+            group = flattened(self.mesh, names, name).get_group()
+            set_timeout(group, self.config.timeout_seconds)
+            self.made_later[name] = group
+        return self.made_later[name]
+
     def sharing_group(self) -> dist.ProcessGroup | None:
         """Return the group of ranks that together hold one copy of this stage's parameters, None if it is one rank.
 
@@ -145,13 +160,8 @@ class Layout:
         axes = [name for name in (*(["fsdp"] if self.shards else []), "width") if self.group(name) is not None]
         if self.mesh is None or len(axes) < 2:
             return self.group(axes[0]) if axes else None
-        if "sharing" not in self.made_later:
-            sharing = AXES.cutting("parameters", "width")
-            names = tuple(axis for axis in self.mesh.mesh_dim_names or () if axis in sharing)
-            group = flattened(self.mesh, names, "sharing").get_group()
-            set_timeout(group, self.config.timeout_seconds)
-            self.made_later["sharing"] = group
-        return self.made_later["sharing"]
+        sharing = AXES.cutting("parameters", "width")
+        return self.joint_group(*(axis for axis in self.mesh.mesh_dim_names or () if axis in sharing))
 
     def subtrees(self, *axes: str) -> Subtrees | None:
         """Return the groups for a two-level tree sum over `axes`; None if one level suffices."""

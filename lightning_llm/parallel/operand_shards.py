@@ -12,7 +12,7 @@ from lightning_llm.parallel.cp import positions_of
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.divisibility import SHARD_AXES
 from lightning_llm.precision.cast.random_bits import Origin
-from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
+from lightning_llm.precision.linear.module import quantised_layers
 from lightning_llm.precision.linear.plan import Shard
 
 
@@ -24,52 +24,46 @@ def place_shards(model: Decoder, layout: Layout, sequence_length: int, device: t
     """
     if layout.degrees.tp == layout.degrees.cp == 1:
         return
-    roles = model.roles()
+    roles, positions = model.roles(), None
+    if layout.degrees.cp > 1:
+        positions = positions_of(layout.coordinates.cp, layout.degrees.cp, sequence_length).to(device)
     for layer in quantised_layers(model):
-        layer.plan = replace(layer.plan, shards=_shards(layer, roles[layer.name], layout, sequence_length, device))
+        size = layer.out_features, layer.in_features
+        layer.plan = replace(layer.plan, shards=_shards(size, roles[layer.name], layout, positions, sequence_length))
+
+
+def shared_parts(layout: Layout) -> list[dict[str, Shard]]:
+    """Return how linears can be cut under `layout`, without positions: the operands' parts and groups, by role."""
+    kinds = [_shards((0, 0), role, layout, None, 0) for role in ("column", "row")]
+    groups = [tuple(id(shard.group) for shard in kind.values()) for kind in kinds]
+    kinds = kinds[:1] if groups[0] == groups[1] else kinds
+    return [kind for kind in kinds if any(shard.group is not None for shard in kind.values())]
 
 
 def _shards(
-    layer: QuantisedLinear, role: str, layout: Layout, sequence_length: int, device: torch.device
+    size: tuple[int, int], role: str, layout: Layout, positions: Tensor | None, sequence_length: int
 ) -> dict[str, Shard]:
-    ranks, tp_rank, tensor_group, context_group = (
-        layout.degrees.tp,
-        layout.coordinates.tp,
-        layout.group("tp"),
-        layout.group("cp"),
-    )
-    widths = {"x": layer.in_features, "w": layer.in_features, "dy": layer.out_features}
-    positions = None
-    if context_group is not None:
-        positions = positions_of(layout.coordinates.cp, layout.degrees.cp, sequence_length).to(device)
+    """Return the shards of a linear with a weight of `size` [N, K]; this rank has the tokens at `positions`."""
+    (outputs, inputs), ranks, here = size, layout.degrees.tp, layout.coordinates
     shards = {}
-    for operand, width in widths.items():
-        groups, counts = [], True
-        column = row = 0
+    for operand, width in (("x", inputs), ("w", inputs), ("dy", outputs)):
         axis = SHARD_AXES[role][operand]
-        if axis == 1:
-            column = tp_rank * width // ranks
-        elif axis == 0:
-            row = tp_rank * layer.out_features // ranks
-        if axis is not None:
-            groups.append(tensor_group)
-        else:
-            counts = tp_rank == 0
+        column = here.tp * width // ranks if axis == 1 else 0
+        row = here.tp * outputs // ranks if axis == 0 else 0
         tokens = None if operand == "w" else positions
-        if tokens is not None:
-            groups.append(context_group)
-        else:
-            counts &= layout.coordinates.cp == 0
         origin = Origin(row, column, width, tokens, sequence_length)
-        maximum = _maximum_over([group for group in groups if group is not None])
-        shards[operand] = Shard(origin, maximum, counts)
+        cut = {"tp": axis is not None, "cp": operand != "w"}
+        # Another rank counts a whole tensor, or the same part of one.
+        counts = (cut["tp"] or here.tp == 0) and (cut["cp"] or here.cp == 0)
+        group = layout.joint_group(*(name for name, is_cut in cut.items() if is_cut))
+        part = (here.tp if cut["tp"] else 0) + (ranks * here.cp if cut["cp"] else 0)
+        shards[operand] = Shard(origin, _maximum_over(group), counts, group, part)
     return shards
 
 
-def _maximum_over(groups: list[dist.ProcessGroup]) -> Callable[[Tensor], Tensor] | None:
+def _maximum_over(group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor] | None:
     def reduce(amax: Tensor) -> Tensor:
-        for group in groups:
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
         return amax
 
-    return reduce if groups else None
+    return None if group is None else reduce

@@ -169,9 +169,9 @@ class DerivedConfig:
         return Plan(config, self.fitted, micro_batches, self.capability, self.decision)
 
     def _shared_axes(self) -> dict[str, str]:
-        """Return {key: degree as text} of the axes above 1 that split a linear's tensors or the layers."""
+        """Return {key: degree as text} of the axes above 1 that split a linear's tensors."""
         given, degrees = self.config.parallel, self.likely_degrees
-        axes = reversed(AXES.cutting("layers", "sequence", "width"))
+        axes = reversed(AXES.cutting("sequence", "width"))
         shared = {axis: size for axis in axes if (size := degrees.ranks(axis)) > 1}
         return {
             f"parallel.{axis}": f"{size}" if getattr(given, axis) else f"null, which is {size} of {self.world} ranks"

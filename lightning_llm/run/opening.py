@@ -27,6 +27,7 @@ from lightning_llm.model.attention.kinds import AttentionSpec
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.structure import has_bias
 from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.operand_shards import shared_parts
 from lightning_llm.parallel.process_group import gather_objects, object_of_first, record_collectives
 from lightning_llm.plan.attention_kernel import KEY, is_masked, mixers_of
 from lightning_llm.plan.nodes import ranks_per_node
@@ -73,6 +74,7 @@ def open_rank(plan: Plan) -> Rank:
         refusal = error
     layout = open_layout(plan, device)
     plan = agree_on_plan(plan, refusal)
+    check_casts_of_parts(plan, device, layout)
     record_collectives(device, Path(plan.config.run.dir))
     return Rank(plan, device, layout, callbacks, attention)
 
@@ -147,6 +149,23 @@ def check_casts(config: Config, decision: Decision, device: torch.device) -> Non
         unchecked = check_native_casts(config.precision, device, has_bias(config.model))
         if unchecked is not None:
             print_once(unchecked)
+
+
+def check_casts_of_parts(plan: Plan, device: torch.device, layout: Layout) -> None:
+    """Raise AgreedError if native casts of the parts that ranks have of one tensor are not parts of the recipe's.
+
+    Collective. For recipes with a scale per tensor; `check_casts` is enough for all others.
+    """
+    config, parts = plan.config, shared_parts(layout)
+    if not parts or not any(native.whole_tensors for native in plan.decision.natives):
+        return
+    found: tuple[Problem, ...] = ()
+    try:
+        check_native_casts(config.precision, device, has_bias(config.model), parts)
+    except ConfigError as error:
+        found = tuple(error.problems)
+    if refused := problems_of_ranks(gather_objects(found)):
+        raise AgreedError(refused)
 
 
 def check_compiler(config: Config, device: torch.device) -> None:

@@ -29,7 +29,6 @@ from lightning_llm.precision.linear.operands import shared
 from lightning_llm.precision.linear.swap import EMULATED, SwapReport, sum_in_fp32, swap_linears
 from lightning_llm.precision.loss_scale import LossScale
 from lightning_llm.precision.native.decide import Decision
-from lightning_llm.precision.native.transformer_engine import seed_random_bits
 from lightning_llm.precision.recipe.module_rules import block_of
 
 
@@ -146,10 +145,7 @@ class Quantisation:
 
     def begin_micro_batch(self, model: nn.Module, step: int, micro_batch: int) -> None:
         """Set the random keys of the next forward and backward pass; `micro_batch` is the global index."""
-        key = StepKey(self.seed, step, micro_batch)
-        if self.decision.runs == "native" and any(native.stochastic for native in self.decision.natives):
-            seed_random_bits(key.word())
-        set_step_key(model, key)
+        set_step_key(model, StepKey(self.seed, step, micro_batch))
 
     def begin_validation_batch(self, model: nn.Module, step: int, index: int) -> None:
         """Set the random keys of a validation batch's forward pass."""

@@ -4,8 +4,6 @@ First by themselves: ranks are tp = 2 x cp = 2, and each quantises its part of x
 run: what ranks were given is put together and quantised as a whole.
 """
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,13 +21,10 @@ from lightning_llm.precision.cast.inductor import Backend
 from lightning_llm.precision.linear.module import QuantisedLinear
 from lightning_llm.precision.linear.operands import Given, LinearCall
 from lightning_llm.precision.linear.plan import LinearPlan
-from lightning_llm.precision.native.capability import Capability
 from tests.parallel.cut_operands import BY_DEFINITION, degrees_of, differing, words_of
 from tests.parallel.traced_run import layout_here, run_with
-from tests.precision.native import stub_kernels
 from tests.precision.recipes import RECIPES as ALL_RECIPES
 from tests.precision.recipes import load
-from tests.run_metrics import curve
 
 RECIPES = [name for name in ALL_RECIPES if load(name).quantises]
 MIX = 'precision.modules.casts=[{names: ["*.o_proj"], recipe: mxfp4_sr}]'
@@ -183,51 +178,6 @@ def test_the_first_operands_of_a_run_are_the_parts_of_one_rank(recipe, operands_
     own = x.unflatten(0, (2, 64))[:, positions_of(0, 2, 64)].flatten(0, 1)  # 2 sequences in a micro-batch
     assert torch.equal(context_x, own)
     assert torch.equal(context_w, w)
-
-
-def run_on(device: tuple[int, int] | None, config: Config) -> tuple[list[Any] | None, int]:
-    """Return a run's curve (on rank 0), and how many GEMMs Transformer Engine's Python asked for on a GPU, None: none.
-
-    Its kernels are the tests' own (`tests/precision/native/real_engine.py`).
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if device is not None:
-            from tests.precision.native import real_engine
-
-            for name, module in real_engine.modules().items():
-                patch.setitem(sys.modules, name, module)
-            real_engine.device(*device)
-            here = Capability.of_gpu(*device)
-            patch.setattr("lightning_llm.plan.resolve.capability_here", lambda accelerator: here)
-        stub_kernels.LOG.clear()
-        run_with(config, saves=False)
-    first = torch.distributed.get_rank() == 0
-    gemms = [call for call in stub_kernels.LOG if isinstance(call, stub_kernels.Gemm)]
-    return curve(Path(config.run.dir)) if first else None, len(gemms)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "device"),
-    [
-        pytest.param("mxfp8", (10, 0), marks=pytest.mark.full),
-        pytest.param("fp8_delayed", (9, 0), marks=pytest.mark.full),
-        pytest.param("fp8_subchannel", (9, 0), marks=pytest.mark.full),
-    ],
-)
-def test_ranks_that_cast_their_parts_natively_train_as_emulated_ones(recipe, device, ranks, small_run, tmp_path):
-    """tp = 2 x cp = 2; of the emulation the tests above say that its operands are the parts of the whole's."""
-    words = [f"precision={recipe}", "parallel.tp=2", "parallel.cp=2", "trainer.devices=4", "precision.casts=eager"]
-    words += ["trainer.compile=false"]  # a GPU would compile, the emulation does not
-    words += ["model.hidden_size=256", "model.num_heads=2", "model.num_kv_heads=2", "model.ffn_hidden_size=256"]
-    words += ["model.num_layers=1", "data.sequence_length=512", "trainer.max_steps=2", "model.bias=true"]
-    words += ["trainer.validate_every_steps=null", "precision.modules.first_blocks_high_precision=0"]
-    made = {}
-    for gpu in (device, None):
-        config = compose_config(small_run(tmp_path / str(gpu), *words))
-        made[gpu] = ranks(4).call(run_on, gpu, config)
-    (native, gemms), (emulated, none) = made[device], made[None]
-    assert native == emulated
-    assert (gemms > 0, none) == (True, 0)
 
 
 @pytest.mark.parametrize(

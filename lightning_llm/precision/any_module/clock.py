@@ -40,16 +40,14 @@ class StepClock:
         seed: int,
         max_steps: int | None,
         group: dist.ProcessGroup | None = None,
-        native_random: bool = False,
         micro_batches: int | None = None,
     ):
         """`num_layers`: blocks of the module; `group`: data-parallel ranks, None for all.
 
-        `native_random`: kernels draw bits from torch's generator. `micro_batches`: of each rank in a step, if every
-        rank numbers its own consecutively.
+        `micro_batches`: of each rank in a step, if every rank numbers its own consecutively.
         """
         self.recipe, self.num_layers, self.seed, self.max_steps = recipe, num_layers, seed, max_steps
-        self.group, self.native_random, self.micro_batches = group, native_random, micro_batches
+        self.group, self.micro_batches = group, micro_batches
         self.step = self.micro_batch = self.validation_batch = self.steps_ended = 0
         self.by_hand = False
         self._in_force = recipe.at(0, 1)
@@ -118,7 +116,7 @@ class StepClock:
         if not module.training and not torch.is_grad_enabled():
             self._set_keys((self.step, self.validation_batch, True))
             self.validation_batch += 1
-        elif self._keys_of != self._now or self.native_random:
+        elif self._keys_of != self._now:
             self._set_keys()
 
     def after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
@@ -187,10 +185,6 @@ class StepClock:
         shared.forget()
         step, own, validation = self._keys_of = self._now if keys_of is None else keys_of
         key = StepKey(self.seed, step, self._numbered(own, validation))
-        if self.native_random and not validation:
-            from lightning_llm.precision.native.transformer_engine import seed_random_bits
-
-            seed_random_bits(key.word())
         set_step_key(self.module, key)
 
     def _numbered(self, own: int, validation: bool) -> int:

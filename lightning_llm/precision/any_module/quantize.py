@@ -80,8 +80,7 @@ def quantize(
     if not dry_run:
         _convert(choice, how)
         group = getattr(module, "process_group", None) if group is None else group
-        native_random = any(native.stochastic for native in how.decision.natives)
-        clock = StepClock(choice.recipe, choice.blocks.count, seed, max_steps, group, native_random, micro_batches)
+        clock = StepClock(choice.recipe, choice.blocks.count, seed, max_steps, group, micro_batches)
         root.register_forward_pre_hook(clock.before_forward)
         root.register_forward_hook(clock.after_forward)
         clock.start(root)

@@ -137,6 +137,11 @@ class QuantisedLinear(nn.Linear):
         clock = None if self.clock is None else self.clock.backward_runs
         return quantised_linear(x, weight, bias, call.plan, call.keys, call.scales, recorder, clock)
 
+    @property
+    def keys_device(self) -> torch.device:
+        """Device that usually reads `keys`."""
+        return self.weight.device
+
     def _keys_on(self, device: torch.device) -> Tensor | None:
         """Return the keys on `device`: the module may have been moved since they were set."""
         return self.keys if self.keys is None or self.keys.device == device else self.keys.to(device)
@@ -246,7 +251,7 @@ def set_step_key(model: nn.Module, key: StepKey) -> None:
         return
     names = torch.tensor([name_word(layer.name) for layer in layers])[:, None]
     slots = torch.arange(KEY_COUNT)[None, :]
-    device = layers[0].weight.device
+    device = layers[0].keys_device
     keys = hash_words(key.step, key.micro_batch, names, slots, seed=key.seed)
     keys = keys if device.type == "meta" else keys.to(device)  # layers move them to their inputs' device
     for layer, row in zip(layers, keys.unbind(0), strict=True):

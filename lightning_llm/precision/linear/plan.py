@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,12 +44,15 @@ Observe = Callable[[CastRecord], None]
 class Shard(NamedTuple):
     """Position of a role's local tensor in the whole one: its origin, and the maximum over the ranks that share it.
 
-    `counts`: false if another rank holds the same shard and counts it.
+    `counts`: false if another rank holds the same shard and counts it. `group`: the process group of the ranks with the
+    other parts, over which `reduce_amax` reduces; None if this rank has the whole. `part`: number of this part.
     """
 
     origin: Origin = Origin()
     reduce_amax: Callable[[Tensor], Tensor] | None = None
     counts: bool = True
+    group: Any = None
+    part: int = 0
 
 
 @dataclass(frozen=True)

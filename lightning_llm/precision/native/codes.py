@@ -4,7 +4,7 @@ One small tensor has the difficult cases of a cast: many magnitudes, blocks of z
 neighbors subnormal. Stochastic codes must be one of the two neighbors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +14,15 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
 from lightning_llm.precision.cast.hadamard import fixed_signs, rotate, rotation
 from lightning_llm.precision.cast.quantize import quantise
-from lightning_llm.precision.cast.scales import divide
-from lightning_llm.precision.linear.plan import DTYPES, ROLES, LinearPlan
+from lightning_llm.precision.cast.scales import divide, tensor_amax
+from lightning_llm.precision.linear.plan import DTYPES, KEY_COUNT, ROLES, LinearPlan, Shard
+from lightning_llm.precision.native import transformer_engine
 from lightning_llm.precision.native.transformer_engine import NativeLinear, engine
 
 SIZE = 256  # whole blocks of every recipe, and tiles of 16 x 16
+Shards = Mapping[str, Shard]
+"""The parts of X, W and dY that a rank has, by role."""
+WHOLE: Shards = {}
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -29,24 +33,28 @@ class StoredCodes(NamedTuple):
     scales: Tensor
 
 
-def _for_both_directions(quantizer: Any) -> Any:
+def _for_both_directions(quantizer: Any, group: Any) -> Any:
     own = quantizer.copy()
     own.internal = own.optimize_for_gemm = False
     own.set_usage(rowwise=True, columnwise=True)
+    own.with_amax_reduction, own.amax_reduction_group = group is not None, group
     return own
 
 
-def quantised_by(quantizer: Any, tensor: Tensor) -> Any:
-    """Return `tensor` as one of Transformer Engine's quantisers makes it, both directions."""
-    return _for_both_directions(quantizer)(tensor)
+def quantised_by(quantizer: Any, tensor: Tensor, group: Any = None) -> Any:
+    """Return `tensor` as one of Transformer Engine's quantisers makes it, both directions.
+
+    `group`: process group of the ranks with the other parts of a tensor that has one scale.
+    """
+    return _for_both_directions(quantizer, group)(tensor)
 
 
-def quantised_with_bias_gradient(quantizer: Any, tensor: Tensor) -> tuple[Tensor, Any]:
+def quantised_with_bias_gradient(quantizer: Any, tensor: Tensor, group: Any = None) -> tuple[Tensor, Any]:
     """Return the sum of a gradient [R, C] over its rows, and the gradient cast, as a linear with a bias makes both.
 
     One kernel makes the two; for blocks of 128 the library sums and casts apart (`grad_output_preprocess`).
     """
-    own = _for_both_directions(quantizer)
+    own = _for_both_directions(quantizer, group)
     if type(quantizer).__name__ == "Float8BlockQuantizer":
         return tensor.sum(0), own(tensor)
     summed, made = engine().bias_gradient_and_cast(tensor, own)
@@ -90,18 +98,24 @@ def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> St
 
 
 def emulated(
-    tensor: Tensor, cast: CastConfig, axis: int, delayed: Tensor | None = None, noise: float | None = None
+    tensor: Tensor,
+    cast: CastConfig,
+    axis: int,
+    delayed: Tensor | None = None,
+    noise: float | None = None,
+    reduce_amax: Callable[[Tensor], Tensor] | None = None,
 ) -> StoredCodes:
     """Return codes and scales of our quantizers, after the cast's fixed rotation, in the form that kernels store.
 
-    `noise` in [0, 1) per element, for stochastic casts.
+    `noise` in [0, 1) per element, for stochastic casts. `reduce_amax`: maximum over the ranks with the other parts.
     """
     if (transform := cast.hadamard) is not None and transform.vector is not None:
         signs = fixed_signs(transform.vector, tensor.device)
         matrix = rotation(transform.size, signs, tensor.device)
         tensor = tensor if matrix is None else rotate(tensor, matrix, axis, DTYPES[transform.round_to])
     drawn = None if noise is None else torch.full(tensor.shape, noise, device=tensor.device)
-    made = quantise(tensor, cast, axis, delayed=delayed, noise=drawn)
+    amax = None if reduce_amax is None or not cast.needs_tensor_amax else reduce_amax(tensor_amax(tensor))
+    made = quantise(tensor, cast, axis, delayed=delayed, noise=drawn, amax=amax)
     scales = made.stored_scale.float()
     # Our scale of a whole tensor is the factor of elements, unless it is a power of two; theirs is the inverse.
     inverted = cast.block == "tensor" and cast.has_factor
@@ -128,12 +142,18 @@ def sample(device: torch.device, dtype: torch.dtype, largest: int) -> Tensor:
     return made.to(dtype)
 
 
+def _layer(casts: dict[str, CastConfig], device: torch.device, bias: bool, shards: Shards) -> NativeLinear:
+    linear = nn.Linear(SIZE, SIZE, bias=bias, device=device)
+    layer = NativeLinear("self-check", linear, LinearPlan(casts, "eager", shards))
+    layer.keys = torch.zeros(KEY_COUNT, dtype=torch.int64)
+    return layer
+
+
 def quantizers_of(layer: NativeLinear) -> dict[str, Any]:
     """Return a native layer's quantisers by role, after its first forward pass."""
     if layer._delayed is not None:
         return dict(layer._delayed.by_role)
-    made = layer._kernel[0].quantizers
-    return {"x": made["scaling_fwd"][0], "w": made["scaling_fwd"][1], "dy": made["scaling_bwd"][0]}
+    return transformer_engine.quantizers_of(layer._kernel[0])
 
 
 def difference(theirs: StoredCodes, ours: list[StoredCodes]) -> str | None:
@@ -162,16 +182,18 @@ def bias_gradient_difference(found: Tensor, dy: Tensor) -> str | None:
 
 
 def cast_differences(
-    casts: dict[str, CastConfig], dtype: torch.dtype, device: torch.device, bias: bool = False
+    casts: dict[str, CastConfig], dtype: torch.dtype, device: torch.device, bias: bool = False, shards: Shards = WHOLE
 ) -> Iterator[str]:
     """Yield the slot and the difference for each of `casts` with a native cast on `device` that is not the recipe's.
 
-    `bias`: linears have one, so the kernel that casts dY also sums it, and its sums are checked too.
+    `bias`: linears have one, so the kernel that casts dY also sums it, and its sums are checked too. `shards`: parts
+    that this rank has of X, W and dY. Each rank then casts tensors of another size; collective.
     """
-    linear = nn.Linear(SIZE, SIZE, bias=bias, device=device)
-    layer = NativeLinear("self-check", linear, LinearPlan(casts, "eager"))
+    layer = _layer(casts, device, bias, shards)
     x = sample(device, dtype, 127).requires_grad_()
     layer(x).sum().backward()  # which makes the quantisers
+    for role in _casts_of_parts_alone(layer, x):
+        yield f"{role}: a rank's part is cast by its own amax, instead of the whole tensor's"
     delayed = torch.tensor([0.3, 1.7, 900.0], device=device)
     if layer._delayed is not None:
         layer._delayed.use(delayed, None)
@@ -180,25 +202,51 @@ def cast_differences(
         if not cast.quantises:
             continue
         role, axis = slot.split(".")[1], axis_of(slot)
-        given = sample(device, dtype, 15 if cast.hadamard else 127)
+        shard, group = shards.get(role, Shard()), layer.groups.get(role)
+        given = sample(device, dtype, 15 if cast.hadamard else 127) * 2.0 ** (shard.part % 5)
         if role == "dy" and bias:
-            summed, made = quantised_with_bias_gradient(quantizers[role], given)
+            summed, made = quantised_with_bias_gradient(quantizers[role], given, group)
             if text := bias_gradient_difference(summed, given):
                 yield f"{slot}: {text}"
         else:
-            made = quantised_by(quantizers[role], given)
+            made = quantised_by(quantizers[role], given, group)
         theirs = stored(made, cast, axis, (SIZE, SIZE))
         scale = delayed[ROLES.index(role)] if cast.scale_kind.from_history else None
+        reduce = None if group is None else shard.reduce_amax
         draws = (0.0, 255 / 256) if cast.stochastic else (None,)
-        if text := difference(theirs, [emulated(given, cast, axis, scale, noise) for noise in draws]):
+        if text := difference(theirs, [emulated(given, cast, axis, scale, noise, reduce) for noise in draws]):
             yield f"{slot} ({cast.format} {cast.block} {cast.scale}): {text}"
 
 
-def check_native_casts(recipe: PrecisionConfig, device: torch.device, bias: bool = False) -> str | None:
+def _casts_of_parts_alone(layer: NativeLinear, x: Tensor) -> list[str]:
+    """Return the roles that should reduce their amax over ranks, and do not in a forward and backward pass of `layer`.
+
+    A kernel that reduces asks its quantizer for the group (`csrc/quantizer.cpp`).
+    """
+    asked = set()
+    if not layer.groups:
+        return []
+    for role, quantizer in quantizers_of(layer).items():
+
+        def group_of(role: str = role) -> Any:
+            asked.add(role)
+            return layer.groups[role]
+
+        quantizer._canonicalized_amax_reduction_group = group_of
+    layer(x).sum().backward()
+    for quantizer in quantizers_of(layer).values():
+        del quantizer._canonicalized_amax_reduction_group
+    cast = {slot.split(".")[1] for slot, cast in layer.plan.casts.items() if cast.quantises}
+    return [role for role in layer.groups if role in cast - asked]
+
+
+def check_native_casts(
+    recipe: PrecisionConfig, device: torch.device, bias: bool = False, parts: Sequence[Shards] = (WHOLE,)
+) -> str | None:
     """Return None if Transformer Engine's casts of one small tensor on `device` are those of `recipe`, bit for bit.
 
-    `bias`: whether linears have one. A release that keeps quantised tensors otherwise cannot be compared: what to say
-    of that is returned.
+    `bias`: whether linears have one. `parts`: the ways in which ranks cut linears; collective if they cut any. A
+    release that keeps quantised tensors otherwise cannot be compared: a note on that is returned.
 
     Raises:
         ConfigError: with the first difference in every slot that has one.
@@ -207,7 +255,8 @@ def check_native_casts(recipe: PrecisionConfig, device: torch.device, bias: bool
     for key, casts in recipe.cast_sets().items():
         if any(cast.quantises for cast in casts.values()):
             try:
-                found = list(cast_differences(casts, COMPUTE[recipe.compute_dtype], device, bias))
+                dtype = COMPUTE[recipe.compute_dtype]
+                found = [each for part in parts for each in cast_differences(casts, dtype, device, bias, part)]
             except AttributeError as error:
                 return f"note   native casts were not checked: this Transformer Engine keeps them otherwise ({error})"
             problems += [f"{key}.{text}" if key else text for text in found]

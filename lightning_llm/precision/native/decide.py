@@ -54,13 +54,6 @@ def _four_bit_problems(native: NativeRecipe, compute: tuple[int, int], has: str)
     return problems
 
 
-PIPELINED = (
-    "kernels draw the bits of stochastic rounding from one generator per GPU, seeded before a micro-batch's "
-    "forward pass: a stage's backward pass, which draws them, comes after others' forward passes, and all stages would "
-    "draw the same"
-)
-
-
 def size_problems(native: NativeRecipe, widths: Mapping[str, int]) -> list[Problem]:
     """Return a problem for each size of a model's linears (by key) that its kernels reject, with the multiple."""
     multiple = MULTIPLES[native.kind]
@@ -72,25 +65,18 @@ def size_problems(native: NativeRecipe, widths: Mapping[str, int]) -> list[Probl
 
 
 def shared_problems(native: NativeRecipe, shared: Mapping[str, str]) -> list[Problem]:
-    """Return a problem for each degree of tensor, context and pipeline parallelism, by key, that its kernels ignore.
+    """Return a problem for each degree of tensor and context parallelism, by key, under which kernels cast otherwise.
 
     Ranks of `tp` and `cp` cast their parts of X, W and dY. This equals the recipe's cast of the whole if scales belong
-    to blocks, which are never split (`plan/divisibility.py`), and if they are delayed, because all ranks' amaxes go
-    into one history.
+    to blocks, which are never split (`plan/divisibility.py`); if they are delayed, because all ranks' amaxes go into
+    one history; and otherwise because the quantizers take the maximum of the ranks' amaxes, or that of the part where
+    `amax_scope` is shard. A quantizer casts a tensor for both of its GEMMs with one of the two.
     """
-    problems = []
-    for key, degree in shared.items():
-        if key == "parallel.pp":
-            why = PIPELINED if native.stochastic else None
-        elif native.whole_tensors:
-            why = f"{native.name} takes scales from whole tensors, but would only see a rank's part"
-        elif native.stochastic:
-            why = "ranks would draw the same bits of stochastic rounding for other parts of a tensor"
-        else:
-            why = None
-        if why is not None:
-            problems.append(Problem(key, f"must be 1, because {why}.", degree))
-    return problems
+    if not native.whole_tensors or None not in native.scopes:
+        return []
+    tensor = ("X", "W", "dY")[native.scopes.index(None)]
+    why = f"the two casts of {tensor} have different amax_scope, while {native.name} has one for both"
+    return [Problem(key, f"must be 1, because {why}.", degree) for key, degree in shared.items()]
 
 
 @dataclass(frozen=True)
@@ -146,9 +132,9 @@ def decide(
 ) -> Decision:
     """Return how `recipe` runs on `here` for a model with linears of `widths` (sizes by key; None: sizes that fit).
 
-    `shared`: the degrees above 1 of tensor, context and pipeline parallelism, by key. `further`: other problems of the
-    model. A recipe with different casts per
-    layer is native only if all of them are. With `precision.backend=native`, "emulated" becomes "refused".
+    `shared`: the degrees above 1 of tensor and context parallelism, by key. `further`: other problems of the model. A
+    recipe with different casts per layer is native only if all of them are. With `precision.backend=native`, "emulated"
+    becomes "refused".
     """
     if recipe.compute_dtype == "fp16" and here.compute_capability is None:
         software = "on a CPU fp16 is a format, and GEMMs run in fp32"

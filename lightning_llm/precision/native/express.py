@@ -35,7 +35,7 @@ class NativeRecipe:
     """One configuration of Transformer Engine. `gradient`: the format of dY; "high": a backward pass in compute_dtype.
 
     `square`: one scale for both directions of the weight (32x32, 16x16); `rotated`, `stochastic`: NVFP4's switches.
-    `of_parts`: every scale that a whole tensor has is to be that of a rank's part (`amax_scope: shard`).
+    `scopes`: `amax_scope` of X, W and dY; None if the two casts of a tensor have different ones.
     """
 
     kind: Kind
@@ -45,12 +45,12 @@ class NativeRecipe:
     rotated: bool = False
     stochastic: bool = False
     delayed: DelayedConfig | None = None
-    of_parts: bool = False
+    scopes: tuple[str | None, ...] = ("logical", "logical", "logical")
 
     @property
     def whole_tensors(self) -> bool:
-        """Whether a cast's scale depends on the whole tensor, while a rank may have only a part of it."""
-        return self.kind in ("current", "nvfp4") and not self.of_parts
+        """Whether a cast's scale depends on the tensor's amax, while a rank may have only a part of the tensor."""
+        return any(cast.quantises and cast.needs_tensor_amax for cast in casts_of(self).values())
 
     @property
     def name(self) -> str:
@@ -111,7 +111,7 @@ def express(casts: Mapping[str, CastConfig]) -> tuple[NativeRecipe | None, list[
         rotated=casts["wgrad.x"].hadamard is not None,
         stochastic=dy.stochastic,
         delayed=x.delayed,
-        of_parts=all(cast.amax_scope == "shard" for cast in casts.values() if cast.quantises),
+        scopes=tuple(_scope(casts, operand) for operand in ("x", "w", "dy")),
     )
     if backward and not dy.quantises:
         return None, [("dgrad.dy", "high: Transformer Engine quantises either all of the backward pass or none of it")]
@@ -134,8 +134,13 @@ def _kind(x: CastConfig) -> Kind | None:
     return next((kind for kind in NAMES if kind == name), None)
 
 
+def _scope(casts: Mapping[str, CastConfig], operand: str) -> str | None:
+    own = {cast.amax_scope for slot, cast in casts.items() if slot.endswith(f".{operand}") and cast.quantises}
+    return "logical" if not own else own.pop() if len(own) == 1 else None
+
+
 def _without_scope(cast: CastConfig) -> CastConfig:
-    """Return `cast` without `amax_scope`, which has no effect if ranks have whole tensors; see `of_parts`."""
+    """Return `cast` without `amax_scope`, which has no effect if ranks have whole tensors; see `scopes`."""
     return cast.model_copy(update={"amax_scope": "logical"})
 
 

@@ -10,6 +10,12 @@ Differences from its usual use, with reasons:
 - Delayed scales are stored in the layer as in the emulation: the kernels read the scale and merge the amax in
   place, and `update_delayed` rolls the history when the recipe requires. Transformer Engine's DelayedScaling rolls at
   the end of every autocast and takes the maximum over the whole job.
+- Under tensor and context parallelism a rank casts its part of an operand. If the scale belongs to the whole, the
+  quantizer takes the maximum of the amaxes over a group of ranks (`share_amaxes`). Transformer Engine's own linear does
+  that only for tensors that it gathers itself.
+- Stochastic rounding draws from torch's CUDA generator, which is seeded before each cast of dY, from the layer's key
+  and the number of the rank's part: so bits do not depend on the order of backward passes, parts have different bits,
+  and ranks that hold the same tensor round it alike.
 - GEMMs of FP8 with a scale per tensor or per 128 accumulate in full fp32 (`use_split_accumulator`); its default for
   fprop of per-tensor FP8 has about 14 bits in a sum. MXFP8's and NVFP4's recipes have no such switch: the library
   calls their fprop GEMM without it and their backward GEMMs with it (`_2X_ACC_FPROP`, ...); fast accumulation exists
@@ -18,6 +24,7 @@ Differences from its usual use, with reasons:
 
 import functools
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -26,14 +33,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_llm.base.keyed_hash import hash_words
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.linear.module import QuantisedLinear
 from lightning_llm.precision.linear.operands import observe_casts
-from lightning_llm.precision.linear.plan import ROLES, LinearPlan
+from lightning_llm.precision.linear.plan import ROLES, SLOT_NAMES, LinearPlan
 from lightning_llm.precision.linear.weight_casts import WeightCasts
 from lightning_llm.precision.linear.weight_rules import kept_by_kernel
 from lightning_llm.precision.native.express import MULTIPLES, NativeRecipe, express
+from lightning_llm.precision.native.main_grad import MainGrad
 
 ROLE_OF = {"input": "x", "weight": "w", "grad_output": "dy"}
 """Transformer Engine's `QuantizerRole.tensor_type`, and the tensor's name here."""
@@ -144,66 +153,6 @@ class DelayedQuantizers:
             quantizer.scale, quantizer.amax = scale[at], target[at : at + 1]
 
 
-class MainGrad:
-    """The fp32 gradient of one use of a weight: the GEMM writes it, autograd reads it.
-
-    `fuse_wgrad_accumulation` lets the GEMM add up a master's gradients in fp32. Here each backward pass gets a new
-    tensor when the GEMM asks for it, because the layout sums over micro-batches and ranks, in its order.
-    """
-
-    def __init__(self) -> None:
-        self._weight: Tensor | None = None
-        self._made: Tensor | None = None
-
-    @classmethod
-    def cast(cls, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the master `weight` [N, K] in `dtype` for a kernel that writes the weight's gradient to `main_grad`.
-
-        If Transformer Engine finds `__fsdp_param__`, it calls `get_main_grad` once in the backward pass;
-        `overwrite_main_grad` makes it write instead of add. It keeps a weak reference to the tensor: this object, which
-        the call keeps alive, has the strong one.
-        """
-        main_grad = cls()
-        cast: Any = _Cast.apply(weight, dtype, main_grad)
-        main_grad._weight = cast
-        cast.__fsdp_param__ = cast.overwrite_main_grad = True
-        cast.get_main_grad = main_grad.make
-        return cast
-
-    @staticmethod
-    def let_go(cast: Any) -> None:
-        """Break the reference cycle of a weight and its gradient's producer, once the call refers to the producer."""
-        if "get_main_grad" in vars(cast):
-            del cast.get_main_grad
-
-    def make(self) -> Tensor:
-        """Return the tensor [N, K] to write to, fp32."""
-        if self._weight is None:
-            raise RuntimeError("the gradient of a weight can be computed only once per forward pass")
-        made = torch.empty(self._weight.shape, dtype=torch.float32, device=self._weight.device)
-        self._made, self._weight = made, None
-        return made
-
-    def take(self) -> Tensor | None:
-        """Return the written gradient, None if there is none."""
-        made, self._made = self._made, None
-        return made
-
-
-class _Cast(torch.autograd.Function):
-    """A cast that gets its gradient from `MainGrad` instead of autograd, which passes None."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype, main_grad: MainGrad) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.main_grad = main_grad
-        return weight.to(dtype)  # another tensor: masters are fp32, and kernels take 16 bits
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, None, None]:
-        return ctx.main_grad.take(), None, None
-
-
 class KeptByKernel(WeightCasts):
     """Casts of the weight of `layer` that its kernel keeps within a training step (`is_first_microbatch`)."""
 
@@ -242,9 +191,10 @@ class NativeLinear(QuantisedLinear):
         self._native: NativeRecipe | None = None
         self._recipe: Any = None
         self._delayed: DelayedQuantizers | None = None
+        self.groups: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_kernel": (), "_known": None, "_native": None, "_recipe": None, "_delayed": None}
+        own = {"_kernel": (), "_known": None, "_native": None, "_recipe": None, "_delayed": None, "groups": {}}
         return super().__getstate__() | own  # a copy makes its own kernel
 
     def keep_weight_casts(self, rotated: bool) -> None:
@@ -283,18 +233,42 @@ class NativeLinear(QuantisedLinear):
         # Zero rows change no scale and no product, and the emulation pads its blocks with them too.
         padding = -rows.shape[0] % MULTIPLES[self._native.kind]
         product = self._run(F.pad(rows, (0, 0, 0, padding)) if padding else rows, weight, bias)  # [M + padding, N]
-        if self._delayed is not None and product.requires_grad:
-            delayed = self._delayed
-            product.register_hook(lambda _: delayed.use(*scales))
-        if self.clock is not None and product.requires_grad:
-            clock = self.clock
-            product.register_hook(lambda _: clock.backward_runs())
+        if product.requires_grad:
+            if self._delayed is not None:
+                delayed = self._delayed
+                product.register_hook(lambda _: delayed.use(*scales))
+            self._before_backward(product)
         if padding:  # even of all rows, a slice's gradient is a copy into zeros
             product = product[: rows.shape[0]]
         y = product.reshape(*x.shape[:-1], weight.shape[0])
         if self.observe is not None:  # kernels do not return their casts
-            observe_casts(rows, weight, y, replace(self.plan, observe=self.observe), self.keys, self.scale)
+            plan = replace(self.plan, observe=self.observe)
+            observe_casts(rows, weight, y, plan, self._keys_on(x.device), self.scale)
         return y
+
+    def _before_backward(self, product: Tensor) -> None:
+        """Prepare the casts of the backward pass of `product` just before it: others may come in between."""
+        if self.groups:
+            kernel = self._kernel[0]
+            product.register_hook(lambda _: share_amaxes(kernel, self.groups))
+        if self._native is not None and self._native.stochastic:
+            word = self.random_word()
+            product.register_hook(lambda _: seed_random_bits(word))
+        if self.clock is not None:
+            clock = self.clock
+            product.register_hook(lambda _: clock.backward_runs())
+
+    @property
+    def keys_device(self) -> torch.device:
+        """The CPU, which seeds the kernels' generator without waiting for the GPU."""
+        return torch.device("cpu")
+
+    def random_word(self) -> int:
+        """Return the seed of the bits that round dY, of this micro-batch and this rank's part. Raises ValueError."""
+        if self.keys is None:
+            raise ValueError(f"stochastic rounding of {self.name} needs a key; none was set for this step")
+        part = self.plan.shards["dy"].part if "dy" in self.plan.shards else 0
+        return hash_words(int(self.keys[SLOT_NAMES.index("dgrad.dy")]), part)
 
     def _run(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self._kernel:
@@ -305,6 +279,9 @@ class NativeLinear(QuantisedLinear):
         kernel.__dict__.update(own)
         try:
             with engine().pytorch.autocast(enabled=True, recipe=self._recipe):
+                if self.groups:
+                    kernel.init_fp8_metadata()  # makes the quantizers, which the first call would do
+                    share_amaxes(kernel, self.groups)
                 y: Tensor = kernel(rows, is_first_microbatch=self._is_first_micro_batch(kernel))
         finally:
             for name in own:
@@ -325,12 +302,16 @@ class NativeLinear(QuantisedLinear):
             return
         self._known = self.plan
         self._native = self._recipe = self._delayed = None
-        self._kernel = ()
+        self._kernel, self.groups = (), {}
         if not any(cast.quantises for cast in self.plan.casts.values()):
             return
         self._native, differences = express(self.plan.casts)
         if self._native is None:
             raise ValueError(f"{self.name}: {'; '.join(f'{slot} {text}' for slot, text in differences)}")
+        if self._native.whole_tensors:
+            groups = {role: shard.group for role, shard in self.plan.shards.items() if shard.group is not None}
+            scopes = dict(zip(ROLES, self._native.scopes, strict=True))
+            self.groups = {role: group for role, group in groups.items() if scopes[role] == "logical"}
         if self._native.kind == "delayed":
             self._delayed = DelayedQuantizers(self.plan.delayed_casts(), device)
             self._recipe = self._delayed.recipe
@@ -355,6 +336,26 @@ class NativeLinear(QuantisedLinear):
         return kernel
 
 
+def quantizers_of(kernel: Any) -> dict[str, Any]:
+    """Return the quantizers of X, W and dY of one of the library's linears, by role."""
+    forward, backward = kernel.quantizers["scaling_fwd"], kernel.quantizers["scaling_bwd"]
+    return {"x": forward[0], "w": forward[1], "dy": backward[0]}
+
+
+def share_amaxes(kernel: Any, groups: Mapping[str, Any]) -> None:
+    """Have the next cast by each quantizer of `kernel` take the maximum of its amaxes over the ranks of its group.
+
+    The library withdraws the group after every cast (`Quantizer.quantize`), and before casts of tensors that it does
+    not gather itself: unless the quantizer names another as its parent, as the debug tools' do (`module/_common.py`).
+    The check at the start of a run casts through this path and compares products, so a release that does otherwise is
+    found there (`codes.cast_differences`).
+    """
+    for role, quantizer in quantizers_of(kernel).items():
+        if role in groups:
+            quantizer.parent_quantizer = None
+            quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, groups[role]
+
+
 def seed_random_bits(word: int) -> None:
-    """Seed torch's CUDA generator, from which NVFP4's kernels draw random bits, before a micro-batch."""
+    """Seed the source of stochastic rounding's bits in NVFP4's kernels (torch's CUDA generator), before a cast."""
     torch.cuda.manual_seed(word)

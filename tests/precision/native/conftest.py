@@ -18,6 +18,7 @@ def engine(monkeypatch):
     imported.cache_clear()
     stub_kernels.LOG.clear()
     real_engine.device(9, 0)
+    real_engine.emulate_random_bits(monkeypatch)
     yield real_engine
     imported.cache_clear()
 
@@ -27,5 +28,4 @@ def hopper(engine, monkeypatch):
     """A CPU that runs natively, through the stand-in, what an H100 would."""
     here = Capability.of_gpu(9, 0)
     monkeypatch.setattr("lightning_llm.plan.resolve.capability_here", lambda accelerator: here)
-    monkeypatch.setattr("torch.cuda.manual_seed", lambda word: None)
     return here

@@ -20,6 +20,8 @@ from unittest import mock
 
 import torch
 
+from lightning_llm.precision.linear.plan import Shard
+from lightning_llm.precision.native.transformer_engine import NativeLinear
 from tests.precision.native import stub_kernels
 
 FOLDER = Path(sys.prefix) / "transformer_engine"
@@ -141,6 +143,22 @@ def modules() -> dict[str, ModuleType]:
         if hasattr(module, "_empty_tensor"):
             module._empty_tensor = torch.Tensor  # its own calls .cuda()
     return found
+
+
+def emulate_random_bits(patch) -> None:
+    """Have kernels draw the emulation's random bits for the layer and the part whose word seeds the generator."""
+    seeded, word_of = {}, NativeLinear.random_word
+
+    def random_word(layer):
+        word = word_of(layer)
+        seeded[word] = layer.keys, layer.plan.shards.get("dy", Shard()).origin
+        return word
+
+    def manual_seed(word):
+        stub_kernels.Generator.keys, stub_kernels.Generator.origin = seeded[word]
+
+    patch.setattr(NativeLinear, "random_word", random_word)
+    patch.setattr("torch.cuda.manual_seed", manual_seed)
 
 
 def device(major: int, minor: int = 0) -> None:

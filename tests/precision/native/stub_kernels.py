@@ -20,7 +20,7 @@ from lightning_llm.precision.cast.random_bits import Origin, keyed_noise
 from lightning_llm.precision.cast.rounding import decode
 from lightning_llm.precision.cast.scales import NVFP4_RANGE, divide, e8m0_value, tensor_amax
 from lightning_llm.precision.linear.gemm import multiply
-from lightning_llm.precision.linear.plan import SLOT_NAMES
+from lightning_llm.precision.linear.plan import KEY_COUNT, SLOT_NAMES
 
 DType = IntEnum("DType", {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6,
                           "kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10})  # fmt: skip
@@ -48,7 +48,6 @@ def casts_of(quantizer) -> tuple[CastConfig, CastConfig]:
     """Return the casts that one of the library's quantisers means, along rows and along columns."""
     kind, number = type(quantizer).__name__, NAMES[DType(int(quantizer.dtype))]
     assert not getattr(quantizer, "amax_epsilon", 0.0)
-    assert not getattr(quantizer, "with_amax_reduction", False)
     if kind == "NVFP4Quantizer":
         return _four_bits(quantizer)
     if kind == "Float8Quantizer":
@@ -88,18 +87,24 @@ def _turned(x, cast):
     return rotate(x, rotation(16, torch.tensor(cast.hadamard.vector), x.device), 0, torch.bfloat16)
 
 
+class Generator:
+    """The source of random bits: those of the emulation, for the layer and the part that seeded it last."""
+
+    keys, origin = torch.arange(KEY_COUNT), Origin()
+
+
 def _noise(x, cast, slot):
-    """Return a replacement of the GPU's random bits, for dY only, by torch's seed."""
-    return keyed_noise(x, cast, torch.tensor(SLOT_NAMES.index(slot) + torch.initial_seed() % 1000), Origin())
+    """Return the random bits of dY, the only tensor that is rounded stochastically."""
+    return keyed_noise(x, cast, Generator.keys[SLOT_NAMES.index(slot)], Generator.origin)
 
 
 def _padded(scales, rows, columns):
     return pad(scales, (0, -scales.shape[1] % columns, 0, -scales.shape[0] % rows))
 
 
-def laid_out(x, cast, axis, noise=None):
+def laid_out(x, cast, axis, noise=None, amax=None):
     """Return one direction of block-scaled `x` [R, C]: (data, scales) in the library's layouts (`get_scale_shape`)."""
-    made = quantise(_turned(x, cast), cast, axis, noise=noise)
+    made = quantise(_turned(x, cast), cast, axis, noise=noise, amax=amax)
     codes, scales = made.codes, made.stored_scale
     if cast.scale == "two_level_e4m3":
         codes, scales = (codes, scales) if axis == 1 else (codes.T, scales.T)
@@ -121,8 +126,10 @@ def quantize(tensor, quantizer, output=None, noop=None):
     LOG.append(Cast(casts[0] if rows else None, casts[1] if columns else None, output is not None))
     x = tensor.detach().reshape(-1, tensor.shape[-1])
     assert x.shape[0] % 8 == 0  # `assert_dim_for_fp8_exec`
+    group = _group(quantizer)
+    parts = rows, columns, group
     whole = casts[0].block == "tensor"
-    buffers = _whole(x, casts[0], quantizer, rows, columns) if whole else _blocks(x, casts, rows, columns)
+    buffers = _whole(x, casts[0], quantizer, *parts) if whole else _blocks(x, casts, *parts)
     made = _storage(tensor, quantizer, buffers)
     if output is None:
         return made
@@ -133,12 +140,27 @@ def quantize(tensor, quantizer, output=None, noop=None):
     return output
 
 
-def _whole(x, cast, quantizer, rows, columns):
+def _group(quantizer):
+    """Return the group over which amaxes are reduced, which kernels ask of the quantizer (`csrc/quantizer.cpp`)."""
+    assert type(quantizer).__module__.startswith("transformer_engine.")  # kernels compare the type, not its bases
+    if not getattr(quantizer, "with_amax_reduction", False):
+        return None
+    return quantizer._canonicalized_amax_reduction_group()
+
+
+def _amax(x, group):
+    amax = tensor_amax(x)
+    if group is not None:
+        torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
+    return amax
+
+
+def _whole(x, cast, quantizer, rows, columns, group):
     """Return the buffers of a tensor with one scale; from Blackwell on GEMMs read its rows either way."""
     from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
     delayed = cast.scale == "delayed"
-    made = quantise(x, cast, delayed=quantizer.scale if delayed else None)
+    made = quantise(x, cast, amax=_amax(x, group), delayed=quantizer.scale if delayed else None)
     if delayed:
         quantizer.amax.copy_(torch.fmax(quantizer.amax, tensor_amax(x)))  # merged, as an atomic maximum is
     inverse = made.stored_scale if cast.scale == "power_of_two" else divide(1.0, made.stored_scale)
@@ -150,16 +172,19 @@ def _whole(x, cast, quantizer, rows, columns):
     }
 
 
-def _blocks(x, casts, rows, columns):
+def _blocks(x, casts, rows, columns, group):
     buffers = {}
     for side, asked, cast, axis, slot in (
         ("rowwise", rows, casts[0], 1, "dgrad.dy"),
         ("columnwise", columns, casts[1], 0, "wgrad.dy"),
     ):
-        data, scales = laid_out(x, cast, axis, _noise(x, cast, slot)) if asked else (None, None)
+        amax = None
+        if asked and cast.scale == "two_level_e4m3":
+            amax = _amax(_turned(x, cast) if axis == 0 else x, group)
+        data, scales = laid_out(x, cast, axis, _noise(x, cast, slot), amax) if asked else (None, None)
         buffers |= {f"{side}_data": data, f"{side}_scale_inv": scales}
         if cast.scale == "two_level_e4m3":
-            buffers[f"amax_{side}"] = tensor_amax(_turned(x, cast) if axis == 0 else x).reshape(1) if asked else None
+            buffers[f"amax_{side}"] = amax.reshape(1) if asked else None
     return buffers
 
 
@@ -256,7 +281,7 @@ def generic_gemm(
 
 def bgrad_quantize(grad, quantizer):
     """Return the bias's gradient and the cast gradient, as the fused kernel does."""
-    return grad.sum(0, dtype=torch.float32).to(grad.dtype), quantizer(grad)
+    return grad.sum(0, dtype=torch.float32).to(grad.dtype), quantize(grad, quantizer)
 
 
 def fp8_transpose(data, dtype, out=None):

@@ -151,18 +151,22 @@ SCOPES = [
 ]
 
 
+DIFFERENT = "the two casts of X have different amax_scope"
+
+
 @pytest.mark.parametrize(("recipe", "device", "more", "said"), [
-    ("fp8_current", "sm_90", [], "takes scales from whole tensors"),
+    ("fp8_current", "sm_90", [], None),
     ("fp8_current", "sm_90", SCOPES, None),
-    ("fp8_current", "sm_90", SCOPES[1:], "takes scales from whole tensors"),
+    ("fp8_current", "sm_90", [SCOPES[1], SCOPES[3]], None),
+    ("fp8_current", "sm_90", SCOPES[1:], DIFFERENT),
     ("fp8_delayed", "sm_90", [], None),
     ("fp8_subchannel", "sm_90", [], None),
     ("mxfp8", "sm_100", [], None),
-    ("nvfp4", "sm_100", [], "takes scales from whole tensors"),
-    ("nvfp4", "sm_100", SCOPES, "ranks would draw the same bits"),
+    ("nvfp4", "sm_100", [], None),
+    ("nvfp4", "sm_100", SCOPES[1:], DIFFERENT),
 ])  # fmt: skip
 def test_parts_of_tensors_are_cast_natively_where_that_is_the_cast_of_the_whole(recipe, device, more, said):
-    """Scales of blocks, which no layout splits, and delayed ones, with amaxes merged over ranks; or scales of parts."""
+    """Scales of blocks, which no layout splits; others take the maximum of the ranks' amaxes, or are of parts."""
     for axis in ("tp", "cp"):
         words = [f"precision={recipe}", f"parallel.{axis}=2", "model=llama_1b", *more]
         decision = DerivedConfig(compose_config(words), DEVICES[device]).decision
@@ -190,10 +194,12 @@ def test_an_axis_that_cuts_is_named_with_its_degree():
         (["parallel.tp=null", "parallel.cp=2", "world=2"], ["parallel.cp=2: must be 1, because"]),
         (["parallel.tp=null", "world=1"], []),
     ):
-        config = compose_config(["precision=fp8_current", "precision.backend=native", *words])
+        config = compose_config(["precision=fp8_current", "precision.backend=native", SCOPES[0], *words])
         refusals = [str(each) for each in DerivedConfig(config, HOPPER).decision.refusals()]
         assert [text[: len(start)] for text, start in zip(refusals, said, strict=True)] == said
-        assert all("see a rank's part; so precision.backend=native" in text for text in refusals)
+        assert all(
+            f"{DIFFERENT}, while Float8CurrentScaling has one for both; so precision" in text for text in refusals
+        )
 
 
 def test_sizes_are_named_by_their_keys_with_all_numbers():
@@ -294,19 +300,19 @@ def test_a_library_that_cannot_be_imported_is_a_reason_not_a_traceback(error, mo
 
 
 @pytest.mark.parametrize(("layout", "devices"), [("pp", 2), ("fsdp_pp", 4)])
-def test_random_bits_drawn_in_a_backward_pass_do_not_go_with_a_pipeline(layout, devices):
-    """One generator is seeded before a forward pass; between it and its backward pass a stage runs others'."""
+def test_stages_of_a_pipeline_run_natively(layout, devices):
+    """Also with stochastic rounding: the generator is seeded before each cast of dY."""
     place = [f"parallel={layout}", f"trainer.devices={devices}", "model.head_dim=64"]
-    drawn = DerivedConfig(compose_config(["recipe=quickstart", "precision=nvfp4", *place]), DEVICES["sm_100"]).decision
-    assert drawn.runs == "emulated"
-    assert [problem.key for problem in drawn.problems] == ["parallel.pp"]
-    assert "stochastic rounding" in drawn.reason
-    even = ["precision.dgrad.dy.rounding=even", "precision.wgrad.dy.rounding=even"]
-    even += ["precision.dgrad.dy.noise_bits=20", "precision.wgrad.dy.noise_bits=20"]
-    for words in (["precision=mxfp8", *place], ["precision=nvfp4", *even, *place]):
-        assert DerivedConfig(compose_config(["recipe=quickstart", *words]), DEVICES["sm_100"]).decision.runs == "native"
-    alone = compose_config(["recipe=quickstart", "precision=nvfp4", "parallel=pp", "trainer.devices=1"])
-    assert DerivedConfig(alone, DEVICES["sm_100"]).decision.runs == "native"
+    for recipe in ("mxfp8", "nvfp4"):
+        config = compose_config(["recipe=quickstart", f"precision={recipe}", *place])
+        assert DerivedConfig(config, DEVICES["sm_100"]).decision.runs == "native"
+
+
+@pytest.mark.parametrize("hardware", ["h100", "b200"])
+def test_the_shipped_405b_recipe_is_planned_natively(hardware):
+    config = compose_config(["recipe=llama3_405b_3d", f"hardware={hardware}"])
+    decision = plan_of(config).decision
+    assert (decision.runs, [each.name for each in decision.natives]) == ("native", ["Float8CurrentScaling"])
 
 
 def test_a_bias_changes_nothing_and_a_mixers_own_sizes_count():

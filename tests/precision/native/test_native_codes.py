@@ -53,8 +53,8 @@ def test_it_is_quiet_on_a_newer_device_with_another_tensor_layout(recipe, engine
 def test_the_kernel_that_casts_and_sums_the_gradient_of_a_bias_is_checked_too(recipe, monkeypatch):
     assert check_native_casts(recipe, CPU, bias=True) is None
 
-    def off(quantizer, tensor):
-        summed, made = right(quantizer, tensor)
+    def off(quantizer, tensor, group=None):
+        summed, made = right(quantizer, tensor, group)
         return summed * (torch.arange(256) != 7), made
 
     right = native_codes.quantised_with_bias_gradient

@@ -25,6 +25,7 @@ def steps_of(model, recipe, dtype):
         quantisation.begin_step(model, step)
         with quantisation.weights_held(model):
             for micro_batch in range(MICRO_BATCHES):
+                quantisation.begin_micro_batch(model, step, micro_batch)
                 left += run(model, *batch(dtype, seed=10 * step + micro_batch))
         casts.append(sum(isinstance(each, stub_kernels.Cast) for each in stub_kernels.LOG))
         quantisation.end_step(model, lambda amax: amax)
