@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lightning_llm.base.registry import NameIn, Registry
+from lightning_llm.base.registry import NameIn, Names, Registry
 from lightning_llm.compare.report.methods import PASSAGES, plain
 from lightning_llm.compare.report.references import KNOWN, keys_in
 from lightning_llm.compare.statistics.seeds import power, seeds_needed
@@ -275,6 +275,7 @@ def _type(field: FieldInfo) -> str:
     """Return the values that a key takes, in YAML terms."""
     words = {str: "text", int: "integer", float: "number", bool: "true, false", NoneType: "null", Any: "anything"}
     found = [f"`{name}`" for each in field.metadata if isinstance(each, NameIn) for name in each.registry]
+    found += [f"`{name}`" for each in field.metadata if isinstance(each, Names) for name in each.names]
     for each in [] if found else _members(field.annotation):
         if get_origin(each) is Literal:
             found += [f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in get_args(each)]

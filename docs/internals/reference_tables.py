@@ -11,7 +11,6 @@ from lightning_llm.cli.command_line import _parser
 from lightning_llm.cli.declared import VERBS
 from lightning_llm.config.recipes import describe, recipe_files
 from lightning_llm.config.schema.aliases import ALIASES, REFUSED_CALLBACKS, TRAINER_KEYS
-from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.precision.native.capability import DEVICES, HARDWARE
@@ -137,7 +136,7 @@ def operand_bits(recipe: PrecisionConfig) -> int:
     """Return the bits of the widest of the six GEMM operands."""
     casts = slots_of(recipe).values()
     dtype = DTYPE_BITS[recipe.compute_dtype]
-    return max(NUMBER_FORMATS[cast.format].code_bits if cast.quantises else dtype for cast in casts)
+    return max(cast.number_format.code_bits if cast.quantises else dtype for cast in casts)
 
 
 def shipped_sweeps() -> str:

@@ -131,6 +131,13 @@ class NameIn:
         return name
 
 
+@dataclass(frozen=True)
+class Names:
+    """`Annotated[str, ..., Names(names)]`: known values of a key that takes others, too, for completion and docs."""
+
+    names: tuple[str, ...]
+
+
 @cache
 def load_installed() -> None:
     """Import the modules of installed packages in the group `lightning_llm.components`, once.

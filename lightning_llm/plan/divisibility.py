@@ -71,9 +71,16 @@ def _block_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
             cuts = (each.cut_operands(operand, linears, config, degrees) for each in AXES.values())
             for dimension, each in chain.from_iterable(cuts):
                 for size, what in _extents(cast, dimension == CONTRACTION[slot]):
-                    if size > 1 and each.whole % (each.parts * size):
+                    if (size > 1 and each.whole % (each.parts * size)) or (size == 0 and each.parts > 1):
                         slots.setdefault((each, size), {})[f"{prefix}{slot} ({what})"] = None
     for (each, size), found in slots.items():
+        if size == 0:
+            text = (
+                f"is {degrees.ranks(each.axis)}: it splits {each.text}, along which precision.{', '.join(found)} have "
+                f"one scale. Set parallel.{each.axis}=1, or blocks such as 1x128."
+            )
+            yield Problem(f"parallel.{each.axis}", text)
+            continue
         share = f"{each.whole} / {each.parts} = {each.whole / each.parts:g}"
         text = (
             f"is {degrees.ranks(each.axis)}: each part of {each.text} has length {share}, not a multiple of {size}, "
@@ -84,10 +91,10 @@ def _block_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
 
 
 def _extents(cast: CastConfig, contraction: bool) -> Iterator[tuple[int, str]]:
-    """Yield the elements of an axis that a block and a rotation span; a block's last number is the contraction axis."""
-    if cast.block != "tensor":
-        across, along = (int(each) for each in cast.block.split("x"))
-        yield along if contraction else across, f"blocks of {cast.block}"
+    """Yield the elements of an axis that a block and a rotation span, 0 for all of it; blocks are across x along."""
+    if cast.block_size is not None:
+        across, along = cast.block_size
+        yield along if contraction else across, "rows" if cast.block == "row" else f"blocks of {cast.block}"
     if cast.hadamard is not None and contraction:
         yield cast.hadamard.size, f"rotations of {cast.hadamard.size}"
 

@@ -5,7 +5,6 @@ import math
 import re
 import shlex
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.precision import Block, Format, Rounding, Scale
+from lightning_llm.config.schema.cast_kinds import GRADIENTS, ROUNDINGS, SCALES, TRANSFORMS
+from lightning_llm.config.schema.casts import BLOCKS, FORMATS
 from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
@@ -116,8 +116,8 @@ def test_the_tables_have_every_recipe_and_rule():
 
 
 def test_every_value_a_cast_can_take_is_explained():
-    for kind in (Format, Block, Scale, Rounding):
-        assert [value for value in get_args(kind) if f"`{value}`" not in TEXT] == []
+    for kind in (FORMATS, BLOCKS, SCALES, ROUNDINGS, TRANSFORMS, GRADIENTS):
+        assert [value for value in kind if f"`{value}`" not in TEXT] == []
 
 
 @pytest.mark.parametrize("command", commands())

@@ -31,4 +31,23 @@ OTHER_FORMATS = {
     if name not in {cast.format for cast in SHIPPED}
     for kind, keys in KINDS.items()
 }
-DISTINCT = SHIPPED | OTHER_FORMATS
+OTHER_KINDS = {
+    CastConfig.model_validate(keys): label
+    for label, keys in {
+        "rows": {"format": "e4m3", "block": "row", "scale": "power_of_two"},
+        "int8 rows": {"format": "int8", "block": "row"},
+        "blocks of 3 x 24": {"format": "e3m2", "block": "3x24", "scale": "e8m0_ceil"},
+        "even exponents": {"format": "e2m3", "block": "1x32", "scale": "e8m0_even"},
+        "no scale": {"format": "e5m2", "scale": "unit"},
+        "a grid": {
+            "format": {"mantissa": 1, "min_exponent": -3, "max_exponent": 3, "max": 8}, "block": "1x16",
+            "scale": "power_of_two", "headroom": 0.75, "rounding": "stochastic",
+        },
+        "NVFP4 with headroom": {
+            "format": "e2m1", "block": "1x16", "scale": "two_level_e4m3", "headroom": 16 / 17,
+            "rounding": "stochastic_compare",
+        },
+    }.items()
+}  # fmt: skip
+"""Casts of kinds that no shipped recipe has."""
+DISTINCT = SHIPPED | OTHER_FORMATS | OTHER_KINDS

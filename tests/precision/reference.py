@@ -17,10 +17,12 @@ FIELDS = {
     "e3m2": (3, 2, 3, 28.0),
     "e1m2": (1, 2, 1, 1.75),
     "e5m6": (5, 6, 15, 65024.0),
+    "grid_m1_e-3_3_max8.0": (3, 1, 4, 8.0),
 }
 """Exponent bits, mantissa bits, bias and largest number of each float, from its source."""
-INTEGERS = {"int8": 127, "int4": 7}
+INTEGERS = {"int8": 127, "int4": 7, "ternary": 1}
 LARGEST = {name: fields[3] for name, fields in FIELDS.items()} | INTEGERS
+MANTISSA_BITS = {name: fields[1] for name, fields in FIELDS.items()} | {"int8": 6, "int4": 2, "ternary": 0}
 EMAX = {name: int(np.log2(largest)) for name, largest in LARGEST.items()}
 
 
@@ -64,7 +66,7 @@ def blocks_of(x, block):
     """Per-block (amax, x) of [rows, contraction], amax broadcast to every element."""
     if block == "tensor":
         return np.full_like(x, np.abs(x).max())
-    height, width = (int(each) for each in block.split("x"))
+    height, width = (1, x.shape[1]) if block == "row" else (int(each) for each in block.split("x"))
     out = np.empty_like(x)
     for row in range(0, x.shape[0], height):
         for column in range(0, x.shape[1], width):
@@ -88,23 +90,29 @@ def cast(x, how: CastConfig, noise=None, delayed=None):
     x = np.asarray(x, dtype=np.float64)
     amax = blocks_of(x, how.block)
     safe = np.where(amax == 0, 1.0, amax)
+    largest = LARGEST[how.format] * how.headroom
+    if how.scale == "unit":
+        return round_elements(x, how.format, how.rounding, noise), None
     if how.scale == "quest":
         power = per_block(x, how.block, quest_power)
         return round_elements(x / power, how.format, how.rounding) * power, np.abs(x / power) < 6
     if how.scale == "two_level_e4m3":
         whole = F32(np.abs(x).max())
         with np.errstate(over="ignore"):
-            encode = np.minimum(F32(2688) / whole, np.finfo(F32).max)
-        sf = round_elements((amax.astype(F32) * F32(encode * F32(1 / 6))).astype(np.float64), "e4m3", "even")
+            encode = np.minimum(F32(448 * largest) / whole, np.finfo(F32).max)
+        sf = round_elements((amax.astype(F32) * F32(encode * F32(1 / largest))).astype(np.float64), "e4m3", "even")
         with np.errstate(divide="ignore"):  # a block scale of 0 takes the largest fp32 for a multiplier
             multiplier = np.minimum(F32(1) / (sf.astype(F32) * (F32(1) / encode)), np.finfo(F32).max)
         values = round_elements((x.astype(F32) * multiplier).astype(np.float64), "e2m1", how.rounding, noise)
-        return values * sf * float(whole) / 2688, None
+        return values * sf * float(whole) / (448 * largest), None
     if how.scale.startswith("e8m0"):
         if how.scale == "e8m0_floor":
             power = 2.0 ** (np.floor(np.log2(safe)) - EMAX[how.format])
+        elif how.scale == "e8m0_even":  # the mantissa of amax is rounded half up to the format's first
+            step = 2.0 ** (np.floor(np.log2(safe)) - MANTISSA_BITS[how.format])
+            power = 2.0 ** (np.floor(np.log2(np.floor(safe / step + 0.5) * step)) - EMAX[how.format])
         else:
-            power = 2.0 ** np.ceil(np.log2(safe / LARGEST[how.format]))
+            power = 2.0 ** np.ceil(np.log2(safe / largest))
         power = np.maximum(power, 2.0**-127)  # E8M0's least number
         scaled = (x * how.prescale).astype(F32).astype(np.float64) / power
         return round_elements(scaled, how.format, how.rounding, noise) * power / how.prescale, None
@@ -112,9 +120,9 @@ def cast(x, how: CastConfig, noise=None, delayed=None):
         scale = np.full_like(x, delayed).astype(F32)
     else:
         with np.errstate(over="ignore"):
-            scale = F32(LARGEST[how.format]) / safe.astype(F32)
-        largest = np.finfo(F32).max if how.block == "tensor" else (2 - 2.0**-7) * 2.0**127  # of the operand's bf16
-        scale = np.minimum(scale, F32(largest))
+            scale = F32(largest) / safe.astype(F32)
+        most = np.finfo(F32).max if how.block == "tensor" else (2 - 2.0**-7) * 2.0**127  # of the operand's bf16
+        scale = np.minimum(scale, F32(most))
         if how.scale == "power_of_two":
             scale = (2.0 ** np.floor(np.log2(scale.astype(np.float64)))).astype(F32)
     values = round_elements((x.astype(F32) * scale).astype(np.float64), how.format, how.rounding, noise)

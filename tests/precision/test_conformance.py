@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_llm.base.errors import ConfigError
+from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.precision.cast import rounding, scales
 from lightning_llm.precision.conformance.conformance import run_conformance
 
@@ -29,7 +30,7 @@ def test_every_case_passes_eagerly():
 )
 def test_a_planted_error_is_caught(wrong, monkeypatch):
     if wrong == "floor for ceil":
-        monkeypatch.setattr(scales, "e8m0_ceil", scales.e8m0_floor)
+        monkeypatch.setattr(scales, "e8m0_ceil", lambda amax, _: scales.e8m0_floor(amax, NUMBER_FORMATS["e4m3"]))
     elif wrong == "half away for even":
         monkeypatch.setattr(rounding, "_nearest_even", lambda v, fmt: rounding.round_to_format(v, fmt, "half_away"))
     elif wrong == "flushed subnormals":

@@ -41,6 +41,8 @@ class ScaleKind(Group):
     """Whether it follows the amaxes of earlier steps (`delayed`) and not the tensor."""
     shares_exponent: ClassVar[bool] = False
     """Whether it is a shared exponent of a small block (the E8M0 scales of OCP Microscaling), so may be prescaled."""
+    takes_headroom: ClassVar[bool] = False
+    """Whether it takes the amax to `CastConfig.largest`, so that `headroom` may lower that."""
     clips: ClassVar[bool] = False
     """Whether it clips large elements on purpose, which biases; such a cast may have `clip_gradient`."""
     reads: ClassVar[int] = 2

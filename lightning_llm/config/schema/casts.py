@@ -1,10 +1,12 @@
 """One cast: the quantization of a GEMM operand (see `config.schema.precision` for the six of a linear layer)."""
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from lightning_llm.base.registry import NameIn
+from lightning_llm.base.registry import NameIn, Names
 from lightning_llm.config.schema.base import Group, NonNegativeInt, PositiveFloat, PositiveInt
 from lightning_llm.config.schema.cast_kinds import (
     GRADIENTS,
@@ -16,13 +18,57 @@ from lightning_llm.config.schema.cast_kinds import (
     ScaleKind,
     TransformKind,
 )
-from lightning_llm.config.schema.number_formats import NUMBER_FORMATS, NumberFormat
+from lightning_llm.config.schema.number_formats import (
+    GRID_KEYS,
+    NUMBER_FORMATS,
+    NumberFormat,
+    grid_name,
+    number_format,
+)
 
-if TYPE_CHECKING:
-    Format = str
-else:
-    Format = Literal["high", *NUMBER_FORMATS]
-Block = Literal["tensor", "1x128", "128x128", "1x32", "32x32", "1x16", "16x16"]
+FORMATS = ("high", *NUMBER_FORMATS)
+BLOCKS = ("tensor", "row", "1x128", "128x128", "1x32", "32x32", "1x16", "16x16")
+"""Blocks of published recipes; others are allowed."""
+LARGEST_BLOCK = 4096
+
+
+def _format(value: Any) -> Any:
+    """Return the name of a format given by name or by its grid. Raises ValueError."""
+    if isinstance(value, Mapping):
+        return grid_name(value)
+    try:
+        known = value in FORMATS or bool(number_format(value))
+    except (KeyError, TypeError):
+        known = False
+    if not known:
+        names = ", ".join(repr(name) for name in FORMATS)
+        raise ValueError(f"must be {names} or a mapping with the keys {', '.join(GRID_KEYS)}")
+    return value
+
+
+def _block(value: Any) -> Any:
+    """Return `value` if it is a block. Raises ValueError."""
+    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", value) if isinstance(value, str) else None
+    if value in ("tensor", "row") or (sizes and max(map(int, sizes.groups())) <= LARGEST_BLOCK):
+        return value
+    raise ValueError(
+        "must be 'tensor', 'row' (one scale per vector along the contraction axis) or AxB, A elements across and B "
+        f"along the contraction axis, up to {LARGEST_BLOCK}: '1x32', '128x128'"
+    )
+
+
+def block_size(block: str) -> tuple[int, int] | None:
+    """Return the elements of a block across and along the contraction axis, 0 for all along it; None: whole tensor."""
+    if block == "tensor":
+        return None
+    if block == "row":
+        return 1, 0
+    across, along = block.split("x")
+    return int(across), int(along)
+
+
+Format = Annotated[str, BeforeValidator(_format), Names(FORMATS)]
+Block = Annotated[str, BeforeValidator(_block), Names(BLOCKS)]
 Scale = str
 Rounding = str
 Sign = Annotated[int, Field(ge=-1, le=1)]
@@ -86,10 +132,12 @@ class DelayedConfig(Group):
 class CastConfig(Group):
     """Quantization of one operand of one GEMM. Blocks are along the contraction axis (1x32: 32 elements of it)."""
 
-    format: Format = Field("high", description="high: stays in compute_dtype")
+    format: Format = Field(
+        "high", description="high: stays in compute_dtype; or its grid, {mantissa, min_exponent, max_exponent, max}"
+    )
     block: Block = Field(
         "tensor",
-        description="elements that share a scale; the last number is along the contraction axis (zero-padded)",
+        description="elements that share a scale: all, a row along the contraction axis, or AxB with B along it",
     )
     scale: Annotated[Scale, NameIn(SCALES)] = Field("fp32", description="kind of the scale")
     rounding: Annotated[Rounding, NameIn(ROUNDINGS)] = Field(
@@ -100,6 +148,12 @@ class CastConfig(Group):
         1.0,
         le=1,
         description="factor before rounding, divided out after the GEMM; 0.75: stochastic E2M1 cannot clip",
+    )
+    headroom: PositiveFloat = Field(
+        1.0,
+        le=1,
+        description="factor of the largest number that a scale takes amax to; 16/17: scales rounded down clip nothing",
+        exclude_if=lambda headroom: headroom == 1,  # recipes from before the key keep their hash
     )
     hadamard: HadamardConfig | None = Field(
         None, description="rotation before the cast; with format high: rotate without rounding"
@@ -126,7 +180,7 @@ class CastConfig(Group):
     @property
     def number_format(self) -> NumberFormat:
         """The number format. Raises KeyError for high."""
-        return NUMBER_FORMATS[self.format]
+        return number_format(self.format)
 
     @property
     def scale_kind(self) -> ScaleKind:
@@ -156,10 +210,13 @@ class CastConfig(Group):
     @property
     def stored_bits(self) -> float:
         """Bits per element of the stored operand: a code, and its share of the block's scale."""
-        if self.block == "tensor":
-            return float(self.number_format.code_bits)
-        rows, columns = (int(each) for each in self.block.split("x"))
-        return self.number_format.code_bits + self.scale_kind.stored_bits / (rows * columns)
+        bits, size = float(self.number_format.code_bits), self.block_size
+        return bits if size is None or 0 in size else bits + self.scale_kind.stored_bits / (size[0] * size[1])
+
+    @property
+    def largest(self) -> float:
+        """The number that scales take an amax to: the format's largest, times the headroom."""
+        return self.number_format.max * self.headroom
 
     @property
     def stochastic(self) -> bool:
@@ -167,9 +224,14 @@ class CastConfig(Group):
         return self.rounding_kind.draws
 
     @property
+    def block_size(self) -> tuple[int, int] | None:
+        """Elements of a block across and along the contraction axis, 0 for all along it; None: the whole tensor."""
+        return block_size(self.block)
+
+    @property
     def is_square(self) -> bool:
         """Whether blocks are square and have more than one element per side."""
-        return self.block in ("128x128", "32x32", "16x16")
+        return self.block_size is not None and self.block_size[0] == self.block_size[1] > 1
 
     @property
     def scales_partial_sums(self) -> bool:
@@ -192,6 +254,9 @@ class CastConfig(Group):
             raise ValueError(problem)
         if self.prescale != 1 and not kind.shares_exponent:
             raise ValueError(f"prescale needs an e8m0 scale, and scale is {self.scale}")
+        if self.headroom != 1 and not kind.takes_headroom:
+            those = ", ".join(name for name in SCALES if SCALES[name].takes_headroom)
+            raise ValueError(f"headroom={self.headroom:g}: needs one of the scales {those}, not {self.scale}")
         if self.clip_gradient and not kind.clips:
             clipping = " or ".join(name for name in SCALES if SCALES[name].clips)
             raise ValueError(f"clip_gradient needs scale: {clipping}, which clips on purpose")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from lightning_llm.base.registry import NameIn, Registry
+from lightning_llm.base.registry import NameIn, Names, Registry
 from lightning_llm.config.schema import Config
 
 AnyMark = TypeVar("AnyMark")
@@ -31,6 +31,7 @@ def choices_at(key: str) -> list[str]:
     found = [value for each in options if get_origin(each) is Literal for value in get_args(each)]
     found += [value for each in options if each is bool for value in ("true", "false")]
     found += [name for each in options for mark in _marks(each, NameIn) for name in mark.registry]
+    found += [name for each in options for mark in _marks(each, Names) for name in mark.names]
     return [*map(str, found), *(["null"] if found and type(None) in options else [])]
 
 

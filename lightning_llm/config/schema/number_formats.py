@@ -6,8 +6,10 @@ subnormals are kept. An integer of b bits is a format with one exponent bit and 
 """
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class NumberFormat:
     @property
     def max_exponent(self) -> int:
         """The exponent of the largest number."""
-        return 2**self.exponent_bits - 1 - self.bias - (self.specials == "ieee")
+        return math.frexp(self.max)[1] - 1
 
     @property
     def code_bits(self) -> int:
@@ -87,6 +89,62 @@ NUMBER_FORMATS = {
         NumberFormat("e5m6", 5, 6, 15, 65024.0, "DeepSeek-V3, arXiv 2412.19437; special codes as in IEEE 754", "ieee"),
         NumberFormat("int8", 1, 6, -5, 127.0, f"symmetric: -128 is not used; {_MX} (MXINT8)", "none", True, "int8"),
         NumberFormat("int4", 1, 2, -1, 7.0, "symmetric: -8 is not used", "none", True),
+        NumberFormat("ternary", 1, 0, 1, 1.0, "-1, 0 and 1: BitNet b1.58, arXiv 2402.17764", "none", True),
     )
 }
 """{name: format}; the names are the values of `format`."""
+
+GRID_KEYS = ("mantissa", "min_exponent", "max_exponent", "max")
+"""Keys of a format given as a mapping: mantissa bits, exponents of the smallest normal and of the largest number."""
+MOST_MANTISSA_BITS, MOST_EXPONENT = 7, 60
+"""Limits of such a format: its numbers are exact in bf16, also times a power of two."""
+_GRID = re.compile(r"grid_m(\d+)_e(-?\d+)_(-?\d+)_max([0-9.e+-]+)")
+_grids: dict[str, NumberFormat] = {}
+
+
+def number_format(name: str) -> NumberFormat:
+    """Return the format called `name`: one of `NUMBER_FORMATS`, or one named by `grid_name`. Raises KeyError."""
+    found = NUMBER_FORMATS.get(name) or _grids.get(name)
+    return _grid(name) if found is None else found
+
+
+def grid_name(values: Mapping[str, Any]) -> str:
+    """Return the name of the format given by `GRID_KEYS` (`max` may be missing), e.g. "grid_m2_e-2_4_max28".
+
+    Raises ValueError with the problem of the first wrong key.
+    """
+    unknown = [str(key) for key in values if key not in GRID_KEYS]
+    missing = [key for key in GRID_KEYS[:3] if key not in values]
+    if unknown or missing:
+        text = f"unknown: {', '.join(unknown)}" if unknown else f"missing: {', '.join(missing)}"
+        raise ValueError(f"format takes the keys {', '.join(GRID_KEYS)}; {text}")
+    for key in GRID_KEYS[:3]:
+        if isinstance(values[key], bool) or not isinstance(values[key], int):
+            raise ValueError(f"format.{key}={values[key]!r}: must be an integer")
+    mantissa, low, high = (int(values[key]) for key in GRID_KEYS[:3])
+    if not 0 <= mantissa <= MOST_MANTISSA_BITS:
+        raise ValueError(f"format.mantissa={mantissa}: must be 0 to {MOST_MANTISSA_BITS} bits, exact in bf16")
+    if not -MOST_EXPONENT <= low <= high <= MOST_EXPONENT:
+        limits = f"-{MOST_EXPONENT} <= min_exponent <= max_exponent <= {MOST_EXPONENT}"
+        raise ValueError(f"format.min_exponent={low}, max_exponent={high}: must be {limits}")
+    step, top = 2.0 ** (high - mantissa), 2.0 ** (high + 1)
+    largest = values.get("max", top - step)
+    if isinstance(largest, bool) or not isinstance(largest, int | float):
+        raise ValueError(f"format.max={largest!r}: must be a number")
+    if not top / 2 <= largest < top or largest % step:
+        raise ValueError(
+            f"format.max={largest:g}: must be a multiple of {step:g} from {top / 2:g} to {top - step:g}, the numbers "
+            f"with exponent {high} and {mantissa} mantissa bits"
+        )
+    return f"grid_m{mantissa}_e{low}_{high}_max{float(largest)!r}"
+
+
+def _grid(name: str) -> NumberFormat:
+    """Return the format with a name from `grid_name`. Raises KeyError."""
+    found = _GRID.fullmatch(name)
+    if found is None:
+        raise KeyError(name)
+    mantissa, low, high = (int(each) for each in found.groups()[:3])
+    exponent_bits = (high - low + 1).bit_length()  # one code more for subnormals
+    _grids[name] = NumberFormat(name, exponent_bits, mantissa, 1 - low, float(found.group(4)), "given by the recipe")
+    return _grids[name]

@@ -29,6 +29,7 @@ from lightning_llm.config.schema.casts import (
     HadamardConfig,
     Rounding,
     Scale,
+    block_size,
 )
 from lightning_llm.config.schema.loss_and_update import LossScalingConfig, OptimizerHints, UpdateConfig
 from lightning_llm.config.schema.migrations import first_name
@@ -64,6 +65,7 @@ __all__ = [
     "Scale",
     "UpdateConfig",
     "WgradConfig",
+    "block_size",
     "slots_of",
 ]
 

@@ -26,6 +26,7 @@ from lightning_llm.precision.cast.scales import (
     scale_blocks,
     tensor_amax,
     unblocked,
+    whole_axes,
 )
 
 
@@ -94,7 +95,7 @@ class Quantised:
 
 def read_by_cast(cast: CastConfig) -> CastConfig:
     """Return `cast` with defaults for keys that `cast_blocks` does not read, so that casts share a kernel."""
-    kept = {"format", "block", "scale", "prescale", "rounding", "clip_gradient", "gradient"}
+    kept = {"format", "block", "scale", "prescale", "rounding", "clip_gradient", "gradient", "headroom"}
     kept |= {"noise_bits"} if cast.stochastic else set()
     return CastConfig.model_construct(**{key: value for key, value in cast if key in kept})
 
@@ -181,7 +182,7 @@ def contraction_scales(block: Tensor, cast: CastConfig, axis: int, x: Tensor) ->
         raise ValueError("a scale per tensor is a factor, not a block scale")
     across = 1 - axis
     per_row = per_block(block, shape).repeat_interleave(shape[across], across).narrow(across, 0, x.shape[across])
-    return BlockScales(per_row, shape[axis], axis)
+    return BlockScales(per_row, whole_axes(shape, x)[axis], axis)
 
 
 def quantise(

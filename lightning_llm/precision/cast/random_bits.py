@@ -125,12 +125,12 @@ def keyed_noise(
     if key is None:
         raise ValueError(f"rounding '{cast.rounding}' draws random bits and needs a key; none was set for this step")
     height, width = shape or (1, 1)
-    split_rows, split_columns = height > 1, width > 1  # into two axes each
+    split_rows, split_columns = height != 1, width != 1  # into two axes each
     count = x.shape[0] * x.shape[1] if split_rows else x.shape[0]
     length = x.shape[-2] * x.shape[-1] if split_columns else x.shape[-1]
     first = word(origin.rows(count, x.device) * (origin.row_stride or length) + origin.column)  # of each row, int32
     columns = torch.arange(length, device=x.device, dtype=torch.int32)
-    first = first.view(-1, height) if split_rows else first
-    columns = columns.view(-1, width) if split_columns else columns
+    first = first.view(-1, x.shape[1]) if split_rows else first
+    columns = columns.view(-1, x.shape[-1]) if split_columns else columns
     index = first.view(*first.shape, *[1] * columns.dim()) + columns
     return uniform_noise(key, index, cast.noise_bits)

@@ -11,19 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS, NumberFormat
-from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.config.schema.precision import CastConfig, block_size
 from lightning_llm.precision.cast.rounding import EXPONENT_MASK, FLOAT_MAX, round_to_format
 
 BlockShape = tuple[int, int] | None
-"""Rows and columns of a block; None: the whole tensor is one."""
+"""Rows and columns of a block, 0: all of the axis; None: the whole tensor is one."""
 
 
 def block_shape(block: str, axis: int) -> BlockShape:
     """Return the (rows, columns) of a block of a 2-D tensor with contraction axis `axis`; None for the whole tensor."""
-    if block == "tensor":
-        return None
-    across, along = (int(each) for each in block.split("x"))
-    return (across, along) if axis == 1 else (along, across)
+    size = block_size(block)
+    return size if size is None or axis == 1 else (size[1], size[0])
 
 
 def axes_within(shape: BlockShape) -> tuple[int, ...]:
@@ -41,7 +39,7 @@ def blocked(x: Tensor, shape: BlockShape) -> Tensor:
     """
     if shape is None:
         return x
-    (rows, columns), (height, width) = x.shape, shape
+    (rows, columns), (height, width) = x.shape, whole_axes(shape, x)
     down, right = _missing(rows, height), _missing(columns, width)
     if down or right:
         x = F.pad(x, (0, right, 0, down))
@@ -53,18 +51,30 @@ def blocked(x: Tensor, shape: BlockShape) -> Tensor:
     return x.reshape(rows // height, height, columns // width, width)
 
 
+def whole_axes(shape: tuple[int, int], x: Tensor) -> tuple[int, int]:
+    """Return the rows and columns of a block of `x` [R, C], with an axis's length in place of 0."""
+    return shape[0] or max(x.shape[0], 1), shape[1] or max(x.shape[1], 1)
+
+
 def check_blocked(x: Tensor, shape: BlockShape) -> None:
     """Raise ValueError if `x` is not `blocked` to `shape`. The check also tells a compiler the sizes of blocks."""
+    if shape is None or 0 in shape:
+        return
     found = tuple(x.shape[axis] for axis in axes_within(shape))
-    if shape is not None and found != tuple(size for size in shape if size > 1):
+    if found != _sizes_within(shape):
         raise ValueError(f"expected the block axes of {shape}, got {found}")
+
+
+def _sizes_within(shape: tuple[int, int]) -> tuple[int, ...]:
+    height, width = shape
+    return (width,) if height == 1 else (height,) if width == 1 else shape
 
 
 def unblocked(x: Tensor, like: Tensor, shape: BlockShape) -> Tensor:
     """Undo `blocked`: [R, C] as `like`, the padding cropped."""
     if shape is None:
         return x
-    (rows, columns), (height, width) = like.shape, shape
+    (rows, columns), (height, width) = like.shape, whole_axes(shape, like)
     down, right = _missing(rows, height), _missing(columns, width)
     if down or right:
         return x.reshape(rows + down, columns + right)[:rows, :columns].contiguous()
@@ -87,6 +97,8 @@ def _missing(length: int, size: int) -> int:
 E4M3 = NUMBER_FORMATS["e4m3"]
 E8M0_NAN = 255
 QUEST_GAUSSIAN_CLIP = 2.92247856  # MSE-optimal clip of a Gaussian on the E2M1 grid, in standard deviations
+
+
 NVFP4_RANGE = 2688.0  # 448 * 6: the largest block scale times the largest element
 
 
@@ -110,13 +122,13 @@ def divide(numerator: float, denominator: Tensor) -> Tensor:
     return torch.div(torch.full_like(wide, numerator), wide).float()
 
 
-def scale_from_amax(amax: Tensor, fmt: NumberFormat, power_of_two: bool, value_for_inf: float) -> Tensor:
-    """Return the multiplier that takes `amax` (fp32) to the largest number of `fmt`.
+def scale_from_amax(amax: Tensor, largest: float, power_of_two: bool, value_for_inf: float) -> Tensor:
+    """Return the multiplier that takes `amax` (fp32) to `largest`, the largest number of the format.
 
     `compute_scale_from_amax` of Transformer Engine: 1 where amax is 0, Inf or NaN; `value_for_inf` where the quotient
     overflows; `power_of_two` rounds it down to one (clears the mantissa bits).
     """
-    scale = divide(fmt.max, amax)
+    scale = divide(largest, amax)
     scale = torch.where(torch.isinf(scale), torch.full_like(scale, value_for_inf), scale)
     if power_of_two:
         scale = (scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
@@ -124,9 +136,9 @@ def scale_from_amax(amax: Tensor, fmt: NumberFormat, power_of_two: bool, value_f
     return torch.where(usable, scale, torch.ones_like(scale))
 
 
-def e8m0_ceil(amax: Tensor, fmt: NumberFormat) -> Tensor:
-    """Return biased exponents (int32, 0..255) of the smallest power of two >= amax / max (Transformer Engine)."""
-    return float_to_e8m0(amax * (1.0 / fmt.max))
+def e8m0_ceil(amax: Tensor, largest: float) -> Tensor:
+    """Return biased exponents (int32, 0..255) of the smallest power of two >= amax / `largest` (Transformer Engine)."""
+    return float_to_e8m0(amax * (1.0 / largest))
 
 
 def float_to_e8m0(value: Tensor) -> Tensor:
@@ -146,6 +158,13 @@ def e8m0_floor(amax: Tensor, fmt: NumberFormat) -> Tensor:
     return torch.where(exponent == 255, torch.full_like(shared, E8M0_NAN), shared)
 
 
+def e8m0_even(amax: Tensor, fmt: NumberFormat) -> Tensor:
+    """Return `e8m0_floor` of amax rounded half up to the mantissa bits of `fmt` (torchao's EVEN)."""
+    bits = amax.view(torch.int32)
+    shared = (((bits + (1 << (22 - fmt.mantissa_bits))) >> 23) - fmt.max_exponent).clamp(min=0)
+    return torch.where(bits >> 23 == 255, torch.full_like(shared, E8M0_NAN), shared)
+
+
 def e8m0_value(biased: Tensor) -> Tensor:
     """Return 2^(e - 127) in fp32 of int32 biased exponents 0..254 (0 is the subnormal 2^-127); NaN for 255."""
     bits = torch.where(biased == 0, torch.full_like(biased, 0x00400000), biased << 23)
@@ -162,20 +181,23 @@ def e8m0_reciprocal(biased: Tensor) -> Tensor:
     return e8m0_value(torch.where(biased == E8M0_NAN, biased, 254 - biased))
 
 
-def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
-    """Return NVFP4's tensor-level multiplier 2688 / amax (fp32 scalar); 1 where amax is 0 or Inf."""
-    scale = divide(NVFP4_RANGE, amax)
+def nvfp4_tensor_scale(amax: Tensor, whole: float = NVFP4_RANGE) -> Tensor:
+    """Return NVFP4's tensor-level multiplier whole / amax (fp32); 1 where amax is 0 or Inf.
+
+    `whole`: the largest block scale times the largest element, 448 * 6.
+    """
+    scale = divide(whole, amax)
     scale = torch.where(scale < FLOAT_MAX, scale, torch.full_like(scale, FLOAT_MAX))  # fminf: NaN too
     return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
 
 
-def nvfp4_block_scale(block_amax: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
+def nvfp4_block_scale(block_amax: Tensor, tensor_scale: Tensor, largest: float = 6.0) -> tuple[Tensor, Tensor]:
     """Return (sf, multiplier): block scales on the E4M3 grid, and the factor of elements before the cast to E2M1.
 
-    Transformer Engine >= 2.15: sd = a * (S * fp32(1/6)); sf = E4M3(sd); multiplier = 1 / (sf * (1/S)), both capped at
-    the largest fp32. sf may be subnormal or 0.
+    Transformer Engine >= 2.15: sd = a * (S * fp32(1 / largest)); sf = E4M3(sd); multiplier = 1 / (sf * (1/S)), both
+    capped at the largest fp32. sf may be subnormal or 0.
     """
-    scale = round_to_format((block_amax * (tensor_scale * (1.0 / 6.0))).clamp(max=FLOAT_MAX), E4M3, "even")
+    scale = round_to_format((block_amax * (tensor_scale * (1.0 / largest))).clamp(max=FLOAT_MAX), E4M3, "even")
     multiplier = divide(1.0, scale * divide(1.0, tensor_scale)).clamp(max=FLOAT_MAX)
     return scale, multiplier
 
@@ -250,8 +272,8 @@ class BlocksToScale(NamedTuple):
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return the means of elements and of their squares in blocks of one row, fp32 with a size-1 block axis."""
-        size, (axis, *_) = int(self.cast.block.split("x")[1]), axes_within(self.shape)
-        x = self.blocks.float()
+        (axis, *_) = axes_within(self.shape)
+        x, size = self.blocks.float(), self.blocks.shape[axis]
         mean, square = (_sum_in_order(each, axis, size) * (1.0 / size) for each in (x, x * x))  # exact: no division
         return mean, square
 
@@ -260,7 +282,7 @@ class BlocksToScale(NamedTuple):
         tensor = self.shape is None
         amax = self.tensor_amax() if tensor else self.block_amax()
         value_for_inf = FLOAT_MAX if tensor else torch.finfo(self.blocks.dtype).max
-        multiplier = scale_from_amax(amax, self.fmt, power_of_two, value_for_inf)
+        multiplier = scale_from_amax(amax, self.cast.largest, power_of_two, value_for_inf)
         inverse = divide(1.0, multiplier)
         if tensor and not power_of_two:
             return Scaled(multiplier, None, inverse)

@@ -44,7 +44,11 @@ def scale_cast(case: Case) -> Iterator[Check]:
 def scale_from_amax(case: Case) -> Iterator[Check]:
     """Check fp32 and power-of-two scales of single amaxes."""
     limit = {"f32": FLOAT_MAX, "bf16": BFLOAT_MAX}[case.spec["value_for_inf"]]
-    constants = {"fmt": NUMBER_FORMATS[case.spec["format"]], "power_of_two": case.spec["pow2"], "value_for_inf": limit}
+    constants = {
+        "largest": NUMBER_FORMATS[case.spec["format"]].max,
+        "power_of_two": case.spec["pow2"],
+        "value_for_inf": limit,
+    }
     yield case.exact("expected_scale", case.run(scales.scale_from_amax, case.tensor("amax"), **constants))
 
 

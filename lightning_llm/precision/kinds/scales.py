@@ -20,6 +20,7 @@ class FP32Scale(ScaleKind):
     source: ClassVar[str] = "Transformer Engine, current and block scaling; DeepSeek-V3"
     label: ClassVar[str] = "fp32"
     significant_bits: ClassVar[int] = 24
+    takes_headroom: ClassVar[bool] = True
     engine: ClassVar[dict[tuple[str, str], str]] = {("e4m3", "tensor"): "current", ("e4m3", "1x128"): "subchannel"}
 
     def has_factor(self, block: str) -> bool:
@@ -37,6 +38,7 @@ class PowerOfTwoScale(ScaleKind):
     meaning: ClassVar[str] = "the same, rounded down to a power of two"
     source: ClassVar[str] = "Transformer Engine `Float8BlockScaling`"
     label: ClassVar[str] = "2^k"
+    takes_headroom: ClassVar[bool] = True
     engine: ClassVar[dict[tuple[str, str], str]] = FP32Scale.engine
 
     def scale(self, of: "BlocksToScale") -> "Scaled":
@@ -78,12 +80,13 @@ class E8M0CeilScale(SharedExponent):
     meaning: ClassVar[str] = "1 / smallest power of two >= amax / largest number; nothing clips"
     source: ClassVar[str] = "Transformer Engine `MXFP8BlockScaling`"
     label: ClassVar[str] = "ceil"
+    takes_headroom: ClassVar[bool] = True
     engine: ClassVar[dict[tuple[str, str], str]] = {("e4m3", "1x32"): "mxfp8"}
 
     def exponents(self, of: "BlocksToScale") -> "Tensor":
         from lightning_llm.precision.cast.scales import e8m0_ceil
 
-        return e8m0_ceil(of.block_amax(), of.fmt)
+        return e8m0_ceil(of.block_amax(), of.cast.largest)
 
 
 @SCALES.register
@@ -106,6 +109,48 @@ class E8M0FloorScale(SharedExponent):
 
 
 @SCALES.register
+class E8M0EvenScale(SharedExponent):
+    """The power of two of the amax rounded to the format's mantissa first (torchao `ScaleCalculationMode.EVEN`)."""
+
+    name: Literal["e8m0_even"] = "e8m0_even"
+    meaning: ClassVar[str] = "as e8m0_floor, of amax rounded half up to the mantissa bits of the format"
+    source: ClassVar[str] = "torchao `ScaleCalculationMode.EVEN`"
+    label: ClassVar[str] = "even"
+
+    def unclipped_prescale(self, fmt: NumberFormat) -> float:
+        return fmt.max / ((2 - 2.0 ** -(fmt.mantissa_bits + 1)) * 2.0**fmt.max_exponent)
+
+    def exponents(self, of: "BlocksToScale") -> "Tensor":
+        from lightning_llm.precision.cast.scales import e8m0_even
+
+        return e8m0_even(of.block_amax(nan=float("inf")), of.fmt)
+
+
+@SCALES.register
+class UnitScale(ScaleKind):
+    """No scale: elements are of the size of one already, as unit scaling initializes and multiplies them."""
+
+    name: Literal["unit"] = "unit"
+    meaning: ClassVar[str] = "1"
+    source: ClassVar[str] = "unit scaling, arXiv 2303.11257; u-muP, arXiv 2407.17465"
+    label: ClassVar[str] = "unit"
+    reads: ClassVar[int] = 1
+
+    def problem(self, format: str, block: str) -> str | None:
+        return None if block == "tensor" else f"scale: unit needs block: tensor, and block is {block}"
+
+    def needs_tensor_amax(self, block: str) -> bool:
+        return False
+
+    def scale(self, of: "BlocksToScale") -> "Scaled":
+        import torch
+
+        from lightning_llm.precision.cast.scales import Scaled
+
+        return Scaled(torch.ones((), device=of.blocks.device), None, None)
+
+
+@SCALES.register
 class TwoLevelScale(ScaleKind):
     """NVFP4: an E4M3 scale per block of 16 under one fp32 scale per tensor."""
 
@@ -114,6 +159,7 @@ class TwoLevelScale(ScaleKind):
     source: ClassVar[str] = "Transformer Engine >= 2.15 `NVFP4BlockScaling`"
     label: ClassVar[str] = "e4m3"
     significant_bits: ClassVar[int] = 4
+    takes_headroom: ClassVar[bool] = True
     stored_bits: ClassVar[int] = 8
     engine: ClassVar[dict[tuple[str, str], str]] = {("e2m1", "1x16"): "nvfp4"}
 
@@ -133,9 +179,10 @@ class TwoLevelScale(ScaleKind):
     def scale(self, of: "BlocksToScale") -> "Scaled":
         from lightning_llm.precision.cast import scales
 
-        amax = of.tensor_amax()
-        block, multiplier = scales.nvfp4_block_scale(of.block_amax(), scales.nvfp4_tensor_scale(amax))
-        return scales.Scaled(multiplier, block, amax, 1.0 / scales.NVFP4_RANGE)
+        amax, largest = of.tensor_amax(), of.cast.largest
+        whole = scales.E4M3.max * largest  # the largest block scale times the largest element
+        block, multiplier = scales.nvfp4_block_scale(of.block_amax(), scales.nvfp4_tensor_scale(amax, whole), largest)
+        return scales.Scaled(multiplier, block, amax, 1.0 / whole)
 
 
 @SCALES.register

@@ -11,6 +11,7 @@ need fp32 output, so there the codes go through an fp32 GEMM on either.
 
 import functools
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -62,12 +63,13 @@ def _sum_of_partials(a: Operand, b: Operand, left: Tensor, right: Tensor) -> Ten
     `blockwise_fp8_gemm_reference.py` and DeepSeek-V3's promotion every 128 (arXiv 2412.19437, section 3.3.2).
     """
     depth = left.shape[1]
-    width = min(each.blocks.width for each in (a, b) if each.blocks is not None)  # powers of two: one divides the other
+    widths = [each.blocks.width for each in (a, b) if each.blocks is not None]
+    starts = sorted({start for width in widths for start in range(0, depth, width)})
     total = left.new_zeros(left.shape[0], right.shape[1])
     partial = torch.empty_like(total)
     one = left.new_ones(1, 1)
-    for start in range(0, depth, width):
-        length = min(width, depth - start)
+    for start, end in pairwise([*starts, depth]):
+        length = end - start
         torch.mm(left.narrow(1, start, length), right.narrow(0, start, length), out=partial)
         if a.blocks is not None:
             partial.mul_(a.blocks.at(start))

@@ -71,7 +71,8 @@ def kept_bytes(casts: Mapping[str, CastConfig], rows: int, columns: int, rotated
             length = cast.hadamard.padded(length)
         found += (2 if cast.gradient_kind.is_one else 4) * length * other
         if cast.scales_partial_sums:
-            across, along = (int(each) for each in cast.block.split("x"))
+            across, along = cast.block_size or (1, 0)
+            along = along or length
             found += 4 * -(-length // along) * -(-other // across) * across
         elif cast.has_factor:
             found += 4
@@ -106,8 +107,7 @@ def _why_not(cast: CastConfig) -> str | None:
     if cast.hadamard is not None:
         return "is rotated along its own GEMM's axis, so the two GEMMs need different codes"
     if cast.block != "tensor":
-        rows, columns = cast.block.split("x")
-        if rows == columns:
+        if cast.is_square:
             return f"has blocks of {cast.block}, which the shards cut: no rank has all elements of a block"
         return f"has blocks of {cast.block}, along other axes for fprop and dgrad: codes of both would save nothing"
     if cast.format not in CODES:
