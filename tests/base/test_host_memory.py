@@ -1,4 +1,4 @@
-"""malloc keeps what is freed, where glibc has it and the user has not said otherwise: counted by page faults."""
+"""malloc keeps freed memory with glibc, unless the user configures it: counted by page faults."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not glibc, whose malloc this is about")
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tests the malloc of glibc")
 
 PAGES = (40 << 20) // os.sysconf("SC_PAGE_SIZE")
 COUNTED = """

@@ -1,4 +1,4 @@
-"""Files of the working folder replace no library, in whatever process: one function starts every interpreter."""
+"""Files of the working folder replace no library in any process: one function starts every interpreter."""
 
 import ast
 import os
@@ -71,7 +71,7 @@ def test_an_empty_rank_counts_as_unset_where_lightning_reads_it(monkeypatch, nam
 
 
 def test_a_locale_of_ascii_alone_does_not_decide_what_a_command_reads(tmp_path):
-    """Python decodes what the locale lacks to surrogates, which neither YAML nor the schema takes."""
+    """Python decodes characters that the locale lacks to surrogates, which YAML and the schema reject."""
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "é.yaml").write_text("# @package _global_\n# Ωμέγα\ntrainer: {max_steps: 3}\n", "utf-8")
     ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

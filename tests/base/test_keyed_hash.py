@@ -9,7 +9,7 @@ WORD = st.integers(0, 2**32 - 1)
 
 
 def test_known_answers():
-    # SMHasher's and Wikipedia's vectors whose length is a multiple of four bytes.
+    # SMHasher's and Wikipedia's vectors with a length of a multiple of four bytes.
     assert hash_words() == 0
     assert hash_words(seed=1) == 0x514E28B7
     assert hash_words(seed=0xFFFFFFFF) == 0x81F16F39

@@ -20,7 +20,7 @@ DOCUMENTED = {
     "lightning_llm.model.spec": ("Norm",),
     "lightning_llm.optim.optimizer": ("groups_of",),
 }
-"""The imports of `docs/howto/extend.md` at version 0.1, module by module, and what its text names."""
+"""The imports and names of `docs/howto/extend.md` at version 0.1, module by module."""
 MOVED = (
     "lightning_llm.config.schema.algorithm", "lightning_llm.config.schema.block", "lightning_llm.data.addressing",
     "lightning_llm.data.loader.files", "lightning_llm.errors", "lightning_llm.data.tokenised",

@@ -1,4 +1,4 @@
-"""Kinds by name: what registers, what a config may choose, and what is said of a name that nobody registered."""
+"""Kinds by name: registration, choice in a config, and the message about an unknown name."""
 
 import os
 import subprocess

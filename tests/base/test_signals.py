@@ -14,7 +14,7 @@ from lightning_llm.base.errors import ConfigError, Problem, Terminated
 
 @pytest.fixture(autouse=True)
 def as_a_command(monkeypatch):
-    """Handlers are put back, and what was received is forgotten."""
+    """Handlers are restored, and received signals are forgotten."""
     before = {number: signal.getsignal(number) for number in signals.ENDING}
     monkeypatch.setattr(signals, "_received", 0)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)

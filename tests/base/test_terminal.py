@@ -1,4 +1,4 @@
-"""Standard streams that cannot be written: closed, full, left; and what their encoding lacks."""
+"""Standard streams that cannot be written: closed, full, without a reader; and characters outside their encoding."""
 
 import errno
 import io
@@ -12,7 +12,7 @@ from lightning_llm.base.terminal import lasting_output
 
 
 class Failing(io.StringIO):
-    """A stream without a descriptor that fails to be written, as `error` says."""
+    """A stream without a descriptor that raises `error` when written."""
 
     def __init__(self, error: Exception):
         super().__init__()
@@ -84,7 +84,7 @@ def test_characters_that_the_encoding_lacks_are_escaped(monkeypatch):
 
 
 def test_a_process_started_without_streams_gives_their_numbers_to_no_file(tmp_path):
-    """Descriptor 1 would be that of the next file that is opened, and what is printed would be written into it."""
+    """Otherwise the next opened file would get descriptor 1, and output would be written into it."""
     code = (
         "import os, sys\nfor number in (0, 1, 2): os.close(number)\nsys.stdout = sys.stderr = None\n"
         "from lightning_llm.base.terminal import open_standard_streams\nopen_standard_streams()\n"

@@ -1,4 +1,4 @@
-"""Random faults over layouts and recipes: after the last resume a run is what it would have been, and leaves nothing.
+"""Random faults over layouts and recipes: after the last resume a run equals an undisturbed one and leaves nothing.
 
 `make chaos` runs a hundred and prints a table; each fault is a function of seed and number, so that one can be run
 again: `make chaos ARGS="--seed 1 --only 37"`.
@@ -29,7 +29,7 @@ START_SECONDS = 240
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a fault: exit codes of all starts, and what is wrong, "" for nothing. `befell`: it came in time."""
+    """Outcome of a fault: exit codes of all starts, and the problem, "" for none. `befell`: the fault came in time."""
 
     number: int
     fault: Fault
@@ -46,12 +46,12 @@ class Campaign:
         self._references: dict[tuple[str, ...], list[tuple]] = {}
 
     def outcomes(self, numbers: range | list[int]) -> Iterator[Outcome]:
-        """Yield what comes of each fault."""
+        """Yield the outcome of each fault."""
         for number in numbers:
             fault = Fault.drawn(self.seed, number)
             try:
                 befell, codes, problem = self._suffer(number, fault)
-            except Exception as error:  # which is an outcome, too: the campaign goes on
+            except Exception as error:  # an outcome, too: the campaign continues
                 befell, codes, problem = True, (), f"{type(error).__name__}: {error}"
             if not problem:
                 shutil.rmtree(self.folder / str(number), ignore_errors=True)
@@ -88,7 +88,7 @@ class Campaign:
         if curve(run) != self._reference(fault):
             return "metrics.jsonl is not the undisturbed run's"
         if summary_of(run)["status"] != "finished":
-            return f"summary.json says {summary_of(run)['status']}"
+            return f"summary.json has status {summary_of(run)['status']}"
         try:
             lock_run(run).release()
         except ConfigError as error:
@@ -123,7 +123,7 @@ class Campaign:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Return the campaign as a table of Markdown: how many faults of each kind came in time, and what went wrong."""
+    """Return the campaign as a Markdown table: the faults of each kind that came in time, and the problems."""
     lines = ["| fault | runs | came in time | starts, mean | ended as undisturbed |", "|---|---|---|---|---|"]
     counted = Counter(each.fault.kind for each in outcomes)
     for kind in filter(counted.__getitem__, KINDS):

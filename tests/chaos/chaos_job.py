@@ -1,6 +1,6 @@
-"""A command of a campaign: `lightning-llm WORDS`, all of whose processes are forked from one that has imported all.
+"""A command of a campaign: `lightning-llm WORDS`, with all processes forked from one that has imported everything.
 
-They are processes of their own, with signals, files and sockets of their own; only the interpreter's start is shared.
+They are separate processes with their own signals, files and sockets; only the interpreter's start is shared.
 With `real` they are started as a user starts them, so that a launcher that is killed is its ranks' parent.
 """
 
@@ -26,7 +26,7 @@ NO_BYTES = (1, 1)
 
 
 class ChaosJob:
-    """One start of the command in its own process group; `log` gets what it prints."""
+    """One start of the command in its own process group; `log` receives its output."""
 
     def __init__(self, words: list[str], log: Path, environment: dict[str, str], real: bool):
         self.run, self.log, self.seen = Path(_value(words, "run.dir")), log, set[int]()
@@ -61,7 +61,7 @@ class ChaosJob:
         return self.code
 
     def ranks(self) -> list[int]:
-        """Return the processes that train, as far as they have said so."""
+        """Return the processes that train, as far as they have reported it."""
         said = [each.process for each in beats(self.run)] or [str(summary_of(self.run).get("process", ""))]
         found = [int(each.split()[1]) for each in said if each]
         alive = [number for number in found if psutil.pid_exists(number)] or [self.pid]

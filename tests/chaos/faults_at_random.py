@@ -1,4 +1,4 @@
-"""Faults of a campaign, drawn by a seed: what happens to a run, when, and to whom."""
+"""Faults of a campaign, drawn by a seed: the kind, the moment and the process of each."""
 
 import os
 import random
@@ -17,7 +17,7 @@ RECIPES = ("fp32", "bf16", "fp8_delayed", "mxfp4_sr", "fp16")
 STEPS = 12
 OF_RANKS = ("kill a rank", "damage", "stop a rank")
 ROTATED_SHARDS = ("model.hidden_size=128", "model.ffn_hidden_size=128", "data.sequence_length=256")
-"""Sizes whose parts under tp and cp hold MXFP4's rotations of 64."""
+"""Sizes with parts under tp and cp that fit MXFP4's rotations of 64."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Fault:
             (job.run.parent / "mlflow.db").unlink(missing_ok=True)
 
     def after(self, job: ChaosJob) -> None:
-        """Do what it does to a run that has ended: damage its newest checkpoint."""
+        """Apply the fault of a run that has ended: damage its newest checkpoint."""
         saved = step_folders(job.run / "checkpoints")
         if self.kind == "damage" and len(saved) > 1:
             files = sorted(path for path in saved[0].rglob("*") if path.is_file())

@@ -16,7 +16,7 @@ def campaign(tmp_path_factory, small_run, empty_store):
 
 
 def planted(monkeypatch, kind: str, **more: object) -> None:
-    """Have the next fault be one of `kind`, late in a run of two ranks, unless said otherwise."""
+    """Make the next fault one of `kind`, by default late in a run of two ranks."""
     late = {"layout": "zero3", "recipe": "fp8_delayed", "step": 8, "seconds": 0.0, "restarts": 0}
     monkeypatch.setattr(Fault, "drawn", lambda *_: Fault(kind=kind, place=0.7, **{**late, **more}))
 

@@ -1,4 +1,4 @@
-"""A folder of weights with a fault, given to every verb that reads one: named, with what to do, and nothing made."""
+"""A folder of weights with a fault, given to every verb that reads one: the message names fault and remedy."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from tests.weight_folders import write_huggingface
 SECOND = "model-00002-of-00002.safetensors"
 VERBS = "import", "train", "plan", "evaluate", "generate", "export"
 READERS = VERBS[1:]
-"""All but `import`, which makes of a folder what the others read."""
+"""All verbs except `import`, which converts a folder for the others."""
 
 
 class Code:

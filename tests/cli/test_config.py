@@ -1,4 +1,4 @@
-"""`config` prints what repeats the run, only what differs, and what can be chosen; Tab completes it. 10 seconds."""
+"""`config` prints a config that repeats the run, the differences, and the choices; Tab completes them. 10 seconds."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ from lightning_llm.config.schema.optim import SCHEDULES, ScheduleConfig
 
 ROOT = Path(__file__).parents[2]
 PLACE = {"run": {"name", "dir"}, "recipe": True}
-"""Left out of comparisons: the name carries the time, and what a recipe comes to is no recipe."""
+"""Left out of comparisons: the name contains the time, and a composed config has no preset."""
 
 
 @pytest.fixture(autouse=True)
@@ -195,7 +195,7 @@ def test_a_script_for_each_shell(shell, capsys):
 
 
 def test_shell_completion_answers(tmp_path):
-    """What the script runs: words come in the environment, answers go to a file; neither Hydra nor torch is loaded."""
+    """The completion that the script runs: arguments in the environment, answers to a file; without Hydra and torch."""
     for line, offered in (("lightning-llm pl", {"plan"}), ("lightning-llm plan precision=quar", {"precision=quartet"})):
         answer = tmp_path / "answer"
         code = (

@@ -16,12 +16,12 @@ from lightning_llm.model.weights import write
 from tests.weight_folders import write_huggingface
 
 WRITES = "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree", "shutil.copyfile"
-"""Events by which Python tells of a change to the disk (https://docs.python.org/3/library/audit_events.html)."""
+"""Audit events of changes to the disk (https://docs.python.org/3/library/audit_events.html)."""
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """An imported folder `base`, and beside it the Hugging Face folder `hf` that it was made of."""
+    """An imported folder `base`, and next to it its source, the Hugging Face folder `hf`."""
     folder = tmp_path_factory.mktemp("base")
     shape = compose_config(["model=llama_tiny", "model.num_layers=1", "model.vocab_size=300"]).model
     write_huggingface(folder / "hf", shape)

@@ -1,4 +1,4 @@
-"""What a new interpreter imports for help, lists and refusals: neither torch nor more than it needs."""
+"""Imports of a new interpreter for help, lists and refusals: no torch, and not more than needed."""
 
 import os
 import subprocess

@@ -8,7 +8,7 @@ from lightning_llm.__main__ import main
 
 
 def refused(capsys, folder: Path, *words: str) -> str:
-    """Run `words`; return what stderr says once it is known to be a count and one line per problem."""
+    """Run `words`; return stderr, which must be a count and one line per problem."""
     before = sorted(folder.rglob("*"))
     capsys.readouterr()
     try:

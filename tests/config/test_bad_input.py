@@ -160,7 +160,7 @@ def test_invalid_run_names_are_refused(name, said, config):
             said
             in {each.key: each.text for each in run_path_problems(config.model_copy(update={"run": run}))}[f"run.{key}"]
         )
-    # a job of a sweep, whose words are its name, lies in a folder that is not made of them
+    # the folder of a sweep's job is not named by its overrides
     run = config.run.model_copy(update={"name": "0 data.sources.jsonl.path=../x", "dir": "/elsewhere/0"})
     assert list(run_path_problems(config.model_copy(update={"run": run}))) == []
 
@@ -217,7 +217,7 @@ def test_without_a_verb_it_lists_them(capsys):
 
 
 def test_keys_of_other_trainers_get_a_hint(capsys, tmp_path):
-    """Every word of the table leads to a key that is there, or says what does the same; none is a key of its group."""
+    """Every name in the table leads to an existing key or explains the alternative; none is a key of its group."""
     for alias, ours in ALIASES.items():
         if KEY.fullmatch(ours):
             *above, leaf = ours.split(".")
@@ -285,7 +285,7 @@ def test_all_problems_come_in_one_list(capsys, tmp_path):
 
 
 def test_a_problem_causes_no_follow_up_problems(capsys, tmp_path):
-    # data=jsonl has no path, which is all that is wrong: nothing is said of the weights and caches of its sources.
+    # data=jsonl has no path, the only problem: nothing is reported about the weights and caches of its sources.
     assert refused(capsys, tmp_path, "plan", "data=jsonl").startswith("error: 1 problem")
     # The default layout fits two devices, the one that was meant is not known.
     assert refused(capsys, tmp_path, "plan", "parallel=zero33", "trainer.devices=2").startswith("error: 1 problem")

@@ -1,4 +1,4 @@
-"""Classes that a config names: which may be, and what is said of the others, by every verb and before any import."""
+"""Classes that a config names: allowed ones, and the messages about others, from every verb before any import."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Composition and its errors: what a user types, and what they are told."""
+"""Composition and its errors: overrides, and the messages about them."""
 
 import re
 from pathlib import Path
@@ -121,7 +121,7 @@ def test_batches_and_initial_weights_of_a_recipe_stay_under_other_data_and_model
 
 
 def needed(recipe: str, folder: Path) -> list[str]:
-    """What whoever calls a recipe has to say: where documents are, and weights, in whose place is a model here."""
+    """Overrides that some presets require: paths of documents, and of weights, which a model replaces here."""
     sources = {"cpt/replay": ["new", "old"], "cpt/annealing": ["new", "old", "best"]}.get(recipe, [])
     model = ["model=llama_tiny"] if sources or recipe in ("sweep/replay", "ablate/merge") else []
     (file := folder / "documents.jsonl").write_text('{"text": "one"}\n')
@@ -137,7 +137,7 @@ def needed(recipe: str, folder: Path) -> list[str]:
 
 
 def scores_in(folder: Path) -> Path:
-    """Write a table without a row: what lies in it is held against the documents once data are opened."""
+    """Write a table without rows: its content is compared with the documents only when data are opened."""
     write_scores(folder / "scores.parquet", {name: [] for name in COLUMNS}, {})
     return folder / "scores.parquet"
 
@@ -154,7 +154,7 @@ def test_every_sweep_composes_job_by_job_and_needs_m(recipe, tmp_path):
         compose_config([f"recipe={recipe}"])
     jobs = compose_sweep([f"recipe={recipe}", "seed=7", *needed(recipe, tmp_path)])
     assert len(jobs) > 1
-    assert all(config.seed == 7 for _, config in jobs) or recipe == "sweep/decide"  # whose looks take further seeds
+    assert all(config.seed == 7 for _, config in jobs) or recipe == "sweep/decide"  # its looks take further seeds
     for config in {config.model_dump_json(exclude=NOT_CHECKED): config for _, config in jobs}.values():
         check_config(config)
 

@@ -1,4 +1,4 @@
-"""Configs of earlier versions, whose keys had other names. Under a second."""
+"""Configs of earlier versions, with other names of keys. Under a second."""
 
 import pytest
 import yaml

@@ -42,12 +42,12 @@ LAYOUTS = [
 
 
 def of_the_step(counts: dict[str, Any]) -> dict[str, Any]:
-    """All but how long it took, the operations, of which fake tensors need one or two of their own, and the peak."""
+    """All counts except time, peak, and operations, because fake tensors need one or two more."""
     return {key: value for key, value in counts.items() if key not in ("cpu_seconds", "operations", "peak_bytes")}
 
 
 def counted(config: Config) -> list[dict[str, Any]]:
-    """Return what every rank counted of a real step, on rank 0."""
+    """Return every rank's counts of a real step, on rank 0."""
     plan = plan_of(config)
     here = asdict(count_step(plan, Layout.from_config(plan.config.parallel, plan.degrees, CPU), None))
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -56,7 +56,7 @@ def counted(config: Config) -> list[dict[str, Any]]:
 
 
 def lowest_peaks(steps: Iterator[list[dict[str, Any]]], expected: dict[int, int]) -> dict[int, int]:
-    """Return each rank's least peak bytes in real `steps`, of which no more are made than it takes to meet `expected`.
+    """Return each rank's least peak bytes in at most `steps` real steps, fewer if `expected` is met before.
 
     A real collective's thread lets go of its tensors when it comes to it: half a kilobyte more, once in two steps.
     """
@@ -98,7 +98,7 @@ def test_it_needs_no_memory_for_a_large_model():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_ends_a_dry_run_and_its_processes(number, monkeypatch):
-    """Sent as soon as the first micro-batch of 128 has begun: nothing is waited for, and nothing goes on."""
+    """The signal comes in the first of 128 micro-batches: nothing is waited for, and nothing continues."""
     plan = plan_of(compose_config(["recipe=llama3_8b_fsdp2", "model.num_layers=2", "data.global_batch_size=8192"]))
     assert plan.micro_batches == 128
     told, pids, start = [], [], processes._start

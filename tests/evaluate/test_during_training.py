@@ -1,4 +1,4 @@
-"""`callbacks=evaluate`: the numbers of `evaluate`, the bits of a run without it, and what a plan refuses."""
+"""`callbacks=evaluate`: the numbers of `evaluate`, the bits of a run without it, and refusals of a plan."""
 
 import random
 import shutil
@@ -98,7 +98,7 @@ def test_every_layout_evaluates(layout, tmp_path, small_run, offline):
 
 
 def run_of(words):
-    """Train in ranks of their own; return the folder."""
+    """Train in separate ranks; return the folder."""
     assert main(["train", *words]) == 0
     return next(Path(word.removeprefix("run.dir=")) for word in words if word.startswith("run.dir="))
 

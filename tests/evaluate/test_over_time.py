@@ -1,4 +1,4 @@
-"""`evaluate RUN --all-checkpoints`: every checkpoint once, whatever interrupts it, and a curve for `compare`."""
+"""`evaluate RUN --all-checkpoints`: every checkpoint once, despite interruptions, and a curve for `compare`."""
 
 import json
 import shutil

@@ -22,7 +22,7 @@ def curve_of(numbers: np.ndarray) -> Curve:
 
 
 def drawn(generator: np.random.Generator, shared: float) -> Curve:
-    """Return one run: each number with a scatter of its own, of which `shared` is the same in all numbers of a run."""
+    """Return one run: each number scatters, and the share `shared` of the scatter is common to all numbers of a run."""
     shape = (STEPS, PARAMETERS + 2)
     scatter = 1e-5 * 10.0 ** (np.arange(PARAMETERS + 2) % 4) * np.arange(1, STEPS + 1)[:, None]
     noise = math.sqrt(shared) * generator.standard_normal() + math.sqrt(1 - shared) * generator.standard_normal(shape)

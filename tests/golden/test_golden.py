@@ -20,7 +20,7 @@ from tests.golden.trajectory import (
 )
 
 ROUNDING = 5e-4
-"""By how much of itself a number may differ between families of kernels: 1.5e-4 is what the recorded ones do."""
+"""Largest relative difference between families of kernels; the recorded ones differ by 1.5e-4."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ ALIKE = ("mxfp4_sr_fp8", "mxfp4_sr_norht", "mxfp4_rht_rne", "nvfp4_all_blocks", 
     "recipe", [pytest.param(each, marks=pytest.mark.full) if each in ALIKE else each for each in RECIPES]
 )
 def test_the_first_steps_are_the_recorded_bits(recipe, family, cache):
-    """On a processor whose kernels are not recorded, the recorded numbers as far as rounding goes."""
+    """On a processor without recorded kernels, the recorded numbers up to rounding."""
     now = trajectory(recipe, cache)
     if family is None or recipe not in recipes_of(family):
         other = next(each for each in families() if recipe in recipes_of(each))

@@ -1,4 +1,4 @@
-"""`golden record` and `golden check` of a user's recipe: what the file holds, what is found, and what is refused."""
+"""`golden record` and `golden check` of a user's recipe: content of the file, findings, and refusals."""
 
 import json
 import math
@@ -25,7 +25,7 @@ UP_PROJ_OF_BLOCK_1 = 7 + 5
 
 @pytest.fixture(scope="module")
 def words(small_run, tmp_path_factory):
-    """The words of a recipe of six steps, its warmup longer than what is recorded."""
+    """The overrides of a recipe of six steps with a warm-up that is longer than the recording."""
     return small_run(tmp_path_factory.mktemp("recipe"), "schedule.warmup_steps=4")
 
 

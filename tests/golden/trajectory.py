@@ -43,7 +43,7 @@ WORDS = [
 
 
 def kernels() -> dict[str, str]:
-    """Return what the bits of a curve depend on beside this project's code."""
+    """Return everything except this project's code that the bits of a curve depend on."""
     return {
         "torch": torch.__version__,
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
@@ -90,7 +90,7 @@ def _operations() -> Iterator[torch.Tensor]:
 
 
 def trajectory(recipe: str, cache: Path) -> str:
-    """Return the first steps under `recipe` as text whose numbers read back to the same bits.
+    """Return the first steps under `recipe` as text; parsing it restores the same bits.
 
     The corpus is tokenised once in `cache`.
     """
@@ -133,12 +133,12 @@ def families() -> list[str]:
 
 
 def recipes_of(family: str) -> list[str]:
-    """Return the recipes whose curves are recorded of a family."""
+    """Return the recipes with a recorded curve of a family."""
     return sorted(file.stem for file in (HERE / family).glob("*.txt"))
 
 
 def file_of(recipe: str, family: str) -> Path:
-    """Return where the curve of `recipe` by the kernels of `family` lies."""
+    """Return the file of the curve of `recipe` by the kernels of `family`."""
     return HERE / family / f"{recipe}.txt"
 
 

@@ -40,7 +40,7 @@ def test_another_config_is_refused_on_every_rank(ranks, small_run, tmp_path):
 
 
 def answers(plan: Plan, decisions: list[Decision], refusals: list[ConfigError | None]) -> list[list[str]]:
-    """Return what each rank is told where one of them cannot train."""
+    """Return the error of each rank if one of them cannot train."""
     rank = dist.get_rank()
     told: list[list[str]] = [[]] * dist.get_world_size()
     try:
@@ -69,7 +69,7 @@ def test_ranks_do_not_run_casts_each_in_another_way(ranks, small_run, tmp_path):
 
 
 def told_of_data(fingerprints: list[str], start: Start) -> list[str]:
-    """Return what each rank is told of the data that it found."""
+    """Return the error of each rank about the data that it found."""
     said = ""
     try:
         agree_on_data(fingerprints[dist.get_rank()], start)

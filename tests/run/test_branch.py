@@ -1,4 +1,4 @@
-"""What a branch is composed of, what it refuses, and where its data go on. 15 seconds."""
+"""Branches: composition of the config, refusals, and the position in the data. 15 seconds."""
 
 import json
 import re
@@ -36,11 +36,11 @@ def step(trunk, number):
 
 
 def refused(capsys, *words):
-    """The lines of what `plan` refuses, and that `train` refuses the same."""
+    """Return the lines of a refusal by `plan`; fail unless `train` refuses the same."""
     said = []
     for verb in ("plan", "train"):
         assert main([verb, *map(str, words)]) == 2
-        said.append(re.sub(r"\d{4}-\d{6}", "TIME", capsys.readouterr().err))  # of which a run's name is made
+        said.append(re.sub(r"\d{4}-\d{6}", "TIME", capsys.readouterr().err))  # part of the default run.name
     assert said[0] == said[1]
     return said[0]
 

@@ -1,4 +1,4 @@
-"""A run that goes on with other software says so or refuses; machines that differ are named; known-bad settings."""
+"""A run resumed with other software reports it or refuses; different machines are named; known-bad settings."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def changed(monkeypatch, **values):
 
 
 def test_the_fingerprint_records_how_16_bit_products_are_computed(monkeypatch):
-    with gemm.unwidened():  # whatever this processor multiplies
+    with gemm.unwidened():  # independent of this processor's units
         torches = fingerprint(CPU)
     products = {name: dtype for name, dtype in torches.items() if name.endswith("_products")}
     assert products == {"cpu.bf16_products": "bfloat16", "cpu.fp16_products": "float16"}
@@ -180,7 +180,7 @@ def test_ranks_whose_machines_differ_are_named(begun, monkeypatch, small_run, tm
     config = compose_config(small_run(tmp_path))
     (line,) = agree_on_fingerprint(config, Start(), {"fingerprint": {"driver": "570.1"}})
     assert missing(line, "note ", "fingerprint.driver", "570.1", "560.2", "2, 3") == []
-    checkpoint = SimpleNamespace(step=2, run_folder=begun[0])  # whose own fingerprint differs, too
+    checkpoint = SimpleNamespace(step=2, run_folder=begun[0])  # its fingerprint differs, too
     strict = config.model_copy(update={"resume_strict": True})
     with pytest.raises(AgreedError, match=r"fingerprint.driver: is 560.2 on rank 3, but 570.1 on rank 0"):
         agree_on_fingerprint(strict, Start(checkpoint=checkpoint), {"fingerprint": {"driver": "570.1"}})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Import, start from, export: the same weights all the way, and what does not fit named before anything is made.
+"""Import, start from, export: the same weights all the way; problems are named before anything is written.
 
 25 seconds.
 """
@@ -123,7 +123,7 @@ def test_all_differences_from_the_weights_are_reported_before_anything_is_writte
 def test_another_tokenizer_is_named_by_its_tokens(places, small_run, tmp_path):
     kind = ["data.tokenizer.kind=bytes", "data.tokenizer.vocab_size=null", "data.tokenizer.path=null"]
     config = compose_config(words_of(small_run, tmp_path, places / "base", *kind))
-    assert config.data.tokenizer.kind == "bytes"  # what is typed stays
+    assert config.data.tokenizer.kind == "bytes"  # overrides stay
     (problem,) = init_problems(config)
     assert "tokens have other ids in the weights' tokenizer ('<|endoftext|>' is id 256, but 0 there" in problem.text
 

@@ -1,4 +1,4 @@
-"""What a run begins with is said before it begins: weights and tokenizer of every plan, and what cannot be exported.
+"""The origin of weights and tokenizer is reported before a run begins, and models that cannot be exported.
 
 4 seconds.
 """

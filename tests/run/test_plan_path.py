@@ -7,7 +7,7 @@ from types import FrameType
 import pytest
 
 import lightning_llm.run.checked_plan
-import lightning_llm.run.rank  # beforehand: what runs when a module is imported is no part of the way
+import lightning_llm.run.rank  # imported first, since code that runs at import is not part of the path
 from lightning_llm.__main__ import main
 from lightning_llm.train.step import TrainStep
 

@@ -1,4 +1,4 @@
-"""What follows from a config is found once on the way from the words to the first step."""
+"""Values derived from a config are computed once between the overrides and the first step."""
 
 import sys
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A callback that fails with secrets in what it says, as a client of a server's does."""
+"""A callback that fails with secrets in its message, as a server's client may."""
 
 import os
 from typing import Any

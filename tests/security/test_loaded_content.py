@@ -76,7 +76,7 @@ def some_in_full(every: Iterable[Any], *cheap: Any) -> list[Any]:
 
 
 def refused(mark: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return what is said where `words` are refused without a traceback, and nothing has run."""
+    """Return the messages of a refusal of `words`; fail if there is a traceback or if anything ran."""
     assert main(list(words)) in (1, 2), words
     said = capsys.readouterr().err
     assert "Traceback" not in said, words
@@ -104,7 +104,7 @@ def verbs_on(run: Path, tmp_path: Path) -> dict[str, list[str]]:
 
 VERBS = ["train", "plan", "config", "evaluate", "generate", "export", "probe", "compare", "diff", "branch"]
 SOME = ("train", "compare")
-"""Verbs whose other way of naming code is tried in `make test`: the same reader serves the others."""
+"""Verbs that `make test` also tries with the other ways of naming code; the remaining verbs use the same reader."""
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_config_yaml(
         text = yaml.safe_dump(tree)
     assert text != file.read_text()
     file.write_text(text)
-    if kind == "_target_" and verb in ("compare", "diff"):  # they read what is said there, whatever it is
+    if kind == "_target_" and verb in ("compare", "diff"):  # these verbs read any value there
         main(verbs_on(run, tmp_path)[verb])
         assert not mark.exists()
         return
@@ -195,13 +195,13 @@ def card_alone(folder: Path, mark: Path) -> None:
 
 
 def saved_to_disk(folder: Path, mark: Path) -> None:
-    """What `save_to_disk` leaves, its description and its state pickles instead of JSON."""
+    """A data set of `save_to_disk` with pickles instead of JSON as description and state."""
     for name in ("state.json", "dataset_info.json", "data-00000-of-00001.arrow"):
         (folder / name).write_bytes(pickled(mark))
 
 
 def arrow_extension(folder: Path, mark: Path) -> None:
-    """A column whose type pyarrow once unpickled (CVE-2023-47248)."""
+    """A column of a type that pyarrow once unpickled (CVE-2023-47248)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -236,7 +236,7 @@ def test_a_data_set(name: str, tmp_path: Path, small_run: Any, mark: Path, capsy
     plant(folder, mark)
     source = f"+data.sources.x={{loader: {loader}, path: '{folder}', weight: 1.0}}"
     words = small_run(tmp_path, source, f"data.cache_dir={tmp_path}/cache", "trainer.max_steps=1")
-    if name.startswith("an arrow type"):  # a plain column for pyarrow, whatever it says of itself
+    if name.startswith("an arrow type"):  # for pyarrow a plain column, despite its metadata
         assert main(["train", *words]) == 0
         assert not mark.exists()
         assert "Traceback" not in capsys.readouterr().err

@@ -46,7 +46,7 @@ def umask(mask: int) -> Iterator[None]:
 
 
 def holding(root: Path) -> list[Path]:
-    """Files with a canary in them; of a database, its tables too, whatever its pages look like."""
+    """Files that contain a canary; of a database the tables are searched, too."""
     files = [file for file in root.rglob("*") if file.is_file()]
     found = [file for file in files if CANARY.encode() in file.read_bytes()]
     for file in (each for each in files if each.suffix == ".db"):

@@ -1,4 +1,4 @@
-"""What runs code that it reads is called in few places, each of which says why it may be."""
+"""Functions that run code from files are called in few places, each with its reason."""
 
 import ast
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ RUN_WHAT_THEY_READ = {
     "os.system", "os.popen", "torch.compiler.load_compiled_function", "torch.jit.load", "torch.hub.load",
 }  # fmt: skip
 BY_ANY_NAME = {"download_artifacts", "load_artifact", "list_artifacts"}
-"""MLflow's, whatever they are called on: an artefact may be a model, which is pickled code."""
+"""MLflow's methods on any object: an artifact may be a model, which is pickled code."""
 
 
 def name_of(node: ast.expr) -> str:
@@ -47,7 +47,7 @@ def found_in(text: str, where: str) -> Iterator[str]:
             "allow_pickle": keywords.get("allow_pickle", "False") != "False",
             "trust_remote_code": keywords.get("trust_remote_code", "False") != "False",
             "shell": called.startswith("subprocess.") and keywords.get("shell", "False") != "False",
-            "yaml.load by what is no safe loader": called == "yaml.load"
+            "yaml.load without a safe loader": called == "yaml.load"
             and not any("Loader" in ast.unparse(each) for each in [*node.args[1:], *(k.value for k in node.keywords)]),
         }
         yield from (f"{name} in {where}, line {node.lineno}" for name, is_wrong in wrong.items() if is_wrong)

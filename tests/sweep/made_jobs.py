@@ -14,7 +14,7 @@ from lightning_llm.sweep import local
 
 Loss = Callable[[dict[str, Any], int], float]
 PATIENCE_SECONDS = 20.0
-"""How long a job waits at a pause to be stopped, before it goes on to its end."""
+"""Seconds that a job waits at a pause to be stopped before it continues to its end."""
 
 
 class Killed(BaseException):
@@ -22,7 +22,7 @@ class Killed(BaseException):
 
 
 class MadeJob:
-    """A run of `lightning-llm train --config FILE` that writes what a run writes, a validation at a time.
+    """A simulated `lightning-llm train --config FILE` that writes the files of a run, one validation at a time.
 
     `pauses`: says of a config at which step it waits for a signal, None for no such step; at the last, it has nothing
     left to stop. `summary`: what stands in its summary beside.

@@ -1,4 +1,4 @@
-"""Searches over tiny jobs: their arguments, the losses of recipes, and what was written of their trials."""
+"""Searches over tiny jobs: their arguments, the losses of recipes, and the recorded trials."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def trials_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def recipe_loss(config: dict[str, Any], step: int) -> float:
-    """fp8_current is far off from the first step on, fp8_delayed in the end; fp32 and bf16 are alike."""
+    """fp8_current is far off from the first step on, fp8_delayed at the end; fp32 and bf16 are equal."""
     name = config["precision"]["name"]
     grown = 1.0 if name != "fp8_delayed" else max(0, step - 10) / 30
     return 4 - step / 40 + 0.2 * config["seed"] + GAPS[name] * grown + NOISE[list(GAPS).index(name), config["seed"]]

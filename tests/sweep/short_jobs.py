@@ -1,4 +1,4 @@
-"""Jobs of a sweep whose processes take half a second, in place of training."""
+"""Jobs of a sweep with processes of half a second instead of training."""
 
 import sys
 from pathlib import Path

@@ -39,7 +39,7 @@ def outcome(words: list[str], compose: Callable[..., Composed] = Composer.compos
 
 
 def composed_whole(self: Composer, parsed: list[Override]) -> Composed:
-    """Return what Hydra composes of all overrides of one job; a group chosen beside a recipe replaces the recipe's."""
+    """Return Hydra's composition of all overrides of one job; a chosen group replaces the preset's."""
     arguments = [self.forced(each) for each in parsed]
     files = tuple(word for word in arguments if not word.startswith(("++", "~")))
     return Composer(self.search, self.config_dir)._in_order(parsed, arguments, files)
@@ -64,7 +64,7 @@ def test_many_more_jobs_are_what_hydra_composes_one_by_one(words: list[str], swe
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Return the overrides of each composition by Hydra from now on, of which none is kept yet."""
+    """Return a list that records the overrides of each composition by Hydra from now on; caches are empty."""
     made, real = [], composition.compose
     composition.shipped_composer.cache_clear()
 
@@ -79,7 +79,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_jobs_that_choose_the_same_files_are_composed_once(made: list[list[str]], tmp_path: Path) -> None:
     jobs = compose_sweep([f"run.root={tmp_path}", "precision=bf16,mxfp8", "seed=range(10)", "optim.eps=1e-8,1e-6"])
     assert len(jobs) == 40
-    assert made == [[], ["precision=bf16"], ["precision=mxfp8"]]  # first what the sweep itself is told
+    assert made == [[], ["precision=bf16"], ["precision=mxfp8"]]  # the sweep itself first
     jobs[0][1].logger.tags["of"] = "job 0"
     assert all("of" not in config.logger.tags for _, config in jobs[1:])
 

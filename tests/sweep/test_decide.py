@@ -1,4 +1,4 @@
-"""Sweeps until each verdict is decided: which seeds are run, looks that go on after any end, what was declared."""
+"""Sweeps until each verdict is decided: the seeds that run, looks continued after any end, declared terms."""
 
 import json
 import shutil
@@ -85,7 +85,7 @@ def test_recipes_get_seeds_until_they_are_decided(tmp_path, monkeypatch, capsys)
 
 
 def says_which_run_each_look_waits_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All recipes share a look, so that a damaged run of one puts both back, and each says why, once."""
+    """All recipes share a look, so a damaged run of one delays both, and each reports the reason once."""
     (folder / "1" / "summary.json").write_text('{"sta')  # fp8_current at seed 0
     capsys.readouterr()
     assert main(["compare", "--json", str(folder)]) == 2

@@ -1,4 +1,4 @@
-"""Which jobs a sweep has, and what they are called over repeated starts. Seconds."""
+"""Jobs of a sweep and their names over repeated starts. Seconds."""
 
 import json
 import shlex
@@ -103,7 +103,7 @@ def test_a_recipe_that_is_a_sweep_is_not_one_of_several(recipes: Path) -> None:
 
 def test_the_same_words_are_the_same_sweep_and_others_are_not(tmp_path: Path) -> None:
     first = sweep_of(tmp_path, "seed=0,1")
-    assert sweep_of(tmp_path, "seed=1,0").folder == first.folder  # the order is not what it is
+    assert sweep_of(tmp_path, "seed=1,0").folder == first.folder  # the order does not matter
     assert sweep_of(tmp_path, "seed=0,1", "logger=none", "launcher.at_once=2").folder == first.folder
     assert sweep_of(tmp_path, "seed=0,1,2").folder != first.folder
     assert [job.key for job in first.jobs] == [training_hash(job.config) for job in first.jobs]

@@ -125,7 +125,7 @@ def test_a_halving_stops_what_it_ends_and_another_start_trains(tmp_path, monkeyp
     process = left_behind(near, SAVES)
     (far / "summary.json").write_text(json.dumps({"status": "running", "process": "distant 7 0"}))
     assert main(["train", *asked]) == 0
-    assert process.poll() == 128 + signal.SIGTERM  # it was awaited, and not only told
+    assert process.poll() == 128 + signal.SIGTERM  # the process was awaited, not only signaled
     told = capsys.readouterr()
     assert "ended  job 2, which another start runs or left behind: asked to stop" in told.out
     assert "waits for job 2, which another start runs or left behind: it saves and stops" in told.out

@@ -1,4 +1,4 @@
-"""Searches by halving, over jobs whose losses are known: what they end, go on with, and leave to be judged."""
+"""Searches by halving over jobs with known losses: stopped recipes, continued ones, and those left to judge."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def test_halving_ends_what_is_clearly_worse_and_nothing_by_rank_alone(tmp_path, 
 
 
 def test_seeds_can_be_added_to_the_remaining_recipes_of_a_halving(tmp_path, monkeypatch, capsys):
-    """What `compare` advises, or anyone types, begins no ended recipe again."""
+    """Neither the advice of `compare` nor a typed command restarts a stopped recipe."""
     kind = make_jobs(monkeypatch, recipe_loss)
     kind.pauses = staticmethod(lambda config: 10 if len(kind.started) <= 6 else None)
     asked = words(tmp_path, "sweep.search=halving", "precision=fp32,bf16,fp8_current", "seed=0,1")
@@ -88,7 +88,7 @@ def test_dropped_jobs_do_not_count_as_left_in_a_stopped_halving(tmp_path, monkey
     kind = make_jobs(monkeypatch, recipe_loss)
 
     def waits(config: dict[str, Any]) -> int:
-        """Each waits at the rung; the one that goes on after it, at the next validation, where a signal comes."""
+        """Each waits at the rung; the one that continues waits at the next validation, where a signal comes."""
         if sum(each["run"]["dir"] == config["run"]["dir"] for each in kind.started) == 1:
             return 10
         if (Path(config["run"]["dir"]) / "metrics.jsonl").read_text().count("val_loss") == 2:

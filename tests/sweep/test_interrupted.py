@@ -1,4 +1,4 @@
-"""What `compare` says of a sweep that was interrupted: a line per cause, and commands that go on with it as typed."""
+"""`compare` over an interrupted sweep prints a line per cause, and commands that continue it as typed."""
 
 import json
 import math
@@ -67,7 +67,7 @@ def test_a_signal_to_the_last_job_of_a_look_leaves_the_next_look(tmp_path, monke
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, lengths: str, ended: int, *more: str) -> Path:
-    """Return the folder of a sweep whose process was killed once `ended` of its jobs were done."""
+    """Return the folder of a sweep that was killed after `ended` of its jobs."""
     killed_after(make_jobs(monkeypatch, loss), ended)
     with pytest.raises(Killed):
         main(["train", *words(folder, lengths, *more)])

@@ -1,4 +1,4 @@
-"""What has become of a job, by what its folder and its process say, and who may run it."""
+"""The state of a job according to its folder and its process, and the processes that may run it."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def test_a_run_of_another_machine_is_stopped_once_it_is_silent(
     silent(job.folder, 90)
     assert state_of(job.folder) == "running"
     with pytest.raises(ConfigError, match="process 4242 of the machine node17 is training in"):
-        decide_start(job.config)  # which wants a folder without a run, whatever becomes of that one
+        decide_start(job.config)  # needs a folder without a run
 
     silent(job.folder, 90)
     sign = threading.Timer(0.7, os.utime, [job.folder / "summary.json"])
@@ -104,7 +104,7 @@ def test_a_run_of_another_machine_is_stopped_once_it_is_silent(
     assert "waiting up to 1 s for its heartbeat" in capsys.readouterr().out
     assert state_of(job.folder) == "stopped"
     silent(job.folder, 1e6)
-    summary(job, "running", process_mark())  # of this machine, its number says more than its silence
+    summary(job, "running", process_mark())  # on this machine the process id decides, not its silence
     silent(job.folder, 1e6)
     assert state_of(job.folder) == "running"
 
@@ -118,7 +118,7 @@ def test_a_heartbeat_in_the_future_is_awaited_no_longer(
     write_config(job.config, job.folder / "config.yaml")
     (job.folder / "metrics.jsonl").touch()
     silent(job.folder, -86400)  # that machine's clock is a day ahead of this one's
-    sign = threading.Timer(0.2, os.utime, [job.folder / "summary.json"])  # it lives: what is seen to change is a sign
+    sign = threading.Timer(0.2, os.utime, [job.folder / "summary.json"])  # it is alive: any change is a sign
     sign.start()
     assert settled_state(job.folder) == "running"
     sign.join()

@@ -126,7 +126,7 @@ def test_a_sweep_uploads_runs_of_a_killed_start(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(Killed):
             main([*words, "seed=0,1"])
     assert not handed_in
-    for _ in range(2):  # nothing is left to do, but that; how it ended is told once
+    for _ in range(2):  # only this is left to do; the end is reported once
         assert main([*words, "seed=0,1"]) == 0
     assert [job["status"] for job in told] == [None, "FINISHED"]
     assert told[-1]["metrics"] == {"jobs/finished": 2, "jobs/diverged": 0, "jobs/failed": 0, "jobs/total": 2}

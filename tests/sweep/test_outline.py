@@ -1,4 +1,4 @@
-"""What `plan -m` says of a sweep, and how long a sweep says it will take."""
+"""`plan -m` of a sweep, and the remaining time that a sweep prints."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What Slurm is asked for, and what becomes of it: submitit's own executors, and a Slurm of some lines. 20 seconds."""
+"""Requests to Slurm and their results: submitit's executors, and a simulated Slurm. 20 seconds."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def test_submitit_runs_jobs_as_it_would_on_a_cluster(tmp_path: Path, monkeypatch
 
 
 SBATCH = """#!{python}
-# Slurm's sbatch: keeps the script and runs its array's tasks, as many at once as it says, once FOLDER/go is there.
+# Slurm's sbatch: keeps the script and runs its array's tasks, as many at once as it requests, once FOLDER/go exists.
 import os, pathlib, re, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor
 folder, script = pathlib.Path("{folder}"), sys.argv[1]
@@ -71,7 +71,7 @@ for script in {folder}/script*; do echo "${{script#{folder}/script}}_[0-9]|PENDI
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a Slurm of this machine: sbatch, srun, sacct, scancel. It starts nothing before `go` lies there."""
+    """A folder with a simulated Slurm: sbatch, srun, sacct, scancel. It starts nothing before the file `go` exists."""
     folder = tmp_path / "cluster"
     folder.mkdir()
     for name, text in {"sbatch": SBATCH, "srun": SRUN, "sacct": SACCT, "scancel": "#!/bin/bash\n"}.items():
@@ -111,7 +111,7 @@ def test_jobs_are_one_array_however_often_the_sweep_is_started(
     second.start()
     while second.is_alive() and not (slurm / "go").exists():
         time.sleep(0.01)
-    run_on_slurm(jobs, Relay(), beside)  # a start beside one that waits for them all
+    run_on_slurm(jobs, Relay(), beside)  # a second start while one waits for all jobs
     second.join()
     assert {each.job.config.seed: each.code for each in progress.outcomes} == {0: 0, 2: 1, 3: 0}
     assert beside.outcomes == []

@@ -1,4 +1,4 @@
-"""Searches by Optuna, over jobs whose best values are known: found, resumed, pruned, and compared."""
+"""Searches by Optuna over jobs with known best values: found, resumed, pruned, and compared."""
 
 import json
 import math
@@ -116,7 +116,7 @@ def test_a_pruned_trial_is_left_out_of_the_verdict(tmp_path, monkeypatch, capsys
         main(["train", *optuna_words(tmp_path, "sweep.trials=7", "sweep.startup_trials=3", "sweep.sampler=random")])
         == 0
     )
-    assert len(kind.started) == started  # what was pruned stays so
+    assert len(kind.started) == started  # pruned trials stay pruned
 
 
 def test_a_trial_that_made_its_last_step_before_the_signal_came_is_whole(tmp_path, monkeypatch, capsys):

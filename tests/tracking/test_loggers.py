@@ -1,4 +1,4 @@
-"""Lightning's loggers say what metrics.jsonl says, across a resume, and cannot hurt a run. 5 seconds."""
+"""Lightning's loggers have the content of metrics.jsonl, across a resume, and cannot hurt a run. 5 seconds."""
 
 import csv
 import json
@@ -45,13 +45,13 @@ def expected(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
 
 @pytest.fixture
 def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Return a function that makes a run of five steps under a logger, goes on at step 3, and returns its folder."""
+    """Return a function that trains five steps with a logger, resumed at step 3, and returns the folder."""
     monkeypatch.setattr("lightning_llm.train.run_folder.draw_losses", lambda *_: None)
 
     def make(name: str) -> Path:
         config = make_config(tmp_path, logger={"name": name})
         first = write(config, records(1, 6))
-        if name == "wandb":  # whose parts are named by the second: no run is killed and back within one
+        if name == "wandb":  # names its parts by the second: a real resume takes longer
             time.sleep(1 - time.time() % 1)
         for logger in (first, write(config, records(4, 8), resumed=3)):
             assert logger.summary_fields() == {"logger": {"name": name}}

@@ -1,4 +1,4 @@
-"""Ranks that give no sign of life are told from those that wait; a second."""
+"""Ranks without a sign of life are distinguished from waiting ones. 1 second."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def test_ranks_that_live_are_not_named_whatever_their_clock(tmp_path):
         time.sleep(0.01)
     assert beats(tmp_path)[0].step >= 3
     heartbeat.stop()
-    long_ago = time.time() - 1e6  # a file server whose clock is days behind
+    long_ago = time.time() - 1e6  # the clock of the file server is days behind
     write(tmp_path, 1, process_mark(), 1e6)
     heartbeat._write()
     os.utime(heartbeat.file, (long_ago, long_ago))

@@ -90,7 +90,7 @@ def lines_of(steps: range) -> dict[int, list[bytes]]:
     ("steps", "upto", "begun", "or_earlier", "problem"),
     [
         (range(1, 13), 12, 0, False, None),
-        (range(1, 13), 9, 0, False, None),  # what comes after is computed again
+        (range(1, 13), 9, 0, False, None),  # later steps are computed again
         (range(1, 13), 13, 0, False, "has no record of step 13"),
         (range(9, 13), 12, 8, False, None),
         (range(9, 13), 12, 7, False, "has no record of step 8"),

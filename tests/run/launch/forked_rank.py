@@ -4,7 +4,7 @@ from tests.sweep.forked_jobs import ForkedJob
 
 
 class ForkedRank(ForkedJob):
-    """What torch's agent takes of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that torch's agent uses."""
 
     @property
     def pid(self) -> int:

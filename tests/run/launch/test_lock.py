@@ -51,7 +51,7 @@ def test_a_folder_that_is_mounted_under_another_parent_is_locked_by_its_inode(tm
     folder = tmp_path / "0"
     made_later = lock_run(folder)  # the folder of a new run is made under the lock
     folder.mkdir()
-    inode = os.open(folder, os.O_RDONLY)  # what a process does that knows the folder by another path
+    inode = os.open(folder, os.O_RDONLY)  # as a process that uses another path of the folder
     fcntl.flock(inode, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert "another process is training in" in str(lock.lock_made_folder(folder))
     made_later.release()

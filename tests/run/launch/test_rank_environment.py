@@ -138,7 +138,7 @@ def test_more_ranks_than_cores_are_reported():
 
 
 def test_problems_found_by_another_rank_are_reported(tmp_path, capsys):
-    """Rank 0 says what all find alike; of what one finds first, in the data say, it may not have heard."""
+    """Rank 0 reports problems that all ranks find; a problem that one rank finds first may be unknown to it."""
     told = "error: rank 2: data.sources: line 9 has no text\n"
     found = ((2, 2, "ConfigError", told), (0, 2, "ConfigError", ""), (2, 2, "AgreedError", ""))
     for rank, code, kind, said in (*found, (2, -15, "AgreedError", "")):  # ended by the agent as it was about to
@@ -202,7 +202,7 @@ def test_a_callback_failure_on_another_rank_is_reported_once(first_too, tmp_path
 
 
 def test_heartbeats_of_a_previous_session_are_ignored(tmp_path, monkeypatch, small_run, capsys):
-    """Where ranks fail before they have a folder, no sign of a rank is theirs."""
+    """Ranks that fail before the run has a folder leave no heartbeat."""
     config = compose_config(small_run(tmp_path, "trainer.devices=2", "parallel=ddp", "parallel.timeout_seconds=10"))
     left = tmp_path / "run" / "ranks"
     left.mkdir(parents=True)

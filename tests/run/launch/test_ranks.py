@@ -43,14 +43,14 @@ def as_a_rank(words: list[str], variables: dict[str, str]) -> tuple[int, str, st
 
 
 def train_ranks(ranks: list[tuple[list[str], dict[str, str]]]) -> list[tuple[int, str, str]]:
-    """Return what each of `ranks` (words, torchrun's variables) came to, side by side in processes of their own."""
+    """Return the outcome of each of `ranks` (overrides, torchrun's variables), run at once in separate processes."""
     with ProcessPoolExecutor(len(ranks), mp_context=forkserver, max_tasks_per_child=1) as pool:
         started = [pool.submit(as_a_rank, words, variables) for words, variables in ranks]
         return [each.result(timeout=120) for each in started]
 
 
 def torchrun(rank: int, world: int, port: int) -> dict[str, str]:
-    """Return the variables by which torchrun tells a rank of one machine which it is."""
+    """Return torchrun's variables for a rank on a single machine."""
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
     return {name: str(value) for name, value in (told | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items()}
 
@@ -93,7 +93,7 @@ def test_two_ranks_by_one_flag_stop_on_a_signal_and_go_on_alone_to_the_same_bits
 
 
 def test_four_ranks_share_weights_and_layers(small_run, tmp_path):
-    """A layout whose ranks have groups of their own, started by torchrun; its losses are near those of one rank."""
+    """A layout with several process groups, started by torchrun; its losses are near those of one rank."""
     heads, port = "model.num_kv_heads=2", free_port()
     words = small_run(tmp_path / "four", *TIMES, heads, "trainer.max_steps=2", "parallel=pp_tp")
     codes, told, complained = zip(*train_ranks([(words, torchrun(rank, 4, port)) for rank in range(4)]), strict=True)

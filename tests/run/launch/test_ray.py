@@ -89,7 +89,7 @@ def test_ranks_on_ray_are_forwarded_restarted_and_stopped(
         assert ray_ranks.start_ranks_on_ray(config) == 143
         until = time.monotonic() + 30
         while (free := ray.available_resources().get("CPU")) != (whole := ray.cluster_resources()["CPU"]):
-            assert time.monotonic() < until, f"{free} of {whole} CPU are free: what was asked for has not come back"
+            assert time.monotonic() < until, f"{free} of {whole} CPU are free: requested resources were not returned"
             time.sleep(0.1)
     said = capfd.readouterr()
     assert [line for line in said.out.splitlines() if line.startswith("start")] == [

@@ -1,4 +1,4 @@
-"""Runs whose time is up save, say so, and go on as jobs that Slurm queues again, to the same bits. 8 CPU seconds."""
+"""Runs out of time save, report it, and continue as jobs that Slurm requeues, to the same bits. 8 CPU seconds."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def alarmed(number: int, pid: int | str) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGUSR1])
 def test_a_job_whose_time_is_up_is_queued_again_and_goes_on(number, slurm, small_run, tmp_path, monkeypatch, capfd):
-    """SIGALRM is what `trainer.max_time` sends, here after a known step."""
+    """`trainer.max_time` sends SIGALRM; here it is sent after a known step."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "16")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")

@@ -1,4 +1,4 @@
-"""The batch script of `plan --script`: what it asks for, and that it trains, through stand-ins of sbatch and srun."""
+"""The batch script of `plan --script`: its requests, and training through stand-ins of sbatch and srun."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Ranks of one machine, and what starts them, listen on the loopback interface alone. 10 seconds."""
+"""Ranks of one machine and their launchers listen on the loopback interface only. 10 seconds."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""torchrun starts lost ranks again, on fewer machines if need be, by what Kubernetes' PyTorchJob sets. All `full`."""
+"""torchrun restarts lost ranks, on fewer machines if needed, as Kubernetes' PyTorchJob sets it. All `full`."""
 
 import os
 import re
@@ -62,7 +62,7 @@ def test_a_pytorchjob_goes_on_after_a_rank_was_killed(small_run, tmp_path, undis
 
 
 def test_a_lost_machine_leaves_a_group_of_fewer_ranks(small_run, tmp_path, undisturbed):
-    """Two agents stand for two machines; one is killed with its rank, and the other goes on alone to the same bits."""
+    """Two agents simulate two machines; one is killed with its rank, and the other continues alone to the same bits."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     rendezvous = [
         "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=lost",

@@ -1,4 +1,4 @@
-"""What is said about an MLflow server that does not take records, by what its client raises."""
+"""Messages about an MLflow server that rejects records, by the exceptions of its client."""
 
 import socket
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.protocol_module import make_config
 
 
 def of_status(status: int) -> MlflowException:
-    """Return what `mlflow.utils.rest_utils.verify_rest_response` raises where the body is no JSON."""
+    """Return the exception of `mlflow.utils.rest_utils.verify_rest_response` for a body that is not JSON."""
     text = f"API request to endpoint /x failed with error code {status} != 200. Response body: 'no'"
     return MlflowException(text, error_code=get_error_code(status))
 

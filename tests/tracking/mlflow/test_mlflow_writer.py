@@ -1,4 +1,4 @@
-"""What the writing process does, called in this process against a real SQLite store."""
+"""The writing process, run in this process against a real SQLite store."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`lightning-llm sync`: what MLflow missed, from folders alone; and runs whose process is gone."""
+"""`lightning-llm sync`: records that MLflow missed, from folders alone; and runs without a process."""
 
 import contextlib
 import json
@@ -263,7 +263,7 @@ def test_a_server_that_hangs_is_asked_once(
         recorded(tmp_path, name)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         assert main(["sync", str(tmp_path), "--tracking-uri", address]) == 1
         silent.setblocking(False)
