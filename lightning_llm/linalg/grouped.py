@@ -124,8 +124,11 @@ class GroupedLinear(CastOnUse):
         self.groups, self.in_features, self.out_features = groups, in_features, out_features
         self.weight = nn.Parameter(torch.empty(groups * out_features, in_features))
 
-    def forward(self, x: Tensor, groups: Groups) -> Tensor:
-        """Return `[M, N]` in the dtype of `x` `[M, K]`, rows sorted by expert as `groups` divides them."""
+    def forward(self, x: Tensor, groups: Groups, first: int = 0) -> Tensor:
+        """Return `[M, N]` in the dtype of `x` `[M, K]`, rows sorted by expert as `groups` divides them.
+
+        `first`: number of the first expert on this rank, for subclasses.
+        """
         weight = local(self.weight)
         if self.rounds_wgrad:
             weight = weight.to(x.dtype)

@@ -28,6 +28,8 @@ def place_shards(model: Decoder, layout: Layout, sequence_length: int, device: t
     if layout.degrees.cp > 1:
         positions = positions_of(layout.coordinates.cp, layout.degrees.cp, sequence_length).to(device)
     for layer in quantised_layers(model):
+        if layer.place != layer.name:  # one of several experts, which a rank holds whole
+            continue
         size = layer.out_features, layer.in_features
         layer.plan = replace(layer.plan, shards=_shards(size, roles[layer.name], layout, positions, sequence_length))
 

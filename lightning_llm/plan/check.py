@@ -1,6 +1,6 @@
 """Rules between config groups: everything that can be checked before torch is imported."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 
@@ -11,7 +11,7 @@ from lightning_llm.config.schema.callbacks import monitor_problems
 from lightning_llm.config.schema.run import LauncherConfig
 from lightning_llm.config.schema.strict import Rule, gather
 from lightning_llm.data.check import batch_problems, data_rules
-from lightning_llm.model.structure import frozen_names, linear_names, linears_of, shape_problems
+from lightning_llm.model.structure import frozen_names, linear_names, shape_problems
 from lightning_llm.plan.attention_kernel import attention_kernel_problems
 from lightning_llm.plan.axes.axis import AXES, MeshAxis
 from lightning_llm.plan.checkpoints import retention_problems
@@ -175,22 +175,12 @@ def _precision_problems(config: Config) -> list[Problem]:
         problems.append(Problem("precision.update.rounding", text, recipe.update.rounding))
     problems += _frozen_problems(config)
     reasons = reasons_to_stay_high(linear_names(config.model), recipe, config.model.num_layers)
-    problems += _expert_problems(config, reasons)
     if nothing := nothing_converted(recipe, reasons):
         problems += [*nothing, *other_modules(recipe, reasons)]
     else:
         problems += unmatched(recipe, reasons, config.model.num_layers)
         problems += _phase_module_problems(config, list(reasons), problems)
     return problems
-
-
-def _expert_problems(config: Config, reasons: Mapping[str, str | None]) -> Iterator[Problem]:
-    """Yield that the recipe casts linears of experts, which have no casts."""
-    linears = linears_of(config.model)
-    names = [name for name, why in reasons.items() if why is None and name in linears and linears[name].groups > 1]
-    if names:
-        text = f"casts {names[0]}, and linears of experts have no casts yet. Add '*.experts.*' to it."
-        yield Problem("precision.modules.exclude", text)
 
 
 def _frozen_problems(config: Config) -> Iterator[Problem]:

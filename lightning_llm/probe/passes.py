@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.keyed_hash import StepKey
 from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.precision.linear.delayed import load_delayed_state, update_delayed
@@ -60,6 +61,9 @@ class Passes(ABC):
         self.device = floating[0].device
         self.layers = {layer.name: layer for layer in quantised_layers(model) if not layer.plan.fixed}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
+        if experts := [name for name, layer in self.layers.items() if id(layer.weight) not in names]:
+            text = f"casts {experts[0]} and other experts, which share a weight, and probing measures whole weights. "
+            raise ConfigError(Problem("precision.modules.exclude", f"{text}Add '*.experts.*' to it."))
         self.weight_names = {name: names[id(layer.weight)] for name, layer in self.layers.items()}
         self.loss_scale = 1.0
         self.tensors: dict[str, LayerTensors] = {}

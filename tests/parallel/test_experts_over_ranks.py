@@ -17,15 +17,16 @@ MOE = [
     f"{BLOCK}.balance_loss=0.1", f"{BLOCK}.shared_experts=1", f"{BLOCK}.router.bias_update_rate=0.01",
 ]  # fmt: skip
 EQUAL = [
-    (Case("zero3", 2, 4, "bf16", "full"), []),
-    (Case("hsdp", 4, 4, "fp32"), []),
+    (Case("zero3", 2, 4, "fp8_delayed", "full"), []),
     (Case("pp", 2, 4, "bf16", "selective"), []),
-    (Case("zero1", 2, 4, "fp32"), ["optim=muon"]),
+    pytest.param(Case("hsdp", 4, 4, "fp32"), [], marks=pytest.mark.full),
+    pytest.param(Case("zero1", 2, 4, "fp32"), ["optim=muon"], marks=pytest.mark.full),
     *(
         pytest.param(Case(layout, 2, 4, precision), [], marks=pytest.mark.full)
-        for layout in ("ddp", "zero1", "zero2", "pp_interleaved")
-        for precision in ("fp32", "bf16")
+        for layout in ("ddp", "zero1", "zero2", "pp")
+        for precision in ("fp32", "bf16", "nvfp4", "mxfp4_sr")
     ),
+    pytest.param(Case("pp_interleaved", 2, 4, "bf16"), ["model.num_layers=4"], marks=pytest.mark.full),
 ]
 
 
@@ -36,8 +37,8 @@ def test_a_layout_trains_to_the_bits_of_one_rank(case, more, to_the_bits):
 
 
 TENSOR_PARALLEL = [
-    ("tp", 2, []),
     ("tp", 2, ["parallel.sequence_parallel=false"]),
+    pytest.param("tp", 2, [], marks=pytest.mark.full),
     pytest.param("pp_tp", 4, [], marks=pytest.mark.full),
 ]
 

@@ -49,8 +49,9 @@ class Experts(nn.Module):
         multiple = self.gate_proj.row_multiple
         placement = place(choices.chosen, choices.kept, self.local_count, self.first, self.count, multiple)
         rows = dispatch(x.flatten(0, -2), placement)  # [R, D]
-        inner = F.silu(self.gate_proj(rows, placement.groups)) * self.up_proj(rows, placement.groups)  # [R, F]
-        return combine(self.down_proj(inner, placement.groups), choices.weights, placement).view_as(x)
+        given = placement.groups, self.first
+        inner = F.silu(self.gate_proj(rows, *given)) * self.up_proj(rows, *given)  # [R, F]
+        return combine(self.down_proj(inner, *given), choices.weights, placement).view_as(x)
 
     def step(self, x: Tensor, choices: Choices) -> Tensor:
         """Return the same, by products over all of `x` for each expert that a token chose, without gradients.

@@ -13,6 +13,7 @@ from lightning_llm.base.keyed_hash import StepKey, name_word
 from lightning_llm.config.schema.precision import DelayedConfig, PrecisionConfig, slots_of
 from lightning_llm.linalg.cast_linear import Reduce, linear_with_unrounded_wgrad
 from lightning_llm.linalg.gemm import linear
+from lightning_llm.linalg.grouped import GroupedLinear
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.random_bits import hash_words
 from lightning_llm.precision.linear import autograd
@@ -237,8 +238,14 @@ def _sharded_as(current: type[nn.Module], wanted: type[nn.Module]) -> type[nn.Mo
 
 
 def quantised_layers(model: nn.Module) -> list[QuantisedLinear]:
-    """Return the model's quantised layers, in module order."""
-    return [module for module in model.modules() if isinstance(module, QuantisedLinear)]
+    """Return the model's quantised layers, in module order; of linears of experts one per expert."""
+    found: list[QuantisedLinear] = []
+    for module in model.modules():
+        if isinstance(module, QuantisedLinear):
+            found.append(module)
+        elif isinstance(module, GroupedLinear):
+            found += getattr(module, "experts", ())
+    return found
 
 
 def set_step_key(model: nn.Module, key: StepKey) -> None:

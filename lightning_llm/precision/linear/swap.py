@@ -8,8 +8,10 @@ from torch import nn
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
 from lightning_llm.linalg.cast_linear import CastOnUse
+from lightning_llm.linalg.grouped import GroupedLinear
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.inductor import Backend
+from lightning_llm.precision.linear.grouped import QuantisedGroupedLinear, row_multiple
 from lightning_llm.precision.linear.module import QuantisedLinear
 from lightning_llm.precision.linear.plan import LinearPlan, wgrad_dtype_of
 from lightning_llm.precision.native.decide import Decision
@@ -93,12 +95,18 @@ def swap_linears(
     emulate = recipe.compute_dtype == "fp16" and device_type == "cpu"
     casts = slots_of(PrecisionConfig(name="high", compute_dtype=recipe.compute_dtype))
     high = LinearPlan(casts, backend, fixed=True, wgrad_dtype=wgrad_dtype_of(recipe))
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    kinds = nn.Linear | GroupedLinear
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     reasons = reasons_to_stay_high(linears, recipe, num_layers)
     if problems := nothing_converted(recipe, reasons):
         raise ConfigError(problems)
+    multiple = row_multiple(recipe.cast_sets().values())
     for name, module in linears.items():
-        if reasons[name] is None or emulate:
+        if isinstance(module, GroupedLinear):  # its products of fp16 on a CPU are exact without casts
+            if reasons[name] is None:
+                plan = LinearPlan.from_recipe(first, backend, rule_in_effect(name, first, num_layers))
+                _replace(model, name, QuantisedGroupedLinear(name, module, plan, multiple))
+        elif reasons[name] is None or emulate:
             rule = rule_in_effect(name, first, num_layers)
             plan = LinearPlan.from_recipe(first, backend, rule) if reasons[name] is None else high
             made = _native(name, module, plan, sharded) if native else QuantisedLinear(name, module, plan)

@@ -1,0 +1,92 @@
+"""The linears of experts with quantized operands: each expert's three GEMMs have their own six casts.
+
+Scales, amaxes, random bits and cached casts are those of a separate layer per expert, named by the expert's number in
+the whole model, so they do not depend on which rank holds it. An expert's rows are filled up with zeros to whole
+blocks, as Megatron-LM pads them for FP8 (`get_align_size_for_quantization`): zeros change neither amaxes nor dW.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.linalg.grouped import GroupedLinear, Groups
+from lightning_llm.linalg.local_part import local
+from lightning_llm.precision.linear.module import QuantisedLinear
+from lightning_llm.precision.linear.plan import LinearPlan
+
+
+class QuantisedGroupedLinear(GroupedLinear):
+    """`GroupedLinear` with the operands of each expert's GEMMs cast by a plan. `experts`: one layer per expert.
+
+    They hold no weights: each call gives them a part of this module's. A tensor-parallel rank, which holds some
+    experts, has the layers of all, so that state has the same names on every rank.
+    """
+
+    def __init__(self, name: str, linear: GroupedLinear, plan: LinearPlan, multiple: int):
+        """`multiple`: see `row_multiple`."""
+        with torch.device("meta"):
+            super().__init__(linear.groups, linear.in_features, linear.out_features)
+            shape = nn.Linear(linear.in_features, linear.out_features, bias=False)
+        self.weight, self.training, self.row_multiple = linear.weight, linear.training, multiple
+        self.experts = tuple(QuantisedLinear(f"{name}.{number}", shape, plan) for number in range(linear.groups))
+        for expert in self.experts:
+            expert.place = name
+
+    def forward(self, x: Tensor, groups: Groups, first: int = 0) -> Tensor:
+        """Return `[M, N]` in the dtype of `x` `[M, K]`; `first`: number of the first local expert."""
+        counts = groups.counts
+        self._materialise_state(x.device)
+        weights = local(self.weight).chunk(len(counts))
+        made = []
+        for number, (rows, weight) in enumerate(zip(x.split(counts), weights, strict=True), start=first):
+            if len(rows):
+                made.append(self.experts[number](rows, partial(_multiplied, weight=weight)))
+        return torch.cat(made) if made else x.new_zeros(0, self.out_features)
+
+    def of_group(self, x: Tensor, group: int) -> Tensor:
+        """Return `[M, N]` of `x` `[M, K]` by the weight of local expert `group` alone."""
+        self._materialise_state(x.device)
+        weight = local(self.weight).narrow(0, group * self.out_features, self.out_features)
+        y: Tensor = self.experts[group](x, partial(_multiplied, weight=weight))
+        return y
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the experts, too, which are no children."""
+        for expert in self.experts:
+            expert.train(mode)
+        return super().train(mode)
+
+    def _materialise_state(self, device: torch.device) -> None:
+        """Start the delayed scales of all experts: every rank reduces the same amaxes, whoever got tokens."""
+        if self.experts[0].plan.delayed_casts():
+            for expert in self.experts:
+                expert.materialise_state(device)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.experts[0].casts_text()}"
+
+
+def _multiplied(multiply: Any, x: Tensor, _: Tensor, bias: None, weight: Tensor) -> Tensor:
+    """Return the product with an expert's own `weight`: the form in which a linear takes it (`Reduce`)."""
+    y: Tensor = multiply(x, weight, bias)
+    return y
+
+
+def row_multiple(sets: Iterable[Mapping[str, CastConfig]]) -> int:
+    """Return the number of rows that whole blocks and rotations of x and dy need, under all sets of six casts."""
+    sizes = [1]
+    for slot, cast in (pair for casts in sets for pair in casts.items()):
+        if slot.endswith(".w") or not cast.quantises:
+            continue
+        summed = slot.startswith("wgrad")
+        if cast.block != "tensor":
+            across, along = map(int, cast.block.split("x"))
+            sizes.append(along if summed else across)
+        if summed and cast.hadamard is not None:
+            sizes.append(cast.hadamard.size)
+    return math.lcm(*sizes)
