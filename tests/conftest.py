@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep what is imported, half a million objects, out of garbage collection: one CPU second of twenty.
+    """Exclude imported modules, half a million objects, from garbage collection: saves one CPU second of twenty.
 
     And let a Trainer ask but once which callbacks are installed: 7 ms each time.
     """
@@ -101,7 +101,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """Keep what tests import and what outlives a file out of garbage collection, too.
+    """Exclude the imports of tests and objects that outlive a file from garbage collection, too.
 
     Each run collects at its end, a tenth of a CPU second where a test has imported MLflow or transformers.
     """
@@ -197,7 +197,7 @@ def store(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def config(tmp_path: Path) -> "Config":
-    """Return the config of a run in `tmp_path` that `protocol_module` stands in for."""
+    """Return the config of a run in `tmp_path` for which `protocol_module` substitutes the model."""
     from tests.protocol_module import make_config
 
     return make_config(tmp_path)

@@ -1,6 +1,6 @@
 """The CPU seconds that each test file used, children included, printed at the end: a budget that a busy machine keeps.
 
-Wall-clock seconds say how busy the machine was; these do not, and are what a file costs on two quiet cores.
+Wall-clock seconds depend on the load of the machine; CPU seconds are the cost of a file on two idle cores.
 """
 
 from collections import Counter
@@ -15,14 +15,14 @@ SHOWN = 40
 
 
 def used_cpu_seconds() -> float:
-    """Return what this process used so far, with all that it started: those that live, and those that ended."""
+    """Return the CPU seconds of this process and of all that it started, running or ended."""
     this = psutil.Process()
     seconds = 0.0
     for process in (this, *this.children(recursive=True)):
         try:
             seconds += sum(process.cpu_times()[:4])  # user, system, and both of children that were waited for
         except psutil.NoSuchProcess:
-            continue  # it ended since; whoever waited for it has its seconds
+            continue  # it has ended since; its parent has its seconds
     return seconds
 
 

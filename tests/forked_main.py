@@ -12,7 +12,7 @@ from tests.sweep.forked_jobs import ForkedJob
 
 
 class ForkedMain:
-    """What tests take of `subprocess.Popen(..., stdout=PIPE, stderr=PIPE, text=True)`; leaving it waits for its end."""
+    """The part of `subprocess.Popen(..., stdout=PIPE, stderr=PIPE, text=True)` that tests use; its exit waits."""
 
     def __init__(self, words: list[str], **environment: str):
         (out, told), (error, complained) = os.pipe(), os.pipe()

@@ -21,11 +21,11 @@ def start_writer(command: list[str], **how: Any) -> Any:
 
 
 forked_writers: Any = SimpleNamespace(Popen=start_writer, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
-"""What `tracking.mlflow.tracker` takes of `subprocess`."""
+"""The part of `subprocess` that `tracking.mlflow.tracker` uses."""
 
 
 class ForkedWriter:
-    """What the tracker takes of `subprocess.Popen(..., stdin=PIPE, stdout=PIPE, stderr=STDOUT, bufsize=0)`."""
+    """The part of `subprocess.Popen(..., stdin=PIPE, stdout=PIPE, stderr=STDOUT, bufsize=0)` that the tracker uses."""
 
     def __init__(self, folder: Any, environment: dict[str, str]):
         inbox, told = os.pipe()

@@ -1,4 +1,4 @@
-"""What a message must have: its key, its value and its remedy. The words between them may change."""
+"""Required parts of a message: key, value and remedy. The words between them may change."""
 
 
 def missing(text: str, *parts: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Callbacks as a user writes them, for runs whose config names them."""
+"""Callbacks like a user's, for runs with a config that names them."""
 
 import json
 import sys
@@ -119,7 +119,7 @@ class Halved(pl.Callback):
 
 
 class Scrapes(pl.Callback):
-    """Keeps what the endpoint of `targets/*.json` says after step `step`'s batch, and when all records are written."""
+    """Keeps the responses of the endpoint in `targets/*.json` after step `step`'s batch, and after all records."""
 
     texts: ClassVar[list[str]] = []
 

@@ -9,7 +9,7 @@ from lightning_llm.data.corpus import Corpus
 
 
 def corrupted(step: int, micro_batch: int) -> Callable[..., Batch]:
-    """Return a `Corpus.micro_batches` that asks for what no text holds in one micro-batch of `step` (1-based)."""
+    """Return a `Corpus.micro_batches` with labels that no text contains in one micro-batch of `step` (1-based)."""
     whole = Corpus.micro_batches
 
     def micro_batches(self: Corpus, index: int, indices=None) -> Batch:
@@ -37,7 +37,7 @@ def infinite_gradient(forward: Callable, when: Callable[[int], bool]) -> Callabl
 
 
 def corrupted_samples(first: int, last: int) -> Callable[..., Batch]:
-    """Return a `Corpus.micro_batches` that asks for what no text holds in training samples `first` to `last`."""
+    """Return a `Corpus.micro_batches` with labels that no text contains in training samples `first` to `last`."""
     whole = Corpus.micro_batches
 
     def micro_batches(self: Corpus, step: int, indices=None) -> Batch:
@@ -53,7 +53,7 @@ def corrupted_samples(first: int, last: int) -> Callable[..., Batch]:
 
 
 def wgrad_of_wrong_tensor(multiply: Callable, when: Callable[[int], bool]) -> Callable:
-    """Return a `Linear.multiply` whose weight gradient, in the calls from 0 that `when` names, is of another input.
+    """Return a `Linear.multiply` with the weight gradient of another input in the calls (from 0) that `when` names.
 
     Of the tokens in another order, as where a kernel reads a buffer that was meant for another: forward pass, loss and
     the gradient of the input are right.

@@ -1,4 +1,4 @@
-"""Reading back what a run wrote."""
+"""Readers of a run's files."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def read_metrics(folder: Path) -> list[dict]:
 
 
 def curve(folder: Path) -> list[tuple]:
-    """Return what must be equal bit for bit between runs that are the same."""
+    """Return the metrics that must be equal bit for bit between equal runs."""
     keys = ("step", "tokens", "loss", "grad_norm", "lr", "val_loss", "val_loss/jsonl")
     return [tuple(record.get(key) for key in keys) for record in read_metrics(folder)]
 
@@ -39,7 +39,7 @@ def same_weights(one: Path, other: Path, step: int) -> bool:
 
 
 def read_tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the verified checkpoint's tensors whose names begin with `prefix` ("model.<parameter>"), whole, on CPU."""
+    """Return the verified checkpoint's tensors with the prefix `prefix` ("model.<parameter>"), whole, on the CPU."""
     reader = open_tensors(verified(folder))
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)

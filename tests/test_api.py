@@ -1,4 +1,4 @@
-"""The functions of `lightning_llm` do what the verbs do, and refuse in words. 10 seconds."""
+"""The functions of `lightning_llm` do the same as the verbs, and refuse with messages. 10 seconds."""
 
 import inspect
 import json
@@ -115,7 +115,7 @@ def test_quiet_prints_nothing_and_what_was_changed_is_put_back(small_run, tmp_pa
 
 
 def test_quiet_is_quiet_in_a_notebook(runs, small_run, tmp_path, capsys, monkeypatch):
-    """In Jupyter, rich's consoles hand what they print to IPython's `display`, past `sys.stdout`."""
+    """In Jupyter, rich's consoles print through IPython's `display`, not `sys.stdout`."""
     displayed = []
     ipython = ModuleType("IPython.display")  # not a dependency of ours: rich imports it where it runs in Jupyter
     ipython.display = lambda *shown, **_: displayed.extend(shown)
@@ -221,7 +221,7 @@ def test_compare_is_the_verb(runs, capsys):
     assert (verdict.name, verdict.decision) == ("mxfp8", "inconclusive")
     assert verdict.terms.margin == 0.02
     assert main(["compare", *folders, "--margin=0.02"]) == 0
-    # The second look at the same runs says so, beside that all is the same.
+    # The second look at the same runs is reported; everything else is equal.
     assert printed.splitlines()[:3] == capsys.readouterr().out.splitlines()[:3]
     written = json.loads((runs[0].folder.parents[1] / "compare" / "compare.json").read_text())
     assert written["verdicts"][0]["gap"] == verdict.judged.estimate.gap

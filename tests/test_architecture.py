@@ -39,7 +39,7 @@ LIBRARIES = {
     "hydra": {"config", "run", "sweep", "cli"},
     "mlflow": {"tracking", "compare"},
 }
-"""Packages, or single modules, that may import what is slow to import or hard to do without."""
+"""Packages, or single modules, that may import libraries that are slow to import or hard to replace."""
 MOST_PACKAGES = 22
 FACE = {"__init__.py", "__main__.py", "api.py", "py.typed"}
 """The loose files at the top of the package."""
@@ -102,7 +102,7 @@ def violations(module: str, imported: set[str]) -> list[str]:
     for name in imported:
         library = name.split(".")[0]
         if name == "lightning_llm":
-            found.append(f"{module} imports from the package's face, which names what is on all floors")
+            found.append(f"{module} imports from the package's top level, which names things of all floors")
         elif library == "lightning_llm":
             other = top_of(name)
             if other != own and FLOOR_OF.get(other, -1) >= FLOOR_OF[own]:

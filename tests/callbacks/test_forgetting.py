@@ -69,7 +69,10 @@ def test_the_rise_of_each_source_its_alarms_and_what_a_stop_keeps(
     resumed.load_state_dict(first.state_dict())
     records = run(config, resumed, 4, offset=6)
     assert [(r["forgetting/code"], r["forgetting/prose"]) for r in records] == [(-1.0, 0.0625), (0.5, 0.375)]
-    assert [r.get("event_sources") for r in records] == [None, ["code", "prose"]]  # below in between: said anew
+    assert [r.get("event_sources") for r in records] == [
+        None,
+        ["code", "prose"],
+    ]  # below the limit in between: reported again
     assert len(caplog.messages) == 2
     assert {key: value for key, value, *_ in points(records[-1])} == {
         "val_loss": records[-1]["val_loss"], "val_loss/code": 3.5, "val_loss/prose": 2.375,

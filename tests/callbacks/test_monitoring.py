@@ -32,7 +32,9 @@ def test_waiting_and_jitter_leave_warm_up_out() -> None:
     steps[-1] |= {"step_seconds": 3.0, "skipped": True}
     figures = final_figures(steps)
     assert figures["data_wait_share"] == pytest.approx(19 * 0.25 / (18 + 3))
-    assert figures["step_jitter"] == pytest.approx(0.2)  # of 19, the 95th percentile lies 1/10 of the way to the last
+    assert figures["step_jitter"] == pytest.approx(
+        0.2
+    )  # of 19 values, the 95th percentile is 1/10 of the way to the last
     assert figures["train_seconds"] == 121
     assert figures["useful_seconds"] == 118
     even = final_figures([{"step": n, "step_seconds": 2.0} for n in range(1, 9)])

@@ -41,7 +41,7 @@ def test_losses_and_weights_have_the_same_bits(
     name: str, config: Config, observers: dict[str, list[pl.Callback]]
 ) -> None:
     Path(config.run.dir).mkdir(parents=True)
-    bare = TinyModule(config)  # seeds torch, whose numbers drop activations out
+    bare = TinyModule(config)  # seeds torch for dropout
     fit(bare, [])
     random_state = torch.get_rng_state()
     observed = TinyModule(config)

@@ -35,7 +35,7 @@ IDENTITY = {"experiment": "trial", "run": "first"}
 
 
 def parsed(text: str) -> dict[str, dict[str, float]]:
-    """Return {name without prefix: {value of the label beside experiment and run, or "": value}}."""
+    """Return {name without prefix: {value of the further label, or "": value}}."""
     found: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(text):
         for each in family.samples:

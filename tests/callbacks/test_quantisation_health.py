@@ -117,7 +117,7 @@ def test_delayed_scales_are_seen_to_change(small_run, tmp_path):
     found = rows(tmp_path / "run")
     one = "layers.0.attention.q_proj", "fprop.x"
     assert found[1][one]["scales_changed_percent"] is None  # nothing before it
-    assert found[2][one]["scales_changed_percent"] == 100  # from 1 to what the first step's amax asks for
+    assert found[2][one]["scales_changed_percent"] == 100  # from 1 to the scale of the first step's amax
     assert found[1][one]["scale_log2_max"] == 0
 
 

@@ -1,4 +1,4 @@
-"""A sweep of four recipes, and what keeps `compare` quick where its pictures are not looked at."""
+"""A sweep of four recipes, and a fixture that skips drawing, for tests that do not look at pictures."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.compare.run_folders import make_sweep
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory) -> Path:
-    """Of four recipes at three seeds: one lossless against bf16, one lossy, one too near the margin to be told."""
+    """Four recipes at three seeds: one lossless against bf16, one lossy, one too near the margin to decide."""
     gaps = {
         "precision=bf16": 0.0,
         "precision=mxfp4_sr": 0.002,

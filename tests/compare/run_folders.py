@@ -43,7 +43,7 @@ def make_run(
     steps: int = STEPS,
     verified: bool = True,
 ) -> Path:
-    """Write a run whose validation loss falls from 6 to 3 + `noise`, and by `gap` more slowly; return its folder.
+    """Write a run with a validation loss that falls from 6 to 3 + `noise`, and by `gap` more slowly; return its folder.
 
     `records`: what is else in the record of a step. `verified`: with seed, digests and hash chain, as RunFolder writes
     them, and not as earlier releases did.
@@ -89,7 +89,7 @@ def make_run(
 
 
 def rewritten(folder: Path, **summary: Any) -> Path:
-    """Give a folder whose files a test has changed the digests that its run would have written; return the folder.
+    """Write the digests of the changed files of a folder, as its run would have; return the folder.
 
     `summary`: keys of the summary that change, too; None takes a key out.
     """
@@ -131,7 +131,7 @@ def make_sweep(folder: Path, gaps: dict[str, float], seeds: int = 3, **more) -> 
 
 
 def verdicts(capsys, *words, expect=0) -> dict:
-    """Run `compare --json`; return what it printed, and on stderr, by key."""
+    """Run `compare --json`; return its output, with stderr, by key."""
     assert main(["compare", "--json", *map(str, words)]) == expect
     out, err = capsys.readouterr()
     found = json.loads(out)

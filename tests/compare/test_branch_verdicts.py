@@ -1,4 +1,4 @@
-"""Branches off trunks: what their verdict holds for, what its replicates are, and what is no controlled pair."""
+"""Branches of parent runs: scope of the verdict, replicates, and pairs that are not controlled."""
 
 import json
 import shutil
@@ -110,7 +110,7 @@ def test_branches_off_other_steps_or_trunks_are_not_controlled(tmp_path, capsys)
 
 
 def test_a_parent_run_branched_off_another_is_no_replicate(tmp_path):
-    """They share their first steps, whatever their seeds."""
+    """They share their first steps, independent of their seeds."""
 
     def run(digest, seed, root):
         about = {"digest": digest, "step": 8, "seed": seed, "run_id": digest, "root_run_id": root}

@@ -1,4 +1,4 @@
-"""Which runs `compare` takes, by what name; what cannot be used, or not together, is said."""
+"""Runs that `compare` accepts, by name; runs that cannot be used, or not together, are reported."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_unusable_runs_are_reported_and_the_rest_judged(kind, tmp_path, capsys):
 def test_mixes_of_data_are_compared_where_they_score_the_same_sequences(tmp_path, capsys):
     mixes = {f"data.sources.code.weight={weight}": 0.001 * weight for weight in (1, 3)}
     sweep = make_sweep(tmp_path / "s", dict.fromkeys(mixes, 0.0))
-    for folder in sorted(sweep.iterdir())[3:]:  # of the second mix: what is learned from is another thing
+    for folder in sorted(sweep.iterdir())[3:]:  # of the second mix: other training data
         rewritten(folder, data_hash="e" * 32)
     found = verdicts(capsys, sweep)
     (row,) = found["verdicts"]

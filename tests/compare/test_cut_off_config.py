@@ -1,4 +1,4 @@
-"""A run's config.yaml of which a disk kept the beginning, which is YAML, too."""
+"""A truncated config.yaml of a run, which is still valid YAML."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""From pairs to verdicts, over families of three recipes that are unlike each other: whose failure counts for whom."""
+"""From pairs to verdicts, over groups of three different recipes: a failure counts only for its own recipe."""
 
 import math
 from pathlib import Path
@@ -15,7 +15,7 @@ TERMS = Terms(margin=0.01, confidence=0.95)
 
 
 def family() -> list[Measured]:
-    """One far below at a seed, one far above at another and diverged at a third, and one whose baseline diverged."""
+    """Three recipes: far below at a seed; far above at another, diverged at a third; with a diverged baseline."""
     return [
         Measured("below", differences={**NEAR, 4: -1.5}),
         Measured("above", differences={**NEAR, 5: 1.5}, diverged_seeds=[6]),

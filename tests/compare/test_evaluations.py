@@ -30,7 +30,7 @@ def test_a_lower_accuracy_is_lossy_and_a_higher_one_is_not(sweep, capsys):
     found = verdicts(capsys, sweep, "--metric", KEY, "--margin", "0.02")["by_name"]
     assert found["mxfp8"]["verdict"] == "lossless"
     assert found["nvfp4"]["verdict"] == "lossy"
-    assert found["nvfp4"]["gap"] == pytest.approx(0.1, abs=2e-3)  # of what is worse, as of a loss
+    assert found["nvfp4"]["gap"] == pytest.approx(0.1, abs=2e-3)  # above 0 is worse, as for a loss
     evaluate_all(sweep, [0.5, 0.5, 0.6])
     found = verdicts(capsys, sweep, "--metric", KEY, "--margin", "0.02")["by_name"]
     assert found["nvfp4"]["verdict"] == "lossless"
@@ -56,7 +56,7 @@ def test_runs_measured_on_other_data_are_not_compared(sweep, capsys):
 
 
 class Store:
-    """What `log_evaluations` asks of MLflow's client, in memory."""
+    """The part of MLflow's client that `log_evaluations` uses, in memory."""
 
     def __init__(self):
         self.metrics = []

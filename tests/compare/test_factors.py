@@ -1,4 +1,4 @@
-"""What runs are compared by: the factor and its baseline, settings beside it, where casts ran."""
+"""The factor and its baseline, further settings, and the backend of casts."""
 
 import re
 import shlex
@@ -44,7 +44,7 @@ def test_another_factor_and_a_key(tmp_path, capsys):
 
 
 def test_students_are_held_against_their_teachers_by_what_tells_them_apart(tmp_path, capsys):
-    """Runs without `distil` beside those of one ensemble: its path is neither a name of theirs nor a setting."""
+    """Runs without `distil` and runs of one ensemble: the ensemble's path is neither a label nor a setting."""
     for seed, weight in product(range(3), (0.5, 1.0, None)):
         folder = make_run(tmp_path / "s" / f"{weight}-{seed}", f"seed={seed}", noise=0.001 * seed * (weight or 0))
         if weight:
@@ -164,7 +164,7 @@ def test_differences_beyond_rounding_are_not_called_rounding(tmp_path, capsys):
 
 
 def test_a_setting_is_named_by_its_groups_where_the_baselines_is_another(tmp_path, capsys):
-    """A recipe tried with one mix alone: its line says precision=..., not every key of it."""
+    """A recipe with only one mix: its line has precision=..., not every key of it."""
     mixed = "data.validation.weights={code: 1, prose: 1}"
     for index, words in enumerate([("0", "bf16"), ("0.5", "bf16"), ("0.5", "fp8_delayed")]):
         for seed in range(3):

@@ -1,4 +1,4 @@
-"""Flags that do not go together are refused, all at once; what is damaged is said, and the report stands."""
+"""Incompatible flags are refused all at once; damage is reported, and the report is still written."""
 
 import json
 

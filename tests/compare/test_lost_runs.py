@@ -35,7 +35,7 @@ def test_a_step_not_made_before_a_stop_is_not_counted(tmp_path):
 
 
 def diverge(folder, *words):
-    """Make, or make over, a run whose loss is lost at step 31."""
+    """Write, or overwrite, a run that diverges at step 31."""
     shutil.rmtree(folder, ignore_errors=True)
     ended = {"status": "failed", "detail": "NonFiniteError: the loss of step 31 is nan. ..."}
     return make_run(folder, *words, losses={step: curve(step) for step in range(5, 31, 5)}, summary=ended)
@@ -139,7 +139,7 @@ def test_a_loss_reachable_without_context_is_not_learned(tmp_path, capsys):
 
 
 def stop(step, event):
-    """The record of a step before whose update the spike policy ended the run."""
+    """The record of a step whose update did not happen, because the spike policy ended the run."""
     return json.dumps({"step": step, "tokens": 1, "time": 0.0, "loss": 6.5, "event": event, "event_action": "stop"})
 
 
@@ -292,7 +292,7 @@ def described(jobs):
 
 
 def test_a_level_matches_in_any_notation_of_its_number(tmp_path, capsys):
-    """Of jobs whose words are all that is known: no run is of their model."""
+    """Only the overrides of these jobs are known: no run has their model."""
     key = "optim.learning_rate"
     sweep = make_sweep(tmp_path / "s", {f"{key}=1e-3": 0.0, f"{key}=0.01": 0.0})
     jobs = [f"{key}={value} seed={seed}" for value in ("1e-3", "1e-2") for seed in range(3)]

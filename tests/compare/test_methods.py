@@ -1,4 +1,4 @@
-"""The methods name what was done and cite what it rests on, and nothing else."""
+"""The methods text describes exactly the steps that were taken, with their sources."""
 
 import math
 import re
@@ -47,7 +47,7 @@ def several(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """One recipe against bf16 at two seeds, of which one diverged."""
+    """One recipe against bf16 at two seeds, one of them diverged."""
     folder = tmp_path_factory.mktemp("alone") / "s"
     for seed, last in ((0, 3.0), (1, math.nan), (2, 3.001)):
         make_run(folder / f"a{seed}", "precision=bf16", f"seed={seed}", losses={5: 4.0, 10: 3.0})

@@ -1,4 +1,4 @@
-"""Runs held against themselves: the A/A floor, equal bits, and one pair beside what is known of noise. 8 seconds."""
+"""Runs compared with themselves: the A/A floor, equal bits, and one pair with known noise. 8 seconds."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""What is said of a verdict: settings, colours, warnings, the command for more seeds, looks, tables. 8 seconds."""
+"""Output of a verdict: settings, colors, warnings, the command for more seeds, looks, tables. 8 seconds."""
 
 import csv
 import itertools
@@ -288,7 +288,7 @@ def test_without_a_sweep_those_of_other_folders_are_listed(tmp_path, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(workspace, "checkout", lambda: None)  # it may have sweeps of whoever runs the tests
+    monkeypatch.setattr(workspace, "checkout", lambda: None)  # the checkout may have sweeps of the developer
     artifacts = tmp_path / "here" / "mlartifacts" / "0" / "artifacts"  # MLflow's copy of a sweep.json is no sweep
     artifacts.mkdir(parents=True)
     (artifacts / "sweep.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""What is drawn is what was found: the paint is looked at on axes that are not saved."""
+"""Pictures show the results: the drawn objects are inspected on axes that are not saved."""
 
 import math
 

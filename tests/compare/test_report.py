@@ -1,4 +1,4 @@
-"""The report holds everything itself, can be read on a phone and without seeing colours, and says what was done."""
+"""The report is self-contained, readable on a phone and without seeing colors, and describes the methods."""
 
 import base64
 import json
@@ -26,7 +26,7 @@ VOID = {"meta", "img", "source", "br", "hr", "link", "input"}
 
 
 class Page(HTMLParser):
-    """A page's elements, [(tag, attributes, tags around it)], what a browser would load of it, and its text."""
+    """A page's elements, [(tag, attributes, tags around it)], the resources that a browser would load, and the text."""
 
     def __init__(self, text):
         super().__init__()
@@ -58,7 +58,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def report(sweep):
-    """(folder of the report as it is drawn, its page, what was imported of what is slow to import)"""
+    """(folder of the drawn report, its page, the slow libraries that were imported)"""
     code = (
         "import sys; from lightning_llm.__main__ import main; code = main(sys.argv[1:]); "
         "print(sorted({'torch', 'mlflow', 'lightning', 'hydra', 'scipy.stats', 'pandas'} & sys.modules.keys()))"

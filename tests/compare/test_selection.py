@@ -64,7 +64,7 @@ def test_recipes_are_judged_at_the_rates_that_other_seeds_chose(sweep, capsys):
 
 
 def test_each_setting_has_a_best_of_its_own_and_its_own_baseline(tmp_path, capsys):
-    """Two widths whose best rates differ, for adamw too: it is one recipe in both, and held against in both."""
+    """Two widths with different best rates, also of adamw: it is one recipe in both, and the baseline in both."""
     best = {(96, "adamw"): "2e-3", (96, "muon"): "4e-3", (192, "adamw"): "4e-3", (192, "muon"): "2e-3"}
     for (width, optim), rate in best.items():
         for tried in RATES:
@@ -177,7 +177,7 @@ def test_a_comparison_over_a_grid_of_rates_suggests_best_of(sweep, capsys):
     same = verdicts(capsys, sweep, "--best-of", "optim.learning_rate", *given)
     assert [found[key] for key in ("verdicts", "selection")] == [same[key] for key in ("verdicts", "selection")]
     assert (found["metric"], found["margin"], found["confidence"]) == ("val_loss/code", 0.5, 0.9)
-    asked = verdicts(capsys, sweep, "--baseline", "optim.learning_rate=2e-3")  # rates are what is compared
+    asked = verdicts(capsys, sweep, "--baseline", "optim.learning_rate=2e-3")  # the rate is the factor
     assert not any("To compare each at its best value" in each for each in asked["notes"])
     for folder in sweep.glob("*-[18]e-3-*"):
         shutil.rmtree(folder)

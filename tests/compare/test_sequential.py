@@ -57,11 +57,11 @@ def test_at_the_margin_just_the_error_that_is_named_is_made_over_all_looks(spend
     assert np.any(beyond, axis=0).mean() == pytest.approx(0.05, abs=0.006)
     one_look = [simultaneous_intervals(differences[..., :n]) for n in LOOKS]
     unpaid = np.any([((found.low > 0) | (found.high < 0))[:, 0] for found in one_look], axis=0).mean()
-    assert unpaid > 0.11  # what the looks would cost without it
+    assert unpaid > 0.11  # the error of the looks without it
 
 
 def simulated(place: int, gaps: list[float], sd: float = 0.0005):
-    """Return what `replay` takes: recipes of these gaps, differences drawn by `place`."""
+    """Return the arguments of `replay`: recipes of these gaps, differences drawn by `place`."""
     differences = np.random.default_rng(place).normal(0, sd, (len(gaps), LOOKS[-1])) + np.array(gaps)[:, None]
 
     def measured(label, seeds):
@@ -122,7 +122,7 @@ def test_a_design_that_was_changed_is_refused():
 
 SCENARIOS = {scenario.name: scenario for scenario in simulation.SCENARIOS}
 QUICK = ("normal, one recipe", "heavy tails (t with 3 df)", "every run diverges at 5 %")
-"""Of one recipe, whose critical values cost nothing."""
+"""Of one recipe, because its critical values are cheap."""
 
 
 @pytest.mark.parametrize("name", QUICK)

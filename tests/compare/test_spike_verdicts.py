@@ -30,7 +30,7 @@ def test_drawn_signs_come_near_what_the_normal_law_says():
     [
         ([(3, 0), (4, 0), (2, 0)], "more spikes"),  # McNemar's p of 3 of 3 is 0.009, below half of 5 %
         ([(30, 0), (0, 0), (0, 0)], "open"),  # one run that spiked thirty times is one run
-        ([(5, 2), (6, 1), (4, 2), (7, 3), (9, 1), (5, 0)], "more spikes"),  # all signs alike: 1 / 64
+        ([(5, 2), (6, 1), (4, 2), (7, 3), (9, 1), (5, 0)], "more spikes"),  # all signs equal: 1 / 64
         ([(2, 5), (1, 6), (2, 4)], "open"),
         ([(0, 0)] * 40, "as calm"),
         ([(0, 0)] * 20, "open"),

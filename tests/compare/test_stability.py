@@ -172,7 +172,7 @@ def test_without_a_difference_time_to_loss_is_as_often_above_one_as_below():
     assert abs(np.mean(ratios)) < 3 * np.std(ratios) / math.sqrt(len(ratios))
     assert np.mean(np.array(ratios) > 0) == pytest.approx(0.5, abs=0.08)
     arrived = [each for each in to_the_baselines_last if each]
-    assert max(arrived) <= 1  # as it was: whoever arrives does so in time
+    assert max(arrived) <= 1  # as before: each that arrives does so in time
     assert np.mean(arrived) < 0.98
 
 

@@ -150,7 +150,7 @@ def test_power_matches_simulation(recipes, seeds, gap):
 
 @pytest.mark.parametrize("gap", [0.0, PLANNED_GAP * MARGIN])
 def test_the_seeds_that_are_planned_decide_in_four_of_five(gap):
-    """40 pairs know the spread well, say how many seeds decide, and so many are made: whatever the 40 had for a gap."""
+    """40 pairs give the spread and the number of seeds that decide; that many do, independent of the 40 pairs' gap."""
     rng, sd, first = np.random.default_rng(5), 0.12 if gap else 0.06, 40
     decided = []
     for _ in range(600):
@@ -186,7 +186,7 @@ def test_seeds_that_one_recipe_lacks_lower_the_correlation_that_is_taken_for_all
     """n_ij / (2 sqrt(n_i n_j)) of seeds in common, the smallest of all pairs, in hundredths rounded down."""
     rng = np.random.default_rng(5)
     differences = rng.normal(0.0, 0.01, (3, 8))
-    differences[0, 4:] = np.nan  # 4 seeds, of which the second recipe has 2
+    differences[0, 4:] = np.nan  # 4 seeds; the second recipe has 2 of them
     differences[1, :2] = np.nan
     found = simultaneous_intervals(differences)
     correlation = np.floor(100 * 0.5 * 2 / (4 * 6) ** 0.5) / 100  # below that of 4 and 8 common seeds, 0.35

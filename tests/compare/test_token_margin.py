@@ -76,7 +76,7 @@ def errors(share: float, seeds: int, trials: int, run_sd: float) -> tuple[float,
 def test_at_the_margin_a_wrong_verdict_is_as_rare_as_promised():
     lossless, lossy, by_the_mean = errors(0.1, 4, 400, run_sd=0.02)
     assert max(lossless, lossy) <= 0.025 + 3.1 * (0.025 * 0.975 / 400) ** 0.5
-    assert by_the_mean > 0.15  # what the margin's own noise would do, left out
+    assert by_the_mean > 0.15  # the effect of leaving out the margin's noise
 
 
 @pytest.mark.full
@@ -155,7 +155,7 @@ def test_a_look_waits_for_other_baseline_lengths_unless_one_diverged(tmp_path):
 
 @pytest.fixture
 def said(tmp_path):
-    """Return what `compare` says of a margin in tokens that the baseline's lengths do not show; at 50 it is useless."""
+    """Return the message of `compare` on a margin in tokens that the baseline's lengths do not cover; 50 is useless."""
 
     def refused(steps_of_recipe: int, *lengths: int, share: float = 0.05, summary: dict | None = None) -> str:
         """`summary`: of the runs at the last of `lengths`."""

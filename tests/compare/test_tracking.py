@@ -108,7 +108,7 @@ def test_runs_are_found_by_their_ids_and_by_their_parents(tracked, capsys, monke
     assert "its folder /nowhere/at/all is missing or on another machine" in capsys.readouterr().err
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{sweep.parents[1] / 'mlflow.db'}")
-    assert main(["compare", "exp"]) == 2  # whoever asks for all of them hears of it, too
+    assert main(["compare", "exp"]) == 2  # also reported for all of them
     assert "its folder /nowhere/at/all is missing" in capsys.readouterr().err
     client.delete_run(gone)
     assert main(["compare", uuid.uuid4().hex]) == 2

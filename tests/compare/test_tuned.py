@@ -52,7 +52,7 @@ def test_grid_bounds_match_values_computed_by_hand():
     rng = np.random.default_rng(0)
     losses = rng.normal(0, 0.01, (2, 3, 4))
     losses[1, 0] = np.inf  # diverges there, so it is not the best
-    losses[0, 2, 1:] = np.nan  # one pair says nothing
+    losses[0, 2, 1:] = np.nan  # one pair decides nothing
     bounds = grid_bounds(losses, np.array([1, 1]))
     q = 3.182446305283709  # t of 3 degrees of freedom at 0.975
     for value, own in ((1, losses[1, 1] - losses[0, 1]), (2, losses[1, 2] - losses[0, 1])):

@@ -1,4 +1,4 @@
-"""What `compare` finds over folders as runs leave them: gaps, seeds that are missing, times to a loss, speed."""
+"""`compare` over real run folders: gaps, missing seeds, times to a loss, speed."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_each_kind_of_verdict_with_what_the_contract_names(sweep, capsys):
     assert row["ci"][0] < row["gap"] < row["ci"][1] < 0.01
     assert "lossless against bf16 at margin 0.01" in row["line"]
     assert "2.16M parameters, 205K tokens" in row["line"]
-    assert rows["fp8_current"]["more_seeds"] is None  # told to 0.001, and 0.0003 from the margin
+    assert rows["fp8_current"]["more_seeds"] is None  # known to 0.001, and 0.0003 from the margin
     assert "the gap is likely near the margin" in rows["fp8_current"]["line"]
     written = json.loads((sweep / "compare" / "compare.json").read_text())
     assert written["verdicts"] == found["verdicts"]

@@ -53,7 +53,7 @@ def edit_number(lines: list[bytes], at: int) -> None:
 
 
 def put(value: bytes) -> Callable[[list[bytes], int], None]:
-    """Return what puts `value` in place of the loss of a line."""
+    """Return a function that replaces the loss of a line by `value`."""
 
     def put_in(lines: list[bytes], at: int) -> None:
         record = json.loads(lines[at])
@@ -295,7 +295,7 @@ def test_an_edited_end_is_named_and_a_failure_found_later_is_no_edit(tmp_path):
         (run / "summary.json").write_text(json.dumps(known | edit))
         with pytest.raises(ConfigError, match=r"summary.json was changed: its status or detail does not"):
             read_run(run)
-    mark_failed(run, "OSError: rank 1")  # what was edited before stays so
+    mark_failed(run, "OSError: rank 1")  # earlier edits stay detected
     with pytest.raises(ConfigError, match="its status or detail"):
         read_run(run)
     (run / "summary.json").write_text(json.dumps(known))

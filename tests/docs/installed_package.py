@@ -11,7 +11,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def lay_package(document: str, folder: Path) -> set[str]:
     """Write the files of a document's package under `folder`, with its entry points; return their names.
 
-    A file is a code block whose first line is a comment with its name.
+    A file is a code block with its name as a comment in the first line.
     """
     found = re.findall(r"^```\w+\n# (\S+\.\w+)\n(.*?)^```", (DOCS / document).read_text(), re.DOTALL | re.MULTILINE)
     return lay_files(dict(found), folder)

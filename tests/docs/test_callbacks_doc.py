@@ -1,4 +1,4 @@
-"""docs/howto/callbacks.md: its example runs as it stands there, and its commands compose."""
+"""docs/howto/callbacks.md: its example runs unchanged, and its commands compose."""
 
 import re
 import shlex

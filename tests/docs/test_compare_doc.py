@@ -59,7 +59,7 @@ def test_the_measured_sweep_has_the_token_counts_its_margin_needs(monkeypatch, t
     words = [job["words"] for job in json.loads(capsys.readouterr().out)["jobs"]]
     lengths = [word for each in words for word in each if word.startswith("trainer.max_steps")]
     assert sorted(set(lengths)) == ["trainer.max_steps=256", "trainer.max_steps=64"]
-    assert len(words) == 20  # of which one was not run: mxfp8 was decided after three seeds
+    assert len(words) == 20  # one of them was not run: mxfp8 was decided after three seeds
 
 
 def test_the_reference_lists_every_key_that_is_no_confounder():
@@ -93,7 +93,7 @@ def test_the_readmes_picture_shows_its_table_and_is_made_by_its_command():
         each.replace("−", "-")
         for each in re.findall(r"<!-- (.*?) -->", (DOCS / "pictures" / "compare.svg").read_text())
     ]
-    assert drawn == committed  # matplotlib's texts, whatever its version makes of their outlines
+    assert drawn == committed  # matplotlib's texts; outlines depend on its version
     for row in found["verdicts"]:
         interval = f"[{row['ci'][0]:+.4f}, {row['ci'][1]:+.4f}]"
         line = re.search(rf"^{row['name']} +(.*?) +([+-]\S+) (\[.*?\])", table, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The documents say what the program does: generated sections, commands, links, a recipe of one's own. 10 seconds."""
+"""The documents match the program: generated sections, commands, links, a user's recipe. 10 seconds."""
 
 import importlib.util
 import math
@@ -146,7 +146,7 @@ def test_the_pages_show_commands_and_the_picture_of_the_slots():
 
 
 def test_lines_are_short_enough_to_read_and_review():
-    """But rows of tables, which Markdown keeps on one line, and what a program has printed (```text)."""
+    """Except rows of tables, which Markdown keeps on one line, and printed output (```text)."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     texts = {page: re.sub(r"^```text\n.*?^```", "", page.read_text(), flags=re.DOTALL | re.M) for page in pages}
     lines = [(name, line) for name, text in texts.items() for line in text.splitlines() if line[:1] != "|"]
@@ -183,7 +183,7 @@ def test_own_recipe_multiplies_by_one_weight_in_both_directions(own_recipe):
     """32x32 blocks by brute force: one power of two per block, the smallest that nothing clips under."""
     folder, name = own_recipe
     recipe = compose_config([*TINY, f"precision={name}"], folder).precision
-    # Rows of very different size: in E4M3's normal range a power of two moves no rounding, and all blocks look alike.
+    # Rows of very different size: in E4M3's normal range a power of two changes no rounding, and all blocks look equal.
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
     weight = (weight * torch.exp2(-torch.arange(64.0) % 16)[:, None]).bfloat16()
     wanted = torch.empty(64, 96)

@@ -1,4 +1,4 @@
-"""docs/tutorials/notebook.ipynb runs from its first cell to its last, and comes to what it says. 8 seconds."""
+"""docs/tutorials/notebook.ipynb runs from its first cell to its last, with the results that it states. 8 seconds."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""docs/prometheus: every expression parses as PromQL and asks for what a run exports, by labels that it has."""
+"""docs/prometheus: every expression parses as PromQL and uses metrics and labels that a run exports."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "prometheus"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
 RULES = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
 TARGET_LABELS = {"instance", "job"}
-"""Prometheus adds them to whatever it scrapes."""
+"""Prometheus adds them to everything it scrapes."""
 
 
 def exported() -> dict[str, set[str]]:
@@ -31,7 +31,7 @@ EXPORTED = exported()
 
 
 def selectors_of(expression: str) -> list[Any]:
-    """Return what `expression` selects: of a range of time, the series of which it is one."""
+    """Return the selectors of `expression`; of a range of time, the selector of its series."""
     found = {}
 
     def look(node: Any) -> None:
@@ -85,7 +85,7 @@ def test_the_dashboard():
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [(x, y) for each in panels for x, y in _cells(each["gridPos"])]
-    assert len(set(cells)) == len(cells)  # none lies on another
+    assert len(set(cells)) == len(cells)  # no overlap
     assert max(x for x, _ in cells) == 23
     for panel in panels:
         assert panel["title"]

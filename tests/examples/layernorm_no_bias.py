@@ -7,7 +7,7 @@ from lightning_llm.model.spec import Norm, SavedTensor
 
 @NORMS.register
 class LayerNormNoBias(Norm):
-    """LayerNorm with a weight and no bias, whatever `model.bias` is."""
+    """LayerNorm with a weight and no bias, independent of `model.bias`."""
 
     kind: Literal["layernorm_no_bias"] = "layernorm_no_bias"
 

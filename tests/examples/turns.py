@@ -6,7 +6,7 @@ from lightning_llm.data.mixing.addressing import MixturePhase
 
 @MIXTURES.register
 class TurnsConfig(MixtureConfig):
-    """Sources in turn, whatever their weights."""
+    """Sources in turn, ignoring their weights."""
 
     kind: Literal["turns"] = "turns"
 

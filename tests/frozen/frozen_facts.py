@@ -25,7 +25,7 @@ from lightning_llm.plan.text.report import plan_facts
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FIXED = ["run.name=frozen", "run.root=/frozen", "data.cache_dir=/frozen"]
-"""Keys whose defaults depend on the time or the machine."""
+"""Keys with defaults that depend on the time or the machine."""
 PATHS = {
     "data=huggingface": ["data.sources.huggingface.path=/PATH"],
     "data=jsonl": ["data.sources.jsonl.path=/PATH"],

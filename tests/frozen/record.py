@@ -1,4 +1,4 @@
-"""Record the frozen facts again, after a change that is meant: `make frozen-record`. The commit says why."""
+"""Record the frozen facts again after an intended change: `make frozen-record`. The commit gives the reason."""
 
 import tarfile
 import tempfile

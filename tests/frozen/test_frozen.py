@@ -1,6 +1,6 @@
 """Hashes, plans, verdicts, keys of files, verbs and flags are the recorded ones. `make frozen` adds the goldens.
 
-Where a change is meant, `make frozen-record` writes the files again, and the commit says why.
+After an intended change, `make frozen-record` writes the files again, and the commit gives the reason.
 """
 
 import tarfile

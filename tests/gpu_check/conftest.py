@@ -1,4 +1,4 @@
-"""Transformer Engine's stand-in, as the native linears' tests have it; and a GPU whose arithmetic is the CPU's."""
+"""Transformer Engine's stand-in of the native linears' tests, and a simulated GPU with the CPU's arithmetic."""
 
 from contextlib import nullcontext
 

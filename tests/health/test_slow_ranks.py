@@ -55,7 +55,7 @@ def test_on_the_limit_itself_false_alarms_keep_their_rate(monkeypatch, noise, ra
     bound = allowed * checks + NormalDist().inv_cdf(0.999) * (checks * allowed * (1 - allowed)) ** 0.5
     assert found <= bound
     if ranks == 2 and noise == "normal":
-        assert found > 0  # the rule is as strict as it says, not stricter by far
+        assert found > 0  # the rule is as strict as documented, not much stricter
 
 
 @pytest.mark.parametrize("noise", ["normal", "pareto"])

@@ -12,7 +12,7 @@ CELLS = [(noise, seeds) for noise in simulate.NOISES for seeds in (2, 3)]
 
 
 def least(share: float, trials: int) -> float:
-    """Return what a rate of `share` is above, 3.1 standard errors down."""
+    """Return the lower bound of a rate of `share`, 3.1 standard errors below it."""
     return share - 3.1 * np.sqrt(share * (1 - share) / trials)
 
 

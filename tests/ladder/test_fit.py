@@ -88,7 +88,7 @@ def test_the_gaps_terms_are_numpys_least_squares_on_pairs():
 
 
 def test_residuals_that_the_bootstrap_draws_are_as_large_as_the_pairs_scatter():
-    """A residual is smaller than the pair's error by what the fit took of it: over 1 less its leverage (HC3)."""
+    """The fit makes a residual smaller than the pair's error: it is divided by 1 minus its leverage (HC3)."""
     made = ladder(noise=0.01, seeds=3)
     fit = fit_ladder(made)
     gap, n, d = fit.gaps["recipe"], np.repeat(SIZES, 3), np.tile(TOKENS, 4)

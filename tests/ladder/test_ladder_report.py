@@ -1,4 +1,4 @@
-"""The ladder in the report, without a folder's name, and what becomes of recipes that no gap can be fitted to."""
+"""The ladder in the report, without a folder's name, and recipes without a fitted gap."""
 
 import csv
 import json
@@ -38,7 +38,7 @@ def ladder(tmp_path_factory):
 
 @pytest.fixture
 def at_home(ladder, monkeypatch):
-    """The outputs folder is the ladder's, with a newer sweep beside it that is none."""
+    """The outputs folder contains the ladder and a newer sweep that is not a ladder."""
     root = ladder.parent.parent
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(root))
     other = root / "experiment" / "sweep"
@@ -118,7 +118,7 @@ def compared(ladder):
 
 @pytest.fixture
 def predictions(ladder, capsys):
-    """What was predicted from the ladder; the same is predicted once."""
+    """Predictions from the ladder; equal ones are recorded once."""
     said(capsys, ladder, "--predict", *PLACE)
     return read_ledger(ladder / "compare" / "predictions.jsonl")
 

@@ -25,7 +25,7 @@ MODELS = {
     "window": llama(**SHORT, blocks={"local": WINDOWED}, layers=["local", "attention"]),
 }
 MODELS |= {kind: llama(**SHORT, layers=[kind]) for kind in MIXERS if kind not in MODELS}
-"""Every registered mixer, and the shapes that change what a step computes."""
+"""Every registered mixer, and the shapes that change the computation of a step."""
 ROUNDING = 2e-6
 """Of the largest logit: what fp32 sums in another order differ by."""
 
@@ -113,7 +113,7 @@ def test_beyond_the_short_kernel_of_the_forward_pass():
 
 def test_a_window_keeps_no_more_than_it_sees():
     cache = KeyValueCache(batch_size=1, length=1000, window=70)
-    assert cache.capacity == 192  # of any query, and the block it lies in, in blocks of 64
+    assert cache.capacity == 192  # of any query and its block, in blocks of 64
     for token in range(1000):
         k = torch.full((1, 1, 1, 1), float(token))
         cache.append(k, k)

@@ -1,4 +1,4 @@
-"""The results in benchmarks/README.md are those of the newest files; what misses its target is said, and why."""
+"""The results in benchmarks/README.md are those of the newest files; missed targets have a reason."""
 
 import json
 from pathlib import Path

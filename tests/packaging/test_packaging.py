@@ -1,4 +1,4 @@
-"""The three ways of having the package: an editable install (what runs these tests), a bare checkout, a wheel."""
+"""The three ways to install the package: an editable install (which runs these tests), a bare checkout, a wheel."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ def ask(folder: Path, *words: str, path: Path | None) -> subprocess.CompletedPro
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """A copy of what git would give, without what builds leave."""
+    """A copy of the files that git tracks, without leftovers of builds."""
     folder = tmp_path_factory.mktemp("source")
     for part in PARTS:
         origin = ROOT / part

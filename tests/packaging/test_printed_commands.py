@@ -1,4 +1,4 @@
-"""Commands that the program prints do what they say when they are pasted, from folders with blanks, too. 15 seconds."""
+"""Printed commands work when pasted, also from folders with blanks. 15 seconds."""
 
 import json
 import re

@@ -86,13 +86,13 @@ def test_commands_compose_and_pass_the_checks(command, tmp_path, monkeypatch, ca
             _ = compose_sweep(arguments.overrides) if arguments.multirun else compose_config(arguments.overrides)
         assert {problem.key for problem in refused.value.problems} == {"branch_from"}
         return
-    if any(word.startswith("sweep.search=") for word in words):  # which checks what it may come to
+    if any(word.startswith("sweep.search=") for word in words):  # which checks the corners of its space
         assert main(["plan", *words[1:]]) == 0
         return
     if getattr(arguments, "multirun", False):
         configs = [config for _, config in compose_sweep(arguments.overrides)]
         assert len(configs) > 1
-    elif getattr(arguments, "search", False):  # of all layouts, none of which is the config's; tests/plan/search does
+    elif getattr(arguments, "search", False):  # of all layouts, not the config's; tests/plan/search runs it
         configs = [compose_config([*arguments.overrides, "world=1"])]
     else:
         configs = [compose_config(arguments.overrides)]

@@ -1,4 +1,4 @@
-"""Pins, their hashes, and what `make release` leaves. 20 seconds, most of them in `make test-full`."""
+"""Pins, their hashes, and the results of `make release`. 20 seconds, most of them in `make test-full`."""
 
 import json
 import re

@@ -60,7 +60,7 @@ def test_ranks_that_share_experts_have_the_gradients_of_one(layout, world, more,
 
 
 def moe_run(config: Config) -> dict[str, Any]:
-    """Return the trace of a run, and what its step records say of the routers."""
+    """Return the trace of a run, and the entries of its step metrics about routers."""
     trace = traced_run(config, saves=False)
     kept = ("auxiliary/", "moe/")
     steps = [record for record in read_metrics(Path(config.run.dir)) if "loss" in record]

@@ -77,7 +77,7 @@ def test_ranks_that_cast_their_parts_natively_train_as_emulated_ones(recipe, dev
     """On 4 ranks, and 2 for a pipeline alone. test_shard_operands.py shows that emulated operands are the whole's."""
     world = 2 if words == ["parallel=pp_interleaved"] else 4
     words = [f"precision={recipe}", *words, f"trainer.devices={world}", "precision.casts=eager"]
-    words += ["trainer.compile=false"]  # what a GPU has otherwise, and the emulation has not
+    words += ["trainer.compile=false"]  # a GPU would compile, the emulation does not
     words += ["model.hidden_size=256", "model.num_heads=2", "model.num_kv_heads=2", "model.ffn_hidden_size=256"]
     words += ["data.sequence_length=512", "trainer.max_steps=2", "model.bias=true"]
     words += [f"model.num_layers={4 if 'pp' in words[1] else 1}", "data.global_batch_size=4"]

@@ -21,7 +21,7 @@ def rounded(weight: nn.Parameter) -> torch.Tensor:
 
 
 def cut_and_whole_differ() -> list[tuple[int, ...]]:
-    """Return the cuts of a [13, 6] weight and a [13] vector whose rounded values are not those of the whole."""
+    """Return the cuts of a [13, 6] weight and a [13] vector with rounded values that differ from the whole's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     wrong = []
     for shape, cuts in (((13, 6), [(0,), (1,), (0, 0), (0, 1), (1, 0)]), ((13,), [(0,), (0, 0)])):

@@ -1,4 +1,4 @@
-"""trainer.attention_kernel: what is refused before a device is asked. 1 s."""
+"""trainer.attention_kernel: refusals before a device is used. 1 s."""
 
 import pytest
 

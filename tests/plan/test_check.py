@@ -1,4 +1,4 @@
-"""What is refused before anything heavy is imported: a recipe that would convert nothing, a disk that is too small."""
+"""Refusals before anything heavy is imported: a recipe that would convert nothing, a disk that is too small."""
 
 import re
 import shutil

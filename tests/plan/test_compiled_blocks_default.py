@@ -1,4 +1,4 @@
-"""parallel.compile=null: blocks are compiled on CUDA, not on a CPU, and a run records what came of it."""
+"""parallel.compile=null: blocks are compiled on CUDA, not on a CPU, and a run records the result."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_blocks_are_compiled_on_cuda_by_default(device, words, compiled, note):
 
 
 def test_the_compile_default_is_not_hashed_but_an_explicit_choice_is():
-    """Hashes are those of earlier releases, whose default was false."""
+    """Hashes are those of earlier releases, when the default was false."""
     on_cpu, on_gpu = plan_of(), plan_of(device=H100)
     before = plan_of("trainer.compile=false")
     assert on_cpu.identity == on_gpu.identity == before.identity
@@ -65,7 +65,7 @@ def test_the_compile_default_is_not_hashed_but_an_explicit_choice_is():
 
 
 def test_runs_are_compared_by_the_compilation_that_ran():
-    """An earlier release's run says by its config alone whether its blocks were compiled."""
+    """For a run of an earlier release, the config alone determines whether its blocks were compiled."""
     null, false = {"parallel.compile": None, "trainer.compile": None}, {"parallel.compile": False}
     earlier, here = run_of(false), run_of(null, compiled=False)
     gpu, told = run_of(null, compiled=True), run_of({"parallel.compile": True}, compiled=True)

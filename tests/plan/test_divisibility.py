@@ -1,4 +1,4 @@
-"""What tp and cp do not divide is said with the arithmetic, all of it at once, before any process starts."""
+"""Sizes that tp and cp do not divide are reported with the arithmetic, all at once, before any process starts."""
 
 import re
 from itertools import product

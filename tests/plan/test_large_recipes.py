@@ -1,4 +1,4 @@
-"""Recipes of published large runs: they compose, pass every check, and plan what was published."""
+"""Presets of published large runs: they compose, pass every check, and plan the published layouts."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""`model.layers` as it is planned: stages by weight, bytes and names by layer, what is said of a wrong pattern."""
+"""`model.layers` in plans: stages by weight, bytes and names by layer, messages about a wrong pattern."""
 
 from itertools import combinations
 
@@ -62,7 +62,7 @@ def test_unlike_blocks_are_split_by_weight(blocks, stages, first, last):
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 50), st.integers(0, 200), st.integers(0, 200))
 def test_equal_blocks_go_to_the_lightest_stage_so_far(length, stages, block, first, last):
-    """The rule for blocks that are alike: one each, then always to the lightest stage, of equals to the latest."""
+    """The rule for equal blocks: one each, then always to the lightest stage, among equals to the last."""
     if length < stages:
         return
     counts, weights = [1] * stages, [block] * stages

@@ -1,4 +1,4 @@
-"""Recipes whose layers have different casts, in YAML alone: composed, checked, planned, judged native or not."""
+"""Recipes with different casts per layer, in YAML alone: composed, checked, planned, native or not."""
 
 import json
 from pathlib import Path

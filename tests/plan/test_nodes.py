@@ -1,4 +1,4 @@
-"""Where what is sent goes, within machines and between them, against a count of every transfer; what follows for
+"""Bytes sent within and between machines, against a count of every transfer; consequences for
 `parallel.reduction`."""
 
 import itertools
@@ -21,7 +21,7 @@ FSDP_TP = ["parallel=fsdp_tp", "parallel.tp=8", "world=128", "trainer.devices=8"
 
 
 def transfers(ranks: list[int], kind: str, size: float, per_node: int) -> Counter[tuple[int, int]]:
-    """Return the bytes on each link of a collective whose ranks send `size` bytes each, transfer by transfer."""
+    """Return the bytes on each link of a collective in which each rank sends `size` bytes, transfer by transfer."""
     links: Counter[tuple[int, int]] = Counter()
     if kind == TREE_SCATTER:
         return two_stages(ranks, per_node, size)
@@ -100,7 +100,7 @@ def test_the_tree_sends_what_a_ring_does_between_machines_of_eight():
         (["world=128", "parallel.reduction=tree"], "tree"),
         (["world=8", "parallel.reduction=native"], "native"),
         (["parallel=tp", "world=8", "trainer.devices=4"], "tree"),  # no gradient is summed over machines
-        (["parallel=fsdp_pp", "world=16", "trainer.devices=8"], "tree"),  # nor here: a stage lies on one
+        (["parallel=fsdp_pp", "world=16", "trainer.devices=8"], "tree"),  # nor here: a stage is on one machine
         (["parallel=fsdp_pp", "world=32", "trainer.devices=8"], "native"),
         # One rank of each group on a machine: the tree sends as much as a ring; with 4 micro-batches a sum waits, too.
         ([*FSDP_TP, "data.global_batch_size=32"], "tree"),

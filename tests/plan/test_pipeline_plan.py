@@ -1,4 +1,4 @@
-"""Pipelines before they run: the split of layers, what `plan` says of it, what does not fit. 10 seconds."""
+"""Pipelines before they run: the split of layers, its lines in `plan`, misfits. 10 seconds."""
 
 import json
 from itertools import combinations
@@ -105,7 +105,7 @@ def test_plan_prints_the_stages_and_the_bubble(capsys):
     assert [stage["pp_rank"] for stage in pipeline["stages"]] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert sum(last - first + 1 for first, last in (stage["layers"] for stage in pipeline["stages"])) == 32
     assert facts["layout"]["bitwise"] is True
-    assert facts["bytes_sent"]["send"] == 8 * 2 * 2048 * 4096 * 4  # of rank 1, whose stages send both ways
+    assert facts["bytes_sent"]["send"] == 8 * 2 * 2048 * 4096 * 4  # of rank 1, which sends both ways
     assert pipeline["peak_memory_pp_rank"] == 1  # as many blocks as others, most of them in its first stage
 
 

@@ -1,4 +1,4 @@
-"""The plan against the recipe it describes, and its bytes against what a run holds in memory and writes. 10 seconds."""
+"""The plan against its recipe, and its bytes against the memory and the files of a run. 10 seconds."""
 
 import json
 from pathlib import Path
@@ -164,7 +164,7 @@ def test_the_first_line_of_a_run_names_the_device_as_its_records_do():
 
 
 def test_native_casts_are_decided_for_the_planned_hardware(capsys):
-    """As `decide` does for that compute capability, whatever this machine has."""
+    """As `decide` does for that compute capability, independent of this machine."""
     words = ["plan", "--json", "recipe=llama3_8b_fsdp2", "model.head_dim=128"]
     for recipe, hardware, runs in (
         ("fp8_current", "h100", "native"),
@@ -189,7 +189,7 @@ def test_a_plan_of_many_ranks_notes_the_hardware_that_it_assumes(capsys):
 
 @pytest.mark.parametrize("hardware", [None, "cpu", "b200"])
 def test_native_casts_of_a_run_are_decided_for_the_device_it_starts_on(hardware):
-    """And is not told to name another: that is for `plan`."""
+    """And the message does not suggest another device, which is for `plan`."""
     words = ["precision=mxfp8", "trainer.accelerator=cpu", "parallel=ddp", "world=2"]  # two machines of one rank
     config = compose_config([*words, f"hardware={hardware or 'null'}"])
     found = DerivedConfig(config, to_train=True)
@@ -215,7 +215,7 @@ WHOLE = ["parallel.zero_stage=3", "parallel.dp_replicate=1", "parallel.dp_shard=
     ],
 )
 def test_a_plan_reports_whether_it_fits_and_a_change_that_makes_it_fit(words, overrides, capsys):
-    """The change is tried: its own plan fits, and holds what was said."""
+    """The suggested change works: its plan fits, with the printed bytes."""
     words = [*BIG, "data.global_batch_size=128", *words]
     assert main(words) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -260,7 +260,7 @@ def test_unknown_devices_have_no_memory(capsys):
     ],
 )
 def test_a_plan_with_free_memory_suggests_a_faster_change_that_fits(words, overrides, capsys):
-    """What is said is tried: less recomputation, else micro-batches as large as fit, of as many as a rank has."""
+    """Suggestions work: less recomputation, or else micro-batches as large as fit, up to all that a rank has."""
     words = [*BIG, "data.global_batch_size=128", "parallel=zero3", "world=8", "hardware=b200", *words]
     assert main(words) == 0
     hardware = json.loads(capsys.readouterr().out)["hardware"]

@@ -1,6 +1,6 @@
-"""What `plan` says of layouts: groups, bits, and bytes against the formulas of ZeRO and published figures. 8 seconds.
+"""Layouts in `plan`: groups, bits, and bytes against the formulas of ZeRO and published figures. 8 seconds.
 
-tests/parallel/test_bytes.py compares the same formulas with what ranks hold and send.
+tests/parallel/test_bytes.py compares the same formulas with the bytes that ranks hold and send.
 """
 
 import json
@@ -23,7 +23,7 @@ from lightning_llm.plan.traffic import bytes_sent
 
 LAYOUTS = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "parallel").glob("*.yaml"))
 RANKS = 64
-PSI = 8_030_261_248  # llama_8b, whose vocabulary needs no padding and whose rows 64 divides
+PSI = 8_030_261_248  # llama_8b: its vocabulary needs no padding, and 64 divides its rows
 LOOKUP = 128_256 * 4096  # its embedding, and its head
 NORM = 4096
 BLOCK = (PSI - 2 * LOOKUP - NORM) // 32

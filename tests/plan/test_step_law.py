@@ -1,4 +1,4 @@
-"""Step Law: what a rate and a batch come to, against the numbers that the authors' own tool printed."""
+"""Step Law: rates and batches against the numbers printed by the authors' tool."""
 
 import csv
 import math

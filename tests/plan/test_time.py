@@ -148,12 +148,12 @@ AFTER = {
     (TREE_SCATTER, "dp_replicate"), ("all_gather", "dp_replicate"), ("all_reduce", "dp_replicate"),
     ("all_reduce", "tp"), ("broadcast", "tp"), ("all_reduce", "cp"),
 }  # fmt: skip
-"""What ranks send once per step, of which passes count the time alone."""
+"""Collectives once per step; passes only count their time."""
 
 
 @pytest.mark.parametrize("words", LAYOUTS, ids=" ".join)
 def test_passes_send_the_bytes_that_traffic_counts(words):
-    """But what is sent once per step, and hidden states, which are timed where a pass waits for them."""
+    """Except collectives once per step, and hidden states, which are timed where a pass waits for them."""
     plan = plan_of(config_of(*words))
     timer = StepTimer(plan, plan.config.cluster)
     for pp_rank in range(plan.degrees.pp):
@@ -190,7 +190,7 @@ def test_a_step_is_its_parts_and_faster_on_faster_machines(words):
 
 
 def test_sums_over_replicas_hide_behind_the_last_backward_pass():
-    """Of 16 replicas all is sent by the last pass; what it does not hide is what is left when the embedding is done."""
+    """With 16 replicas everything is sent during the last pass; the rest after the embedding is not hidden."""
     plan = plan_of(config_of("parallel=ddp", "world=16", "parallel.reduction=tree"))
     timer = StepTimer(plan, CLUSTER.model_copy(update={"overlap": False}))
     sent = timer.sent[0][TREE_SCATTER, "dp_replicate"]

@@ -88,7 +88,7 @@ def test_rows_are_torchaos_rowwise_fp8(axis):
 @pytest.mark.parametrize("block", ["row", "1x24"])
 @pytest.mark.parametrize("other", ["tensor", "1x32", "3x20"])
 def test_products_of_rows_and_of_any_blocks_are_those_of_the_dequantised_operands(block, other):
-    """Scales of partial sums whose widths do not divide each other, and a last block that is not whole."""
+    """Scales of partial sums with widths that do not divide each other, and an incomplete last block."""
     generator = torch.Generator().manual_seed(1)
     x, w, dy = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((40, 52), (36, 52), (40, 36)))
     a, b = cast_of(format="int8", block=block), cast_of(format="e4m3", block=other)

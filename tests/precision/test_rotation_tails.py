@@ -52,7 +52,7 @@ def test_a_tail_is_close_to_the_unquantized_product(name):
 
 
 def test_a_tail_has_the_bits_of_tensors_padded_by_hand():
-    """All three axes end within a group; recipe without random rounding, whose bits depend on the columns of a row."""
+    """All three axes end within a group; without random rounding, because its bits depend on the columns of a row."""
     recipe = load("mxfp4_rht_rne")
     recipe = recipe.model_copy(update={"fprop": recipe.fprop.model_copy(update=_rotated_operands(recipe))})
     x, w, dy = _tensors()

@@ -24,8 +24,8 @@ class Killed(BaseException):
 class MadeJob:
     """A simulated `lightning-llm train --config FILE` that writes the files of a run, one validation at a time.
 
-    `pauses`: says of a config at which step it waits for a signal, None for no such step; at the last, it has nothing
-    left to stop. `summary`: what stands in its summary beside.
+    `pauses`: function from a config to the step at which the job waits for a signal, None for no step; at the last
+    step nothing is left to stop. `summary`: further entries of its summary.
     """
 
     made: list["MadeJob"]

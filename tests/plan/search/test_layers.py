@@ -56,7 +56,7 @@ WORDS = [
 
 
 def test_a_real_plan_recomputes_as_little_as_fits():
-    """Its blocks are alike: how many of each mode is all that matters, and every split is tried."""
+    """Its blocks are equal: only the number of each mode matters, and every split is tried."""
     config = compose_config(WORDS)
     pricer = Pricer(Space(config, 2, typed_values(WORDS, config)), config.cluster)
     (best,) = search(pricer, partial(mix_by_block, pricer)).fitting

@@ -87,7 +87,7 @@ def test_a_plan_is_placed_where_its_pipeline_is_fast(tmp_path, capsys):
     best = json.loads(capsys.readouterr().out)["layouts"][0]
     assert best["placement"]["order"] in (["a", "c", "d", "b"], ["b", "d", "c", "a"])
     assert best["seconds"] < best["placement"]["given_seconds"]
-    file.write_text(yaml.safe_dump([[40] * 4] * 4))  # all alike: nothing to gain
+    file.write_text(yaml.safe_dump([[40] * 4] * 4))  # all equal: nothing to gain
     assert main([*SEARCH, "--links", str(file)]) == 0
     alike = json.loads(capsys.readouterr().out)["layouts"][0]
     assert alike["placement"]["order"] == [f"machine {index}" for index in range(4)]

@@ -1,4 +1,4 @@
-"""The search against every layout priced one by one; what it prints, writes and refuses. 40 seconds."""
+"""The search against every layout priced one by one; its output, files and refusals. 40 seconds."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def searched(words: list[str], **keywords: bool) -> tuple[SearchResult, Pricer]:
 
 
 def every_layout(config: Config, world: int):
-    """Yield every legal config of the keys that a search varies, whatever the bounds of its space."""
+    """Yield every legal config of the keys that a search varies, without the bounds of its space."""
     axes = [
         axes for axes in product(divisors(world), repeat=5) if axes[0] * axes[1] * axes[2] * axes[3] * axes[4] == world
     ]
@@ -292,7 +292,7 @@ def test_invalid_searches_are_refused(words, told, capsys):
     assert main(["plan", *words]) == 2
     error = capsys.readouterr().err
     assert told in error
-    assert told.startswith("is ") or "world: " not in error  # it is not blamed for what was typed
+    assert told.startswith("is ") or "world: " not in error  # it is not blamed for typed keys
 
 
 def test_too_large_layouts_report_missing_bytes_and_a_change_that_fits(capsys):

@@ -19,7 +19,7 @@ AXES = {
     "replicate": "replicate",
     "per_head": "replicate",
 }
-"""What the roles of `Decoder.roles` share."""
+"""The sides that the roles of `Decoder.roles` share."""
 SMALL = {
     "num_layers": 2,
     "hidden_size": 64,
@@ -44,7 +44,7 @@ def test_they_are_the_decoders_own_roles(name):
 
 @pytest.mark.parametrize("name", ["llama_tiny", "gpt3_345m"])
 def test_unknown_names_of_matrices_alternate_as_they_should(name):
-    """Within the feed-forward network, whose names are made up: what is cut by outputs is put together by inputs."""
+    """In the feed-forward network, under invented names: tensors cut by outputs are summed by inputs."""
     decoder = Decoder(small(name), torch.float32)
     shapes = {
         name.replace("up_proj", "alpha").replace("down_proj", "omega"): tuple(each.shape)

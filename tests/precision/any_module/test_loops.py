@@ -1,4 +1,4 @@
-"""`quantize` in training loops: the bits of `train`, and what ends a micro-batch and a step."""
+"""`quantize` in training loops: the bits of `train`, and the ends of micro-batches and steps."""
 
 import copy
 
@@ -137,7 +137,7 @@ def test_every_step_and_micro_batch_draws_other_bits_and_evaluation_repeats_none
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for tokens in batches(2).flatten(0, 1):
         seen.append(tuple(model.layers[0].up.keys.tolist()))
-        assert torch.equal(model(tokens), model(tokens))  # without a backward pass, the micro-batch goes on
+        assert torch.equal(model(tokens), model(tokens))  # without a backward pass, the micro-batch continues
         loss_of(model, tokens).backward()
         if len(seen) == 2:
             optimizer.step()

@@ -35,7 +35,7 @@ def passes(model, logits_of):
 def test_their_llama_and_ours_are_quantized_alike(folder, name):
     """In fp32 only the order of sums differs, which moves few elements to another code.
 
-    So the two differ by a small part of what the recipe changes.
+    So the two differ by a small part of the recipe's effect.
     """
 
     def theirs():

@@ -25,7 +25,7 @@ def engine(monkeypatch):
 
 @pytest.fixture
 def hopper(engine, monkeypatch):
-    """A CPU that runs natively, through the stand-in, what an H100 would."""
+    """A CPU that runs the native recipes of an H100 through the stand-in."""
     here = Capability.of_gpu(9, 0)
     monkeypatch.setattr("lightning_llm.plan.resolve.capability_here", lambda accelerator: here)
     return here

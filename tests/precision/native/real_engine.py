@@ -146,7 +146,7 @@ def modules() -> dict[str, ModuleType]:
 
 
 def emulate_random_bits(patch) -> None:
-    """Have kernels draw the emulation's random bits for the layer and the part whose word seeds the generator."""
+    """Make kernels draw the emulation's random bits for the layer and the part given by the generator's seed word."""
     seeded, word_of = {}, NativeLinear.random_word
 
     def random_word(layer):
