@@ -162,7 +162,7 @@ def compare(
     """
     from lightning_llm.compare.best_value import best_of_words
     from lightning_llm.compare.command import compare_named, print_table
-    from lightning_llm.compare.error_budget import read_gate
+    from lightning_llm.compare.requirement import read_gate
     from lightning_llm.compare.terms import RequestedTerms
     from lightning_llm.compare.time_to_target import read_targets
 
@@ -170,7 +170,7 @@ def compare(
     printed: dict[str, Any] = {"show": _nothing if quiet else print_table, "say": _nothing if quiet else print}
     folder, gate = None if output is None else Path(output), read_gate(require, series, looks)
     if curves is not None:
-        from lightning_llm.compare.curves.frames import compare_frames
+        from lightning_llm.compare.curves.command import compare_frames
 
         _only_curves(runs=runs, best_of=best_of, choose_by=choose_by, targets=targets)
         return compare_frames(curves, terms, baseline, x, tokens_per_step, until, folder, gate=gate, **printed)

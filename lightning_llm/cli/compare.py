@@ -10,7 +10,7 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.compare.best_value import best_of_words
 from lightning_llm.compare.command import compare_named, print_data, print_escaped, print_table
-from lightning_llm.compare.error_budget import read_gate
+from lightning_llm.compare.requirement import read_gate
 from lightning_llm.compare.terms import RequestedTerms, terms_of
 from lightning_llm.compare.time_to_target import NO_TARGETS, read_targets
 

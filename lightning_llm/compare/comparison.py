@@ -266,8 +266,7 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
     - `effective_data`, `net_speed`: the gap in tokens (`ratio`, `ci`, `more_tokens`, `more_tokens_ci`, `seeds`); the
       baseline's time to the arm's loss over the arm's time.
     """
-    judged, family = verdict.judged, verdict.family
-    measured, estimate = judged.measured, judged.estimate
+    measured, estimate = verdict.judged.measured, verdict.judged.estimate
     return {
         "name": verdict.name,
         "verdict": verdict.decision,
@@ -279,36 +278,10 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "records_verified": not verdict.unverified,
         "damaged": [str(folder) for folder in verdict.damaged],
         "confounders": [{"key": key, "values": values} for key, values in verdict.confounders.items()],
-        "parameters": verdict.parameters,
-        "tokens": verdict.tokens,
-        "model": verdict.pairs[0].run.config.get("model.name"),
-        "setting": family.setting,
-        "baseline": verdict.factor.baseline_label,
-        "margin": verdict.terms.margin,
-        "token_margin": verdict.terms.token_margin,
-        "confidence": verdict.terms.confidence,
-        "look": verdict.sequential.as_data() if verdict.sequential else None,
-        "late_switching": verdict.switch.as_data() if verdict.switch else None,
-        "reason": reason_of(verdict),
-        "loss_verdict": judged.loss,
-        "loss_pairs": estimate.pairs,
-        "stability": judged.stability.as_data(),
-        "diverged_seeds": measured.diverged_seeds,
-        "baseline_diverged_seeds": measured.baseline_diverged_seeds,
-        "outlier_seeds": list(estimate.outlier_seeds),
-        "missing_seeds": measured.missing_seeds,
-        "baseline_learned": measured.unlearned is None,
+        **_scope_data(verdict),
+        **_cause_data(verdict),
         **_seeds_data(verdict),
-        "aa_floor": verdict.floor.sd,
-        "aa_pairs": verdict.floor.pairs,
-        "sd": finite(estimate.sd),
-        "df": finite(estimate.df),
-        "pooled_with": estimate.pool - 1,
-        "comparisons": estimate.comparisons,
-        "identical": measured.identical,
-        "may_not_have_acted": verdict.may_not_have_acted,
-        "differences": [{"seed": seed, "gap": value} for seed, value in sorted(measured.differences.items())],
-        "tail_steps": list(measured.tail.steps) if measured.tail else [],
+        **_estimate_data(verdict),
         "loss": verdict.loss,
         "baseline_loss": verdict.baseline_loss,
         "gap_high_precision": verdict.gap_high_precision,
@@ -322,6 +295,55 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "effective_data": verdict.effective_data.as_data() if verdict.effective_data else None,
         "net_speed": verdict.net_speed,
         "line": line_of(verdict),
+    }
+
+
+def _scope_data(verdict: Verdict) -> dict[str, Any]:
+    """Return the scope of the verdict: model, setting, terms and declared look."""
+    return {
+        "parameters": verdict.parameters,
+        "tokens": verdict.tokens,
+        "model": verdict.pairs[0].run.config.get("model.name"),
+        "setting": verdict.family.setting,
+        "baseline": verdict.factor.baseline_label,
+        "margin": verdict.terms.margin,
+        "token_margin": verdict.terms.token_margin,
+        "confidence": verdict.terms.confidence,
+        "look": verdict.sequential.as_data() if verdict.sequential else None,
+        "late_switching": verdict.switch.as_data() if verdict.switch else None,
+    }
+
+
+def _cause_data(verdict: Verdict) -> dict[str, Any]:
+    """Return the verdicts that make up the verdict, and the seeds that were lost."""
+    judged, measured, estimate = verdict.judged, verdict.judged.measured, verdict.judged.estimate
+    return {
+        "reason": reason_of(verdict),
+        "loss_verdict": judged.loss,
+        "loss_pairs": estimate.pairs,
+        "stability": judged.stability.as_data(),
+        "diverged_seeds": measured.diverged_seeds,
+        "baseline_diverged_seeds": measured.baseline_diverged_seeds,
+        "outlier_seeds": list(estimate.outlier_seeds),
+        "missing_seeds": measured.missing_seeds,
+        "baseline_learned": measured.unlearned is None,
+    }
+
+
+def _estimate_data(verdict: Verdict) -> dict[str, Any]:
+    """Return the noise floor, the spread of pairs, and the difference of each seed."""
+    measured, estimate = verdict.judged.measured, verdict.judged.estimate
+    return {
+        "aa_floor": verdict.floor.sd,
+        "aa_pairs": verdict.floor.pairs,
+        "sd": finite(estimate.sd),
+        "df": finite(estimate.df),
+        "pooled_with": estimate.pool - 1,
+        "comparisons": estimate.comparisons,
+        "identical": measured.identical,
+        "may_not_have_acted": verdict.may_not_have_acted,
+        "differences": [{"seed": seed, "gap": value} for seed, value in sorted(measured.differences.items())],
+        "tail_steps": list(measured.tail.steps) if measured.tail else [],
     }
 
 

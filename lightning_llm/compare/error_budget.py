@@ -11,72 +11,38 @@ or another metric. The chance of a false "lossless", one side of the intervals, 
 arms are other claims: together they may spend more.
 
 Every recorded look counts, also those without --require: who sees a verdict can choose when to ask for it.
+`judged_at_look` takes the next look of a series.
 """
 
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
-from lightning_llm.base.errors import ConfigError, Problem, gathered
-from lightning_llm.compare.looks import LOOKS_FILE, RecordedLook
-from lightning_llm.config.workspace import default_outputs
+from filelock import FileLock, Timeout
 
-Required = Literal["lossless", "not-lossy"]
-REQUIRED: tuple[Required, ...] = get_args(Required)
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.compare.looks import (
+    FEWEST_PAIRS,
+    LOOKS_FILE,
+    RecordedLook,
+    appended,
+    look_at,
+    read_looks,
+    record_look,
+    write_looks,
+)
+from lightning_llm.compare.requirement import Gate
+from lightning_llm.compare.statistics.seeds import SeedPlan
+from lightning_llm.compare.terms import Terms
+
+if TYPE_CHECKING:
+    from lightning_llm.compare.comparison import Comparison
+    from lightning_llm.compare.verdict import Verdict
+
 LEAST_SPENT = 1e-5
 """A look that could spend less than this decides nothing: the budget is used up."""
-FEWEST_PAIRS = 2
-"""Pairs of an arm without which no look can call it lossless, so that the look spends nothing."""
-
-
-@dataclass(frozen=True)
-class Gate:
-    """The verdict that is `required`; the name or file of the `series`, and its planned number of `looks`, if given."""
-
-    required: Required
-    series: str | None = None
-    looks: int | None = None
-
-    def file(self, folder: Path) -> Path:
-        """Return the file of the looks of the series; without a name that of the report's `folder`."""
-        if self.series is None:
-            return folder / LOOKS_FILE
-        if self.series.endswith(".json"):
-            return Path(self.series).expanduser().absolute()
-        return Path(default_outputs(), "series", f"{self.series}.json").absolute()
-
-
-def read_gate(required: str | None, series: str | None = None, looks: int | None = None) -> Gate | None:
-    """Return the gate of --require, --series and --looks; None without --require.
-
-    Raises:
-        ConfigError: with all that is wrong.
-    """
-    problems: list[Problem] = []
-    wanted: Required | None = None
-    with gathered(problems):
-        wanted = None if required is None else read_required(required)
-    if required is None:
-        given = [flag for flag, value in (("--series", series), ("--looks", looks)) if value is not None]
-        problems += [Problem(flag, "has no effect without --require. Add --require lossless.") for flag in given]
-    if series is not None and not series.endswith(".json") and not re.fullmatch(r"\w[\w.-]*", series):
-        text = "must be a name of letters, digits, '.', '_' and '-', or a file that ends in .json."
-        problems.append(Problem("--series", text, series))
-    if looks is not None and (type(looks) is not int or looks < 1):
-        problems.append(Problem("--looks", "must be a whole number of at least 1.", looks))
-    if problems:
-        raise ConfigError(problems)
-    return None if wanted is None else Gate(wanted, series, looks)
-
-
-def read_required(word: str) -> Required:
-    """Return the required verdict that `word` names. Raises ConfigError."""
-    for each in REQUIRED:
-        if each == word:
-            return each
-    raise ConfigError(Problem("--require", f"must be {' or '.join(REQUIRED)}.", word))
 
 
 @dataclass(frozen=True)
@@ -195,14 +161,102 @@ def with_spending(look: RecordedLook, spending: Spending) -> RecordedLook:
     return replace(look, spent=spending.spent, budget=spending.budget, planned_looks=spending.planned_looks)
 
 
-def appended(earlier: Sequence[RecordedLook], look: RecordedLook) -> list[RecordedLook]:
-    """Return the looks of a series with `look`, unless it is recorded already."""
-    known = any(each.seen == look.seen and each.spent is not None for each in earlier)
-    return list(earlier) if known else [*earlier, look]
-
-
 def merged(series: Sequence[RecordedLook], beside: Sequence[RecordedLook], look: RecordedLook) -> list[RecordedLook]:
     """Return the looks of a named series, and looks at the same arms from the runs' folder that it lacks."""
     known = {each.identity for each in series}
     lacking = [each for each in beside if each.identity not in known and _of_one_series(each, look)]
     return [*series, *(replace(each, spent=None, budget=None, planned_looks=None) for each in lacking)]
+
+
+LOCK_SECONDS = 60.0
+"""Timeout for another process that takes a look of the same series."""
+
+
+def judged_at_look(judge: Callable[[Terms], "Comparison"], terms: Terms, gate: Gate, folder: Path) -> "Comparison":
+    """Return the comparison at the next look of the series of `gate`, after recording the look.
+
+    Args:
+        judge: returns the comparison under given terms.
+        terms: their `confidence` is that of all looks together; 1 - confidence is the error budget.
+        gate: the requirement and the series.
+        folder: of the report; it has the looks that were taken at these runs.
+
+    Raises:
+        ConfigError: the looks cannot be read or recorded, so the error is unknown, or the series was begun with other
+            terms.
+    """
+    comparison = judge(terms)
+    file = gate.file(folder)
+    with _problems_as_config_errors(file), _locked(file):
+        look = look_at(comparison.verdicts, terms)
+        earlier = read_looks(file)
+        if gate.series is not None:
+            earlier = merged(earlier, read_looks(folder / LOOKS_FILE), look)
+        spending = spending_of(look, earlier, gate, round(1 - terms.confidence, 12), file)
+        comparison = _at(spending, judge, comparison, terms)
+        look = with_spending(look_at(comparison.verdicts, comparison.terms), spending)
+        comparison.looks = appended(earlier, look)
+        write_looks(file, comparison.looks)
+        if gate.series is not None:
+            record_look(look, folder)
+    comparison.spending = spending
+    comparison.notes.append(spending.text)
+    return comparison
+
+
+def _at(
+    spending: Spending, judge: Callable[[Terms], "Comparison"], comparison: "Comparison", terms: Terms
+) -> "Comparison":
+    """Return the comparison with the error that the look spends."""
+    if spending.exhausted:
+        comparison.verdicts = [_withheld(verdict) for verdict in comparison.verdicts]
+    elif spending.look:
+        following = 1 - spending.next_spent if spending.next_spent else None
+        alone = [verdict.decision for verdict in comparison.verdicts]
+        comparison = judge(replace(terms, confidence=1 - spending.spent, next_confidence=following))
+        comparison.verdicts = [
+            replace(verdict, lossy_alone=decision == "lossy" and verdict.decision == "inconclusive")
+            for verdict, decision in zip(comparison.verdicts, alone, strict=True)
+        ]
+    if spending.look and not spending.next_spent:  # more seeds could not decide
+        comparison.verdicts = [replace(verdict, plan=SeedPlan()) for verdict in comparison.verdicts]
+    return comparison
+
+
+def _withheld(verdict: "Verdict") -> "Verdict":
+    """Return the verdict, inconclusive as nothing is left of the budget; equal bits need no error and stay."""
+    if verdict.judged.measured.identical:
+        return verdict
+    judged = replace(verdict.judged, decision="inconclusive", loss="inconclusive")
+    return replace(verdict, judged=judged, plan=SeedPlan(), unbudgeted=True)
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Hold the lock of the series: two looks at a time would spend the same error."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_name(f".{file.name}.lock"), timeout=LOCK_SECONDS):
+        yield
+
+
+@contextmanager
+def _problems_as_config_errors(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except Timeout as error:
+        text = f"{file} is locked by another comparison of this series. Wait for it, then try again."
+        raise ConfigError(Problem("--require", text)) from error
+    except (OSError, ValueError) as error:
+        text = f"the looks of the series cannot be read and recorded, so its error is unknown: {error}."
+        raise ConfigError(Problem("--require", text)) from error
+
+
+def refuse_with_declared_looks(gate: Gate, sweeps: Sequence[Path]) -> None:
+    """Raise ConfigError for a series of sweeps with looks that were declared in the sweep.
+
+    Such a sweep spends the whole error of its verdicts itself.
+    """
+    given = [flag for flag, value in (("--series", gate.series), ("--looks", gate.looks)) if value is not None]
+    text = f"cannot be used for {sweeps[0].name}, as its declared looks spend its error. Remove it."
+    if given:
+        raise ConfigError([Problem(flag, text) for flag in given])

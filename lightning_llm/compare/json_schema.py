@@ -10,8 +10,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from lightning_llm.compare.comparison import SCHEMA_VERSION
 from lightning_llm.compare.curves.columns import Kind, Unit
-from lightning_llm.compare.error_budget import Required
-from lightning_llm.compare.requirement import Outcome
+from lightning_llm.compare.requirement import Outcome, Required
 from lightning_llm.compare.statistics.intervals import Decision
 from lightning_llm.compare.verdict_schema import Bounds, Number, Part, Value, Verdict
 

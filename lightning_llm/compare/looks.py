@@ -83,9 +83,9 @@ class Design:
         return f"after {looks} seeds, margin {self.terms.margin_and_unit}, {self.spending} spending"
 
 
-def hash_of(about: Mapping[str, Any]) -> str:
-    """Return the hash of a design: 12 hex digits."""
-    return sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+def hash_of(value: Any, digits: int = 12) -> str:
+    """Return the first hex digits of the hash of a design or of losses, given as JSON values."""
+    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:digits]
 
 
 def declare(
@@ -204,6 +204,8 @@ def _other_terms(design: Design, asked: RequestedTerms, baseline: str | None, be
 
 
 LOOKS_FILE = "looks.json"
+FEWEST_PAIRS = 2
+"""Pairs of an arm without which no look can call it lossless, so that the look spends nothing."""
 LOOKS = (
     "Every look at a growing sweep is another chance of a false verdict. With a true gap at the margin, lossless is "
     "reported falsely in {few} of sweeps with looks after 2, 3, 4 and 5 seeds, and in {many} with looks after 2 to 20 "
@@ -255,7 +257,7 @@ def look_at(verdicts: Sequence["Verdict"], terms: Terms) -> RecordedLook:
     ]  # fmt: skip
     return RecordedLook(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
-        seen=_digest([_asked(terms), shown]),
+        seen=hash_of([_asked(terms), shown], 16),
         margin=terms.margin if terms.token_margin is None else None,
         confidence=terms.confidence,
         metric=terms.metric,
@@ -264,12 +266,8 @@ def look_at(verdicts: Sequence["Verdict"], terms: Terms) -> RecordedLook:
         verdicts={names[id(each)]: each.decision for each in verdicts},
         token_margin=terms.token_margin,
         baseline=verdicts[0].factor.baseline_label if verdicts else "",
-        data=_digest([terms.metric, terms.tail_share, shown]),
+        data=hash_of([terms.metric, terms.tail_share, shown], 16),
     )
-
-
-def _digest(value: Any) -> str:
-    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _asked(terms: Terms) -> dict[str, Any]:
@@ -286,10 +284,17 @@ def record_look(look: RecordedLook, folder: Path) -> list[RecordedLook]:
         ValueError: it does not contain looks.
     """
     known = read_looks(folder / LOOKS_FILE)
-    if any(each.seen == look.seen for each in known):
-        return known
-    write_looks(folder / LOOKS_FILE, [*known, look])
-    return [*known, look]
+    looks = appended(known, look)
+    if looks != known:
+        write_looks(folder / LOOKS_FILE, looks)
+    return looks
+
+
+def appended(known: Sequence[RecordedLook], look: RecordedLook) -> list[RecordedLook]:
+    """Return the `known` looks with `look`, unless it is one of them: it saw the same, and its spending is recorded."""
+    same = [each for each in known if each.seen == look.seen]
+    recorded = any(each.spent is not None or look.spent is None for each in same)
+    return list(known) if recorded else [*known, look]
 
 
 def read_looks(file: Path) -> list[RecordedLook]:

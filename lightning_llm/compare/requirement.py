@@ -1,17 +1,71 @@
-"""Requirement on verdicts (--require), for scripts and CI: met, not met or open for each arm, and the exit code."""
+"""Requirement on verdicts (--require, --series, --looks): met, not met or open for each arm, and the exit code."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightning_llm.compare.error_budget import FEWEST_PAIRS, Required, read_required
+from lightning_llm.base.errors import ConfigError, Problem, gathered
+from lightning_llm.compare.looks import FEWEST_PAIRS, LOOKS_FILE
+from lightning_llm.config.workspace import default_outputs
 
 if TYPE_CHECKING:
     from lightning_llm.compare.verdict import Verdict
 
+Required = Literal["lossless", "not-lossy"]
+REQUIRED: tuple[Required, ...] = get_args(Required)
 Outcome = Literal["met", "not met", "open"]
 EXIT_CODES: dict[Outcome, int] = {"not met": 1, "open": 3, "met": 0}
 """Exit code by outcome, the worst outcome first: with several arms the worst counts."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The verdict that is `required`; the name or file of the `series`, and its planned number of `looks`, if given."""
+
+    required: Required
+    series: str | None = None
+    looks: int | None = None
+
+    def file(self, folder: Path) -> Path:
+        """Return the file of the looks of the series; without a name that of the report's `folder`."""
+        if self.series is None:
+            return folder / LOOKS_FILE
+        if self.series.endswith(".json"):
+            return Path(self.series).expanduser().absolute()
+        return Path(default_outputs(), "series", f"{self.series}.json").absolute()
+
+
+def read_gate(required: str | None, series: str | None = None, looks: int | None = None) -> Gate | None:
+    """Return the gate of --require, --series and --looks; None without --require.
+
+    Raises:
+        ConfigError: with all that is wrong.
+    """
+    problems: list[Problem] = []
+    wanted: Required | None = None
+    with gathered(problems):
+        wanted = None if required is None else read_required(required)
+    if required is None:
+        given = [flag for flag, value in (("--series", series), ("--looks", looks)) if value is not None]
+        problems += [Problem(flag, "has no effect without --require. Add --require lossless.") for flag in given]
+    if series is not None and not series.endswith(".json") and not re.fullmatch(r"\w[\w.-]*", series):
+        text = "must be a name of letters, digits, '.', '_' and '-', or a file that ends in .json."
+        problems.append(Problem("--series", text, series))
+    if looks is not None and (type(looks) is not int or looks < 1):
+        problems.append(Problem("--looks", "must be a whole number of at least 1.", looks))
+    if problems:
+        raise ConfigError(problems)
+    return None if wanted is None else Gate(wanted, series, looks)
+
+
+def read_required(word: str) -> Required:
+    """Return the required verdict that `word` names. Raises ConfigError."""
+    for each in REQUIRED:
+        if each == word:
+            return each
+    raise ConfigError(Problem("--require", f"must be {' or '.join(REQUIRED)}.", word))
 
 
 @dataclass(frozen=True)

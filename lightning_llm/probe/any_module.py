@@ -16,7 +16,7 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.precision.any_module.clock import StepClock
-from lightning_llm.precision.any_module.conv1d import NativeConv1D, QuantisedConv1D
+from lightning_llm.precision.any_module.quantize import NativeConv1D, QuantisedConv1D
 from lightning_llm.precision.any_module.selection import unwrapped
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
 from lightning_llm.precision.native.transformer_engine import NativeLinear

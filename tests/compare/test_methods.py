@@ -22,9 +22,9 @@ from lightning_llm.compare.report.latex import (
     verdicts_latex,
 )
 from lightning_llm.compare.report.methods import PASSAGES, listed, spans
-from lightning_llm.compare.report.page import page
 from lightning_llm.compare.report.references import KNOWN, PAPERS, citation_of, keys_in, sources_of
 from lightning_llm.compare.report.tables import Table
+from lightning_llm.compare.report.write import page
 from lightning_llm.compare.terms import Terms
 from lightning_llm.tracking.reading import read_run
 from tests.compare.run_folders import make_run, make_sweep

@@ -1,8 +1,11 @@
-"""Two logs of one run: equal, shifted, rescaled or rounded copies of a curve, and seeds with exchanged labels."""
+"""Logs of one run under several names: copies of a curve, parts of it, and seeds with exchanged labels.
+
+A copy is equal, shifted, rescaled, rounded or filtered; parts are every k-th row, or one half after the other.
+"""
 
 import math
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, permutations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +36,11 @@ SAME_LEVEL = 1.02
 """Losses relative to the baseline's up to which a curve counts as being on its level."""
 REMEDY = "Name two logs of different runs; of two real runs, log all digits."
 BITS = 1 / math.log(2)
+FEWEST_OF_PART = 16
+"""Points of a curve below which its parts are not recognized."""
+CLOSE = 1e-6
+"""Difference of points, in spacings, that counts as none."""
+REMEDY_OF_PART = "Parts of one run are not independent: name one whole log per run."
 
 
 def copy_problems(curves: Sequence[LoggedCurve]) -> list[Problem]:
@@ -188,3 +196,50 @@ def _learns_nothing(ours: Column, theirs: Column) -> bool:
     part = max(3, len(ours) // 10)
     fell, falls = (float(np.median(each[:part]) - np.median(each[-part:])) for each in (ours, theirs))
     return fell > 10 * noise(ours) and falls < 0.1 * fell
+
+
+def part_problems(curves: Sequence[LoggedCurve]) -> list[Problem]:
+    """Return a problem for each arm with logs that look like parts of one log."""
+    arms = list(dict.fromkeys(curve.log.arm for curve in curves))
+    problems = []
+    for arm in arms:
+        long = [curve for curve in curves if curve.log.arm == arm and len(curve.finite) >= FEWEST_OF_PART]
+        found = [_interleaved(long), *(_continued(one, other) for one, other in permutations(long, 2))]
+        problems += [problem for problem in found if problem][:1]
+    return problems
+
+
+def _interleaved(curves: Sequence[LoggedCurve]) -> Problem | None:
+    """Return a problem if the points of k > 1 evenly spaced curves interleave, shifted by multiples of 1/k."""
+    if len(curves) < 2:
+        return None
+    spacing = curves[0].spacing
+    regular = all(np.all(np.abs(np.diff(curve.x) / spacing - 1) < CLOSE) for curve in curves)
+    shift = np.array([curve.x[0] - curves[0].x[0] for curve in curves]) / spacing * len(curves)
+    if not regular or np.any(np.abs(shift - np.round(shift)) > CLOSE * len(curves)):
+        return None
+    if sorted(int(each) % len(curves) for each in np.round(shift)) != list(range(len(curves))):
+        return None
+    text = (
+        f"its points lie evenly between those of {curves[0].log.address} ({curves[0].log.label}): rows of one log, "
+        f"dealt out to {len(curves)} seeds. {REMEDY_OF_PART}"
+    )
+    return Problem(curves[1].log.address, text)
+
+
+def _continued(first: LoggedCurve, second: LoggedCurve) -> Problem | None:
+    """Return the problem of `second` if it begins where `first` ends, though their axes begin together."""
+    if abs(first.x[0] - second.x[0]) > first.spacing:
+        return None
+    (begins, ends), (again, _) = (
+        (float(np.median(each[: len(each) // 10 or 1])), float(np.median(each[-(len(each) // 10) or -1 :])))
+        for each in (first.finite, second.finite)
+    )
+    fell = begins - ends
+    if fell <= 10 * noise(first.finite) or begins - again < 0.8 * fell or abs(again - ends) > 0.2 * fell:
+        return None
+    text = (
+        f"begins with losses of {again:.4g}, where {first.log.address} ({first.log.label}) begins with {begins:.4g} "
+        f"and ends with {ends:.4g}: the later part of one log. {REMEDY_OF_PART}"
+    )
+    return Problem(second.log.address, text)

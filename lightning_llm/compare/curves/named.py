@@ -9,6 +9,8 @@ from lightning_llm.base.errors import ConfigError, Problem, gathered
 
 LABEL = re.compile(r"(?P<arm>[^=]+?)(?:/(?P<seed>[^/=]*))?=(?P<path>.+)", re.DOTALL)
 FIELD = re.compile(r"\{(\w*)\}|(\*)")
+URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|(?:mlflow|file):|databricks(?:[:#]|$)")
+"""Beginning of an address that is no path: a scheme of two letters or more, as in runs:/ID, or one of MLflow's."""
 FIELDS = {"arm": r"(?P<arm>[^/]+)", "seed": r"(?P<seed>\d+)"}
 PATTERN_EXAMPLE = "{arm}-{seed}.jsonl"
 
@@ -25,6 +27,11 @@ class NamedLog:
     def label(self) -> str:
         """ "bf16/0", or "bf16" without a seed."""
         return self.arm if self.seed is None else f"{self.arm}/{self.seed}"
+
+
+def is_uri(address: str) -> bool:
+    """Return whether `address` is a URI, not a path."""
+    return URI.match(address) is not None
 
 
 def named_logs(words: Sequence[str], pattern: str | None = None) -> list[NamedLog]:
@@ -51,8 +58,10 @@ def named_logs(words: Sequence[str], pattern: str | None = None) -> list[NamedLo
 
 def _named(word: str, pattern: str | None, template: re.Pattern[str] | None) -> NamedLog:
     found = None if Path(word).expanduser().exists() else LABEL.fullmatch(word)
-    if found and "://" not in found["arm"]:
+    if found and not is_uri(word):
         return NamedLog(found["arm"], _seed(word, found["seed"]), found["path"])
+    if template is None and is_uri(word):
+        raise ConfigError(Problem(word, "has no arm. Name it ARM/SEED=URI, such as bf16/0=runs:/ID."))
     if template is None:
         return NamedLog(Path(word).expanduser().resolve().parent.name or "logs", None, word)
     matched = template.search(Path(word).as_posix())
@@ -98,7 +107,7 @@ def _repeated(logs: Iterable[NamedLog]) -> list[Problem]:
     by_label: dict[tuple[str, int], NamedLog] = {}
     by_place: dict[str, NamedLog] = {}
     for log in logs:
-        place = log.address if "://" in log.address else str(Path(log.address).expanduser().resolve())
+        place = log.address if is_uri(log.address) else str(Path(log.address).expanduser().resolve())
         first = by_place.setdefault(place, log)
         if first is not log:
             text = (

@@ -1,11 +1,21 @@
-"""Write a report's files into a folder. A file that cannot be made is reported; the others are still written."""
+"""Write a report's files into a folder; `report.html` is one self-contained page for screens, phones and paper.
 
-from collections.abc import Callable
+A file that cannot be made is reported; the others are still written.
+"""
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup, escape
 
 from lightning_llm.base.terminal import Waiting
 from lightning_llm.compare.comparison import Comparison
+from lightning_llm.compare.format import minus, nats
 from lightning_llm.compare.report.latex import (
     bibliography,
     document,
@@ -14,10 +24,23 @@ from lightning_llm.compare.report.latex import (
     table_latex,
     verdicts_latex,
 )
-from lightning_llm.compare.report.page import page, title_of
-from lightning_llm.compare.report.picture import Picture
+from lightning_llm.compare.report.methods import Methods
+from lightning_llm.compare.report.picture import COLOURS, DARK_COLOURS, SYMBOLS, Picture
 from lightning_llm.compare.report.pictures import pictures_of
-from lightning_llm.compare.report.tables import NOTHING, Supplement, curves_csv, tables_of, verdicts_csv
+from lightning_llm.compare.report.references import CITATION, citations_in
+from lightning_llm.compare.report.tables import (
+    NOTHING,
+    Supplement,
+    Table,
+    curves_csv,
+    gap_text,
+    sources_of,
+    tables_of,
+    verdicts_csv,
+)
+from lightning_llm.compare.statistics.intervals import Decision
+from lightning_llm.compare.table import COST, JUDGED, LONG, baseline_row, verdict_row
+from lightning_llm.compare.verdict_text import line_of
 
 FILES = {
     "verdicts.csv": "the tables with all digits",
@@ -37,6 +60,8 @@ FILES = {
 listed."""
 OPTIONAL = ("pairs.", "ladder.")
 """Prefixes of files that not every report has."""
+TEMPLATE = "report.html.jinja"
+ORDER: tuple[Decision, ...] = ("lossless", "lossy", "inconclusive")
 
 
 def write_report(comparison: Comparison, folder: Path, supplement: Supplement = NOTHING) -> list[str]:
@@ -97,3 +122,109 @@ def _write(name: str, make: Callable[[], str | bytes], folder: Path, failed: lis
     partial_file.write_bytes(made.encode() if isinstance(made, str) else made)
     partial_file.replace(folder / name)
     return True
+
+
+def page(
+    comparison: Comparison, pictures: Sequence[Picture], files: Mapping[str, str], tables: Sequence[Table] = ()
+) -> str:
+    """Return the page; `files`: {name of a file in the same folder: its purpose}; `tables`: further tables."""
+    environment = Environment(
+        loader=PackageLoader("lightning_llm.compare.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "line": line_of,
+        "nats": nats,
+        "image": _image,
+        "source": lambda gap: minus(gap_text(gap)),
+        "minus": minus,
+    }
+    methods = comparison.methods
+    sources = sources_of(comparison)
+    return environment.get_template(TEMPLATE).render(
+        comparison=comparison,
+        title=title_of(comparison),
+        sentence=sentence(comparison),
+        headlines=headlines(comparison),
+        symbols=SYMBOLS,
+        colours=COLOURS,
+        dark_colours=DARK_COLOURS,
+        judged=JUDGED,
+        cost=COST,
+        long=LONG,
+        settings=[
+            (baseline.family.words, baseline_row(baseline), [verdict_row(each) for each in verdicts])
+            for baseline in comparison.baselines
+            if (verdicts := comparison.verdicts_of(baseline.family))
+        ],
+        pictures=[(group, list(found)) for group, found in groupby(pictures, key=lambda each: each.group)],
+        many=any(picture.folded for picture in pictures),  # then its table is for looking things up
+        sources=sorted({source for found in sources.values() for source in found}),
+        source_gaps=[(verdict, sources[id(verdict)]) for verdict in comparison.verdicts],
+        paragraphs=[(heading, _with_numbers(text, methods)) for heading, text in methods.paragraphs],
+        references=methods.references,
+        files=files,
+        tables=tables,
+    )
+
+
+def title_of(comparison: Comparison) -> str:
+    """Return the report's title."""
+    return f"{comparison.factor.name} against {comparison.factor.baseline_label}"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One setting's verdicts: `setting` as text, `scale`: model size and tokens.
+
+    `recipes`: (verdict, verdict that determines the color, names).
+    """
+
+    setting: str
+    scale: str
+    recipes: tuple[tuple[Decision, Decision, tuple[str, ...]], ...]
+
+
+def headlines(comparison: Comparison) -> list[Headline]:
+    """Return one headline per setting; qualifications of a verdict follow the recipe's name."""
+    found = []
+    for family in comparison.families:
+        verdicts = comparison.verdicts_of(family)
+        if not verdicts:
+            continue
+        groups: dict[tuple[Decision, Decision], list[str]] = {}
+        for verdict in verdicts:
+            against = verdict.qualified.partition(" (")[2].rstrip(")")
+            name = f"{verdict.name} ({against})" if against and verdict.decision != "inconclusive" else verdict.name
+            groups.setdefault((verdict.decision, verdict.colour), []).append(name)
+        first = verdicts[0]
+        ordered = sorted(groups, key=lambda group: (ORDER.index(group[0]), group[0] != group[1]))
+        recipes = tuple((*group, tuple(groups[group])) for group in ordered)
+        found.append(Headline(family.words, first.scale, recipes))
+    return found
+
+
+def sentence(comparison: Comparison) -> str:
+    """Return the numbers of verdicts by decision, as a sentence."""
+    decisions = [verdict.decision for verdict in comparison.verdicts]
+    counts = [f"{decisions.count(each)} {each}" for each in ORDER if each in decisions]
+    number = len(decisions)
+    return f"{number} verdict{'s' * (number != 1)}: {', '.join(counts)}."
+
+
+def _image(picture: Picture) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(picture.svg.encode()).decode()}"
+
+
+def _with_numbers(text: str, methods: Methods) -> Markup:
+    """Return `text` with a numbered link to the list of references for each citation."""
+    numbers = {reference.key: number for number, reference in enumerate(methods.references, 1)}
+    parts, end = [], 0
+    for found in CITATION.finditer(text):
+        links = [
+            Markup('<a href="#ref-{}">{}</a>{}').format(key, numbers[key], f", {place}" if place else "")
+            for key, place in citations_in(found[0])
+        ]
+        between = Markup("; ") if any(place for _, place in citations_in(found[0])) else Markup(", ")
+        parts += [escape(text[end : found.start()]), Markup(" [{}]").format(between.join(links))]
+        end = found.end()
+    return Markup("").join([*parts, escape(text[end:])])

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.precision.any_module.choice import Choice, choose
 from lightning_llm.precision.any_module.clock import StepClock
-from lightning_llm.precision.any_module.conv1d import WITH_TRANSPOSED_WEIGHT
 from lightning_llm.precision.any_module.report import ModuleReport, QuantizeReport, stepped
 from lightning_llm.precision.any_module.selection import FoundLinear, unwrapped
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
@@ -228,3 +227,35 @@ def _notes(choice: Choice, how: _How) -> tuple[str, ...]:
     if choice.other_matrices:
         notes.append(f"not quantized, since no linear layer holds them: {', '.join(choice.other_matrices)}")
     return tuple(notes)
+
+
+class QuantisedConv1D(QuantisedLinear):
+    """`QuantisedLinear` with a transposed weight. Attributes are those of Conv1D, which it is made of (`adopt`)."""
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [out_features, in_features]."""
+        return self.weight.t()
+
+    def extra_repr(self) -> str:
+        inputs, outputs = self.weight.shape
+        return f"in_features={inputs}, out_features={outputs}, {self.casts_text()}"
+
+
+class NativeConv1D(NativeLinear):
+    """`NativeLinear` with a transposed weight; its kernels need a contiguous copy of it."""
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [out_features, in_features]."""
+        return self.weight.t().contiguous()
+
+    def extra_repr(self) -> str:
+        return QuantisedConv1D.extra_repr(self)  # type: ignore[arg-type]
+
+
+WITH_TRANSPOSED_WEIGHT: dict[type[QuantisedLinear], type[QuantisedLinear]] = {
+    QuantisedLinear: QuantisedConv1D,
+    NativeLinear: NativeConv1D,
+}
+"""The class for Conv1D by the class for nn.Linear."""

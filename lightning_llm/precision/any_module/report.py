@@ -1,8 +1,10 @@
-"""The result of `quantize`: which modules have casts, which have not and why, and the step of the training loop."""
+"""The result of `quantize`: layers with and without casts, the step of the training loop, figures of every cast."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,9 +13,41 @@ from torch import Tensor, nn
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.precision.any_module.clock import StepClock
-from lightning_llm.precision.any_module.health import Figures, observed
 from lightning_llm.precision.linear.delayed import delayed_state, load_delayed_state
-from lightning_llm.precision.linear.module import high_precision_forward
+from lightning_llm.precision.linear.module import QuantisedLinear, high_precision_forward, quantised_layers
+from lightning_llm.precision.linear.plan import CastRecord
+from lightning_llm.precision.linear.statistics import SUMS, cast_sums, figures
+
+Figures = dict[tuple[str, str], dict[str, float]]
+"""{(layer, slot): figures of `precision.linear.statistics`}, of all casts together."""
+
+
+@contextmanager
+def observed(module: nn.Module) -> Iterator[Figures]:
+    """Observe every cast of the quantized layers of `module` in the block; the mapping is filled at its end.
+
+    Observing changes no bit. On several ranks, each sees its own casts.
+    """
+    layers, sums, found = quantised_layers(module), dict[tuple[str, str], tuple[Tensor, Tensor]](), Figures()
+    before = [layer.observe for layer in layers]
+    for layer in layers:
+        layer.observe = partial(_add, sums, layer)
+    try:
+        yield found
+    finally:
+        for layer, observe in zip(layers, before, strict=True):
+            layer.observe = observe
+        for key, (total, span) in sums.items():
+            found[key] = figures(dict(zip(SUMS, total.tolist(), strict=True)), span[0].item(), span[1].item())
+
+
+@torch.no_grad()
+def _add(sums: dict[tuple[str, str], tuple[Tensor, Tensor]], layer: QuantisedLinear, seen: CastRecord) -> None:
+    its_sums, its_span = cast_sums(seen)
+    nothing = its_sums.new_tensor([math.inf, -math.inf])
+    total, span = sums.get((layer.name, seen.slot), (torch.zeros_like(its_sums), nothing))
+    span = torch.stack([torch.minimum(span[0], its_span[0]), torch.maximum(span[1], its_span[1])])
+    sums[layer.name, seen.slot] = total + its_sums, span
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from scipy import stats
 from lightning_llm.__main__ import main
 from lightning_llm.api import compare
 from lightning_llm.base.errors import ConfigError
+from lightning_llm.compare.curves.as_runs import count_spikes
 from lightning_llm.compare.curves.readers import read_table
-from lightning_llm.compare.curves.spikes import count_spikes
 from lightning_llm.compare.json_schema import compare_schema
 from lightning_llm.config.schema import SpikesConfig
 from lightning_llm.train.spikes.detector import SpikeState

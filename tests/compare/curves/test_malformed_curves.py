@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from lightning_llm.api import compare
 from lightning_llm.base.errors import ConfigError
+from lightning_llm.compare.curves.command import home_of
+from lightning_llm.compare.curves.named import named_logs
 from tests.compare.curves.made_curves import changed, curves
 
 EVERY = [(arm, seed) for arm in ("bf16", "fp8") for seed in range(4)]
@@ -216,3 +218,14 @@ def test_ordinary_logs_are_judged(points, decimals, first, kind, seeds):
     found = curves(0.004, range(first, first + seeds), points=points, kind=kind, noise=noise)
     found = changed(found, losses(lambda v: np.round(v, decimals)), [(a, s) for a in found for s in found[a]])
     assert not outcome(found).startswith("refused")
+
+
+@pytest.mark.parametrize(
+    "address", ["runs:/abc", "https://host/#/experiments/1/runs/2", "databricks#abc", "file:/x#abc"]
+)
+def test_a_report_on_runs_of_a_tracker_goes_to_the_working_folder(address, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert home_of(named_logs([f"bf16/0={address}", "fp8/0=deeper/a.csv"])) == tmp_path
+    assert home_of(named_logs(["bf16/0=databricks/a.csv", "fp8/0=databricks/b.csv"])) == tmp_path / "databricks"
+    with pytest.raises(ConfigError, match="has no arm"):
+        named_logs([address])

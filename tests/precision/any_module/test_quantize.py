@@ -11,7 +11,7 @@ import lightning_llm
 from lightning_llm import ConfigError, dequantize, quantize
 from lightning_llm.config.schema.module_rules import ModuleRules
 from lightning_llm.precision.any_module.choice import choose
-from lightning_llm.precision.any_module.conv1d import WITH_TRANSPOSED_WEIGHT
+from lightning_llm.precision.any_module.quantize import WITH_TRANSPOSED_WEIGHT
 from lightning_llm.precision.linear.module import QuantisedLinear
 from lightning_llm.precision.native.transformer_engine import NativeLinear
 from lightning_llm.precision.recipe.read import read_recipe

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from lightning_llm.base.sqlite_address import sqlite_address
+from lightning_llm.compare.curves.named import is_uri
 from lightning_llm.compare.curves.readers.attempts import Attempts, columns_by_step
 from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
 from lightning_llm.tracking.mlflow.store import existing_store
@@ -24,7 +25,7 @@ FORMS = "runs:/RUN_ID (of MLFLOW_TRACKING_URI), TRACKING_URI#RUN_ID, a run's pag
 
 def is_address(address: str) -> bool:
     """Return whether an address is a URI, or TRACKING_URI#RUN_ID of a store without a scheme (a folder or database)."""
-    if "://" in address or address.startswith(("runs:/", "mlflow:", "file:", "databricks")):
+    if is_uri(address):
         return True
     found = STORED.match(address)
     return (
@@ -57,7 +58,7 @@ def _located(source: LogSource) -> tuple[str | None, str] | None:
         return None, found["run"]
     if found := PAGE.match(address) or STORED.match(address):
         store = found["store"]
-        if "://" not in store and not store.startswith(("databricks", "file:")):
+        if not is_uri(store):
             path = Path(store).expanduser().absolute()
             store = path.as_uri() if path.is_dir() else sqlite_address(path)
         return store, found["run"]
