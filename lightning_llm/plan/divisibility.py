@@ -95,6 +95,8 @@ def _extents(cast: CastConfig, contraction: bool) -> Iterator[tuple[int, str]]:
     if cast.block_size is not None:
         across, along = cast.block_size
         yield along if contraction else across, "rows" if cast.block == "row" else f"blocks of {cast.block}"
+    if cast.amax == "row" and contraction:
+        yield 0, "amax: row"
     if cast.hadamard is not None and contraction:
         yield cast.hadamard.size, f"rotations of {cast.hadamard.size}"
 

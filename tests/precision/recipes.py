@@ -47,6 +47,10 @@ OTHER_KINDS = {
             "format": "e2m1", "block": "1x16", "scale": "two_level_e4m3", "headroom": 16 / 17,
             "rounding": "stochastic_compare",
         },
+        "4/6": {"format": "e2m1", "block": "1x16", "scale": "two_level_e4m3", "candidates": {}, "scale_max": 256},
+        "4/6 of rows by the largest error": {
+            "format": "e2m1", "block": "1x16", "scale": "two_level_e4m3", "candidates": {"by": "max"}, "amax": "row",
+        },
     }.items()
 }  # fmt: skip
 """Casts of kinds that no shipped recipe has."""

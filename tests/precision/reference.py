@@ -97,14 +97,18 @@ def cast(x, how: CastConfig, noise=None, delayed=None):
         power = per_block(x, how.block, quest_power)
         return round_elements(x / power, how.format, how.rounding) * power, np.abs(x / power) < 6
     if how.scale == "two_level_e4m3":
-        whole = F32(np.abs(x).max())
-        with np.errstate(over="ignore"):
-            encode = np.minimum(F32(448 * largest) / whole, np.finfo(F32).max)
-        sf = round_elements((amax.astype(F32) * F32(encode * F32(1 / largest))).astype(np.float64), "e4m3", "even")
-        with np.errstate(divide="ignore"):  # a block scale of 0 takes the largest fp32 for a multiplier
-            multiplier = np.minimum(F32(1) / (sf.astype(F32) * (F32(1) / encode)), np.finfo(F32).max)
-        values = round_elements((x.astype(F32) * multiplier).astype(np.float64), "e2m1", how.rounding, noise)
-        return values * sf * float(whole) / (448 * largest), None
+        whole = np.abs(x).max(1, keepdims=True).astype(F32) if how.amax == "row" else F32(np.abs(x).max())
+        with np.errstate(over="ignore", divide="ignore"):
+            encode = np.minimum(F32(how.scale_max * largest) / whole, np.finfo(F32).max)
+        encode = np.where(whole == 0, F32(1), encode)
+        found = [
+            two_level(x, amax, whole, encode, how, factor, noise)
+            for factor in (how.candidates.factors if how.candidates else (None,))
+        ]
+        made, error = found[0]
+        for other, its in found[1:]:
+            made, error = np.where(its < error, other, made), np.where(its < error, its, error)
+        return made, None
     if how.scale.startswith("e8m0"):
         if how.scale == "e8m0_floor":
             power = 2.0 ** (np.floor(np.log2(safe)) - EMAX[how.format])
@@ -127,6 +131,25 @@ def cast(x, how: CastConfig, noise=None, delayed=None):
             scale = (2.0 ** np.floor(np.log2(scale.astype(np.float64)))).astype(F32)
     values = round_elements((x.astype(F32) * scale).astype(np.float64), how.format, how.rounding, noise)
     return values / scale.astype(np.float64), None
+
+
+def two_level(x, amax, whole, encode, how, factor, noise):
+    """NVFP4's numbers under one block scale, times `factor` for a candidate, and the error of every element's block."""
+    largest = F32(LARGEST[how.format] * how.headroom)
+    base = (amax.astype(F32) / largest) * encode * F32(factor or 1)
+    base = base if factor else amax.astype(F32) * (encode * (F32(1) / largest)).astype(F32)
+    sf = round_elements(np.minimum(base, F32(448)).astype(np.float64), "e4m3", "even").astype(F32)
+    with np.errstate(divide="ignore"):  # a block scale of 0 takes the largest fp32 for a multiplier
+        multiplier = np.minimum(F32(1) / (sf * (F32(1) / encode)), np.finfo(F32).max)
+    values = round_elements((x.astype(F32) * multiplier).astype(np.float64), how.format, how.rounding, noise)
+    bound = how.scale_max * float(largest)
+    made = values * sf * whole.astype(np.float64) / how.scale_max / (LARGEST[how.format] * how.headroom)
+    if factor is None:
+        return made, None
+    error = np.abs(values.astype(F32) * sf * whole / F32(bound) - x.astype(F32))
+    error = error * error if how.candidates.by == "mse" else error
+    total = np.maximum.reduce if how.candidates.by == "max" else lambda group: np.add.accumulate(group)[-1]
+    return made, per_block(error, how.block, total)
 
 
 def quest_power(group):

@@ -109,5 +109,7 @@ def test_a_nan_spoils_its_block_or_its_element_alone(cast):
     if cast.scale in ("e8m0_floor", "e8m0_even", "quest"):
         spoiled[slice(64, 96) if cast.is_square else 70, 32:64] = True
         assert not found[spoiled].isfinite().any()
+    if cast.candidates is not None:  # no candidate has a smaller error than NaN: the first is taken
+        spoiled[70, 32:48] = True
     spoiled[70, 40] = True
     assert torch.equal(found[~spoiled], plain[~spoiled])

@@ -115,7 +115,7 @@ def test_a_phase_ends_before_the_step_at_its_end_and_the_next_may_begin_there():
     ("fprop: {x: {format: e4m3, scale: e8m0_ceil}}", "needs a block"),
     ("fprop: {x: {format: e4m3, block: 1x16, scale: two_level_e4m3}}", "NVFP4"),
     ("fprop: {x: {format: e4m3, block: 1x32, scale: quest}}", "Quartet"),
-    ("fprop: {x: {format: e4m3, prescale: 0.75}}", "prescale needs an e8m0 scale"),
+    ("fprop: {x: {format: e4m3, prescale: 0.75}}", "prescale needs a scale of e8m0_ceil, e8m0_even, e8m0_fl"),
     ("fprop: {x: {format: e4m3, clip_gradient: true}}", "clip_gradient needs scale: quest"),
     ("fprop: {x: {format: e4m3, blokc: 1x32}}", "blokc"),
 ])  # fmt: skip

@@ -40,9 +40,9 @@ class ScaleKind(Group):
     from_history: ClassVar[bool] = False
     """Whether it follows the amaxes of earlier steps (`delayed`) and not the tensor."""
     shares_exponent: ClassVar[bool] = False
-    """Whether it is a shared exponent of a small block (the E8M0 scales of OCP Microscaling), so may be prescaled."""
-    takes_headroom: ClassVar[bool] = False
-    """Whether it takes the amax to `CastConfig.largest`, so that `headroom` may lower that."""
+    """Whether it is a shared exponent of a small block (the E8M0 scales of OCP Microscaling)."""
+    takes: ClassVar[frozenset[str]] = frozenset()
+    """Keys of a slot that it has a meaning for: prescale, headroom, amax, scale_max, candidates."""
     clips: ClassVar[bool] = False
     """Whether it clips large elements on purpose, which biases; such a cast may have `clip_gradient`."""
     reads: ClassVar[int] = 2

@@ -129,6 +129,17 @@ class DelayedConfig(Group):
     )
 
 
+class CandidatesConfig(Group):
+    """Block scales that are tried; the one with the smallest error of its block is taken (4/6, arXiv 2512.02010)."""
+
+    by: Literal["mae", "mse", "max"] = Field(
+        "mae", description="error of a block: sum of magnitudes, sum of squares, or largest magnitude"
+    )
+    factors: Annotated[tuple[PositiveFloat, ...], Field(strict=False, min_length=2, max_length=4)] = Field(
+        (1.0, 1.5), description="factors of the block's scale; of equal errors the first wins"
+    )
+
+
 class CastConfig(Group):
     """Quantization of one operand of one GEMM. Blocks are along the contraction axis (1x32: 32 elements of it)."""
 
@@ -154,6 +165,22 @@ class CastConfig(Group):
         le=1,
         description="factor of the largest number that a scale takes amax to; 16/17: scales rounded down clip nothing",
         exclude_if=lambda headroom: headroom == 1,  # recipes from before the key keep their hash
+    )
+    amax: Literal["tensor", "row"] = Field(
+        "tensor",
+        description="two-level scales: fp32 scale per tensor, or per vector along the contraction axis",
+        exclude_if=lambda amax: amax == "tensor",  # recipes from before the key keep their hash
+    )
+    scale_max: PositiveFloat = Field(
+        448.0,
+        le=448,
+        description="two-level scales: largest block scale that the fp32 scale aims at; 256 leaves room for candidates",
+        exclude_if=lambda largest: largest == 448,  # recipes from before the key keep their hash
+    )
+    candidates: CandidatesConfig | None = Field(
+        None,
+        description="two-level scales: block scales to choose among; null: one",
+        exclude_if=lambda candidates: candidates is None,  # recipes from before the key keep their hash
     )
     hadamard: HadamardConfig | None = Field(
         None, description="rotation before the cast; with format high: rotate without rounding"
@@ -200,7 +227,7 @@ class CastConfig(Group):
     @property
     def needs_tensor_amax(self) -> bool:
         """Whether the scale depends on the whole tensor's amax, which shards must agree on."""
-        return self.scale_kind.needs_tensor_amax(self.block)
+        return self.amax == "tensor" and self.scale_kind.needs_tensor_amax(self.block)
 
     @property
     def has_factor(self) -> bool:
@@ -252,11 +279,14 @@ class CastConfig(Group):
             raise ValueError("`delayed` ({history_length, ...}) must be set with scale: delayed, and only then")
         if (problem := kind.problem(self.format, self.block)) is not None:
             raise ValueError(problem)
-        if self.prescale != 1 and not kind.shares_exponent:
-            raise ValueError(f"prescale needs an e8m0 scale, and scale is {self.scale}")
-        if self.headroom != 1 and not kind.takes_headroom:
-            those = ", ".join(name for name in SCALES if SCALES[name].takes_headroom)
-            raise ValueError(f"headroom={self.headroom:g}: needs one of the scales {those}, not {self.scale}")
+        for key in ("prescale", "headroom", "amax", "scale_max", "candidates"):
+            if getattr(self, key) != type(self).model_fields[key].default and key not in kind.takes:
+                those = ", ".join(name for name in SCALES if key in SCALES[name].takes)
+                raise ValueError(f"{key} needs a scale of {those}, and scale is {self.scale}")
+        if self.amax == "row" and self.block_size is not None and self.block_size[0] != 1:
+            raise ValueError(f"amax: row needs blocks of one row (1x16), and block is {self.block}")
+        if self.candidates is not None and self.stochastic:
+            raise ValueError(f"candidates are compared by their errors, and rounding is {self.rounding}. Set even")
         if self.clip_gradient and not kind.clips:
             clipping = " or ".join(name for name in SCALES if SCALES[name].clips)
             raise ValueError(f"clip_gradient needs scale: {clipping}, which clips on purpose")

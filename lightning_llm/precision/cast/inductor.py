@@ -23,7 +23,7 @@ from lightning_llm.precision.cast import quantize, scales
 from lightning_llm.precision.cast.kernel_cache import Kernels
 from lightning_llm.precision.cast.quantize import CastBlocks, Operand
 from lightning_llm.precision.cast.random_bits import Origin
-from lightning_llm.precision.cast.scales import BlockShape, Scaled, block_shape, blocked, unblocked
+from lightning_llm.precision.cast.scales import BlockShape, Scaled, block_shape, blocked, per_block, unblocked
 
 OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 if torch.__version__ < TorchVersion("2.13"):
@@ -277,7 +277,10 @@ def operand(
     if made.block is not None and cast.scales_partial_sums:
         blocks = quantize.contraction_scales(made.block, cast, axis, x)
     inside = None if made.inside is None else unblocked(made.inside, x, shape)
-    result = Operand(unblocked(made.operand, x, shape), made.tensor, inside, blocks)
+    factor = made.tensor
+    if factor is not None and factor.dim() > 0 and shape is not None:  # one of each row
+        factor = per_block(factor, shape)
+    result = Operand(unblocked(made.operand, x, shape), factor, inside, blocks)
     if observe is not None:
         observe(x, scaled, result)
     return result

@@ -46,7 +46,9 @@ class BlockScales(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """`tensor` [R, C], times `blocks` where there are any; the product is multiplied by `factor` (an fp32 scalar).
+    """`tensor` [R, C], times `blocks` where there are any; the product is multiplied by `factor`.
+
+    `factor` is fp32: a scalar, or [R, 1] or [1, C] for contraction axis 1 or 0.
 
     `inside` [R, C] bf16: the factor of the gradient, if the gradient rule is not straight-through.
     """
@@ -62,7 +64,8 @@ class Operand(NamedTuple):
         blocks = self.blocks
         if blocks is not None:
             blocks = BlockScales(blocks.scales.T, blocks.width, 1 - blocks.axis)
-        return Operand(self.tensor.T, self.factor, None, blocks)
+        factor = self.factor if self.factor is None or self.factor.dim() == 0 else self.factor.T
+        return Operand(self.tensor.T, factor, None, blocks)
 
     def dequantised(self) -> Tensor:
         """Return the dequantized operand, fp32 [R, C], with all scales applied."""
@@ -96,6 +99,7 @@ class Quantised:
 def read_by_cast(cast: CastConfig) -> CastConfig:
     """Return `cast` with defaults for keys that `cast_blocks` does not read, so that casts share a kernel."""
     kept = {"format", "block", "scale", "prescale", "rounding", "clip_gradient", "gradient", "headroom"}
+    kept |= {"amax", "scale_max", "candidates"}
     kept |= {"noise_bits"} if cast.stochastic else set()
     return CastConfig.model_construct(**{key: value for key, value in cast if key in kept})
 

@@ -213,7 +213,8 @@ def quest_scale(mean: Tensor, mean_of_squares: Tensor) -> Tensor:
 class Scaled(NamedTuple):
     """Scales with size-1 block axes. Elements times `multiplier` are rounded to values of the number format.
 
-    The quantized number is value times `block` (None: 1) times `tensor` (an fp32 scalar; None: 1) times `unit`.
+    The quantized number is value times `block` (None: 1) times `tensor` (fp32, a scalar or one of
+    each row; None: 1) times `unit`.
     """
 
     multiplier: Tensor
@@ -223,7 +224,7 @@ class Scaled(NamedTuple):
 
     @property
     def factor(self) -> Tensor | None:
-        """The factor of the whole tensor, an fp32 scalar, which is applied after the GEMM; None: 1."""
+        """The factor of the whole tensor or of its rows, fp32, which is applied after the GEMM; None: 1."""
         return self.tensor if self.tensor is None or self.unit == 1.0 else self.tensor * self.unit
 
     def dequantized(self, values: Tensor) -> Tensor:
@@ -258,6 +259,13 @@ class BlocksToScale(NamedTuple):
         if self.amax is None:
             raise ValueError(f"scale: {self.cast.scale} of block {self.cast.block} needs the tensor's amax")
         return self.amax
+
+    def row_amax(self) -> Tensor:
+        """Return the amax of each vector along the contraction axis, fp32 with size-1 block axes; blocks of one row."""
+        if self.shape is None:
+            raise ValueError("amax: row needs blocks of one row")
+        axes = (1, 2) if self.shape[0] == 1 else (0, 1)
+        return magnitudes(self.blocks).amax(axes, keepdim=True)
 
     def kept_multiplier(self) -> Tensor:
         """Return the multiplier kept from earlier steps. Raises ValueError where it was not given."""

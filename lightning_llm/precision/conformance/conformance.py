@@ -103,6 +103,7 @@ def _checker(case: Case) -> Callable[[Case], Iterator[Check]] | None:
         "mxfp8": checks.mxfp8,
         "MX (OCP floor scale)": checks.mx_ocp,
         "nvfp4": checks.nvfp4_gemm if "Y" in case else checks.nvfp4,
+        "nvfp4 4over6": checks.four_over_six,
         "nvfp4 SR": checks.nvfp4_stochastic,
         "mxfp4_sr": checks.mxfp4_backward if "dX" in case else checks.mxfp4_stochastic,
         "mxfp4_sr_rht": checks.mxfp4_backward,

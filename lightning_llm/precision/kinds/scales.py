@@ -20,7 +20,7 @@ class FP32Scale(ScaleKind):
     source: ClassVar[str] = "Transformer Engine, current and block scaling; DeepSeek-V3"
     label: ClassVar[str] = "fp32"
     significant_bits: ClassVar[int] = 24
-    takes_headroom: ClassVar[bool] = True
+    takes: ClassVar[frozenset[str]] = frozenset({"headroom"})
     engine: ClassVar[dict[tuple[str, str], str]] = {("e4m3", "tensor"): "current", ("e4m3", "1x128"): "subchannel"}
 
     def has_factor(self, block: str) -> bool:
@@ -38,7 +38,7 @@ class PowerOfTwoScale(ScaleKind):
     meaning: ClassVar[str] = "the same, rounded down to a power of two"
     source: ClassVar[str] = "Transformer Engine `Float8BlockScaling`"
     label: ClassVar[str] = "2^k"
-    takes_headroom: ClassVar[bool] = True
+    takes: ClassVar[frozenset[str]] = FP32Scale.takes
     engine: ClassVar[dict[tuple[str, str], str]] = FP32Scale.engine
 
     def scale(self, of: "BlocksToScale") -> "Scaled":
@@ -50,6 +50,7 @@ class SharedExponent(ScaleKind):
 
     stored_bits: ClassVar[int] = 8
     shares_exponent: ClassVar[bool] = True
+    takes: ClassVar[frozenset[str]] = frozenset({"prescale"})
     reads: ClassVar[int] = 1
 
     def problem(self, format: str, block: str) -> str | None:
@@ -80,7 +81,7 @@ class E8M0CeilScale(SharedExponent):
     meaning: ClassVar[str] = "1 / smallest power of two >= amax / largest number; nothing clips"
     source: ClassVar[str] = "Transformer Engine `MXFP8BlockScaling`"
     label: ClassVar[str] = "ceil"
-    takes_headroom: ClassVar[bool] = True
+    takes: ClassVar[frozenset[str]] = frozenset({"prescale", "headroom"})
     engine: ClassVar[dict[tuple[str, str], str]] = {("e4m3", "1x32"): "mxfp8"}
 
     def exponents(self, of: "BlocksToScale") -> "Tensor":
@@ -159,7 +160,7 @@ class TwoLevelScale(ScaleKind):
     source: ClassVar[str] = "Transformer Engine >= 2.15 `NVFP4BlockScaling`"
     label: ClassVar[str] = "e4m3"
     significant_bits: ClassVar[int] = 4
-    takes_headroom: ClassVar[bool] = True
+    takes: ClassVar[frozenset[str]] = frozenset({"headroom", "amax", "scale_max", "candidates"})
     stored_bits: ClassVar[int] = 8
     engine: ClassVar[dict[tuple[str, str], str]] = {("e2m1", "1x16"): "nvfp4"}
 
@@ -177,11 +178,14 @@ class TwoLevelScale(ScaleKind):
         return True
 
     def scale(self, of: "BlocksToScale") -> "Scaled":
-        from lightning_llm.precision.cast import scales
+        from lightning_llm.precision.cast import candidates, scales
 
-        amax, largest = of.tensor_amax(), of.cast.largest
-        whole = scales.E4M3.max * largest  # the largest block scale times the largest element
-        block, multiplier = scales.nvfp4_block_scale(of.block_amax(), scales.nvfp4_tensor_scale(amax, whole), largest)
+        amax = of.tensor_amax() if of.cast.amax == "tensor" else of.row_amax()
+        whole = of.cast.scale_max * of.cast.largest
+        tensor_scale = scales.nvfp4_tensor_scale(amax, whole)
+        if of.cast.candidates is not None:
+            return candidates.best(of, amax, tensor_scale, whole)
+        block, multiplier = scales.nvfp4_block_scale(of.block_amax(), tensor_scale, of.cast.largest)
         return scales.Scaled(multiplier, block, amax, 1.0 / whole)
 
 

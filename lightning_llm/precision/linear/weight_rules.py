@@ -75,7 +75,7 @@ def kept_bytes(casts: Mapping[str, CastConfig], rows: int, columns: int, rotated
             along = along or length
             found += 4 * -(-length // along) * -(-other // across) * across
         elif cast.has_factor:
-            found += 4
+            found += 4 if cast.amax == "tensor" else 4 * other
     return found
 
 
