@@ -45,6 +45,12 @@ class ScaleKind(Group):
     """Keys of a slot that it has a meaning for: prescale, headroom, amax, scale_max, candidates."""
     clips: ClassVar[bool] = False
     """Whether it clips large elements on purpose, which biases; such a cast may have `clip_gradient`."""
+    draws: ClassVar[bool] = False
+    """Whether it draws random bits for each block, so differs in each micro-batch."""
+    by_rotation: ClassVar[bool] = False
+    """Whether it depends on the groups of the cast's rotation (`hadamard`)."""
+    corrects: ClassVar[bool] = False
+    """Whether it makes up for clipped elements, so that `headroom` may be above 1."""
     reads: ClassVar[int] = 2
     """Number of times that a fused kernel reads the tensor, for times in `plan`."""
     engine: ClassVar[dict[tuple[str, str], str]] = {}

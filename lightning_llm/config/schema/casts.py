@@ -162,7 +162,7 @@ class CastConfig(Group):
     )
     headroom: PositiveFloat = Field(
         1.0,
-        le=1,
+        le=1.5,
         description="factor of the largest number that a scale takes amax to; 16/17: scales rounded down clip nothing",
         exclude_if=lambda headroom: headroom == 1,  # recipes from before the key keep their hash
     )
@@ -247,8 +247,8 @@ class CastConfig(Group):
 
     @property
     def stochastic(self) -> bool:
-        """Whether rounding draws random bits."""
-        return self.rounding_kind.draws
+        """Whether rounding, of elements or of scales, draws random bits."""
+        return self.rounding_kind.draws or self.scale_kind.draws
 
     @property
     def block_size(self) -> tuple[int, int] | None:
@@ -285,6 +285,10 @@ class CastConfig(Group):
                 raise ValueError(f"{key} needs a scale of {those}, and scale is {self.scale}")
         if self.amax == "row" and self.block_size is not None and self.block_size[0] != 1:
             raise ValueError(f"amax: row needs blocks of one row (1x16), and block is {self.block}")
+        if self.headroom > 1 and not kind.corrects:
+            raise ValueError(
+                f"headroom={self.headroom:g}: must be at most 1 with scale: {self.scale}, or elements clip"
+            )
         if self.candidates is not None and self.stochastic:
             raise ValueError(f"candidates are compared by their errors, and rounding is {self.rounding}. Set even")
         if self.clip_gradient and not kind.clips:

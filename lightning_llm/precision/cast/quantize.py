@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_llm.config.schema.number_formats import NumberFormat
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision.cast.random_bits import Origin, keyed_noise
+from lightning_llm.precision.cast.random_bits import Origin, keyed_noise, scale_noise
 from lightning_llm.precision.cast.rounding import copy_sign, encode, round_to_format
 from lightning_llm.precision.cast.scales import (
     BlockShape,
@@ -22,7 +22,6 @@ from lightning_llm.precision.cast.scales import (
     blocked,
     check_blocked,
     per_block,
-    scale,
     scale_blocks,
     tensor_amax,
     unblocked,
@@ -101,6 +100,7 @@ def read_by_cast(cast: CastConfig) -> CastConfig:
     kept = {"format", "block", "scale", "prescale", "rounding", "clip_gradient", "gradient", "headroom"}
     kept |= {"amax", "scale_max", "candidates"}
     kept |= {"noise_bits"} if cast.stochastic else set()
+    kept |= {"hadamard"} if cast.scale_kind.by_rotation else set()
     return CastConfig.model_construct(**{key: value for key, value in cast if key in kept})
 
 
@@ -161,7 +161,8 @@ def cast_blocks(
     check_blocked(blocks, shape)
     if amax is None and cast.needs_tensor_amax:
         amax = tensor_amax(blocks)
-    scaled = scale_blocks(blocks, cast, shape, amax, delayed)
+    noise = scale_noise(blocks, cast, key, origin, shape)
+    scaled = scale_blocks(blocks, cast, shape, amax, delayed, noise)
     operand, inside = round_blocks(blocks, cast, shape, scaled.multiplier, scaled.block, key, origin)
     operand = operand.float() if wide else operand
     multiplier = None if cast.scale_kind.from_history else scaled.multiplier
@@ -205,9 +206,9 @@ def quantise(
     """
     if amax is None and cast.needs_tensor_amax:
         amax = tensor_amax(x)
-    scaled = scale(x, cast, axis, amax, delayed)
     shape = block_shape(cast.block, axis)
     noise = None if noise is None else blocked(noise, shape)
+    scaled = scale_blocks(blocked(x, shape), cast, shape, amax, delayed, noise)
     values, elements = _elements(blocked(x, shape), cast, scaled.multiplier, noise)
     stored = cast.scale_kind.stored(scaled)
     # Transformer Engine's E2M1 codes are negative where x < 0: not for -0, nor for NaN, which +6 replaces.

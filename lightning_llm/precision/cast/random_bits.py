@@ -120,10 +120,26 @@ def keyed_noise(
     It is a function of `key` (int64 scalar) and each element's place in the whole tensor. None if `cast` draws no
     random bits. Raises ValueError if it does and there is no key.
     """
-    if not cast.stochastic:
+    return _noise(x, cast, key, origin, shape) if cast.rounding_kind.draws else None
+
+
+SCALES_SALT = 0x51ED270B
+"""Changes the key of a cast for the random bits of its scales."""
+
+
+def scale_noise(
+    x: Tensor, cast: CastConfig, key: Tensor | None, origin: Origin, shape: BlockShape = None
+) -> Tensor | None:
+    """Return `keyed_noise` for the scales of blocks: other bits than those of elements. None if they draw none."""
+    if not cast.scale_kind.draws:
         return None
+    return _noise(x, cast, None if key is None else key ^ SCALES_SALT, origin, shape)
+
+
+def _noise(x: Tensor, cast: CastConfig, key: Tensor | None, origin: Origin, shape: BlockShape) -> Tensor:
     if key is None:
-        raise ValueError(f"rounding '{cast.rounding}' draws random bits and needs a key; none was set for this step")
+        which = f"rounding '{cast.rounding}'" if cast.rounding_kind.draws else f"scale '{cast.scale}'"
+        raise ValueError(f"{which} draws random bits and needs a key; none was set for this step")
     height, width = shape or (1, 1)
     split_rows, split_columns = height != 1, width != 1  # into two axes each
     count = x.shape[0] * x.shape[1] if split_rows else x.shape[0]

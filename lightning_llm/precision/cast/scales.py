@@ -240,7 +240,8 @@ class Scaled(NamedTuple):
 class BlocksToScale(NamedTuple):
     """A tensor `blocked` to `shape`, to be scaled by `cast`: what a `ScaleKind` may read.
 
-    `amax`: the whole tensor's (fp32 scalar), where the kind needs it; `kept`: the multiplier kept from earlier steps.
+    `amax`: the whole tensor's (fp32 scalar), where the kind needs it; `kept`: the multiplier kept from earlier steps;
+    `noise`: uniform in [0, 1) of the shape of `blocks`, where the kind draws random bits.
     """
 
     blocks: Tensor
@@ -248,6 +249,7 @@ class BlocksToScale(NamedTuple):
     shape: BlockShape
     amax: Tensor | None = None
     kept: Tensor | None = None
+    noise: Tensor | None = None
 
     @property
     def fmt(self) -> NumberFormat:
@@ -282,7 +284,7 @@ class BlocksToScale(NamedTuple):
         """Return the means of elements and of their squares in blocks of one row, fp32 with a size-1 block axis."""
         (axis, *_) = axes_within(self.shape)
         x, size = self.blocks.float(), self.blocks.shape[axis]
-        mean, square = (_sum_in_order(each, axis, size) * (1.0 / size) for each in (x, x * x))  # exact: no division
+        mean, square = (sum_in_order(each, axis, size) * (1.0 / size) for each in (x, x * x))  # exact: no division
         return mean, square
 
     def from_amax(self, power_of_two: bool) -> Scaled:
@@ -320,13 +322,19 @@ def scale(x: Tensor, cast: CastConfig, axis: int, amax: Tensor | None = None, de
 
 
 def scale_blocks(
-    blocks: Tensor, cast: CastConfig, shape: BlockShape, amax: Tensor | None = None, delayed: Tensor | None = None
+    blocks: Tensor,
+    cast: CastConfig,
+    shape: BlockShape,
+    amax: Tensor | None = None,
+    delayed: Tensor | None = None,
+    noise: Tensor | None = None,
 ) -> Scaled:
-    """Return the `scale` of every block of a tensor `blocked` to `shape`."""
-    return cast.scale_kind.scale(BlocksToScale(blocks, cast, shape, amax, delayed))
+    """Return the `scale` of every block of a tensor `blocked` to `shape`; `noise`: see `BlocksToScale`."""
+    scaled: Scaled = cast.scale_kind.scale(BlocksToScale(blocks, cast, shape, amax, delayed, noise))
+    return scaled
 
 
-def _sum_in_order(x: Tensor, axis: int, size: int) -> Tensor:
+def sum_in_order(x: Tensor, axis: int, size: int) -> Tensor:
     """Return the sum over an axis of `size` by halving, in one order on all backends. The axis stays, of size 1."""
     while size > 1:
         size //= 2

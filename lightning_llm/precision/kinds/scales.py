@@ -190,6 +190,34 @@ class TwoLevelScale(ScaleKind):
 
 
 @SCALES.register
+class EdenScale(TwoLevelScale):
+    """Quartet II: block scales corrected for the error of their rotation group, then rounded stochastically."""
+
+    name: Literal["eden"] = "eden"
+    meaning: ClassVar[str] = (
+        "as two_level_e4m3; the codes' scales are that times |x|^2 / <x, codes> of the rotation's group, with "
+        "stochastic rounding to E4M3: unbiased under random rotations"
+    )
+    source: ClassVar[str] = "Quartet II (MS-EDEN), arXiv 2601.22813"
+    label: ClassVar[str] = "eden"
+    takes: ClassVar[frozenset[str]] = frozenset({"headroom", "scale_max"})
+    draws: ClassVar[bool] = True
+    by_rotation: ClassVar[bool] = True
+    corrects: ClassVar[bool] = True
+    engine: ClassVar[dict[tuple[str, str], str]] = {}
+
+    def problem(self, format: str, block: str) -> str | None:
+        if (format, block) == ("e2m1", "1x16"):
+            return None
+        return f"scale: eden (Quartet II) needs format e2m1 with block 1x16, not {format} with block {block}"
+
+    def scale(self, of: "BlocksToScale") -> "Scaled":
+        from lightning_llm.precision.cast.eden import corrected
+
+        return corrected(of)
+
+
+@SCALES.register
 class DelayedScale(ScaleKind):
     """The scale of a tensor from the amaxes of earlier steps (`linear/delayed.py`)."""
 
