@@ -7,8 +7,9 @@ embeddings are gathered uncast, because a lookup's gradient must not be summed i
 
 Quantized weights may be gathered as FP8 codes, one byte per element (`precision.linear.gathered`), through FSDP2's
 documented extension `fsdp_pre_all_gather` and `fsdp_post_all_gather`, which it looks up in the first forward pass.
-torchao gathers float8 weights this way; Transformer Engine's `fp8_param_gather` has its own. A per-tensor scale belongs
-to the whole weight, so ranks reduce all amaxes of a step at once, before its first forward pass.
+torchao gathers float8 weights this way; Transformer Engine's `fp8_param_gather` has its own. A scale belongs to
+the whole weight, or to a block of which several ranks may have rows, so ranks reduce all amaxes of a step at once,
+before its first forward pass.
 """
 
 from itertools import pairwise
@@ -119,7 +120,7 @@ def gather_codes(model: Decoder, layout: Layout, compute_dtype: torch.dtype) -> 
     for state in (state for module in sharded_modules(model) for state in fsdp_parameters(module)):
         layer = layers.get(id(state._module_info.module))
         if layer is not None and state._module_info.param_name == "weight":
-            shards.append(WeightShard(layer, state, compute_dtype))
+            shards.append(WeightShard(layer, state, group.rank(), compute_dtype))
     amaxes = AgreedAmaxes(shards, group, layout.group("width"))
     model.register_forward_pre_hook(amaxes.before_forward, prepend=True)
 
@@ -127,9 +128,9 @@ def gather_codes(model: Decoder, layout: Layout, compute_dtype: torch.dtype) -> 
 class WeightShard:
     """One rank's rows of a quantized layer's weight, with FSDP2's hooks that gather them as codes."""
 
-    def __init__(self, layer: QuantisedLinear, state: Any, compute_dtype: torch.dtype):
-        """`state`: FSDP2's state of the weight."""
-        self.weight, self.compute_dtype = GatheredWeight(layer), compute_dtype
+    def __init__(self, layer: QuantisedLinear, state: Any, rank: int, compute_dtype: torch.dtype):
+        """`state`: FSDP2's state of the weight; `rank`: this one among those that share it."""
+        self.weight, self.rank, self.compute_dtype = GatheredWeight(layer), rank, compute_dtype
         self._state, self._whole, self._bytes = state, torch.empty(0), True
         layer.plan = layer.plan.with_weight_casts(self.weight)
         state.reset_sharded_param()  # pads a shard of fewer rows, which makes a new tensor of it; it does so once
@@ -140,13 +141,23 @@ class WeightShard:
         """Return this rank's rows in the compute dtype, [n, K]."""
         return local(self._state.sharded_param).detach().to(self.compute_dtype)
 
+    @property
+    def row(self) -> int:
+        """The first of this rank's rows: all shards but the last ones have the same number."""
+        first: int = self.rank * self._state.padded_sharded_param_size[0]
+        return first
+
+    def amax(self, cast: CastConfig) -> Tensor:
+        """Return the amaxes of this rank's rows, see `GatheredWeight.amax_of`."""
+        return self.weight.amax_of(self.cast(), cast, self.row, self._state._orig_size[0])
+
     def _before(
         self, mesh: Any, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: Any
     ) -> tuple[tuple[Tensor], Travels]:
         """Return (this rank's tensors to gather, padded to equal rows on all ranks; how to decode them)."""
         shard, cast = self.cast(), self.weight.cast
         travels = None if cast is None else (cast, self.weight.scales(shard, cast))
-        given = shard if travels is None else self.weight.codes(shard, *travels)
+        given = shard if travels is None else self.weight.codes(shard, *travels, self.row)
         if self._bytes != (travels is not None):  # FSDP2 keeps the tensors that it gathers into, by dtype
             self._state.all_gather_outputs, self._bytes = [], travels is not None
         missing = self._state.padded_sharded_param_size[0] - len(given)
@@ -181,17 +192,20 @@ class AgreedAmaxes:
         weights = [shard.weight for shard in self.shards]
         if any(each.gathered is not None and each.cast is None for each in weights):
             reshard(model)
-        moved = [
-            s for s in self.shards if s.weight.cast is not None and (s.weight.amax is None or not s.weight.in_step)
-        ]
+        casts = [(shard, shard.weight.cast) for shard in self.shards]
+        moved = [(s, cast) for s, cast in casts if cast and (s.weight.amax is None or not s.weight.in_step)]
         if not moved:
             return
-        amaxes = torch.stack([shard.weight.amax_of(shard.cast()) for shard in moved])
-        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=self.group)
-        if self.tensor_group is not None:
-            whole = [s.weight.cast is not None and s.weight.cast.amax_scope == "logical" for s in moved]
-            own = amaxes.clone()
-            dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=self.tensor_group)
-            amaxes = torch.where(torch.tensor(whole, device=amaxes.device), amaxes, own)
-        for shard, amax in zip(moved, amaxes.unbind(), strict=True):
-            shard.weight.amax = amax
+        moved.sort(key=lambda each: each[1].block != "tensor")  # so that those of whole tensors come first
+        amaxes = [shard.amax(cast) for shard, cast in moved]
+        flat = torch.cat([each.flatten() for each in amaxes])
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=self.group)
+        scopes = [cast.amax_scope == "logical" for _, cast in moved if cast.block == "tensor"]
+        if self.tensor_group is not None and scopes:  # tensor-parallel ranks never share a block
+            tensors = flat[: len(scopes)]
+            largest = tensors.clone()
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.tensor_group)
+            tensors.copy_(torch.where(torch.tensor(scopes, device=flat.device), largest, tensors))
+        parts = flat.split([each.numel() for each in amaxes])
+        for (shard, _), amax, part in zip(moved, amaxes, parts, strict=True):
+            shard.weight.amax = part.view_as(amax)

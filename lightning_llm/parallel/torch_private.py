@@ -215,7 +215,9 @@ def fsdp_parameters(module: FSDPModule) -> Iterator[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.13 there was only one
     for group in [private(state, "_fsdp_param_group")] if groups is None else groups:
         for each in group.fsdp_params:
-            for name in ("reset_sharded_param", "padded_sharded_param_size", "all_gather_outputs", "_module_info"):
+            for name in ("reset_sharded_param", "padded_sharded_param_size", "all_gather_outputs"):
+                private(each, name)
+            for name in ("_module_info", "_orig_size"):
                 private(each, name)
             yield each
 

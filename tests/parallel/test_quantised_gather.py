@@ -16,9 +16,12 @@ from lightning_llm.plan.check import check_config
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent
+from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.quantize import quantise
 from lightning_llm.precision.linear.gathered import GatheredWeight
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
+from lightning_llm.precision.linear.plan import LinearPlan
+from lightning_llm.precision.linear.weight_casts import WantedCast
 from tests.parallel.test_bytes import measured, words_of
 from tests.parallel.traced_run import Trace, difference, traced_run, whole
 
@@ -26,6 +29,7 @@ FULL = pytest.mark.full
 CODES = "precision.parameter_gather=quantised"
 ALL_BLOCKS = ("precision.modules.first_blocks_high_precision=0", "precision.modules.last_blocks_high_precision=0")
 PADDED = "model.ffn_hidden_size=129"  # of rows that no number of ranks divides
+WIDE = ("model.ffn_hidden_size=290",)  # ranks' shards of 145 rows cut blocks of 128, and the last block is a part
 
 
 class Gathers(pl.Callback):
@@ -80,6 +84,8 @@ def gathered_run(config: Config) -> tuple[Trace, int, int, list[str]]:
     ("layout", "world", "micro_batches", "precision", "more"),
     [
         ("zero3", 2, 4, "fp8_current", (*ALL_BLOCKS, PADDED)),
+        pytest.param("zero3", 2, 4, "fp8_subchannel", (*ALL_BLOCKS, *WIDE), marks=FULL),
+        pytest.param("zero1", 4, 4, "fp8_subchannel_fp32scales", (*ALL_BLOCKS, *WIDE), marks=FULL),
         pytest.param("zero2", 2, 4, "fp8_delayed", (PADDED,), marks=FULL),
         pytest.param("zero1", 4, 8, "fp8_current", ALL_BLOCKS, marks=FULL),
         pytest.param("hsdp", 4, 4, "fp8_current", (*ALL_BLOCKS, "precision.fprop.w.scale=power_of_two",
@@ -136,10 +142,38 @@ def test_tensor_parallel_parts_travel_as_codes_of_the_whole(ranks, matrix_run):
     assert difference(ours, high) is None
 
 
+@pytest.mark.parametrize("ranks_of_weight", [1, 3, 5])
+@pytest.mark.parametrize("keys", [
+    {"block": "128x128", "scale": "fp32"}, {"block": "128x128", "scale": "power_of_two"},
+    {"block": "32x32", "scale": "e8m0_ceil"}, {"block": "tensor", "scale": "fp32"},
+])  # fmt: skip
+def test_shards_that_cut_blocks_have_the_codes_and_operands_of_the_whole(keys, ranks_of_weight):
+    """Also with a part of a block at the end, and on ranks without rows."""
+    cast = CastConfig(format="e4m3", **keys)
+    casts = dict.fromkeys(("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"), cast)
+    layer = QuantisedLinear("a", torch.nn.Linear(200, 290, bias=False), LinearPlan(casts, "eager"))
+    weight = torch.randn(290, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[140] *= 64
+    gathered, rows = GatheredWeight(layer), -(-290 // ranks_of_weight)
+    shards = [(weight[row : row + rows], row) for row in range(0, 290, rows)] + [(weight[:0], 290)]
+    amaxes = [gathered.amax_of(shard, cast, row, 290) for shard, row in shards]
+    gathered.amax = torch.stack(amaxes).amax(0)
+    scaled = gathered.scales(weight[:0], cast)
+    codes = torch.cat([gathered.codes(shard, cast, scaled, row) for shard, row in shards])
+    assert torch.equal(codes, quantise(weight, cast).codes)
+    values = torch.empty_like(weight)
+    gathered.decode(codes, values, cast)
+    gathered.gathered = scaled
+    for slot, axis in (("fprop.w", 1), ("dgrad.w", 0)):
+        ours = gathered.operand(WantedCast(slot, casts, False, lambda: values, lambda: None))
+        theirs = inductor.operand(weight, cast, axis, "eager")
+        assert torch.equal(ours.tensor, theirs.tensor)
+        assert torch.equal(ours.dequantised(), theirs.dequantised())
+
+
 REFUSED = [
     ("mxfp8", "zero3", "fprop.w has blocks of 1x32, along other axes for fprop and dgrad"),
-    ("fp8_subchannel", "zero3", "fprop.w has blocks of 128x128, which the shards cut"),
-    ("nvfp4", "zero3", "fprop.w has blocks of 16x16"),
+    ("nvfp4", "zero3", "fprop.w is e2m1, which has no 8-bit codes"),
     ("fp8_delayed_micro_batch", "zero3", "moves with every micro-batch"),
     ("quartet", "zero3", "fprop.w is rotated"),
     ("bf16", "zero3", "the recipe casts no weights"),

@@ -43,6 +43,8 @@ class ScaleKind(Group):
     """Whether it is a shared exponent of a small block (the E8M0 scales of OCP Microscaling)."""
     takes: ClassVar[frozenset[str]] = frozenset()
     """Keys of a slot that it has a meaning for: prescale, headroom, amax, scale_max, candidates."""
+    from_block_amax: ClassVar[bool] = False
+    """Whether a block's scale depends on the block's amax alone, so ranks that share a block only reduce that."""
     clips: ClassVar[bool] = False
     """Whether it clips large elements on purpose, which biases; such a cast may have `clip_gradient`."""
     draws: ClassVar[bool] = False

@@ -46,11 +46,12 @@ class ShardAxis(MeshAxis):
             forward, blocks = sum(map(gather, units.each())), sum(map(gather, units.blocks))
             each = parallel.zero_stage == 3
             sent["all_gather", shards] += step.micro_batches * (forward + blocks) if each else forward
-            amaxes = 4 * sum(len(unit.coded) for unit in units.blocks)
+            of_tensors, width = 4 * sum(unit.tensor_scales for unit in units.blocks), degrees.width
+            amaxes = of_tensors + 4 * sum(unit.block_scales for unit in units.blocks)
             if amaxes > step.small_bytes:
-                width = degrees.width
                 sent["all_reduce", shards] += 2 * (amaxes * (ranks - 1) // ranks)
-                sent["all_reduce", "tp"] += 2 * (amaxes * (width - 1) // width)
+            if of_tensors > step.small_bytes:
+                sent["all_reduce", "tp"] += 2 * (of_tensors * (width - 1) // width)
         times = step.micro_batches if parallel.zero_stage >= 2 else 1
         scatter = TREE_SCATTER if sums_in_tree(parallel) else "reduce_scatter"
         sent[scatter, shards] += times * step.gradient_bytes * (ranks - 1)

@@ -16,12 +16,15 @@ from lightning_llm.plan.divisibility import SHARD_AXES
 class Unit:
     """Parameters of one FSDP2 group, unsharded; `cast`: gathered in the compute dtype.
 
-    `coded`: the parameters that are gathered as codes, one byte per element (`weight_casts.gathered_units`).
+    `coded`: the parameters that are gathered as codes, one byte per element (`weight_casts.gathered_units`), with
+    `block_scales` and `tensor_scales`.
     """
 
     parameters: tuple[ParameterShard, ...]
     cast: bool
     coded: tuple[ParameterShard, ...] = ()
+    block_scales: int = 0
+    tensor_scales: int = 0
 
     def shard(self, ranks: int) -> int:
         """Return the elements on each of `ranks`; FSDP2 pads the rows of every parameter to a multiple of `ranks`."""

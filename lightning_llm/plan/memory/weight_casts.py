@@ -12,11 +12,12 @@ from lightning_llm.model.structure import block_linears, linear_names
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.divisibility import SHARD_AXES
 from lightning_llm.plan.memory.activations import code_bits
-from lightning_llm.plan.memory.units import Units, shard_ranks, uses_fsdp
+from lightning_llm.plan.memory.units import Unit, Units, shard_ranks, uses_fsdp
 from lightning_llm.plan.resolve import DerivedConfig, Plan
 from lightning_llm.plan.stages import StagePart, layers_of, units_at
 from lightning_llm.precision.linear.weight_rules import (
     WEIGHT_SLOTS,
+    block_scales,
     codes_cast,
     kept_by_kernel,
     kept_bytes,
@@ -154,7 +155,7 @@ def parameter_gather_problems(derived: DerivedConfig) -> list[Problem]:
     for key, casts in cast.items():
         if (reason := why_not_codes(casts)) is not None:
             where = f"{key}." if key else ""
-            texts.append(f"is quantised, and precision.{where}{reason}. Set high, or use one scale per tensor")
+            texts.append(f"is quantised, and precision.{where}{reason}. Set high, or choose other casts")
     if cast and derived.decision.runs == "native":
         text = "is quantised, and Transformer Engine casts weights itself, from compute_dtype"
         texts.append(f"{text}. Set high, or precision.backend=emulated")
@@ -166,23 +167,26 @@ def gathered_units(config: Config, parts: list[StagePart], degrees: Degrees) -> 
     units = units_at(config.model, parts, degrees.width)
     if config.precision.parameter_gather == "high" or shard_ranks(config.parallel, degrees) == 1:
         return units
-    coded = (_coded(config, index, degrees.width) for index in layers_of(parts))
-    blocks = tuple(replace(unit, coded=each) for unit, each in zip(units.blocks, coded, strict=True))
-    return replace(units, blocks=blocks)
+    blocks = zip(units.blocks, layers_of(parts), strict=True)
+    return replace(units, blocks=tuple(_coded(config, unit, index, degrees.width) for unit, index in blocks))
 
 
-def _coded(config: Config, index: int, tp: int) -> tuple[ParameterShard, ...]:
-    """Return a tensor-parallel rank's part of the weights of block `index` that are gathered as codes."""
+def _coded(config: Config, unit: Unit, index: int, tp: int) -> Unit:
+    """Return `unit` with a tensor-parallel rank's part of the weights of block `index` that are gathered as codes."""
+    block_count = tensor_count = 0
     recipe, layers, found = config.precision, config.model.num_layers, []
     for linear in block_linears(config.model, index):
         if linear.role == "expert":  # whose codes are not gathered
             continue
         name = f"layers.{index}.{linear.name}"
         kept = reasons_to_stay_high([name], recipe, layers)[name] is not None
-        if kept or codes_cast(recipe.casts_under(rule_in_effect(name, recipe, layers))) is None:
+        cast = codes_cast(recipe.casts_under(rule_in_effect(name, recipe, layers)))
+        if kept or cast is None:
             continue
         axis = SHARD_AXES[linear.role]["w"]
         sides = (linear.outputs.length, linear.inputs.length)
         rows, columns = (length // tp if axis == side else length for side, length in enumerate(sides))
         found.append(ParameterShard(rows, columns, role_in_block(2)))
-    return tuple(found)
+        block_count += block_scales(cast, rows, columns)
+        tensor_count += cast.block == "tensor"
+    return replace(unit, coded=tuple(found), block_scales=block_count, tensor_scales=tensor_count)

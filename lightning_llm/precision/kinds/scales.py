@@ -19,6 +19,7 @@ class FP32Scale(ScaleKind):
     meaning: ClassVar[str] = "largest number / amax, in fp32"
     source: ClassVar[str] = "Transformer Engine, current and block scaling; DeepSeek-V3"
     label: ClassVar[str] = "fp32"
+    from_block_amax: ClassVar[bool] = True
     significant_bits: ClassVar[int] = 24
     takes: ClassVar[frozenset[str]] = frozenset({"headroom"})
     engine: ClassVar[dict[tuple[str, str], str]] = {("e4m3", "tensor"): "current", ("e4m3", "1x128"): "subchannel"}
@@ -39,6 +40,7 @@ class PowerOfTwoScale(ScaleKind):
     source: ClassVar[str] = "Transformer Engine `Float8BlockScaling`"
     label: ClassVar[str] = "2^k"
     takes: ClassVar[frozenset[str]] = FP32Scale.takes
+    from_block_amax: ClassVar[bool] = True
     engine: ClassVar[dict[tuple[str, str], str]] = FP32Scale.engine
 
     def scale(self, of: "BlocksToScale") -> "Scaled":
@@ -82,6 +84,7 @@ class E8M0CeilScale(SharedExponent):
     source: ClassVar[str] = "Transformer Engine `MXFP8BlockScaling`"
     label: ClassVar[str] = "ceil"
     takes: ClassVar[frozenset[str]] = frozenset({"prescale", "headroom"})
+    from_block_amax: ClassVar[bool] = True
     engine: ClassVar[dict[tuple[str, str], str]] = {("e4m3", "1x32"): "mxfp8"}
 
     def exponents(self, of: "BlocksToScale") -> "Tensor":

@@ -5,13 +5,14 @@ values on the format's grid, exact in any 16-bit dtype; both GEMMs multiply thes
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import inductor, scales
-from lightning_llm.precision.cast.quantize import Operand
+from lightning_llm.precision.cast.quantize import Operand, contraction_scales
 from lightning_llm.precision.cast.rounding import torch_dtype
-from lightning_llm.precision.cast.scales import Scaled
+from lightning_llm.precision.cast.scales import BlocksToScale, Scaled, block_shape, blocked, per_block, unblocked
 from lightning_llm.precision.linear.module import QuantisedLinear
 from lightning_llm.precision.linear.plan import ROLES
 from lightning_llm.precision.linear.weight_casts import WantedCast, WeightCasts
@@ -21,8 +22,8 @@ from lightning_llm.precision.linear.weight_rules import codes_cast
 class GatheredWeight(WeightCasts):
     """Weight of `layer` that is sharded by rows over ranks.
 
-    `amax`: largest magnitude of the whole weight, None until reduced. A reduced amax is valid within a training step
-    (`begin_step` to `end_step`); outside, weights may have changed.
+    `amax`: largest magnitude of the whole weight (an fp32 scalar) or of its square blocks [R, C], None until reduced. A
+    reduced amax is valid within a training step (`begin_step` to `end_step`); outside, weights may have changed.
     """
 
     def __init__(self, layer: QuantisedLinear):
@@ -43,11 +44,22 @@ class GatheredWeight(WeightCasts):
         layer = self.layer
         return None if layer.bypass or layer.observe is not None else codes_cast(layer.plan.casts)
 
-    def amax_of(self, shard: Tensor) -> Tensor:
-        """Return the largest magnitude of this rank's `shard`, an fp32 scalar, 0 of an empty one."""
-        if shard.numel() == 0:
-            return torch.zeros((), device=shard.device)
-        return inductor.tensor_amax(self.layer.plan.backend)(shard.contiguous())
+    def amax_of(self, shard: Tensor, cast: CastConfig, row: int, rows: int) -> Tensor:
+        """Return the largest magnitudes of this rank's `shard` [n, K], fp32: a scalar, or [R, C] of the whole's blocks.
+
+        The shard begins at `row` of `rows`. Blocks without a row of it have 0: the maximum over ranks is the whole's.
+        """
+        shape = block_shape(cast.block, 1)
+        if shape is None:
+            if shard.numel() == 0:
+                return torch.zeros((), device=shard.device)
+            return inductor.tensor_amax(self.layer.plan.backend)(shard.contiguous())
+        found = torch.zeros(-(-rows // shape[0]), -(-shard.shape[1] // shape[1]), device=shard.device)
+        if shard.numel():
+            blocks = blocked(F.pad(shard, (0, 0, row % shape[0], 0)), shape)
+            own = per_block(BlocksToScale(blocks, cast, shape).block_amax(), shape)
+            found[row // shape[0] :][: len(own)] = own
+        return found
 
     def scales(self, shard: Tensor, cast: CastConfig) -> Scaled:
         """Return the scales of the whole weight; `shard` [n, K] only gives dtype and device."""
@@ -55,13 +67,22 @@ class GatheredWeight(WeightCasts):
         if cast.scale_kind.from_history:
             self.layer.materialise_state(shard.device)
             delayed = None if self.layer.scale is None else self.layer.scale[ROLES.index("w")]
-        return scales.scale(shard, cast, 1, self.amax, delayed)
+        shape = block_shape(cast.block, 1)
+        if shape is None or self.amax is None:
+            return scales.scale(shard, cast, 1, self.amax, delayed)
+        # The amax of each block stands for the block; it is a number of the shard's dtype.
+        return scales.scale_blocks(self.amax.to(shard.dtype)[:, None, :, None], cast, shape)
 
-    def codes(self, shard: Tensor, cast: CastConfig, scaled: Scaled) -> Tensor:
-        """Return the codes of `shard` [n, K] of the weight in the compute dtype: uint8 [n, K]."""
+    def codes(self, shard: Tensor, cast: CastConfig, scaled: Scaled, row: int) -> Tensor:
+        """Return the codes of `shard` [n, K] of the weight in the compute dtype, from `row` on: uint8 [n, K]."""
         if shard.numel() == 0:
             return shard.new_zeros(shard.shape, dtype=torch.uint8)
-        values = inductor.grid_values(cast, self.layer.plan.backend)(shard, scaled.multiplier)
+        multiplier, shape = scaled.multiplier, block_shape(cast.block, 1)
+        if shape is not None:
+            of_row = torch.arange(row, row + len(shard), device=shard.device) // shape[0]
+            of_block = per_block(multiplier, shape)[of_row]  # [n, C]
+            multiplier = of_block.repeat_interleave(shape[1], 1)[:, : shard.shape[1]]
+        values = inductor.grid_values(cast, self.layer.plan.backend)(shard, multiplier)
         return torch.copysign(values, shard).to(torch_dtype(cast.number_format)).view(torch.uint8)
 
     def decode(self, codes: Tensor, into: Tensor, cast: CastConfig) -> None:
@@ -72,11 +93,16 @@ class GatheredWeight(WeightCasts):
         """Return the operand `wanted` from the gathered codes, or cast the weight if it was not gathered as codes."""
         if self.gathered is None:
             return wanted.make()
-        weight = wanted.weight()
+        weight, scaled, cast = wanted.weight(), self.gathered, wanted.casts[wanted.slot]
         numbers = weight.to(torch.bfloat16)
-        if self.gathered.block is not None:  # a power of two, which stays with the operand
-            numbers = (weight.float() * self.gathered.block).to(torch.bfloat16)
-        return Operand(numbers, self.gathered.factor)
+        if scaled.block is None:
+            return Operand(numbers, scaled.factor)
+        axis = 1 if wanted.slot == "fprop.w" else 0
+        if cast.scales_partial_sums:
+            return Operand(numbers, scaled.factor, None, contraction_scales(scaled.block, cast, axis, weight))
+        shape = block_shape(cast.block, axis)  # scales are powers of two, which stay with the operand
+        product = (blocked(weight, shape).float() * scaled.block).to(torch.bfloat16)
+        return Operand(unblocked(product, weight, shape), scaled.factor)
 
     def known_amax(self) -> Tensor | None:
         """Return the amax of a weight gathered as codes, which cannot be computed from them."""

@@ -88,6 +88,14 @@ def codes_cast(casts: Mapping[str, CastConfig]) -> CastConfig | None:
     return casts["fprop.w"] if why_not_codes(casts) is None else None
 
 
+def block_scales(cast: CastConfig, rows: int, columns: int) -> int:
+    """Return the number of block scales of a weight [`rows`, `columns`]; 0 for one scale per tensor."""
+    if cast.block_size is None:
+        return 0
+    across, along = cast.block_size
+    return -(-rows // across) * -(-columns // along)
+
+
 def why_not_codes(casts: Mapping[str, CastConfig]) -> str | None:
     """Return why ranks cannot gather the weight as codes of these six `casts`, with the slot; None if they can."""
     for slot in WEIGHT_SLOTS:
@@ -106,12 +114,12 @@ def _why_not(cast: CastConfig) -> str | None:
         return "is made of fprop's quantised weight, along another axis than its codes"
     if cast.hadamard is not None:
         return "is rotated along its own GEMM's axis, so the two GEMMs need different codes"
-    if cast.block != "tensor":
-        if cast.is_square:
-            return f"has blocks of {cast.block}, which the shards cut: no rank has all elements of a block"
-        return f"has blocks of {cast.block}, along other axes for fprop and dgrad: codes of both would save nothing"
     if cast.format not in CODES:
         return f"is {cast.format}, which has no 8-bit codes; {', '.join(CODES)} have"
+    if cast.block != "tensor" and not cast.is_square:
+        return f"has blocks of {cast.block}, along other axes for fprop and dgrad: codes of both would save nothing"
+    if cast.block != "tensor" and not cast.scale_kind.from_block_amax:
+        return f"has scale {cast.scale}, which needs all elements of a block, and shards cut blocks of {cast.block}"
     if cast.stochastic:
         return "is rounded stochastically, by other bits in each micro-batch and each GEMM"
     if cast.delayed is not None and cast.delayed.update == "micro_batch":
