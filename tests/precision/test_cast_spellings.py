@@ -5,10 +5,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from lightning_llm.__main__ import main
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
 from lightning_llm.precision.cast.quantize import quantise
 from lightning_llm.precision.linear.autograd import quantised_linear
+from lightning_llm.precision.linear.grouped import row_multiple
 from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.linear.weight_rules import kept_bytes
 
@@ -145,3 +147,16 @@ def test_stochastic_casts_with_headroom_are_unbiased_where_scales_round_down():
         bias[headroom] = float(drift)
     assert bias[1.0] < -1e-3
     assert abs(bias[16 / 17]) < 5e-4
+
+
+def test_plan_shows_the_keys_that_a_cast_sets(capsys):
+    cast = "{format: e2m1, block: 1x16, scale: two_level_e4m3, amax: row, headroom: 0.9, candidates: {by: mse}}"
+    assert main(["plan", "precision=bf16", f"precision.fprop.x={cast}"]) == 0
+    shown = "e2m1 1x16, two_level_e4m3 scale, even, headroom=0.9, amax=row, candidates=(by=mse, factors=[1.0, 1.5])"
+    assert shown in " ".join(capsys.readouterr().out.split())
+
+
+def test_experts_of_one_scale_per_row_need_no_padding():
+    casts = dict.fromkeys(("fprop.x", "dgrad.dy", "wgrad.dy", "wgrad.x"), cast_of(format="int8", block="row"))
+    assert row_multiple([casts]) == 1
+    assert row_multiple([casts | {"wgrad.x": cast_of(format="int8", block="1x48")}]) == 48

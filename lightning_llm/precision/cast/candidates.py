@@ -27,7 +27,7 @@ def best(of: BlocksToScale, amax: Tensor, tensor_scale: Tensor, whole: float) ->
     for factor in config.factors:
         block = round_to_format((base * factor).clamp(max=E4M3.max), E4M3, "even")
         multiplier = divide(1.0, block * decode).clamp(max=FLOAT_MAX)
-        made = round_to_format(x * multiplier, of.fmt, "even") * block * amax
+        made = round_to_format(x * multiplier, of.fmt, of.cast.rounding) * block * amax
         error = _quotient(made, whole) - x
         error = error * error if config.by == "mse" else error.abs()
         total = error.amax(axes_within(of.shape), keepdim=True) if config.by == "max" else _total(error, of.shape)

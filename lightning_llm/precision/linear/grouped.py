@@ -84,9 +84,9 @@ def row_multiple(sets: Iterable[Mapping[str, CastConfig]]) -> int:
         if slot.endswith(".w") or not cast.quantises:
             continue
         summed = slot.startswith("wgrad")
-        if cast.block != "tensor":
-            across, along = map(int, cast.block.split("x"))
-            sizes.append(along if summed else across)
+        if cast.block_size is not None:
+            across, along = cast.block_size
+            sizes.append((along or 1) if summed else across)  # a row is whole, whatever its length
         if summed and cast.hadamard is not None:
             sizes.append(cast.hadamard.size)
     return math.lcm(*sizes)

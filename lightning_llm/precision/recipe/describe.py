@@ -102,7 +102,8 @@ def _slot(cast: CastConfig, compute_dtype: str, decision: Decision) -> dict[str,
         return {"format": compute_dtype, **shown, **decision.facts()}
     defaults = HIGH.model_dump()
     keys = cast.model_dump(exclude_none=True, exclude={"format"})
-    shown = {key: value for key, value in keys.items() if key in ALWAYS or value != defaults[key]}
+    # Keys that a default excludes from the dump are in neither, or have another value.
+    shown = {key: value for key, value in keys.items() if key in ALWAYS or value != defaults.get(key)}
     return {"format": cast.format, **shown, **decision.facts()}
 
 
@@ -172,4 +173,4 @@ def _value(key: str, value: Any) -> str:
         return f"({_pairs(value)})"
     if key == "vector":  # of signs
         return "".join("+" if sign > 0 else "-" for sign in value)
-    return f"[{', '.join(value)}]" if isinstance(value, tuple | list) else str(value)
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple | list) else str(value)
