@@ -64,7 +64,7 @@ GRID = {"mantissa": 1, "min_exponent": 0, "max_exponent": 2}
     ({"format": "e2m1", "block": "1x8192"}, r"up to 4096"),
     ({"format": "e2m1", "block": "row", "scale": "unit"}, r"unit needs block: tensor, and block is row"),
     ({"format": "e2m1", "block": "1x32", "scale": "e8m0_floor", "headroom": 0.9},
-     r"headroom needs a scale of e8m0_ceil, fp32, power_of_two, two_level_e4m3, and scale is e8m0_floor"),
+     r"headroom needs a scale of e8m0_ceil, eden, fp32, power_of_two, two_level_e4m3, and scale is e8m0_floor"),
     ({"format": "e2m1", "clip_gradient": True, "gradient": "clip_mask"}, r"clip_gradient needs scale: quest"),
 ])  # fmt: skip
 def test_spellings_that_mean_nothing_are_refused(keys, message):
