@@ -83,6 +83,7 @@ INTERFACES: dict[str, str | None] = {
     "torch.utils._python_dispatch.TorchDispatchMode": None,
     "torch.utils._pytree.tree_flatten": "tree",
     "torch.utils._pytree.tree_leaves": "tree",
+    "torch.utils._pytree.tree_map": "func tree",
     "torch.utils._pytree.tree_map_only": "type_or_types_or_pred func tree",
     "torch.utils._pytree.tree_unflatten": "leaves treespec",
     "torch.utils._triton.get_triton_version": "",
