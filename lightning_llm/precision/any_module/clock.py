@@ -129,6 +129,7 @@ class StepClock:
                 each.register_hook(lambda _: self._repeat(keys_of))
 
     def _repeat(self, keys_of: tuple[int, int, bool] | None) -> None:
+        self.backward_runs()  # which may reach no quantized layer, if those are frozen
         if keys_of != self._keys_of:
             self._set_keys(keys_of)
 

@@ -1,6 +1,6 @@
 """Put the casts of a precision recipe into any module, in place: `quantize`; `dequantize` removes them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +69,11 @@ def quantize(
         ConfigError: an argument is wrong, the recipe cannot be applied, no layer would be quantized, or layers of the
             module are quantized already.
     """
-    _check_arguments(module, seed, max_steps, micro_batches)
+    kept = [keep] if isinstance(keep, str) or not isinstance(keep, Iterable) else list(keep)
+    _check_arguments(module, kept, blocks, group, {"max_steps": max_steps, "micro_batches": micro_batches}, seed)
     root, read = unwrapped(module), read_recipe(recipe)
     hooked = None if optimizer is None else stepped(optimizer)
-    choice = choose(root, read, [keep] if isinstance(keep, str) else list(keep), blocks, max_steps)
+    choice = choose(root, read, kept, blocks, max_steps)
     where = _device(choice.quantized, device)
     how = _how(choice, where)
     clock = None
@@ -112,11 +113,16 @@ def dequantize(module: nn.Module) -> list[str]:
     return names
 
 
-def _check_arguments(module: Any, seed: Any, max_steps: Any, micro_batches: Any) -> None:
+def _check_arguments(module: Any, keep: Any, blocks: Any, group: Any, counts: Mapping[str, Any], seed: Any) -> None:
     problems = []
     if not isinstance(module, nn.Module):
         problems.append(Problem("module", f"must be a torch.nn.Module, got a {type(module).__name__}."))
-    counts = {"max_steps": max_steps, "micro_batches": micro_batches}
+    for key, value in (("keep", keep), ("blocks", [] if blocks is None or isinstance(blocks, str) else blocks)):
+        if not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
+            problems.append(Problem(key, 'must be names of modules, such as "layers" or ["lm_head"].', repr(value)))
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        text = f"must be a torch.distributed.ProcessGroup, such as mesh.get_group(), got a {type(group).__name__}."
+        problems.append(Problem("group", text))
     given = [("seed", seed, 0), *((key, each, 1) for key, each in counts.items() if each is not None)]
     for key, value, lowest in given:
         if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
@@ -140,7 +146,10 @@ class _How:
 
 def _device(quantized: Sequence[FoundLinear], wanted: str | torch.device | None) -> torch.device:
     if wanted is not None:
-        return torch.device(wanted)
+        try:
+            return torch.device(wanted)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(Problem("device", 'must be a device of torch, such as "cuda".', repr(wanted))) from error
     device: torch.device = quantized[0].module.weight.device
     if device.type != "meta":
         return device

@@ -62,13 +62,16 @@ def update_delayed(
     flat fp32 tensor by its elementwise maximum over the ranks that share the layers.
     """
     # In a phase without delayed casts histories are kept, and nothing is to be taken from them.
-    layers = [
+    delayed = [
         layer
         for layer in quantised_layers(model)
-        if layer.amax_history is not None
-        and layer.plan.delayed_casts()
-        and after in (None, layer.delayed_config().update)
+        if layer.plan.delayed_casts() and after in (None, layer.delayed_config().update)
     ]
+    if reduce_max is not None:  # another rank may have run layers that this one has not run yet
+        known = next((layer.amax_history.device for layer in delayed if layer.amax_history is not None), None)
+        for layer in delayed:
+            layer.materialise_state(known or layer.weight.device)
+    layers = [layer for layer in delayed if layer.amax_history is not None]
     if not layers:
         return
     latest = torch.cat([layer.amax_history[0] for layer in layers if layer.amax_history is not None])

@@ -194,8 +194,9 @@ class NativeLinear(QuantisedLinear):
         self.groups: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_kernel": (), "_known": None, "_native": None, "_recipe": None, "_delayed": None, "groups": {}}
-        return super().__getstate__() | own  # a copy makes its own kernel
+        own: dict[str, Any] = {"_kernel": (), "groups": {}}  # a copy makes its own kernel
+        own |= dict.fromkeys(("_known", "_native", "_recipe", "_delayed"))
+        return super().__getstate__() | own
 
     def keep_weight_casts(self, rotated: bool) -> None:
         """Have the kernel keep its casts of the weight within training steps, wherever they are the same bits."""

@@ -150,6 +150,16 @@ def test_every_step_and_micro_batch_draws_other_bits_and_evaluation_repeats_none
     assert report.at == (1, 2)
 
 
+def test_micro_batches_are_counted_if_all_quantized_layers_are_frozen():
+    model = Model()
+    model.layers.requires_grad_(False)
+    model.embedding.requires_grad_(False)
+    report = quantize(model, eager("mxfp4_sr"))
+    for number in range(3):
+        assert report.at == (0, number)
+        loss_of(model, batches()[0, 0]).backward()
+
+
 @pytest.mark.parametrize("attached", [True, False])
 def test_a_step_that_gradscaler_skips_ends_as_in_train(attached):
     model = Model()
@@ -285,3 +295,33 @@ def test_accumulating_ddp_ranks_have_the_bits_of_trains_numbers(ranks):
         optimizer.step()
         optimizer.zero_grad()
     assert same(ranks(2).call(_accumulating_rank), list(model.parameters()))
+
+
+class Skipping(Model):
+    """A model with a block that only rank 0 runs, as where tokens are routed."""
+
+    def forward(self, tokens):
+        import torch.distributed as dist
+
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.layers):
+            x = x if number == 1 and dist.get_rank() == 1 else block(x)
+        return self.lm_head(x)
+
+
+def _skipping_rank() -> list[torch.Tensor]:
+    """Return the scales after two steps."""
+    model = nn.parallel.DistributedDataParallel(Skipping(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.2)
+    report = quantize(model, eager("fp8_delayed"), optimizer=optimizer)
+    for step in batches(2):
+        loss_of(model, step[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [report.state_dict()["scales"][f"layers.{at}.up.scale"] for at in range(3)]
+
+
+@pytest.mark.full
+def test_ranks_may_run_other_layers(ranks):
+    scales = ranks(2).call(_skipping_rank)
+    assert all((scale[:3] != 1).all() for scale in scales)
