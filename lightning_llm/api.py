@@ -243,6 +243,7 @@ def evaluate(  # type: ignore[misc]  # overloads leave out arguments
     device: str = "auto",
     output: StrPath | None = None,
     layout: Iterable[str] | str = (),
+    codes: Literal["nvfp4", "mxfp4", "fp8", "int4"] | None = None,
     quiet: bool = False,
 ) -> "Evaluation | Trend":
     """Measure validation losses and lm-eval tasks of weights, as `lightning-llm evaluate` does.
@@ -264,6 +265,7 @@ def evaluate(  # type: ignore[misc]  # overloads leave out arguments
         device: "auto", "cpu" or "cuda".
         output: file to write instead of one in the run's evaluation/.
         layout: start ranks that share the work: "parallel=zero3", "trainer.devices=2".
+        codes: evaluate the model that `export --codes` of this format writes.
         quiet: do not print the table.
 
     Raises:
@@ -284,6 +286,7 @@ def evaluate(  # type: ignore[misc]  # overloads leave out arguments
         "compute_dtype": compute_dtype,
         "device": device,
         "layout": [layout] if isinstance(layout, str) else list(layout),
+        "codes": codes,
     }
     if all_checkpoints:
         trend = evaluated_over_time(only, output=file, **given)

@@ -49,6 +49,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         "compute_dtype": arguments.compute_dtype,
         "device": arguments.device,
         "layout": [*words, *arguments.overrides],
+        "codes": arguments.codes,
     }
     only = path[0] if path else None
     if rank_environment() is not None:
@@ -169,6 +170,7 @@ def _words(request: EvaluationRequest, output: Path | None, asked: Mapping[str, 
     for key in ("tasks", "data"):
         words += [f"--{key}={value}" for value in asked[key]]
     words += ["--average", *others] if others else []
+    words += ["--as", asked["codes"]] if asked["codes"] else []
     words += ["--tasks-only"] if asked["tasks_only"] else []
     single = {key: asked[key] for key in ("limit", "batch_size", "compute_dtype", "device")} | {"output": output}
     return words + [f"--{key.replace('_', '-')}={value}" for key, value in single.items() if value is not None]

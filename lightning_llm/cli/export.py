@@ -12,7 +12,7 @@ from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.base.integrity import digest_of_file, parse_object
 from lightning_llm.cli.import_weights import SIDE_FILES, hand_on, tokenizer_problems
 from lightning_llm.cli.model_card import write_card
-from lightning_llm.cli.parity import AnotherModelError, check_accepted, parity_of, parity_problems
+from lightning_llm.cli.parity import AnotherModelError, Parity, check_accepted, parity_of, parity_problems
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_folders import (
@@ -30,6 +30,7 @@ from lightning_llm.model.interop.families import architecture
 from lightning_llm.model.weights.convert import as_huggingface
 from lightning_llm.model.weights.folder import Weights, open_huggingface
 from lightning_llm.model.weights.write import output_problems, undo_killed, whole_folder, write_tensors
+from lightning_llm.run.code_weights import CODES, CodeWeights, as_codes, quantization_entry
 from lightning_llm.run.resume.weights import open_weights
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.train.checkpoint.manifest import step_of
@@ -52,14 +53,20 @@ def export(arguments: argparse.Namespace) -> int:
         config = None if run is None else load_config(run / "config.yaml", [])
         entries = _entries(weights, config, arguments.dtype)
         check_accepted(entries)
-        tensors = as_huggingface(weights, weights.config, arguments.dtype)
+        if arguments.codes:
+            recipe = None if config is None else config.precision
+            weights = CodeWeights(weights, CODES[arguments.codes], recipe)
+            tensors, entries = as_codes(weights, arguments.dtype), entries | quantization_entry(weights)
+        else:
+            tensors = as_huggingface(weights, weights.config, arguments.dtype)
     with gathered(problems):
         for line in undo_killed(output):
             print(line, file=sys.stderr)
     problems += output_problems(output, path, arguments.force, sum(each.size_bytes for each in tensors))
     if problems or weights is None:
         raise ConfigError(problems)
-    skipped = "--no-parity" if arguments.no_parity else "; ".join(map(str, parity_problems(weights.config)))
+    missing = parity_problems(weights.config, codes=bool(arguments.codes))
+    skipped = "--no-parity" if arguments.no_parity else "; ".join(map(str, missing))
     total = count_parameters(weights.config).total
     print(f"read         {weights.path}\narchitecture {entries['architectures'][0]}, {total:,} parameters", flush=True)
     for note in weights.notes:
@@ -71,7 +78,7 @@ def export(arguments: argparse.Namespace) -> int:
             _write_json(partial / HUGGINGFACE, entries)
             _write_tokenizer(partial, weights, config)
             if not skipped:
-                parity = parity_of(partial, open_huggingface(partial))
+                parity = _parity(partial, weights)
                 logits = parity.line
                 if not parity.holds:
                     raise AnotherModelError(logits)
@@ -81,6 +88,13 @@ def export(arguments: argparse.Namespace) -> int:
         return error.report()
     print(f"logits       {logits}\nwritten      {output}")
     return 0
+
+
+def _parity(folder: Path, weights: Weights) -> Parity:
+    """Compare the written folder with transformers; of codes, our numbers of them with its reading."""
+    if isinstance(weights, CodeWeights):
+        return parity_of(folder, weights, codes=True)
+    return parity_of(folder, open_huggingface(folder))
 
 
 def _entries(weights: Weights, config: Config | None, dtype: str) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from lightning_llm.golden import FALSE_ALARMS, STEPS
 from lightning_llm.plan.memory.accounting import ACCOUNTINGS, OURS
 
 WEIGHTS = "a run's folder, a checkpoint, an imported or a Hugging Face folder"
+CODE_FORMATS = ("nvfp4", "mxfp4", "fp8", "int4")
+"""Keys of `run.code_weights.CODES`."""
 OVERRIDES = """\
 overrides use Hydra's syntax, for example:
   recipe=quickstart precision=fp32 trainer.max_steps=200 run.name=mine
@@ -139,6 +141,8 @@ def export(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("path", metavar="PATH", help="a run's folder (its newest checkpoint), a checkpoint or an imported folder")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the written tensors (default: fp32)")
+    text = "write the blocks' linear weights as codes, in the layout of compressed-tensors (vLLM, transformers)"
+    add("--codes", choices=CODE_FORMATS, help=text)
     add_weights_output(parser)
 
 
@@ -172,6 +176,12 @@ def evaluate(parser: ArgumentParser) -> None:
     add("--average", nargs="+", type=Path, default=[], metavar="PATH", help=text)
     text = "evaluate the average of the predictions of these models and PATH's"
     add("--ensemble", nargs="+", type=Path, default=[], metavar="PATH", help=text)
+    add(
+        "--as",
+        choices=CODE_FORMATS,
+        dest="codes",
+        help="evaluate the model that `export --codes` of this format writes",
+    )
     text = "estimate the loss of combinations of data sources by averaging a sweep's one-source models (ablate/merge)"
     add("--merge", type=Path, metavar="SWEEP", help=text)
     add("--batch-size", type=int, default=8, metavar="N", help="task requests per batch (default: 8)")

@@ -1,16 +1,17 @@
 """Comparison of logits with transformers, for imported and exported weights."""
 
 import importlib.util
+import io
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.model import ModelConfig
@@ -54,11 +55,19 @@ class Parity(NamedTuple):
         )
 
 
-def parity_problems(config: ModelConfig) -> list[Problem]:
-    """Return problems that prevent the comparison: transformers is missing, or the model is too large for memory."""
+def parity_problems(config: ModelConfig, codes: bool = False) -> list[Problem]:
+    """Return problems that prevent the comparison: a library is missing, or the model is too large for memory.
+
+    `codes`: the folder has codes, which transformers reads by compressed-tensors.
+    """
     if importlib.util.find_spec("transformers") is None:
         text = "is not installed, and the weights are compared with it. pip install transformers, or use --no-parity."
         return [Problem("transformers", text)]
+    if codes and importlib.util.find_spec("compressed_tensors") is None:
+        text = (
+            "is not installed, by which transformers reads codes. pip install compressed-tensors, or use --no-parity."
+        )
+        return [Problem("compressed-tensors", text)]
     needed, free = 2 * 4 * count_parameters(config, padded=True).total, psutil.virtual_memory().available
     if needed <= free:
         return []
@@ -70,8 +79,10 @@ def parity_problems(config: ModelConfig) -> list[Problem]:
 
 
 @torch.no_grad()
-def parity_of(folder: Path, weights: Weights) -> Parity:
+def parity_of(folder: Path, weights: Weights, codes: bool = False) -> Parity:
     """Compare the fp32 logits of our decoder with `weights` and of transformers' model in `folder`.
+
+    `codes`: the folder has codes, which transformers reads as bf16 numbers. All weights are rounded to bf16 then.
 
     Raises:
         ConfigError: transformers cannot load the folder or compute the logits.
@@ -79,29 +90,34 @@ def parity_of(folder: Path, weights: Weights) -> Parity:
     config = weights.config
     length = min(TOKENS, config.max_sequence_length)
     tokens = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))  # [1, T]
-    theirs = _theirs(folder, tokens)  # [1, T, V]
-    ours = _ours(weights, tokens)  # [1, T, V]
+    theirs = _theirs(folder, tokens, codes)  # [1, T, V]
+    ours = _ours(weights, tokens, codes)  # [1, T, V]
     return Parity(float((ours - theirs).abs().max()), float(theirs.abs().max()), length)
 
 
-def _ours(weights: Weights, tokens: Tensor) -> Tensor:
-    logits: Tensor = whole_decoder(weights.config, state_dict_of(weights))(tokens)[..., : weights.config.vocab_size]
+def _ours(weights: Weights, tokens: Tensor, codes: bool) -> Tensor:
+    state = {name: each.bfloat16() if codes else each for name, each in state_dict_of(weights).items()}
+    logits: Tensor = whole_decoder(weights.config, state)(tokens)[..., : weights.config.vocab_size]
     return logits
 
 
-def _theirs(folder: Path, tokens: Tensor) -> Tensor:
-    with _transformers_may_fail("cannot load the model", "Skip the comparison with --no-parity."):
+def _theirs(folder: Path, tokens: Tensor, codes: bool) -> Tensor:
+    quiet: Any = redirect_stderr(io.StringIO()) if codes else nullcontext()  # compressed-tensors draws bars
+    with quiet, _transformers_may_fail("cannot load the model", "Skip the comparison with --no-parity."):
         from transformers import AutoModelForCausalLM, logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=torch.float32,
+            dtype=torch.bfloat16 if codes else torch.float32,
             attn_implementation="eager",  # others do not support capped attention scores
             local_files_only=True,
             trust_remote_code=False,
         )
+        if codes:
+            model.eval()(tokens)  # the first pass replaces codes by numbers, in bf16
+            nn.Module.float(model)
         logits: Tensor = model.eval()(tokens).logits
     return logits
 

@@ -1,5 +1,6 @@
 """Evaluation of trained weights: losses and tasks of one model, an average or an ensemble, and their record."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,9 @@ from lightning_llm.run.subject import Subject, verified_weights
 from lightning_llm.tracking.evaluations import Metrics, record_evaluation
 from lightning_llm.tracking.files import write_json
 from lightning_llm.tracking.run_state import state_of
+
+AS_CODES = re.compile(r"^as_\w+?/")
+"""Prefix of the metrics of a model whose weights are codes ("as_nvfp4/val_loss"): it is another model."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +128,11 @@ def evaluate_models(request: EvaluationRequest, output: Path | None) -> Evaluati
                 _note_unknown_bytes(corpus)
             combinations = COMBINATIONS if request.how == "ensemble" else COMBINATIONS[:1]
             found = {
-                combine: _losses(weights, corpus, layout, device, combine)
-                | _task_results(request, weights, layout, device, combine)
+                combine: _named(
+                    request,
+                    _losses(weights, corpus, layout, device, combine)
+                    | _task_results(request, weights, layout, device, combine),
+                )
                 for combine in combinations
             }
             gain = _gain(weights, corpus, layout, device) if request.how == "ensemble" else None
@@ -194,6 +201,11 @@ def _losses(weights: Parts, corpus: Corpus | None, layout: Layout, device: torch
     errors: dict[str, float] = {}
     losses = validation_losses(models, weights[0][0], corpus, device, combine, _progress("validation"), errors)
     return losses_as_metrics(losses, errors, corpus)
+
+
+def _named(request: EvaluationRequest, metrics: Metrics) -> Metrics:
+    """Return `metrics` with the prefix `AS_CODES` if weights are read as codes."""
+    return {f"as_{request.codes}/{name}": each for name, each in metrics.items()} if request.codes else metrics
 
 
 def _gain(weights: Parts, corpus: Corpus | None, layout: Layout, device: torch.device) -> EnsembleGain | None:

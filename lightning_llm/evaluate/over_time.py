@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.evaluate.evaluation import Evaluation
+from lightning_llm.evaluate.evaluation import AS_CODES, Evaluation
 from lightning_llm.evaluate.request import EvaluationRequest
 from lightning_llm.run.subject import Subject
 from lightning_llm.tracking.evaluations import FOLDER, Metrics, comparable, read_evaluations, recorded_requests
@@ -49,12 +49,10 @@ class Trend:
     @property
     def shown(self) -> tuple[str, ...]:
         """The metrics of the table and the picture: without losses per byte, and of a single source only the mean."""
-        sources = {name for name in self.names if name.startswith("val_loss/")}
-        return tuple(
-            name
-            for name in self.names
-            if not name.startswith(PER_BYTE) and not ("/" in name and name.startswith("val_loss") and len(sources) == 1)
-        )
+        of_model = {name: AS_CODES.sub("", name) for name in self.names}
+        sources = [name for name in of_model.values() if name.startswith("val_loss/")]
+        hidden = (*PER_BYTE, "val_loss/") if len(sources) == 1 else PER_BYTE
+        return tuple(name for name, plain in of_model.items() if not plain.startswith(hidden))
 
     @property
     def picture(self) -> Path:
@@ -160,7 +158,8 @@ def _on_same_data(folder: Path, names: Collection[str], steps: Collection[int]) 
 
 
 def _subject_at(newest: Subject, folder: Path) -> Subject:
-    return replace(newest, weights=CheckpointWeights(open_checkpoint(folder), newest.config.model))
+    plain = replace(newest, weights=CheckpointWeights(open_checkpoint(folder), newest.config.model))
+    return plain.as_codes(newest.codes) if newest.codes else plain
 
 
 def _first_line(error: Exception) -> str:

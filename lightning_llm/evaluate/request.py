@@ -24,6 +24,7 @@ from lightning_llm.plan.degrees import Degrees, resolve_degrees
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.evaluation import INSTALL, task_problems
 from lightning_llm.plan.nodes import with_reduction
+from lightning_llm.run.code_weights import CODES
 from lightning_llm.run.launch.environment import adopt_world
 from lightning_llm.run.subject import Subject, device_of, find_subject
 from lightning_llm.tracking.evaluations import read_evaluations
@@ -55,6 +56,8 @@ class EvaluationRequest:
     batch_size: int
     compute_dtype: str | None
     degrees: Degrees
+    codes: str | None = None
+    """Format of the codes that weights are evaluated as (`run.code_weights.CODES`); None: as they are."""
 
     @property
     def digest(self) -> str:
@@ -71,6 +74,7 @@ class EvaluationRequest:
             "limit": self.limit,
             "compute_dtype": self.compute_dtype,
         }
+        about |= {"codes": self.codes} if self.codes else {}
         return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
@@ -100,6 +104,7 @@ def checked_request(
     compute_dtype: str | None = None,
     device: str = "auto",
     layout: Sequence[str] = (),
+    codes: str | None = None,
 ) -> EvaluationRequest:
     """Return the request made by the arguments of the command line (`lightning-llm evaluate --help`).
 
@@ -110,6 +115,11 @@ def checked_request(
     if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit % 1 == 0)):
         text = f"is {limit:g}, must be a number of samples, or a fraction of them between 0 and 1, such as 0.5."
         problems.append(Problem("--limit", text))
+    if codes is not None and codes not in CODES:
+        problems.append(Problem("--as", f"must be one of {', '.join(CODES)}.", codes))
+    elif codes is not None and (average or ensemble):
+        text = "goes with one model. Remove --average or --ensemble; or export their average first."
+        problems.append(Problem("--as", text, codes))
     if batch_size < 1:
         problems.append(Problem("--batch-size", f"is {batch_size}, must be at least 1."))
     if average and ensemble:
@@ -125,6 +135,9 @@ def checked_request(
     validates, where, read, words, degrees = False, None, None, None, Degrees()
     with gathered(problems):
         subjects, validates = _subjects(paths, data, bool(names), bool(average), tasks_only)
+    if codes in CODES:
+        with gathered(problems):
+            subjects = [each.as_codes(codes) for each in subjects]
     with gathered(problems):
         where = device_of(device)
         words = composed_layout(layout, device)
@@ -143,9 +156,8 @@ def checked_request(
     if problems or where is None:
         raise ConfigError(list(dict.fromkeys(problems)))
     how = "average" if average else "ensemble" if ensemble else ""
-    return EvaluationRequest(
-        subjects, how if len(subjects) > 1 else "", validates, read, where, limit, batch_size, compute_dtype, degrees
-    )
+    how = how if len(subjects) > 1 else ""
+    return EvaluationRequest(subjects, how, validates, read, where, limit, batch_size, compute_dtype, degrees, codes)
 
 
 def _subjects(

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_folders import TOKENIZER, end_of_document_of, is_folder_of_files
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.model.weights.load import state_dict_of
+from lightning_llm.run.code_weights import CODES, CodeWeights
 from lightning_llm.run.launch.environment import is_first_rank, rank_environment
 from lightning_llm.run.resume.weights import open_weights
 from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint, Damage
@@ -42,7 +43,18 @@ class Subject:
     @property
     def checkpoint(self) -> Checkpoint | None:
         """The checkpoint that contains the weights; None for a Hugging Face folder."""
-        return self.weights.checkpoint if isinstance(self.weights, CheckpointWeights) else None
+        weights = self.weights.weights if isinstance(self.weights, CodeWeights) else self.weights
+        return weights.checkpoint if isinstance(weights, CheckpointWeights) else None
+
+    @property
+    def codes(self) -> str | None:
+        """Format of the codes that the weights are read as, None if they are read as they are."""
+        return self.weights.format.name if isinstance(self.weights, CodeWeights) else None
+
+    def as_codes(self, name: str) -> "Subject":
+        """Return it with the numbers that codes of format `name` stand for. Raises ConfigError if they cannot."""
+        recipe = self.config.precision if self.kind == "run" else None
+        return replace(self, weights=CodeWeights(self.weights, CODES[name], recipe, key="--as"))
 
     @property
     def step(self) -> int | None:

@@ -17,6 +17,7 @@ from lightning_llm.evaluate.weights import AverageWeights, decoder_of
 from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.weights.load import InitialWeights, whole_state
 from lightning_llm.run.subject import find_subject, read_weights, verified_weights
+from lightning_llm.tracking.evaluations import read_evaluations
 from lightning_llm.tracking.files import read_records, summary_of
 from lightning_llm.tracking.reading import read_run
 
@@ -214,3 +215,21 @@ def test_without_lm_eval_the_command_to_install_it_is_named(trained, monkeypatch
     monkeypatch.setattr("lightning_llm.evaluate.request.importlib.util.find_spec", lambda name: None)
     assert main(["evaluate", str(trained), "--tasks", "hellaswag"]) == 2
     assert "pip install 'lightning-llm[eval]'" in capsys.readouterr().err
+
+
+def test_a_model_of_codes_is_evaluated_as_it_is_exported(trained, tmp_path, capsys):
+    """Through transformers, which reads the codes by compressed-tensors; its losses have other names."""
+    folder = tmp_path / "codes"
+    assert main(["export", str(trained), "--output", str(folder), "--codes", "mxfp4"]) == 0
+    assert "logits       differ from transformers' by at most" in capsys.readouterr().out
+    entry = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert (entry["format"], entry["ignore"]) == ("mxfp4-pack-quantized", ["lm_head"])
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    assert main(["evaluate", str(run)]) == 0
+    assert main(["evaluate", str(run), "--as", "mxfp4"]) == 0
+    metrics = read_evaluations(run)[4]
+    assert 0 < abs(metrics["as_mxfp4/val_loss"]["value"] - metrics["val_loss"]["value"]) < 0.05
+    assert metrics["as_mxfp4/val_loss"]["of"] == metrics["val_loss"]["of"]
+    assert main(["evaluate", str(run), "--as", "mxfp4", "--average", str(run)]) == 2
+    assert "--as=mxfp4: goes with one model" in capsys.readouterr().err

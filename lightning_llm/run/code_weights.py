@@ -1,0 +1,310 @@
+"""Weights as inference engines hold them: codes of a small number format with scales of blocks.
+
+`export --codes` writes them in the layout of compressed-tensors, which vLLM and transformers read; `evaluate --as`
+measures the model that they make. Only the weights of linear layers in blocks have codes; activations stay in 16 bits.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.integrity import FileContent
+from lightning_llm.config.schema.casts import HIGH, CastConfig
+from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.config.schema.precision import PrecisionConfig
+from lightning_llm.model.interop.families import architecture, stored_as
+from lightning_llm.model.structure import linear_names
+from lightning_llm.model.weights.convert import as_huggingface
+from lightning_llm.model.weights.folder import Weights
+from lightning_llm.model.weights.write import TensorToWrite
+from lightning_llm.precision.cast.quantize import Quantised, quantise
+from lightning_llm.precision.cast.scales import Scaled, divide, scale, tensor_amax
+from lightning_llm.precision.recipe.module_rules import reasons_to_stay_high, rule_in_effect
+
+READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linears of one input, which engines run as one: they share the scale of a whole tensor."""
+INTEGER_SCALE_DTYPE = torch.bfloat16
+"""Dtype that engines keep the scales of integer codes in."""
+SUFFIX = ".weight"
+
+
+Coded = tuple[Quantised, Scaled]
+"""A quantized weight [N, K] and its scales."""
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """Return 4-bit codes [N, K] as uint8 [N, K / 2], the first of two in the lower half."""
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def _eights(values: Tensor) -> Tensor:
+    """Return integers [N, K] from -8 to 7 as int32 [N, K / 8]: 4 bits of value + 8 each, the first of eight lowest."""
+    nibbles = (values.long() + 8).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+    words = nibbles.sum(2)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def _per_row(coded: Coded, cast: CastConfig) -> Tensor:
+    """Return the stored block scales as [N, K / w], those of blocks of h rows repeated."""
+    height, rows = int(cast.block.partition("x")[0]), len(coded[0].values)
+    return coded[0].stored_scale.repeat_interleave(height, 0)[:rows]
+
+
+def _nvfp4(coded: Coded, cast: CastConfig) -> dict[str, Tensor]:
+    if (factor := coded[1].factor) is None:
+        raise ValueError("scale: has no factor of the whole tensor")
+    scales = _per_row(coded, cast).to(torch.float8_e4m3fn)
+    multiplier = divide(1.0, factor).reshape(1)  # engines divide by it
+    return {"weight_packed": _pairs(coded[0].codes), "weight_scale": scales, "weight_global_scale": multiplier}
+
+
+def _mxfp4(coded: Coded, cast: CastConfig) -> dict[str, Tensor]:
+    return {"weight_packed": _pairs(coded[0].codes), "weight_scale": _per_row(coded, cast).to(torch.uint8)}
+
+
+def _fp8(coded: Coded, cast: CastConfig) -> dict[str, Tensor]:
+    if (factor := coded[1].factor) is None:
+        raise ValueError("scale: has no factor of the whole tensor")
+    return {"weight": coded[0].codes.view(torch.float8_e4m3fn), "weight_scale": factor.reshape(1)}
+
+
+def _int4(coded: Coded, cast: CastConfig) -> dict[str, Tensor]:
+    values = coded[0].values
+    scales = _per_row(coded, cast).to(INTEGER_SCALE_DTYPE)
+    return {"weight_packed": _eights(values), "weight_scale": scales, "weight_shape": torch.tensor(values.shape)}
+
+
+@dataclass(frozen=True)
+class CodeFormat:
+    """A format of codes: the cast that makes them, and its names in compressed-tensors' `quantization_config`."""
+
+    name: str
+    layout: str
+    scheme: Mapping[str, Any]
+    cast: CastConfig
+    stored: Callable[[Coded, CastConfig], dict[str, Tensor]]
+    """Returns the tensors of a linear by the last part of their names."""
+    bits: Mapping[str, float]
+    """Bits of these tensors per element of the weight."""
+    narrower: CastConfig | None = None
+    """The cast where `cast`'s blocks do not divide the rows of some weight."""
+
+    def for_rows(self, lengths: Iterable[int]) -> "CodeFormat":
+        """Return the format with blocks that divide rows of these `lengths`; itself if it has no such blocks."""
+        if self.narrower is None or all(length % self.width == 0 for length in lengths):
+            return self
+        narrow = replace(self, cast=self.narrower, narrower=None)
+        bits = {**self.bits, "weight_scale": self.bits["weight_scale"] * self.width / narrow.width}
+        return replace(narrow, scheme={**self.scheme, "group_size": narrow.width}, bits=bits)
+
+    @property
+    def width(self) -> int:
+        """Elements of a row that share a scale, by which a row's length must be divisible; 1 without blocks."""
+        return 1 if self.cast.block == "tensor" else int(self.cast.block.partition("x")[2])
+
+    def chosen_cast(self, of_recipe: CastConfig) -> CastConfig:
+        """Return the recipe's cast of a weight if the layout holds its numbers, else the format's own.
+
+        A model that was trained with these codes then keeps them.
+        """
+        own = self.cast
+        if of_recipe.format != own.format or of_recipe.source != own.source or of_recipe.hadamard is not None:
+            return own
+        same = of_recipe.block.rpartition("x")[2] == own.block.rpartition("x")[2]
+        theirs, ours = of_recipe.scale_kind, own.scale_kind
+        same &= (theirs.stored_bits, theirs.shares_exponent) == (ours.stored_bits, ours.shares_exponent)
+        changing = of_recipe.stochastic or theirs.from_history or of_recipe.prescale != 1
+        return of_recipe if same and not changing else own
+
+
+_MX = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+_NVIDIA = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+CODES = {
+    each.name: each
+    for each in (
+        CodeFormat(
+            "nvfp4",
+            "nvfp4-pack-quantized",
+            _NVIDIA | {"scale_dtype": "torch.float8_e4m3fn"},
+            CastConfig(format="e2m1", block="1x16", scale="two_level_e4m3"),
+            _nvfp4,
+            {"weight_packed": 4, "weight_scale": 8 / 16, "weight_global_scale": 0},
+        ),
+        CodeFormat(
+            "mxfp4",
+            "mxfp4-pack-quantized",
+            _MX,
+            CastConfig(format="e2m1", block="1x32", scale="e8m0_floor"),
+            _mxfp4,
+            {"weight_packed": 4, "weight_scale": 8 / 32},
+        ),
+        CodeFormat(
+            "fp8",
+            "float-quantized",
+            {"num_bits": 8, "type": "float", "strategy": "tensor"},
+            CastConfig(format="e4m3", block="tensor", scale="fp32"),
+            _fp8,
+            {"weight": 8, "weight_scale": 0},
+        ),
+        CodeFormat(
+            "int4",
+            "pack-quantized",
+            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
+            CastConfig(format="int4", block="1x128", scale="fp32"),
+            _int4,
+            {"weight_packed": 4, "weight_scale": 16 / 128, "weight_shape": 0},
+            CastConfig(format="int4", block="1x32", scale="fp32"),
+        ),
+    )
+}
+"""{name: format} of `--codes` and `--as`; layouts as of compressed-tensors 0.20."""
+
+
+class CodeWeights(Weights):
+    """`weights` with the linear layers of the blocks as the numbers that codes stand for, in fp32."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        code_format: CodeFormat,
+        recipe: PrecisionConfig | None,
+        key: str = "--codes",
+    ):
+        """`recipe`: that of the weights' run, None if unknown; layers that it does not quantize have no codes.
+
+        `key`: of the format, in messages.
+
+        Raises:
+            ConfigError: the blocks of the format do not divide the rows of a weight.
+        """
+        self.weights = weights
+        self.kind, self.path, self.config = weights.kind, weights.path, weights.config
+        self.architecture, self.notes, self.end_tokens = weights.architecture, weights.notes, weights.end_tokens
+        slots = _weight_slots(self.config, recipe)
+        lengths = {self.shapes[f"{name}{SUFFIX}"][1] for name in slots}
+        self.format = code_format.for_rows(lengths)
+        self.casts = {f"{name}{SUFFIX}": self.format.chosen_cast(slot) for name, slot in slots.items()}
+        self._last: tuple[str, Coded] | None = None
+        if odd := sorted(length for length in lengths if length % self.format.width):
+            text = f"has blocks of {self.format.width} inputs, and a linear layer has {odd[0]}. Choose another format."
+            raise ConfigError(Problem(key, text, code_format.name))
+
+    def coded(self, name: str) -> Coded:
+        """Return the quantized weight [N, K] of parameter `name`, one of `casts`; the last one is kept."""
+        if self._last is None or self._last[0] != name:
+            cast, whole = self.casts[name], self._whole(name)
+            amax = self.shared_amax(name) if cast.needs_tensor_amax else None
+            self._last = name, (quantise(whole, cast, amax=amax), scale(whole, cast, 1, amax))
+        return self._last[1]
+
+    def shared_amax(self, name: str) -> Tensor:
+        """Return the amax of a weight and of those that engines run together with it, an fp32 scalar."""
+        block, _, leaf = name.removesuffix(SUFFIX).rpartition(".")
+        together = next((group for group in READ_TOGETHER if leaf in group), (leaf,))
+        names = [each for each in (f"{block}.{other}{SUFFIX}" for other in together) if each in self.casts]
+        return torch.stack([tensor_amax(self._whole(each)) for each in names]).amax()
+
+    def _whole(self, name: str) -> Tensor:
+        return self.weights.rows(name, 0, self.shapes[name][0]).float()
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        if name not in self.casts:
+            return self.weights.rows(name, first, last)
+        found, _ = self.coded(name)
+        if not found.format.integer:
+            return found.dequantised[first:last]
+        scales = found.stored_scale.to(INTEGER_SCALE_DTYPE).float()[first:last]
+        return found.values[first:last] * scales.repeat_interleave(self.format.width, 1)
+
+    def dtype(self, name: str) -> str:
+        return "fp32" if name in self.casts else self.weights.dtype(name)
+
+    def files(self) -> "dict[Any, FileContent | None]":
+        return self.weights.files()
+
+    def verify(self, rank: int = 0, world: int = 1) -> None:
+        self.weights.verify(rank, world)
+
+
+def _weight_slots(config: ModelConfig, recipe: PrecisionConfig | None) -> dict[str, CastConfig]:
+    """Return the recipe's cast of weights by linear layer; `HIGH` of all layers in blocks if it quantizes none."""
+    names, blocks = linear_names(config), config.num_layers
+    if recipe is None or not recipe.quantises:
+        return {name: HIGH for name in names if name.startswith("layers.")}
+    reasons = reasons_to_stay_high(names, recipe, blocks)
+    quantized = [name for name in names if reasons[name] is None]
+    return {name: recipe.casts_under(rule_in_effect(name, recipe, blocks))["fprop.w"] for name in quantized}
+
+
+def as_codes(weights: CodeWeights, dtype: str) -> list[TensorToWrite]:
+    """Return every tensor of a folder with codes; tensors without codes are in `dtype`.
+
+    Raises:
+        ConfigError: transformers has no such model, or stores linear layers in another form than [outputs, inputs].
+    """
+    family = architecture(weights.config)
+    if family.transposed:
+        text = f"{family.class_name} stores its weights as [inputs, outputs], which compressed-tensors does not read. "
+        raise ConfigError(Problem("--codes", text + "Export without --codes.", weights.format.name))
+    parts: dict[str, list[str]] = {}
+    for ours, stored in stored_as(weights.config, family).items():
+        if ours in weights.casts:
+            parts.setdefault(stored.name, []).append(ours)
+    tensors: list[TensorToWrite] = []
+    for each in as_huggingface(weights, weights.config, dtype):
+        tensors += _coded(weights, each.name, parts[each.name]) if each.name in parts else [each]
+    return tensors
+
+
+def uncoded_modules(weights: CodeWeights) -> list[str]:
+    """Return their names of the linear layers without codes, the head included: `ignore` of compressed-tensors."""
+    stored = stored_as(weights.config, architecture(weights.config))
+    linears = [f"{name}{SUFFIX}" for name in linear_names(weights.config)]
+    names = [stored[name].name for name in linears if name in stored and name not in weights.casts]
+    ends = architecture(weights.config).ends
+    return sorted({*(name.removesuffix(SUFFIX) for name in names), ends["head"]})
+
+
+def quantization_entry(weights: CodeWeights) -> dict[str, Any]:
+    """Return the entry of config.json by which transformers and vLLM recognize the codes."""
+    scheme = {**weights.format.scheme, "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": scheme, "input_activations": None, "output_activations": None}
+    return {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": weights.format.layout,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {**group, "format": weights.format.layout}},
+            "ignore": uncoded_modules(weights),
+            "kv_cache_scheme": None,
+        }
+    }
+
+
+def _coded(weights: CodeWeights, name: str, ours: list[str]) -> list[TensorToWrite]:
+    """Return the tensors of one of their linears, which concatenates the rows of `ours`."""
+    base, elements = name.removesuffix("weight"), sum(prod(weights.shapes[each]) for each in ours)
+    return [
+        TensorToWrite(base + part, math.ceil(elements * bits / 8), _Part(weights, ours, part))
+        for part, bits in weights.format.bits.items()
+    ]
+
+
+class _Part:
+    """One stored tensor of a linear with codes."""
+
+    def __init__(self, weights: CodeWeights, ours: list[str], part: str):
+        self.weights, self.ours, self.part = weights, ours, part
+
+    def __call__(self) -> Tensor:
+        form, casts = self.weights.format, self.weights.casts
+        found = [form.stored(self.weights.coded(name), casts[name])[self.part] for name in self.ours]
+        if self.part == "weight_shape":
+            return torch.stack([sum(each[0] for each in found), found[0][1]])
+        return torch.cat(found) if found[0].ndim == 2 else found[0]  # a scale of the whole tensor is shared
