@@ -306,5 +306,5 @@ class _Part:
         form, casts = self.weights.format, self.weights.casts
         found = [form.stored(self.weights.coded(name), casts[name])[self.part] for name in self.ours]
         if self.part == "weight_shape":
-            return torch.stack([sum(each[0] for each in found), found[0][1]])
+            return torch.stack([torch.stack([each[0] for each in found]).sum(), found[0][1]])
         return torch.cat(found) if found[0].ndim == 2 else found[0]  # a scale of the whole tensor is shared
