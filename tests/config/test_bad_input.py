@@ -317,4 +317,4 @@ def test_values_that_look_like_something_else_are_taken_as_typed(tmp_path):
 
 def test_a_glob_chooses_among_a_groups_values(capsys, tmp_path):
     assert main(["plan", "-m", "precision=glob([bf16*,fp32],exclude=*true)"]) == 0
-    assert " bf16, fp32\n" in capsys.readouterr().out
+    assert " bf16, bf16_kahan, bf16_sr, fp32\n" in capsys.readouterr().out
