@@ -114,6 +114,7 @@ def test_quiet_prints_nothing_and_what_was_changed_is_put_back(small_run, tmp_pa
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.full
 def test_quiet_is_quiet_in_a_notebook(runs, small_run, tmp_path, capsys, monkeypatch):
     """In Jupyter, rich's consoles print through IPython's `display`, not `sys.stdout`."""
     displayed = []

@@ -1,4 +1,4 @@
-"""Runs that diverged, failed, were stopped or are missing: none is passed over in silence. 8 seconds."""
+"""Runs that diverged, failed, were stopped or are missing: none is passed over in silence."""
 
 import json
 import shutil
@@ -11,6 +11,7 @@ from lightning_llm.tracking.reading import read_run
 from tests.compare.run_folders import NOISE, STEPS, curve, make_run, make_sweep, rewritten, verdicts
 
 pytestmark = pytest.mark.usefixtures("undrawn")
+FULL = pytest.mark.full
 
 
 def test_a_recipe_without_a_finished_run_is_named(tmp_path, capsys):
@@ -146,8 +147,9 @@ def stop(step, event):
 @pytest.mark.parametrize(
     ("policy", "event", "diverged"),
     [
-        ("stop", "divergence", True), ("skip", "spike", True), ("skip", "non_finite", True),
-        ("stop", "spike", False), ("stop", "plateau_shift", False),
+        ("stop", "divergence", True), ("skip", "non_finite", True), ("stop", "spike", False),
+        pytest.param("skip", "spike", True, marks=pytest.mark.full),
+        pytest.param("stop", "plateau_shift", False, marks=pytest.mark.full),
     ],
 )  # fmt: skip
 def test_seeds_that_a_policy_ended_are_not_dropped_from_the_verdict(policy, event, diverged, tmp_path, capsys):
@@ -236,7 +238,9 @@ def test_an_update_left_out_at_the_last_step_is_no_divergence(tmp_path, capsys):
     assert (row["diverged_seeds"], row["verdict"], row["skipped_steps"]) == ([], "lossless", 3)
 
 
-@pytest.mark.parametrize("loss", ["config.yaml", "metrics.jsonl", "summary.json", "all of it"])
+@pytest.mark.parametrize(
+    "loss", ["summary.json", "all of it", *(pytest.param(f, marks=FULL) for f in ("config.yaml", "metrics.jsonl"))]
+)
 def test_a_job_of_a_sweep_that_is_gone_or_damaged_is_a_missing_seed(loss, tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
     levels = [(name, seed) for name in ("bf16", "mxfp8") for seed in range(3)]
@@ -263,7 +267,7 @@ def test_a_job_of_a_sweep_that_is_gone_or_damaged_is_a_missing_seed(loss, tmp_pa
     assert verdicts(capsys, *some)["by_name"]["mxfp8"]["missing_seeds"] == []  # the sweep was not named
 
 
-@pytest.mark.parametrize("twin", ["data.micro_batch_size=1", "seed=0"])
+@pytest.mark.parametrize("twin", ["data.micro_batch_size=1", pytest.param("seed=0", marks=FULL)])
 def test_a_diverged_run_is_not_replaced_by_its_rerun(twin, tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp4_sr": 0.0})
     losses = {step: curve(step) for step in range(5, 31, 5)}
@@ -330,7 +334,13 @@ def test_a_run_whose_records_begin_later_has_no_time_to_loss(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{}", "[]", "null", '{"jobs":5}', '{"jobs":[5]}', '{"jobs":[{"number":7,"key":"a"}]}']
+    "content",
+    [
+        "",
+        "[]",
+        '{"jobs":[{"number":7,"key":"a"}]}',
+        *(pytest.param(text, marks=FULL) for text in ("{}", "null", '{"jobs":5}', '{"jobs":[5]}')),
+    ],
 )
 def test_beside_a_sweeps_file_of_another_form_nothing_is_lossless(content, tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})

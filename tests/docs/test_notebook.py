@@ -36,7 +36,7 @@ def test_it_runs(notebook, tmp_path, monkeypatch, capsys):
             exec(compile("".join(cell["source"]), f"{NOTEBOOK.name} {cell['id']}", "exec"), names)
     printed = capsys.readouterr().out
     assert "model.hiden_size: unknown key. Did you mean 'hidden_size'?" in printed
-    assert "trainer.max_steps: " in printed
+    assert "trainer.max_steps='ten': must be a valid integer." in printed
     assert {name: run.summary["status"] for name, run in names["runs"].items()} == {
         "bf16": "finished",
         "mxfp8": "finished",

@@ -114,14 +114,18 @@ def cases_on(worlds: tuple[int, ...], layouts: list[str], precisions: list[str])
     ]
 
 
-def covering(cases: list[Any], strength: int) -> list[Any]:
-    """Return few of `cases` that hold every combination of `strength` values that occurs, picked greedily."""
+def covering(cases: list[Any], strength: int, *, of_layout: bool = False) -> list[Any]:
+    """Return few of `cases` that hold every combination of `strength` values that occurs, picked greedily.
+
+    `of_layout`: only the combinations that contain the case's first value, its layout.
+    """
 
     bits: dict[tuple[Any, ...], int] = {}  # of each combination one: sets of them are integers
 
     def combined(case: Any) -> int:
         found = combinations(enumerate(case.values()), strength)
-        return sum(1 << bits.setdefault(combination, len(bits)) for combination in found)
+        wanted = [each for each in found if not of_layout or each[0][0] == 0]
+        return sum(1 << bits.setdefault(combination, len(bits)) for combination in wanted)
 
     held = [combined(case) for case in cases]
     wanted = (1 << len(bits)) - 1

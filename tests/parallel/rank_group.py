@@ -111,9 +111,17 @@ class RankGroup:
                     text = f"rank {rank} of {self.world} died: its exit code was {code}\n{stacks}"
                     raise kind(text) from None
                 if failure is not None:
+                    if (killed := self._killed_peer()) is not None:  # which is why this one failed
+                        failure = f"rank {killed} died: its exit code was {self._children[killed].exitcode}\n{failure}"
                     self.close()
                     raise RuntimeError(f"rank {rank} of {self.world} failed:\n{failure}")
         return copy.deepcopy(results[0])  # each tensor that came by a pipe keeps a file open, a copy of it does not
+
+    def _killed_peer(self) -> int | None:
+        """Return a rank that ended by a signal, None if there is none within half a second."""
+        multiprocessing.connection.wait([child.sentinel for child in self._children], timeout=0.5)
+        codes = [(rank, child.exitcode) for rank, child in enumerate(self._children)]
+        return next((rank for rank, code in codes if code is not None and code < 0), None)
 
     def close(self) -> None:
         """End every rank."""

@@ -131,10 +131,10 @@ def small(layout: str) -> int:
 
 QUICK = [case for case in cases_on(FEW, small) if not case.layout.startswith("hsdp")]
 COVERING = [
-    *covering([case for case in QUICK if "_" not in case.layout], strength=2),
+    *covering([case for case in QUICK if "_" not in case.layout], strength=2, of_layout=True),
     *covering([case for case in QUICK if "_" in case.layout], strength=1),
 ]
-"""Each axis with all pairs of values; of layouts that combine axes every value once, and all pairs in test-full."""
+"""Each axis with every value of the others; of layouts that combine axes every value once. All pairs in test-full."""
 FULL = [case for case in covering(cases_on(["fp32", "bf16", *CASTS], fewest_ranks), strength=2) if case not in COVERING]
 
 

@@ -179,7 +179,11 @@ def test_saved_tensors_are_those_of_the_plan(model, layout, world, precision, mo
 
 
 @pytest.mark.parametrize(
-    ("layout", "modes"), [("zero3", "[full,selective,none,full]"), ("pp", "[full,none,none,full]")]
+    ("layout", "modes"),
+    [
+        pytest.param("zero3", "[full,selective,none,full]", marks=pytest.mark.full),
+        ("pp", "[full,none,none,full]"),
+    ],
 )
 def test_what_blocks_recompute_over_ranks_saves_bytes_and_changes_no_bit(layout, modes, ranks, small_run, tmp_path):
     """Each stage looks up its own blocks in `parallel.activation_checkpoint_layers`, which is of the whole model."""

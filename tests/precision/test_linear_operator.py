@@ -112,7 +112,7 @@ def trained(recipe: PrecisionConfig, mode: str, compiled: bool) -> Trained:
 
 
 MODES = ("none", "full", "selective")
-FEW = [("nvfp4_all_blocks", "full"), ("fp8_delayed", "selective")]
+FEW = [("fp8_delayed", "selective")]
 QUANTISING = [name for name in RECIPES if load(name).quantises or load(name).compute_dtype == "fp16"]
 
 

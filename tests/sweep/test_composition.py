@@ -1,11 +1,11 @@
-"""Jobs of a sweep are composed from shared trees, to exactly the configs that Hydra composes one by one. 10 seconds."""
+"""Jobs of a sweep are composed from shared trees, to exactly the configs that Hydra composes one by one."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.types import Override
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig
 
@@ -49,7 +49,11 @@ some_words = given(words=words, swept=st.sampled_from(["seed=1,2", "precision=bf
 unhurried = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=6, derandomize=True, phases=[Phase.generate], **unhurried)
+@settings(phases=[Phase.explicit], **unhurried)
+@example(
+    ["recipe=quickstart", "precision=mxfp8", "++trainer.max_steps=11", "run.dir='${run.root}/${seed}'"], "seed=1,2"
+)
+@example(["callbacks.sample={prompt: a}", "~callbacks.sample", "optim.learning_rate=fast"], "precision=bf16,fp32")
 @some_words
 def test_jobs_are_what_hydra_composes_one_by_one(words: list[str], swept: str) -> None:
     assert outcome([*words, swept]) == outcome([*words, swept], composed_whole)

@@ -119,6 +119,7 @@ def test_a_pruned_trial_is_left_out_of_the_verdict(tmp_path, monkeypatch, capsys
     assert len(kind.started) == started  # pruned trials stay pruned
 
 
+@pytest.mark.full
 def test_a_trial_that_made_its_last_step_before_the_signal_came_is_whole(tmp_path, monkeypatch, capsys):
     kind = make_jobs(monkeypatch, loss)
     kind.pauses = staticmethod(lambda config: 40 if len(kind.started) > 3 and loss(config, 40) > 3.2 else None)
@@ -134,6 +135,7 @@ def test_a_trial_that_made_its_last_step_before_the_signal_came_is_whole(tmp_pat
     assert {round(row["gap"], 9) for row in found["verdicts"]} == {round(each["gap"], 9) for each in trials}
 
 
+@pytest.mark.full
 def test_a_finished_seed_of_a_trial_that_was_pruned_is_left_out_of_the_verdict(tmp_path, monkeypatch, capsys):
     """It was ended after its first seed, which was whole before it was looked at."""
     make_jobs(monkeypatch, loss)
@@ -244,6 +246,7 @@ def test_another_search_does_not_go_on_in_the_folder_of_one(tmp_path, monkeypatc
     assert not (tmp_path / "default" / "halved" / "search.db").exists()
 
 
+@pytest.mark.full
 def test_a_search_without_recorded_shared_keys_is_resumed(tmp_path, monkeypatch, capsys):
     make_jobs(monkeypatch, loss)
     assert main(["train", *optuna_words(tmp_path, "sweep.trials=1")]) == 0

@@ -153,7 +153,8 @@ def compose(recipe: str, keep: bool | None, mode: str = "none", micro_batch_size
 CASES = [
     ("fp8_delayed", "none", False),
     pytest.param("nvfp4_all_blocks", "full", True, marks=FULL),
-    ("quartet", "selective", False),
+    ("mxfp8", "selective", False),
+    pytest.param("quartet", "selective", False, marks=FULL),
     *(
         pytest.param(name, mode, compiled, marks=FULL)
         for name, (mode, compiled) in zip(

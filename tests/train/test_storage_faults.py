@@ -150,7 +150,7 @@ def killed_at(words: list[str], run: str, count: int) -> int:
 @pytest.mark.parametrize(
     ("every", "asynchronous"),
     [
-        (9, "false"),
+        (16, "false"),
         (21, "true"),
         pytest.param(1, "false", marks=pytest.mark.full),
         pytest.param(1, "true", marks=pytest.mark.full),

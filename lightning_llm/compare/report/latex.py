@@ -6,6 +6,7 @@ r"""LaTeX files of a report: tables, methods with `\cite`, the entries they cite
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -157,10 +158,16 @@ def _bibtex(reference: Reference) -> str:
 
 def document(title: str, pictures: Sequence[Picture], tables: Sequence[Table] = ()) -> str:
     """Return `report.tex`, which reads in `verdicts.tex`, `sources.tex`, `methods.tex` and `NAME.tex` of `tables`."""
+    return _environment().get_template("report.tex.jinja").render(title=title, pictures=pictures, tables=tables)
+
+
+@cache
+def _environment() -> Environment:
+    """Return the environment of the template, which compiles it once."""
     environment = Environment(
         loader=PackageLoader("lightning_llm.compare.report", "."), undefined=StrictUndefined, trim_blocks=True,
         block_start_string="<%", block_end_string="%>", variable_start_string="<<", variable_end_string=">>",
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
     environment.filters["tex"] = escape
-    return environment.get_template("report.tex.jinja").render(title=title, pictures=pictures, tables=tables)
+    return environment

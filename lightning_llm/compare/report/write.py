@@ -6,7 +6,7 @@ A file that cannot be made is reported; the others are still written.
 import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 
@@ -128,19 +128,10 @@ def page(
     comparison: Comparison, pictures: Sequence[Picture], files: Mapping[str, str], tables: Sequence[Table] = ()
 ) -> str:
     """Return the page; `files`: {name of a file in the same folder: its purpose}; `tables`: further tables."""
-    environment = Environment(
-        loader=PackageLoader("lightning_llm.compare.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {
-        "line": line_of,
-        "nats": nats,
-        "image": _image,
-        "source": lambda gap: minus(gap_text(gap)),
-        "minus": minus,
-    }
     methods = comparison.methods
     sources = sources_of(comparison)
-    return environment.get_template(TEMPLATE).render(
+    template = _environment().get_template(TEMPLATE)
+    return template.render(
         comparison=comparison,
         title=title_of(comparison),
         sentence=sentence(comparison),
@@ -165,6 +156,22 @@ def page(
         files=files,
         tables=tables,
     )
+
+
+@cache
+def _environment() -> Environment:
+    """Return the environment of the page's templates, which compiles each once per process."""
+    environment = Environment(
+        loader=PackageLoader("lightning_llm.compare.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "line": line_of,
+        "nats": nats,
+        "image": _image,
+        "source": lambda gap: minus(gap_text(gap)),
+        "minus": minus,
+    }
+    return environment
 
 
 def title_of(comparison: Comparison) -> str:

@@ -275,6 +275,7 @@ class CastConfig(Group):
                 raise ValueError("format: high takes no block, scale, rounding or prescale. Set a format, or omit them")
             return self
         kind = self.scale_kind
+        _ = self.rounding_kind, self.gradient_kind  # made now: Dynamo cannot trace that within a compiled cast
         if kind.from_history != (self.delayed is not None):
             raise ValueError("`delayed` ({history_length, ...}) must be set with scale: delayed, and only then")
         if (problem := kind.problem(self.format, self.block)) is not None:

@@ -72,7 +72,9 @@ REFUSED = {
 """Changes that are refused in whichever logs they are; `n`: 0 to 9, where they are made."""
 
 
-@pytest.mark.parametrize("which", WHICH)
+@pytest.mark.parametrize(
+    "which", ["one", "all", *(pytest.param(each, marks=pytest.mark.full) for each in ("arm", "baseline"))]
+)
 @pytest.mark.parametrize("name", REFUSED)
 @settings(max_examples=2, deadline=None)
 @given(n=st.integers(0, 9), kind=st.sampled_from(["loss", "val_loss"]))
@@ -118,8 +120,14 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["loss", "val_loss"])
-@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "loss") for name in COPIES),
+        ("equal", "val_loss"),
+        *(pytest.param(name, "val_loss", marks=pytest.mark.full) for name in COPIES if name != "equal"),
+    ],
+)
 def test_copied_logs_are_refused(name, kind):
     found = curves(kind=kind, noise=0.02 if kind == "loss" else 0.003)
     for source, arm, seed in ((("bf16", 0), "fp8", 1), (("bf16", 1), "fp8", 1), (("fp8", 0), "fp8", 1)):
