@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_check import library, setting
+from gpu_check import library, parts, setting
 from gpu_check.call import Call
 from gpu_check.library import layer_of, relative
 from gpu_check.rows import Item, Row, guarded, judged, missing
@@ -45,7 +45,7 @@ in fp32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). An H200 gave 1.4e-4."""
 
 
 def items(call: Call) -> list[Item]:
-    """Return items: the library, every native recipe, recipes that this GPU lacks, every recipe's compiled casts."""
+    """Return items: the library, native recipes, ranks' parts, recipes that this GPU lacks, compiled casts."""
     here = setting.here()
     native = [recipe for recipe, _ in native_recipes().values()]
     quantising = [recipe for recipe in recipes().values() if recipe.quantises]
@@ -55,6 +55,13 @@ def items(call: Call) -> list[Item]:
         problem = here.library_problem
         found.append(Item("native recipes", 0, lambda: iter([missing("native recipes", problem)])))
     found += [Item(recipe.name, 6, partial(agreed, recipe)) for recipe in native]
+    reducing = {  # of each library's recipe with a scale per tensor one: its quantizers reduce amaxes over ranks
+        each.name: recipe
+        for recipe, decision in reversed(native_recipes().values())
+        for each in decision.natives
+        if each.whole_tensors
+    }
+    found += [Item(f"{each.name}: parts", 25, partial(parts.on_ranks, each, call)) for each in reducing.values()]
     found += [Item(f"{recipe.name}: fallback", 2, partial(fallback, recipe)) for recipe in emulated]
     casts = [*emulated, *native]  # compiled casts matter less for recipes that run natively, so these come last
     return [*found, *(Item(f"{recipe.name}: compiled casts", 8, partial(compiled_casts, recipe)) for recipe in casts)]

@@ -19,7 +19,9 @@ class Check(NamedTuple):
 MODEL = ("torch", "pydantic", "yaml")
 RUN = (*MODEL, "lightning", "hydra", "omegaconf", "platformdirs", "safetensors", "psutil", "rich", "matplotlib")
 CHECKS = {
-    "agreement": Check("native against emulated: codes, scales, products", "gpu_check.agreement", 160, MODEL),
+    "agreement": Check(
+        "native against emulated: codes, products, parts on two ranks", "gpu_check.agreement", 160, MODEL
+    ),
     "speed": Check("a 1B model: train, a hand-written loop, native FP8", "gpu_check.speed", 160, MODEL),
     "emulation": Check("each emulated recipe's time over bf16's", "gpu_check.emulation", 120, MODEL),
     "memory": Check("peak memory of runs relative to plan", "gpu_check.memory", 75, RUN),
