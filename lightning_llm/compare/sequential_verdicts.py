@@ -42,7 +42,7 @@ class SequentialState:
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds by which it was judged."""
+        """The seeds judged at the recipe's last look; before any look, those of the first."""
         return self.design.seeds_at(self.look or self.design.looks[0])
 
     @property

@@ -71,7 +71,7 @@ class TrainedModel:
 
 
 class Recipes:
-    """The interface of a recipe to `Validation`, for several models with a recipe each."""
+    """Stand-in for `Quantisation` in `Validation`, for several models that each have their own `Quantisation`."""
 
     def __init__(self, models: Sequence[TrainedModel]):
         self.models = models

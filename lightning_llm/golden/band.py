@@ -112,7 +112,7 @@ class Band:
         return mean, self.deviations * math.sqrt(sd**2 + (FP32_UNIT * mean) ** 2 / 12)
 
     def widths(self, of: str) -> list[float]:
-        """Return the allowed distances from the mean, relative to it, of numbers named `of` or `of.*`, ascending."""
+        """Return the allowed distances / |mean| of the numbers `of` and `of.*`, one per number and step, ascending."""
         names = [name for name in self._spread if name == of or name.startswith(f"{of}.")]
         steps = 0 if self.noise.mean is None else self.noise.mean.steps
         found = [self.interval(name, step) for name in names for step in range(steps)]

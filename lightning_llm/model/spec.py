@@ -69,7 +69,7 @@ class LinearSpec(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the weight."""
+        """Shape of the weight: (groups * outputs, inputs)."""
         return self.groups * self.outputs.length, self.inputs.length
 
 

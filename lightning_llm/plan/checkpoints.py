@@ -83,7 +83,8 @@ def disk_problems(config: Config, jobs: int = 1) -> list[Problem]:
     if any(len(part.encode()) > LONGEST_NAME_BYTES for part in Path(config.run.dir).parts):
         return [Problem("run.dir", f"is {config.run.dir}: a name is over {LONGEST_NAME_BYTES} bytes. Shorten it.")]
     if not folder.is_dir():
-        return [Problem("run.dir", f"{folder} is a file, not a folder. Choose another run.dir.")]
+        text = f"is {config.run.dir}, and {folder} is a file, not a folder. Choose another run.dir."
+        return [Problem("run.dir", text)]
     if not os.access(folder, os.W_OK):
         text = f"is {config.run.dir}, and {folder} is not writable. Choose another run.root."
         return [Problem("run.dir", text)]

@@ -101,7 +101,8 @@ class DerivedConfig:
     On the valid part of a config (`config.schema.strict`), reading a missing key raises `BrokenKeyError`.
 
     Args:
-        device: device of the casts; None: this machine's if `to_train`, else that of `config.hardware`.
+        device: device that the casts run on; None: this machine's if `to_train` or without
+                `config.planned_hardware`, else that hardware.
         to_train: whether the run starts on this machine.
     """
 
@@ -140,7 +141,7 @@ class DerivedConfig:
 
     @cached_property
     def capability(self) -> Capability:
-        """The device of the casts."""
+        """Device and libraries that decide which casts run natively: a GPU or CPU, of this machine or planned for."""
         if self._device is not None:
             return self._device
         if self.config.planned_hardware is not None and not self.to_train:

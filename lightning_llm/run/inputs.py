@@ -64,10 +64,10 @@ def open_inputs(config: Config, start: Start, device: torch.device) -> Inputs:
 
 
 def agree_on_data(fingerprint: str, start: Start) -> None:
-    """Verify that all ranks have the same data, and the data of the steps before `start`. Collective.
+    """Verify that all ranks have the same data, and that it is unchanged since the checkpoint of `start`. Collective.
 
     Raises:
-        AgreedError: on every rank, if the data differ.
+        AgreedError: on every rank, if the data differ between ranks or from the checkpoint's.
     """
     found = gather_objects(fingerprint)
     if others := [rank for rank, each in enumerate(found) if each != found[0]]:

@@ -93,7 +93,7 @@ def pasted(line: str, behind: str, before: str) -> list[str]:
 def test_unfinished_lengths_are_resumed_instead_of_added(tmp_path, monkeypatch, capsys):
     sweep = interrupted(monkeypatch, tmp_path, "30,60,120", 8)
     jobs, *margins = told(capsys, sweep, "--margin", "2%")
-    assert "4 of its 12 jobs are not finished: not started, jobs 8, 9, 10, 11 (numbered from 0). Left out; " in jobs
+    assert "4 of its 12 jobs are not finished (jobs 8, 9, 10, 11, numbered from 0): not started. Left out; " in jobs
     assert len(margins) == 2  # of runs over 30 steps, and over 60
     for line in margins:
         assert "Usable runs exist at 30, 60 steps. At 120 steps (seeds 0, 1) its runs are not finished" in line
@@ -136,12 +136,12 @@ def test_unfinished_jobs_are_a_line_per_cause(tmp_path, monkeypatch, capsys):
     lines = told(capsys, sweep)
     here = f"  - {sweep}: "
     assert [line.partition(". Left out")[0] for line in lines[:4]] == [
-        f"{here}2 of its 12 jobs are not finished: failed after step 20 (OSError: no room; and others), "
-        "jobs 2, 3 (numbered from 0)",
+        f"{here}2 of its 12 jobs are not finished (jobs 2, 3, numbered from 0): failed after step 20 "
+        "(OSError: no room; and others)",
         f"  - {sweep}/4: is not finished: stopped after step 40",
-        f"{here}2 of its 12 jobs are not finished: killed, its process is gone after step 40, jobs 6, 7 "
-        "(numbered from 0)",
-        f"{here}2 of its 12 jobs are not finished: not started, jobs 10, 11 (numbered from 0)",
+        f"{here}2 of its 12 jobs are not finished (jobs 6, 7, numbered from 0): killed, its process is gone "
+        "after step 40",
+        f"{here}2 of its 12 jobs are not finished (jobs 10, 11, numbered from 0): not started",
     ]
     goes_on = [line for line in lines[:4] if "resumes" in line]
     assert len(goes_on) == 3
@@ -160,7 +160,8 @@ def test_many_jobs_are_named_by_the_first_and_a_recipe_without_any_run_once(tmp_
     ]
     (sweep / "sweep.json").write_text(json.dumps({**about, "jobs": [*about["jobs"], *more]}))
     first, last = told(capsys, sweep)
-    assert "11 of its 15 jobs are not finished: not started, jobs 4, 5, 6, 7, 8, 9, 10, 11 and 3 more" in first
+    jobs = "jobs 4, 5, 6, 7, 8, 9, 10, 11 and 3 more, numbered from 0"
+    assert f"11 of its 15 jobs are not finished ({jobs}): not started" in first
     assert last == "  - mxfp8: has no verdict: none of its runs is finished (seeds 0, 1)."
     (sweep / "2" / "metrics.jsonl").unlink()
     (line,) = (line for line in told(capsys, sweep) if "unreadable" in line)

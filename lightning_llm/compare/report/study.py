@@ -90,7 +90,7 @@ class Study:
 
     @property
     def native(self) -> list[str]:
-        """The recipes with natively executed quantized products throughout."""
+        """The recipes with quantized GEMMs that ran natively in every run."""
         found = [
             verdict.name
             for verdict in self.verdicts

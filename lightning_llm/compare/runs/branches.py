@@ -18,7 +18,7 @@ KEY = "branch_from"
 
 @dataclass(frozen=True)
 class Switch:
-    """The branching points of a verdict: `steps` of `max_steps`, over `trunks` parent runs and `seeds`."""
+    """Branching steps of a verdict: distinct `steps` and `max_steps`; numbers of parent runs (`trunks`) and `seeds`."""
 
     steps: tuple[int, ...]
     max_steps: tuple[int, ...]
@@ -47,7 +47,7 @@ class Switch:
 
 
 def switch_of(runs: Sequence[Run]) -> Switch | None:
-    """Return the branching points of `runs`, None if none is a branch."""
+    """Return the branching steps of the branches in `runs`, with their replicates; None if no run is a branch."""
     branches = [run for run in runs if run.branch]
     if not branches:
         return None

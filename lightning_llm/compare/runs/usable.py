@@ -176,9 +176,9 @@ def _of_several(sweep: Path, runs: Sequence[Run], so: str) -> Problem:
     steps = sorted({run.last_step for run in runs})
     after = f" after step {steps[0] if len(steps) == 1 else f'{steps[0]} to {steps[-1]}'}" if steps[-1] else ""
     why = f" ({details[0]}{'; and others' if len(details) > 1 else ''})" if details else ""
-    text = f"{len(runs)} of its {_number_of_jobs(sweep)} jobs are not finished: {status}{after}{why}"
-    text += f", jobs {_numbers(runs)} (numbered from 0). {so}"
-    return Problem(str(sweep), f"{text}{_further(resume_commands(runs), status, 'them')}.")
+    unfinished = f"{len(runs)} of its {_number_of_jobs(sweep)} jobs are not finished"
+    reason, remedy = f"{status}{after}{why}", _further(resume_commands(runs), status, "them")
+    return Problem(str(sweep), f"{unfinished} (jobs {_numbers(runs)}, numbered from 0): {reason}. {so}{remedy}.")
 
 
 def _numbers(runs: Sequence[Run]) -> str:

@@ -41,7 +41,10 @@ class Blocks:
 
 
 class Bounds:
-    """Lower bounds for the layouts of `space` on `cluster`, with native casts on `capability`."""
+    """Lower bounds of step time and memory of the layouts in `space` on `cluster`, to skip layouts unpriced.
+
+    The time bound requires native casts on `capability`.
+    """
 
     def __init__(self, space: Space, cluster: ClusterConfig, capability: Capability):
         self.space, self.cluster, self.capability = space, cluster, capability

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @SCALES.register
 class FP32Scale(ScaleKind):
-    """The largest number over the amax of the tensor or block."""
+    """Multiplier of the elements: the format's largest number / amax of the tensor or block, in fp32."""
 
     name: Literal["fp32"] = "fp32"
     meaning: ClassVar[str] = "largest number / amax, in fp32"
@@ -33,7 +33,7 @@ class FP32Scale(ScaleKind):
 
 @SCALES.register
 class PowerOfTwoScale(ScaleKind):
-    """The same, rounded down to a power of two."""
+    """The multiplier of `FP32Scale`, rounded down to a power of two."""
 
     name: Literal["power_of_two"] = "power_of_two"
     meaning: ClassVar[str] = "the same, rounded down to a power of two"

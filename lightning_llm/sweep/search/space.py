@@ -96,7 +96,7 @@ def words_of(params: Mapping[str, Any]) -> list[str]:
 
 
 def corners_of(distributions: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return trials that use each key once at each of its ends, or choices, to find invalid values early."""
+    """Return one trial per key and end (or choice), all other keys at their first value: finds invalid values early."""
     ends = {key: list(getattr(each, "choices", None) or (each.low, each.high)) for key, each in distributions.items()}
     first = {key: values[0] for key, values in ends.items()}
     return [{**first, key: value} for key, values in ends.items() for value in values]

@@ -15,7 +15,7 @@ SAMPLED = 500
 
 
 def recognizes(source: LogSource) -> bool:
-    """Return whether it begins as an array of objects, or an object of columns as pandas writes it."""
+    """Return whether `source` begins like a JSON array of objects, or an object of columns as pandas writes it."""
     start = source.head.lstrip()[:200]
     if start.startswith("["):
         return start[1:].lstrip().startswith("{")
