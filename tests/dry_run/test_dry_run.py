@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_llm.__main__ import main
@@ -27,6 +28,8 @@ from lightning_llm.plan.resolve import plan_of
 from tests.forked_main import ForkedMain
 
 FULL = pytest.mark.full
+UNVOTED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+"""Whether torch's pipelines leave out, in a fake process group, the vote of the first step, which the host reads."""
 LAYOUTS = [
     pytest.param("zero3", 4, ["parallel.reduction=native"], marks=FULL),
     ("fsdp_pp", 4, ["model.num_layers=4", "model.tie_embeddings=true"]),
@@ -79,6 +82,7 @@ def test_a_dry_run_counts_what_ranks_really_do(layout, world, more, ranks, small
     for each in dry["ranks"]:
         same = real[each["rank"]]
         kept = of_the_step(each)
+        kept["host_waits"] += UNVOTED and plan_of(config).degrees.pp > 1
         assert kept == {key: same[key] for key in kept}
     peaks = {each["rank"]: each["peak_bytes"] for each in dry["ranks"]}
     again = (ranks(world).call(counted, config) for _ in range(7))
