@@ -172,32 +172,35 @@ LOCK_SECONDS = 60.0
 """Timeout for another process that takes a look of the same series."""
 
 
-def judged_at_look(judge: Callable[[Terms], "Comparison"], terms: Terms, gate: Gate, folder: Path) -> "Comparison":
+def judged_at_look(
+    judge: Callable[[Terms], "Comparison"], terms: Terms, gate: Gate, folder: Path | None
+) -> "Comparison":
     """Return the comparison at the next look of the series of `gate`, after recording the look.
 
     Args:
         judge: returns the comparison under given terms.
         terms: their `confidence` is that of all looks together; 1 - confidence is the error budget.
         gate: the requirement and the series.
-        folder: of the report; it has the looks that were taken at these runs.
+        folder: of the report; it has the looks that were taken at these runs. None: there is no report; looks without
+            a series are in ./compare.
 
     Raises:
         ConfigError: the looks cannot be read or recorded, so the error is unknown, or the series was begun with other
             terms.
     """
     comparison = judge(terms)
-    file = gate.file(folder)
+    file = gate.file(folder or Path("compare"))
     with _problems_as_config_errors(file), _locked(file):
-        look = look_at(comparison.verdicts, terms)
+        look = look_at(comparison.verdicts, comparison.terms)  # with the metric that logs have
         earlier = read_looks(file)
-        if gate.series is not None:
+        if gate.series is not None and folder is not None:
             earlier = merged(earlier, read_looks(folder / LOOKS_FILE), look)
         spending = spending_of(look, earlier, gate, round(1 - terms.confidence, 12), file)
         comparison = _at(spending, judge, comparison, terms)
         look = with_spending(look_at(comparison.verdicts, comparison.terms), spending)
         comparison.looks = appended(earlier, look)
         write_looks(file, comparison.looks)
-        if gate.series is not None:
+        if gate.series is not None and folder is not None:
             record_look(look, folder)
     comparison.spending = spending
     comparison.notes.append(spending.text)

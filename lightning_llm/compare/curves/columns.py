@@ -109,17 +109,26 @@ def find_loss(table: LoggedTable, metric: str | None) -> LossColumn:
             f"its only loss, {candidates[0]}, is smoothed by the program ({how}). Log the loss itself, or a validation."
         )
         raise ConfigError(Problem(table.source, text))
-    named = ", ".join(sorted(table.columns)) or "none"
-    if not kept and (mixed := [name for name in table.mixed if _is_loss(name)]):
-        raise ConfigError(Problem(table.source, _no_numbers(table, mixed[0])))
     if not kept:
-        text = f"has no column of a loss. Columns: {named}. Name one with --metric."
-        raise ConfigError(Problem(table.source, text))
+        raise ConfigError(Problem(table.source, _why_no_loss(table)))
     found = _preferred(table, kept)
     if len(found) > 1:
         text = f"has several columns of a {kind_of(found[0])} loss: {', '.join(found)}. Choose one with --metric."
         raise ConfigError(Problem(table.source, text))
     return LossColumn(found[0], kind_of(found[0]), unit_of(table, found[0]))
+
+
+def _why_no_loss(table: LoggedTable) -> str:
+    if mixed := [name for name in table.mixed if _is_loss(name)]:
+        return _no_numbers(table, mixed[0])
+    if not table.columns:
+        return "has no values. Name a log with at least two points."
+    if short := [name for name in table.columns if _is_loss(name)]:
+        return f"column {short[0]} has one value. Name a log with at least two points."
+    named = ", ".join(sorted(table.columns))
+    if found := [name for name in table.columns if PERPLEXITY & set(words_of(name))]:
+        return f"has a perplexity ({found[0]}), but no loss. Log the loss, the logarithm of it. Columns: {named}."
+    return f"has no column of a loss. Columns: {named}. Name one with --metric."
 
 
 def _no_numbers(table: LoggedTable, name: str) -> str:

@@ -71,7 +71,7 @@ def compare_tables(
         return compare_curves(curves, terms, baseline)
 
     terms = curve_terms(asked)
-    comparison = judge(terms) if gate is None else judged_at_look(judge, terms, gate, output or Path("compare"))
+    comparison = judge(terms) if gate is None else judged_at_look(judge, terms, gate, output)
     if gate is not None:
         comparison.required = gate.required
     elif output is not None:

@@ -216,3 +216,33 @@ def test_numbers_with_separators_and_damaged_files_are_named(tmp_path, capsys, c
     path.write_bytes(new if isinstance(new, bytes) else new.encode())
     assert main(["compare", "--from", *logs, "--baseline", "bf16"]) == 2
     assert re.search(text, capsys.readouterr().err)
+
+
+def test_the_same_logs_again_are_the_same_look_of_a_series(tmp_path, monkeypatch):
+    """Without --metric, too: the column is found in the logs. Nothing but the series is written."""
+    monkeypatch.chdir(tmp_path)
+    looks = []
+    for seeds in ([0, 1, 2], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2]):
+        found = {arm: {seed: each for seed, each in its.items() if seed in seeds} for arm, its in curves().items()}
+        series = str(tmp_path / "ci.json")
+        comparison = compare(curves=found, baseline="bf16", require="lossless", series=series, quiet=True)
+        looks.append((comparison.spending.look, comparison.spending.spent, comparison.terms.confidence))
+    assert not (tmp_path / "compare").exists()
+    assert looks == [(1, 0.025, 0.975), (1, 0.025, 0.975), (2, 0.0125, 0.9875), (1, 0.025, 0.975)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("loss\n3.1\n3.0\n", "has no column of steps"),
+        ("step,loss\n10,3.1\n", "column loss has one value"),
+        ("step,loss\n", "has no values"),
+        ("step,ppl\n10,22\n20,20\n30,19\n", "has a perplexity .ppl., but no loss"),
+    ],
+)
+def test_logs_without_a_usable_loss_are_told_why(tmp_path, capsys, text, message):
+    (tmp_path / "a.csv").write_text(text)
+    (tmp_path / "b.csv").write_text(text.replace("3", "4"))
+    words = [f"bf16/0={tmp_path / 'a.csv'}", f"fp8/0={tmp_path / 'b.csv'}"]
+    assert main(["compare", "--from", *words, "--baseline", "bf16"]) == 2
+    assert re.search(message, capsys.readouterr().err)

@@ -13,12 +13,13 @@ EXAMPLE = "step,loss"
 
 
 def recognizes(source: LogSource) -> bool:
-    """Return whether the first line has separated fields, and the second line as many."""
+    """Return whether the first two lines have separated fields, or are a name and a number."""
     lines = [line for _, line in _content(source.head.splitlines())][:2]
     if not lines or "\0" in source.head or lines[0].lstrip().startswith(("{", "[")):
         return False
     delimiter = delimiter_of(lines[0])
-    return lines[0].count(delimiter) > 0 and all(line.count(delimiter) for line in lines)
+    one_column = len(lines) == 2 and number(lines[0]) is None and number(lines[1]) is not None
+    return one_column or (lines[0].count(delimiter) > 0 and all(line.count(delimiter) for line in lines))
 
 
 def delimiter_of(line: str) -> str:
