@@ -52,12 +52,14 @@ def chunk_rows(logits: Tensor) -> int:
 class _CrossEntropySum(torch.autograd.Function):
     """Rows are taken in chunks that stay in cache; only the logits themselves are kept for the backward pass.
 
-    The gradient of a row's loss is `softmax(logits) - onehot(label)`, taken in fp32 and rounded once.
+    The gradient of a row's loss is `softmax(logits) - onehot(label)`, taken in fp32 and rounded once. With `z_loss` it
+    is also that of `z_loss log(sum(exp(logits)))^2`: the softmax is multiplied by `1 + 2 z_loss log(sum(exp(logits)))`.
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(logits, labels)
+        ctx.z_loss = z_loss
         wide = torch.promote_types(logits.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=logits.device)
         rows = chunk_rows(logits)
@@ -66,7 +68,7 @@ class _CrossEntropySum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
         logits, labels = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)  # [N, V]
         rows = chunk_rows(logits)
@@ -74,25 +76,28 @@ class _CrossEntropySum(torch.autograd.Function):
             counted = (label != IGNORED_LABEL)[:, None]  # [R, 1]
             in_place = out if out.dtype == grad_output.dtype else None
             grad = torch.softmax(row, dim=-1, dtype=grad_output.dtype, out=in_place)  # [R, V]
+            if ctx.z_loss:
+                grad.mul_(1 + 2 * ctx.z_loss * torch.logsumexp(row.to(grad.dtype), -1, keepdim=True))
             grad.scatter_add_(-1, label.clamp(min=0)[:, None], -torch.ones_like(counted, dtype=grad.dtype))
             grad.mul_(counted * grad_output)
             if in_place is None:
                 out.copy_(grad)
             del grad  # otherwise it is still allocated while the next chunk's is computed
-        return grad_logits, None
+        return grad_logits, None, None
 
 
-def next_token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+def next_token_loss_sum(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
     """Return the sum of `-log softmax(logits)[label]` over all labels that are not -100, an fp32 scalar.
 
     `logits` is `[B, T, V]` of any float dtype (fp64 sums in fp64), `labels` int64 `[B, T]`, already shifted: the label
-    at t is the token at t + 1. The caller divides by the global count of labels.
+    at t is the token at t + 1. The caller divides by the global count of labels. `z_loss`: the gradient, not the value,
+    is also that of `z_loss log(sum(exp(logits)))^2` of each label (`model.output_z_loss`).
     """
-    return _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten())
+    return _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten(), z_loss)
 
 
 @functools.cache
-def compiled_loss_sum() -> Callable[[Tensor, Tensor], Tensor]:
+def compiled_loss_sum(z_loss: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:
     """Return `next_token_loss_sum` compiled, for a GPU: two kernels, which keep nothing in fp32 and round as it does.
 
     Of 16,384 tokens x 128,256 ids it takes an H200 6 ms; by torch's operators a step takes 29 ms more.
@@ -101,7 +106,11 @@ def compiled_loss_sum() -> Callable[[Tensor, Tensor], Tensor]:
     def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows = logits.flatten(0, -2).to(wide)
-        return F.cross_entropy(rows, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+        loss = F.cross_entropy(rows, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+        if not z_loss:
+            return loss
+        z = (torch.logsumexp(rows, -1).square() * (labels.flatten() != IGNORED_LABEL)).sum() * z_loss
+        return loss + (z - z.detach())  # the gradient alone
 
     return torch.compile(loss_sum)
 

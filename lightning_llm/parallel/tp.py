@@ -294,23 +294,29 @@ _CLASSES: dict[tuple[type, type], type] = {}
 """Classes made by `_become`, one for all modules of a kind: the compiler treats each class separately."""
 
 
-def loss_sum_of(layout: Layout, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+def loss_sum_of(layout: Layout, device: torch.device, z_loss: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the function of (logits, labels) that sums the losses of this rank's tokens, on whole or cut logits.
 
     If blocks are compiled for a GPU, the loss of whole logits is, too. The loss of cut logits needs communication.
+    `z_loss`: see `next_token_loss_sum`.
     """
     group = layout.group("tp")
     if group is not None:
-        return partial(vocabulary_parallel_loss_sum, group=group)
-    return compiled_loss_sum() if layout.config.compile and device.type == "cuda" else next_token_loss_sum
+        return partial(vocabulary_parallel_loss_sum, group=group, z_loss=z_loss)
+    if layout.config.compile and device.type == "cuda":
+        return compiled_loss_sum(z_loss)
+    return partial(next_token_loss_sum, z_loss=z_loss)
 
 
-def vocabulary_parallel_loss_sum(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+def vocabulary_parallel_loss_sum(
+    logits: Tensor, labels: Tensor, group: dist.ProcessGroup, z_loss: float = 0.0
+) -> Tensor:
     """Return the sum of `-log softmax(logits)[label]` over all labels except -100, in fp32 (fp64 for fp64).
 
     `logits` `[B, T, V / R]` are those of this rank's token ids, in rank order; `labels` int64 `[B, T]` the same on all.
+    `z_loss`: see `next_token_loss_sum`.
     """
-    loss: Tensor = _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten(), group)
+    loss: Tensor = _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten(), group, z_loss)
     return loss
 
 
@@ -318,7 +324,8 @@ class _CrossEntropySum(torch.autograd.Function):
     """As `model.loss`: rows in chunks, all in fp32; saves only the logits and one number per row for backward."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup, z_loss: float) -> Tensor:
+        ctx.z_loss = z_loss
         wide = torch.promote_types(logits.dtype, torch.float32)
         width = logits.shape[-1]
         largest = logits.amax(-1).to(wide)  # [N]
@@ -339,14 +346,16 @@ class _CrossEntropySum(torch.autograd.Function):
         return ((sums[0].log() - sums[1]) * counted).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         logits, log_sums, here, counted = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         rows = chunk_rows(logits)
         chunks = (each.split(rows) for each in (logits, log_sums, here, counted, grad_logits))
         for row, log_sum, column, count, out in zip(*chunks, strict=True):
             grad = (row.to(log_sum.dtype) - log_sum[:, None]).exp_()  # softmax
+            if ctx.z_loss:
+                grad.mul_(1 + 2 * ctx.z_loss * log_sum[:, None])
             grad.scatter_add_(-1, column.clamp(min=0)[:, None], -(column >= 0).to(grad.dtype)[:, None])
             out.copy_(grad.mul_((count * grad_output)[:, None]))
             del grad
-        return grad_logits, None, None
+        return grad_logits, None, None, None

@@ -41,6 +41,9 @@ def teacher_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     """Yield why the run cannot use its teachers: layout, vocabulary, sequence length."""
     if config.distil is None:
         return
+    if config.model.output_z_loss is not None:
+        text = "with distil: the gradient of the divergence has no z-loss. Set it to null."
+        yield Problem("model.output_z_loss", text, config.model.output_z_loss)
     for axis in reversed(AXES.cutting("layers", "sequence", "width")):
         if degrees.ranks(axis) > 1:
             text = (

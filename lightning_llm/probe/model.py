@@ -93,7 +93,8 @@ class ProbedModel(Passes):
     def loss(self, batch: TokenBatch) -> Tensor:
         """Return the sum of the losses of a batch over the number of targets of all batches."""
         logits = self.decoder(batch.tokens, document_ids=batch.document_ids)  # [B, T, V]
-        return next_token_loss_sum(logits, batch.labels) / self.targets
+        z_loss = self.decoder.config.output_z_loss or 0.0
+        return next_token_loss_sum(logits, batch.labels, z_loss) / self.targets
 
     @contextmanager
     def in_fp32(self) -> Iterator[None]:

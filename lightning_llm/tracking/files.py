@@ -28,7 +28,11 @@ RESTARTS = "restarts"
 """Key of summary.json with the list of restarts after lost ranks."""
 
 STRAGGLER = "straggler"
-"""`event` of a step at which ranks or links have become slow. Unlike other events it is not about the loss."""
+"""`event` of a step at which ranks or links have become slow."""
+DEAD_EXPERTS = "dead_experts"
+"""`event` of a step at which experts have been without tokens for long."""
+NOT_OF_LOSS = (STRAGGLER, DEAD_EXPERTS)
+"""Events that, unlike others, are not about the loss."""
 
 SUMMARY_KINDS: Mapping[str, type] = {
     **dict.fromkeys(("status", "detail", "host", "process", "device", "run_id", "started_at", "ended_at"), str),

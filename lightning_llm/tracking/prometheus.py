@@ -94,7 +94,7 @@ FAMILIES = {
 }
 """All metrics by their names without `PREFIX`."""
 
-EVENT_KINDS = ("spike", "plateau_shift", "divergence", "non_finite", "forgetting", "straggler")
+EVENT_KINDS = ("spike", "plateau_shift", "divergence", "non_finite", "forgetting", "straggler", "dead_experts")
 """Counters that are published as 0 from the start, so that Prometheus sees the first increase."""
 UNMADE = ("stop", "rollback")
 """Values of `event_action` in the record of a step without an update."""

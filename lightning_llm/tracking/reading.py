@@ -27,6 +27,7 @@ from lightning_llm.tracking.evaluations import PREFIX, comparable, read_evaluati
 from lightning_llm.tracking.files import (
     END,
     NON_FINITE,
+    NOT_OF_LOSS,
     SOURCE_HASHES,
     STRAGGLER,
     Record,
@@ -310,7 +311,7 @@ def _read_metrics(run: Run, path: Path) -> ChainHead:
         if any(key.startswith("val_loss") for key in record):
             _add_validation(run, record, seconds)
             continue
-        run.spikes += record.get("event", STRAGGLER) != STRAGGLER
+        run.spikes += record.get("event", STRAGGLER) not in NOT_OF_LOSS
         if record.get("event_action") == "stop":  # a step without an update
             run.stopping_event = str(record.get("event"))
             continue

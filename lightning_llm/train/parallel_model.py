@@ -67,7 +67,8 @@ class ParallelModel:
         pipeline = None
         if layout.degrees.pp > 1:
             pipeline = Pipeline(syncs, layout, config.data, micro_batches, device)
-        return cls(model, layout, syncs, pipeline, SequenceSharder(layout), loss_sum_of(layout, device), quantisation)
+        loss_sum = loss_sum_of(layout, device, config.model.output_z_loss or 0.0)
+        return cls(model, layout, syncs, pipeline, SequenceSharder(layout), loss_sum, quantisation)
 
     @classmethod
     def in_this_process(cls, model: Any, quantisation: Any = None) -> "ParallelModel":

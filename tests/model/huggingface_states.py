@@ -25,7 +25,8 @@ def to_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str
     turned = set()
     for ours, stored in stored_as(config, architecture(config)).items():
         tensor = state[ours][: config.vocab_size] if ours in VOCABULARY else state[ours]
-        parts.setdefault(stored.name, []).append(tensor)
+        for name, part in zip(stored.tensors, tensor.chunk(stored.count), strict=True):
+            parts.setdefault(name, []).append(part)
         turned |= {stored.name} if stored.transposed else set()
     whole = {name: torch.cat(several) if len(several) > 1 else several[0] for name, several in parts.items()}
     return {name: (tensor.t() if name in turned else tensor).contiguous() for name, tensor in whole.items()}
@@ -35,7 +36,8 @@ def from_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> dict[s
     """Return the state dict a `Decoder` of `config` loads, from that of a Hugging Face model. Raises KeyError."""
     result: dict[str, Tensor] = {}
     for ours, stored in stored_as(config, architecture(config)).items():
-        theirs = state[stored.name].t() if stored.transposed else state[stored.name]
+        theirs = torch.cat([state[name] for name in stored.tensors]) if stored.count > 1 else state[stored.name]
+        theirs = theirs.t() if stored.transposed else theirs
         tensor = theirs[stored.first : stored.first + stored.shape[0]]
         if ours in VOCABULARY:
             padding = config.padded_vocab_size - tensor.shape[0]

@@ -160,3 +160,22 @@ def test_memory_is_that_of_a_chunk(monkeypatch):
     logits = rows * ids * 2
     assert peaks[1 << 30] > 2 * logits
     assert peaks[256 * ids] < 0.75 * logits  # the weight, its gradients and sums among it
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_output_z_loss_adds_its_gradient_and_not_its_value(limit, dtype):
+    """Against autograd of `CE + z mean(logsumexp^2)`, in fp64, over whole logits."""
+    x, labels = given(dtype)
+    head = Linear(D, V, bias=False)
+    z, scale = 0.1, torch.tensor(1 / labels.numel())
+    loss = head(x, LossReduction(labels, lambda *given: next_token_loss_sum(*given, z_loss=z), scale))
+    (loss * scale).backward()
+    wide, weight = (each.detach().double().requires_grad_() for each in (x, head.weight))
+    logits, kept = (wide @ weight.t()).flatten(0, 1), labels.flatten() != -100
+    cross_entropy = F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+    objective = cross_entropy + z * (torch.logsumexp(logits, -1)[kept] ** 2).sum()
+    (objective / labels.numel()).backward()
+    exact = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.05, "atol": 1e-3}
+    torch.testing.assert_close(loss.double(), cross_entropy, rtol=exact["rtol"], atol=0.1)
+    torch.testing.assert_close(x.grad.double(), wide.grad, **exact)
+    torch.testing.assert_close(head.weight.grad.double(), weight.grad, **exact)

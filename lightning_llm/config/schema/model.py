@@ -111,6 +111,12 @@ class ModelConfig(Group):
         None, description="factor of token embeddings at the first block's input; null: 1"
     )
     logit_cap: PositiveFloat | None = Field(None, description="soft cap: logits become cap x tanh(logits / cap)")
+    output_z_loss: PositiveFloat | None = Field(
+        None,
+        description="weight of the mean square of the logits' log-sum-exp in the objective (PaLM, arXiv 2204.02311); "
+        "the recorded loss is without it; null: none",
+        exclude_if=lambda weight: weight is None,  # models from before the key keep their hash
+    )
     blocks: dict[str, BlockConfig] | None = Field(None, description="kinds of blocks by name, for `layers`")
     layers: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
         None,

@@ -44,6 +44,8 @@ class Architecture(ABC):
     """Whether weights of linears are stored as [inputs, outputs]."""
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Our linears with outputs concatenated in one of theirs, by its name within a block."""
+    leaves: ClassVar[Mapping[str, str]] = {"correction": "e_score_correction_bias"}
+    """Their last parts of the names of parameters, where ours are others."""
     buffers: ClassVar[tuple[str, ...]] = (".rotary_emb.inv_freq",)
     """Ends of names of tensors in old files that are no weights."""
     sizes: ClassVar[tuple[str, ...]] = ()

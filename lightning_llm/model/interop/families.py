@@ -1,6 +1,6 @@
 """Hugging Face's architecture of a config and of a config.json, and each parameter's place in its tensors. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,13 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.registry import load_installed
 from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig
 from lightning_llm.model.interop.architecture import Architecture
+from lightning_llm.model.interop.experts import Mixtral, Qwen3Moe
 from lightning_llm.model.interop.gemma2 import Gemma2
 from lightning_llm.model.interop.gpt2 import GPT2
 from lightning_llm.model.interop.llama import Llama, Mistral, Qwen3
 from lightning_llm.model.structure import linears_of, parameter_shapes
 
-BUILT_IN: tuple[Architecture, ...] = (Gemma2(), GPT2(), Llama(), Mistral(), Qwen3())
+BUILT_IN: tuple[Architecture, ...] = (Gemma2(), GPT2(), Llama(), Mistral(), Mixtral(), Qwen3(), Qwen3Moe())
 _FOUND: dict[str, Architecture] = {each.class_name: each for each in BUILT_IN}
 
 
@@ -118,7 +119,8 @@ def model_config_of(values: Mapping[str, Any], name: str) -> ModelConfig:
 class StoredParameter:
     """Location of one of our parameters: tensor `name` from row `first` on, as [inputs, outputs] if `transposed`.
 
-    `shape` is ours, without rows that pad the vocabulary; `whole` is the shape of their tensor.
+    `shape` is ours, without rows that pad the vocabulary; `whole` is the shape of their tensor. `count`: the tensors
+    whose rows follow one another in ours, one per expert; "{}" in `name` is the expert's number.
     """
 
     name: str
@@ -126,6 +128,23 @@ class StoredParameter:
     whole: tuple[int, ...]
     first: int = 0
     transposed: bool = False
+    count: int = 1
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Their names, in the order of our rows."""
+        return (self.name,) if self.count == 1 else tuple(self.name.format(number) for number in range(self.count))
+
+    def parts(self, first: int, last: int) -> Iterator[tuple[str, int, int]]:
+        """Yield (tensor, first row, last row) for our rows `first` to `last`."""
+        if self.count == 1:
+            yield self.name, self.first + first, self.first + last
+            return
+        rows = self.shape[0] // self.count
+        for number, name in enumerate(self.tensors):
+            start, stop = max(first - number * rows, 0), min(last - number * rows, rows)
+            if start < stop:
+                yield name, start, stop
 
 
 def stored_as(config: ModelConfig, family: Architecture) -> dict[str, StoredParameter]:
@@ -148,6 +167,8 @@ def stored_as(config: ModelConfig, family: Architecture) -> dict[str, StoredPara
                         name, shape, whole[::-1] if turned else whole, sum(rows[:place]), turned
                     )
         if ours not in found:
-            whole = shape[::-1] if turned else shape
-            found[ours] = StoredParameter(f"{prefix}{names[within]}.{kind}", shape, whole, 0, turned)
+            count = linears[module].groups if module in linears else 1
+            whole = (shape[0] // count, *shape[1:])
+            name = f"{prefix}{names[within]}.{family.leaves.get(kind, kind)}"
+            found[ours] = StoredParameter(name, shape, whole[::-1] if turned else whole, 0, turned, count)
     return found

@@ -1,6 +1,7 @@
 """Conversion of weights to our names or Hugging Face's: each tensor is computed when its file is written."""
 
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.interop.families import StoredParameter, architecture, stored_as
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.model.weights.write import TensorToWrite
+
+KEPT_IN_FP32 = ".e_score_correction_bias"
+"""End of the names of tensors that transformers keeps in fp32, whatever the other weights' dtype."""
 
 
 def as_ours(weights: Weights) -> list[TensorToWrite]:
@@ -26,14 +30,25 @@ def as_huggingface(weights: Weights, config: ModelConfig, dtype: str) -> list[Te
     Raises:
         ConfigError: there is none.
     """
-    parts: dict[str, list[tuple[str, StoredParameter]]] = {}
+    parts: dict[str, list[_Part]] = {}
     for ours, stored in stored_as(config, architecture(config)).items():
-        parts.setdefault(stored.name, []).append((ours, stored))
-    kind = DTYPES[dtype]
-    return [
-        TensorToWrite(name, prod(several[0][1].whole) * kind.itemsize, _Joined(weights, several, kind))
-        for name, several in parts.items()
-    ]
+        rows = stored.shape[0] // stored.count
+        for number, name in enumerate(stored.tensors):
+            parts.setdefault(name, []).append(_Part(ours, stored, number * rows, (number + 1) * rows))
+    made = []
+    for name, several in parts.items():
+        kind = DTYPES["fp32" if name.endswith(KEPT_IN_FP32) else dtype]
+        made.append(TensorToWrite(name, prod(several[0].stored.whole) * kind.itemsize, _Joined(weights, several, kind)))
+    return made
+
+
+class _Part(NamedTuple):
+    """Rows `first` to `last` of our parameter `name`, which are a tensor of theirs or a part of one."""
+
+    name: str
+    stored: StoredParameter
+    first: int
+    last: int
 
 
 class _Rows:
@@ -49,10 +64,10 @@ class _Rows:
 class _Joined:
     """A tensor of the architecture, from one parameter of the decoder or several concatenated ones."""
 
-    def __init__(self, weights: Weights, several: list[tuple[str, StoredParameter]], dtype: torch.dtype):
+    def __init__(self, weights: Weights, several: list[_Part], dtype: torch.dtype):
         self.weights, self.several, self.dtype = weights, several, dtype
 
     def __call__(self) -> Tensor:
-        parts = [self.weights.rows(ours, 0, stored.shape[0]).to(self.dtype) for ours, stored in self.several]
+        parts = [self.weights.rows(each.name, each.first, each.last).to(self.dtype) for each in self.several]
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return whole.t() if self.several[0][1].transposed else whole
+        return whole.t() if self.several[0].stored.transposed else whole

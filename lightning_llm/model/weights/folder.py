@@ -136,12 +136,16 @@ class FolderWeights(Weights):
         self.end_tokens = end_tokens_of(path)
 
     def rows(self, name: str, first: int, last: int) -> "Tensor":
+        import torch
+
         where = self.stored[name]
-        part = self.tensors.part(where.name, where.first + first, where.first + last, 1 if where.transposed else 0)
+        axis = 1 if where.transposed else 0
+        parts = [self.tensors.part(tensor, *rows, axis) for tensor, *rows in where.parts(first, last)]
+        part = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
         return part.t() if where.transposed else part
 
     def dtype(self, name: str) -> str:
-        return DTYPES[self.tensors.entries[self.stored[name].name].dtype]
+        return DTYPES[self.tensors.entries[self.stored[name].tensors[0]].dtype]
 
     def verify(self, rank: int = 0, world: int = 1) -> None:
         if self.written:
@@ -272,7 +276,10 @@ def _with_their_names(
 ) -> dict[str, StoredParameter]:
     """Return `stored` under the names in `files`, which lack a prefix where the model was saved without its head."""
     bare = {name: replace(each, name=each.name.removeprefix(family.base_prefix)) for name, each in stored.items()}
-    as_is, without = ({each.name for each in names.values()} & files.entries.keys() for names in (stored, bare))
+    as_is, without = (
+        {tensor for each in names.values() for tensor in each.tensors} & files.entries.keys()
+        for names in (stored, bare)
+    )
     return bare if len(without) > len(as_is) else dict(stored)
 
 
@@ -285,7 +292,7 @@ def _differences(
     path: Path, files: TensorFiles, stored: Mapping[str, StoredParameter], left_out: Callable[[str], bool]
 ) -> Iterator[Problem]:
     """Yield a problem for each difference between the tensors in the files and those of the config."""
-    wanted = {each.name: each.whole for each in stored.values()}
+    wanted = {tensor: each.whole for each in stored.values() for tensor in each.tensors}
     found = {name: entry for name, entry in files.entries.items() if not left_out(name)}
     if missing := [name for name in wanted if name not in found]:
         yield Problem(str(path), f"has no tensor {some_of(missing)}, which its config requires.")
