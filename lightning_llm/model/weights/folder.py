@@ -140,7 +140,7 @@ class FolderWeights(Weights):
 
         where = self.stored[name]
         axis = 1 if where.transposed else 0
-        parts = [self.tensors.part(tensor, *rows, axis) for tensor, *rows in where.parts(first, last)]
+        parts = [self.tensors.part(tensor, start, stop, axis) for tensor, start, stop in where.parts(first, last)]
         part = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
         return part.t() if where.transposed else part
 

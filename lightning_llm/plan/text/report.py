@@ -85,8 +85,8 @@ def tokenizer_text(config: Config) -> str:
 def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
     """Return the plan as plain data, the output of `plan --json`.
 
-    - `model`, `parameters`, `layers`, `flops_per_token`, `teacher_flops_per_token`: the model, its pattern of layers,
-      and its cost; FLOPs of teachers are separate.
+    - `model`, `parameters`, `active_parameters`, `layers`, `flops_per_token`, `teacher_flops_per_token`: the model, its
+      parameters and those that a token passes, its pattern of layers, and its cost; FLOPs of teachers are separate.
     - `layout`, `precision`, `data`, `phases`: the layout with its groups, micro-batches and stages; the six slots and
       who computes them; the data and its phases.
     - `step_tokens`, `accumulation`, `total_tokens`, `max_steps`: tokens of a step, micro-batches per rank, length.
@@ -110,6 +110,7 @@ def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
     return {
         "model": config.model.name,
         "parameters": count_parameters(config.model).total,
+        "active_parameters": count_parameters(config.model).active,
         "layers": list(config.model.layers or DEFAULT_LAYERS),
         "layout": layout,
         "precision": precision_facts(
@@ -150,10 +151,15 @@ def plan_line(plan: Plan, device: str) -> str:
     return "plan   " + " | ".join(parts)
 
 
+def _active(facts: dict[str, Any]) -> str:
+    active = facts["active_parameters"]
+    return "" if active == facts["parameters"] else f", {active:,} of them active"
+
+
 def render(facts: dict[str, Any]) -> str:
     """Return `plan_facts` as lines for a terminal."""
     rows = [
-        ("model", f"{facts['model']}, {facts['parameters']:,} parameters{_pattern(facts['layers'])}"),
+        ("model", f"{facts['model']}, {facts['parameters']:,} parameters{_active(facts)}{_pattern(facts['layers'])}"),
         *origin_rows(facts),
         *layout_rows(facts["layout"]),
         *precision_rows(facts["precision"]),
