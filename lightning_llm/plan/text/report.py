@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.model import DEFAULT_LAYERS
+from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig
 from lightning_llm.config.weight_folders import TOKENIZER, UNNAMED
 from lightning_llm.data.report import planned_phases
 from lightning_llm.model.flops import count_parameters, flops_per_token
@@ -85,8 +85,8 @@ def tokenizer_text(config: Config) -> str:
 def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
     """Return the plan as plain data, the output of `plan --json`.
 
-    - `model`, `parameters`, `active_parameters`, `layers`, `flops_per_token`, `teacher_flops_per_token`: the model, its
-      parameters and those that a token passes, its pattern of layers, and its cost; FLOPs of teachers are separate.
+    - `model`, `parameters`, `layers`, `flops_per_token`, `teacher_flops_per_token`: the model, its pattern of layers,
+      and its cost; FLOPs of teachers are separate. With experts also `active_parameters`, those that a token passes.
     - `layout`, `precision`, `data`, `phases`: the layout with its groups, micro-batches and stages; the six slots and
       who computes them; the data and its phases.
     - `step_tokens`, `accumulation`, `total_tokens`, `max_steps`: tokens of a step, micro-batches per rank, length.
@@ -110,7 +110,7 @@ def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
     return {
         "model": config.model.name,
         "parameters": count_parameters(config.model).total,
-        "active_parameters": count_parameters(config.model).active,
+        **_active_parameters(config.model),
         "layers": list(config.model.layers or DEFAULT_LAYERS),
         "layout": layout,
         "precision": precision_facts(
@@ -151,9 +151,13 @@ def plan_line(plan: Plan, device: str) -> str:
     return "plan   " + " | ".join(parts)
 
 
+def _active_parameters(model: ModelConfig) -> dict[str, int]:
+    count = count_parameters(model)
+    return {} if count.active == count.total else {"active_parameters": count.active}
+
+
 def _active(facts: dict[str, Any]) -> str:
-    active = facts["active_parameters"]
-    return "" if active == facts["parameters"] else f", {active:,} of them active"
+    return f", {facts['active_parameters']:,} of them active" if "active_parameters" in facts else ""
 
 
 def render(facts: dict[str, Any]) -> str:
