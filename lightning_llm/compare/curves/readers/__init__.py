@@ -1,13 +1,12 @@
-"""Readers of logs, one file per program; the format of a log is detected from its content."""
+"""Readers of logs, one file per program or syntax; the format of a log is detected from its content."""
 
 import zlib
 from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.compare.curves.readers import (
-    csv,
-    json_rows,
-    jsonl,
+    csv_files,
+    json_files,
     litgpt,
     maxtext,
     megatron,
@@ -18,15 +17,14 @@ from lightning_llm.compare.curves.readers import (
     tensorboard,
     torchtitan,
     trainer_state,
-    wandb_csv,
 )
-from lightning_llm.compare.curves.readers.text import head_of
+from lightning_llm.compare.curves.readers.cells import head_of
 from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
 
 READERS: tuple[Reader, ...] = (
     own_run.READER, mlflow_run.READER, trainer_state.READER, tensorboard.READER, megatron.READER, torchtitan.READER,
-    nanochat.READER, nanogpt.READER, litgpt.READER, maxtext.READER, json_rows.READER, jsonl.READER, wandb_csv.READER,
-    csv.READER,
+    nanochat.READER, nanogpt.READER, litgpt.READER, maxtext.READER, json_files.JSON_READER,
+    json_files.JSONL_READER, csv_files.WANDB_READER, csv_files.CSV_READER,
 )  # fmt: skip
 """All readers; the first that recognizes a log reads it, so general formats come last."""
 HEAD_BYTES = 1 << 20

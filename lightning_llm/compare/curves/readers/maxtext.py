@@ -2,9 +2,8 @@
 
 import re
 
-from lightning_llm.compare.curves.readers.cells import number
+from lightning_llm.compare.curves.readers.cells import NUMBER, Line, number
 from lightning_llm.compare.curves.readers.program_log import Found, read_program_log
-from lightning_llm.compare.curves.readers.text import NUMBER, Line
 from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
 
 STEP = re.compile(r"completed (?:profiler activation/deactivation )?step: (?P<step>\d+), (?P<rest>.*)$")

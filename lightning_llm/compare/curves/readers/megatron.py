@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_llm.compare.curves.readers.cells import number
+from lightning_llm.compare.curves.readers.cells import Line, number
 from lightning_llm.compare.curves.readers.program_log import Found, ProgramLog, read_program_log
-from lightning_llm.compare.curves.readers.text import Line
 from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
 
 STEP = re.compile(r"\biteration\s+(?P<step>\d+)/\s*(?P<last>\d+) \|(?P<pairs>.*)$")

@@ -4,9 +4,8 @@ import re
 from ast import literal_eval
 from typing import Any
 
-from lightning_llm.compare.curves.readers.cells import number
+from lightning_llm.compare.curves.readers.cells import NUMBER, Line, number
 from lightning_llm.compare.curves.readers.program_log import Found, read_program_log
-from lightning_llm.compare.curves.readers.text import NUMBER, Line
 from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
 
 ITERATION = re.compile(rf"^iter (\d+): loss ({NUMBER}), time", re.IGNORECASE)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_llm.compare.curves.readers.attempts import Attempts, columns_by_step, merged
-from lightning_llm.compare.curves.readers.text import Line, lines_of
+from lightning_llm.compare.curves.readers.cells import Line, lines_of
 from lightning_llm.compare.curves.table import LoggedTable, LogSource
 
 

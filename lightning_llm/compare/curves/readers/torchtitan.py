@@ -3,9 +3,8 @@
 import re
 from typing import Any
 
-from lightning_llm.compare.curves.readers.cells import number
+from lightning_llm.compare.curves.readers.cells import ESCAPES, NUMBER, Line, number
 from lightning_llm.compare.curves.readers.program_log import Found, read_program_log
-from lightning_llm.compare.curves.readers.text import ESCAPES, NUMBER, Line
 from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
 
 STEP = re.compile(r"(?P<validate>validate )?step:\s*(?P<step>\d+)\s+loss:\s*(?P<rest>\S+\s+(?:grad_norm|memory):.*)$")

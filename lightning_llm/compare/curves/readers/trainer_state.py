@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.compare.curves.readers.attempts import Attempts, columns_by_step
-from lightning_llm.compare.curves.readers.cells import number
-from lightning_llm.compare.curves.readers.text import open_text
+from lightning_llm.compare.curves.readers.cells import number, open_text
 from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
 
 FILE = "trainer_state.json"

@@ -1,12 +1,11 @@
-"""Reader of one JSON document with the rows of a log, such as W&B's `run.history()` or `scan_history()`."""
+"""Readers of JSON: rows in one document, as of W&B's `run.history()` or `scan_history()`, and JSON Lines."""
 
 import json
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from lightning_llm.compare.curves.readers.cells import columns_of
-from lightning_llm.compare.curves.readers.text import open_text
+from lightning_llm.compare.curves.readers.cells import columns_of, open_text
 from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
 from lightning_llm.config.config_hash import flatten
 
@@ -14,7 +13,7 @@ SAMPLED = 500
 """Rows that `run.history()` returns if it is not asked for more."""
 
 
-def recognizes(source: LogSource) -> bool:
+def recognizes_json(source: LogSource) -> bool:
     """Return whether `source` begins like a JSON array of objects, or an object of columns as pandas writes it."""
     start = source.head.lstrip()[:200]
     if start.startswith("["):
@@ -31,7 +30,7 @@ def _is_lines(head: str) -> bool:
     return len(lines) == 2 and all(line.lstrip().startswith("{") for line in lines) and lines[0].rstrip().endswith("}")
 
 
-def read(source: LogSource) -> LoggedTable:
+def read_json(source: LogSource) -> LoggedTable:
     """Return all numeric columns; names of nested values are joined with dots.
 
     Raises:
@@ -86,4 +85,46 @@ def _transposed(document: Any) -> list[dict[str, Any]]:
     return [{name: values.get(key) for name, values in by_text.items()} for key in keys]
 
 
-READER = Reader("json", recognizes, read)
+JSON_READER = Reader("json", recognizes_json, read_json)
+
+
+def recognizes_jsonl(source: LogSource) -> bool:
+    """Return whether the first line is a JSON object."""
+    line = source.first_line.strip()
+    return line.startswith("{") and line.endswith("}") and _object(line) is not None
+
+
+def read_jsonl(source: LogSource) -> LoggedTable:
+    """Return the table; names of nested values are joined with dots. A last line without its end is left out.
+
+    Raises:
+        ValueError: a line is not a JSON object.
+    """
+    if source.path is None or source.is_folder:
+        raise ValueError("it is not a file")
+    notes: tuple[str, ...] = ()
+    rows: list[tuple[int, dict[str, Any]]] = []
+    with open_text(source.path) as file:
+        text = file.read()
+    lines = [(at, line) for at, line in enumerate(text.split("\n"), 1) if line.strip()]
+    for at, line in lines:
+        found = _object(line)
+        if found is not None:
+            rows.append((at, flatten(found)))
+        elif at == lines[-1][0] and not text.endswith("\n"):
+            notes = (f"The last line, {at}, is incomplete and left out.",)
+        else:
+            raise ValueError(f'line {at} is not a JSON object. Each line must be one: {{"step": 1, "loss": 2.5}}.')
+    columns, mixed, settings = columns_of(rows)
+    return LoggedTable("jsonl", source.address, columns, settings, notes, mixed)
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+JSONL_READER = Reader("jsonl", recognizes_jsonl, read_jsonl)
