@@ -154,6 +154,8 @@ def probe(parser: ArgumentParser) -> None:
     add("--text", type=Path, metavar="FILE", help="documents to use with a Hugging Face folder: .txt or .jsonl")
     add("--batches", type=int, default=2, metavar="N", help="number of micro-batches (default: 2)")
     add("--keys", type=int, default=4, metavar="N", help="number of random draws to compare (default: 4)")
+    text = "also compare channels: the largest amax over the median, by layer and operand; draws outliers.svg"
+    add("--outliers", action="store_true", help=text)
     add("--output", type=Path, metavar="DIR", help="folder of the results (default: outputs/probe/NAME)")
     add_device(parser)
 

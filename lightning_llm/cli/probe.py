@@ -21,6 +21,7 @@ from lightning_llm.config.workspace import default_outputs
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.probe.measure import measure
 from lightning_llm.probe.model import ProbedModel, TokenBatch, read_batches, with_recipe
+from lightning_llm.probe.outliers import channel_outliers, draw_outliers
 from lightning_llm.probe.passes import Pass
 from lightning_llm.probe.report import as_json, draw, ranking, render, write_recipes
 from lightning_llm.run.subject import Subject, delayed_state, device_of, find_subject, read_weights
@@ -140,6 +141,8 @@ def _measure(
         same = config.precision.recipe_hash == subject.config.precision.recipe_hash
         delayed = delayed_state(subject) if same else None
         facts["recipes"][name] = measure(model, reference, delayed, arguments.keys, everything, progress)
+        if arguments.outliers and "outliers" not in facts:
+            facts["outliers"] = channel_outliers(model)
         progress("")
         _log(f"{title}: measured in {time.monotonic() - began:.0f} s")
     facts["ranking"] = ranking(facts["recipes"])
@@ -163,6 +166,8 @@ def _write(facts: dict[str, Any], recipes: dict[str, PrecisionConfig], num_layer
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "probe.json").write_text(json.dumps(as_json(facts), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     (folder / "probe.txt").write_text(render(facts) + "\n", encoding="utf-8")
+    if "outliers" in facts:
+        draw_outliers(facts["outliers"], folder / "outliers.svg")
     for name, its in facts["recipes"].items():
         draw(name, its, folder / f"{name}.png")
         if "keep_high" in its:

@@ -12,6 +12,7 @@ from lightning_llm.precision.linear.plan import SLOT_NAMES
 from lightning_llm.precision.recipe.ablation import as_yaml_values, only_slot
 from lightning_llm.precision.recipe.module_rules import without_idle_rules
 from lightning_llm.probe.measure import COLUMNS, END_TO_END, PRODUCTS, worst
+from lightning_llm.probe.outliers import outlier_rows
 
 WORST_ROWS = 10
 LAYERS_SHOWN = 12
@@ -27,6 +28,9 @@ def render(facts: Mapping[str, Any]) -> str:
     ]
     for name, its in facts["recipes"].items():
         lines += ["", *recipe_lines(name, its)]
+    if "outliers" in facts:
+        lines += ["", "outliers, the largest amax of a channel over the median of all channels"]
+        lines += _indented(_aligned(outlier_rows(facts["outliers"], WORST_ROWS), left=2))
     if len(facts["recipes"]) > 1:
         lines += ["", *ranking_lines(facts)]
     lines += [f"not probed {name}: {reason}" for name, reason in facts["skipped"].items()]

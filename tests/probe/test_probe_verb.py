@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -11,6 +12,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.from_file import load_config
 from lightning_llm.model.interop.families import model_config_of
+from lightning_llm.probe.outliers import ChannelFigures
 from lightning_llm.run.subject import find_subject, read_weights
 from tests.model.huggingface_states import huggingface_config, to_huggingface
 
@@ -229,3 +231,28 @@ def test_the_run_s_own_recipe_and_delayed_scales_are_taken(small_run, tmp_path, 
     figures = facts["recipes"]["fp8_delayed"]
     assert figures["gradient"]["error"] < 0.2
     assert torch.tensor(figures["gradient"]["cosine"]) > 0.9
+
+
+def test_outlier_channels_are_those_of_numpy(run_folder, tmp_path, capsys):
+    """The weights' figures against NumPy; of a planted channel the operands that it reaches."""
+    words = [run_folder, "precision=mxfp8", "precision.casts=eager", *QUICK, "--outliers", "--output", tmp_path / "o"]
+    _, facts = probe(capsys, *words)
+    weights = read_weights(find_subject(run_folder, [], None))
+    assert list(facts["outliers"]) == list(facts["recipes"]["mxfp8"]["layers"])
+    for layer, its in facts["outliers"].items():
+        amax = np.abs(weights[f"{layer}.weight"].double().numpy()).max(axis=0)
+        median = np.sort(amax)[(len(amax) - 1) // 2]
+        assert its["w"]["max_over_median"] == pytest.approx(amax.max() / median)
+        assert its["w"]["p99_over_median"] == pytest.approx(np.quantile(amax, 0.99) / median)
+        assert (its["w"]["channel"], its["w"]["channels"]) == (amax.argmax(), len(amax))
+        assert its.keys() == {"x", "w", "dy"}
+    assert "outliers, the largest amax" in (tmp_path / "o" / "probe.txt").read_text()
+    assert (tmp_path / "o" / "outliers.svg").read_text().count('<g id="axes_') == 3
+
+
+def test_a_zero_operand_has_no_outliers():
+    assert ChannelFigures.of(torch.zeros(3, 4)) is None
+    assert ChannelFigures.of(torch.tensor([[1.0, float("inf")]])) is None
+    planted = torch.ones(8, 5)
+    planted[2, 3] = -40
+    assert ChannelFigures.of(planted) == ChannelFigures(40.0, pytest.approx(1 + 39 * 0.96), 3, 5)
