@@ -26,13 +26,17 @@ from lightning_llm.parallel.torch_private import shard_offset
 InitialSlice = Callable[[str, int, int], torch.Tensor]
 """(parameter name, start, stop) -> elements `start` to `stop` of the whole tensor, row-major, fp32, CPU."""
 Fill = Callable[[Decoder, int, torch.device, InitialSlice | None], None]
-"""`materialise`, or its substitute in a dry run."""
+"""Signature of `materialise`; a dry run passes another function."""
 ELEMENTS_AT_ONCE = 64 * CHUNK_ELEMENTS
 
 
 @torch.no_grad()
 def materialise(model: Decoder, seed: int, device: torch.device, initial: InitialSlice | None = None) -> None:
-    """Put `model` on `device` with the weights of (seed, name), or `initial`: the same numbers however they are cut."""
+    """Allocate `model`, built on the meta device, on `device` and set the initial values of this rank's shards.
+
+    The values of a parameter are drawn from (`seed`, its name), or read from `initial`. They do not depend on the
+    layout.
+    """
     initial = initial or partial(parameter_slice, model.config, seed)
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Base class of the torch side of mesh axes: how an axis changes the model and reduces gradients."""
+"""Base class of the torch code of a mesh axis: how the axis changes the model and reduces gradients."""
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -17,17 +17,22 @@ Reduction = Callable[[Tensor], Works]
 
 
 class AxisOnRanks:
-    """Axis `name` of `layout`, with more than one rank. The base class changes neither model nor gradients."""
+    """Torch code of the mesh axis `name` of `layout`, which has more than one rank.
+
+    The base class changes neither model nor gradients; a subclass per axis overrides the methods.
+    """
 
     multiple = 1
-    """`reductions` require tensors with a multiple of this many elements."""
+    """The tensors passed to a `Reduction` of this axis have a multiple of this many elements (padded if needed)."""
 
     def __init__(self, name: str, layout: Layout, group: dist.ProcessGroup):
         self.name, self.layout, self.group = name, layout, group
 
     def cut(self, stage: Decoder) -> None:
-        """Cut a stage in place, on the meta device, before checkpointing, compiling and FSDP2 sharding of its
-        blocks."""
+        """Split the parameters and operations of `stage` over the ranks of the axis, in place.
+
+        Called on the meta device, before blocks are checkpointed, compiled and sharded by FSDP2.
+        """
 
     def reductions(self, stage: Decoder) -> Callable[[nn.Parameter], Sequence[Reduction]]:
         """Return a function: parameter -> reductions of its gradient over the axis, applied once per step.
@@ -38,7 +43,7 @@ class AxisOnRanks:
 
 
 def axes_on_ranks(layout: Layout) -> list[AxisOnRanks]:
-    """Return the torch side of every axis of `layout` with more than one rank, innermost first."""
+    """Return the `AxisOnRanks` of every axis of `layout` with more than one rank, innermost first."""
     found = []
     for name, axis in reversed(list(AXES.items())):
         if (group := layout.group(name)) is not None:

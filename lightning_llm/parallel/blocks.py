@@ -18,9 +18,10 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 
 def checkpoint_blocks(blocks: Mapping[str, nn.Module], config: ParallelConfig) -> None:
-    """Make the chosen blocks recompute their forward pass (Chen et al. 2016, arXiv 1604.06174). Names do not change.
+    """Make the blocks chosen by `config` recompute their forward pass, in place (Chen et al. 2016, arXiv 1604.06174).
 
-    Blocks are chosen by global index, so pipeline stages recompute the same blocks as a single rank.
+    Blocks are chosen by global index, so pipeline stages recompute the same blocks as a single rank. Parameter names do
+    not change.
 
     "selective" keeps the outputs of matrix products and attention, which are the most expensive to recompute
     (Korthikanti et al. 2022, arXiv 2205.05198, keep less; torchtitan's selective "op" mode keeps every second product).
@@ -64,10 +65,10 @@ def _both_of(keeps: Contexts | None, keys: Contexts | None) -> Contexts | None:
 
 
 def expensive_ops(block: nn.Module) -> list[Any]:
-    """Return the operators for which selective checkpointing keeps the outputs in `block`.
+    """Return the operators of `block` whose outputs selective checkpointing keeps instead of recomputing.
 
-    These are matrix products and the operators in `kernel_ops` of a part's module; the latter's bytes are
-    `Part.kernel_outputs`.
+    These are matrix products, and the operators that a module of the block lists in `kernel_ops`. The plan counts the
+    bytes of the latter as `Part.kernel_outputs`.
     """
     aten = torch.ops.aten
     kernels = dict.fromkeys(op for part in block.children() for op in getattr(part, "kernel_ops", ()))

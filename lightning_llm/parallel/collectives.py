@@ -1,9 +1,10 @@
-"""Differentiable collectives: each has its opposite as backward pass.
+"""Differentiable collectives: the backward pass of each is its conjugate collective.
 
 Megatron's conjugate pairs: f (identity forward, all-reduce backward) and g (all-reduce forward, identity backward) of
-Shoeybi et al. 2019 (arXiv 1909.08053, section 3); with sequence parallelism all-gather and reduce-scatter, either of
-which is the other's backward pass (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). Tokens are axis 1 of
-`[B, T, ...]`. The bytes sent are the same; without sequence parallelism every rank holds all tokens between blocks.
+Shoeybi et al. 2019 (arXiv 1909.08053, section 3); with sequence parallelism all-gather and reduce-scatter, each the
+backward pass of the other (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). Tokens are axis 1 of
+`[B, T, ...]`. Both variants send the same bytes, but without sequence parallelism every rank holds all tokens between
+blocks.
 
 They use torch's functional collectives, which can be compiled into a graph, so a block stays one graph.
 """
@@ -42,7 +43,7 @@ def gathered(x: Tensor, group: GroupRef) -> Tensor:
 
 
 def reduce_scattered(x: Tensor, group: GroupRef) -> Tensor:
-    """Return `[B, T / R, ...]`, this rank's tokens of the sum over the group, from `[B, T, ...]`."""
+    """Sum `x` `[B, T, ...]` over the R ranks of `group`; return this rank's tokens of the sum, `[B, T / R, ...]`."""
     by_rank = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()  # [R B, T / R, ...]
     part = _reduce_scatter(by_rank, "sum", group.size, group.name)
     own: Tensor = waited(_wait, part)
@@ -88,12 +89,12 @@ def reduce_scatter_tokens(x: Tensor, group: GroupRef) -> Tensor:
 
 
 def copy_to_group(x: Tensor, group: GroupRef) -> Tensor:
-    """Return `x`; the backward pass sums its gradient over the group."""
+    """Return `x` unchanged; the backward pass sums the gradient of `x` over the group."""
     same: Tensor = _Conjugate.apply(x, group, "same", "all_reduced")
     return same
 
 
 def reduce_from_group(x: Tensor, group: GroupRef) -> Tensor:
-    """Return the sum of `x` over the group; the backward pass takes the gradient as it is."""
+    """Return the sum of `x` over the group; the backward pass passes the gradient through unchanged."""
     total: Tensor = _Conjugate.apply(x, group, "all_reduced", "same")
     return total

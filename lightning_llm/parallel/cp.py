@@ -24,9 +24,10 @@ from lightning_llm.parallel.layout import Layout
 
 
 def positions_of(rank: int, ranks: int, length: int, device: torch.device | None = None) -> Tensor:
-    """Return int64 [length / ranks], the positions of the tokens of rank `rank`: those of its two chunks.
+    """Return the positions of the tokens of rank `rank` in a sequence of `length` tokens, int64 [length / ranks].
 
-    Created on `device` (None: the CPU), so that no step waits for a copy.
+    They are the positions of its two chunks. The tensor is created on `device` (None: the CPU), so that no step waits
+    for a copy.
     """
     chunks = torch.arange(length, device=device).view(2 * ranks, -1)
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
@@ -64,7 +65,7 @@ class ContextParallel(AxisOnRanks):
             attention.attend = made.setdefault(attention.kernel, ContextAttention(self.group, attention.kernel))
 
     def reductions(self, stage: Decoder) -> Callable[[nn.Parameter], Sequence[Reduction]]:
-        """Sum gradients, unless FSDP2 shards over these ranks and sums them itself."""
+        """Return the sum over these ranks for every gradient; none if FSDP2 shards over the ranks and sums itself."""
         summed = () if self.layout.shards else (partial(all_reduce, group=self.group),)
         return lambda parameter: summed
 
@@ -72,7 +73,8 @@ class ContextParallel(AxisOnRanks):
 def keys_of_all_ranks(positions: Tensor, document_ids: Tensor | None, window: int | None, ranks: int) -> SeenKeys:
     """Return the keys, in the order of ranks, that this rank's queries at `positions` `[T / R]` may attend to.
 
-    `document_ids` is `[B, T]`, in sequence order. With `window`, a query sees that many last tokens.
+    `document_ids` is `[B, T]`, in sequence order. With `window`, a query attends to at most the last `window` tokens,
+    its own included.
     """
     length = ranks * positions.shape[-1]
     keys = torch.cat([positions_of(rank, ranks, length, positions.device) for rank in range(ranks)])  # [T]
@@ -80,9 +82,9 @@ def keys_of_all_ranks(positions: Tensor, document_ids: Tensor | None, window: in
 
 
 class ContextAttention:
-    """Attention of a rank's tokens over the keys of all ranks of a group, by `kernel`.
+    """Attention of this rank's queries over the keys and values of all ranks of a group, computed by `kernel`.
 
-    One object for all blocks of a kernel, and one graph.
+    All blocks with the same kernel share one object, so that torch.compile makes one graph for them.
     """
 
     def __init__(self, group: dist.ProcessGroup, kernel: Kernel):

@@ -1,4 +1,4 @@
-"""Environment variables of CUDA, NCCL and torch's allocator that a run sets unless the user has. Imports no torch.
+"""Environment variables of CUDA, NCCL and torch's allocator that a run sets if the user has not. Imports no torch.
 
 Deliberately not set: `TORCH_NCCL_AVOID_RECORD_STREAMS` is torch's default, and torch warns about the variable
 (https://github.com/pytorch/torchtitan/pull/1088). NCCL uses NVLink SHARP by itself where available
@@ -39,10 +39,11 @@ OTHER_NAMES = {
     "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE",),
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("NCCL_ASYNC_ERROR_HANDLING",),
 }
-"""Earlier names that torch still reads. If the user has set one, the new name is left alone."""
+"""{variable: its earlier names, which torch still reads}. If the user has set an earlier name, the variable is not set.
+"""
 SHOWN = re.compile(r"(PYTORCH_(CUDA_|HIP_)?ALLOC_CONF|CUDA_DEVICE_MAX_CONNECTIONS|(TORCH_)?NCCL_\w+|TORCH_FR_\w+)")
 RECORDER = re.compile(r"TORCH_FR_\w+")
-"""The variables that also affect ranks on CPUs."""
+"""Pattern of the variables that also affect ranks on CPUs."""
 OURS = "LIGHTNING_LLM_ENVIRONMENT"
 """Environment variable that lists the variables set here, for ranks that inherit them."""
 AGENT = "TORCHELASTIC_RUN_ID"
@@ -64,7 +65,7 @@ def set_allocator() -> None:
 
 
 def set_missing(variables: Mapping[str, str]) -> None:
-    """Set those of `variables` that are not set, for this process and the ranks that it starts."""
+    """Set each of `variables` that is not set yet in the environment of this process, which its ranks inherit."""
     for name, value in variables.items():
         if _is_given(name) or (name in ALLOCATOR and _cuda_is_used()):
             continue
@@ -73,7 +74,10 @@ def set_missing(variables: Mapping[str, str]) -> None:
 
 
 def environment_line(device_type: str) -> str | None:
-    """Return the variables of a run on such a device, each with who set it; None if there are none."""
+    """Return a line with the environment variables that affect a run on a device of `device_type`; None if none is set.
+
+    After each value it has "(yours)" or "(lightning-llm)", for the one who set the variable.
+    """
     ours, shown = _ours(), SHOWN if device_type == "cuda" else RECORDER
     found = [
         f"{name}={value} ({'lightning-llm' if name in ours else 'yours'})"

@@ -1,4 +1,4 @@
-"""Read a step's numbers to the host all at once, because each read waits for all work queued on the device."""
+"""Copy all numbers of a step to the host in one read, because each read waits for all work queued on the device."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,5 +21,5 @@ READ_NUMBERS: Any = torch.ops.lightning_llm.read_numbers.default
 
 
 def read_numbers(values: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return scalars of one device by name, converted to fp64; the host waits for the device once."""
+    """Return scalar tensors of one device as {name: float}, converted to fp64; the host waits for the device once."""
     return dict(zip(values, READ_NUMBERS(list(values.values())), strict=True)) if values else {}

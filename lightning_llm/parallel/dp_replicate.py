@@ -1,4 +1,4 @@
-"""Torch side of the replica axis: gradients are summed once per step, in tree order."""
+"""Torch code of the replica axis: gradients are summed over replicas once per step, in tree order."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from lightning_llm.parallel.tree import tree_all_reduce
 
 
 class Replicas(AxisOnRanks):
-    """Sums gradients over the axis, unless FSDP2 does or the training algorithm keeps replicas separate."""
+    """Sums gradients over replicas, unless FSDP2 already does or the training algorithm does not sum over this axis."""
 
     def __init__(self, name: str, layout: Layout, group: dist.ProcessGroup):
         super().__init__(name, layout, group)

@@ -1,8 +1,8 @@
 """FSDP2 for ZeRO-1, 2, 3 and their hybrids, including mixed precision of sharded parameters.
 
-Master weights are sharded in the recipe's master dtype and gathered in the compute dtype. That is the cast which an
-unsharded model makes on use, so the bits are the same (Zhao et al. 2023, arXiv 2304.11277; torchtitan). They are
-gathered in the master dtype if gradients must not be rounded (`PrecisionConfig.gather_dtype`). Token and position
+Master weights are sharded in the recipe's master dtype and gathered in the compute dtype. An unsharded model makes the
+same cast on use, so the bits are the same (Zhao et al. 2023, arXiv 2304.11277; torchtitan). If gradients must not be
+rounded, weights are gathered in the master dtype instead (`PrecisionConfig.gather_dtype`). Token and position
 embeddings are gathered uncast, because a lookup's gradient must not be summed in 16 bits.
 
 Quantized weights may be gathered as FP8 codes, one byte per element (`precision.linear.gathered`), through FSDP2's
@@ -38,8 +38,8 @@ def shard_decoder(
 ) -> list[TreeReduceScatter]:
     """Shard `model` in place, on the meta device: each block, the head and the embedding separately, the rest together.
 
-    A tied embedding belongs to the root group, which stays gathered for the whole step. Returns the tree reductions of
-    all groups, none for parallel.reduction=native.
+    A tied embedding belongs to the root group, which stays gathered for the whole step. Returns one `TreeReduceScatter`
+    per FSDP2 group; an empty list for parallel.reduction=native.
     """
     if layout.mesh is None:
         raise ValueError("sharding requires a process group, but this rank has not joined one")
@@ -104,13 +104,13 @@ def reshard(model: nn.Module) -> None:
 
 
 Travels = tuple[CastConfig, Scaled] | None
-"""Decoding of the gathered codes; None if the weight is gathered in the compute dtype."""
+"""Cast and scales that decode a weight gathered as codes; None if the weight is gathered in the compute dtype."""
 
 
 def gather_codes(model: Decoder, layout: Layout, compute_dtype: torch.dtype) -> None:
-    """Gather the quantized weights of `model`, sharded and in memory, as codes wherever their casts are active.
+    """Make FSDP2 gather quantized weights of `model` as codes instead of 16-bit numbers, while their casts are active.
 
-    Weights without a shard on any rank are left unchanged.
+    Call it once, after `model` is sharded and allocated. Weights that FSDP2 does not shard are left unchanged.
     """
     group = layout.group("fsdp")
     if group is None:
@@ -143,7 +143,7 @@ class WeightShard:
 
     @property
     def row(self) -> int:
-        """The first of this rank's rows: all shards but the last ones have the same number."""
+        """Index of this rank's first row in the whole weight; all shards except the last have equally many rows."""
         first: int = self.rank * self._state.padded_sharded_param_size[0]
         return first
 
@@ -181,14 +181,20 @@ class WeightShard:
 
 
 class AgreedAmaxes:
-    """Reduces the amaxes of weights cut over the ranks of `group` and `tensor_group` in one all-reduce."""
+    """Maxima of the amaxes of sharded weights over the ranks of `group`, in one all-reduce for all weights.
+
+    Amaxes of whole tensors with `amax_scope: logical` are also reduced over `tensor_group`, the tensor-parallel ranks.
+    """
 
     def __init__(self, shards: list[WeightShard], group: dist.ProcessGroup, tensor_group: dist.ProcessGroup | None):
         self.shards, self.group, self.tensor_group = shards, group, tensor_group
 
     @torch.no_grad()
     def before_forward(self, model: nn.Module, _: Any) -> None:
-        """Reduce the amaxes of weights that may have changed, and drop weights gathered without codes. Collective."""
+        """Reduce the amaxes of weights that may have changed, before each forward pass. Collective.
+
+        If the cast of a weight gathered as codes is no longer active, all weights are resharded and gathered anew.
+        """
         weights = [shard.weight for shard in self.shards]
         if any(each.gathered is not None and each.cast is None for each in weights):
             reshard(model)

@@ -11,17 +11,17 @@ from lightning_llm.parallel.layout import Layout
 
 
 def window(tokens: Tensor, longest: int, multiple: int) -> tuple[Tensor, int]:
-    """Return (the last `tokens` `[B, T]`, padded to a multiple of the ranks' share; their number without padding).
+    """Return (the last tokens of `tokens` `[B, T]`, padded to a multiple of `multiple`; their number without padding).
 
-    At most `longest` tokens including padding, so the first may be dropped. The padding comes last, where causal
-    attention does not see it.
+    There are at most `longest` tokens including padding, so the first ones may be dropped. Padding follows the tokens,
+    so causal attention does not see it.
     """
     tokens = tokens[:, -(longest // multiple * multiple) :]
     return F.pad(tokens, (0, -tokens.shape[1] % multiple)), tokens.shape[1]
 
 
 def whole_vocabulary(logits: Tensor, layout: Layout) -> Tensor:
-    """Return `[B, T, V]`, the logits of every rank's token ids, from this rank's `[B, T, V / R]`."""
+    """Gather `logits` `[B, T, V / R]` of R tensor-parallel ranks; return those of the whole vocabulary `[B, T, V]`."""
     group = layout.group("width")
     if group is None:
         return logits
@@ -30,7 +30,7 @@ def whole_vocabulary(logits: Tensor, layout: Layout) -> Tensor:
 
 
 class GatheredLogits(nn.Module):
-    """Computes logits after any number of tokens, padded if ranks must hold equally many."""
+    """Logits of the whole model for any number of tokens, which are padded if all ranks must hold equally many."""
 
     def __init__(self, model: Decoder, layout: Layout):
         super().__init__()

@@ -15,8 +15,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter], layout: Layout, copies: It
     """Return the 2-norm of all gradients, an fp32 scalar, the same on every rank, without waiting for the device.
 
     Squares are summed in fp64 over tensors, shards and pipeline stages, and the norm is rounded to fp32. The layout can
-    then change the result only if the true norm is within 1e-16 of the midpoint of two fp32 numbers. `copies`: those
-    of `parameters` that another stage counts.
+    then change the result only if the true norm is within 1e-16 of the midpoint of two fp32 numbers. `copies`: the
+    parameters among `parameters` that another pipeline stage counts, so they are not counted here.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     return global_norm(trained, _gradients(trained), layout, copies)
@@ -35,9 +35,10 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def global_norm(
     parameters: Sequence[nn.Parameter], shards: Sequence[Tensor], layout: Layout, copies: Iterable[nn.Parameter] = ()
 ) -> Tensor:
-    """Return the 2-norm, an fp32 scalar, of tensors given by this rank's `shards`, one per parameter.
+    """Return the joint 2-norm, an fp32 scalar, of one tensor per parameter; `shards`: this rank's parts of them.
 
-    Each is sharded like its parameter; those of `copies` are counted by another stage. Collective; equal on every rank.
+    Each tensor is sharded like its parameter. Tensors of the parameters in `copies` are counted by another pipeline
+    stage. Collective; the result is equal on every rank.
     """
     elsewhere = {id(parameter) for parameter in copies}
     counted = [
@@ -53,10 +54,10 @@ def global_norm(
 
 
 def parameter_gradient_norms(named: Mapping[str, nn.Parameter], layout: Layout) -> dict[str, float]:
-    """Return the 2-norm of each parameter's gradient by name, of all pipeline stages, the same on every rank.
+    """Return {parameter name: 2-norm of its gradient} over all pipeline stages, the same on every rank.
 
-    Summed in fp64 over shards, so the layout changes them as little as `gradient_norm`. Parameters without a gradient
-    are omitted. Collective; the host waits for the device.
+    Squares are summed in fp64 over shards, so the layout changes these norms as little as `gradient_norm`. Parameters
+    without a gradient are omitted. Collective; the host waits for the device.
     """
     trained = {name: parameter for name, parameter in named.items() if parameter.grad is not None}
     norms = torch.stack(_norms(_gradients(trained.values()))) if trained else torch.zeros(0, dtype=torch.float64)

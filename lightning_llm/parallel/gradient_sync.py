@@ -1,9 +1,9 @@
 """Gradient reduction: the gradients of a step's micro-batches become one sum on every rank that needs it.
 
 Gradients that FSDP2 does not sum are reduced in buckets that overlap with the backward pass. A bucket starts as soon as
-its last gradient is ready and goes through a few consecutive collectives. When a bucket starts, those in progress
-advance by one collective. So all ranks issue collectives in the same order, and few buckets are held at a time. Buckets
-follow the order of the backward pass (Li et al. 2020, arXiv 2006.15704, section 3.2.3).
+its last gradient is ready and goes through a few consecutive collectives. When a bucket starts, every bucket in
+progress advances to its next collective. So all ranks issue collectives in the same order, and few buckets are in
+memory at a time. Buckets follow the order of the backward pass (Li et al. 2020, arXiv 2006.15704, section 3.2.3).
 """
 
 import math
@@ -46,23 +46,23 @@ class Bucket:
         """Ids of the parameters still without a gradient in the backward pass in progress."""
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's part of the existing gradients."""
+        """Return this rank's shard of the gradient of each parameter that has one."""
         return [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
 
     def push(self) -> None:
-        """Move the gradients into the tree sum as a node of two micro-batches."""
+        """Move the gradients, which are the sum of two micro-batches, into the tree sum; `.grad` becomes None."""
         if gradients := self.gradients():
             self.sums.push(gradients, level=1)
             for parameter in self.parameters:
                 parameter.grad = None
 
     def close(self) -> None:
-        """Add the tree sum to the gradients of the step's last micro-batch."""
+        """Add the tree sum of earlier micro-batches to `.grad`, the gradients of the step's last micro-batch."""
         if gradients := self.gradients():
             self.sums.close(gradients)
 
     def reduced(self) -> Works:
-        """Replace the gradients by their reduction over ranks; no collective if there is nothing to reduce."""
+        """Replace the gradients by their reduction over ranks, if there are any; yields each collective."""
         gradients = self.gradients()
         if not (gradients and self.reductions):
             return
@@ -81,7 +81,7 @@ def buckets_of(
     reductions_of: Callable[[nn.Parameter], Sequence[Reduction]],
     multiple: int = 1,
 ) -> list[Bucket]:
-    """Return `parameters` in buckets; both are in the order in which a backward pass finishes them.
+    """Return `parameters` in buckets. Parameters and buckets are in the order in which a backward pass finishes them.
 
     The parameters of a bucket have the same dtype and the same `reductions_of`.
     """
@@ -102,16 +102,16 @@ def _bytes(parameter: nn.Parameter) -> int:
 
 
 class BucketReductions:
-    """Reductions in progress; on CUDA on a separate stream, so that no other computation waits for them."""
+    """The bucket reductions in progress; on CUDA on a separate stream, so that computation does not wait for them."""
 
     def __init__(self) -> None:
         self._under_way: deque[tuple[Works, dist.Work]] = deque()
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, bucket: Bucket) -> None:
-        """Begin to reduce `bucket`. The current stream computes its gradients; do not touch them before `end`.
+        """Begin to reduce `bucket`, after the current stream has computed its gradients; do not use them before `end`.
 
-        Collective, like `end`: in the same order on all ranks.
+        Collective, like `end`: all ranks call it with the same buckets in the same order.
         """
         if self._stream is None and bucket.parameters[0].is_cuda:
             self._stream = torch.cuda.Stream(priority=-1)
@@ -175,7 +175,7 @@ class GradientSync:
                     parameter.register_post_accumulate_grad_hook(partial(self._take, bucket))
 
     def before_backward(self, micro_batch: int, last: bool) -> None:
-        """Set up for the backward pass of the rank's micro-batch number `micro_batch`, from 0; they come in order."""
+        """Prepare the backward pass of this rank's micro-batch `micro_batch`, from 0, in order; `last`: of the step."""
         if last:
             self._waiting = deque(bucket for bucket in self._buckets if bucket.reductions)
             for bucket in self._waiting:
@@ -196,7 +196,7 @@ class GradientSync:
             self.root.set_requires_all_reduce(last)
 
     def after_backward(self, micro_batch: int, last: bool) -> None:
-        """Keep or sum the gradients of micro-batch `micro_batch` in `.grad`."""
+        """Leave the gradients of micro-batch `micro_batch` in `.grad`, or move them into the tree sum."""
         if last:
             while self._waiting:  # some parameters got no gradient
                 self._reducing.begin(self._waiting.popleft())
@@ -215,7 +215,7 @@ class GradientSync:
     def finish(self) -> None:
         """Wait until gradients are summed over ranks; shards then hold the gradient of all micro-batches.
 
-        Collective. The sums started in the step's last backward pass, bucket by bucket.
+        Collective. The reductions were started during the step's last backward pass, bucket by bucket.
         """
         self._reducing.end()
 
@@ -240,9 +240,9 @@ def _backward_order(model: Decoder) -> list[nn.Parameter]:
 
 
 def reductions_over_ranks(model: Decoder, axes: Sequence[AxisOnRanks]) -> Callable[[nn.Parameter], Sequence[Reduction]]:
-    """Return a function: parameter -> reductions of its gradient in turn, excluding those of FSDP2.
+    """Return a function: parameter -> reductions of its gradient, to apply in order. FSDP2's own sums are excluded.
 
-    `axes`: innermost first, so that replicas come last.
+    `axes`: innermost first, so that the sum over replicas comes last.
     """
     each = [axis.reductions(model) for axis in axes]
     return lambda parameter: tuple(reduction for of_axis in each for reduction in of_axis(parameter))

@@ -27,7 +27,7 @@ COMBINED: dict[str, Dimension] = {
     "width": "width",
     "layers": "layers",
 }
-"""Names of the groups over all axes that divide a dimension."""
+"""{name of a group: dimension}: the group spans all axes that divide the dimension."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Layout:
     shared_mesh: DeviceMesh | None = None
     """With context parallelism: one axis of all ranks over which FSDP2 shards."""
     left_out: tuple[str, ...] = ()
-    """Axes of data over which the training algorithm does not sum gradients (`AlgorithmConfig.summed_axes`)."""
+    """Data-parallel axes over which the training algorithm does not sum gradients (`AlgorithmConfig.summed_axes`)."""
     machines: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
-    """Meshes by axes, for tree sums first within machines, then between them."""
+    """{axes: mesh that splits their groups by machine}, for tree sums within machines first, then between them."""
     made_later: dict[str, dist.ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
     """Groups that are created on first use, by name."""
 
@@ -92,7 +92,7 @@ class Layout:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's number among those that train on different data."""
+        """Data-parallel rank: this rank's index among the ranks that train on different data."""
         return self.degrees.number(self.rank, *AXES.cutting("data"))
 
     def summing(self, algorithm: AlgorithmConfig) -> "Layout":
@@ -103,7 +103,7 @@ class Layout:
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """The data axes over which gradients are summed, as names of groups."""
+        """Groups over which gradients are summed: ("dp",), or fewer data axes if the training algorithm chooses so."""
         return tuple(axis for axis in AXES.cutting("data") if axis not in self.left_out) if self.left_out else ("dp",)
 
     @property
@@ -113,7 +113,7 @@ class Layout:
 
     @property
     def shards(self) -> bool:
-        """Whether FSDP2 shards the master weights, and casts and gathers them for use."""
+        """Whether FSDP2 manages the master weights: shards them, casts them, and gathers them for use."""
         return uses_fsdp(self.config, self.degrees)
 
     @property
@@ -218,7 +218,7 @@ class Layout:
         return gathered
 
     def reduce(self, tensor: Tensor, op: Any, *axes: str) -> Tensor:
-        """Return `tensor` reduced over the ranks of each of `axes` in turn ("dp" for none), in place."""
+        """Reduce `tensor` in place over one axis after another of `axes` (default: "dp") and return it."""
         for axis in axes or ("dp",):
             group = self.group(axis)
             if group is not None:

@@ -17,10 +17,11 @@ from lightning_llm.precision.linear.plan import Shard
 
 
 def place_shards(model: Decoder, layout: Layout, sequence_length: int, device: torch.device) -> None:
-    """Set in every quantized layer of `model` the part of x, w and dy that this rank holds, and the groups of the rest.
+    """Set in quantized layers of `model` which part of x, w and dy this rank holds, and which groups hold the rest.
 
-    Stochastic rounding is then keyed by an element's position in the whole tensor, and amaxes are of the whole tensor.
-    So operands are bitwise the parts of a single process's. `sequence_length`: of a whole sequence, in tokens.
+    Stochastic rounding is then keyed by an element's position in the whole tensor, and an amax is that of the whole
+    tensor. So this rank's quantized operands are bitwise equal to the same parts in a single process.
+    `sequence_length`: tokens of a whole sequence.
     """
     if layout.degrees.tp == layout.degrees.cp == 1:
         return
@@ -35,7 +36,7 @@ def place_shards(model: Decoder, layout: Layout, sequence_length: int, device: t
 
 
 def shared_parts(layout: Layout) -> list[dict[str, Shard]]:
-    """Return how linears can be cut under `layout`, without positions: the operands' parts and groups, by role."""
+    """Return the distinct ways in which `layout` cuts a linear, each as {operand: `Shard`} without positions."""
     kinds = [_shards((0, 0), role, layout, None, 0) for role in ("column", "row")]
     groups = [tuple(id(shard.group) for shard in kind.values()) for kind in kinds]
     kinds = kinds[:1] if groups[0] == groups[1] else kinds

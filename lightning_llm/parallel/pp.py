@@ -90,7 +90,7 @@ class Pipeline:
         loss_of: Callable[[Tensor, Tensor], Tensor],
         loss_scale: float,
     ) -> Tensor:
-        """Run forward and backward of all micro-batches [A, B, T]; return their losses [A], fp32, on every rank.
+        """Run forward and backward passes of A micro-batches [A, B, T]; return their losses, fp32 [A], on every rank.
 
         `begin_micro_batch(stage, micro_batch)` is called on each stage before the forward pass of micro-batch number
         0 .. A - 1. `loss_of(logits [B, T, V], labels [B, T])` returns a micro-batch's share of the step's loss; its
@@ -114,9 +114,9 @@ class Pipeline:
         return self._from_last(torch.stack(losses).detach() if self.has_last else None, (self.micro_batches,))
 
     def finish(self) -> None:
-        """Add the gradients of a tied embedding's two copies, after each is summed over micro-batches and replicas.
+        """Add up the gradients of the two copies of a tied embedding, which the first and the last stage hold.
 
-        The first and last stage each hold a copy; equal updates keep them equal.
+        Call it after each gradient is summed over micro-batches and replicas. Equal updates then keep the copies equal.
         """
         embedding = self.tied_embedding
         if embedding is None or embedding.grad is None:
@@ -152,9 +152,9 @@ class Pipeline:
     ) -> Tensor | None:
         """Return the logits [B, T, V] of `tokens` [B, T] on ranks with the last stage, else None; without gradients.
 
-        All ranks pass the same `tokens`; `positions` are None, as stages take whole sequences. Ranks of a
-        tensor-parallel group hold their part of hidden states and logits. A rank continues with its next batch once it
-        has sent this one to the next stage.
+        All ranks pass the same `tokens`; `positions` must be None, because stages take whole sequences. Each rank of a
+        tensor-parallel group has its part of the hidden states and logits. A rank returns as soon as it has sent its
+        hidden states to the next stage.
         """
         x = tokens
         with torch.no_grad():

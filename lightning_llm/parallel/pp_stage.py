@@ -25,21 +25,21 @@ META = torch.device("meta")
 
 
 class Sent:
-    """Sends in progress; their works keep the tensors alive until they have arrived."""
+    """Sends in progress. Their works keep the sent tensors alive until the tensors have arrived."""
 
     def __init__(self, posted: list[dist.P2POp]):
         """Send `posted` with the same torch function as the schedules' receives, so that NCCL uses one communicator."""
         self._works: list[dist.Work] = private(schedules, "_batch_p2p")(posted)
 
     def wait(self) -> None:
-        """Wait until all have arrived, and free them."""
+        """Wait until all sent tensors have arrived, and free them."""
         for work in self._works:
             work.wait()
         self._works = []
 
 
 class GradientsSent:
-    """The last gradients that a rank sent back, from any of its stages, one micro-batch at a time.
+    """The gradients that a rank is sending back, from any of its stages, for one micro-batch at a time.
 
     Waiting for them before the next send cannot deadlock: torch orders the actions of all ranks globally, and a receive
     is posted as soon as its send is, without waiting. Later actions may wait for both.
@@ -49,7 +49,7 @@ class GradientsSent:
         self._last: Sent | None = None
 
     def wait(self) -> None:
-        """Wait until they have arrived."""
+        """Wait until the gradients sent last have arrived."""
         if self._last is not None:
             self._last.wait()
             self._last = None
@@ -183,7 +183,10 @@ class TrainStage(PipelineStage):
 
 
 def hidden_shape(decoder: Decoder, tokens: Sequence[int]) -> tuple[int, int, int]:
-    """Return the shape of the hidden states that a rank sends for `tokens` [B, T], or of its tensor-parallel part."""
+    """Return the shape of the hidden states sent to the next stage for tokens of shape `tokens`, (B, T).
+
+    With sequence parallelism it is the shape of this rank's part.
+    """
     return tokens[0], tokens[1] // decoder.token_shards, decoder.config.hidden_size
 
 

@@ -1,4 +1,4 @@
-"""The process group of a run's ranks: rendezvous at a store, joining, leaving, and the last collectives of this rank.
+"""The process group of a run's ranks: rendezvous at a store, joining, leaving, and a record of this rank's collectives.
 
 torch waits for missing ranks in C++, up to half an hour, silently and ignoring signals. Here a rank waits in short
 slices, so that signals end the wait, and reports which ranks are missing.
@@ -36,9 +36,9 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PO
 
 
 class Wait:
-    """A wait of this rank, reported once if it takes long.
+    """A wait of this rank for an event; a wait of more than `NOTED_AFTER_SECONDS` is reported once.
 
-    `timeout`: seconds until it gives up. `now` and `sleep`: the clock, in seconds.
+    `timeout`: seconds until the wait fails. `now` and `sleep`: the clock, in seconds.
     """
 
     def __init__(
@@ -231,8 +231,11 @@ FIELDS = ("record_id", "profiling_name", "collective_seq_id", "input_sizes", "in
 
 
 def collectives() -> list[dict[str, Any]]:
-    """Return the recorded gloo collectives, oldest first; `ended`: this rank's part is done; `age_seconds`: since
-    begun."""
+    """Return this rank's recorded gloo collectives, oldest first; [] for other backends or without a process group.
+
+    Each has `FIELDS`, its `group`, `ended` (whether this rank's part is done) and `age_seconds` (time since it was
+    begun).
+    """
     if not dist.is_initialized() or dist.get_backend() != "gloo":
         return []
     entries = json.loads(private(_distributed_c10d, "_dump_fr_trace_json")(True, False)).get("entries", [])

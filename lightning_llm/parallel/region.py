@@ -18,21 +18,22 @@ from lightning_llm.parallel.collectives import (
 class Region:
     """Communication at the input and output of a cut part.
 
-    `shares`: within the part, each of R ranks gives replicated tensors 1/R of their gradient. Then the sum over ranks
-    is the gradient of replicated parameters, and an auxiliary loss counts once, because each rank adds 1/R of it. This
-    covers the part's input (gradients are summed over the group) and the output of its row-parallel linear (they are
-    not). It is not needed with sequence parallelism, where no two ranks hold the same tokens there.
+    `shares`: within the part, each of R ranks computes 1/R of the gradient of replicated tensors. Then the sum over
+    ranks is the gradient of a replicated parameter, and an auxiliary loss counts once, because each rank adds 1/R of
+    it. This covers the part's input, where gradients are summed over the group, and the output of its row-parallel
+    linear, where they are not. `shares` is not needed with sequence parallelism, where no two ranks hold the same
+    tokens between parts.
     """
 
     def __init__(self, group: dist.ProcessGroup, sequence: bool, shares: bool = False):
         self.group, self.sequence, self.shares = GroupRef.from_group(group), sequence, shares
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return all tokens `[B, T, D]`."""
+        """Return the part's input with all tokens `[B, T, D]`, gathered from the group with sequence parallelism."""
         return (gather_tokens if self.sequence else copy_to_group)(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the sum over the group, with sequence parallelism only for this rank's tokens."""
+        """Return the part's output `x` summed over the group; with sequence parallelism, only this rank's tokens."""
         return (reduce_scatter_tokens if self.sequence else reduce_from_group)(x, self.group)
 
     def share(self, y: Tensor) -> Tensor:

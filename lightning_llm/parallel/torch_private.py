@@ -177,7 +177,10 @@ def flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
 
 
 def side_by_side(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of both axes. `inner` may come from `flattened`; such axes cannot be sliced from a mesh."""
+    """Return the two-dimensional mesh of `outer` and `inner`. `inner` may come from `flattened`.
+
+    Needed because a flattened axis cannot be sliced from the original mesh together with another axis.
+    """
     made: DeviceMesh = private(DeviceMesh, "_concatenate")([outer, inner])
     return made
 
@@ -211,7 +214,7 @@ def ranks_store() -> dist.Store:
 
 
 def fsdp_parameters(module: FSDPModule) -> Iterator[Any]:
-    """Yield FSDP2's states of the parameters that `module` gathers together."""
+    """Yield FSDP2's `FSDPParam` of each parameter in the group that `module` gathers together."""
     state = private(module, "_get_fsdp_state")()
     groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.13 there was only one
     for group in [private(state, "_fsdp_param_group")] if groups is None else groups:
@@ -224,7 +227,7 @@ def fsdp_parameters(module: FSDPModule) -> Iterator[Any]:
 
 
 def keeping_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Return a context in which autograd ignores writes to `tensor`."""
+    """Return a context in which writes to `tensor` do not increase the version that autograd checks."""
     kept: AbstractContextManager[None] = private(torch.autograd, "_unsafe_preserve_version_counter")(tensor)
     return kept
 

@@ -79,9 +79,9 @@ class TensorParallel(AxisOnRanks):
     def reductions(self, stage: Decoder) -> Callable[[nn.Parameter], Sequence[Reduction]]:
         """Return the reductions of gradients of parameters that all ranks hold whole.
 
-        They are summed if each rank computed them from its own tokens, heads or columns. If all ranks computed them
-        from the same data, the first rank's are broadcast: kernels without a fixed order of sums would let the copies
-        drift apart.
+        Gradients are summed if each rank computed them from its own tokens, heads or columns. If all ranks computed the
+        same gradient from the same data, the first rank's is broadcast: kernels without a fixed order of sums would let
+        the copies of the parameter drift apart.
         """
         roles = stage.roles() | dict.fromkeys(_replicated_within(stage), "per_head")
         role_of = {id(p): roles[name.rpartition(".")[0]] for name, p in stage.named_parameters()}
@@ -295,9 +295,10 @@ _CLASSES: dict[tuple[type, type], type] = {}
 
 
 def loss_sum_of(layout: Layout, device: torch.device, z_loss: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function of (logits, labels) that sums the losses of this rank's tokens, on whole or cut logits.
+    """Return a function: (logits, labels) -> sum of the losses of this rank's tokens, a scalar.
 
-    If blocks are compiled for a GPU, the loss of whole logits is, too. The loss of cut logits needs communication.
+    It takes whole logits, or with tensor parallelism the part of the vocabulary on this rank. If blocks are compiled
+    for a GPU, the loss of whole logits is compiled, too; the other one needs communication and is not.
     `z_loss`: see `next_token_loss_sum`.
     """
     group = layout.group("tp")

@@ -1,9 +1,9 @@
 """Sums in the order of one fixed binary tree over the micro-batches of a step, independent of the layout.
 
-Leaves are global micro-batches 0, 1, 2, ...; a node adds the two below it, and one without a partner moves up
-unchanged. A float sum depends on its order, so this fixed order makes gradients bitwise equal on 1, 2, 4 or 8 ranks.
-Local nodes are kept like the digits of a binary counter: n consecutive micro-batches need at most log2(n) buffers in
-addition to the current one, where a plain running sum needs none.
+Leaves are global micro-batches 0, 1, 2, ...; a node is the sum of the two nodes below it, and a node without a partner
+moves up unchanged. A float sum depends on its order, so this fixed order makes gradients bitwise equal on 1, 2, 4 or 8
+ranks. A rank keeps its partial sums like the digits of a binary counter: n consecutive micro-batches need at most
+log2(n) buffers in addition to the current one, where a plain running sum needs none.
 """
 
 from collections.abc import Generator, Sequence
@@ -19,28 +19,31 @@ Node = list[Tensor]
 
 
 class Subtrees(NamedTuple):
-    """Groups of a two-level tree sum: `within`: consecutive ranks of one machine that form a node of the tree;
-    `between`: ranks with the same place on their machines."""
+    """Groups of a two-level tree sum: first over the ranks of a machine, then over machines.
+
+    `within`: consecutive ranks of one machine that form a node of the tree. `between`: the ranks with the same index on
+    their machines, one per machine.
+    """
 
     within: dist.ProcessGroup
     between: dist.ProcessGroup
 
 
 class TreeSum:
-    """A binary counter of partial sums. It takes ownership of pushed tensors and writes to them."""
+    """A tree sum in progress, kept as a binary counter of partial sums. Pushed tensors are overwritten."""
 
     def __init__(self) -> None:
         self._nodes: list[tuple[int, Node]] = []
 
     def push(self, node: Node, level: int) -> None:
-        """Add the next node of `level`, the sum of 2^level leaves."""
+        """Add `node`, the sum of the next 2^`level` leaves."""
         while self._nodes and self._nodes[-1][0] == level:
             torch._foreach_add_(node, self._nodes.pop()[1])
             level += 1
         self._nodes.append((level, node))
 
     def close(self, node: Node) -> None:
-        """Add everything pushed to the last `node`, in place, and empty the counter."""
+        """Add all pushed nodes to `node`, the last one, in place, and empty the counter."""
         while self._nodes:
             torch._foreach_add_(node, self._nodes.pop()[1])
 
@@ -57,8 +60,8 @@ def sum_rows(rows: Tensor) -> Tensor:
 class TreeReduceScatter:
     """Reduce-scatter for FSDP2: an all-to-all of shards and a local tree sum. Sends as many bytes as a ring.
 
-    With `hold`, the next call keeps its input as a node of two micro-batches (ZeRO-1 reduces once per step) and returns
-    zeros, which the caller drops; the following call adds the kept input.
+    If `hold` is set, a call communicates nothing: it keeps its input, the sum of two micro-batches, and outputs zeros,
+    which the caller drops (ZeRO-1 reduces once per step). The next call without `hold` adds all kept inputs to its own.
     """
 
     def __init__(self, subtrees: Subtrees | None = None) -> None:
@@ -93,8 +96,8 @@ def tree_reduce_scatter(
     """Return this rank's part [n] of the tree sum over `group` of `tensor` [ranks * n], which may be written to.
 
     Yields each collective after starting it; resume after waiting for it. With `subtrees`, the ranks of a machine first
-    add their parts for each place, and one of them sends the sum to other machines. The tree is the same, but one
-    tensor leaves the machine instead of one per rank.
+    sum among themselves, each for the ranks with its own index on all machines, and then exchange these sums between
+    machines. The tree is the same, but each machine sends one sum instead of one tensor per rank.
     """
     if subtrees is None:
         received = torch.empty_like(tensor)

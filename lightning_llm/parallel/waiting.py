@@ -1,7 +1,7 @@
-"""Seconds that this rank waits for others, at the end of collectives and point-to-point messages.
+"""Measure the seconds that this rank waits for others, at the end of collectives and point-to-point messages.
 
-On a CPU the main thread waits, measured by the clock. On CUDA the compute stream waits while the host continues,
-measured by events around each wait once the device has passed them.
+On a CPU the main thread waits, and the clock measures the wait. On CUDA the compute stream waits while the host
+continues; CUDA events around each wait measure it, once the device has passed them.
 """
 
 import threading
@@ -37,7 +37,7 @@ class WaitClock:
 
     @property
     def host_waits(self) -> bool:
-        """Whether the host itself waits, doing nothing else meanwhile."""
+        """Whether the host itself waits for others (on a CPU), rather than a CUDA stream."""
         return self._stream is None
 
     @property

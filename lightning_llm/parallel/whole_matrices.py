@@ -1,4 +1,4 @@
-"""Temporarily gather sharded matrices: each matrix whole on one of the ranks that share it, then sharded again."""
+"""Gather each sharded matrix whole on one of the ranks that share it, apply a function, and shard the result again."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -30,9 +30,10 @@ class _Owned:
 class WholeMatrices:
     """Applies a function of whole matrices to matrices sharded over ranks; an `optim.matrices.OnWhole`.
 
-    As many matrices as there are ranks are processed at a time. Each rank gathers one, applies the function, and
-    scatters the result: two all-to-alls of as many bytes as a rank holds, and no work is done twice within the group.
-    Replicas repeat it. If the function is deterministic, the bits are the same under every layout.
+    As many matrices as there are ranks in the group are processed at a time. Each rank gathers one matrix, applies the
+    function, and scatters the result: two all-to-alls of as many bytes as a rank holds. No matrix is processed twice
+    within a group, but every replica does all the work. If the function is deterministic, the bits are the same under
+    every layout.
     """
 
     def __init__(self, layout: Layout):
