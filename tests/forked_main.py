@@ -1,7 +1,7 @@
 """`lightning-llm WORDS` in a process forked from one that has imported all: 7 CPU seconds less than a new interpreter.
 
 What a new interpreter alone shows (`python -m lightning_llm`, its imports) is shown in
-tests/run/launch/test_ranks.py and tests/sweep/test_sweep.py.
+tests/run/launch/test_ranks.py.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A few faults of `make chaos`, and the campaign's own judgement. 14 CPU seconds."""
+"""A few faults of `make chaos`, and the campaign's own judgement."""
 
 import shutil
 from dataclasses import replace
@@ -21,7 +21,9 @@ def planted(monkeypatch, kind: str, **more: object) -> None:
     monkeypatch.setattr(Fault, "drawn", lambda *_: Fault(kind=kind, place=0.7, **{**late, **more}))
 
 
-@pytest.mark.parametrize("kind", ["damage", "no disk space"])
+@pytest.mark.parametrize(
+    "kind", ["damage", pytest.param("no disk space", marks=pytest.mark.full)]
+)  # test_storage_faults
 def test_a_run_survives_random_faults_with_identical_results(kind, campaign, monkeypatch, tmp_path):
     planted(monkeypatch, kind)
     (outcome,) = campaign.outcomes([KINDS.index(kind)])

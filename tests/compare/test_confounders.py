@@ -84,7 +84,7 @@ def means_something(key):
     return not any(key == each or (each.endswith(".") and key.startswith(each)) for each in NO_MEANING)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data(), which=st.sampled_from(["recipe", "baseline"]))
 def test_a_confounded_set_is_never_called_controlled(runs, data, which):
     keys = data.draw(st.lists(st.sampled_from(keys_of(runs[0])), min_size=1, max_size=4, unique=True))

@@ -48,8 +48,8 @@ def commands_of_docs() -> list[str]:
     return list(dict.fromkeys(whole))
 
 
-SHIPPED_SWEEP = re.compile(r" -m .*recipe=(sweep|ablate)/")
-"""A command with many jobs; tests/config/test_compose.py composes each shipped sweep."""
+SHIPPED_SWEEP = re.compile(r" -m .*recipe=(sweep|ablate)/| -m .*sweep.search=optuna|--matrix$")
+"""Commands with many jobs: tests/config/test_compose.py composes each shipped sweep; searches: tests/sweep."""
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ IN_FP32 = [("zero1", "tree", "fp32", "false"), ("zero3", "tree", "fp32", "true")
 CASES = [
     pytest.param(layout, reduction, "bf16", tied, marks=pytest.mark.full)
     if (layout, reduction, "fp32") in [case[:3] for case in IN_FP32]  # pairs of values that other cases have
-    or (layout, reduction) in [("zero1", "native"), ("hsdp", "native")]
+    or (layout, reduction) in [("zero1", "native"), ("hsdp", "native"), ("zero2", "native"), ("ddp", "tree")]
     else (layout, reduction, "bf16", tied)
     for layout, tied in (("ddp", "false"), ("zero1", "true"), ("zero2", "false"), ("zero3", "false"), ("hsdp", "true"))
     for reduction in ("tree", "native")

@@ -46,7 +46,7 @@ def alone(run) -> Callable[[int], Trace]:
     [
         ("ddp", 4, 8, "native"),
         pytest.param("zero1", 2, 8, "native", marks=pytest.mark.full),
-        ("zero2", 4, 8, "native"),
+        pytest.param("zero2", 4, 8, "native", marks=pytest.mark.full),
         pytest.param("zero3", 2, 4, "native", marks=pytest.mark.full),
         ("hsdp", 4, 8, "native"),
         pytest.param("zero1", 3, 9, "tree", marks=pytest.mark.full),

@@ -106,6 +106,7 @@ def test_dropped_jobs_do_not_count_as_left_in_a_stopped_halving(tmp_path, monkey
     assert "2 of 4 jobs finished, 2 stopped by the search" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_seed_of_an_ended_recipe_that_came_to_its_end_is_not_judged(tmp_path, monkeypatch, capsys):
     """As where a killed start left its job behind: it trains on, past the rung at which its recipe is ended."""
     kind = make_jobs(monkeypatch, recipe_loss)

@@ -136,6 +136,7 @@ def test_a_resolved_config_is_no_sweep(tmp_path, capsys):
     assert "--config: is one resolved run" in capsys.readouterr().err
 
 
+@pytest.mark.full  # in one process: test_interrupted.py
 def test_ctrl_c_saves_the_job_under_way_and_starts_no_other(tmp_path, small_run):
     words = small_run(tmp_path, "trainer.max_steps=4000", "checkpoint.every_steps=9000", "seed=0,1")
     command = [sys.executable, "-m", "lightning_llm", "train", "-m", *words]

@@ -3,9 +3,7 @@
 import json
 import logging
 import os
-import signal
 import sqlite3
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,13 +13,15 @@ import pytest
 from mlflow import MlflowClient
 
 from lightning_llm.config.schema import Config
+from lightning_llm.tracking.mlflow import tracker as mlflow_tracker
 from lightning_llm.tracking.mlflow.tracker import MLflowTracker
 from lightning_llm.train.run_folder import RunFolder
+from tests.forked_writer import forked_writers
+from tests.parallel.rank_group import forkserver, server_address, use_server
 from tests.protocol_module import TinyModule, fit, make_config
 
 pytestmark = pytest.mark.usefixtures("drawn")
 
-ROOT = Path(__file__).parents[3]
 FACTS = {"parameters": 123_456, "data_hash": "d00d"}
 
 
@@ -172,21 +172,27 @@ def test_a_writer_that_dies_is_one_warning(config: Config, caplog: pytest.LogCap
     assert "its writer ended: no module named mlflow" in check_that_training_went_on(config, module, caplog)
 
 
+def train_until_killed(config: Config, folder: str, address: str, under_way: Any) -> None:
+    """Track one step from a process of its own, whose writer is forked as that of the other tests is."""
+    use_server(address)
+    mlflow_tracker.subprocess = forked_writers
+    os.chdir(folder)
+    run, _ = tracked(config, close_seconds=60)
+    run.open("cpu")
+    run.write({"step": 1, "loss": 2.5})
+    under_way.send(None)
+    time.sleep(600)
+
+
 def test_a_training_process_that_is_killed_leaves_a_killed_run(store: MlflowClient, config: Config) -> None:
-    code = (
-        f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from pathlib import Path\n"
-        "from tests.protocol_module import make_config\n"
-        "from tests.tracking.mlflow.test_mlflow import tracked\n"
-        f"folder, tracker = tracked(make_config(Path({config.run.root!r})), close_seconds=60)\n"
-        "folder.open('cpu'); folder.write({'step': 1, 'loss': 2.5}); print('under way', flush=True); time.sleep(600)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as training:
-        assert training.stdout is not None
-        assert training.stdout.readline() == b"under way\n"
-        id_file = Path(config.run.dir, "mlflow_run_id")
-        wait_for(id_file.exists)
-        os.kill(training.pid, signal.SIGKILL)
+    ours, theirs = forkserver.Pipe()
+    training = forkserver.Process(target=train_until_killed, args=(config, os.getcwd(), server_address(), theirs))
+    training.start()
+    assert ours.poll(60)
+    id_file = Path(config.run.dir, "mlflow_run_id")
+    wait_for(id_file.exists)
+    training.kill()
+    training.join()
     run_id = id_file.read_text().strip()
     wait_for(lambda: store.get_run(run_id).info.status == "KILLED")
     run = store.get_run(run_id)
