@@ -1,9 +1,9 @@
-"""`python -m gpu_check.precheck [RECIPE ...]`: compile the casts that Inductor generates for CUDA, without a GPU.
+"""`python -m gpu_check.precheck [RECIPE ...]`: compile casts and the loss as Inductor does for CUDA, without a GPU.
 
-In a CPU build of torch, on tensors without data, Inductor turns each cast of a recipe into Triton kernels, which
-Triton's compiler turns into machine code for sm_90 and sm_100. Prints the kernels, their registers and spills. It needs
-the package triton (`pip install --no-deps -r requirements/precheck.txt`), which includes NVIDIA's assembler. Nothing
-runs, so no bits are compared.
+In a CPU build of torch, on tensors without data, Inductor turns each cast of a recipe, and the compiled loss with its
+gradient (`loss`), into Triton kernels, which Triton's compiler turns into machine code for sm_90 and sm_100. Prints the
+kernels, their registers and spills. It needs the package triton (`pip install --no-deps -r requirements/precheck.txt`),
+which includes NVIDIA's assembler. Nothing runs, so no bits are compared.
 """
 
 import argparse
@@ -13,8 +13,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,16 +23,21 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.model.loss import fp32_loss_sum
 from lightning_llm.precision.cast import quantize
 from lightning_llm.precision.cast.inductor import OPTIONS
 from lightning_llm.precision.cast.random_bits import Origin
 from lightning_llm.precision.cast.scales import block_shape, blocked, unblocked
 
-RECIPES = ("mxfp8", "nvfp4", "mxfp4_sr", "fp8_subchannel")
+LOSS = "loss"
+RECIPES = ("mxfp8", "nvfp4", "mxfp4_sr", "fp8_subchannel", LOSS)
+LOGITS = (1, 4096, 128256)
+"""Shape of the logits of the loss: tokens of Llama 3's vocabulary."""
 CAPABILITIES = (90, 100)
 SIZE = 4096
 """Rows and columns of the tensor that is cast."""
@@ -89,24 +95,75 @@ class _Indexing(TorchFunctionMode):
 
 def triton_of(cast: CastConfig, axis: int, capability: int) -> list[str]:
     """Return the source of each kernel that Inductor generates for a cast on a GPU of that capability."""
-    from torch._inductor import config
-    from torch._inductor.debug import DebugContext
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.graph import GraphLowering
-    from torch._inductor.virtualized import V
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with planned_gpu(capability):
         with mode:
             function, given = cast_stages(cast, axis)
-            graph = make_fx(function, decomposition_table=select_decomp_table())(*given)
-        with config.patch(OPTIONS), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
-            lowered = GraphLowering(graph, shape_env=mode.shape_env, example_inputs=given, is_inference=True)
-            with V.set_graph_handler(lowered):
-                lowered.run(*given)
-                code, _ = lowered.codegen()
+        return _kernels(function, given, mode, OPTIONS)
+
+
+def triton_of_loss(capability: int) -> list[str]:
+    """Return the same for the compiled loss, forward and backward, of bf16 logits.
+
+    The graphs come from tensors on the CPU: autograd needs a device that this build of torch has.
+    """
+    from torch._functorch.aot_autograd import aot_function, make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    found, mode = list[tuple[GraphModule, list[Tensor]]](), FakeTensorMode(allow_non_fake_inputs=True)
+
+    def keep(graph: GraphModule, inputs: list[Tensor]) -> Any:
+        found.append((graph, inputs))
+        return make_boxed_func(graph)
+
+    def partition(graph: GraphModule, inputs: Any, **keys: Any) -> Any:
+        joint_graph_passes(graph)
+        return min_cut_rematerialization_partition(graph, inputs, **keys)
+
+    with mode:
+        logits = torch.empty(LOGITS, dtype=torch.bfloat16).requires_grad_()
+        labels = torch.empty(LOGITS[:-1], dtype=torch.int64)
+        traced = aot_function(
+            fp32_loss_sum,
+            fw_compiler=keep,
+            bw_compiler=keep,
+            partition_fn=partition,
+            decompositions=select_decomp_table(),
+        )
+        traced(logits, labels).backward()
+    sources = []
+    with planned_gpu(capability):
+        for graph, inputs in found:
+            for node in graph.graph.nodes:
+                if "device" in node.kwargs:
+                    node.kwargs = node.kwargs | {"device": torch.device("cuda")}
+            graph.recompile()
+            with mode:
+                given = [torch.empty(each.shape, dtype=each.dtype, device="cuda") for each in inputs]
+            sources += _kernels(graph, given, mode, {})
+    return sources
+
+
+def _kernels(function: Callable[..., Any], given: list[Tensor], mode: Any, options: dict[str, Any]) -> list[str]:
+    from torch._inductor import config
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with mode:
+        graph = make_fx(function, decomposition_table=select_decomp_table())(*given)
+    with config.patch(options), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
+        lowered = GraphLowering(graph, shape_env=mode.shape_env, example_inputs=given, is_inference=True)
+        with V.set_graph_handler(lowered):
+            lowered.run(*given)
+            code, _ = lowered.codegen()
     text = str(getattr(code, "value", code))
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     written = [call.args[1] for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "triton"]
@@ -133,6 +190,7 @@ def planned_gpu(capability: int) -> Iterator[None]:
     """Context in which torch and Triton see a GPU of that capability, which is not used."""
     import triton
     from torch._dynamo import device_interface
+    from torch._inductor import scheduler
     from torch._inductor.runtime import triton_helpers
     from torch.utils import _triton
     from triton.backends.compiler import GPUTarget
@@ -170,6 +228,7 @@ def planned_gpu(capability: int) -> Iterator[None]:
             (torch.cuda, "get_device_capability", lambda device=None: divmod(capability, 10)),
             (torch.cuda, "current_device", lambda: 0),
             (_triton, "has_triton", lambda *_: True),
+            (scheduler, "has_triton", lambda *_: True),  # which may have been imported before
             (triton_helpers, "set_driver_to_gpu", lambda: None),
         ):
             stack.enter_context(patch.object(owner, name, value))
@@ -213,25 +272,33 @@ def _resources(ptx: str, capability: int, folder: Path) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Print a line per kernel; return 1 if one spills or may fuse a product and a sum, else 0."""
+    """Print a line per kernel; return 1 if one spills or a cast's may fuse a product and a sum, else 0."""
     parser = argparse.ArgumentParser(prog="python -m gpu_check.precheck", description=__doc__)
     parser.add_argument("recipes", nargs="*", default=RECIPES, metavar="RECIPE")
     bad = 0
-    seen: set[tuple[CastConfig, int]] = set()
     with tempfile.TemporaryDirectory() as folder:
-        for recipe in parser.parse_args().recipes:
-            for slot, cast in compose_config([f"precision={recipe}"]).precision.casts_under(None).items():
-                axis = 1 if slot in ("fprop.x", "fprop.w", "dgrad.dy") else 0
-                if not cast.quantises or (cast, axis) in seen:
-                    continue
-                seen.add((cast, axis))
-                for capability in CAPABILITIES:
-                    for source in triton_of(cast, axis, capability):
-                        made = compiled(source, capability, Path(folder))
-                        print(f"{recipe} {slot} sm_{capability}: {made.name}, {made.registers} registers, "
-                              f"{made.spilled_bytes} bytes spilled, best of {made.choices}", flush=True)  # fmt: skip
-                        bad += made.spilled_bytes > 0 or made.fuses
+        for what, exact, sources_of in _work(parser.parse_args().recipes):
+            for capability in CAPABILITIES:
+                for source in sources_of(capability):
+                    made = compiled(source, capability, Path(folder))
+                    print(f"{what} sm_{capability}: {made.name}, {made.registers} registers, "
+                          f"{made.spilled_bytes} bytes spilled, best of {made.choices}", flush=True)  # fmt: skip
+                    bad += made.spilled_bytes > 0 or (exact and made.fuses)
     return int(bad > 0)
+
+
+def _work(names: Iterable[str]) -> Iterator[tuple[str, bool, Callable[[int], list[str]]]]:
+    """Yield (text, whether its kernels must round every operation, function of a capability to sources), once each."""
+    seen: set[tuple[CastConfig, int]] = set()
+    for name in names:
+        if name == LOSS:
+            yield LOSS, False, triton_of_loss
+            continue
+        for slot, cast in compose_config([f"precision={name}"]).precision.casts_under(None).items():
+            axis = 1 if slot in ("fprop.x", "fprop.w", "dgrad.dy") else 0
+            if cast.quantises and (cast, axis) not in seen:
+                seen.add((cast, axis))
+                yield f"{name} {slot}", True, partial(triton_of, cast, axis)
 
 
 if __name__ == "__main__":
