@@ -129,7 +129,7 @@ def triton_of_loss(capability: int) -> list[str]:
         logits = torch.empty(LOGITS, dtype=torch.bfloat16).requires_grad_()
         labels = torch.empty(LOGITS[:-1], dtype=torch.int64)
         traced = aot_function(
-            fp32_loss_sum,
+            fp32_loss_sum(),
             fw_compiler=keep,
             bw_compiler=keep,
             partition_fn=partition,
