@@ -57,6 +57,7 @@ def test_importing_it_imports_no_library_and_only_small_modules():
             "lightning_llm.base.version",
             "lightning_llm.compare",
             "lightning_llm.evaluate",
+            "lightning_llm.probe",
             "lightning_llm.train",
         ]
     ), done.stderr

@@ -8,6 +8,7 @@ import yaml
 from torch import nn
 
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.linalg.grouped import GroupedLinear
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.structure import block_linears, linear_names
 
@@ -21,8 +22,12 @@ def test_names_are_those_of_the_model_built_on_meta(file, tied):
     config = ModelConfig(**yaml.safe_load(file.read_text())).model_copy(update={"tie_embeddings": tied})
     with torch.device("meta"):
         model = Decoder(config)
-    assert linear_names(config) == [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | GroupedLinear)]
+    assert linear_names(config) == linears
     made = {name.removeprefix("layers.0."): module for name, module in model.named_modules()}
     for linear in block_linears(config, 0):
-        assert list(made[linear.name].weight.shape) == [linear.outputs.length, linear.inputs.length]
+        assert list(made[linear.name].weight.shape) == [
+            linear.groups * linear.outputs.length,
+            linear.inputs.length,
+        ]
         assert model.roles()[f"layers.0.{linear.name}"] == linear.role

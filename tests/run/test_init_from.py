@@ -288,7 +288,7 @@ def test_weights_with_other_logits_are_not_written(tmp_path, monkeypatch, capsys
     shape = compose_config(["model=llama_tiny", "model.num_layers=1", "model.vocab_size=300"]).model
     folder = write_huggingface(tmp_path / "hf", shape)
     right = parity._ours
-    monkeypatch.setattr(parity, "_ours", lambda weights, tokens: right(weights, tokens.roll(1)))
+    monkeypatch.setattr(parity, "_ours", lambda weights, tokens, codes: right(weights, tokens.roll(1), codes))
     assert main(["import", str(folder), "--output", str(tmp_path / "base")]) == 1
     assert "the converted model is not equivalent. Nothing was written" in capsys.readouterr().err
     assert not (tmp_path / "base").exists()

@@ -138,9 +138,12 @@ def test_a_whole_search_over_128_devices_prices_few_layouts():
 FP8 = [*TINY, "precision=fp8_current", "data.sequence_length=512", "parallel.pp=1", "data.micro_batch_size=1"]
 
 
+MIXED = [*FP8, "precision.wgrad.dy.amax_scope=shard"]
+
+
 def test_emulated_layouts_have_no_time_and_rank_behind_all_others(capsys):
-    """On an H100 current scaling is native but under tp and cp (docs/reference/native.md)."""
-    assert main(["plan", *FP8, "--search", "--json"]) == 0
+    """Two casts of one tensor with different amax_scope are native but under tp and cp (docs/reference/native.md)."""
+    assert main(["plan", *MIXED, "--search", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     native = [each["overrides"]["parallel.tp"] * each["overrides"]["parallel.cp"] == 1 for each in facts["layouts"]]
     assert native == sorted(native, reverse=True)
@@ -149,12 +152,9 @@ def test_emulated_layouts_have_no_time_and_rank_behind_all_others(capsys):
         assert (each["no_time"] is None) == runs == (each["seconds"] is not None) == (each["mfu"] is not None)
         assert runs or each["no_time"].startswith("emulated (parallel.")
     assert facts["counts"]["emulated"] > native.count(False) > 0
-    assert main(["plan", *FP8, "--search"]) == 0
+    assert main(["plan", *MIXED, "--search"]) == 0
     out = capsys.readouterr().out
-    assert (
-        "no time: emulated (parallel.tp=2: must be 1, because Float8CurrentScaling takes scales from whole tensors"
-        in out
-    )
+    assert "no time: emulated (parallel.tp=2: must be 1, because the two casts of dY have different amax_scope" in out
     assert "MFU is relative to the mixture's peak" in out
     assert "assumed    h100 at its data sheet's peaks (bf16 989.5, fp8 1979 TFLOP/s)" in out
     fastest = next(line for line in out.splitlines() if line.startswith("the fastest: "))
