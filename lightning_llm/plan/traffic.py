@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_llm.config.schema import Config
+from lightning_llm.model.experts.kinds import MoE
+from lightning_llm.model.structure import feed_forward_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.degrees import Degrees, shard_axes
@@ -142,4 +144,17 @@ def sent_at(config: Config, degrees: Degrees, pp_rank: int) -> Sent:
     sharing, exchanged = ranks * width, sum(map(config.optim.exchanged_bytes, step.units.shards(ranks)))
     axes = (*(shard_axes() if ranks > 1 else ()), *AXES.cutting("width"))
     sent["all_to_all", " ".join(axes)] += 2 * exchanged * (sharing - 1) // sharing
+    data = [axis for axis in step.summed_axes if degrees.ranks(axis) > 1]
+    if (counts := _counted_bytes(step)) > step.small_bytes and data:
+        ranks = degrees.ranks(*data)
+        sent["all_reduce", " ".join(data)] += 2 * counts * (ranks - 1) // ranks
     return sent
+
+
+def _counted_bytes(step: RankStep) -> int:
+    """Return the bytes of the counts that routers sum over ranks in a step: int64 per expert, and of dropped choices.
+
+    See `train.routing`.
+    """
+    kinds = (feed_forward_of(step.config.model, index) for index in step.layers)
+    return sum(8 * (kind.experts + 1) for kind in kinds if isinstance(kind, MoE))

@@ -29,6 +29,8 @@ PUBLISHED = {
     "qwen3_8b": 8_190_735_360,
     "gemma2_2b": 2_614_341_888,
     "gemma2_9b": 9_241_705_984,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
 }
 # Published rounded only: (millions, relative rounding of the source).
 ROUNDED = {
@@ -72,6 +74,12 @@ def test_count_equals_the_published(name):
     else:
         assert name.endswith("_tiny")
         assert 1_500_000 < count < 2_600_000
+
+
+@pytest.mark.parametrize(("name", "billions"), [("mixtral_8x7b", 12.9), ("qwen3_30b_a3b", 3.35)])
+def test_active_parameters_are_the_published_ones(name, billions):
+    """Mixtral: arXiv 2401.04088 section 2.1; Qwen3: 3.3B in arXiv 2505.09388 table 2."""
+    assert count_parameters(SIZES[name]).active / 1e9 == pytest.approx(billions, abs=0.05)
 
 
 @every_size

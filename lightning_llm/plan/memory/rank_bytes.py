@@ -1,10 +1,12 @@
 """Bytes that a rank holds: persistent, throughout a step, and during its passes; and their peak. Imports no torch."""
 
+import math
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 from lightning_llm.config.schema import Config
 from lightning_llm.model.logit_chunks import CHUNK_ELEMENTS
+from lightning_llm.model.structure import block_parameters
 from lightning_llm.optim.state_bytes import DTYPE_BYTES, StateBytes, state_bytes
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory.accounting import OURS, Accounting
@@ -30,6 +32,7 @@ from lightning_llm.plan.stages import (
     Pass,
     StagePart,
     block_kinds,
+    layers_of,
     parts_of,
     passes_of,
     rank_kind,
@@ -321,7 +324,8 @@ def held_throughout(
     gradient, once = DTYPE_BYTES[config.precision.main_grad_dtype], reduces_once(config.parallel, degrees)
     state = _state_bytes(config, degrees, units, accounting)
     buffers = tree_buffers(plan.micro_batches) if sums_in_tree(config.parallel) else 0
-    persistent = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
+    parameters = state.parameters + _frozen_bytes(config, parts)
+    persistent = {"parameters": parameters, "gradients": state.gradients, "optimizer": state.optimizer}
     if config.distil is not None:
         persistent["teachers"] = teacher_bytes(config)
     throughout = {
@@ -334,6 +338,13 @@ def held_throughout(
     if accounting.buffers:  # gradients are reduced, and weights gathered, in place
         throughout = dict.fromkeys(throughout, 0)
     return persistent, throughout
+
+
+def _frozen_bytes(config: Config, parts: list[StagePart]) -> int:
+    """Return the bytes of the parameters that no gradient updates, which each rank has whole."""
+    every = (each for index in layers_of(parts) for each in block_parameters(config.model, index))
+    elements = sum(math.prod(each.shape) for each in every if not each.trained)
+    return DTYPE_BYTES[config.precision.master_dtype] * elements
 
 
 def _state_bytes(config: Config, degrees: Degrees, units: Units, accounting: Accounting) -> StateBytes:
