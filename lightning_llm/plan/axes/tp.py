@@ -134,6 +134,10 @@ class TensorAxis(MeshAxis):
             sent["reduce_scatter", "tp"] += micro_batches * ((4 * layers + again + last) * once + first * looked_up)
         else:
             sent["all_reduce", "tp"] += micro_batches * 2 * ((4 * layers + again + last) * once + first * looked_up)
+        more = micro_batches * once * _further_exits(model, step.layers)  # forward; in the backward pass a gather
+        repeated = micro_batches * once * _further_exits(model, step.recomputed)
+        sent["reduce_scatter" if sequence else "all_reduce", "tp"] += (1 if sequence else 2) * (more + repeated)
+        sent["all_gather", "tp"] += more if sequence else 0
         if last:
             sent["all_reduce", "tp"] += micro_batches * 2 * (3 * 4 * tokens) * (tp - 1) // tp
 
@@ -201,7 +205,7 @@ def _elements_within(model: ModelConfig, layers: list[int]) -> int:
 
     def within(index: int) -> int:
         each = (replicated_within(part, model) for part in block_parts(model, index).values())
-        return sum(math.prod(parameter.shape) for parameter in chain.from_iterable(each))
+        return sum(math.prod(parameter.shape) for parameter in chain.from_iterable(each) if parameter.trained)
 
     return sum(for_layers(model, layers, within))
 
@@ -210,7 +214,18 @@ def _elements(model: ModelConfig, layers: list[int], role: str) -> int:
     """Return the elements of the parameters with `role` in the blocks `layers`."""
 
     def within(index: int) -> int:
-        return sum(math.prod(each.shape) for each in block_parameters(model, index) if each.role == role)
+        every = (each for each in block_parameters(model, index) if each.trained)
+        return sum(math.prod(each.shape) for each in every if each.role == role)
+
+    return sum(for_layers(model, layers, within))
+
+
+def _further_exits(model: ModelConfig, layers: list[int]) -> int:
+    """Return how many sums the parts of the blocks `layers` leave with besides one each: of shared experts."""
+
+    def within(index: int) -> int:
+        roles = [{linear.role for linear in part.linears(model)} for part in block_parts(model, index).values()]
+        return sum({"row", "expert"} <= each for each in roles)
 
     return sum(for_layers(model, layers, within))
 
