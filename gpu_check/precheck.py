@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -117,9 +117,9 @@ def triton_of_loss(capability: int) -> list[str]:
 
     found, mode = list[tuple[GraphModule, list[Tensor]]](), FakeTensorMode(allow_non_fake_inputs=True)
 
-    def keep(graph: GraphModule, inputs: list[Tensor]) -> Any:
-        found.append((graph, inputs))
-        return make_boxed_func(graph)
+    def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        found.append((gm, list(example_inputs)))
+        return make_boxed_func(gm)
 
     def partition(graph: GraphModule, inputs: Any, **keys: Any) -> Any:
         joint_graph_passes(graph)
