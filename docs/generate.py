@@ -46,7 +46,10 @@ README = DOCS.parent / "README.md"
 RECIPES = DOCS.parent / "conf" / "precision"
 SECTION = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
-ORDER = ("fp32", "bf16", "fp16", "fp8", "mxfp8", "fp16_mxfp8", "nvfp4", "mxfp4_sr", "mxfp4", "quartet")
+ORDER = (
+    "fp32", "bf16", "fp16", "fp8", "int8", "mxfp8", "fp16_mxfp8", "mxfp6", "nvfp4", "fp4", "mxfp4_sr", "mxfp4",
+    "quartet", "quartet_ii",
+)  # fmt: skip
 """Prefixes of recipes' names in the order of the tables, the longest that fits counts; a name that has none is last."""
 
 
@@ -70,8 +73,12 @@ def short_cast(cast: CastConfig, compute_dtype: str) -> str:
     if not cast.quantises:
         return compute_dtype
     words = [cast.format, cast.block, cast.scale_kind.label, cast.rounding_kind.label]
-    if cast.prescale != 1:
-        words.append(f"·{cast.prescale:g}")
+    if cast.amax == "row":
+        words.append("of rows")
+    if cast.candidates is not None:
+        words.append("4/6")
+    for factor in (cast.prescale, cast.headroom):
+        words += [] if factor == 1 else [f"·{factor:.3g}"]
     if cast.hadamard is not None:
         words.append(f"H{cast.hadamard.size}" + {"none": "", "fixed": "+", "random": "±"}[cast.hadamard.signs])
     if cast.source == "quantised":

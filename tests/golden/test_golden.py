@@ -18,6 +18,7 @@ from tests.golden.trajectory import (
     recorded,
     trajectory,
 )
+from tests.precision.recipes import sample
 
 ROUNDING = 5e-4
 """Largest relative difference between families of kernels; the recorded ones differ by 1.5e-4."""
@@ -59,13 +60,7 @@ def test_families_of_kernels_differ_by_rounding_alone(recipe):
     assert [max(distances(first, each)) < ROUNDING for each in others] == [True] * len(others)
 
 
-ALIKE = ("mxfp4_sr_fp8", "mxfp4_sr_norht", "mxfp4_rht_rne", "nvfp4_all_blocks", "fp16_mxfp8_hybrid")
-"""Other combinations of the casts that the others have: in `make test-full`."""
-
-
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(each, marks=pytest.mark.full) if each in ALIKE else each for each in RECIPES]
-)
+@pytest.mark.parametrize("recipe", sample(RECIPES))
 def test_the_first_steps_are_the_recorded_bits(recipe, family, cache):
     """On a processor without recorded kernels, the recorded numbers up to rounding."""
     now = trajectory(recipe, cache)

@@ -58,7 +58,7 @@ def test_settings_are_those_of_conf(monkeypatch):
     monkeypatch.setattr(setting, "capability_here", lambda accelerator: Capability.of_gpu(9, 0))
     assert set(setting.native_recipes()) == {
         "fp8_current", "fp8_current_e4m3", "fp8_delayed", "fp8_delayed_micro_batch", "fp8_subchannel",
-        "fp8_subchannel_fp32scales",
+        "fp8_subchannel_fp32scales", "fp8_mlp",
     }  # fmt: skip
 
 

@@ -48,7 +48,10 @@ def test_every_cast_can_be_read_back_from_the_slot_table(name):
     recipe = compose_config([f"precision={name}"]).precision
     facts = as_json(recipe)
     assert {slot: cast_of(each) for slot, each in facts["slots"].items()} == slots_of(recipe)
-    assert facts["phases"] == []
+    for number, phase in enumerate(facts["phases"]):
+        changed = {slot: cast_of(each) for slot, each in phase["slots"].items()}
+        assert slots_of(recipe) | changed == slots_of(recipe.in_phase(number))
+    assert len(facts["phases"]) == len(recipe.phases)
     scaling = facts["loss_scaling"]
     assert (scaling and LossScalingConfig(**scaling)) == recipe.loss_scaling
     assert (facts["master_dtype"], facts["main_grad_dtype"]) == (recipe.master_dtype, recipe.main_grad_dtype)

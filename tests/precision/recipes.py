@@ -3,6 +3,7 @@
 from functools import cache
 from pathlib import Path
 
+import pytest
 from omegaconf import OmegaConf
 
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
@@ -10,6 +11,19 @@ from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig, s
 
 FOLDER = Path(__file__).parents[2] / "conf" / "precision"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+ALIKE = (
+    "mxfp4_sr_fp8", "mxfp4_sr_norht", "mxfp4_rht_rne", "nvfp4_all_blocks", "fp16_mxfp8_hybrid", "fp8_rowwise_gw_hp",
+    "fp8_subchannel_ue8m0", "fp8_mlp", "int8_rowwise", "mxfp6", "mxfp8_wgrad_hp", "mxfp8_bwd_dequantized",
+    "mxfp8_bwd_high_fwd", "mxfp8_fwd_nvfp4_bwd", "nvfp4_bwd_dequantized", "nvfp4_1d_weight", "nvfp4_late_bf16_fwd",
+    "fp4_all_the_way", "tetrajet_v2",
+)  # fmt: skip
+"""Other combinations of the casts that the others have."""
+
+
+def sample(names):
+    """Return parameters of a test over recipes: those of `ALIKE` are for `make test-full`."""
+    return [pytest.param(name, marks=pytest.mark.full) if name in ALIKE else name for name in names]
 
 
 @cache

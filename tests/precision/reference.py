@@ -51,7 +51,8 @@ def round_elements(v, name, rounding, noise=None):
     if rounding == "even":
         up = (fraction > 0.5) | ((fraction == 0.5) & (low % 2 == 1))
     elif rounding == "half_away":
-        up = fraction >= 0.5
+        # In fp32, as microxcaling adds a half: a sum just below a whole number may round up to it.
+        up = (F32(magnitude / gap) + F32(0.5)) >= F32(table[high] / gap)
     elif rounding == "half_to_zero":
         up = fraction > 0.5
     elif rounding == "stochastic":
@@ -91,6 +92,8 @@ def cast(x, how: CastConfig, noise=None, delayed=None):
     amax = blocks_of(x, how.block)
     safe = np.where(amax == 0, 1.0, amax)
     largest = LARGEST[how.format] * how.headroom
+    if how.scale == "eden":
+        return eden(x, how, noise), None
     if how.scale == "unit":
         return round_elements(x, how.format, how.rounding, noise), None
     if how.scale == "quest":
@@ -148,8 +151,41 @@ def two_level(x, amax, whole, encode, how, factor, noise):
         return made, None
     error = np.abs(values.astype(F32) * sf * whole / F32(bound) - x.astype(F32))
     error = error * error if how.candidates.by == "mse" else error
+    if how.block == "16x16":
+        rows = error.reshape(-1, 16, error.shape[1] // 16, 16)
+        total = by_halves(np.add.accumulate(rows, axis=3)[..., -1].swapaxes(0, 1))
+        return made, np.kron(total, np.ones((16, 16)))
     total = np.maximum.reduce if how.candidates.by == "max" else lambda group: np.add.accumulate(group)[-1]
     return made, per_block(error, how.block, total)
+
+
+def eden(x, how, noise):
+    """Quartet II's `eden_1x16s_fp4_kernel` after its rotation: a correction of each rotation group's block scales."""
+    largest, group = F32(LARGEST[how.format] * how.headroom), how.hadamard.size
+    whole = F32(how.scale_max * LARGEST[how.format] * how.headroom)
+    columns = x.shape[1]
+    x, noise = (np.pad(each, ((0, 0), (0, -columns % group))) for each in (x, noise))
+    amax = F32(np.abs(x).max())
+    with np.errstate(over="ignore"):
+        encode = F32(1) if amax == 0 else min(F32(whole / amax), np.finfo(F32).max)
+    blocks = x.astype(F32).reshape(len(x), -1, 16)
+    wanted = np.abs(blocks).max(2) * F32(encode * F32(1 / float(largest)))
+    scale = round_elements(wanted.astype(np.float64), "e4m3", "even").astype(F32)
+    scale = np.where(scale == 0, F32(1), scale)[..., None]
+    with np.errstate(over="ignore"):
+        elements = blocks * np.minimum(F32(1) / (scale * (F32(1) / encode)), np.finfo(F32).max)
+    codes = round_elements(elements.astype(np.float64), how.format, how.rounding).astype(F32)
+
+    def of_groups(each):  # sums of blocks, then of the blocks of a group, by halves
+        sums = by_halves(np.moveaxis(each, 2, 0)).reshape(len(x), -1, group // 16)
+        return np.repeat(by_halves(np.moveaxis(sums, 2, 0)), group // 16, axis=1)
+
+    squares, products = of_groups(elements * elements), of_groups(elements * codes)
+    ratio = squares.astype(np.float64) / np.where(products > 0, products, 1)
+    correction = np.where(products > 0, ratio, 1.0).astype(F32)[..., None]
+    first = noise.reshape(blocks.shape)[..., :1]
+    scale = round_elements((scale * correction).astype(np.float64), "e4m3", "stochastic_compare", first)
+    return ((codes * scale).reshape(x.shape) * float(amax) / float(whole))[:, :columns]
 
 
 def quest_power(group):

@@ -65,6 +65,13 @@ GRID = {"mantissa": 1, "min_exponent": 0, "max_exponent": 2}
     ({"format": "e2m1", "block": "row", "scale": "unit"}, r"unit needs block: tensor, and block is row"),
     ({"format": "e2m1", "block": "1x32", "scale": "e8m0_floor", "headroom": 0.9},
      r"headroom needs a scale of e8m0_ceil, eden, fp32, power_of_two, two_level_e4m3, and scale is e8m0_floor"),
+    ({"format": "e2m1", "block": "1x16", "scale": "eden", "rounding": "stochastic"}, r"eden draws random bits itself"),
+    ({"format": "e2m1", "block": "1x16", "scale": "two_level_e4m3", "rounding": "stochastic", "candidates": {}},
+     r"candidates are compared by their errors, and rounding is stochastic"),
+    ({"format": "e2m1", "block": "16x16", "scale": "two_level_e4m3", "amax": "row"},
+     r"amax: row needs blocks of one row"),
+    ({"format": "e2m1", "block": "1x16", "scale": "two_level_e4m3", "headroom": 1.2},
+     r"headroom=1.2: must be at most 1"),
     ({"format": "e2m1", "clip_gradient": True, "gradient": "clip_mask"}, r"clip_gradient needs scale: quest"),
 ])  # fmt: skip
 def test_spellings_that_mean_nothing_are_refused(keys, message):

@@ -1,4 +1,4 @@
-"""MS-EDEN of Quartet II: the authors' steps in float64, and the mean over random rotations."""
+"""MS-EDEN of Quartet II: the authors' steps, a whole linear layer, and the mean over random rotations."""
 
 import numpy as np
 import torch
@@ -7,7 +7,11 @@ from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.hadamard import rotate, rotation
 from lightning_llm.precision.cast.quantize import quantise
-from tests.precision.reference import round_elements
+from lightning_llm.precision.linear.autograd import quantised_linear
+from lightning_llm.precision.linear.operands import LinearCall
+from lightning_llm.precision.linear.plan import KEY_COUNT, LinearPlan
+from tests.precision import reference
+from tests.precision.recipes import load
 
 OVERRIDE = 17 / 16 * 0.93
 """The authors' `backward_scale_override`."""
@@ -18,22 +22,6 @@ KEYS = {
 EDEN = CastConfig.model_validate(KEYS)
 
 
-def authors(x, noise):
-    """`eden_1x16s_fp4_kernel` of IST-DASLab/Quartet-II after its rotation, [R, C], in float64."""
-    largest = 6.0 / OVERRIDE
-    decode = np.abs(x).max() / 255.99 / largest
-    blocks = x.reshape(len(x), -1, 16)
-    scale = round_elements(np.abs(blocks).max(2) / largest / decode, "e4m3", "even")
-    scale = np.where(scale == 0, 1.0, scale)[..., None]
-    elements = blocks / (scale * decode)
-    codes = round_elements(elements, "e2m1", "half_away")
-    groups = elements.reshape(len(x), -1, 128), codes.reshape(len(x), -1, 128)
-    correction = (groups[0] ** 2).sum(2) / (groups[0] * groups[1]).sum(2)
-    wanted = scale * np.repeat(correction, 8, axis=1)[..., None]
-    scale = round_elements(wanted, "e4m3", "stochastic_compare", noise.reshape(*blocks.shape)[..., :1])
-    return (codes * scale * decode).reshape(x.shape)
-
-
 def test_a_cast_is_that_of_the_authors_kernel():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(48, 384, generator=generator) * torch.exp2(torch.randint(-6, 4, (48, 1), generator=generator))
@@ -41,10 +29,9 @@ def test_a_cast_is_that_of_the_authors_kernel():
     for axis in (0, 1):
         given, its = (x, noise) if axis == 1 else (x.T.contiguous(), noise.T.contiguous())
         made = quantise(given, EDEN, axis, noise=its)
-        expected = authors(x.double().numpy(), noise.numpy())
+        expected = reference.eden(x.double().numpy(), EDEN, noise.numpy())
         found = (made.dequantised if axis == 1 else made.dequantised.T).double().numpy()
-        off = np.abs(found - expected) > 1e-6 * np.abs(expected)
-        assert off.mean() < 2e-3  # scales that an order of products takes over a midpoint
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_the_operand_is_the_cast_of_its_keyed_noise_and_a_key_is_needed():
@@ -72,3 +59,31 @@ def test_it_is_unbiased_over_random_rotations_and_nearest_rounding_is_not():
         drift[name] = np.mean(along) / (np.std(along) / len(along) ** 0.5)
     assert abs(drift["eden"]) < 4
     assert abs(drift["plain"]) > 6
+
+
+def test_a_linear_layer_multiplies_the_casts_of_quartet_ii():
+    """Y, dX and dW in float64 from the six casts; the rotations cancel, and W and X are quantized again."""
+    recipe, generator = load("quartet_ii"), torch.Generator().manual_seed(3)
+    x, w, dy = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((256, 96), (128, 96), (256, 128)))
+    x, w, keys = x.requires_grad_(), w.requires_grad_(), torch.arange(1000, 1000 + KEY_COUNT)
+    plan = LinearPlan.from_recipe(recipe, "eager")
+    y = quantised_linear(x, w, None, plan, keys)
+    y.backward(dy)
+    call = LinearCall(plan, keys, None)
+    forward = {
+        role: call.operand(each.detach(), f"fprop.{role}", 1).dequantised() for role, each in (("x", x), ("w", w))
+    }
+    given = {
+        "dgrad.dy": (dy, 1), "dgrad.w": (forward["w"].bfloat16(), 0),
+        "wgrad.dy": (dy, 0), "wgrad.x": (forward["x"].bfloat16(), 0),
+    }  # fmt: skip
+    q = {slot: call.operand(each, slot, axis).dequantised().double() for slot, (each, axis) in given.items()}
+    for found, expected in (
+        (y, forward["x"].double() @ forward["w"].double().T),
+        (x.grad, q["dgrad.dy"] @ q["dgrad.w"]),
+        (w.grad, q["wgrad.dy"].T @ q["wgrad.x"]),
+    ):
+        torch.testing.assert_close(found.double(), expected, rtol=2.0**-7, atol=1e-2)
+    for found, exact in ((x.grad, dy.double() @ w.detach().double()), (w.grad, dy.double().T @ x.detach().double())):
+        error = (found.double() - exact).norm() / exact.norm()
+        assert error < 0.25  # rotated by the same matrix on both sides

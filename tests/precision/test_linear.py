@@ -18,9 +18,10 @@ from lightning_llm.precision.linear.module import (
 from lightning_llm.precision.linear.plan import ROLES, SLOT_NAMES, LinearPlan
 from tests.precision import reference
 from tests.precision.quantised_layer import K, M, N, layer_of, run, tensors
-from tests.precision.recipes import RECIPES, load
+from tests.precision.recipes import RECIPES, load, sample
 
-QUANTISED = [name for name in RECIPES if load(name).quantises]
+QUANTISED = sample([name for name in RECIPES if load(name).quantises and name != "quartet_ii"])
+"""Recipes with the reference's noise; `test_eden.py` has Quartet II's linear layer."""
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -80,7 +81,12 @@ def worst_disagreement(name, wide=False, recipe=None):
 
 
 def allowed(name):
-    """A rotation in fp32 differs from float64's in the last bit, which now and then moves a code: a row of results."""
+    """A rotation in fp32 differs from float64's in the last bit, which now and then moves a code: a row of results.
+
+    With a scale per row, so does the second rounding of the numbers that are quantized again (0.1 % of those).
+    """
+    if load(name).fprop.x.amax == "row":
+        return 0.05
     return 0.02 if any(slot.hadamard for slot in (load(name).dgrad.dy, load(name).wgrad.dy)) else 0.0
 
 

@@ -290,6 +290,8 @@ class CastConfig(Group):
             raise ValueError(
                 f"headroom={self.headroom:g}: must be at most 1 with scale: {self.scale}, or elements clip"
             )
+        if kind.draws and self.rounding_kind.draws:
+            raise ValueError(f"scale: {self.scale} draws random bits itself, and rounding is {self.rounding}. Set even")
         if self.candidates is not None and self.stochastic:
             raise ValueError(f"candidates are compared by their errors, and rounding is {self.rounding}. Set even")
         if self.clip_gradient and not kind.clips:

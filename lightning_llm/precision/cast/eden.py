@@ -6,10 +6,11 @@ rounded stochastically. Source: `eden_1x16s_fp4_kernel` of IST-DASLab's Quartet-
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_llm.precision.cast.rounding import round_to_format
-from lightning_llm.precision.cast.scales import E4M3, BlocksToScale, Scaled, divide, sum_in_order
+from lightning_llm.precision.cast.rounding import FLOAT_MAX, round_to_format
+from lightning_llm.precision.cast.scales import E4M3, BlocksToScale, Scaled, divide, nvfp4_tensor_scale, sum_in_order
 
 
 def corrected(of: BlocksToScale) -> Scaled:
@@ -21,10 +22,10 @@ def corrected(of: BlocksToScale) -> Scaled:
         raise ValueError(f"scale: {of.cast.scale} needs noise")
     amax, largest = of.tensor_amax(), of.cast.largest
     whole = of.cast.scale_max * largest
-    tensor_scale = torch.where(amax == 0, torch.ones_like(amax), divide(whole, amax))
+    tensor_scale = nvfp4_tensor_scale(amax, whole)
     block = round_to_format(of.block_amax() * (tensor_scale * (1.0 / largest)), E4M3, "even")
     block = torch.where(block == 0, torch.ones_like(block), block)
-    multiplier = divide(1.0, block * divide(1.0, tensor_scale))
+    multiplier = divide(1.0, block * divide(1.0, tensor_scale)).clamp(max=FLOAT_MAX)
     x = of.blocks.float() * multiplier
     values = round_to_format(x, of.fmt, of.cast.rounding)
     axis = 2 if of.shape is not None and of.shape[0] == 1 else 1
@@ -43,6 +44,9 @@ def _per_group(x: Tensor, of: BlocksToScale, axis: int) -> Tensor:
     count = 1 if of.cast.hadamard is None else max(of.cast.hadamard.size // size, 1)
     if count == 1:
         return sums
+    blocks = sums.shape[blocks_axis]
+    if missing := -blocks % count:  # only of tensors that no rotation has padded
+        sums = F.pad(sums, (0, 0, 0, missing) if axis == 2 else (0, 0, 0, 0, 0, missing))
     groups = sums.unflatten(blocks_axis, (-1, count))
     total = sum_in_order(groups, blocks_axis + 1, count)
-    return total.expand(groups.shape).reshape(sums.shape)
+    return total.expand(groups.shape).reshape(sums.shape).narrow(blocks_axis, 0, blocks)

@@ -193,7 +193,7 @@ class TwoLevelScale(ScaleKind):
 
 
 @SCALES.register
-class EdenScale(TwoLevelScale):
+class EdenScale(ScaleKind):
     """Quartet II: block scales corrected for the error of their rotation group, then rounded stochastically."""
 
     name: Literal["eden"] = "eden"
@@ -203,11 +203,18 @@ class EdenScale(TwoLevelScale):
     )
     source: ClassVar[str] = "Quartet II (MS-EDEN), arXiv 2601.22813"
     label: ClassVar[str] = "eden"
+    significant_bits: ClassVar[int] = 4
+    stored_bits: ClassVar[int] = 8
     takes: ClassVar[frozenset[str]] = frozenset({"headroom", "scale_max"})
     draws: ClassVar[bool] = True
     by_rotation: ClassVar[bool] = True
     corrects: ClassVar[bool] = True
-    engine: ClassVar[dict[tuple[str, str], str]] = {}
+
+    def needs_tensor_amax(self, block: str) -> bool:
+        return True
+
+    def has_factor(self, block: str) -> bool:
+        return True
 
     def problem(self, format: str, block: str) -> str | None:
         if (format, block) == ("e2m1", "1x16"):

@@ -24,6 +24,7 @@ NATIVE = {  # by recipe, the devices that Transformer Engine 2.20's own checks a
     "fp8_delayed": {"sm_89", "sm_90", "sm_100", "sm_120"},
     "fp8_delayed_micro_batch": {"sm_89", "sm_90", "sm_100", "sm_120"},
     "fp8_current": {"sm_89", "sm_90", "sm_100", "sm_120"},
+    "fp8_mlp": {"sm_89", "sm_90", "sm_100", "sm_120"},
     "fp8_current_e4m3": {"sm_89", "sm_90", "sm_100", "sm_120"},
     "fp8_subchannel": {"sm_90", "sm_100"},
     "fp8_subchannel_fp32scales": {"sm_90"},
