@@ -313,7 +313,7 @@ def probe(
 
     Args:
         module: the quantized module, whole and in one process.
-        batches: few batches, held in memory. Tensors in them are moved to the module's device.
+        batches: few batches, held in memory; a mapping is one batch. Tensors in them are moved to the module's device.
         loss: function of (module, batch) that returns the batch's mean loss. None: batches are mappings, and
             `module(**batch).loss` is the loss, as for models of transformers.
         keys: number of draws of random bits that are compared.

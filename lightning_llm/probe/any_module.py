@@ -63,7 +63,7 @@ def probe_module(
     module: nn.Module, batches: Iterable[Any], loss: Loss | None, keys: int, attribute: bool
 ) -> ModuleProbe:
     """Return the figures of `module` over `batches`; see `lightning_llm.api.probe`."""
-    root, found = unwrapped(module), list(batches)
+    root, found = unwrapped(module), [batches] if isinstance(batches, Mapping) else list(batches)
     clock = _clock_of(root)
     problems = [Problem("batches", "is empty. Give at least one batch.")] if not found else []
     if isinstance(keys, bool) or not isinstance(keys, int) or keys < 1:

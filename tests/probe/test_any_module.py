@@ -100,6 +100,7 @@ def test_batches_with_labels_need_no_loss():
     assert list(found.layers) == ["first"]
     assert 20 < found.layers["first"]["fprop.x"]["sqnr_db"] < 40
     assert not math.isnan(found.figures["gradient"]["error"])
+    assert probe(model, batch, attribute=False).figures["loss"] == found.figures["loss"]  # a mapping is one batch
     with pytest.raises(ConfigError, match=r"^loss: must be given: the module returns no loss"):
         probe(model, [{"x": batch["x"]}])
 
