@@ -138,13 +138,14 @@ def compare_curves(curves: Sequence[LoggedCurve], terms: Terms, baseline: str | 
     """
     arms = list(dict.fromkeys(curve.log.arm for curve in curves))
     named = (baseline or "").removeprefix(f"{ARM}=")
+    if len(arms) == 1:
+        text = f"all logs are of the arm {arms[0]}. Name arms as ARM/SEED=PATH, or by --pattern '{{arm}}-{{seed}}.csv'."
+        raise ConfigError(Problem("--from", text))
     if named not in arms:
         lead = "is not given" if baseline is None else f"'{named}' is the arm of no log"
         hint = did_you_mean(named, arms) if baseline else ""
         text = f"{lead}. Choose one of the arms: {', '.join(arms)}.{hint}"
         raise ConfigError(Problem("--baseline", text))
-    if len(arms) < 2:
-        raise ConfigError(Problem("--from", f"all logs are of the arm {named}. Name those of another arm, too."))
     if problems := scale_problems(curves, named):
         raise ConfigError(problems)
     loss = curves[0].loss
