@@ -192,7 +192,7 @@ def history(recipe: PrecisionConfig) -> Iterator[Row]:
                 x = (given["x"] * (1 + step + micro_batch)).requires_grad_()
                 layer(x).backward(given["dy"] / (1 + step))
             update_delayed(layer)
-        states.append(delayed_state(layer)["layers.1.linear"])
+        states.append(delayed_state(layer)["layers.1.up_proj"])
     for key in ("scale", "amax_history"):
         share = float((states[0][key] == states[1][key]).double().mean())
         yield judged(f"{recipe.name}: equal {key} after three steps", 100 * share, "%", share == 1, "all")

@@ -63,10 +63,10 @@ def layer_of(recipe: PrecisionConfig, inputs: int, outputs: int) -> Any:
     from lightning_llm.precision.linear.swap import swap_linears
 
     linear = Linear(inputs, outputs, bias=False, device=setting.DEVICE)
-    model = nn.ModuleDict({"layers": nn.ModuleDict({"1": nn.ModuleDict({"linear": linear})})})
+    model = nn.ModuleDict({"layers": nn.ModuleDict({"1": nn.ModuleDict({"up_proj": linear})})})
     if recipe.quantises:
         swap_linears(model, recipe, 3, setting.DEVICE, decision=decide(recipe, setting.here()))
-    layer: Any = model["layers"]["1"]["linear"]  # type: ignore[index]
+    layer: Any = model["layers"]["1"]["up_proj"]  # type: ignore[index]
     if recipe.quantises:
         layer.keys = torch.arange(KEY_COUNT, device=layer.keys_device)
     return layer

@@ -1,7 +1,7 @@
 """Base of optimizers with a special rule for matrices and AdamW for all other parameters."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from lightning_llm.config.schema.optim import Role
 from lightning_llm.linalg.grouped import stacked
 from lightning_llm.linalg.local_part import local
 from lightning_llm.optim.kinds import AdamWFields
-from lightning_llm.optim.optimizer import WeightRounding, adamw, groups_of, initialise_state, role_of
+from lightning_llm.optim.optimizer import AdamW, WeightRounding, adamw, groups_of, initialise_state, role_of
 
 
 class OnWhole(Protocol):
@@ -62,7 +62,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     calls `write`.
     """
 
-    _rounding: WeightRounding | None = None
+    rounding: WeightRounding | None = None
+    """How updated weights are rounded; None: to nearest."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: AdamWFields, roles: tuple[Role, ...]):
         """`roles`: of the matrices that the rule updates; not "vector"."""
@@ -70,27 +71,24 @@ class MatrixOptimizer(torch.optim.Optimizer):
         mine = [(name, each) for name, each in named if role_of(name, each.ndim) in roles]
         names = {name for name, _ in mine}
         rest = [(name, each) for name, each in named if name not in names]
+        self._adamw: torch.optim.AdamW | None = None
         self._adamw = adamw(rest, config, getattr(config, "adamw_learning_rate", None)) if rest else None
         groups = [{**group, "lr": config.learning_rate, "matrices": True} for group in groups_of(mine, config)]
         if self._adamw is not None:
             groups += [{**group, "matrices": False} for group in self._adamw.param_groups]
         super().__init__(groups, {})
 
-    @property
-    def rounding(self) -> WeightRounding | None:
-        """How updated weights are rounded; None: to nearest."""
-        return self._rounding
-
-    @rounding.setter
-    def rounding(self, rounding: WeightRounding) -> None:
-        self._rounding = rounding
-        if self._adamw is not None:
-            self._adamw.rounding = rounding
+    def with_rounding(self, rounding: WeightRounding) -> Self:
+        """Return this optimizer, which from now on writes weights by `rounding`."""
+        self.rounding = rounding
+        if isinstance(self._adamw, AdamW):
+            self._adamw = self._adamw.with_rounding(rounding)
+        return self
 
     def write(self, parameter: nn.Parameter, change: Callable[[Tensor, slice], Tensor]) -> None:
         """Replace this rank's part of a matrix by the results of `change`, see `WeightRounding.update`."""
-        if self._rounding is not None:
-            self._rounding.update(parameter, self.state[parameter], change)
+        if self.rounding is not None:
+            self.rounding.update(parameter, self.state[parameter], change)
             return
         weight = local(parameter)
         weight.copy_(change(weight.float(), slice(None)))
@@ -136,8 +134,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter].update(self.initial_state(parameter))
-                if self._rounding is not None:
-                    self.state[parameter].update(self._rounding.initial_state(parameter))
+                if self.rounding is not None:
+                    self.state[parameter].update(self.rounding.initial_state(parameter))
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:

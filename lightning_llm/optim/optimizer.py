@@ -38,16 +38,33 @@ class AdamW(torch.optim.AdamW):
     """torch's AdamW on this rank's shards, which is valid because updates are elementwise.
 
     DTensor would derive the placements of the fused kernel's results again for each list of parameters and in each
-    process: half of a rank's first step. Results are bitwise those of torch's AdamW. With `rounding` the step is made
-    here: the same formula in fp32, moments rounded to nearest in their dtype, and weights as `rounding` says.
+    process: half of a rank's first step. Results are bitwise those of torch's AdamW.
     """
 
-    rounding: WeightRounding | None = None
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        """Fill `lists`, of parameters, gradients, moments and step counts, as torch does; then take their shards."""
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [local(each) for each in tensors]
+        return has_complex
+
+    def with_rounding(self, rounding: WeightRounding) -> "RoundedAdamW":
+        """Return AdamW over the same parameters and options that writes weights by `rounding`."""
+        return RoundedAdamW([dict(group) for group in self.param_groups], rounding)
+
+
+class RoundedAdamW(torch.optim.AdamW):
+    """AdamW in fp32 arithmetic: moments are rounded to nearest in their dtype, and weights as `rounding` says.
+
+    Its `step` calls none of torch's, which would run the hooks of a step twice.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], rounding: WeightRounding):
+        super().__init__(groups)
+        self.rounding = rounding
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if self.rounding is None:
-            return super().step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -55,16 +72,14 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, local(parameter.grad), group, self.rounding)
+                    self._update(parameter, local(parameter.grad), group)
         return loss
 
-    def _update(
-        self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any], rounding: WeightRounding
-    ) -> None:
+    def _update(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         if not (state := self.state[parameter]):
             state["step"] = torch.zeros(())
             state |= {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-            state |= rounding.initial_state(parameter)
+            state |= self.rounding.initial_state(parameter)
         state["step"] += 1
         count, rate, decay = state["step"].item(), group["lr"], group["weight_decay"]
         kept = local(state["exp_avg"]), local(state["exp_avg_sq"])
@@ -76,14 +91,7 @@ class AdamW(torch.optim.AdamW):
                 moment[rows] = new.to(moment.dtype)
             return weight.mul_(1 - rate * decay).sub_(by)
 
-        rounding.update(parameter, state, change)
-
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
-        """Fill `lists`, of parameters, gradients, moments and step counts, as torch does; then take their shards."""
-        has_complex: bool = super()._init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = [local(each) for each in tensors]
-        return has_complex
+        self.rounding.update(parameter, state, change)
 
 
 def adamw_change(

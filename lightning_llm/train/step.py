@@ -78,7 +78,8 @@ class TrainStep:
             named, WholeMatrices(parallel.layout)
         )
         if (rounding := config.precision.update.rounding) != "even":
-            optimizer.rounding = WeightRounding(rounding, named, config.seed, lambda: state.updates)  # type: ignore[attr-defined]
+            written: Any = optimizer
+            optimizer = written.with_rounding(WeightRounding(rounding, named, config.seed, lambda: state.updates))
         schedule = config.schedule.relative_to(config.optim.learning_rate)
         return cls(
             parallel=parallel,

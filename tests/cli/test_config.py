@@ -162,7 +162,7 @@ def test_every_file_says_in_one_sentence_what_it_is(group):
     ("prefix", "offered"),
     [
         ("prec", ["precision=", "precision."]),
-        ("precision=mxfp8", ["precision=mxfp8", "precision=mxfp8_ocp"]),
+        ("precision=mxfp4_r", ["precision=mxfp4_rht_rne", "precision=mxfp4_rne"]),
         ("+precision=fp3", ["+precision=fp32"]),
         ("~callb", ["~callbacks=", "~callbacks."]),
         ("recipe=sweep/a", ["recipe=sweep/aa_noise"]),
@@ -196,7 +196,7 @@ def test_a_script_for_each_shell(shell, capsys):
 
 def test_shell_completion_answers(tmp_path):
     """The completion that the script runs: arguments in the environment, answers to a file; without Hydra and torch."""
-    for line, offered in (("lightning-llm pl", {"plan"}), ("lightning-llm plan precision=quar", {"precision=quartet"})):
+    for line, offered in (("lightning-llm pl", {"plan"}), ("lightning-llm plan precision=fp3", {"precision=fp32"})):
         answer = tmp_path / "answer"
         code = (
             "import atexit, os, sys\nfrom lightning_llm import __main__\n"

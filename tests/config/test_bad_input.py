@@ -68,7 +68,7 @@ def test_every_invalid_override_has_a_line(said, capsys, tmp_path):
     ("words", "said"),
     [
         (["recipe="], "recipe: there is no ''"),
-        (["precision=fp8"], "'fp8_delayed_micro_batch', 'fp8_subchannel' or 'fp8_subchannel_fp32scales'?"),
+        (["precision=quarte"], "Did you mean 'quartet' or 'quartet_ii'?"),
         (["parallel=fsdp"], "there is no 'fsdp'. Did you mean 'zero3'?"),
         (["parallel=tp_fsdp"], "Did you mean 'fsdp_tp'?"),
         (["optim.name=lion"], "optim.name: there is no optimizer 'lion'. Known here: adamw, adamw8bit, muon."),

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
@@ -55,7 +56,7 @@ def optimizer_over(kind: str, rounding: str | None, dtype: torch.dtype, steps: l
     more = {"block_size": 4} if kind == "adamw8bit" else {}
     optimizer = OPTIMIZERS[kind](name=kind, learning_rate=3e-4, **more).build(named.items(), on_one_rank)
     if rounding is not None:
-        optimizer.rounding = WeightRounding(rounding, named.items(), 5, lambda: len(steps))
+        optimizer = optimizer.with_rounding(WeightRounding(rounding, named.items(), 5, lambda: len(steps)))
     initialise_state(optimizer)
     return named, optimizer
 
@@ -157,3 +158,17 @@ def test_optimizers_that_round_to_nearest_are_refused(monkeypatch):
     monkeypatch.setattr(OPTIMIZERS["muon"], "rounds_weights", False)
     with pytest.raises(ConfigError, match=r"precision\.update\.rounding=stochastic: optim=muon rounds weights"):
         check_config(compose_config(["recipe=quickstart", "precision=bf16_sr", "optim=muon"]))
+
+
+@pytest.mark.parametrize("rounding", [None, "kahan"])
+def test_the_hooks_of_a_step_run_once(rounding):
+    """Also where torch's own class has been used: it wraps `step` of each class, and a nested call would count twice."""
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    _, optimizer = optimizer_over("adamw", rounding, torch.bfloat16, [])
+    seen: list[object] = []
+    hook = register_optimizer_step_post_hook(lambda stepped, *_: seen.append(stepped))
+    try:
+        optimizer.step()
+    finally:
+        hook.remove()
+    assert seen == [optimizer]

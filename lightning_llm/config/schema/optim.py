@@ -53,7 +53,8 @@ class OptimConfig(Group):
     module: ClassVar[str]
     """`package.module:Class` of the torch.optim.Optimizer, called with (parameters, config)."""
     rounds_weights: ClassVar[bool] = False
-    """Whether the optimizer has an attribute `rounding` (`optim.optimizer.WeightRounding`) and writes weights by it."""
+    """Whether the optimizer has a method `with_rounding(rounding)`, which returns one that writes weights by an
+    `optim.optimizer.WeightRounding`."""
 
     name: str = Field(description="a registered optimizer")
     learning_rate: PositiveFloat = Field(description="peak learning rate; step_law or step_law*0.5: from Step Law")
