@@ -162,7 +162,7 @@ def test_optimizers_that_round_to_nearest_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("rounding", [None, "kahan"])
 def test_the_hooks_of_a_step_run_once(rounding):
-    """Also where torch's own class has been used: it wraps `step` of each class, and a nested call would count twice."""
+    """Also where torch's own class was used before: it wraps `step` of each class, and a nested call counts twice."""
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     _, optimizer = optimizer_over("adamw", rounding, torch.bfloat16, [])
     seen: list[object] = []
