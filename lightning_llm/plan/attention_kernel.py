@@ -1,4 +1,4 @@
-"""Rules of `trainer.attention_kernel`: the kernels that blocks, layout and data allow. They need no device."""
+"""Rules of `trainer.attention_kernel`: the kernels that blocks, layout and data allow, without a device."""
 
 from collections.abc import Iterator
 
@@ -69,6 +69,6 @@ def _flex_problems(derived: DerivedConfig, plain: list[str]) -> Iterator[Problem
 
 
 def takes_blocks(plan: Plan) -> bool:
-    """Return whether attention with a mask uses FlexAttention; the start of the run tests that it works."""
+    """Return whether attention with a mask uses FlexAttention; a run tests at its start that the kernel works."""
     on_gpu = plan.capability.compute_capability is not None
     return on_gpu and plan.compiled and plan.config.trainer.attention_kernel in ("auto", "flex")

@@ -48,7 +48,10 @@ def check_config(config: Config, to_train: bool = True) -> Plan:
 
 
 def config_problems(derived: DerivedConfig) -> list[Problem]:
-    """Return the problems between keys. For the valid part of a config (`config.schema.strict`), those of that part."""
+    """Return the conflicts between keys of a config, or of its valid part if some keys are invalid.
+
+    `config.schema.strict` describes the valid part.
+    """
     config, to_train = derived.config, derived.to_train
     rules: list[Rule] = [
         lambda: shape_problems(config.model),
@@ -83,7 +86,7 @@ def _launcher_problems(launcher: LauncherConfig) -> Iterator[Problem]:
 
 
 def layout_rule_problems(derived: DerivedConfig) -> list[Problem]:
-    """Return the problems between layout, batch and model, for a config that is valid with another layout."""
+    """Return the conflicts between layout, batch and model, for a config that is otherwise known to be valid."""
     config = derived.config
     batch: Rule = lambda: batch_problems(config.data, derived.data_parallel_ranks)  # noqa: E731
     return gather([*_layout_rules(derived), batch])

@@ -53,7 +53,7 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def kept_checkpoints(config: Config) -> int:
-    """Return the largest number of checkpoints that remain at the end of a run."""
+    """Return the largest number of checkpoints that the retention rules keep when a run has ended."""
     checkpoint = config.checkpoint
     kept = checkpoint.keep_last + (checkpoint.keep_best or 0)
     if checkpoint.keep_every is None or checkpoint.every_steps is None:
@@ -63,7 +63,7 @@ def kept_checkpoints(config: Config) -> int:
 
 
 def disk_facts(config: Config) -> dict[str, int]:
-    """Return `checkpoint_bytes` of one, the largest number of `checkpoints` at once, and their `bytes`."""
+    """Return {"checkpoint_bytes": of one, "checkpoints": most on disk at once, "bytes": of all of these}."""
     each, count = (
         checkpoint_bytes(config),
         kept_checkpoints(config) + 1,
@@ -78,7 +78,7 @@ def disk_row(facts: dict[str, Any]) -> tuple[str, str]:
 
 
 def disk_problems(config: Config, jobs: int = 1) -> list[Problem]:
-    """Return why run.dir cannot be written, or lacks space for the checkpoints of `jobs` such runs."""
+    """Return problems if run.dir cannot be written, or its disk lacks space for the checkpoints of `jobs` such runs."""
     folder = nearest_existing(Path(config.run.dir))
     if any(len(part.encode()) > LONGEST_NAME_BYTES for part in Path(config.run.dir).parts):
         return [Problem("run.dir", f"is {config.run.dir}: a name is over {LONGEST_NAME_BYTES} bytes. Shorten it.")]

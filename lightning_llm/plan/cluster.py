@@ -14,7 +14,7 @@ from lightning_llm.config.schema.strict import Rule
 
 _MEMORY = "cluster.memory_gb_per_second"
 LEAST, MOST = 0.01, 1.2
-"""Range of a measured peak, relative to the data sheet's dense peak. Figures with sparsity are twice the dense ones."""
+"""Allowed range of a measured peak, relative to the data sheet's dense peak. It excludes peaks with sparsity (2)."""
 ClusterRule = Callable[[Config, ClusterConfig], Iterator[Problem]]
 
 
@@ -105,7 +105,7 @@ MEASURED = "measured"
 
 
 def write_cluster(folder: Path, values: Mapping[str, Any], how: str) -> Path:
-    """Write `folder`/cluster/measured.yaml with the comment `how`; return its path.
+    """Write `folder`/cluster/measured.yaml and return its path. `how`: how it was measured, as a comment in the file.
 
     `values` are the keys of `cluster` except its name. Link speeds are capped at the memory bandwidth.
     """

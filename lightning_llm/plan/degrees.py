@@ -14,7 +14,7 @@ class PerAxis:
     """A number per mesh axis, outermost first, available as attributes by axis name. Immutable and hashable."""
 
     default: int
-    """Number of an axis that is not given."""
+    """Value of an axis that is not given."""
 
     def __init__(self, **numbers: int):
         if unknown := numbers.keys() - AXES.keys():
@@ -148,7 +148,7 @@ def resolve_degrees(config: ParallelConfig, world: int) -> Degrees:
 
 
 def given_degrees(config: ParallelConfig) -> Degrees:
-    """Return the degrees of `config`, with 1 for null: used if the degrees do not fit the number of ranks."""
+    """Return the degrees of `config`, with 1 for null. Used in checks if the degrees do not fit the number of ranks."""
     return Degrees(**{axis: getattr(config, axis) or 1 for axis in AXES})
 
 
@@ -164,10 +164,10 @@ def _arithmetic(given: dict[str, int | None], known: int, world: int, has_rest: 
 def micro_batches_of(degrees: Degrees, zero_stage: int, rank: int, count: int) -> list[int]:
     """Return the global indices of the `count` micro-batches that `rank` computes in one step, in its order.
 
-    They are assigned so that one binary tree over all indices fits every layout. If shards are reduced after each
+    Indices are assigned so that one binary tree over all of them fits every layout. If gradients are reduced after each
     micro-batch (ZeRO-2 and 3), the ranks of a shard group take neighboring indices: the lowest levels of the tree are
-    sums across ranks, the next are sums of shards. If ranks are reduced once per step (DDP, ZeRO-1, the replicas of
-    HSDP), each takes consecutive indices.
+    sums over these ranks, the next levels sums over micro-batches. If gradients are reduced over ranks once per step
+    (DDP, ZeRO-1, the replicas of HSDP), each rank takes consecutive indices.
     """
     if zero_stage < 2:
         first = degrees.number(rank, *AXES.cutting("data")) * count
@@ -179,8 +179,9 @@ def micro_batches_of(degrees: Degrees, zero_stage: int, rank: int, count: int) -
 
 
 def bitwise_problem(degrees: Degrees, zero_stage: int, count: int) -> str | None:
-    """Return why the layout's tree over `count` micro-batches per rank differs from a single rank's; None if it is
-    equal.
+    """Return why the layout's tree sum differs in order from a single rank's; None if the orders are equal.
+
+    `count`: micro-batches per rank and step.
 
     A group's sum is a node of the tree if the micro-batches below it are a power of two, or all of them.
     """

@@ -1,4 +1,4 @@
-"""Sizes that ranks must divide: those of each axis, and the blocks of casts. Imports no torch."""
+"""Sizes that the number of ranks must divide, and blocks of casts that ranks must not split. Imports no torch."""
 
 import math
 from collections.abc import Iterator
@@ -45,12 +45,12 @@ class ShardedAxis:
     times: int = 1
 
     def passing(self, size: int) -> int:
-        """Return the number that `key` must be a multiple of for each part to be a multiple of `size`."""
+        """Return n such that each of the `parts` is a multiple of `size` if the value of `key` is a multiple of n."""
         return self.parts * size // math.gcd(self.times, self.parts * size)
 
 
 def sharding_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
-    """Yield all sizes that `degrees` do not divide."""
+    """Yield a problem per size that `degrees` do not divide, and per block of a cast that ranks would split."""
     for axis in AXES.values():
         yield from axis.sharding_problems(config, degrees)
     yield from _block_problems(config, degrees)
@@ -102,7 +102,7 @@ def _extents(cast: CastConfig, contraction: bool) -> Iterator[tuple[int, str]]:
 
 
 def part_widths(model: ModelConfig, tp: int) -> dict[str, int]:
-    """Return {description: length} of each rank's part of the linears' inputs or outputs; {} if tp=1."""
+    """Return {description: length} of the parts of linears' inputs or outputs on a rank; {} if `tp` is 1."""
     return dict(_part_widths(Same(model), tp)) if tp > 1 else {}
 
 

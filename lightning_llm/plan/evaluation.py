@@ -48,7 +48,7 @@ def _unknown_tasks(key: str, tasks: list[str]) -> Iterator[Problem]:
 
 
 def task_problems(config: Config, degrees: Degrees) -> list[Problem]:
-    """Return problems of sharing the tokens of a task's longest texts among ranks."""
+    """Return problems if the ranks that share a text cannot divide the tokens of the longest one equally."""
     length = config.model.max_sequence_length
     shares = (2 * degrees.sequence if degrees.sequence > 1 else 1) * (
         degrees.width if config.parallel.sequence_parallel else 1

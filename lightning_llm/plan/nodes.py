@@ -29,10 +29,11 @@ def nodes_are_assumed(config: Config) -> bool:
 
 
 def ranks_together(degrees: Degrees, axes: Sequence[str], per_node: int) -> int:
-    """Return the ranks of each group over `axes` that the tree sums within a machine before it sends anything; or 1.
+    """Return how many ranks of a group over `axes` sum within their machine before anything is sent to other machines.
 
-    Their sum must be a node of the tree: a power of two of neighbors, the same number on every machine. Otherwise sums
-    keep the tree's order, but each rank sends its own part to other machines.
+    The sum of these ranks must be a node of the tree: a power of two of neighbors, the same number on every machine. If
+    that is not possible the result is 1: sums keep the tree's order, but each rank sends its own part to other
+    machines.
     """
     return _ranks_together(degrees, tuple(axes), per_node)
 
@@ -47,7 +48,7 @@ def _ranks_together(degrees: Degrees, axes: tuple[str, ...], per_node: int) -> i
 
 
 def share_between_nodes(degrees: Degrees, axes: Sequence[str], kind: str, per_node: int) -> float:
-    """Return the fraction of bytes that collectives of `kind` over `axes` send to another machine, over all groups."""
+    """Return the fraction (0 to 1) of the bytes of collectives of `kind` over `axes` that go to another machine."""
     return _share_between_nodes(degrees, tuple(axes), kind, per_node)
 
 
@@ -74,23 +75,24 @@ def _share_between_nodes(degrees: Degrees, axes: tuple[str, ...], kind: str, per
 
 
 def data_parallel_nodes(config: Config, degrees: Degrees) -> int:
-    """Return the largest number of machines that the ranks of one gradient sum are on."""
+    """Return the number of machines over which gradients are summed: the largest over all groups that sum."""
     return nodes_of_groups(degrees, AXES.cutting("data", "parameters"), ranks_per_node(config))
 
 
 @lru_cache(maxsize=4096)
 def nodes_of_groups(degrees: Degrees, axes: tuple[str, ...], per_node: int) -> int:
-    """Return the largest number of machines that the ranks of a group over `axes` are on."""
+    """Return the number of machines that a group over `axes` spans: the largest over all such groups."""
     return max(len({rank // per_node for rank in ranks}) for ranks in degrees.groups(*axes))
 
 
 def with_reduction(config: Config, degrees: Degrees) -> Config:
     """Return `config` with parallel.reduction=auto replaced by tree or native.
 
-    Within a machine it is tree. Over several machines it is tree if one all-to-all sends no more bytes between them
-    than the library's rings and no partial sums wait, otherwise native. Two all-to-alls (`ranks_together`) send no more
-    bytes either, but one after the other, and have not been measured. The `cluster` of a plan is ignored, since it is
-    not in the config hash and `train` with the same keys must give the same bits.
+    If gradients are summed within a machine, it becomes tree. Over several machines it becomes tree if one all-to-all
+    sends no more bytes between machines than the library's rings and no partial sums have to wait, otherwise native.
+    Two all-to-alls (`ranks_together`) would send no more bytes either, but one after the other, which has not been
+    measured. The `cluster` of a plan is ignored, since it is not in the config hash and `train` with the same keys must
+    give the same bits.
     """
     if config.parallel.reduction != "auto":
         return config
@@ -105,9 +107,9 @@ def tree_factor(config: Config, degrees: Degrees, scatter: str = TREE_SCATTER) -
     """Return the gradient bytes that the tree sends between machines relative to rings; 1 if neither sends any.
 
     One all-to-all (`scatter`) sends parts of the sum from each rank of a machine to each rank elsewhere. A ring, and
-    two all-to-alls, send the sum of a machine's ranks. Both are equal if a machine has one rank of each group. Counted
-    in units of a rank's shard: scattered per micro-batch (ZeRO-2 and 3) or once, then summed over replicas and sent
-    back.
+    two all-to-alls, send only the sum of a machine's ranks. The bytes are equal if a machine has one rank of each
+    group. They are counted in units of a rank's shard: gradients are scattered per micro-batch (ZeRO-2 and 3) or once
+    per step, then summed over replicas and sent back.
     """
     per_node, parallel, shards = ranks_per_node(config), config.parallel, shard_axes()
     ranks = degrees.fsdp if parallel.zero_stage else 1

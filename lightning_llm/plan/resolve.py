@@ -30,7 +30,7 @@ def compiles(config: Config, degrees: Degrees, capability: Capability) -> bool:
 
 
 def compile_note(config: Config, degrees: Degrees, capability: Capability) -> str | None:
-    """Return a note on why blocks are not compiled on a GPU by default; None if they are, or if the config decides."""
+    """Return a note with the reason if blocks on a GPU cannot be compiled and `parallel.compile` is null; else None."""
     if config.parallel.compile is not None or capability.compute_capability is None:
         return None
     reason = why_not(config, degrees, capability)
@@ -54,8 +54,8 @@ def uncompiled_part(model: ModelConfig) -> str | None:
 def compiler_failure(parallel: ParallelConfig, degrees: Degrees) -> str | None:
     """Return why torch's compiler fails: it cannot compile fully recomputed blocks under cp and tp together.
 
-    It counts a mesh among the tensors saved by such a block (torch 2.13: "expected all tensors_saved_with_vc_check to
-    be Tensors").
+    The compiler takes a device mesh for one of the tensors that such a block saves (torch 2.13: "expected all
+    tensors_saved_with_vc_check to be Tensors").
     """
     modes = parallel.activation_checkpoint_layers or (parallel.activation_checkpoint,)
     if "full" not in modes or degrees.sequence == 1 or degrees.width == 1:
@@ -199,7 +199,7 @@ def plan_of(config: Config, device: Capability | None = None) -> Plan:
 
 
 def coverage_of(config: Config) -> Coverage | None:
-    """Return how many linear layers and blocks `config.precision` quantizes in `config.model`; None without casts."""
+    """Return how many linear layers and blocks of the model the precision recipe quantizes; None without casts."""
     return coverage(config.precision, linear_names(config.model), config.model.num_layers)
 
 

@@ -72,11 +72,11 @@ def _interleaved(pp: int, virtual_stages: int, micro_batches: int, pp_rank: int)
 
 
 def receives_waiting(parallel: ParallelConfig, pp: int, micro_batches: int) -> list[list[int]]:
-    """Return, per pipeline rank and pass, the number of receives posted for passes that have not finished.
+    """Return [pipeline rank][pass]: the number of receives posted, during that pass, for passes that have not finished.
 
-    This includes the running pass if it receives its input. With one stage per rank, a receive is posted right before
-    its pass. For interleaved stages, torch puts all ranks' passes in one order: each rank in turn takes its next pass
-    once the input has been sent, and each receive is posted with its send (`schedules._add_send_recv`).
+    The count includes the running pass itself if it receives its input. With one stage per rank, a receive is posted
+    right before its pass. For interleaved stages, torch puts all ranks' passes in one order: each rank in turn takes
+    its next pass once the input has been sent, and each receive is posted with its send (`schedules._add_send_recv`).
     """
     return _receives_waiting(parallel.schedule, parallel.virtual_stages, pp, micro_batches)
 

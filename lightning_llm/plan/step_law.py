@@ -50,9 +50,9 @@ def batch_tokens_at_steps(steps: int, factor: float = 1.0) -> float:
 class StepLaw:
     """Step Law's result for a run, and how the run compares with the runs of the fit.
 
-    `parameters` is N. `tokens` is D for the rounded batch. `learning_rate` and `batch_tokens` are the law's values,
-    None if the config gave a number. `batch_sequences` is the batch rounded to a multiple of `rounded_to`,
-    data-parallel ranks x micro-batch. `rate_factor` and `batch_factor` multiply the law's values.
+    `parameters` is N. `tokens` is D, computed with the rounded batch. `learning_rate` and `batch_tokens` are the law's
+    values, each None if the config gives a number instead. `batch_sequences` is the batch rounded to a multiple of
+    `rounded_to`, data-parallel ranks x micro-batch. `rate_factor` and `batch_factor` multiply the law's values.
     """
 
     parameters: int
@@ -75,7 +75,7 @@ class StepLaw:
 
     @property
     def unlike(self) -> list[str]:
-        """Other settings of the fit that this run does not share."""
+        """Descriptions of settings in which this run differs from the runs of the fit, other than N and D."""
         found = []
         if self.sequence_length != FITTED_SEQUENCE_LENGTH:
             found.append(f"sequences of {FITTED_SEQUENCE_LENGTH:,} tokens (here {self.sequence_length:,})")

@@ -82,5 +82,5 @@ def teacher_bytes(config: Config) -> int:
 
 
 def teacher_flops_per_token(config: Config) -> int:
-    """Return the FLOPs of all teachers' forward passes for one token: a third of training each."""
+    """Return the FLOPs of all teachers' forward passes for one token, each a third of its FLOPs in training."""
     return sum(flops_per_token(model, config.data.sequence_length) // 3 for model in teacher_models(config))

@@ -27,7 +27,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast"
 
 
 def shards() -> str:
-    """Return the axes over which FSDP2 shards, in the form of `Sent`'s keys: "dp_shard cp"."""
+    """Return the axes over which FSDP2 shards, as they appear in keys of `Sent`: "dp_shard cp"."""
     return " ".join(shard_axes())
 
 
@@ -77,7 +77,7 @@ def _sent_on_fullest(plan: Plan) -> Sent:
 
 @dataclass(frozen=True)
 class RankStep:
-    """A step of the ranks with stages `parts`: the input of `MeshAxis.add_sent`."""
+    """One optimizer step of a rank with the pipeline stages `parts`: the input of `MeshAxis.add_sent`."""
 
     config: Config
     degrees: Degrees
@@ -90,12 +90,12 @@ class RankStep:
 
     @cached_property
     def layers(self) -> list[int]:
-        """Blocks, by global index."""
+        """Global indices of the blocks on these ranks."""
         return layers_of(self.parts)
 
     @cached_property
     def recomputed(self) -> list[int]:
-        """Blocks that recompute their forward pass, by global index."""
+        """Global indices of the blocks on these ranks that recompute their forward pass."""
         return recomputed_layers(self.config, self.parts)
 
     @property
@@ -110,7 +110,7 @@ class RankStep:
 
     @property
     def boundary_bytes(self) -> int:
-        """Bytes of a micro-batch between two blocks."""
+        """Bytes of the hidden states of a micro-batch between two blocks."""
         return boundary_bytes(self.config, self.degrees)
 
     @property

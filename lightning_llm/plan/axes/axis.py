@@ -1,8 +1,8 @@
 """Base class of mesh axes, and their ordered registry. Imports no torch.
 
-Degrees, layouts, plans and reports iterate over the registry. An axis is one object here; if its ranks do more than the
-base class in torch, also a subclass of `parallel.axis.AxisOnRanks`, named by `MeshAxis.on_ranks`. An installed package
-registers its own axes on import (docs/howto/extend.md); the degree of each becomes a key of `parallel`.
+Degrees, layouts, plans and reports iterate over the registry. An axis is one `MeshAxis` object. If it needs torch code
+of its own, `MeshAxis.on_ranks` names a subclass of `parallel.axis.AxisOnRanks`. An installed package registers its own
+axes on import (docs/howto/extend.md); the degree of each becomes a key of `parallel`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,12 +31,12 @@ nodes (Narayanan et al. 2021, arXiv 2104.04473, section 3; Megatron-LM's order "
 
 
 class MeshAxis:
-    """Base class of mesh axes. By default an axis only divides the dimensions in `cuts`; subclasses override."""
+    """Base class of mesh axes. An axis divides the dimensions in `cuts`; subclasses add checks, traffic and memory."""
 
     name: ClassVar[str]
     """Name of the axis, of its degree in `Degrees`, and of its key in `parallel`."""
     description: ClassVar[str] = ""
-    """Description of that key."""
+    """Description of the key `parallel.<name>`, for the reference."""
     cuts: ClassVar[tuple[Dimension, ...]] = ()
     on_ranks: ClassVar[str] = "lightning_llm.parallel.axis:AxisOnRanks"
     """`module:Class` of the axis' torch code."""
@@ -44,21 +44,25 @@ class MeshAxis:
     """Whether the mesh keeps the axis at a degree of 1."""
 
     def layout_problems(self, config: Config, degrees: "Degrees", fits: bool) -> Iterator[Problem]:
-        """Yield why the layout or the batch does not allow the axis' degree.
+        """Yield the reasons why the layout or the batch does not allow the degree of this axis.
 
-        `fits`: whether `degrees` multiply to the world; if not, they are the degrees of the config, with 1 for null.
+        `fits`: whether `degrees` multiply to the number of ranks; if not, they are the config's degrees, with 1 for
+        null.
         """
         return iter(())
 
     def search_degrees(self, config: Config, ranks: int) -> Sequence[int]:
-        """Return the degrees that `plan --search` tries; it skips those that do not divide `ranks`.
+        """Return the degrees of this axis that `plan --search` tries; it skips those that do not divide `ranks`.
 
-        It derives those of dp_replicate and dp_shard from the ranks that the other axes leave.
+        The search derives the degrees of dp_replicate and dp_shard from the ranks that the other axes leave.
         """
         return (1,)
 
     def machine_problems(self, config: Config, degrees: "Degrees") -> Iterator[Problem]:
-        """Yield why a group of the axis does not fit the machines. Called only with degrees that fit the world."""
+        """Yield the reasons why a group of this axis does not fit the machines.
+
+        Called only if `degrees` multiply to the number of ranks.
+        """
         return iter(())
 
     def sharding_problems(self, config: Config, degrees: "Degrees") -> Iterator[Problem]:
@@ -75,7 +79,7 @@ class MeshAxis:
         """Add the bytes that a rank sends over the axis in a step to `sent`."""
 
     def order_problem(self, degrees: "Degrees") -> str | None:
-        """Return why a degree above 1 does not train to the bits of one rank; None if it does."""
+        """Return why training with this axis' degree differs in bits from a single rank; None if it does not."""
         return None
 
 

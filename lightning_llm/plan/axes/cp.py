@@ -35,7 +35,7 @@ class ContextAxis(MeshAxis):
         return [each for each in divisors(ranks) if each == 1 or length // each >= LEAST_TOKENS]
 
     def sharding_problems(self, config: Config, degrees: Degrees) -> Iterator[Problem]:
-        """Yield that a pipeline or a mixer needs whole sequences, or that sequences lack two chunks per rank."""
+        """Yield a problem if a pipeline or mixer needs whole sequences, or they have no two chunks per rank."""
         cp, model, length = degrees.cp, config.model, config.data.sequence_length
         if cp == 1:
             return

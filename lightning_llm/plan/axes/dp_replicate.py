@@ -18,7 +18,7 @@ class ReplicaAxis(MeshAxis):
     on_ranks: ClassVar[str] = "lightning_llm.parallel.dp_replicate:Replicas"
 
     def add_sent(self, sent: "Sent", step: "RankStep") -> None:
-        """Add an all-reduce of gradients; in tree order its two halves, a scatter and a gather."""
+        """Add the all-reduce of gradients; in tree order, its two halves: a reduce-scatter and an all-gather."""
         if self.name not in step.summed_axes:
             return
         replicas = step.degrees.ranks(self.name)

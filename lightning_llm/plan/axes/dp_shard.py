@@ -1,4 +1,4 @@
-"""ZeRO: ranks with one copy of the parameters among them and different micro-batches. Imports no torch."""
+"""ZeRO: ranks that together hold one copy of the parameters and compute different micro-batches. Imports no torch."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class ShardAxis(MeshAxis):
-    """Axis of FSDP2's shards. Its traffic covers all ranks FSDP2 shards over, also those that share sequences."""
+    """Axis of FSDP2's shards. Its traffic covers all ranks that FSDP2 shards over, including context-parallel ranks."""
 
     name: ClassVar[str] = "dp_shard"
     cuts: ClassVar[tuple[Dimension, ...]] = ("data", "parameters")
     in_every_mesh: ClassVar[bool] = True
-    """Because FSDP2 shards over it."""
+    """True, because FSDP2 shards over this axis even if its degree is 1."""
 
     def layout_problems(self, config: Config, degrees: Degrees, fits: bool) -> Iterator[Problem]:
         if config.parallel.zero_stage == 0 and degrees.dp_shard > 1:

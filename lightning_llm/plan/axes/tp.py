@@ -47,7 +47,7 @@ class TensorAxis(MeshAxis):
         return [each for each in divisors(ranks) if each <= per_node]
 
     def machine_problems(self, config: Config, degrees: Degrees) -> Iterator[Problem]:
-        """Yield that a tensor-parallel group spans machines.
+        """Yield a problem if a tensor-parallel group spans machines.
 
         Its four collectives per block and micro-batch overlap with no computation, so between machines they dominate
         the step (Narayanan et al. 2021, arXiv 2104.04473, section 3.2; Dash et al. 2023, arXiv 2312.12705, on Frontier
@@ -262,11 +262,11 @@ def tensor_axes(
 ) -> dict[str, CutSide]:
     """Return {module: side of its weight that a tensor-parallel group of `ranks` splits}.
 
-    Redco's two rules (Tan et al. 2023, arXiv 2310.16355, section 3.1; tanyuqian/redco, partition_utils). In attention
-    and feed-forward networks, matrices that read the residual stream are split by outputs, and matrices that add to it
-    by inputs. Embeddings and the head are split by the vocabulary; vectors and position tables are replicated. A matrix
-    with an unknown name is split by the other side than the previous one of its block, in the order of `shapes`. Sizes
-    that `ranks` does not divide are replicated.
+    The rules are Redco's (Tan et al. 2023, arXiv 2310.16355, section 3.1; tanyuqian/redco, partition_utils). In
+    attention and feed-forward networks, matrices that read the residual stream are split by outputs, and matrices that
+    add to it by inputs. Embeddings and the head are split by the vocabulary; vectors and position tables are
+    replicated. A matrix with an unknown name is split by the other side than the previous one of its block, in the
+    order of `shapes`. Sizes that `ranks` does not divide are replicated.
 
     Args:
         shapes: {full parameter name: shape}, e.g. "model.layers.0.self_attn.q_proj.weight": (outputs, inputs).

@@ -1,19 +1,19 @@
-"""The trainer that memory is counted for: this one, or another, to compare with its published figures."""
+"""Trainers for which memory can be estimated: this one, and others, to compare with their published figures."""
 
 from typing import NamedTuple
 
 
 class Accounting(NamedTuple):
-    """Differences of another trainer that affect memory.
+    """Properties of the trainer `name` that affect memory; the defaults are this trainer's.
 
     - `every_product`: selective checkpointing keeps the output of every n-th matrix product of a block, from the first.
     - `fp32_logits`: the loss is computed from all logits at once in fp32.
     - `one_root`: FSDP2's root is embedding, norm and head together, in the compute dtype.
-    - `gathers_context`: a rank keeps the keys of all context-parallel ranks.
+    - `gathers_context`: a rank keeps the keys and values of all context-parallel ranks; false for a ring.
     - `keeps_outputs`: a pipeline's last stage keeps the logits of all micro-batches until the step ends.
     - `buffers`: 16-bit weights and fp32 gradients are in contiguous buffers, and masters in the optimizer.
     - `receives_all`: a pipeline stage has receive buffers for all micro-batches of a step.
-    - `gives_away`: a pipeline stage has no buffers except its inputs in flight, and frees outputs that were sent.
+    - `gives_away`: a pipeline stage frees an output once it is sent; its only buffers are inputs in flight.
     """
 
     name: str

@@ -33,7 +33,7 @@ def on_gpu(plan: Plan) -> bool:
 
 
 def forward_of(plan: Plan, accounting: Accounting = OURS) -> ForwardPass:
-    """Return the conditions of the plan's forward passes. With a ring, a rank keeps only the keys of its tokens."""
+    """Return the conditions of the plan's forward passes, on which the bytes saved for backward depend."""
     data, width = plan.config.data, DTYPE_BYTES[plan.config.precision.compute_dtype]
     ranks = plan.degrees.sequence if accounting.gathers_context else 1
     return ForwardPass(width, data.sequence_length, data.document_mask, ranks, on_gpu(plan), takes_blocks(plan))
@@ -45,7 +45,7 @@ def tokens_of(config: Config, degrees: Degrees) -> int:
 
 
 def boundary_bytes(config: Config, degrees: Degrees) -> int:
-    """Return the bytes of one micro-batch between two blocks, on one rank."""
+    """Return the bytes of the hidden states of one micro-batch between two blocks, on one rank."""
     tokens = tokens_of(config, degrees) // (degrees.width if config.parallel.sequence_parallel else 1)
     return DTYPE_BYTES[config.precision.compute_dtype] * tokens * config.model.hidden_size
 
@@ -56,7 +56,7 @@ def recomputed_layers(config: Config, parts: list[StagePart]) -> list[int]:
 
 
 def part_bytes(plan: Plan, index: int, accounting: Accounting = OURS) -> dict[str, int]:
-    """Return {part: bytes} that the parts of block `index` save of one micro-batch on a rank."""
+    """Return {part of block `index`: bytes of activations that it saves for one micro-batch on a rank}."""
     forward, found = forward_of(plan, accounting), {}
     for name, part in block_parts(plan.config.model, index).items():
         prefix = f"layers.{index}.{name}"
@@ -80,10 +80,10 @@ def block_bytes(plan: Plan, index: int, accounting: Accounting = OURS) -> BlockB
 
 
 def stage_bytes(plan: Plan, part: StagePart, accounting: Accounting = OURS) -> int:
-    """Return the bytes that a stage saves of one micro-batch, except for its blocks and the logits.
+    """Return the bytes that a stage saves for one micro-batch outside of its blocks, without the logits.
 
-    These are the ids of tokens and positions in the first stage, tables of rotary angles and masks that its blocks
-    share, and the inputs of norm and head in the last stage.
+    These are the ids of tokens and positions in the first stage, the rotary tables and masks that the blocks of a stage
+    share, and the inputs of the last norm and the head in the last stage.
     """
     config, degrees, forward = plan.config, plan.degrees, forward_of(plan, accounting)
     model, tokens = config.model, tokens_of(config, degrees)
@@ -136,7 +136,7 @@ def _bytes_of(plan: Plan, saved: SavedTensor, prefix: str = "") -> int:
 
 
 def code_bits(plan: Plan, linear: str) -> float | None:
-    """Return the bits per element of the input that a native `linear` saves; None if it saves the input itself.
+    """Return the bits per element in which a native `linear` saves its input for wgrad; None: it saves no codes.
 
     Transformer Engine saves codes along wgrad's contraction axis (a separate transpose, except with scales per tensor)
     and their block scales. Emulated linears save the input and quantize it again.

@@ -55,7 +55,7 @@ def gather_buffer_bytes(config: Config, units: Units, degrees: Degrees, accounti
 
 
 def compute_copy_bytes(plan: Plan, part: StagePart, units: Units) -> tuple[int, int]:
-    """Return the bytes of weights that the model casts on use: (per forward pass in flight, one block at a time).
+    """Return the bytes of weights that are cast on use: (kept per forward pass in flight, for one block at a time).
 
     Embeddings are looked up in the master dtype. FSDP2 gathers weights already cast, except for norms and a tied
     embedding outside the blocks. A linear with emulated casts keeps its master weight and casts it again. A linear in

@@ -126,7 +126,7 @@ def _changed(config: Config, overrides: Overrides) -> Config:
 
 
 def device_memory_bytes(plan: Plan) -> int | None:
-    """Return the memory of a planned device in bytes; None if the device is unknown."""
+    """Return the memory of one planned device in bytes; None if the device is unknown."""
     config = plan.config
     if config.planned_hardware in MEMORY_GIB:
         return MEMORY_GIB[config.planned_hardware] * GIB

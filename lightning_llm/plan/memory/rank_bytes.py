@@ -1,4 +1,4 @@
-"""Bytes that a rank holds: persistent, throughout a step, and during its passes; and their peak. Imports no torch."""
+"""Peak bytes of a rank: persistent state, buffers for a whole step, temporary bytes of each pass. Imports no torch."""
 
 import math
 from collections.abc import Hashable, Iterator
@@ -45,14 +45,14 @@ Kinds = dict[str, int]
 
 
 class Stage(NamedTuple):
-    """Bytes of one stage of a rank, by purpose."""
+    """Bytes of one pipeline stage of a rank, by purpose; the whole model without a pipeline."""
 
     kept: int
     """Activations saved by blocks, embedding and head, per micro-batch in flight."""
     given: int
     """Outputs to the next stage, per micro-batch in flight."""
     received: int
-    """Receive buffers for all micro-batches of a step, if the trainer has such."""
+    """Receive buffers for all micro-batches of a step, in trainers that keep one for each; else 0."""
     copies: int
     """Weights cast on use, per micro-batch in flight."""
     recast: int
@@ -72,7 +72,7 @@ class Stage(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, part: StagePart, accounting: Accounting) -> "Stage":
-        """Return the bytes of the stage `part`."""
+        """Return the bytes of the pipeline stage `part`."""
         config, degrees = plan.config, plan.degrees
         units = units_at(config.model, [part], degrees.width)
         made: dict[Hashable, BlockBytes] = {}
@@ -106,10 +106,11 @@ class Stage(NamedTuple):
 def coming_and_going(
     plan: Plan, parts: list[StagePart], pp_rank: int, accounting: Accounting
 ) -> tuple[Kinds, Kinds, str]:
-    """Return (largest bytes of each temporary kind, bytes of each at the peak, moment of the peak).
+    """Return temporary bytes of a rank: (maximum of each kind over time, each kind at the peak, moment of the peak).
 
-    Passes follow the schedule's order. A stage's gradients wait from its first backward pass to its last. Logits and
-    the loss' temporary tensors are freed before the first block's backward pass.
+    The peak is the moment at which the sum of all kinds is largest. Passes follow the schedule's order. A stage's
+    gradients wait from its first backward pass to its last. Logits and the loss' temporary tensors are freed before the
+    first block's backward pass.
     """
     stages = [Stage.of(plan, part, accounting) for part in parts]
     held, waits = [0] * len(stages), [0] * len(stages)
@@ -247,10 +248,10 @@ class PeakMemory(NamedTuple):
 
 
 def memory_bytes(plan: Plan, accounting: Accounting = OURS) -> dict[str, int]:
-    """Return the bytes of the rank with the most: the largest of each kind, and `total`, all kinds at the peak.
+    """Return {kind: bytes} of the rank that needs the most memory: the maximum of each kind over time, and `total`.
 
-    Kinds are largest at different times, so `total` may be less than their sum. The rank is 0, or in a pipeline one of
-    the stage with the most bytes (`peak_memory_pp_rank`).
+    `total` is the sum of all kinds at the moment of the peak. It may be less than the sum of the maxima, because kinds
+    are largest at different times. The rank is rank 0, or in a pipeline one at `peak_memory_pp_rank`.
 
     - `parameters`, `gradients`, `optimizer`: persistent state: master weights, the gradient sum in progress, state of
       the optimizer and the training algorithm (ZeRO, arXiv 1910.02054, section 5; here masters are fp32).
@@ -281,12 +282,12 @@ def memory_bytes(plan: Plan, accounting: Accounting = OURS) -> dict[str, int]:
 
 
 def peak_memory(plan: Plan, accounting: Accounting = OURS) -> PeakMemory:
-    """Return the peak memory of the rank with the most."""
+    """Return the peak memory of the rank that needs the most."""
     return _fullest(plan, accounting)[1]
 
 
 def peak_memory_pp_rank(plan: Plan, accounting: Accounting = OURS) -> int:
-    """Return the pipeline rank (0 .. pp - 1) with the most bytes; 0 without a pipeline."""
+    """Return the pipeline rank (0 .. pp - 1) with the largest peak memory; 0 without a pipeline."""
     return _fullest(plan, accounting)[0]
 
 
@@ -305,7 +306,7 @@ def _fullest(plan: Plan, accounting: Accounting) -> tuple[int, PeakMemory]:
 
 
 def memory_at(plan: Plan, pp_rank: int, accounting: Accounting = OURS) -> PeakMemory:
-    """Return the memory of the ranks at `pp_rank` (0 .. pp - 1) of the pipeline."""
+    """Return the peak memory of a rank at `pp_rank` (0 .. pp - 1) of the pipeline."""
     parts = parts_of(plan.config.model, plan.config.parallel, plan.degrees, pp_rank)
     persistent, throughout = held_throughout(plan, parts, accounting)
     largest, at_peak, moment = coming_and_going(plan, parts, pp_rank, accounting)
@@ -318,7 +319,7 @@ def memory_at(plan: Plan, pp_rank: int, accounting: Accounting = OURS) -> PeakMe
 def held_throughout(
     plan: Plan, parts: list[StagePart], accounting: Accounting = OURS
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return (persistent bytes, bytes of buffers in use during all passes) of a rank with stages `parts`."""
+    """Return ({kind: persistent bytes}, {kind: bytes of buffers for a whole step}) of a rank with stages `parts`."""
     config, degrees = plan.config, plan.degrees
     units, ranks = gathered_units(config, parts, degrees), shard_ranks(config.parallel, degrees)
     gradient, once = DTYPE_BYTES[config.precision.main_grad_dtype], reduces_once(config.parallel, degrees)

@@ -27,20 +27,20 @@ class Unit:
     tensor_scales: int = 0
 
     def shard(self, ranks: int) -> int:
-        """Return the elements on each of `ranks`; FSDP2 pads the rows of every parameter to a multiple of `ranks`."""
+        """Return the elements of one of `ranks` shards; FSDP2 pads each parameter's rows to a multiple of `ranks`."""
         return sum(-(-each.rows // ranks) * each.columns for each in self.parameters)
 
     def shards(self, ranks: int) -> Iterator[ParameterShard]:
-        """Yield each of `ranks`' shard of every parameter, including padding."""
+        """Yield the shard of every parameter that each of `ranks` ranks holds, including padding."""
         for each in self.parameters:
             yield ParameterShard(-(-each.rows // ranks), each.columns, each.role)
 
     def code_bytes(self, ranks: int) -> int:
-        """Return the bytes of the codes of each of `ranks`' shards."""
+        """Return the bytes of codes in one of `ranks` shards."""
         return sum(-(-each.rows // ranks) * each.columns for each in self.coded)
 
     def gathered_bytes(self, ranks: int, width: int) -> int:
-        """Return the bytes that each of `ranks` contributes to a gather: `width` per element, 1 for codes."""
+        """Return the bytes that each of `ranks` ranks sends into a gather: `width` per element, 1 for a code."""
         return width * self.shard(ranks) - (width - 1) * self.code_bytes(ranks)
 
     def whole(self, ranks: int) -> int:
@@ -50,7 +50,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """The groups that `parallel.dp_shard.shard_decoder` makes; they may be empty."""
+    """The FSDP2 groups that `parallel.dp_shard.shard_decoder` makes of a rank's stages; a group may be empty."""
 
     blocks: tuple[Unit, ...]
     head: Unit
@@ -63,12 +63,12 @@ class Units:
         yield from (self.head, self.embedding, self.root)
 
     def shards(self, ranks: int) -> Iterator[ParameterShard]:
-        """Yield each of `ranks`' shard of every parameter of the model."""
+        """Yield the shard of every parameter of the model that each of `ranks` ranks holds."""
         for unit in self.each():
             yield from unit.shards(ranks)
 
     def shard(self, ranks: int) -> int:
-        """Return the elements of the model on each of `ranks`."""
+        """Return the elements of the model on one of `ranks` ranks."""
         return sum(unit.shard(ranks) for unit in self.each())
 
 
@@ -121,8 +121,8 @@ def sums_in_tree(parallel: ParallelConfig) -> bool:
 def tree_buffers(micro_batches: int) -> int:
     """Return the largest number of partial sums that wait while the tree adds `micro_batches`.
 
-    All pairs except the last go through a binary counter: floor(log2(pairs + 1)), which is log2(micro_batches) - 1 for
-    powers of two.
+    All pairs of micro-batches except the last pair go through a binary counter, so with n such pairs the number is
+    floor(log2(n + 1)). For a power of two it is log2(micro_batches) - 1.
     """
     return ((micro_batches + 1) // 2).bit_length() - 1
 

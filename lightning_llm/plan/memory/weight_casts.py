@@ -31,11 +31,11 @@ KEY = "precision.keep_weight_casts"
 
 
 def keeping_blocks(config: Config, degrees: Degrees, micro_batches: int, native: bool) -> dict[int, bool]:
-    """Return {global index: keeps rotated weights, too} of the blocks that keep casts of weights within a step.
+    """Return {index: whether rotated weights are kept, too} of the blocks that keep casts of weights within a step.
 
-    With `precision.keep_weight_casts` null: blocks with more than one forward pass per step, unless FSDP2 shards the
-    weights, since sharding saves memory and casts take as much as the gathered 16-bit weights, or twice that.
-    `micro_batches` is per rank and step. See `why_not_kept` for rotated weights.
+    If `precision.keep_weight_casts` is null, blocks with more than one forward pass per step keep them, unless FSDP2
+    shards the weights: sharding is chosen to save memory, and casts take once or twice the bytes of the gathered 16-bit
+    weights. `micro_batches` is per rank and step. See `why_not_kept` for rotated weights.
     """
     wanted, parallel = config.precision.keep_weight_casts, config.parallel
     if wanted is False or _why_not_here(config, degrees, native) is not None:
@@ -96,9 +96,9 @@ def weight_cast_problems(derived: DerivedConfig) -> list[Problem]:
 
 
 def kept_cast_bytes(plan: Plan, parts: list[StagePart]) -> int:
-    """Return the bytes of weight casts that a rank with stages `parts` keeps throughout a step.
+    """Return the bytes of quantized weights that a rank with stages `parts` keeps for a whole step.
 
-    Uses the recipe's own casts, not those of its phases.
+    They are counted for the recipe's own casts, not for those of its phases.
     """
     blocks = keeps(plan)
     kept = ((index, linear) for index in layers_of(parts) if index in blocks for linear in _linears(plan, index))
@@ -106,7 +106,7 @@ def kept_cast_bytes(plan: Plan, parts: list[StagePart]) -> int:
 
 
 def keeps_codes(plan: Plan, name: str, index: int) -> bool:
-    """Return whether the native kernel of linear `name` of block `index` keeps casts."""
+    """Return whether the native kernel of linear `name` in block `index` keeps its quantized weight within a step."""
     return index in keeps(plan) and kept_by_kernel(_casts(plan, name))
 
 

@@ -23,13 +23,14 @@ ATTEMPTS = 6
 
 
 def mix_by_block(pricer: Pricer, smallest: Priced, without: Priced) -> Priced | None:
-    """Return the layout of `smallest`, which recomputes all blocks, with as little recomputation as fits.
+    """Return the layout `smallest` with as little recomputation per block as fits, instead of one mode for all.
 
     Galvatron's search (Miao et al. 2022, arXiv 2211.13878), restricted to the one choice that this trainer has per
     block: its recomputation. Pipeline ranks are independent, since each recomputes its own blocks in its own passes.
     Each block counts with the largest number of micro-batches that its stage has in flight, so the result fits. In the
     interleaved schedule stages do not all reach their largest number at once, so less recomputation might fit, too.
-    Returns None if nothing is gained over one mode for all blocks.
+    Returns None if all blocks end with the same mode, or the result does not fit. `without`: the same layout without
+    recomputation.
     """
     model = smallest.plan.config.model
     again = {mode: _again_seconds(pricer, smallest, mode) for mode in CHECKPOINTING}
@@ -130,11 +131,12 @@ def _with_modes(config: Config, modes: list[str]) -> Config:
 def cheapest_modes(
     seconds: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: int, units: int = UNITS
 ) -> list[int] | None:
-    """Return the index of the way to run each layer that minimizes total seconds within the budget; None if none fits.
+    """Return the index of the way to run each layer, such that total seconds are minimal; None if nothing fits
+    `budget`.
 
     Args:
         seconds: seconds of each way to run each layer, [layers][ways].
-        sizes: bytes that it needs, [layers][ways], not negative.
+        sizes: bytes that each way needs, [layers][ways], not negative.
         budget: total bytes for all layers.
         units: number of parts the budget is divided into; exact if the budget has at most that many bytes.
 

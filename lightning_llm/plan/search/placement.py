@@ -15,7 +15,7 @@ from lightning_llm.plan.time.links import LinkMatrix, PlacedLinks
 from lightning_llm.plan.time.step import StepTimer
 
 PLACED = 8
-"""Number of fastest layouts that are placed."""
+"""Number of fastest layouts for which an order of machines is searched."""
 STEPS_PER_UNIT = 400
 MOST_STEPS = 6_000
 RESTARTS = 8
@@ -23,7 +23,7 @@ SLOPE = 0.05
 WARMEST, COLDEST = 1.0, 1e-3
 """Start and end temperature, as fractions of the standard deviation of random orders' costs."""
 SAMPLED = 64
-"""Number of random orders for that standard deviation."""
+"""Number of random orders from which the standard deviation of their costs is estimated."""
 
 
 def critical_path_seconds(stages: Sequence[float], sends: Sequence[float], micro_batches: int) -> float:

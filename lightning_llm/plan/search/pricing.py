@@ -1,4 +1,4 @@
-"""Price of a layout: legality, peak bytes of a rank, seconds of a step; and lower bounds of them.
+"""Price of a layout: legality, peak bytes of a rank, seconds of a step; and lower bounds of bytes and seconds.
 
 Bounds come from tables that many layouts share. A search skips layouts by their bounds without pricing them. This does
 not change its result, since no bound exceeds the price.
@@ -57,8 +57,8 @@ class Bounds:
     def seconds(self, choice: Choice) -> float:
         """Return a lower bound of a step's seconds: passes only, without FSDP's gathers, reductions and the update.
 
-        Rank r of a pipeline starts after a micro-batch has passed all earlier stages, and finishes before they run its
-        backward pass. Raises NoTimeError if casts are emulated.
+        Rank r of a pipeline starts after the first micro-batch has passed all earlier stages, and finishes before these
+        stages run the backward pass of the last one. Raises NoTimeError if casts are emulated.
         """
         blocks, pp, parts = self.blocks(choice, timed=True), choice.pp, self.parts(choice)
         both = []
@@ -113,8 +113,8 @@ class Bounds:
     def blocks(self, choice: Choice, *, timed: bool) -> Blocks:
         """Return lower bounds of the blocks' seconds (`timed`) or bytes, from a table that many layouts share.
 
-        Layouts with the same tp, cp, further axes, micro-batch size and recomputation share one. It is computed for the
-        layout of them that casts, adds and keeps the least: everything is sharded, and there is no pipeline.
+        Layouts with the same tp, cp, further axes, micro-batch size and recomputation share a table. It is computed for
+        the one among them with the fewest casts, sums and kept bytes: everything is sharded, and there is no pipeline.
         """
         key = choice.tp, choice.cp, choice.micro_batch_size, choice.activation_checkpoint, timed, choice.further
         if key not in self._blocks:

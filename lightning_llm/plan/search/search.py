@@ -25,10 +25,10 @@ does not fit; returns the fastest mixture, or None."""
 class SearchResult:
     """Result of a search: `fitting` layouts by seconds, `missing` ones (too large) by bytes, `emulated` by bytes.
 
-    Emulated layouts fit and have no time. `counts` has numbers of layouts: `considered`, `refused` by the checks,
-    `too_large`, `fitting`, `slower` (than `LISTED` others, or than the same with less recomputation) and `emulated`;
-    and of the work: `priced` and `timed`. `reasons` has the number of refused layouts by problem, `no_time` that of
-    emulated ones by reason.
+    `emulated` layouts fit, but have no step time because casts are emulated. `counts` has numbers of layouts:
+    `considered`, `refused` by the checks, `too_large`, `fitting`, `slower` (than `LISTED` others, or than the same with
+    less recomputation) and `emulated`; and of the work: `priced` and `timed`. `reasons` has the number of refused
+    layouts by problem, `no_time` that of emulated ones by reason.
     """
 
     fitting: list[Priced] = field(default_factory=list)

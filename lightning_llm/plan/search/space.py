@@ -16,14 +16,14 @@ from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.stages import INTERLEAVED
 
 LARGEST_MICRO_BATCH = 16
-"""Sequences; Megatron's largest (Narayanan et al. 2021, arXiv 2104.04473, table 1)."""
+"""Largest micro-batch in a search, in sequences: Megatron's (Narayanan et al. 2021, arXiv 2104.04473, table 1)."""
 VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 CHECKPOINTING = ("none", "selective", "full")
 MICRO_BATCH = "data.micro_batch_size"
 
 
 class Choice(NamedTuple):
-    """One layout: the values of the varied keys, all of `parallel` except `data.micro_batch_size`."""
+    """One layout: values of the keys that a search varies, all in `parallel` except `data.micro_batch_size`."""
 
     pp: int
     dp_replicate: int
@@ -73,7 +73,8 @@ def key_of(field: str) -> str:
 def typed_values(overrides: Sequence[str], config: Config) -> dict[str, Any]:
     """Return the fields of `Choice` and further axes that `overrides` set, with their values in `config`.
 
-    Null leaves a field open. A list of recomputation per block fixes `activation_checkpoint`.
+    A field set to null is left out, so the search varies it. A list of recomputation per block fixes
+    `activation_checkpoint`.
     """
     given = {each.key_or_group for each in parse_overrides(overrides)}
     values = config.parallel.model_dump() | {"micro_batch_size": config.data.micro_batch_size}

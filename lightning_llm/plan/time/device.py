@@ -35,7 +35,7 @@ class Device:
     cluster: ClusterConfig
 
     def peak(self, number_format: str) -> float | None:
-        """Return the peak of GEMMs in `number_format`, FLOP/s, measured or from the data sheet; None: no such unit."""
+        """Return the peak of GEMMs in `number_format`, FLOP/s, measured or from the data sheet; None without a unit."""
         if (measured := self.cluster.peak_tflops) is not None:
             return measured[number_format] * 1e12 if number_format in measured else None
         return planned_peak_flops(self.cluster.hardware, number_format)
@@ -52,7 +52,7 @@ class Device:
         return "fp32" if on_cpu and self.peak("fp32") is not None else compute_dtype
 
     def bytes_seconds(self, moved: float, operators: float = 1) -> float:
-        """Return the seconds that `operators` take to read and write `moved` bytes of memory in total."""
+        """Return the seconds that `operators` kernels take to read and write `moved` bytes of memory in total."""
         return moved / (self.cluster.memory_gb_per_second * 1e9) + operators * self.cluster.operator_microseconds * 1e-6
 
     def gemm_seconds(self, rows: float, columns: float, summed: float, number_format: str) -> float:
@@ -155,7 +155,7 @@ class NeededFlops:
 
     @property
     def seconds(self) -> float:
-        """Seconds of one device for one token at peak."""
+        """Seconds that one device needs for the FLOPs of one token at peak speed."""
         return sum(value / self.peaks[each] for each, value in self.flops.items())
 
     @property

@@ -44,11 +44,11 @@ class Links:
     def seconds(self, kind: str, axes: str, sent_bytes: float, times: float = 1) -> float:
         """Return the seconds of `times` collectives over `axes` ("dp_shard cp") with `sent_bytes` per rank in total.
 
-        Every hop within a machine carries the rank's bytes. Between machines there is one ring per rank of the group on
-        a machine, each through its own device's link, so a rank sends its share there. Both run at once, so the longer
-        one counts, except that the tree's two all-to-alls run one after another. The latency of a hop counts for each
-        step of a ring, or of a tree for an all-reduce. A send is one hop, between machines if most of the axis'
-        neighbors are on different ones.
+        Every hop within a machine carries all bytes that the rank sends. Between machines there is one ring per rank of
+        the group on a machine, each through its own device's link, so a rank sends only its share there. Transfers
+        within and between machines run at once, so the longer one counts, except that the tree's two all-to-alls run
+        one after another. The latency of a hop counts for each step of a ring, or of a tree for an all-reduce. A send
+        is one hop; it is between machines if most neighbors on the axis are on different machines.
         """
         span = self.span(axes)
         if span.ranks == 1 or not times or not sent_bytes:
@@ -65,11 +65,12 @@ class Links:
         return seconds + times * self.latency(kind, span)
 
     def send_seconds(self, sent_bytes: int) -> list[float]:
-        """Return the seconds of a message from each rank of a pipeline to the next; last entry: last to first."""
+        """Return the seconds of a message from each pipeline rank to the next; the last entry: from the last to the
+        first."""
         return [self.seconds("send", "pp", sent_bytes)] * self.degrees.pp
 
     def span(self, axes: str) -> Span:
-        """Return the extent of the groups over `axes`, of the one on most machines."""
+        """Return the extent of a group over `axes`: of the group that spans the most machines."""
         if axes not in self._spans:
             package, several = self.cluster.devices_per_package, tuple(axes.split())
             ranks = math.prod(getattr(self.degrees, axis) for axis in several)
@@ -96,7 +97,7 @@ class Links:
         return self.cluster.between_nodes.gb_per_second
 
     def latency(self, kind: str, span: Span) -> float:
-        """Return the seconds of one collective without bytes."""
+        """Return the latency of one collective of `kind` in seconds: its time for no bytes."""
         within = (self._package if span.packaged else self.cluster.within_node).latency_microseconds
         between, inside = self.cluster.between_nodes.latency_microseconds, span.per_node - 1
         outside = span.nodes - 1

@@ -37,7 +37,7 @@ rotary positions, sums, casts, the loss. `gathers`, `reductions`: exposed commun
 
 @dataclass
 class Cost:
-    """Seconds by part, and bytes that a rank sends by kind of collective and axes."""
+    """Cost of operations on one rank: seconds by part (`PARTS`), and bytes sent by (kind of collective, axes)."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     sent: Sent = field(default_factory=Counter)
@@ -65,7 +65,7 @@ class Cost:
 
 @dataclass
 class Passes:
-    """Costs of a forward pass, a backward pass, and the recomputation in it with checkpointing (`again`)."""
+    """Costs of a forward pass, of a backward pass, and of the recomputation that checkpointing adds to it (`again`)."""
 
     forward: Cost = field(default_factory=Cost)
     backward: Cost = field(default_factory=Cost)
@@ -157,7 +157,7 @@ class Operations:
         return Passes(forward + weights.forward, backward + weights.backward, forward + weights.forward)
 
     def weight_casts(self, elements: int) -> Passes:
-        """Return the cost of casting a master weight on use, and its gradient. FSDP makes both casts if it gathers."""
+        """Return the cost of casting `elements` of a master weight and of its gradient; 0 if FSDP makes both casts."""
         recipe = self.config.precision
         master = DTYPE_BYTES[recipe.master_dtype]
         sharded = uses_fsdp(self.config.parallel, self.degrees) and recipe.gather_dtype == recipe.compute_dtype
@@ -205,7 +205,7 @@ class Operations:
         return Passes(costs[0], costs[1], costs[0])
 
     def block(self, index: int) -> Passes:
-        """Return the passes of block `index`, cached for equal blocks."""
+        """Return the costs of the passes of block `index` (`block_passes`), cached for equal blocks."""
         formats = tuple(id(self.formats.of(name)) for name in self._linears[index])
         key = self.config.model.layer_name(index), self.config.parallel.checkpointing_of(index), formats
         if key not in self._blocks:
@@ -214,7 +214,7 @@ class Operations:
 
 
 def block_passes(operations: Operations, index: int) -> Passes:
-    """Return the passes of block `index`; `again` has the recomputation of the chosen checkpointing mode."""
+    """Return the costs of the passes of block `index`; `again`: recomputation in the config's checkpointing mode."""
     config, model, width = operations.config, operations.config.model, operations.width
     gemms, rest = Passes(), Passes()
     for part_name, part in block_parts(model, index).items():

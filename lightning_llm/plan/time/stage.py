@@ -19,13 +19,14 @@ LOSS_BYTES = (14, 20)
 """Bytes moved by `model.loss` per logit, forward and backward: cast to fp32, log-softmax (4 + 4, 4 + 2); softmax (2 +
 4), subtract one at the label, scale, and cast back (8 + 6)."""
 VOCABULARY_LOSS_BYTES = (30, 36)
-"""The same for `parallel.tp`: amax (2), cast (6), subtract (8), exponential (8), sum and gather (6); cast (6), subtract
-(8), exponential (8), scale (8), cast back (6)."""
+"""Bytes moved per logit by `parallel.tp`'s loss, forward and backward, if ranks split the vocabulary: amax (2), cast
+(6), subtract (8), exponential (8), sum and gather (6); cast (6), subtract (8), exponential (8), scale (8), cast back
+(6)."""
 
 
 @dataclass
 class Item:
-    """An FSDP2 group with its passes, or a part of a stage without sharded parameters."""
+    """Costs of one FSDP2 group of a stage, or of a part of the stage without sharded parameters."""
 
     passes: Passes
     gather: float = 0.0
@@ -41,7 +42,8 @@ class Item:
 class StageTimes:
     """Costs of a pipeline stage's passes over one micro-batch.
 
-    A step's first forward and last backward pass differ: FSDP may gather only in the former, reduce only in the latter.
+    The first forward pass and the last backward pass of a step have their own costs, because FSDP may gather only in
+    the first one and reduce only in the last one.
     """
 
     first_forward: Cost

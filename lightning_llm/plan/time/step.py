@@ -27,13 +27,13 @@ from lightning_llm.plan.time.stage import StageTimes, stage_times
 from lightning_llm.plan.traffic import Sent, sent_at
 
 ROUNDING = 1e-9
-"""Fraction of a step below which a part is a rounding error."""
+"""A part of a step is set to 0 if it is below this fraction of the step, since it is only a rounding error."""
 CLIPPING_READS = 3
 """Reads and writes of gradients outside the update: the norm, and scaling by the clipping factor."""
 
 
 class NoTimeError(ValueError):
-    """The step has no time, because its casts are emulated or the cluster has no peak for them."""
+    """The time of a step cannot be predicted: casts are emulated, or the cluster has no peak for their format."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """The time of the step's needed FLOPs at the peaks of their formats, over the time of the step.
+        """Model FLOPs utilization: time of the step's needed FLOPs at the peaks of their formats, over the step's time.
 
         At most 1: a needed FLOP takes at least its time at peak, and no rank works longer than the step.
         """
@@ -72,9 +72,10 @@ class StepTime:
 
 
 def no_time(plan: Plan, cluster: ClusterConfig) -> str | None:
-    """Return why a step of `plan` has no time on `cluster`, e.g. "emulated (REASON)"; None if it has one.
+    """Return why the time of a step cannot be predicted, e.g. "emulated (REASON)"; None if it can.
 
-    The decision is the plan's, which `train` follows, too. Speeds of native kernels do not apply to emulation.
+    It cannot if the plan emulates casts, as `train` then would, because the model has the speeds of native kernels
+    only.
     """
     if plan.decision.runs != "native":
         return f"{plan.decision.runs} ({plan.decision.reason})"
