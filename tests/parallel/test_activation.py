@@ -28,7 +28,7 @@ def gradients(mode: str, compiled: bool) -> list[torch.Tensor]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.full), "full", "selective"])
 def test_a_compiled_block_is_compiled_whatever_it_recomputes(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[str] = []
 

@@ -38,12 +38,14 @@ QUICK = [
 ]
 """Four micro-batches on each of four ranks take an emulated recipe 15 CPU seconds."""
 COVERING = [
-    *ALONE,
+    *(case for case in ALONE if case.layout in ("ddp", "zero3")),
     *covering(QUICK, strength=2),
     *(Case("zero3", 2, 4, precision, "selective") for precision in BLOCKS),
 ]
 FULL = [
-    case for case in covering(cases_on((2, 4, 8), DATA_PARALLEL, PRECISIONS), WHOLE_STRENGTH) if case not in COVERING
+    case
+    for case in (*ALONE, *covering(cases_on((2, 4, 8), DATA_PARALLEL, PRECISIONS), WHOLE_STRENGTH))
+    if case not in COVERING
 ]
 
 

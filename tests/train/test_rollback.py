@@ -104,7 +104,9 @@ def test_one_that_is_asked_to_stop_in_the_step_that_spikes_stops(told, tmp_path,
     assert same(tmp_path / "run", told)
 
 
-@pytest.mark.parametrize(("every", "back_to"), [("10", "step 20"), ("null", "step 0")])
+@pytest.mark.parametrize(
+    ("every", "back_to"), [("10", "step 20"), pytest.param("null", "step 0", marks=pytest.mark.full)]
+)
 def test_a_run_killed_during_a_rollback_continues_it(every, back_to, told, tmp_path, small_run, capsys):
     """The rollback file written before the search for a checkpoint decides: all later checkpoints are skipped."""
     words = small_run(tmp_path, *WORDS, f"checkpoint.every_steps={every}", "spikes.rollback_skip_steps=2")

@@ -77,7 +77,7 @@ def alarmed(number: int, pid: int | str) -> str:
     return f"+callbacks.fault={{_target_: tests.run.launch.faults.Signal, number: {number}, pid: {pid}, step: 3}}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGALRM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
 def test_a_job_whose_time_is_up_is_queued_again_and_goes_on(number, slurm, small_run, tmp_path, monkeypatch, capfd):
     """`trainer.max_time` sends SIGALRM; here it is sent after a known step."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
