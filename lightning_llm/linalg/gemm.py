@@ -98,7 +98,7 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     wide, wide_bias = weight.float(), None if bias is None else bias.float()
     parts = [F.linear(rows.float(), wide, wide_bias).to(x.dtype) for rows in _chunks(x, len(weight))]
-    return _joined(parts).view(*x.shape[:-1], -1)
+    return _joined(parts).view(*x.shape[:-1], len(weight))  # not -1: an expert may have no rows
 
 
 @_wide_linear.register_fake

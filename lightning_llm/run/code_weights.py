@@ -19,7 +19,7 @@ from lightning_llm.config.schema.casts import HIGH, CastConfig
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.model.interop.families import architecture, stored_as
-from lightning_llm.model.structure import linear_names
+from lightning_llm.model.structure import linear_names, linears_of
 from lightning_llm.model.weights.convert import as_huggingface
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.model.weights.write import TensorToWrite
@@ -181,7 +181,7 @@ class CodeWeights(Weights):
         `key`: of the format, in messages.
 
         Raises:
-            ConfigError: the blocks of the format do not divide the rows of a weight.
+            ConfigError: the blocks of the format do not divide the rows of a weight, or the model has experts.
         """
         self.weights = weights
         self.kind, self.path, self.config = weights.kind, weights.path, weights.config
@@ -193,6 +193,9 @@ class CodeWeights(Weights):
         self._last: tuple[str, Coded] | None = None
         if odd := sorted(length for length in lengths if length % self.format.width):
             text = f"has blocks of {self.format.width} inputs, and a linear layer has {odd[0]}. Choose another format."
+            raise ConfigError(Problem(key, text, code_format.name))
+        if experts := [name for name, linear in linears_of(self.config).items() if linear.groups > 1]:
+            text = f"experts ({experts[0]}) have no codes yet: each would need scales of its own. Use it without {key}."
             raise ConfigError(Problem(key, text, code_format.name))
 
     def coded(self, name: str) -> Coded:

@@ -10,6 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from lightning_llm.linalg import gemm
 from lightning_llm.model.experts.dispatch import place
 from lightning_llm.model.experts.kinds import MoE, RouterConfig
 from lightning_llm.model.experts.moe import MixtureOfExperts
@@ -260,3 +261,9 @@ def test_experts_without_tokens_get_zero_gradients():
     gradient = ours.experts.up_proj.weight.grad.view(E, F, D)
     assert gradient[0].ne(0).any()
     assert gradient[1:].eq(0).all()
+
+
+def test_an_expert_without_tokens_has_a_result_of_no_rows_in_fp16():
+    x = torch.randn(4, 24, dtype=torch.float16, requires_grad=True)
+    made = gemm.linear(x[4:], torch.randn(16, 24, dtype=torch.float16), None)
+    assert made.shape == (0, 16)

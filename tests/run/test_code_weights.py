@@ -120,3 +120,8 @@ def test_weights_stored_transposed_are_refused():
     gpt2 = CodeWeights(Drawn("model.num_kv_heads=2", model="gpt3_345m"), CODES["fp8"], None)
     with pytest.raises(ConfigError, match=r"^--codes=fp8: GPT2LMHeadModel stores its weights as \[inputs, outputs\]"):
         as_codes(gpt2, "fp32")
+
+
+def test_experts_are_refused():
+    with pytest.raises(ConfigError, match=r"^--as=fp8: experts \(layers\.0\.feed_forward\.experts\.gate_proj\)"):
+        CodeWeights(Drawn(model="moe_tiny"), CODES["fp8"], None, key="--as")
