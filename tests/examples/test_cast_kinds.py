@@ -52,6 +52,13 @@ def test_a_transform_of_any_size_is_scipys_and_cancels(registered):
     assert HadamardConfig(size=24, transform="cosine").padded(50) == 72
 
 
+def test_a_scale_by_rotation_rejects_groups_that_blocks_of_16_do_not_halve_into(registered):
+    eden = {"format": "e2m1", "block": "1x16", "scale": "eden"}
+    with pytest.raises(ValueError, match="hadamard.size=48: must be a power of two with scale: eden"):
+        CastConfig.model_validate(eden | {"hadamard": {"size": 48, "transform": "cosine"}})
+    CastConfig.model_validate(eden | {"hadamard": {"size": 64, "transform": "cosine"}})
+
+
 def test_a_recipe_of_own_kinds_plans_trains_and_is_probed(registered, small_run, tmp_path, capsys):
     recipe = [f"precision.fprop.x={CAST}", f"precision.fprop.w={HIGH}", "precision.casts=eager"]
     words = small_run(tmp_path, "precision=bf16", *recipe, "trainer.max_steps=2")

@@ -72,6 +72,14 @@ GRID = {"mantissa": 1, "min_exponent": 0, "max_exponent": 2}
      r"amax: row needs blocks of one row"),
     ({"format": "e2m1", "block": "1x16", "scale": "two_level_e4m3", "headroom": 1.2},
      r"headroom=1.2: must be at most 1"),
+    ({"format": "e2m1", "block": "1x32", "scale": "e8m0_floor", "prescale": 2.0}, r"less than or equal to 1 "),
+    ({"format": "e2m1", "block": "1x32", "scale": "e8m0_floor", "prescale": 1e-40}, r"greater than or equal to 0.125"),
+    ({"format": "e4m3", "headroom": 1e-40}, r"greater than or equal to 0.125"),
+    ({"format": "e2m1", "block": "1x16", "scale": "eden", "headroom": 1.6}, r"less than or equal to 1.5"),
+    ({"format": "e2m1", "block": "1x16", "scale": "two_level_e4m3", "scale_max": 449}, r"less than or equal to 448"),
+    ({"format": "e2m1", "block": "1x16", "scale": "two_level_e4m3", "scale_max": 1e-30}, r"or equal to 1 "),
+    ({"format": "e2m1", "block": "1x16", "scale": "two_level_e4m3", "candidates": {"factors": [1.0, 1e30]}},
+     r"less than or equal to 8"),
     ({"format": "e2m1", "clip_gradient": True, "gradient": "clip_mask"}, r"clip_gradient needs scale: quest"),
 ])  # fmt: skip
 def test_spellings_that_mean_nothing_are_refused(keys, message):

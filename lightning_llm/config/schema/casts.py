@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from lightning_llm.base.registry import NameIn, Names
-from lightning_llm.config.schema.base import Group, NonNegativeInt, PositiveFloat, PositiveInt
+from lightning_llm.config.schema.base import Group, NonNegativeInt, PositiveInt
 from lightning_llm.config.schema.cast_kinds import (
     GRADIENTS,
     ROUNDINGS,
@@ -129,13 +129,16 @@ class DelayedConfig(Group):
     )
 
 
+CandidateFactor = Annotated[float, Field(ge=0.125, le=8)]
+
+
 class CandidatesConfig(Group):
     """Block scales that are tried; the one with the smallest error of its block is taken (4/6, arXiv 2512.02010)."""
 
     by: Literal["mae", "mse", "max"] = Field(
         "mae", description="error of a block: sum of magnitudes, sum of squares, or largest magnitude"
     )
-    factors: Annotated[tuple[PositiveFloat, ...], Field(strict=False, min_length=2, max_length=4)] = Field(
+    factors: Annotated[tuple[CandidateFactor, ...], Field(strict=False, min_length=2, max_length=4)] = Field(
         (1.0, 1.5), description="factors of the block's scale; of equal errors the first wins"
     )
 
@@ -155,13 +158,15 @@ class CastConfig(Group):
         "even", description="rounding of a scaled element to a code"
     )
     noise_bits: Literal[8, 20] = Field(20, description="random bits per element of stochastic rounding")
-    prescale: PositiveFloat = Field(
+    prescale: float = Field(
         1.0,
+        ge=0.125,
         le=1,
         description="factor before rounding, divided out after the GEMM; 0.75: stochastic E2M1 cannot clip",
     )
-    headroom: PositiveFloat = Field(
+    headroom: float = Field(
         1.0,
+        ge=0.125,
         le=1.5,
         description="factor of the largest number that a scale takes amax to; 16/17: scales rounded down clip nothing",
         exclude_if=lambda headroom: headroom == 1,  # recipes from before the key keep their hash
@@ -171,8 +176,9 @@ class CastConfig(Group):
         description="two-level scales: fp32 scale per tensor, or per vector along the contraction axis",
         exclude_if=lambda amax: amax == "tensor",  # recipes from before the key keep their hash
     )
-    scale_max: PositiveFloat = Field(
+    scale_max: float = Field(
         448.0,
+        ge=1,
         le=448,
         description="two-level scales: largest block scale that the fp32 scale aims at; 256 leaves room for candidates",
         exclude_if=lambda largest: largest == 448,  # recipes from before the key keep their hash
@@ -284,6 +290,8 @@ class CastConfig(Group):
             if getattr(self, key) != type(self).model_fields[key].default and key not in kind.takes:
                 those = ", ".join(name for name in SCALES if key in SCALES[name].takes)
                 raise ValueError(f"{key} needs a scale of {those}, and scale is {self.scale}")
+        if kind.by_rotation and self.hadamard is not None and self.hadamard.size & (self.hadamard.size - 1):
+            raise ValueError(f"hadamard.size={self.hadamard.size}: must be a power of two with scale: {self.scale}")
         if self.amax == "row" and self.block_size is not None and self.block_size[0] != 1:
             raise ValueError(f"amax: row needs blocks of one row (1x16), and block is {self.block}")
         if self.headroom > 1 and not kind.corrects:
