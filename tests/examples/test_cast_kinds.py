@@ -54,7 +54,7 @@ def test_a_transform_of_any_size_is_scipys_and_cancels(registered):
 
 def test_a_scale_by_rotation_rejects_groups_that_blocks_of_16_do_not_halve_into(registered):
     eden = {"format": "e2m1", "block": "1x16", "scale": "eden"}
-    with pytest.raises(ValueError, match="hadamard.size=48: must be a power of two with scale: eden"):
+    with pytest.raises(ValueError, match=r"hadamard.size=48: must be a power of two with scale: eden"):
         CastConfig.model_validate(eden | {"hadamard": {"size": 48, "transform": "cosine"}})
     CastConfig.model_validate(eden | {"hadamard": {"size": 64, "transform": "cosine"}})
 
