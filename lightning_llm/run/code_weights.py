@@ -56,11 +56,15 @@ def _per_row(coded: Coded, cast: CastConfig) -> Tensor:
     return coded[0].stored_scale.repeat_interleave(height, 0)[:rows]
 
 
+def _of_tensor(scaled: Scaled) -> Tensor:
+    """Return the scale of the whole tensor, fp32 [1]."""
+    found = scaled.block if scaled.factor is None else scaled.factor
+    return torch.ones(1) if found is None else found.reshape(1)
+
+
 def _nvfp4(coded: Coded, cast: CastConfig) -> dict[str, Tensor]:
-    if (factor := coded[1].factor) is None:
-        raise ValueError("scale: has no factor of the whole tensor")
     scales = _per_row(coded, cast).to(torch.float8_e4m3fn)
-    multiplier = divide(1.0, factor).reshape(1)  # engines divide by it
+    multiplier = divide(1.0, _of_tensor(coded[1]))  # engines divide by it
     return {"weight_packed": _pairs(coded[0].codes), "weight_scale": scales, "weight_global_scale": multiplier}
 
 
@@ -69,9 +73,7 @@ def _mxfp4(coded: Coded, cast: CastConfig) -> dict[str, Tensor]:
 
 
 def _fp8(coded: Coded, cast: CastConfig) -> dict[str, Tensor]:
-    if (factor := coded[1].factor) is None:
-        raise ValueError("scale: has no factor of the whole tensor")
-    return {"weight": coded[0].codes.view(torch.float8_e4m3fn), "weight_scale": factor.reshape(1)}
+    return {"weight": coded[0].codes.view(torch.float8_e4m3fn), "weight_scale": _of_tensor(coded[1])}
 
 
 def _int4(coded: Coded, cast: CastConfig) -> dict[str, Tensor]:
@@ -119,6 +121,7 @@ class CodeFormat:
         same = of_recipe.block.rpartition("x")[2] == own.block.rpartition("x")[2]
         theirs, ours = of_recipe.scale_kind, own.scale_kind
         same &= (theirs.stored_bits, theirs.shares_exponent) == (ours.stored_bits, ours.shares_exponent)
+        same &= of_recipe.amax == own.amax  # the layout has one scale of the whole tensor, not one per row
         changing = of_recipe.stochastic or theirs.from_history or of_recipe.prescale != 1
         return of_recipe if same and not changing else own
 

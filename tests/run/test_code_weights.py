@@ -8,8 +8,10 @@ from compressed_tensors.quantization.quant_config import QuantizationConfig
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.casts import HIGH, CastConfig
+from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.precision.cast.quantize import quantise
+from lightning_llm.precision.cast.rounding import decode
 from lightning_llm.run.code_weights import CODES, CodeWeights, as_codes, quantization_entry, uncoded_modules
 
 
@@ -125,3 +127,39 @@ def test_weights_stored_transposed_are_refused():
 def test_experts_are_refused():
     with pytest.raises(ConfigError, match=r"^--as=fp8: experts \(layers\.0\.feed_forward\.experts\.gate_proj\)"):
         CodeWeights(Drawn(model="moe_tiny"), CODES["fp8"], None, key="--as")
+
+
+CASTS = {
+    "nvfp4": [
+        "precision=quartet_ii",
+        "precision=nvfp4_4over6",
+        "precision.fprop.w.amax=row",
+        "precision.fprop.w.headroom=0.9",
+    ],
+    "fp8": ["precision.fprop.w.scale=power_of_two", "precision.fprop.w.scale=unit", "precision.fprop.w.block=row"],
+    "mxfp4": [
+        "precision.fprop.w.scale=e8m0_even",
+        "precision.fprop.w.block=32x32",
+        "precision.fprop.w.scale=e8m0_ceil",
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "word"), [(name, word) for name, words in CASTS.items() for word in words])
+def test_stored_codes_are_the_numbers_of_the_recipes_cast(name, word):
+    """Code times scale, read back here as compressed-tensors defines it."""
+    mxfp4 = ["precision=nvfp4_qat", "precision.fprop.w.block=1x32", "precision.fprop.w.scale=e8m0_floor"]
+    base = {"nvfp4": ["precision=nvfp4_qat"], "fp8": ["precision=fp8_current"], "mxfp4": mxfp4}[name]
+    words = [word] if word.startswith("precision=") else [*base, word]
+    weights = CodeWeights(Drawn(), CODES[name], compose_config(words).precision)
+    ours = next(iter(weights.casts))
+    stored = weights.format.stored(weights.coded(ours), weights.casts[ours])
+    if name == "fp8":
+        found = stored["weight"].float() * stored["weight_scale"]
+    else:
+        packed = stored["weight_packed"]
+        codes = torch.stack([packed & 15, packed >> 4], 2).flatten(1)
+        scales = stored["weight_scale"]
+        scales = scales.float() / stored["weight_global_scale"] if name == "nvfp4" else 2.0 ** (scales.float() - 127)
+        found = decode(codes, NUMBER_FORMATS["e2m1"]) * scales.repeat_interleave(weights.format.width, 1)
+    torch.testing.assert_close(found, weights.rows(ours, 0, len(found)), rtol=1e-6, atol=0)
