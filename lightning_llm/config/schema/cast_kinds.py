@@ -18,11 +18,11 @@ ROUNDINGS: Registry["RoundingKind"] = Registry("rounding", "lightning_llm.precis
 TRANSFORMS: Registry["TransformKind"] = Registry("transform", "lightning_llm.precision.kinds.transforms", key="name")
 GRADIENTS: Registry["GradientKind"] = Registry("gradient rule", "lightning_llm.precision.kinds.gradients", key="name")
 REGISTRIES: tuple[Registry[Any], ...] = (SCALES, ROUNDINGS, TRANSFORMS, GRADIENTS)
-"""The registries of kinds whose functions run within a cast."""
+"""Registries of the kinds that run within a cast."""
 
 
 class ScaleKind(Group):
-    """Base class of scales: the factor of a block's elements, which takes them into the range of the number format.
+    """Base class of scales. A scale takes the elements of a block into the range of the number format.
 
     The attributes describe the kind to code that never computes a scale.
     """
@@ -38,38 +38,38 @@ class ScaleKind(Group):
     stored_bits: ClassVar[int] = 32
     """Bits of a block's scale in memory."""
     from_history: ClassVar[bool] = False
-    """Whether it follows the amaxes of earlier steps (`delayed`) and not the tensor."""
+    """True if it depends on the amaxes of earlier steps (`delayed`) instead of the tensor."""
     shares_exponent: ClassVar[bool] = False
-    """Whether it is a shared exponent of a small block (the E8M0 scales of OCP Microscaling)."""
+    """True for a shared exponent per small block (the E8M0 scales of OCP Microscaling)."""
     takes: ClassVar[frozenset[str]] = frozenset()
-    """Keys of a slot that it has a meaning for: prescale, headroom, amax, scale_max, candidates."""
+    """Optional keys of a slot that it uses: prescale, headroom, amax, scale_max, candidates."""
     from_block_amax: ClassVar[bool] = False
-    """Whether a block's scale depends on the block's amax alone, so ranks that share a block only reduce that."""
+    """True if a block's scale depends only on the block's amax. Ranks that share a block then reduce only the amax."""
     clips: ClassVar[bool] = False
-    """Whether it clips large elements on purpose, which biases; such a cast may have `clip_gradient`."""
+    """True if it clips large elements on purpose, which biases. Such a cast may set `clip_gradient`."""
     draws: ClassVar[bool] = False
-    """Whether it draws random bits for each block, so differs in each micro-batch."""
+    """True if it draws random bits for each block. Its casts then differ between micro-batches."""
     by_rotation: ClassVar[bool] = False
-    """Whether it depends on the groups of the cast's rotation (`hadamard`)."""
+    """True if it depends on the groups of the cast's rotation (`hadamard`), which must be powers of two."""
     corrects: ClassVar[bool] = False
-    """Whether it makes up for clipped elements, so that `headroom` may be above 1."""
+    """True if it corrects the error of clipped elements. `headroom` may then be above 1."""
     reads: ClassVar[int] = 2
-    """Number of times that a fused kernel reads the tensor, for times in `plan`."""
+    """Reads of the tensor by a fused kernel, for times in `plan`."""
     engine: ClassVar[dict[tuple[str, str], str]] = {}
-    """{(format, block): configuration of Transformer Engine (`native/express.py`) that has it}."""
+    """{(format, block): Transformer Engine configuration (`native/express.py`) with this scale}."""
 
     name: str = Field(description="a registered scale")
 
     def problem(self, format: str, block: str) -> str | None:
-        """Return why the scale is not defined for blocks `block` of `format`; None if it is."""
+        """Return the reason why the scale is undefined for blocks `block` of `format`; None if it is defined."""
         return None
 
     def needs_tensor_amax(self, block: str) -> bool:
-        """Whether it depends on the amax of the whole tensor, which shards must agree on."""
+        """Return True if it depends on the amax of the whole tensor, which shards must agree on."""
         return block == "tensor" and not self.from_history
 
     def has_factor(self, block: str) -> bool:
-        """Whether it has an fp32 factor of the whole tensor (`Scaled.tensor`), which multiplies the product."""
+        """Return True if an fp32 factor of the whole tensor (`Scaled.tensor`) multiplies the product."""
         return False
 
     def unclipped_prescale(self, fmt: NumberFormat) -> float:
@@ -93,10 +93,10 @@ class RoundingKind(Group):
     label: ClassVar[str] = ""
     """Short name in tables of recipes; "" for the default."""
     draws: ClassVar[bool] = False
-    """Whether it draws `noise_bits` random bits per element, so differs in each micro-batch."""
+    """True if it draws `noise_bits` random bits per element. Its casts then differ between micro-batches."""
 
     counts_steps: ClassVar[bool] = True
-    """Whether `whole` defines it; else `round` does."""
+    """True if `whole` defines the rounding; False if `round` does."""
 
     name: str = Field(description="a registered rounding")
 
@@ -121,11 +121,11 @@ class TransformKind(Group):
     name: str = Field(description="a registered transform")
 
     def size_problem(self, size: int) -> str | None:
-        """Return how a group of `size` elements is not possible ("must be a power of two"); None if it is."""
+        """Return the requirement that `size` violates ("must be a power of two"); None if `size` is allowed."""
         return None
 
     def exact_in_bf16(self, size: int) -> bool:
-        """Whether all entries are exact in bf16, so that a bf16 GEMM rounds only its result."""
+        """Return True if all entries are exact in bf16, so that a bf16 GEMM rounds only its result."""
         return False
 
     def matrix(self, size: int) -> Any:
@@ -139,7 +139,7 @@ class GradientKind(Group):
     meaning: ClassVar[str]
     """The derivative in a few words."""
     is_one: ClassVar[bool] = False
-    """Whether the derivative is 1, so that nothing is kept or multiplied (straight-through)."""
+    """True if the derivative is 1 (straight-through), so nothing is saved or multiplied."""
 
     name: str = Field(description="a registered gradient rule")
 

@@ -133,7 +133,7 @@ CandidateFactor = Annotated[float, Field(ge=0.125, le=8)]
 
 
 class CandidatesConfig(Group):
-    """Block scales that are tried; the one with the smallest error of its block is taken (4/6, arXiv 2512.02010)."""
+    """Candidate scales of each block; the one with the smallest error is used (4/6, arXiv 2512.02010)."""
 
     by: Literal["mae", "mse", "max"] = Field(
         "mae", description="error of a block: sum of magnitudes, sum of squares, or largest magnitude"
@@ -207,7 +207,7 @@ class CastConfig(Group):
 
     @property
     def quantises(self) -> bool:
-        """Whether the operand is quantized."""
+        """True if the operand is quantized."""
         return self.format != "high"
 
     @property
@@ -232,12 +232,12 @@ class CastConfig(Group):
 
     @property
     def needs_tensor_amax(self) -> bool:
-        """Whether the scale depends on the whole tensor's amax, which shards must agree on."""
+        """True if the scale depends on the whole tensor's amax, which shards must agree on."""
         return self.amax == "tensor" and self.scale_kind.needs_tensor_amax(self.block)
 
     @property
     def has_factor(self) -> bool:
-        """Whether an fp32 factor of the whole tensor multiplies the product of the GEMM."""
+        """True if an fp32 factor of the whole tensor multiplies the product of the GEMM."""
         return self.prescale != 1 or self.scale_kind.has_factor(self.block)
 
     @property
@@ -248,12 +248,12 @@ class CastConfig(Group):
 
     @property
     def largest(self) -> float:
-        """The number that scales take an amax to: the format's largest, times the headroom."""
+        """The number that an amax is scaled to: the format's largest, times `headroom`."""
         return self.number_format.max * self.headroom
 
     @property
     def stochastic(self) -> bool:
-        """Whether rounding, of elements or of scales, draws random bits."""
+        """True if the rounding of elements or of scales draws random bits."""
         return self.rounding_kind.draws or self.scale_kind.draws
 
     @property
@@ -263,12 +263,12 @@ class CastConfig(Group):
 
     @property
     def is_square(self) -> bool:
-        """Whether blocks are square and have more than one element per side."""
+        """True if blocks are square, with more than one element per side."""
         return self.block_size is not None and self.block_size[0] == self.block_size[1] > 1
 
     @property
     def scales_partial_sums(self) -> bool:
-        """Whether block scales multiply partial sums of the GEMM, because code value times scale may not fit bf16."""
+        """True if block scales multiply partial sums of the GEMM, because value times scale may not fit bf16."""
         if self.block == "tensor":
             return False
         return self.number_format.mantissa_bits + 1 + self.scale_kind.significant_bits > BF16_BITS
@@ -281,7 +281,7 @@ class CastConfig(Group):
                 raise ValueError("format: high takes no block, scale, rounding or prescale. Set a format, or omit them")
             return self
         kind = self.scale_kind
-        _ = self.rounding_kind, self.gradient_kind  # made now: Dynamo cannot trace that within a compiled cast
+        _ = self.rounding_kind, self.gradient_kind  # created here: Dynamo cannot trace it in a cast
         if kind.from_history != (self.delayed is not None):
             raise ValueError("`delayed` ({history_length, ...}) must be set with scale: delayed, and only then")
         if (problem := kind.problem(self.format, self.block)) is not None:

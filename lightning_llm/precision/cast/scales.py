@@ -238,7 +238,7 @@ class Scaled(NamedTuple):
 
 
 class BlocksToScale(NamedTuple):
-    """A tensor `blocked` to `shape`, to be scaled by `cast`: what a `ScaleKind` may read.
+    """Input of a `ScaleKind`: a tensor `blocked` to `shape`, its cast, and inputs that only some kinds need.
 
     `amax`: the whole tensor's (fp32 scalar), where the kind needs it; `kept`: the multiplier kept from earlier steps;
     `noise`: uniform in [0, 1) of the shape of `blocks`, where the kind draws random bits.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @GRADIENTS.register
 class StraightThrough(GradientKind):
-    """The derivative of no cast (Bengio et al., arXiv 1308.3432)."""
+    """The derivative of a cast is taken to be 1 (Bengio et al., arXiv 1308.3432)."""
 
     name: Literal["straight_through"] = "straight_through"
     meaning: ClassVar[str] = "1 everywhere"
@@ -20,10 +20,10 @@ class StraightThrough(GradientKind):
 
 @GRADIENTS.register
 class ClipMask(GradientKind):
-    """0 for elements that were clipped (Quartet, arXiv 2505.14669)."""
+    """0 for clipped elements, and for those at the largest number (Quartet, arXiv 2505.14669)."""
 
     name: Literal["clip_mask"] = "clip_mask"
-    meaning: ClassVar[str] = "1 where the scaled element is within the range of the format, else 0"
+    meaning: ClassVar[str] = "1 where the scaled element is below the largest number, 0 from there on"
 
     def factor(self, elements: "Tensor", fmt: NumberFormat) -> "Tensor":
         import torch
