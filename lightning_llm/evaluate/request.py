@@ -111,17 +111,12 @@ def checked_request(
     Raises:
         ConfigError: with all that is wrong.
     """
-    problems: list[Problem] = []
-    if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit % 1 == 0)):
-        text = f"is {limit:g}, must be a number of samples, or a fraction of them between 0 and 1, such as 0.5."
-        problems.append(Problem("--limit", text))
+    problems = list(_number_problems(limit, batch_size))
     if codes is not None and codes not in CODES:
         problems.append(Problem("--as", f"must be one of {', '.join(CODES)}.", codes))
     elif codes is not None and (average or ensemble):
-        text = "goes with one model. Remove --average or --ensemble; or export their average first."
+        text = "evaluates one model. Remove --average or --ensemble."
         problems.append(Problem("--as", text, codes))
-    if batch_size < 1:
-        problems.append(Problem("--batch-size", f"is {batch_size}, must be at least 1."))
     if average and ensemble:
         text = "excludes --average: models are combined by weights or by predictions. Give one of the two."
         problems.append(Problem("--ensemble", text))
@@ -158,6 +153,14 @@ def checked_request(
     how = "average" if average else "ensemble" if ensemble else ""
     how = how if len(subjects) > 1 else ""
     return EvaluationRequest(subjects, how, validates, read, where, limit, batch_size, compute_dtype, degrees, codes)
+
+
+def _number_problems(limit: float | None, batch_size: int) -> Iterator[Problem]:
+    if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit % 1 == 0)):
+        text = "must be a number of samples, or a fraction of them between 0 and 1, such as 0.5."
+        yield Problem("--limit", text, f"{limit:g}")
+    if batch_size < 1:
+        yield Problem("--batch-size", "must be at least 1.", batch_size)
 
 
 def _subjects(

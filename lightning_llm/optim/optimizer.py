@@ -50,13 +50,14 @@ class AdamW(torch.optim.AdamW):
 
     def with_rounding(self, rounding: WeightRounding) -> "RoundedAdamW":
         """Return AdamW over the same parameters and options that writes weights by `rounding`."""
-        return RoundedAdamW([dict(group) for group in self.param_groups], rounding)
+        return RoundedAdamW([{**group, "fused": False} for group in self.param_groups], rounding)
 
 
 class RoundedAdamW(torch.optim.AdamW):
     """AdamW in fp32 arithmetic: moments are rounded to nearest in their dtype, and weights as `rounding` says.
 
-    Its `step` calls none of torch's, which would run the hooks of a step twice.
+    Its `step` calls none of torch's, which would run the hooks of a step twice. Its groups are not fused: torch would
+    load their step counts onto the device, where the host would wait for each.
     """
 
     def __init__(self, groups: list[dict[str, Any]], rounding: WeightRounding):

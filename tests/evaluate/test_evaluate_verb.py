@@ -178,7 +178,8 @@ def test_all_problems_are_reported_at_once(tmp_path, capsys):
     wrong += ["--output", str(tmp_path)]
     assert main(["evaluate", *wrong]) == 2
     said = capsys.readouterr().err
-    for part in ("--limit: is 0", "--batch-size: is 0", "--ensemble: excludes --average", "'jsonl' is not KEY=VALUE",
+    for part in ("--limit=0: must be a number", "--batch-size=0: must be at least 1",
+                 "--ensemble: excludes --average", "'jsonl' is not KEY=VALUE",
                  "--tasks-only: leaves nothing to do", "a: does not exist", "b: does not exist",
                  "is a folder. Give a file in it"):  # fmt: skip
         assert part in said, part
@@ -232,4 +233,4 @@ def test_a_model_of_codes_is_evaluated_as_it_is_exported(trained, tmp_path, caps
     assert 0 < abs(metrics["as_mxfp4/val_loss"]["value"] - metrics["val_loss"]["value"]) < 0.05
     assert metrics["as_mxfp4/val_loss"]["of"] == metrics["val_loss"]["of"]
     assert main(["evaluate", str(run), "--as", "mxfp4", "--average", str(run)]) == 2
-    assert "--as=mxfp4: goes with one model" in capsys.readouterr().err
+    assert "--as=mxfp4: evaluates one model" in capsys.readouterr().err

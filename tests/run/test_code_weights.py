@@ -1,11 +1,16 @@
 """Weights as codes: compressed-tensors reads the numbers that `evaluate --as` measures."""
 
+import inspect
+from typing import get_args
+
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization.quant_config import QuantizationConfig
 
+from lightning_llm import api
 from lightning_llm.base.errors import ConfigError
+from lightning_llm.cli.options import CODE_FORMATS
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.casts import HIGH, CastConfig
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
@@ -122,6 +127,11 @@ def test_weights_stored_transposed_are_refused():
     gpt2 = CodeWeights(Drawn("model.num_kv_heads=2", model="gpt3_345m"), CODES["fp8"], None)
     with pytest.raises(ConfigError, match=r"^--codes=fp8: GPT2LMHeadModel stores its weights as \[inputs, outputs\]"):
         as_codes(gpt2, "fp32")
+
+
+def test_the_flags_offer_every_format():
+    offered, _none = get_args(inspect.signature(api.evaluate).parameters["codes"].annotation)
+    assert tuple(CODES) == CODE_FORMATS == get_args(offered)
 
 
 def test_experts_are_refused():
