@@ -241,9 +241,9 @@ def test_parameters_and_flops_count_the_chosen_experts():
     ("keys", "text"),
     [
         ({"per_token": 9}, "per_token: is 9, and there are 8 experts. Use at most 8."),
-        ({"router": {"groups": 3, "groups_chosen": 1}}, "groups: is 3, and does not divide experts=8."),
+        ({"router": {"groups": 3, "groups_chosen": 1}}, "does not divide experts=8. Use one of 1, 2, 4, null."),
         ({"router": {"groups": 4, "groups_chosen": 1}}, "1 groups of 2 experts have 2, and per_token=3"),
-        ({"router": {"groups": 4, "groups_chosen": 5}}, "groups_chosen: is 5, and there are 4 groups."),
+        ({"router": {"groups": 4, "groups_chosen": 5}}, "groups_chosen: is 5, and there are 4 groups. Use at most 4."),
         ({"router": {"groups": 8, "groups_chosen": 3}}, "is 8, which leaves one expert per group"),
         ({"router": {"groups": 4}}, "needs groups_chosen"),
     ],

@@ -192,13 +192,15 @@ class MoE(FeedForward):
 
     def _group_problems(self, key: str, groups: int, chosen: int) -> Iterator[Problem]:
         each, rest = divmod(self.experts, groups)
+        divisors = (str(count) for count in range(1, self.experts // 2 + 1) if self.experts % count == 0)
+        remedy = f"Use one of {', '.join([*divisors, 'null'])}."
         if rest:
-            yield Problem(f"{key}.groups", f"is {groups}, and does not divide experts={self.experts}.")
+            yield Problem(f"{key}.groups", f"is {groups}, and does not divide experts={self.experts}. {remedy}")
         elif each < 2:
             text = f"is {groups}, which leaves one expert per group, and a group's score is the sum of its best two."
-            yield Problem(f"{key}.groups", f"{text} Use at most {self.experts // 2}.")
+            yield Problem(f"{key}.groups", f"{text} {remedy}")
         elif chosen > groups:
-            yield Problem(f"{key}.groups_chosen", f"is {chosen}, and there are {groups} groups.")
+            yield Problem(f"{key}.groups_chosen", f"is {chosen}, and there are {groups} groups. Use at most {groups}.")
         elif chosen * each < self.per_token:
             text = f"is {chosen}: {chosen} groups of {each} experts have {chosen * each}, and per_token="
             yield Problem(f"{key}.groups_chosen", f"{text}{self.per_token}. Use more groups or larger ones.")
