@@ -249,9 +249,9 @@ def _native_problems(derived: DerivedConfig) -> list[Problem]:
 def _compiler_problems(config: Config, degrees: Degrees) -> list[Problem]:
     if not config.parallel.compile:
         return []
-    checkpointing = "parallel.activation_checkpoint=selective or none, or trainer.compile=false"
+    checkpointing = "parallel.activation_checkpoint=selective or none, or parallel.compile=false"
     reasons = {
-        uncompiled_part(config.model): "trainer.compile=false or null",
+        uncompiled_part(config.model): "parallel.compile=false",
         compiler_failure(config.parallel, degrees): checkpointing,
     }
     found = ((reason, remedy) for reason, remedy in reasons.items() if reason is not None)

@@ -172,7 +172,7 @@ def check_compiler(config: Config, device: torch.device) -> None:
     """Raise ConfigError if blocks are to be compiled and there is no compiler for `device`."""
     reason = no_compiler(device.type) if config.parallel.compile else None
     if reason is not None:
-        text = f"{reason}. Fix this, or set trainer.compile=false, its default."
+        text = f"{reason}. Fix this, or set parallel.compile=false."
         raise ConfigError(Problem("parallel.compile", text, "true"))
 
 
