@@ -148,6 +148,15 @@ def test_even_exponents_are_torchaos(name):
     assert np.array_equal(made.stored_scale.flatten().numpy(), expected)
 
 
+@pytest.mark.parametrize("scale", ["e8m0_floor", "e8m0_even"])
+def test_the_largest_bf16_numbers_have_the_largest_exponent_in_formats_below_one(scale):
+    x = torch.full((1, 32), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    grid = {"mantissa": 1, "min_exponent": -4, "max_exponent": -2}
+    made = quantise(x, cast_of(format=grid, block="1x32", scale=scale))
+    assert made.stored_scale.eq(254).all()
+    assert made.dequantised.eq(0.375 * 2.0**127).all()  # saturated at the format's largest
+
+
 def test_stochastic_casts_with_headroom_are_unbiased_where_scales_round_down():
     """E4M3 scales round down by up to 1/17, so the largest elements clip; 16/17 of 6 leaves room for that."""
     x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))

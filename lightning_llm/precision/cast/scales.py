@@ -152,16 +152,16 @@ def float_to_e8m0(value: Tensor) -> Tensor:
 
 
 def e8m0_floor(amax: Tensor, fmt: NumberFormat) -> Tensor:
-    """Return biased exponents (int32) floor(log2 amax) - emax + 127, at least 0; 255 (NaN) for Inf and NaN (OCP)."""
+    """Return biased exponents (int32) floor(log2 amax) - emax + 127, in 0..254; 255 (NaN) for Inf and NaN (OCP)."""
     exponent = amax.view(torch.int32) >> 23
-    shared = (exponent - fmt.max_exponent).clamp(min=0)
+    shared = (exponent - fmt.max_exponent).clamp(0, 254)
     return torch.where(exponent == 255, torch.full_like(shared, E8M0_NAN), shared)
 
 
 def e8m0_even(amax: Tensor, fmt: NumberFormat) -> Tensor:
     """Return `e8m0_floor` of amax rounded half up to the mantissa bits of `fmt` (torchao's EVEN)."""
     bits = amax.view(torch.int32)
-    shared = (((bits + (1 << (22 - fmt.mantissa_bits))) >> 23) - fmt.max_exponent).clamp(min=0)
+    shared = (((bits + (1 << (22 - fmt.mantissa_bits))) >> 23) - fmt.max_exponent).clamp(0, 254)
     return torch.where(bits >> 23 == 255, torch.full_like(shared, E8M0_NAN), shared)
 
 
