@@ -24,7 +24,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
 from lightning_llm.model.weights import write
 from lightning_llm.model.weights.load import InitialWeights, state_dict_of
-from lightning_llm.run.resume.weights import init_problems, open_weights, pieces_of_new_tokens
+from lightning_llm.run.resume.weights import init_problems, open_weights, pieces_of_new_tokens, shape_differences
 from lightning_llm.tracking.files import read_records, summary_of
 from lightning_llm.tracking.reading import Run
 from tests.weight_folders import write_huggingface
@@ -117,7 +117,7 @@ def test_all_differences_from_the_weights_are_reported_before_anything_is_writte
     assert not (tmp_path / "run").exists()
     same_depth = [*words, "model.num_layers=2"]
     assert main(["plan", *same_depth]) == 2
-    assert "model.layers: block 0 differs from the weights (mixer)" in capsys.readouterr().err
+    assert "block 0 differs from the weights (mixer.window is 5, but None there). " in capsys.readouterr().err
 
 
 def test_another_tokenizer_is_named_by_its_tokens(places, small_run, tmp_path):
@@ -327,3 +327,14 @@ def test_a_failed_export_reports_where_the_weights_are(small_run, tmp_path, caps
     said = capsys.readouterr().err
     assert "has no Hugging Face counterpart: norm=layernorm" in said
     assert f"model.init_from={tmp_path / 'run' / 'checkpoints' / 'step=1'} can still load its weights" in said
+
+
+def test_a_differing_number_of_experts_is_named_alone():
+    theirs, ours, dense = (
+        compose_config(["model=moe_tiny", f"model.{keys}"]).model
+        for keys in ("layers=[moe]", "blocks.moe.feed_forward.experts=4", "layers=[attention]")
+    )
+    (problem,) = shape_differences(theirs, ours)
+    assert "differs from the weights (feed_forward.experts is 4, but 8 there). " in problem.text
+    (problem,) = shape_differences(theirs, dense)
+    assert "(feed_forward.kind is 'swiglu', but 'moe' there). " in problem.text

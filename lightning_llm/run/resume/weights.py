@@ -139,10 +139,21 @@ def shape_differences(
     for index in range(ours.num_layers):
         block, other = (each.block_at(index).model_dump() for each in (ours, theirs))
         if block != other:
-            differ = ", ".join(sorted(key for key in block if block[key] != other[key]))
-            text = f"block {index} differs from the weights ({differ}): {block}, but {other} there. {same}"
+            differ = ", ".join(_differing(other, block))
+            text = f"block {index} differs from the weights ({differ}). {same}"
             yield Problem("model.layers", text)
             return
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield "KEY is VALUE, but VALUE there" for each differing key, at any depth; of two kinds `kind` alone."""
+    keys = ["kind"] if before.get("kind") != now.get("kind") else sorted(before.keys() | now.keys())
+    for key in keys:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differing(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield f"{prefix}{key} is {new!r}, but {old!r} there"
 
 
 def vocabulary_problems(config: Config, weights: Weights) -> Iterator[Problem]:
