@@ -65,7 +65,7 @@ def _flex_problems(derived: DerivedConfig, plain: list[str]) -> Iterator[Problem
         text = f"is flex, which needs a mask ({MASK_SOURCES}), and blocks of {', '.join(plain)} have none"
         yield Problem(KEY, f"{text}. Set auto or flash.")
     if not compiles(derived.config, derived.likely_degrees, derived.capability):
-        yield Problem(KEY, "is flex, which runs only in compiled blocks. Set trainer.compile=true, or auto.")
+        yield Problem(KEY, "is flex, which runs only in compiled blocks. Set parallel.compile=true, or auto.")
 
 
 def takes_blocks(plan: Plan) -> bool:

@@ -10,6 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from lightning_llm.config.compose import compose_config
 from lightning_llm.linalg import gemm
 from lightning_llm.model.experts.dispatch import place
 from lightning_llm.model.experts.kinds import MoE, RouterConfig
@@ -17,6 +18,7 @@ from lightning_llm.model.experts.moe import MixtureOfExperts
 from lightning_llm.model.experts.router import choose, within_capacity
 from lightning_llm.model.feed_forward import DenseFeedForward
 from lightning_llm.model.flops import count_parameters, flops_per_token
+from lightning_llm.model.interop.families import architecture
 from lightning_llm.model.kinds import SwiGLU
 from lightning_llm.model.structure import shape_problems
 from tests.model.model_shapes import build, llama, tokens_of
@@ -267,3 +269,11 @@ def test_an_expert_without_tokens_has_a_result_of_no_rows_in_fp16():
     x = torch.randn(4, 24, dtype=torch.float16, requires_grad=True)
     made = gemm.linear(x[4:], torch.randn(16, 24, dtype=torch.float16), None)
     assert made.shape == (0, 16)
+
+
+@pytest.mark.parametrize("name", ["mixtral_8x7b", "qwen3_30b_a3b"])
+def test_presets_have_the_published_balance_loss(name):
+    """The coefficient that the weights' config.json has: 0.02 and 0.001 (transformers' form, see `coefficient`)."""
+    config = compose_config([f"model={name}"]).model
+    published = {"mixtral_8x7b": 0.02, "qwen3_30b_a3b": 0.001}[name]
+    assert architecture(config).entries(config)["router_aux_loss_coef"] == published
