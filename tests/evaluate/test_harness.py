@@ -189,7 +189,7 @@ def test_a_task_of_ones_own_offline(trained, task, tmp_path, capsys, monkeypatch
     kept = json.loads((run / "evaluation" / "step=4.json").read_text())["metrics"]["my_choice/acc"]
     assert (kept["of"], kept["samples"]) == ("version 1.0, the first 0.6 of the samples", 4)
     assert main(["evaluate", str(run), "--tasks", str(task), "--limit", "1.5"]) == 2
-    assert "--limit: is 1.5, must be a number of samples, or a fraction" in capsys.readouterr().err
+    assert "--limit=1.5: must be a number of samples, or a fraction" in capsys.readouterr().err
 
 
 def test_a_task_whose_settings_would_be_ignored_is_refused(trained, task, tmp_path, capsys, monkeypatch):
