@@ -1,8 +1,8 @@
 """Base classes and registries of the parts of casts: scales, roundings, transforms, gradient rules. No torch.
 
-A kind is a subclass in `precision/kinds/`, or in an installed package (docs/howto/extend.md). It declares its needs,
-its stored form and its limits, which schema, planner, sharding, lint and native decision read. One method computes it;
-it imports torch in its body.
+A kind is a subclass in `precision/cast/scale_kinds.py`, `precision/cast/kinds.py` or an installed package
+(docs/howto/extend.md). It declares its needs, its stored form and its limits, which schema, planner, sharding, lint and
+native decision read. One method computes it; it imports torch in its body.
 """
 
 from typing import Any, ClassVar
@@ -13,10 +13,10 @@ from lightning_llm.base.registry import Registry
 from lightning_llm.config.schema.base import Group
 from lightning_llm.config.schema.number_formats import NumberFormat
 
-SCALES: Registry["ScaleKind"] = Registry("scale", "lightning_llm.precision.kinds.scales", key="name")
-ROUNDINGS: Registry["RoundingKind"] = Registry("rounding", "lightning_llm.precision.kinds.roundings", key="name")
-TRANSFORMS: Registry["TransformKind"] = Registry("transform", "lightning_llm.precision.kinds.transforms", key="name")
-GRADIENTS: Registry["GradientKind"] = Registry("gradient rule", "lightning_llm.precision.kinds.gradients", key="name")
+SCALES: Registry["ScaleKind"] = Registry("scale", "lightning_llm.precision.cast.scale_kinds", key="name")
+ROUNDINGS: Registry["RoundingKind"] = Registry("rounding", "lightning_llm.precision.cast.kinds", key="name")
+TRANSFORMS: Registry["TransformKind"] = Registry("transform", "lightning_llm.precision.cast.kinds", key="name")
+GRADIENTS: Registry["GradientKind"] = Registry("gradient rule", "lightning_llm.precision.cast.kinds", key="name")
 REGISTRIES: tuple[Registry[Any], ...] = (SCALES, ROUNDINGS, TRANSFORMS, GRADIENTS)
 """Registries of the kinds that run within a cast."""
 

@@ -37,7 +37,7 @@ def round_to_format(
 ) -> Tensor:
     """Return fp32 `v` rounded to the grid of `fmt`, same shape, saturating at its largest number.
 
-    `rounding`: a registered rounding (`precision/kinds/roundings.py`). `noise`: uniform in [0, 1), fp32, same shape,
+    `rounding`: a registered rounding (`precision/cast/kinds.py`). `noise`: uniform in [0, 1), fp32, same shape,
     for one that draws it. Inf saturates; NaN stays, but becomes the largest number in formats without NaN
     (`cvt.satfinite`). `saturate=False` ("even" only): numbers that round beyond the largest become Inf in E5M2, NaN in
     E4M3. Raises ValueError if noise is missing.

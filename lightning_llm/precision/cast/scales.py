@@ -1,7 +1,7 @@
 """Scales from the largest magnitude of a tensor or block. All arithmetic is fp32 in the order the kernels use.
 
 Sources: Transformer Engine `recipe_common.cuh` (fp32, power of two), `ptx_arch_spec.cuh` (E8M0 by ceil),
-`core_nvfp4.cuh` (two levels); OCP Microscaling v1.0 and microxcaling (E8M0 by floor); Quartet's kernel (QuEST).
+OCP Microscaling v1.0 and microxcaling (E8M0 by floor); Quartet's kernel (QuEST).
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS, NumberFormat
 from lightning_llm.config.schema.precision import CastConfig, block_size
-from lightning_llm.precision.cast.rounding import EXPONENT_MASK, FLOAT_MAX, round_to_format
+from lightning_llm.precision.cast.rounding import EXPONENT_MASK, FLOAT_MAX
 
 BlockShape = tuple[int, int] | None
 """Rows and columns of a block, 0: all of the axis; None: the whole tensor is one."""
@@ -99,9 +99,6 @@ E8M0_NAN = 255
 QUEST_GAUSSIAN_CLIP = 2.92247856  # MSE-optimal clip of a Gaussian on the E2M1 grid, in standard deviations
 
 
-NVFP4_RANGE = 2688.0  # 448 * 6: the largest block scale times the largest element
-
-
 def magnitudes(x: Tensor) -> Tensor:
     """Return |x| in fp32 with NaN counted as 0, as CUDA's fmaxf does; Inf stays."""
     x = x.float().abs()
@@ -179,27 +176,6 @@ def e8m0_exponent(value: Tensor) -> Tensor:
 def e8m0_reciprocal(biased: Tensor) -> Tensor:
     """Return 2^(127 - e) in fp32, exact (e = 254 gives the subnormal 2^-127); NaN for 255."""
     return e8m0_value(torch.where(biased == E8M0_NAN, biased, 254 - biased))
-
-
-def nvfp4_tensor_scale(amax: Tensor, whole: float = NVFP4_RANGE) -> Tensor:
-    """Return NVFP4's tensor-level multiplier whole / amax (fp32); 1 where amax is 0 or Inf.
-
-    `whole`: the largest block scale times the largest element, 448 * 6.
-    """
-    scale = divide(whole, amax)
-    scale = torch.where(scale < FLOAT_MAX, scale, torch.full_like(scale, FLOAT_MAX))  # fminf: NaN too
-    return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
-
-
-def nvfp4_block_scale(block_amax: Tensor, tensor_scale: Tensor, largest: float = 6.0) -> tuple[Tensor, Tensor]:
-    """Return (sf, multiplier): block scales on the E4M3 grid, and the factor of elements before the cast to E2M1.
-
-    Transformer Engine >= 2.15: sd = a * (S * fp32(1 / largest)); sf = E4M3(sd); multiplier = 1 / (sf * (1/S)), both
-    capped at the largest fp32. sf may be subnormal or 0.
-    """
-    scale = round_to_format((block_amax * (tensor_scale * (1.0 / largest))).clamp(max=FLOAT_MAX), E4M3, "even")
-    multiplier = divide(1.0, scale * divide(1.0, tensor_scale)).clamp(max=FLOAT_MAX)
-    return scale, multiplier
 
 
 def quest_scale(mean: Tensor, mean_of_squares: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig, DelayedConfig, LossScalingConfig, Rounding, Scale
-from lightning_llm.precision.cast import inductor, scales
+from lightning_llm.precision.cast import inductor, nvfp4_scales, scales
 from lightning_llm.precision.cast.hadamard import rotate, rotation
 from lightning_llm.precision.cast.rounding import FLOAT_MAX, round_to_format
 from lightning_llm.precision.conformance.case import Case, Check
@@ -108,7 +108,7 @@ def mx_ocp(case: Case) -> Iterator[Check]:
 def nvfp4(case: Case) -> Iterator[Check]:
     """Check NVFP4: 1x16 or 16x16 blocks, of the tensor and of its (in some cases rotated) transpose."""
     if "expected" in case:
-        yield case.exact("expected", case.run(scales.nvfp4_tensor_scale, case.tensor("amax")))
+        yield case.exact("expected", case.run(nvfp4_scales.nvfp4_tensor_scale, case.tensor("amax")))
         return
     cast = CastConfig(format="e2m1", block=case.spec["block"], scale="two_level_e4m3")
     x = case.tensor("x")
@@ -123,7 +123,7 @@ def nvfp4(case: Case) -> Iterator[Check]:
     if "sf_old" in case:
         # Transformer Engine <= 2.14 multiplied in another order; recorded to tell the two apart.
         block_amax = x.float().abs().reshape(x.shape[0], -1, 16).amax(2)
-        old = (block_amax / 6.0) * scales.nvfp4_tensor_scale(x.float().abs().amax())
+        old = (block_amax / 6.0) * nvfp4_scales.nvfp4_tensor_scale(x.float().abs().amax())
         rounded = round_to_format(old, NUMBER_FORMATS["e4m3"], "even")
         yield case.codes("sf_old", rounded.to(torch.float8_e4m3fn).view(torch.uint8), "e4m3")
 

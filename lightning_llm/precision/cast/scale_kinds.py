@@ -181,15 +181,9 @@ class TwoLevelScale(ScaleKind):
         return True
 
     def scale(self, of: "BlocksToScale") -> "Scaled":
-        from lightning_llm.precision.cast import candidates, scales
+        from lightning_llm.precision.cast.nvfp4_scales import two_level
 
-        amax = of.tensor_amax() if of.cast.amax == "tensor" else of.row_amax()
-        whole = of.cast.scale_max * of.cast.largest
-        tensor_scale = scales.nvfp4_tensor_scale(amax, whole)
-        if of.cast.candidates is not None:
-            return candidates.best(of, amax, tensor_scale, whole)
-        block, multiplier = scales.nvfp4_block_scale(of.block_amax(), tensor_scale, of.cast.largest)
-        return scales.Scaled(multiplier, block, amax, 1.0 / whole)
+        return two_level(of)
 
 
 @SCALES.register
@@ -222,9 +216,9 @@ class EdenScale(ScaleKind):
         return f"scale: eden (Quartet II) needs format e2m1 with block 1x16, not {format} with block {block}"
 
     def scale(self, of: "BlocksToScale") -> "Scaled":
-        from lightning_llm.precision.cast.eden import corrected
+        from lightning_llm.precision.cast.nvfp4_scales import ms_eden
 
-        return corrected(of)
+        return ms_eden(of)
 
 
 @SCALES.register

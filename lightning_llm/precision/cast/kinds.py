@@ -1,8 +1,15 @@
-"""Built-in roundings. Imports torch only to compute."""
+"""Built-in roundings, transforms and gradient rules of casts. Imports torch only to compute."""
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from lightning_llm.config.schema.cast_kinds import ROUNDINGS, RoundingKind
+from lightning_llm.config.schema.cast_kinds import (
+    GRADIENTS,
+    ROUNDINGS,
+    TRANSFORMS,
+    GradientKind,
+    RoundingKind,
+    TransformKind,
+)
 from lightning_llm.config.schema.number_formats import NumberFormat
 
 if TYPE_CHECKING:
@@ -81,3 +88,47 @@ class StochasticCompare(RoundingKind):
         whole = steps.floor()
         # Not noise < steps - whole: Inductor (torch 2.13) keeps that bool in memory, and goes element by element.
         return (whole + 1).where((steps - whole) - noise > 0, whole)
+
+
+@TRANSFORMS.register
+class Hadamard(TransformKind):
+    """Sylvester's Hadamard matrix over the root of its size: spreads outliers before they share a scale."""
+
+    name: Literal["hadamard"] = "hadamard"
+    meaning: ClassVar[str] = "Sylvester's Hadamard matrix over the root of its size"
+
+    def size_problem(self, size: int) -> str | None:
+        return "must be a power of two, 2, 4, ..., 1024" if size & (size - 1) else None
+
+    def exact_in_bf16(self, size: int) -> bool:
+        return size.bit_length() % 2 == 1  # sizes 4, 16, 64, 256: the root is a power of two
+
+    def matrix(self, size: int) -> "Tensor":
+        import torch
+
+        h = torch.ones(1, 1)
+        while h.shape[0] < size:
+            h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
+        return h * torch.tensor(size, dtype=torch.float32).rsqrt().item()
+
+
+@GRADIENTS.register
+class StraightThrough(GradientKind):
+    """The derivative of a cast is taken to be 1 (Bengio et al., arXiv 1308.3432)."""
+
+    name: Literal["straight_through"] = "straight_through"
+    meaning: ClassVar[str] = "1 everywhere"
+    is_one: ClassVar[bool] = True
+
+
+@GRADIENTS.register
+class ClipMask(GradientKind):
+    """0 for clipped elements, and for those at the largest number (Quartet, arXiv 2505.14669)."""
+
+    name: Literal["clip_mask"] = "clip_mask"
+    meaning: ClassVar[str] = "1 where the scaled element is below the largest number, 0 from there on"
+
+    def factor(self, elements: "Tensor", fmt: NumberFormat) -> "Tensor":
+        import torch
+
+        return torch.where(elements.abs() < fmt.max, 1.0, 0.0)

@@ -1,0 +1,161 @@
+"""Scales of NVFP4 blocks, E4M3 under one fp32 scale per tensor: standard, Four Over Six, and MS-EDEN.
+
+- Standard: Transformer Engine >= 2.15 (`core_nvfp4.cuh`).
+- Four Over Six (arXiv 2512.02010): the better of several scales. Elements scaled to 4 have finer steps near the largest
+  than those scaled to 6, so a scale 1.5 times as large is often better. The order of operations is that of Transformer
+  Engine's `reference_nvfp4.py` (2.20).
+- MS-EDEN of Quartet II (arXiv 2601.22813): nearest rounding, and block scales that make the result unbiased. EDEN
+  (Vargaftik et al., arXiv 2108.08842) scales a rotated, rounded vector q by |x|^2 / <x, q>, so that its mean over
+  random rotations is x. Here each rotation group has such a factor. It multiplies the group's block scales, which are
+  then rounded stochastically. Source: `eden_1x16s_fp4_kernel` of IST-DASLab's Quartet-II at 8776a90b.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_llm.config.schema.casts import CandidatesConfig
+from lightning_llm.precision.cast.rounding import FLOAT_MAX, round_to_format
+from lightning_llm.precision.cast.scales import (
+    E4M3,
+    BlockShape,
+    BlocksToScale,
+    Scaled,
+    axes_within,
+    divide,
+    sum_in_order,
+)
+
+NVFP4_RANGE = 2688.0
+"""448 * 6: the largest block scale times the largest element."""
+
+
+def two_level(of: BlocksToScale) -> Scaled:
+    """Return the scales of `of.blocks`: standard ones, or the best candidates if the cast has any."""
+    amax = of.tensor_amax() if of.cast.amax == "tensor" else of.row_amax()
+    whole = of.cast.scale_max * of.cast.largest
+    tensor_scale = nvfp4_tensor_scale(amax, whole)
+    if of.cast.candidates is not None:
+        return four_over_six(of, of.cast.candidates, amax, tensor_scale, whole)
+    block, multiplier = nvfp4_block_scale(of.block_amax(), tensor_scale, of.cast.largest)
+    return Scaled(multiplier, block, amax, 1.0 / whole)
+
+
+def nvfp4_tensor_scale(amax: Tensor, whole: float = NVFP4_RANGE) -> Tensor:
+    """Return NVFP4's tensor-level multiplier whole / amax (fp32); 1 where amax is 0 or Inf.
+
+    `whole`: the largest block scale times the largest element, 448 * 6.
+    """
+    scale = divide(whole, amax)
+    scale = torch.where(scale < FLOAT_MAX, scale, torch.full_like(scale, FLOAT_MAX))  # fminf: NaN too
+    return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
+
+
+def nvfp4_block_scale(block_amax: Tensor, tensor_scale: Tensor, largest: float = 6.0) -> tuple[Tensor, Tensor]:
+    """Return (sf, multiplier): block scales on the E4M3 grid, and the factor of elements before the cast to E2M1.
+
+    Transformer Engine >= 2.15: sd = a * (S * fp32(1 / largest)); sf = E4M3(sd); multiplier = 1 / (sf * (1/S)), both
+    capped at the largest fp32. sf may be subnormal or 0.
+    """
+    scale = round_to_format((block_amax * (tensor_scale * (1.0 / largest))).clamp(max=FLOAT_MAX), E4M3, "even")
+    multiplier = divide(1.0, scale * divide(1.0, tensor_scale)).clamp(max=FLOAT_MAX)
+    return scale, multiplier
+
+
+def four_over_six(
+    of: BlocksToScale, config: CandidatesConfig, amax: Tensor, tensor_scale: Tensor, whole: float
+) -> Scaled:
+    """Return two-level scales with each block's best candidate.
+
+    `config`: the candidates' factors, and the measure of error. `amax`: of the tensor, or of each row. `tensor_scale`:
+    `whole` / amax. `whole`: the product of the largest block scale and the largest element.
+    """
+    x = of.blocks.float()
+    base = _quotient(of.block_amax(), of.cast.largest) * tensor_scale
+    decode = divide(1.0, tensor_scale)
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for factor in config.factors:
+        block = round_to_format((base * factor).clamp(max=E4M3.max), E4M3, "even")
+        multiplier = divide(1.0, block * decode).clamp(max=FLOAT_MAX)
+        made = round_to_format(x * multiplier, of.fmt, of.cast.rounding) * block * amax
+        error = _quotient(made, whole) - x
+        error = error * error if config.by == "mse" else error.abs()
+        total = error.amax(axes_within(of.shape), keepdim=True) if config.by == "max" else _total(error, of.shape)
+        found.append((total, block, multiplier))
+    total, block, multiplier = found[0]
+    for other, its_block, its_multiplier in found[1:]:
+        better = other < total
+        total = torch.where(better, other, total)
+        block, multiplier = torch.where(better, its_block, block), torch.where(better, its_multiplier, multiplier)
+    return Scaled(multiplier, block, amax, 1.0 / whole)
+
+
+def _quotient(numerator: Tensor, denominator: float) -> Tensor:
+    """Return numerator / denominator, rounded once to fp32, eager and compiled.
+
+    A product in fp64 is within 2^-52 of the quotient, which is no nearer than 2^-25 / 2^11 to a midpoint of fp32 for
+    denominators of at most 11 significant bits, such as 2688, 1536 and 6.
+    """
+    return (numerator.double() * (1.0 / denominator)).float()
+
+
+def _total(error: Tensor, shape: BlockShape) -> Tensor:
+    """Return the sum over each block, with size-1 block axes: along rows in order, then over rows by halves."""
+    if shape is None:
+        raise ValueError("a whole tensor has no candidates")
+    height, width = shape
+    if height == 1:
+        return _in_order(error, 2)
+    if width == 1:
+        return _in_order(error, 1)
+    rows = _in_order(error, 3)
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows.narrow(1, 0, half) + rows.narrow(1, half, half)
+    return rows
+
+
+def _in_order(x: Tensor, axis: int) -> Tensor:
+    total = x.narrow(axis, 0, 1)
+    for index in range(1, x.shape[axis]):
+        total = total + x.narrow(axis, index, 1)
+    return total
+
+
+def ms_eden(of: BlocksToScale) -> Scaled:
+    """Return the scales of `of.blocks` in 1x16 blocks; elements are rounded under the scales before the correction.
+
+    `of.noise`: that of a block's first element rounds its scale. Raises ValueError if it is missing.
+    """
+    if of.noise is None:
+        raise ValueError(f"scale: {of.cast.scale} needs noise")
+    amax, largest = of.tensor_amax(), of.cast.largest
+    whole = of.cast.scale_max * largest
+    tensor_scale = nvfp4_tensor_scale(amax, whole)
+    block = round_to_format(of.block_amax() * (tensor_scale * (1.0 / largest)), E4M3, "even")
+    block = torch.where(block == 0, torch.ones_like(block), block)
+    multiplier = divide(1.0, block * divide(1.0, tensor_scale)).clamp(max=FLOAT_MAX)
+    x = of.blocks.float() * multiplier
+    values = round_to_format(x, of.fmt, of.cast.rounding)
+    axis = 2 if of.shape is not None and of.shape[0] == 1 else 1
+    squares, products = _per_group(x * x, of, axis), _per_group(x * values, of, axis)
+    usable = products > 0
+    correction = (squares.double() / torch.where(usable, products, torch.ones_like(products)).double()).float()
+    correction = torch.where(usable, correction, torch.ones_like(correction))
+    first = of.noise.narrow(axis, 0, 1)
+    return Scaled(multiplier, round_to_format(block * correction, E4M3, "stochastic_compare", first), amax, 1.0 / whole)
+
+
+def _per_group(x: Tensor, of: BlocksToScale, axis: int) -> Tensor:
+    """Return the sum of `x` over each group of the rotation, for each of its blocks, with a size-1 block axis."""
+    size = x.shape[axis]
+    sums, blocks_axis = sum_in_order(x, axis, size), axis - 1
+    count = 1 if of.cast.hadamard is None else max(of.cast.hadamard.size // size, 1)
+    if count == 1:
+        return sums
+    blocks = sums.shape[blocks_axis]
+    if missing := -blocks % count:  # only of tensors that no rotation has padded
+        sums = F.pad(sums, (0, 0, 0, missing) if axis == 2 else (0, 0, 0, 0, 0, missing))
+    groups = sums.unflatten(blocks_axis, (-1, count))
+    total = sum_in_order(groups, blocks_axis + 1, count)
+    return total.expand(groups.shape).reshape(sums.shape).narrow(blocks_axis, 0, blocks)

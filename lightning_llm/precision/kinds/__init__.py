@@ -1,1 +1,0 @@
-"""Built-in kinds of casts, one class each: scales, roundings, transforms, gradient rules."""
