@@ -16,11 +16,10 @@ from rich.table import Table
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.base.terminal import new_console
 from lightning_llm.cli.output_path import file_problems
-from lightning_llm.config.commands import command
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.data import SCORERS, Measure, ScorerConfig
-from lightning_llm.config.schema.strict import gather
-from lightning_llm.config.workspace import config_dir_arguments
+from lightning_llm.config.schema.validation import gather
+from lightning_llm.config.workspace import command, config_dir_arguments
 from lightning_llm.data.check import data_rules
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.report import account_lines, source_reports

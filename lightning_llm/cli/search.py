@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.config.commands import program
 from lightning_llm.config.schema import Config
+from lightning_llm.config.workspace import program
 from lightning_llm.plan.check import config_problems, layout_rule_problems
 from lightning_llm.plan.degrees import checkpointing_problems
 from lightning_llm.plan.nodes import ranks_per_node

@@ -13,7 +13,7 @@ from lightning_llm.base.imports import slow_imports
 from lightning_llm.base.signals import raised_as_terminated
 from lightning_llm.base.terminal import lasting_output
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.strict import read_config
+from lightning_llm.config.schema.validation import read_config
 from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.checked_plan import checked_resolution, read_arguments

@@ -21,7 +21,7 @@ from lightning_llm.compare.runs.find import RunSelection, find_runs
 from lightning_llm.compare.runs.read_runs import read_found
 from lightning_llm.compare.statistics.seeds import advise
 from lightning_llm.compare.terms import RequestedTerms, Terms, terms_of
-from lightning_llm.config.commands import command
+from lightning_llm.config.workspace import command
 
 if TYPE_CHECKING:
     from rich.console import Console

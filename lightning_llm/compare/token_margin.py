@@ -16,7 +16,7 @@ from lightning_llm.compare.runs.losses import LOSS, has_learned, tail_of
 from lightning_llm.compare.runs.pairing import ComparisonGroup, Pair
 from lightning_llm.compare.runs.usable import ENDED_EARLY, RUNNING, resume_commands, status_of
 from lightning_llm.compare.terms import Terms
-from lightning_llm.config.commands import command
+from lightning_llm.config.workspace import command
 from lightning_llm.tracking.reading import Run
 
 OF_TOKENS = ("trainer.max_steps", "schedule.", "optim.learning_rate", "data.global_batch_size", "branch_from")

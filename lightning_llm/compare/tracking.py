@@ -14,8 +14,8 @@ from lightning_llm.compare.report.write import FILES
 from lightning_llm.compare.runs.pairing import Pair
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.verdict_text import line_of
-from lightning_llm.config.commands import sync_command
 from lightning_llm.config.redact import redact_uri, redacted, with_credentials
+from lightning_llm.config.workspace import sync_command
 from lightning_llm.tracking.mlflow.store import LARGEST_VALUE, existing_store
 from lightning_llm.tracking.mlflow.sweep import DESCRIPTION
 from lightning_llm.tracking.mlflow.ui import artifact_page, children_page

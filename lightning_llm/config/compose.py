@@ -33,8 +33,8 @@ from lightning_llm.config.overrides import choices_of, parse_overrides, read_ove
 from lightning_llm.config.recipes import group_names
 from lightning_llm.config.resolve import first_line, read_tree
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.strict import ParsedConfig
 from lightning_llm.config.schema.sweep import SweepConfig, read_sweep_keys
+from lightning_llm.config.schema.validation import ParsedConfig
 from lightning_llm.config.sources import group_options, open_hydra, unknown_option
 from lightning_llm.config.weight_folders import INIT_FROM
 

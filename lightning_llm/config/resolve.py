@@ -23,8 +23,7 @@ from lightning_llm.config.redact import note_interpolated, withheld
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import MOST_TOKENS
 from lightning_llm.config.schema.data import LOADERS
-from lightning_llm.config.schema.messages import HOW_MADE
-from lightning_llm.config.schema.strict import ParsedConfig, read_config
+from lightning_llm.config.schema.validation import HOW_MADE, ParsedConfig, read_config
 from lightning_llm.config.weight_folders import INIT_FROM, UNNAMED
 from lightning_llm.config.yaml_file import literal
 

@@ -14,8 +14,8 @@ from lightning_llm.config.compose import COMPOSITION_ERRORS, Composer, compose_o
 from lightning_llm.config.overrides import MOST_JOBS, parse_overrides, read_overrides, values_of
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.strict import ParsedConfig
 from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.config.schema.validation import ParsedConfig
 
 
 def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Config]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.folders import nearest_existing, user_cache_dir
 from lightning_llm.config.schema.data import DataConfig, TokenizerConfig
-from lightning_llm.config.schema.strict import Rule, gather
+from lightning_llm.config.schema.validation import Rule, gather
 from lightning_llm.data.cache import (
     disk_problem,
     product_folder,

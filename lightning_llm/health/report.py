@@ -14,8 +14,8 @@ from rich.table import Table
 
 from lightning_llm.base.hardware import planned_hardware
 from lightning_llm.base.terminal import new_console
-from lightning_llm.config.commands import command
 from lightning_llm.config.schema import ClusterConfig
+from lightning_llm.config.workspace import command
 from lightning_llm.health.collectives import BUS_FACTORS, CollectiveTime
 from lightning_llm.health.disk import DiskReport
 from lightning_llm.health.links import LinkReport

@@ -9,7 +9,7 @@ from lightning_llm.config.run_paths import run_path_problems, secret_problems, t
 from lightning_llm.config.schema import Config, PrecisionConfig
 from lightning_llm.config.schema.callbacks import monitor_problems
 from lightning_llm.config.schema.run import LauncherConfig
-from lightning_llm.config.schema.strict import Rule, gather
+from lightning_llm.config.schema.validation import Rule, gather
 from lightning_llm.data.check import batch_problems, data_rules
 from lightning_llm.model.structure import frozen_names, linear_names, shape_problems
 from lightning_llm.plan.attention_kernel import attention_kernel_problems
@@ -50,7 +50,7 @@ def check_config(config: Config, to_train: bool = True) -> Plan:
 def config_problems(derived: DerivedConfig) -> list[Problem]:
     """Return the conflicts between keys of a config, or of its valid part if some keys are invalid.
 
-    `config.schema.strict` describes the valid part.
+    `config.schema.validation` describes the valid part.
     """
     config, to_train = derived.config, derived.to_train
     rules: list[Rule] = [

@@ -10,7 +10,7 @@ import yaml
 from lightning_llm.base.errors import Problem
 from lightning_llm.base.hardware import planned_peak_flops
 from lightning_llm.config.schema import ClusterConfig, Config
-from lightning_llm.config.schema.strict import Rule
+from lightning_llm.config.schema.validation import Rule
 
 _MEMORY = "cluster.memory_gb_per_second"
 LEAST, MOST = 0.01, 1.2

@@ -98,7 +98,7 @@ class Plan:
 class DerivedConfig:
     """Values derived from a config, computed lazily and cached.
 
-    On the valid part of a config (`config.schema.strict`), reading a missing key raises `BrokenKeyError`.
+    On the valid part of a config (`config.schema.validation`), reading a missing key raises `BrokenKeyError`.
 
     Args:
         device: device that the casts run on; None: this machine's if `to_train` or without

@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.compose import read_composed
 from lightning_llm.config.from_file import read_file
-from lightning_llm.config.schema.strict import ParsedConfig, gather
+from lightning_llm.config.schema.validation import ParsedConfig, gather
 from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.checkpoints import disk_problems
 from lightning_llm.plan.resolve import DerivedConfig, Plan

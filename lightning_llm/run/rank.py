@@ -24,9 +24,9 @@ from lightning_llm.base.errors import CallbackFailedError, StorageError, Unhealt
 from lightning_llm.base.hardware import describe_device
 from lightning_llm.base.host_memory import give_back
 from lightning_llm.base.signals import GOES_ON, STOPPING, alarm_after, exit_code, not_ignored
-from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.schema import Config
+from lightning_llm.config.workspace import how_to_go_on
 from lightning_llm.parallel.cuda_environment import environment_line
 from lightning_llm.parallel.process_group import leave_process_group
 from lightning_llm.plan.resolve import Plan, compile_note

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.terminal import Waiting
-from lightning_llm.config.commands import sync_command
 from lightning_llm.config.overrides import typed_value
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.strict import gather
+from lightning_llm.config.schema.validation import gather
 from lightning_llm.config.sweep_space import read_sweep
+from lightning_llm.config.workspace import sync_command
 from lightning_llm.plan.resolve import DerivedConfig, plan_of
 from lightning_llm.plan.text.notes import notes
 from lightning_llm.run.checked_plan import problems_beyond

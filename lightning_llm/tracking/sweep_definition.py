@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.config.commands import sweep_command
 from lightning_llm.config.config_hash import (
     config_hash,
     flatten,
@@ -17,7 +16,7 @@ from lightning_llm.config.config_hash import (
 )
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
-from lightning_llm.config.workspace import default_outputs
+from lightning_llm.config.workspace import default_outputs, sweep_command
 from lightning_llm.tracking.files import write_json
 from lightning_llm.tracking.sweep_file import DESIGN, FILE, OTHER_KEYS, SEARCH, TOLD, read_sweep_file
 from lightning_llm.tracking.sweep_jobs import (

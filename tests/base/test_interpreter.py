@@ -17,7 +17,7 @@ from lightning_llm.data.tokens.tokenizer import Tokenizer, write_bytes_tokenizer
 from tests import test_architecture
 from tests.messages import missing
 
-PLACES = {"lightning_llm.base.interpreter", "lightning_llm.run.launch.torch_agent", "lightning_llm.config.commands"}
+PLACES = {"lightning_llm.base.interpreter", "lightning_llm.run.launch.torch_agent", "lightning_llm.config.workspace"}
 """Modules that may name the interpreter: the function, the call of torch's agent, and a path that is printed."""
 
 

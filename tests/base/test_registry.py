@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.base.registry import NameIn, Registry
-from lightning_llm.config.schema import declared_types, strict
+from lightning_llm.config.schema import declared_types
+from lightning_llm.config.schema import validation as strict
 from lightning_llm.config.schema.base import Group
 
 

@@ -14,7 +14,7 @@ from lightning_llm.compare import tracking
 from lightning_llm.compare.judge import compare_runs
 from lightning_llm.compare.terms import Terms
 from lightning_llm.compare.tracking import BEGIN, END, described, log_verdicts
-from lightning_llm.config.commands import sync_command
+from lightning_llm.config.workspace import sync_command
 from lightning_llm.tracking.mlflow.store import LARGEST_VALUE
 from lightning_llm.tracking.reading import read_run
 from tests.compare.run_folders import make_run

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_llm.__main__ import main
 from lightning_llm.cli.command_line import _parser
-from lightning_llm.config.commands import program, resume_command, sync_command
+from lightning_llm.config.workspace import program, resume_command, sync_command
 from lightning_llm.run import rank as run
 from lightning_llm.run.build import build_trainer
 from lightning_llm.tracking.mlflow.store import own_process

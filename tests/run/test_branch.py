@@ -11,7 +11,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config
-from lightning_llm.config.schema.strict import ParsedConfig
+from lightning_llm.config.schema.validation import ParsedConfig
 from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.data.mixing.addressing import SampleOrder
 from lightning_llm.run.resume.branch import first_step, with_branch_resolved

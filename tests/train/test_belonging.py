@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.integrity import seal, unseal
-from lightning_llm.config.commands import resume_command
 from lightning_llm.config.from_file import load_config, place_where_it_lies
 from lightning_llm.config.schema import CheckpointConfig
+from lightning_llm.config.workspace import resume_command
 from lightning_llm.run import agreement
 from lightning_llm.tracking.files import damaged_record, summary_of, write_json
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing

@@ -9,8 +9,8 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.compare.runs.factor import Factor, Level, parsed, same_value
 from lightning_llm.compare.runs.losses import LOSS
-from lightning_llm.config.commands import resume_command
 from lightning_llm.config.config_hash import NOT_IDENTITY, below, frozen_values, may_move
+from lightning_llm.config.workspace import resume_command
 from lightning_llm.tracking.reading import Run, facts
 from lightning_llm.tracking.run_state import state_of
 from lightning_llm.tracking.sweep_definition import command_for_the_rest

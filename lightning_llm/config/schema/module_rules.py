@@ -1,7 +1,10 @@
-"""`precision.modules`: the linear layers that a recipe quantizes, and separate casts for some of them."""
+"""`precision.modules` and `precision.phases`: the layers that a recipe quantizes, and changes during the run.
+
+A rule gives some layers casts of their own; a phase gives a part of the run other casts or other layers.
+"""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -126,3 +129,54 @@ class ModuleRules(Group):
         ends = [f"{end}_{unit}_high_precision" for unit in ("blocks", "fraction") for end in ("first", "last")]
         _one_of_each_end(self, *ends)
         return self
+
+
+class PhaseConfig(Group):
+    """Other slots for a part of the run, e.g. no quantization in the last tenth.
+
+    Without `inherit`, slots that are not set are not quantized, and all layers that `modules` quantizes have the
+    phase's slots. With `inherit`, slots and keys of `modules` that are not set are the recipe's, and a slot that is set
+    replaces the recipe's in every layer, also in those of a rule of the recipe's `modules.casts`.
+    """
+
+    start: Fraction = Field(description="first step, as a fraction of trainer.max_steps")
+    end: Fraction = Field(1.0, description="step after the last, as a fraction of trainer.max_steps")
+    inherit: bool = Field(
+        False,
+        description="keep the recipe's slots and `modules` where the phase sets none; false: slots that are not set "
+        "are not quantized",
+        exclude_if=lambda inherit: not inherit,  # recipes from before the key keep their hash
+    )
+    fprop: FpropSlots = FpropSlots()
+    dgrad: DgradSlots = DgradSlots()
+    wgrad: WgradSlots = WgradSlots()
+    modules: ModuleRules | None = Field(
+        None,
+        description="other layers to quantize; null: the recipe's `modules`, without its `casts` if inherit is false",
+        exclude_if=lambda modules: modules is None,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _high_where_not_set(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        slots = {gemm: values.get(gemm) or {} for gemm, _ in SLOTS}
+        slots = {gemm: dict(its) if isinstance(its, Mapping | Group) else its for gemm, its in slots.items()}
+        for gemm, operand in () if values.get("inherit") else SLOTS:
+            if isinstance(slots[gemm], dict):
+                slots[gemm].setdefault(operand, HIGH)
+        return {**values, **slots}
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.start >= self.end:
+            raise ValueError(f"start={self.start}: must be below end={self.end}")
+        missing = [f"{gemm}.{operand}" for gemm, operand in SLOTS if getattr(getattr(self, gemm), operand) is None]
+        if missing and not self.inherit:
+            raise ValueError(f"{', '.join(missing)}: null keeps the recipe's cast. Set inherit: true, or give a cast")
+        return self
+
+    def given(self) -> dict[str, CastConfig]:
+        """Return {dotted slot: cast} that the phase sets."""
+        return given_slots(self.fprop, self.dgrad, self.wgrad)

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lightning_llm.config.schema.base import Fraction, Group
+from lightning_llm.config.schema.base import Group, PositiveFloat, PositiveInt
 from lightning_llm.config.schema.casts import (
     HIGH,
     SLOTS,
@@ -31,16 +31,12 @@ from lightning_llm.config.schema.casts import (
     Scale,
     block_size,
 )
-from lightning_llm.config.schema.loss_and_update import LossScalingConfig, OptimizerHints, UpdateConfig
 from lightning_llm.config.schema.migrations import first_name
 from lightning_llm.config.schema.module_rules import (
     SELECTS,
     CastRule,
-    DgradSlots,
-    FpropSlots,
     ModuleRules,
-    WgradSlots,
-    given_slots,
+    PhaseConfig,
 )
 
 __all__ = [
@@ -105,55 +101,47 @@ class WgradConfig(Group):
     x: CastConfig = HIGH
 
 
-class PhaseConfig(Group):
-    """Other slots for a part of the run, e.g. no quantization in the last tenth.
+class LossScalingConfig(Group):
+    """Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740); covers the rules of Megatron and torch."""
 
-    Without `inherit`, slots that are not set are not quantized, and all layers that `modules` quantizes have the
-    phase's slots. With `inherit`, slots and keys of `modules` that are not set are the recipe's, and a slot that is set
-    replaces the recipe's in every layer, also in those of a rule of the recipe's `modules.casts`.
-    """
-
-    start: Fraction = Field(description="first step, as a fraction of trainer.max_steps")
-    end: Fraction = Field(1.0, description="step after the last, as a fraction of trainer.max_steps")
-    inherit: bool = Field(
-        False,
-        description="keep the recipe's slots and `modules` where the phase sets none; false: slots that are not set "
-        "are not quantized",
-        exclude_if=lambda inherit: not inherit,  # recipes from before the key keep their hash
-    )
-    fprop: FpropSlots = FpropSlots()
-    dgrad: DgradSlots = DgradSlots()
-    wgrad: WgradSlots = WgradSlots()
-    modules: ModuleRules | None = Field(
-        None,
-        description="other layers to quantize; null: the recipe's `modules`, without its `casts` if inherit is false",
-        exclude_if=lambda modules: modules is None,
+    init_scale: PositiveFloat = Field(65536.0, description="scale of the first step's loss")
+    growth_factor: float = Field(2.0, gt=1, description="factor after growth_interval steps without overflow")
+    backoff_factor: float = Field(0.5, gt=0, lt=1, description="factor after an overflow")
+    growth_interval: PositiveInt = Field(2000, description="steps in a row without overflow before the scale grows")
+    hysteresis: PositiveInt = Field(1, description="overflows before the scale shrinks; reset when it grows")
+    min_scale: PositiveFloat | None = Field(1.0, description="floor; null: none")
+    detect: Literal["gradients", "operands"] = Field(
+        "gradients", description="operands: also look for Inf and NaN in operands, before saturation hides them"
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _high_where_not_set(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        slots = {gemm: values.get(gemm) or {} for gemm, _ in SLOTS}
-        slots = {gemm: dict(its) if isinstance(its, Mapping | Group) else its for gemm, its in slots.items()}
-        for gemm, operand in () if values.get("inherit") else SLOTS:
-            if isinstance(slots[gemm], dict):
-                slots[gemm].setdefault(operand, HIGH)
-        return {**values, **slots}
+    @property
+    def floor(self) -> float:
+        """The smallest scale: `min_scale`, or the smallest normal fp32 number, which can still be divided by."""
+        return self.min_scale or 2.0**-126
 
     @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if self.start >= self.end:
-            raise ValueError(f"start={self.start}: must be below end={self.end}")
-        missing = [f"{gemm}.{operand}" for gemm, operand in SLOTS if getattr(getattr(self, gemm), operand) is None]
-        if missing and not self.inherit:
-            raise ValueError(f"{', '.join(missing)}: null keeps the recipe's cast. Set inherit: true, or give a cast")
+    def _begins_above_its_floor(self) -> Self:
+        if self.min_scale is not None and self.init_scale < self.min_scale:
+            raise ValueError(f"init_scale {self.init_scale:g} is below min_scale {self.min_scale:g}")
         return self
 
-    def given(self) -> dict[str, CastConfig]:
-        """Return {dotted slot: cast} that the phase sets."""
-        return given_slots(self.fprop, self.dgrad, self.wgrad)
+
+class OptimizerHints(Group):
+    """Optimizer settings that are part of the recipe, so that comparisons stay controlled; null: keep."""
+
+    eps: PositiveFloat | None = Field(None, description="replaces optim.eps; null: keep")
+    beta2: float | None = Field(None, gt=0, lt=1, description="replaces optim.beta2; null: keep")
+
+
+class UpdateConfig(Group):
+    """How the optimizer rounds updated master weights."""
+
+    rounding: Literal["even", "stochastic", "kahan"] = Field(
+        "even",
+        description="rounding of updated bf16 master weights; even: to nearest, so changes below 1/512 of a weight are "
+        "lost; stochastic: up or down at random, exact in the mean; kahan: the error is kept in bf16 and added to the "
+        "next change",
+    )
 
 
 class PrecisionConfig(Group):

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.schema.base import Fraction, Group, PositiveInt
-from lightning_llm.config.schema.messages import problem_of
+from lightning_llm.config.schema.validation import problem_of
 
 FEWEST_AT_A_LOOK = 2
 FEWEST_SIZES, FEWEST_TOKENS = 3, 3

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.config.derived_keys import fill_named_casts
 from lightning_llm.config.recipes import ENDING, OTHER_ENDING, option_files
-from lightning_llm.config.schema.messages import problem_of
 from lightning_llm.config.schema.precision import PrecisionConfig
+from lightning_llm.config.schema.validation import problem_of
 from lightning_llm.config.yaml_file import read_mapping
 from lightning_llm.precision.recipe.lint import lint
 

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 from lightning_llm.base.errors import CallbackFailedError
 from lightning_llm.base.imports import slow_imports
 from lightning_llm.base.signals import STOPPED_CODES, exit_code, not_ignored
-from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.schema import Config
-from lightning_llm.config.workspace import config_dir_arguments
+from lightning_llm.config.workspace import config_dir_arguments, how_to_go_on
 from lightning_llm.config.yaml_file import in_memory
 from lightning_llm.run.launch.lock import lock_run
 from lightning_llm.run.launch.torch_agent import (

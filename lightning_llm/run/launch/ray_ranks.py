@@ -21,9 +21,8 @@ from typing import Any
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.imports import slow_imports
 from lightning_llm.base.signals import exit_code
-from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.schema import Config
-from lightning_llm.config.workspace import config_dir_arguments
+from lightning_llm.config.workspace import config_dir_arguments, how_to_go_on
 from lightning_llm.config.yaml_file import config_text
 from lightning_llm.run.launch.local_ranks import (
     SAVE_SECONDS,

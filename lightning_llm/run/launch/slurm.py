@@ -9,10 +9,9 @@ from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.folders import user_cache_dir
-from lightning_llm.config.commands import command
 from lightning_llm.config.run_paths import texts_in
 from lightning_llm.config.schema import Config
-from lightning_llm.config.workspace import config_dir_arguments
+from lightning_llm.config.workspace import command, config_dir_arguments
 from lightning_llm.config.yaml_file import write_config
 from lightning_llm.plan.nodes import ranks_per_node
 

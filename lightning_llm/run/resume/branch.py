@@ -16,7 +16,7 @@ from lightning_llm.config.branching import EXPECTED, KEY, changed_keys
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import BrokenKeyError
-from lightning_llm.config.schema.strict import ParsedConfig
+from lightning_llm.config.schema.validation import ParsedConfig
 from lightning_llm.config.weight_folders import TOKENIZER, run_of
 from lightning_llm.data.mixing.phases import PhasedMixture, WeightPhase
 from lightning_llm.data.tokens.tokenizer import tokenizer_file

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.config.commands import resume_elsewhere_command
 from lightning_llm.config.config_hash import flatten, frozen_values, may_move
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema import Config
+from lightning_llm.config.workspace import resume_elsewhere_command
 from lightning_llm.tracking.files import damaged_record, summary_of
 from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, RunIdentity
 from lightning_llm.train.checkpoint.verification import Verify

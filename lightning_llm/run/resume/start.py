@@ -5,11 +5,10 @@ from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.branching import changed_keys
-from lightning_llm.config.commands import how_to_go_further
 from lightning_llm.config.config_hash import below, differences_on_resume, is_data_path
 from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema import Config
-from lightning_llm.config.workspace import same_folder
+from lightning_llm.config.workspace import how_to_go_further, same_folder
 from lightning_llm.run.resume.own_checkpoints import (
     POLICY,
     changed_since,

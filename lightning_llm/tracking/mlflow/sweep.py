@@ -16,8 +16,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from lightning_llm.config.commands import command
 from lightning_llm.config.redact import redacted
+from lightning_llm.config.workspace import command
 from lightning_llm.tracking.mlflow.store import all_runs, known_run, mark_orphans, open_store, own_process, truncate
 from lightning_llm.tracking.mlflow.ui import children_page
 from lightning_llm.tracking.provenance import has_ended, is_of_this_machine, process_mark, user_name

@@ -12,9 +12,8 @@ from urllib.parse import quote
 
 from lightning_llm.base.interpreter import python_environment
 from lightning_llm.base.sqlite_address import sqlite_address, sqlite_file
-from lightning_llm.config.commands import program
 from lightning_llm.config.redact import redact_uri
-from lightning_llm.config.workspace import default_outputs
+from lightning_llm.config.workspace import default_outputs, program
 from lightning_llm.tracking.mlflow.store import PATIENCE, existing_store
 
 LOCAL_SERVER = "http://localhost:5000"

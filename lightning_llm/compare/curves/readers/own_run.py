@@ -5,8 +5,8 @@ from typing import Any
 
 from lightning_llm.compare.curves.readers.cells import columns_of
 from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
-from lightning_llm.config.commands import command
 from lightning_llm.config.config_hash import flatten
+from lightning_llm.config.workspace import command
 from lightning_llm.tracking.files import TOKENIZER_DIGEST, read_records
 from lightning_llm.tracking.reading import read_run
 
