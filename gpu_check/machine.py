@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from lightning_llm.precision.native.capability import DRIVER_FILES
+from lightning_llm.precision.native.decide import DRIVER_FILES
 
 PROBE_SECONDS = 60.0
 DRIVER = "/proc/driver/nvidia/version"

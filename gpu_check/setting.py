@@ -12,8 +12,7 @@ import yaml
 from lightning_llm.base.hardware import memory_bytes_here
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.precision import PrecisionConfig
-from lightning_llm.precision.native.capability import Capability, capability_here
-from lightning_llm.precision.native.decide import Decision, decide, shipped_recipes
+from lightning_llm.precision.native.decide import Capability, Decision, capability_here, decide, shipped_recipes
 
 DEVICE = "cuda"
 WARMUP_SECONDS = 0.3

@@ -20,7 +20,7 @@ from lightning_llm.plan.check import layout_rule_problems  # noqa: E402
 from lightning_llm.plan.resolve import DerivedConfig  # noqa: E402
 from lightning_llm.plan.text.notes import RULES  # noqa: E402
 from lightning_llm.plan.time.describe import RATIOS  # noqa: E402
-from lightning_llm.precision.native.capability import DEVICES  # noqa: E402
+from lightning_llm.precision.native.decide import DEVICES  # noqa: E402
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

@@ -13,8 +13,7 @@ from lightning_llm.config.recipes import describe, recipe_files
 from lightning_llm.config.schema.aliases import ALIASES, REFUSED_CALLBACKS, TRAINER_KEYS
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.precision.native.capability import DEVICES, HARDWARE
-from lightning_llm.precision.native.decide import decision_matrix, shipped_recipes
+from lightning_llm.precision.native.decide import DEVICES, HARDWARE, decision_matrix, shipped_recipes
 
 DTYPE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16}
 BOARDS = {

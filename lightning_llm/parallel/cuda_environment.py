@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.precision.native.capability import DRIVER_FILES
+from lightning_llm.precision.native.decide import DRIVER_FILES
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 """Expandable segments reduce memory fragmentation, as in torchtitan's run_train.sh. torch reads the variable when CUDA

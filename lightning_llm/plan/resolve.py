@@ -13,8 +13,17 @@ from lightning_llm.plan.degrees import Degrees, given_degrees, resolve_degrees
 from lightning_llm.plan.divisibility import part_widths
 from lightning_llm.plan.memory.units import micro_batches_per_rank
 from lightning_llm.plan.nodes import with_reduction
-from lightning_llm.precision.native.capability import HARDWARE, Capability, capability_here, device_here
-from lightning_llm.precision.native.decide import Decision, Matrix, decide, decision_matrix, shipped_recipes
+from lightning_llm.precision.native.decide import (
+    HARDWARE,
+    Capability,
+    Decision,
+    Matrix,
+    capability_here,
+    decide,
+    decision_matrix,
+    device_here,
+    shipped_recipes,
+)
 from lightning_llm.precision.recipe.module_rules import Coverage, coverage
 
 

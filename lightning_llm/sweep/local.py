@@ -17,7 +17,7 @@ from typing import Any
 from lightning_llm.base.interpreter import python_environment, python_module
 from lightning_llm.config.workspace import config_dir_arguments
 from lightning_llm.config.yaml_file import write_config
-from lightning_llm.precision.native.capability import DRIVER_FILES
+from lightning_llm.precision.native.decide import DRIVER_FILES
 from lightning_llm.run.launch.relay import Relay
 from lightning_llm.sweep.job_locks import Outcome, locked, runs_elsewhere
 from lightning_llm.sweep.progress import Progress

@@ -21,7 +21,7 @@ from lightning_llm.data.mixing.skipped import SKIPPED_SAMPLES
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.text.describe import layout_facts
-from lightning_llm.precision.native.capability import DEVICES
+from lightning_llm.precision.native.decide import DEVICES
 from lightning_llm.tracking.chain import RECORDS, ChainHead
 from lightning_llm.tracking.evaluations import PREFIX, comparable, read_evaluations
 from lightning_llm.tracking.files import (

@@ -11,7 +11,7 @@ from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.plan.check import check_config
-from lightning_llm.precision.native.capability import LIBRARY
+from lightning_llm.precision.native.decide import LIBRARY
 from lightning_llm.precision.native.express import MULTIPLES
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.schema.cast_kinds import REGISTRIES
 from lightning_llm.config.schema.precision import CastConfig, HadamardConfig
 from lightning_llm.precision.cast import kernel_cache
-from lightning_llm.precision.cast.hadamard import rotate, rotation
-from lightning_llm.precision.cast.quantize import quantise
+from lightning_llm.precision.cast.quantize import quantise, rotate, rotation
 
 CAST = "{format: e4m3, block: 1x32, scale: mean, rounding: truncate, hadamard: {size: 24, transform: cosine}}"
 HIGH = "{hadamard: {size: 24, transform: cosine}}"

@@ -11,7 +11,7 @@ from gpu_check.journal import Journal
 from gpu_check.machine import Machine
 from gpu_check.plain_llama import PlainBlock
 from gpu_check.rows import Clock
-from lightning_llm.precision.native.capability import Capability
+from lightning_llm.precision.native.decide import Capability
 from tests.precision.native.conftest import engine
 
 __all__ = ["engine"]

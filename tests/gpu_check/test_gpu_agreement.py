@@ -7,7 +7,7 @@ from gpu_check import agreement, library, setting
 from lightning_llm.config.schema.precision import slots_of
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.linear.plan import LinearPlan
-from lightning_llm.precision.native.capability import Capability
+from lightning_llm.precision.native.decide import Capability
 from lightning_llm.precision.native.transformer_engine import NativeLinear
 from tests.gpu_check.check_rows import statuses
 from tests.precision.recipes import load

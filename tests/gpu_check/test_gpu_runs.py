@@ -11,7 +11,7 @@ from gpu_check.checks import RUN
 from gpu_check.rows import Clock, Row
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
-from lightning_llm.precision.native.capability import DEVICES, Capability
+from lightning_llm.precision.native.decide import DEVICES, Capability
 from tests.compare.run_folders import rewritten
 from tests.gpu_check.check_rows import measured
 from tests.precision.recipes import RECIPES, load

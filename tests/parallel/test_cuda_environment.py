@@ -9,7 +9,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.parallel import cuda_environment
 from lightning_llm.parallel.cuda_environment import AGENT, ALLOCATOR, GLOO, NCCL, environment_line, set_missing, wanted
 from lightning_llm.plan.resolve import DerivedConfig
-from lightning_llm.precision.native.capability import DEVICES
+from lightning_llm.precision.native.decide import DEVICES
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from lightning_llm.plan.memory.rank_bytes import memory_at
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.precision.cast.quantize import Operand
 from lightning_llm.precision.linear.module import quantised_layers
-from lightning_llm.precision.linear.weight_casts import KeptCasts, WantedCast
+from lightning_llm.precision.linear.plan import KeptCasts, WantedCast
 from tests.parallel.traced_run import Trace, difference, traced_run, unsaved_run
 
 FULL = pytest.mark.full

@@ -17,8 +17,8 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.run import ParallelConfig
 from lightning_llm.parallel.operand_shards import shared_parts
 from lightning_llm.precision.native import transformer_engine as te
-from lightning_llm.precision.native.capability import Capability
 from lightning_llm.precision.native.codes import check_native_casts
+from lightning_llm.precision.native.decide import Capability
 from tests.parallel.traced_run import layout_here, run_with
 from tests.precision.native import real_engine, stub_kernels
 from tests.precision.recipes import load

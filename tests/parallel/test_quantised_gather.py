@@ -20,8 +20,7 @@ from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.quantize import quantise
 from lightning_llm.precision.linear.gathered import GatheredWeight
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
-from lightning_llm.precision.linear.plan import LinearPlan
-from lightning_llm.precision.linear.weight_casts import WantedCast
+from lightning_llm.precision.linear.plan import LinearPlan, WantedCast
 from tests.parallel.test_bytes import measured, words_of
 from tests.parallel.traced_run import Trace, difference, traced_run, whole
 

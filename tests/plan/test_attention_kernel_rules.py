@@ -8,7 +8,7 @@ from lightning_llm.config.schema.migrations import migrate
 from lightning_llm.plan.attention_kernel import attention_kernel_problems
 from lightning_llm.plan.resolve import DerivedConfig, plan_of
 from lightning_llm.plan.text.report import plan_facts
-from lightning_llm.precision.native.capability import DEVICES
+from lightning_llm.precision.native.decide import DEVICES
 
 
 @pytest.mark.parametrize(

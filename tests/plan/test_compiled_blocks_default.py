@@ -13,7 +13,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import differences_on_resume
 from lightning_llm.plan.resolve import DerivedConfig, Plan, compile_note
 from lightning_llm.plan.text.describe import layout_facts
-from lightning_llm.precision.native.capability import DEVICES
+from lightning_llm.precision.native.decide import DEVICES
 from lightning_llm.run import opening
 from lightning_llm.tracking.reading import Run
 

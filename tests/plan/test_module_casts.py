@@ -13,7 +13,7 @@ from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema.precision import HIGH, slots_of
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.resolve import DerivedConfig
-from lightning_llm.precision.native.capability import DEVICES
+from lightning_llm.precision.native.decide import DEVICES
 from lightning_llm.precision.recipe.lint import lint
 
 MIXED = """

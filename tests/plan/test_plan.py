@@ -18,8 +18,7 @@ from lightning_llm.plan.memory.units import units_of
 from lightning_llm.plan.resolve import DerivedConfig, plan_of
 from lightning_llm.plan.text.notes import notes
 from lightning_llm.plan.text.report import plan_facts, plan_line, render
-from lightning_llm.precision.native.capability import DEVICES, HARDWARE
-from lightning_llm.precision.native.decide import decide
+from lightning_llm.precision.native.decide import DEVICES, HARDWARE, decide
 from lightning_llm.precision.recipe.describe import precision_facts
 from lightning_llm.train.checkpoint import saver
 

@@ -5,8 +5,7 @@ import torch
 
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import inductor
-from lightning_llm.precision.cast.hadamard import rotate, rotation
-from lightning_llm.precision.cast.quantize import quantise
+from lightning_llm.precision.cast.quantize import quantise, rotate, rotation
 from lightning_llm.precision.linear.autograd import quantised_linear
 from lightning_llm.precision.linear.operands import LinearCall
 from lightning_llm.precision.linear.plan import KEY_COUNT, LinearPlan

@@ -9,8 +9,8 @@ from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.linalg import gemm as products
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.cast.quantize import BlockScales, Operand
-from lightning_llm.precision.linear import gemm
-from lightning_llm.precision.linear.gemm import multiply
+from lightning_llm.precision.linear import operands
+from lightning_llm.precision.linear.operands import multiply
 
 ROW, SQUARE = CastConfig(format="e4m3", block="1x128"), CastConfig(format="e4m3", block="128x128")
 NARROW, POWER = CastConfig(format="e4m3", block="1x32"), CastConfig(format="e4m3", block="1x32", scale="e8m0_ceil")
@@ -77,7 +77,7 @@ def test_a_factor_multiplies_the_fp32_sum_where_the_device_returns_it(monkeypatc
     assert not torch.equal(multiply(Operand(a, factor), Operand(b), torch.bfloat16, "eager"), once)
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: mm(left.to(out_dtype), right.to(out_dtype)))
-    for module in (products, gemm):
+    for module in (products, operands):
         monkeypatch.setattr(module, "returns_fp32", lambda device: True)
     assert torch.equal(multiply(Operand(a, factor), Operand(b), torch.bfloat16, "eager"), once)
 

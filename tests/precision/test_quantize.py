@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.cast import inductor, quantize, scales
-from lightning_llm.precision.cast.hadamard import rotate, rotation
-from lightning_llm.precision.cast.quantize import quantise
+from lightning_llm.precision.cast.quantize import quantise, rotate, rotation
 from lightning_llm.precision.cast.random_bits import Origin, keyed_noise, scale_noise
 from tests.precision import reference
 from tests.precision.recipes import CASTS, DISTINCT, OTHER_FORMATS, load

@@ -11,9 +11,17 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.precision.cast import quantize
-from lightning_llm.precision.recipe.ablation import all_but_slot
 from lightning_llm.probe.comparison import figures
-from lightning_llm.probe.measure import TARGET, gradient_error, layers_to_keep, local_sums, measure, slot_shares, worst
+from lightning_llm.probe.measure import (
+    TARGET,
+    all_but_slot,
+    gradient_error,
+    layers_to_keep,
+    local_sums,
+    measure,
+    slot_shares,
+    worst,
+)
 from lightning_llm.probe.model import ProbedModel, TokenBatch
 from lightning_llm.probe.report import as_json, recipe_lines
 

@@ -27,7 +27,7 @@ from lightning_llm.plan.resolve import plan_of
 from lightning_llm.precision.cast.quantize import Operand
 from lightning_llm.precision.linear.module import quantised_layers
 from lightning_llm.precision.linear.operands import LinearCall
-from lightning_llm.precision.linear.weight_casts import KeptCasts
+from lightning_llm.precision.linear.plan import KeptCasts
 from lightning_llm.precision.linear.weight_rules import kept_slots
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import LossScaler, Quantisation

@@ -22,7 +22,7 @@ from lightning_llm.plan.stages import StagePart, chunks_in_flight, split_layers
 from lightning_llm.plan.time.operations import Passes
 from lightning_llm.plan.time.stage import ends_of
 from lightning_llm.plan.time.step import StepTime, StepTimer, no_time
-from lightning_llm.precision.native.capability import Capability
+from lightning_llm.precision.native.decide import Capability
 
 OF_MICRO_BATCHES = ("tree_gradients", "weight_casts")
 """Kinds of buffers that depend on the number of micro-batches."""

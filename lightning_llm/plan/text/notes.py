@@ -16,7 +16,7 @@ from lightning_llm.plan.memory.units import shard_ranks
 from lightning_llm.plan.nodes import reduction_note
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.step_law import law_notes
-from lightning_llm.precision.native.capability import HARDWARE
+from lightning_llm.precision.native.decide import HARDWARE
 
 Rule = Callable[[Plan, Mapping[str, str]], Iterator[str]]
 SHORTENED = ("BF16", "F16", "TF32", "ANY")

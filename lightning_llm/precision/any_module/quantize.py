@@ -1,14 +1,24 @@
 """Put the casts of a precision recipe into any module, in place: `quantize`; `dequantize` removes them."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 from torch import Tensor, nn
 
-from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.config.derived_keys import fill_named_casts
+from lightning_llm.config.recipes import ENDING, OTHER_ENDING, option_files
+from lightning_llm.config.schema.precision import PrecisionConfig
+from lightning_llm.config.schema.validation import problem_of
+from lightning_llm.config.yaml_file import read_mapping
 from lightning_llm.precision.any_module.choice import Choice, choose
 from lightning_llm.precision.any_module.clock import StepClock
 from lightning_llm.precision.any_module.report import ModuleReport, QuantizeReport, stepped
@@ -16,11 +26,15 @@ from lightning_llm.precision.any_module.selection import FoundLinear, unwrapped
 from lightning_llm.precision.linear.module import QuantisedLinear, quantised_layers
 from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.linear.swap import choose_backend, sum_in_fp32
-from lightning_llm.precision.native.capability import Capability, capability_here
-from lightning_llm.precision.native.decide import Decision, decide
+from lightning_llm.precision.native.decide import Capability, Decision, capability_here, decide
 from lightning_llm.precision.native.transformer_engine import NativeLinear
+from lightning_llm.precision.recipe.lint import lint
 from lightning_llm.precision.recipe.module_rules import rule_in_effect
-from lightning_llm.precision.recipe.read import RecipeSource, read_recipe
+
+RecipeSource = str | os.PathLike[str] | Mapping[str, Any] | PrecisionConfig
+"""Name of a shipped recipe, path of a YAML file, keys of a recipe, or a recipe."""
+RECIPE_KEY = "recipe"
+"""Key of messages about the argument `recipe`."""
 
 
 def quantize(
@@ -268,3 +282,58 @@ WITH_TRANSPOSED_WEIGHT: dict[type[QuantisedLinear], type[QuantisedLinear]] = {
     NativeLinear: NativeConv1D,
 }
 """The class for Conv1D by the class for nn.Linear."""
+
+
+def read_recipe(source: RecipeSource) -> PrecisionConfig:
+    """Return the checked recipe of `source`.
+
+    Raises:
+        ConfigError: there is no such recipe or file, or all problems of its keys, lint rules included.
+    """
+    recipe = source if isinstance(source, PrecisionConfig) else _validated(*_recipe_values(source))
+    if problems := lint(recipe):
+        raise ConfigError(problems)
+    return recipe
+
+
+def _recipe_values(source: Any) -> tuple[dict[str, Any], str]:
+    """Return the keys that `source` has, and the recipe's name if they have none."""
+    if isinstance(source, Mapping):
+        return dict(OmegaConf.to_container(source)) if isinstance(source, DictConfig) else dict(source), "mapping"  # type: ignore[arg-type]
+    if not isinstance(source, str | os.PathLike):
+        text = f"is a {type(source).__name__}. Give a recipe's name, a YAML file, a mapping or a PrecisionConfig."
+        raise ConfigError(Problem(RECIPE_KEY, text))
+    name, shipped = os.fspath(source), option_files("precision")
+    if name in shipped:
+        return _resolved(read_mapping(Path(str(shipped[name])), RECIPE_KEY)), name
+    if not name.endswith((ENDING, OTHER_ENDING)) and os.sep not in name:
+        text = f"there is no such precision recipe.{did_you_mean(name, shipped)} Or give the path of a YAML file."
+        raise ConfigError(Problem(RECIPE_KEY, text, name))
+    return _resolved(read_mapping(Path(name).expanduser(), RECIPE_KEY)), Path(name).stem
+
+
+def _resolved(tree: DictConfig) -> dict[str, Any]:
+    try:
+        values: Any = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(Problem(RECIPE_KEY, f"{str(error).splitlines()[0]}.")) from error
+    return dict(values)
+
+
+def _validated(values: dict[str, Any], name: str) -> PrecisionConfig:
+    values = {"name": name, **values}
+    try:
+        return PrecisionConfig.model_validate(_with_named_casts(values))
+    except ValidationError as error:
+        found = [problem_of(details | {"loc": ("precision", *details["loc"])}) for details in error.errors()]
+        raise ConfigError(found) from error
+
+
+def _with_named_casts(values: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` with the slots of the recipes that rules of `modules.casts` name."""
+    modules = values.get("modules")
+    if not isinstance(modules, Mapping) or not modules.get("casts"):
+        return values
+    tree = OmegaConf.create({"precision": values})
+    fill_named_casts(tree, lambda name: OmegaConf.create(_recipe_values(name)[0]), None)
+    return dict(OmegaConf.to_container(tree.precision))  # type: ignore[arg-type]

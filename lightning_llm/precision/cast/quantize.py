@@ -1,18 +1,26 @@
-"""Quantise a 2-D tensor by a cast: blocks along an axis, a scale per block, elements rounded to a small format.
+"""Quantize a 2-D tensor by a cast: rotation, blocks along an axis, a scale per block, elements in a small format.
 
 Three pure stages, so that a reduction over ranks can come between the first two and each fuses into one kernel:
 `tensor_amax` (where the cast has a tensor-level scale) and `scale` of `scales.py`, and `round_blocks`. `quantise`
-runs all of them and returns everything that can be looked at.
+runs all of them and returns all intermediate results.
+
+A cast with a transform is preceded by `rotate`. Both operands of a GEMM are rotated by the same orthogonal
+diag(signs) S_g along the contraction axis, so (A S)(S^T B) = A B and nothing needs to be undone. An axis that is no
+multiple of g is padded with zeros to whole groups, in both operands, which leaves the product the same.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_llm.config.schema.cast_kinds import TRANSFORMS
 from lightning_llm.config.schema.number_formats import NumberFormat
 from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.linalg.gemm import operand, product
 from lightning_llm.precision.cast.random_bits import Origin, keyed_noise, scale_noise
 from lightning_llm.precision.cast.rounding import copy_sign, encode, round_to_format
 from lightning_llm.precision.cast.scales import (
@@ -220,3 +228,41 @@ def quantise(
         unblocked(elements.abs() < cast.number_format.max, x, shape),
         cast.number_format,
     )
+
+
+@lru_cache(maxsize=32)  # also for GPU tensors: a copy in each cast would wait for all queued work
+def _matrix(transform: str, size: int, device: torch.device) -> Tensor:
+    """Return the matrix of a registered transform, [size, size] fp32."""
+    made: Tensor = TRANSFORMS.instance(transform).matrix(size)
+    return made.to(device)
+
+
+@lru_cache(maxsize=32)
+def fixed_signs(vector: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return a recipe's fixed signs, fp32 [len(vector)]."""
+    return torch.tensor(vector, dtype=torch.float32, device=device)
+
+
+def rotation(size: int, signs: Tensor | None, device: torch.device, transform: str = "hadamard") -> Tensor:
+    """Return diag(signs) S, [size, size] fp32, S of `transform`; `signs` [size] of +1 and -1, None for all +1."""
+    s = _matrix(transform, size, device)
+    return s if signs is None else s * signs.float()[:, None]
+
+
+def rotate(x: Tensor, s: Tensor, axis: int, round_to: torch.dtype, transform: str = "hadamard") -> Tensor:
+    """Return 2-D `x` with each group of g along `axis` replaced by group @ s; s [g, g]; result in `round_to`.
+
+    The axis is padded with zeros to whole groups. fp32 accumulation. With `round_to` bf16 and a bf16 x the GEMM itself
+    runs in bf16 if the entries of s are exact in it (of Hadamard matrices g = 4, 16, 64, 256), and rounds once, at the
+    end.
+    """
+    size = s.shape[0]
+    if missing := -x.shape[axis] % size:
+        x = F.pad(x, (0, missing) if axis == 1 else (0, 0, 0, missing))
+    rows, columns = x.shape
+    exact_in_bf16 = TRANSFORMS.instance(transform).exact_in_bf16(size)
+    dtype = torch.bfloat16 if x.dtype == round_to == torch.bfloat16 and exact_in_bf16 else torch.float32
+    x, s = operand(x.to(dtype)), operand(s.to(dtype))
+    if axis == 1:
+        return product(x.reshape(-1, size), s).reshape(rows, columns).to(round_to)
+    return product(s.T, x.reshape(rows // size, size, columns)).reshape(rows, columns).to(round_to)

@@ -9,11 +9,11 @@ from torch import Tensor
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig, DelayedConfig, LossScalingConfig, Rounding, Scale
 from lightning_llm.precision.cast import inductor, nvfp4_scales, scales
-from lightning_llm.precision.cast.hadamard import rotate, rotation
+from lightning_llm.precision.cast.quantize import rotate, rotation
 from lightning_llm.precision.cast.rounding import FLOAT_MAX, round_to_format
 from lightning_llm.precision.conformance.case import Case, Check
 from lightning_llm.precision.linear import delayed
-from lightning_llm.precision.linear.gemm import multiply
+from lightning_llm.precision.linear.operands import multiply
 from lightning_llm.precision.loss_scale import LossScale
 from lightning_llm.precision.native.express import TE_SIGNS
 

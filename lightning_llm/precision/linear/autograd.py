@@ -25,10 +25,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_llm.precision.cast.hadamard import rotate
-from lightning_llm.precision.cast.quantize import Operand
-from lightning_llm.precision.linear.gemm import multiply
-from lightning_llm.precision.linear.operands import LinearCall, shared
+from lightning_llm.precision.cast.quantize import Operand, rotate
+from lightning_llm.precision.linear.operands import LinearCall, multiply, shared
 from lightning_llm.precision.linear.plan import LinearPlan
 
 Record = Callable[[str, Tensor], None]

@@ -14,8 +14,7 @@ from lightning_llm.precision.cast.quantize import Operand, contraction_scales
 from lightning_llm.precision.cast.rounding import torch_dtype
 from lightning_llm.precision.cast.scales import BlocksToScale, Scaled, block_shape, blocked, per_block, unblocked
 from lightning_llm.precision.linear.module import QuantisedLinear
-from lightning_llm.precision.linear.plan import ROLES
-from lightning_llm.precision.linear.weight_casts import WantedCast, WeightCasts
+from lightning_llm.precision.linear.plan import ROLES, WantedCast, WeightCasts
 from lightning_llm.precision.linear.weight_rules import codes_cast
 
 

@@ -19,8 +19,7 @@ from lightning_llm.precision.cast.random_bits import hash_words
 from lightning_llm.precision.linear import autograd
 from lightning_llm.precision.linear.autograd import Record, quantised_linear
 from lightning_llm.precision.linear.operands import LinearCall, shared
-from lightning_llm.precision.linear.plan import KEY_COUNT, ROLES, LinearPlan, Observe
-from lightning_llm.precision.linear.weight_casts import KeptCasts
+from lightning_llm.precision.linear.plan import KEY_COUNT, ROLES, KeptCasts, LinearPlan, Observe
 from lightning_llm.precision.recipe.module_rules import rule_in_effect
 
 HIGH_CASTS = slots_of(PrecisionConfig(name="high", compute_dtype="fp16"))

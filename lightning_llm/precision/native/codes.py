@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
-from lightning_llm.precision.cast.hadamard import fixed_signs, rotate, rotation
-from lightning_llm.precision.cast.quantize import quantise
+from lightning_llm.precision.cast.quantize import fixed_signs, quantise, rotate, rotation
 from lightning_llm.precision.cast.scales import divide, tensor_amax
 from lightning_llm.precision.linear.plan import DTYPES, KEY_COUNT, ROLES, LinearPlan, Shard
 from lightning_llm.precision.native import transformer_engine

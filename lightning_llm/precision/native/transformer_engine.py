@@ -38,8 +38,7 @@ from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.linear.module import QuantisedLinear
 from lightning_llm.precision.linear.operands import observe_casts
-from lightning_llm.precision.linear.plan import ROLES, SLOT_NAMES, LinearPlan
-from lightning_llm.precision.linear.weight_casts import WeightCasts
+from lightning_llm.precision.linear.plan import ROLES, SLOT_NAMES, LinearPlan, WeightCasts
 from lightning_llm.precision.linear.weight_rules import kept_by_kernel
 from lightning_llm.precision.native.express import MULTIPLES, NativeRecipe, express
 from lightning_llm.precision.native.main_grad import MainGrad

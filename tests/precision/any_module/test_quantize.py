@@ -11,10 +11,9 @@ import lightning_llm
 from lightning_llm import ConfigError, dequantize, quantize
 from lightning_llm.config.schema.module_rules import ModuleRules
 from lightning_llm.precision.any_module.choice import choose
-from lightning_llm.precision.any_module.quantize import WITH_TRANSPOSED_WEIGHT
+from lightning_llm.precision.any_module.quantize import WITH_TRANSPOSED_WEIGHT, read_recipe
 from lightning_llm.precision.linear.module import QuantisedLinear
 from lightning_llm.precision.native.transformer_engine import NativeLinear
-from lightning_llm.precision.recipe.read import read_recipe
 from tests.precision.any_module.models import WIDTH, Model, batches, eager, loss_of
 
 

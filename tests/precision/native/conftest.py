@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from lightning_llm.precision.native import transformer_engine as te
-from lightning_llm.precision.native.capability import Capability
+from lightning_llm.precision.native.decide import Capability
 from tests.precision.native import real_engine, stub_kernels
 
 

@@ -14,13 +14,12 @@ from torch.nn.functional import pad
 
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig, DelayedConfig, HadamardConfig
-from lightning_llm.precision.cast.hadamard import rotate, rotation
 from lightning_llm.precision.cast.nvfp4_scales import NVFP4_RANGE
-from lightning_llm.precision.cast.quantize import BlockScales, Operand, quantise
+from lightning_llm.precision.cast.quantize import BlockScales, Operand, quantise, rotate, rotation
 from lightning_llm.precision.cast.random_bits import Origin, keyed_noise
 from lightning_llm.precision.cast.rounding import decode
 from lightning_llm.precision.cast.scales import divide, e8m0_value, tensor_amax
-from lightning_llm.precision.linear.gemm import multiply
+from lightning_llm.precision.linear.operands import multiply
 from lightning_llm.precision.linear.plan import KEY_COUNT, SLOT_NAMES
 
 DType = IntEnum("DType", {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6,

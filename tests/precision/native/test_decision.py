@@ -6,16 +6,18 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig, PhaseConfig, slots_of
 from lightning_llm.plan.resolve import DerivedConfig, plan_of
 from lightning_llm.plan.text.describe import matrix_rows
-from lightning_llm.precision.native import capability
+from lightning_llm.precision.native import decide as decide_module
 from lightning_llm.precision.native import transformer_engine as te
-from lightning_llm.precision.native.capability import (
+from lightning_llm.precision.native.decide import (
     DEVICES,
     Capability,
     capability_here,
+    decide,
+    decision_matrix,
     installed_library,
+    shipped_recipes,
     version_tuple,
 )
-from lightning_llm.precision.native.decide import decide, decision_matrix, shipped_recipes
 from lightning_llm.precision.native.express import MULTIPLES, casts_of, express, native_recipe
 from tests.messages import missing
 from tests.precision.recipes import RECIPES, load
@@ -254,7 +256,7 @@ def test_emulated_is_emulated_also_where_it_could_be_native():
     ("2.20.2", None), ("2.21.0", None), ("2.20.0.dev0+d0067d0", None), ("2.19.1", "2.19.1"), ("3.0.0", "3.0.0"),
 ])  # fmt: skip
 def test_versions_of_the_library(version, problem, monkeypatch):
-    monkeypatch.setattr(capability, "version", lambda name: version)
+    monkeypatch.setattr(decide_module, "version", lambda name: version)
     found, said = installed_library()
     assert found == version
     assert (said is None) if problem is None else (problem in said)
@@ -262,7 +264,7 @@ def test_versions_of_the_library(version, problem, monkeypatch):
 
 
 def test_a_machine_without_a_driver_is_known_without_torch(monkeypatch):
-    monkeypatch.setattr(capability, "DRIVER_FILES", ())
+    monkeypatch.setattr(decide_module, "DRIVER_FILES", ())
     capability_here.cache_clear()
     here = capability_here("auto")
     assert (here.device, here.compute_capability) == ("cpu", None)
@@ -274,10 +276,10 @@ def test_a_machine_without_a_driver_is_known_without_torch(monkeypatch):
 def test_only_a_recipe_that_quantises_asks_for_the_library(monkeypatch):
     """Importing Transformer Engine takes seconds, which a bf16 run has no use for."""
     asked = []
-    monkeypatch.setattr(capability, "DRIVER_FILES", ("/",))
+    monkeypatch.setattr(decide_module, "DRIVER_FILES", ("/",))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(capability, "installed_library", lambda: ("2.20.2", None))
+    monkeypatch.setattr(decide_module, "installed_library", lambda: ("2.20.2", None))
     monkeypatch.setattr(te, "import_problem", lambda: asked.append("imported"))
     capability_here.cache_clear()
     for name in ("bf16", "fp16", "fp32"):

@@ -10,7 +10,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash
-from lightning_llm.precision.native.capability import Capability
+from lightning_llm.precision.native.decide import Capability
 from tests.parallel.traced_run import run_with
 from tests.run_metrics import curve, same_weights
 

@@ -14,9 +14,8 @@ from lightning_llm.config.schema.precision import HIGH, slots_of
 from lightning_llm.precision.linear.module import QuantisedLinear
 from lightning_llm.precision.linear.plan import LinearPlan
 from lightning_llm.precision.native import transformer_engine as te
-from lightning_llm.precision.native.capability import Capability
 from lightning_llm.precision.native.codes import quantizers_of
-from lightning_llm.precision.native.decide import device_problems
+from lightning_llm.precision.native.decide import Capability, device_problems
 from lightning_llm.precision.native.express import MULTIPLES, native_recipe
 from lightning_llm.precision.native.transformer_engine import NativeLinear
 from tests.precision.native.stub_kernels import LOG, Cast, Gemm, casts_of
