@@ -33,6 +33,7 @@ def test_a_run_survives_random_faults_with_identical_results(kind, campaign, mon
     assert f"| {kind} | 1 | 1 | 2.0 | 1 |" in table([outcome])
 
 
+@pytest.mark.full
 def test_the_campaign_detects_a_run_with_other_results(campaign, monkeypatch):
     """By another learning rate in the run that is disturbed."""
     planted(monkeypatch, "SIGTERM", layout="single")

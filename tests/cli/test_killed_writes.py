@@ -57,6 +57,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("verb", [pytest.param("import", marks=pytest.mark.full), "export"])  # by the same writer
 def test_a_killed_conversion_leaves_a_complete_folder_or_none(verb, base, tmp_path, monkeypatch, capsys):
     source = base if verb == "export" else base.with_name("hf")

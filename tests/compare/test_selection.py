@@ -146,6 +146,7 @@ def test_a_best_rate_at_the_end_of_the_grid_is_not_judged(sweep, capsys):
     assert "optim=adamw (at 0.002) and optim=muon (at 0.002) are best at the largest value" in line
 
 
+@pytest.mark.full
 def test_best_of_is_not_suggested_with_declared_looks(sweep, capsys):
     design = declare((3, 4), tuple(range(4)), Terms(), "linear", 7, None)
     (sweep / "sweep.json").write_text(json.dumps({"jobs": [], "sequential": design.as_data()}))
@@ -157,6 +158,7 @@ def test_best_of_is_not_suggested_with_declared_looks(sweep, capsys):
     assert sum("--best-of optim.learning_rate --margin 0.02" in each for each in found["notes"]) == 1
 
 
+@pytest.mark.full
 def test_a_comparison_over_a_grid_of_rates_suggests_best_of(sweep, capsys):
     (note,) = (each for each in verdicts(capsys, sweep)["notes"] if "To compare each at its best value" in each)
     program, *words = shlex.split(note.partition("best value: ")[2])
@@ -284,6 +286,7 @@ def test_invalid_baselines_are_reported(sweep, capsys, words, text):
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_margin_in_tokens_is_tested_over_the_whole_grid(sweep, capsys):
     """The baseline's other lengths have the same slope at each seed here, so that the two margins are one."""
     for steps in (50, 200):

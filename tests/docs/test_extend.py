@@ -55,6 +55,7 @@ def steps_in(folder):
     return [record for record in timeless if "grad_norm" in record], timeless
 
 
+@pytest.mark.full
 def test_the_documents_kinds_train_from_an_installed_package(installed, small_run):
     rows = [{"n": str(i), "body": " ".join(f"word{i * j % 7}" for j in range(80))} for i in range(30)]
     with (installed / "table.csv").open("w", newline="") as file:

@@ -81,6 +81,7 @@ def test_deleted_and_damaged_checkpoints_are_named(run, capsys):
     assert "step=3" in said
 
 
+@pytest.mark.full
 def test_values_of_other_data_are_no_points_of_a_curve(run, capsys):
     """A checkpoint was evaluated on another text, then deleted; its values stay in the run's folder."""
     text = run.parent / "other.jsonl"

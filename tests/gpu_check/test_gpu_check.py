@@ -316,6 +316,7 @@ def test_rows_that_are_off_set_the_exit_code_and_every_check_runs(tmp_path, monk
         assert said.count("target: ") == 2
 
 
+@pytest.mark.full
 def test_the_machine_is_described_by_torch_in_a_separate_process(monkeypatch):
     monkeypatch.setattr(machine, "DRIVER_FILES", ("/",))
     assert "finds no CUDA device" in machine_here(dict(os.environ))

@@ -39,6 +39,7 @@ sys.meta_path.insert(0, Hide())
 """
 
 
+@pytest.mark.full
 def test_tests_marked_gpu_are_collected_where_only_torch_and_pydantic_are(tmp_path, monkeypatch):
     """Each is skipped here, for there is no GPU: not one fails to be imported."""
     assert [file.name for file in steps.marked_files()] == ["test_attention_gpu.py", "test_gpu.py"]

@@ -139,6 +139,7 @@ def wrong_sums() -> list[str]:
         return found + check_health(ranks_here(), CPU, WRONG_ONLY).wrong
 
 
+@pytest.mark.full
 def test_a_wrong_sum_is_detected_with_the_rank_at_fault(ranks):
     summed, scattered, gathered = ranks(4).call(wrong_sums)
     assert summed.startswith(f"all_reduce of 1,024 bytes: wrong contribution of rank 2 ({HERE}); 1 element on rank 0: ")

@@ -112,6 +112,7 @@ def test_invalid_targets_are_refused(words, said, ladder, capsys):
     assert said in refusal(capsys, ladder, *words)
 
 
+@pytest.mark.full
 def test_flags_of_earlier_releases_run_the_verb(ladder, capsys):
     found = ask(capsys, ladder)
     assert found["stderr"] == ""

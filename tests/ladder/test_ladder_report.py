@@ -130,6 +130,7 @@ def test_predictions_of_another_metric_are_not_graded(compared, predictions):
     assert not is_of(replace(made, claim={**made.claim, "baseline": "fp32"}), ladder)
 
 
+@pytest.mark.full
 def test_the_pictures_draw_fit_rungs_and_prediction(compared, predictions):
     comparison = compare_runs(compared, Terms())
     report = Report(ladder_of(comparison), 0.95)

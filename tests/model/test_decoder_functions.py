@@ -91,7 +91,7 @@ def test_loss_gradcheck():
         (False, torch.float32, 1e-6),
         (False, torch.bfloat16, 2**-8),
         pytest.param(True, torch.float32, 1e-6, marks=pytest.mark.full),
-        (True, torch.bfloat16, 2**-8),
+        pytest.param(True, torch.bfloat16, 2**-8, marks=pytest.mark.full),
     ],
 )
 def test_loss_is_cross_entropy_in_high_precision(compiled, dtype, tolerance):

@@ -112,7 +112,7 @@ def test_a_compiled_block_takes_masks_of_other_documents_in_one_graph(monkeypatc
     "words",
     [
         ("parallel.activation_checkpoint=full", "model.num_kv_heads=1"),
-        ("parallel.activation_checkpoint=selective",),
+        pytest.param(("parallel.activation_checkpoint=selective",), marks=pytest.mark.full),
     ],
 )
 def test_a_run_by_blocks_is_the_run_by_pairs(words, small_run, tmp_path, monkeypatch):

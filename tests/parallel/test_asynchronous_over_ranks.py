@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 from lightning_llm.base.errors import StorageError
@@ -67,6 +68,7 @@ def files_of(config: Config, step: int) -> dict[str, Any]:
     return unseal(Path(config.run.dir, "checkpoints", f"step={step}", "manifest.json").read_bytes())["files"]
 
 
+@pytest.mark.full
 def test_the_files_are_those_of_synchronous_saves(ranks, small_run, tmp_path):
     runs = {}
     for name, asynchronous in (("sync", "false"), ("async", "true")):

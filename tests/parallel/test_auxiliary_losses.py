@@ -33,10 +33,10 @@ LAYOUTS = [
     pytest.param("ddp", 2, [], marks=pytest.mark.full),
     ("zero3", 2, []),
     ("tp", 2, []),
-    ("tp", 2, ["parallel.sequence_parallel=false"]),
+    pytest.param("tp", 2, ["parallel.sequence_parallel=false"], marks=pytest.mark.full),
     ("cp", 2, []),
     pytest.param("pp", 2, [], marks=pytest.mark.full),
-    ("pp", 2, ["parallel.activation_checkpoint=full"]),
+    pytest.param("pp", 2, ["parallel.activation_checkpoint=full"], marks=pytest.mark.full),
     ("pp_interleaved", 2, []),
     pytest.param("pp_tp", 4, [], marks=pytest.mark.full),
 ]

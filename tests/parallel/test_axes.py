@@ -91,6 +91,7 @@ class WorkerAxis(ReplicaAxis):
         return (1, 2, 3, 4)
 
 
+@pytest.mark.full
 def test_a_registered_axis_with_degrees_to_search_takes_part_in_the_search(group):
     """Its layouts have the price of those with as many replicas over the built-in axis."""
     without, found = group(1).call(searched_with_workers)

@@ -14,10 +14,10 @@ from tests.parallel.traced_run import run_with
 
 FULL = pytest.mark.full
 FAMILIES = [
-    ("single", 1, "fp16"),
+    pytest.param("single", 1, "fp16", marks=FULL),
     ("zero3", 2, "fp8_delayed"),
     ("pp", 2, "fp8_delayed"),
-    ("tp", 2, "bf16"),
+    pytest.param("tp", 2, "bf16", marks=FULL),
     pytest.param("ddp", 2, "mxfp4_sr_norht", marks=FULL),
     pytest.param("zero1", 2, "fp16", marks=FULL),
     pytest.param("cp", 2, "fp32", marks=FULL),
@@ -26,7 +26,7 @@ FAMILIES = [
     pytest.param("fsdp_tp", 4, "fp8_delayed", marks=FULL),
 ]
 CORRUPTIONS = 60
-"""Per family: 240 over those of the covering suite."""
+"""Per family: 120 over those of the covering suite."""
 
 
 def train(config) -> None:

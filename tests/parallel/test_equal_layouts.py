@@ -39,7 +39,7 @@ QUICK = [
 """Four micro-batches on each of four ranks take an emulated recipe 15 CPU seconds."""
 COVERING = [
     *(case for case in ALONE if case.layout in ("ddp", "zero3")),
-    *covering(QUICK, strength=2),
+    *covering(QUICK, strength=2, of_layout=True),
     *(Case("zero3", 2, 4, precision, "selective") for precision in BLOCKS),
 ]
 FULL = [

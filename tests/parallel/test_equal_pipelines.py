@@ -62,7 +62,7 @@ QUICK = [
     for case in cases_on((2, 4), PIPELINED, SOME)
     if stages_fit(case) and case.micro_batches <= MOST.get(case.precision, 4)
 ]
-COVERING = covering(QUICK, strength=2)
+COVERING = covering(QUICK, strength=2, of_layout=True)
 ALL = [case for case in cases_on((2, 4, 8), PIPELINED, PRECISIONS) if stages_fit(case)]
 FULL = [case for case in covering(ALL, WHOLE_STRENGTH) if case not in COVERING]
 

@@ -106,6 +106,7 @@ def launched(ranks, monkeypatch):
     return started
 
 
+@pytest.mark.full
 def test_the_command_starts_ranks_and_reports_their_findings(tmp_path, small_run, launched, monkeypatch, capsys):
     """Delayed scales, a stage's share of them too, an average of two models, and a task of lm-eval's."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

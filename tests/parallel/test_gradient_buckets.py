@@ -94,7 +94,7 @@ def alone(count: int) -> dict[str, torch.Tensor]:
 
 
 LAYOUTS = [
-    (2, {"dp_replicate": 2}, 2),
+    pytest.param(2, {"dp_replicate": 2}, 2, marks=pytest.mark.full),
     (4, {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 2}, 2),
     pytest.param(4, {"dp_replicate": 4}, 4, marks=pytest.mark.full),
     pytest.param(4, {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 1}, 1, marks=pytest.mark.full),

@@ -49,7 +49,9 @@ def measured(ranks, small_run, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("layout", ["ddp", pytest.param("zero2", marks=pytest.mark.full), "zero3"])
+@pytest.mark.parametrize(
+    "layout", [*(pytest.param(layout, marks=pytest.mark.full) for layout in ("ddp", "zero2")), "zero3"]
+)
 def test_two_ranks_measure_the_same_as_one(layout, measured):
     ours, alone = measured(layout, 2), measured("single", 1)
     assert [len(each["rows"]) for each in alone[0]] == [14 * 6, 14 * 6]
@@ -64,7 +66,7 @@ def test_two_ranks_measure_the_same_as_one(layout, measured):
         assert one == pytest.approx(other, rel=1e-9)
 
 
-@pytest.mark.parametrize("layout", ["tp", "cp"])
+@pytest.mark.parametrize("layout", ["tp", pytest.param("cp", marks=pytest.mark.full)])
 def test_replicated_parameters_are_counted_once(layout, measured):
     """Of a tensor-parallel group all have a column's x and a row's dy, of a context-parallel one the weights.
 

@@ -217,7 +217,10 @@ SATURATING = [f"precision.{gemm}.dy.{key}" for gemm in ("dgrad", "wgrad") for ke
 
 @pytest.mark.parametrize(
     ("fault", "precision"),
-    [(OverflowOnOneStage, ["precision=fp16"]), (InfiniteOperand, ["precision=fp16_mxfp8", *SATURATING])],
+    [
+        pytest.param(OverflowOnOneStage, ["precision=fp16"], marks=pytest.mark.full),
+        (InfiniteOperand, ["precision=fp16_mxfp8", *SATURATING]),
+    ],
 )
 def test_an_overflow_on_one_stage_skips_the_step_on_all(fault, precision, ranks, words, tmp_path):
     precision = [*precision, "trainer.max_steps=3", "trainer.validate_every_steps=null"]
@@ -253,6 +256,7 @@ def test_a_loss_that_is_not_finite_ends_every_rank(ranks, words):
     assert said.startswith("NonFiniteError"), said  # rank 0, on the stage without a loss
 
 
+@pytest.mark.full
 def test_a_sample_is_that_of_one_rank(ranks, words, tmp_path):
     sample = ["callbacks=default", "callbacks.sample.max_new_tokens=12", *SHORT]
     for name, world, layout in (("ours", 2, "pp_interleaved"), ("alone", 1, "single")):

@@ -84,7 +84,10 @@ def overflowing_run(config: Any) -> dict[str, Any]:
     return traced_run(config, OverflowIn(), saves=False)
 
 
-@pytest.mark.parametrize(("layout", "world"), [("ddp", 4), ("zero1", 2), ("zero3", 4)])
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [pytest.param("ddp", 4, marks=pytest.mark.full), pytest.param("zero1", 2, marks=pytest.mark.full), ("zero3", 4)],
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(layout, world, ranks, small_run, tmp_path):
     def run(name: str, layout: str, world: int) -> dict[str, Any]:
         config = compose_config(

@@ -71,6 +71,7 @@ def test_killed_twice_and_resumed_under_other_layouts(precision, chain, ranks, w
     assert difference(whole, parts) is None
 
 
+@pytest.mark.full
 def test_a_branch_that_changes_the_layout_alone_is_its_trunk_s_continuation(ranks, words, tmp_path):
     """From sharded to one rank and back: the same bits as the trunk's own last steps, which it leaves alone."""
     reference = compose_config(words(tmp_path / "trunk", "zero3", 2, "fp8_delayed"))

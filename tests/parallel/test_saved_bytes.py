@@ -132,19 +132,19 @@ SHAPE = [
 DOCUMENTS, FULL = "data.document_mask=true", "parallel.activation_checkpoint=full"
 SELECTIVE = "parallel.activation_checkpoint=selective"
 CASES = [
-    ("llama_tiny", "single", 1, "fp32", [FULL]),
     ("llama_tiny", "single", 1, "bf16", ["parallel.activation_checkpoint_layers=[none,full,full,none]"]),
     ("qwen3_tiny", "single", 1, "bf16", [SELECTIVE]),
     ("gemma2_tiny", "single", 1, "bf16", []),
     ("gla_tiny", "single", 1, "bf16", [DOCUMENTS]),
     ("llama_tiny", "tp", 2, "bf16", []),
-    ("llama_tiny", "cp", 2, "bf16", []),
     ("llama_tiny", "zero3", 2, "bf16", []),
-    ("llama_tiny", "pp", 2, "bf16", []),
     ("llama_tiny", "pp_interleaved", 2, "bf16", []),
 ]
 """One case per counted part; tests/model/test_kinds.py compares the parts of the blocks to the byte."""
 COMBINED = [
+    ("llama_tiny", "single", 1, "fp32", [FULL]),
+    ("llama_tiny", "cp", 2, "bf16", []),
+    ("llama_tiny", "pp", 2, "bf16", []),
     ("llama_tiny", "single", 1, "bf16", []),
     ("llama_tiny", "single", 1, "bf16", ["model.ffn_hidden_size=384"]),
     ("llama_tiny", "single", 1, "bf16", ["model.num_kv_heads=1", DOCUMENTS]),

@@ -65,6 +65,7 @@ def test_all_ranks_leave_the_same_update_out(ranks, config):
     assert skipped_in(ours) == skipped_in(alone)
 
 
+@pytest.mark.full
 def test_all_ranks_stop_before_the_same_update(ranks, config):
     said, saved = ranks(2).call(stopping_run, config("zero3", 2, "stop"))
     assert said.startswith(f"step {BAD} is out of the ordinary")

@@ -77,6 +77,7 @@ def test_the_excess_of_one_rank_is_the_wait_of_the_others(layout, world, ranks, 
     assert 0.5 < np.median(waits) < 1.6
 
 
+@pytest.mark.full
 def test_a_stall_of_a_ranks_data_is_measured_to_5_per_cent(ranks, small_run, tmp_path):
     config = words(small_run, tmp_path, "zero3", 2)
     seconds, slept, figures = ranks(2).call(measured, config, 1, "data", 3)

@@ -155,6 +155,7 @@ def test_llama_405b_has_the_stages_and_the_bubble_of_its_schedule():
     assert pipeline["bubble_fraction"] == 7 / (2 * 8 + 7)
 
 
+@pytest.mark.full
 def test_the_bubbles_of_llama_405b_give_the_published_ratio_of_its_schedules():
     """128 against 100 tokens per second and GPU (torchtitan's table 5): as the parts of a step that ranks compute."""
 

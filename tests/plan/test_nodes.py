@@ -138,6 +138,7 @@ def test_auto_reduction_decides_by_the_counted_traffic(words):
     assert factor == pytest.approx(tree / native, rel=1e-3)  # but for rows that are padded
 
 
+@pytest.mark.full
 def test_the_plan_notes_the_reduction_and_its_cost(capsys):
     assert main(["plan", *ZERO3]) == 0
     out = capsys.readouterr().out

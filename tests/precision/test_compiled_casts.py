@@ -52,6 +52,7 @@ def forget_compiled() -> None:
         found.cache_clear()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ["fp8_delayed", pytest.param("mxfp4_sr", marks=pytest.mark.full)])
 def test_compiled_casts_train_to_eagers_bits(recipe, small_run, tmp_path, capsys):
     """By kernels that `warm` has compiled, all of them."""
@@ -81,7 +82,7 @@ def test_compiled_casts_train_to_eagers_bits(recipe, small_run, tmp_path, capsys
     ("which", "axis", "shapes"),
     [
         pytest.param("mxfp8:fprop.x", 1, [(64, 128), (96, 256)], marks=pytest.mark.full),
-        ("fp8_delayed:dgrad.dy", 1, [(37, 96)]),  # by a kernel of the run above
+        ("fp8_delayed:dgrad.dy", 1, [(37, 96)]),
         pytest.param("fp8_current:dgrad.dy", 1, [(37, 96)], marks=pytest.mark.full),
         pytest.param("fp8_subchannel:dgrad.w", 0, [(512, 192), (192, 192)], marks=pytest.mark.full),
     ],

@@ -120,6 +120,7 @@ PAIRED = zip(QUANTISING, itertools.cycle(MODES), strict=False)
 OTHERS = [each for each in PAIRED if each not in FEW]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "mode"), [*FEW, *(pytest.param(*each, marks=pytest.mark.full) for each in OTHERS)])
 def test_a_compiled_block_trains_to_the_bits_of_its_casts_by_themselves(name, mode, graphs):
     """In one graph for each kind of block and way to run it: a recipe's phases need no others."""

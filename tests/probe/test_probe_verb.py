@@ -54,6 +54,7 @@ def files(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
+@pytest.mark.full
 def test_a_run_its_checkpoint_and_its_export_give_the_same_figures(
     run_folder, huggingface_folder, corpus_folder, tmp_path, capsys
 ):

@@ -139,6 +139,7 @@ def test_other_terms_than_the_declared_do_not_have_their_error(tmp_path, monkeyp
     assert "changed after it was declared" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_no_other_recipe_or_model_is_added_to_declared_looks(tmp_path, monkeypatch, capsys):
     two = "precision=bf16,fp8_delayed"
     started = make_jobs(monkeypatch, loss).started
@@ -241,6 +242,7 @@ def test_a_metric_that_no_job_records_is_refused_before_any_starts(tmp_path, cap
     assert "sweep.metric: is 'val_los', which these jobs' validations do not record" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("undrawn")
 def test_a_margin_in_tokens_is_declared_and_judged_by_the_baselines_other_lengths(tmp_path, monkeypatch, capsys):
     """Of losses that are a line in tokens: 5 % fewer are 1 / 21 of the fall by 20 steps, which is 1 nat."""

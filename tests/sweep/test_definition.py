@@ -121,6 +121,7 @@ def test_a_named_sweep_grows_and_its_jobs_keep_their_numbers(tmp_path: Path) -> 
     assert about["axes"] == {"seed": ["1", "2", "3"]}  # of all that is listed, not of the last start alone
 
 
+@pytest.mark.full
 def test_more_seeds_by_the_printed_command_repeat_nothing(
     tmp_path: Path, recipes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

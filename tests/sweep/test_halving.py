@@ -59,6 +59,7 @@ def test_halving_ends_what_is_clearly_worse_and_nothing_by_rank_alone(tmp_path, 
     assert len(kind.started) == started
 
 
+@pytest.mark.full
 def test_seeds_can_be_added_to_the_remaining_recipes_of_a_halving(tmp_path, monkeypatch, capsys):
     """Neither the advice of `compare` nor a typed command restarts a stopped recipe."""
     kind = make_jobs(monkeypatch, recipe_loss)

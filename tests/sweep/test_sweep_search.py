@@ -85,6 +85,7 @@ def test_a_killed_search_continues_unchanged(tmp_path, monkeypatch):
     assert (len(kind.ended), len(trials_of(tmp_path / "killed"))) == (1, 4)
 
 
+@pytest.mark.full
 def test_a_pruned_trial_is_left_out_of_the_verdict(tmp_path, monkeypatch, capsys):
     """Each trial waits at the second validation of four to be stopped, but those that have to be whole."""
     kind = make_jobs(monkeypatch, loss)
@@ -222,6 +223,7 @@ def test_an_invalid_search_is_refused_before_anything_starts(more, said, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_another_search_does_not_go_on_in_the_folder_of_one(tmp_path, monkeypatch, capsys):
     kind = make_jobs(monkeypatch, loss)
     assert main(["train", *optuna_words(tmp_path, "sweep.trials=1")]) == 0

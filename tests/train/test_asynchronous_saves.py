@@ -57,6 +57,7 @@ def held(monkeypatch) -> Callable[[Callable], None]:
     return hold
 
 
+@pytest.mark.full
 def test_asynchronous_saves_write_the_same_files_as_synchronous_ones(tmp_path, small_run, held, capsys):
     """Every write is held until the next step has changed weights, moments, averages and delayed scales."""
     words = ["precision=fp8_delayed", "precision.casts=eager", "checkpoint.every_steps=1", "checkpoint.keep_last=4"]

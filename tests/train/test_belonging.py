@@ -56,6 +56,7 @@ def put_foreign(run: Path, other: Path) -> Path:
     return Path(shutil.copytree(other / "checkpoints" / "step=6", run / "checkpoints" / "step=6"))
 
 
+@pytest.mark.full
 def test_checkpoints_of_other_runs_are_skipped_and_kept(run, whole, other_seed, tmp_path, small_run, capsys):
     foreign = put_foreign(run, other_seed)
     held = sorted((file.name, file.read_bytes()) for file in foreign.rglob("*") if file.is_file())

@@ -152,6 +152,7 @@ def test_a_cool_down_counts_from_the_trunk_s_first_step(tmp_path, small_run, cap
     assert rates == pytest.approx([peak * (1 - k / 4) for k in (1, 2, 3, 4)])
 
 
+@pytest.mark.full
 def test_a_branch_of_a_running_python_process_takes_what_is_newest_then(tmp_path, small_run):
     """As in a notebook: the parent run continues between two branches."""
     short = ["trainer.max_steps=2", "schedule.total_steps=6"]

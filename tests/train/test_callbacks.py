@@ -62,6 +62,7 @@ def test_the_names_that_a_monitor_is_held_against_are_those_that_callbacks_find(
     assert {*metric_names(config), "own/remembered", "own/validations"} == own_callbacks.Remembers.names
 
 
+@pytest.mark.full
 def test_a_run_ended_by_a_callback_does_not_resume_by_itself(stopped, tmp_path, small_run, capsys):
     shutil.copytree(stopped / "run", tmp_path / "run")
     own = "+callbacks.own={_target_: tests.own_callbacks.Remembers}"

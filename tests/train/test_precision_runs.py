@@ -111,6 +111,7 @@ def test_resume_gives_the_same_bits(recipe, small_run, whole, tmp_path):
     stop_and_resume(small_run, whole, tmp_path, f"precision={recipe}")
 
 
+@pytest.mark.full
 def test_layers_with_casts_of_their_own_resume_to_the_same_bits(small_run, whole, tmp_path, capsys):
     """Delayed scales together with an unquantized block, MXFP8 and bf16: each layer has the state of its casts."""
     rules = '[{names: ["*.o_proj"], recipe: mxfp8}, {names: ["*.down_proj"], high: true}]'
@@ -291,6 +292,7 @@ def test_scales_update_with_every_micro_batch_if_the_recipe_says_so(small_run, t
     assert losses(tmp_path / "parts" / "run") == losses(tmp_path / "fp8_delayed_micro_batch" / "run")
 
 
+@pytest.mark.full
 def test_a_run_that_ends_by_a_spike_is_saved_with_the_scales_from_before_the_step(small_run, tmp_path, monkeypatch):
     words = [*SHAPE, "precision=fp8_delayed_micro_batch", "trainer.validate_every_steps=null", "schedule.total_steps=3"]
     words += ["trainer.max_steps=3", "checkpoint.every_steps=null", "precision.casts=eager"]

@@ -85,6 +85,7 @@ def test_a_run_goes_back_behind_a_gradient_that_is_not_finite(tmp_path, small_ru
     assert (read_run(run).unverified, read_run(run).last_step, read_run(run).spikes) == ("", 6, 0)
 
 
+@pytest.mark.full
 def test_one_that_is_asked_to_stop_in_the_step_that_spikes_stops(told, tmp_path, small_run, monkeypatch, capsys):
     judge = SpikePolicy.judge
 

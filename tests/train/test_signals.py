@@ -67,6 +67,7 @@ def test_in_a_step_it_saves_and_resume_gives_the_same_bits(tmp_path, small_run, 
     assert [point.step for point in store.get_metric_history(run_id, "loss")] == list(range(1, last + 1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)]
 )

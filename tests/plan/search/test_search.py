@@ -119,6 +119,7 @@ def test_bounds_are_below_seconds_and_bytes_of_layouts(words, every):
 LARGE = ["model=llama_70b", "cluster=h100_dgx", "world=128", "data.global_batch_size=512", "data.sequence_length=4096"]
 
 
+@pytest.mark.full
 def test_a_search_over_128_devices_prices_few_layouts():
     """Without bounds it priced 2,089 and timed 746 (a4e23397); a part of it in the default tests."""
     found, pricer = searched([*LARGE, "parallel.tp=2", "parallel.cp=1", "parallel.schedule=1f1b"])

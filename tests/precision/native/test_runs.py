@@ -48,6 +48,7 @@ def test_a_native_run_is_the_emulated_run(recipe, more, small_run, tmp_path, hop
     assert same_weights(tmp_path / "native/run", tmp_path / "emulated/run", 3)
 
 
+@pytest.mark.full
 def test_health_of_a_native_run_is_that_of_the_emulated_run(small_run, tmp_path, hopper):
     """Figure by figure, over micro-batches, recomputation and delayed scales; and who looks changes no bit."""
     words = [*SHAPE, "precision=fp8_delayed", "parallel.activation_checkpoint=full", "trainer.max_steps=2"]

@@ -62,6 +62,7 @@ def of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("of_this_machine")
 def test_ranks_on_ray_are_forwarded_restarted_and_stopped(
     small_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

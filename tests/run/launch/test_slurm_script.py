@@ -112,6 +112,7 @@ def test_launcher_slurm_does_not_train_on_a_login_node(tmp_path, small_run, monk
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_script_trains_on_two_ranks_to_the_same_curve(stopped, tmp_path, small_run, slurm, capsys):  # noqa: F811
     """Planned, submitted, or also stopped by USR1 and queued again: as one undisturbed rank of this process."""

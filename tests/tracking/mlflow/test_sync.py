@@ -175,6 +175,7 @@ def test_the_parent_of_a_sweep_under_way_is_left_to_it(store: MlflowClient, tmp_
     assert (run.info.status, "status_detail" in run.data.tags) == ("RUNNING", False)
 
 
+@pytest.mark.full
 def test_a_sweep_hands_in_what_its_jobs_could_not_in_time(store: MlflowClient, tmp_path: Path) -> None:
     late, done = recorded(tmp_path, "late"), recorded(tmp_path, "done")
     write_json(late / "summary.json", {**summary_of(late), "mlflow": {"synced": False, "problem": "too slow"}})
