@@ -6,6 +6,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,7 +149,14 @@ def test_a_process_left_by_a_killed_start_is_awaited(more, tmp_path, monkeypatch
     whole = metrics.read_text()
     metrics.write_text("".join(whole.splitlines(keepends=True)[:5]))  # before the rung
     (folder / "whole").write_text(whole)
-    process = left_behind(folder, f"{BEGINS} sleep 0.5; cp whole metrics.jsonl; cp own.json summary.json")
+
+    def sleep(seconds: float) -> None:
+        (folder / "awaited").touch()
+        time.sleep(seconds)
+
+    monkeypatch.setattr(elsewhere, "time", SimpleNamespace(sleep=sleep))
+    ends = "until [ -e awaited ]; do sleep 0.02; done; cp whole metrics.jsonl; cp own.json summary.json"
+    process = left_behind(folder, BEGINS + ends)
     assert main(["train", *words(tmp_path, *more)]) == 0
     assert process.wait(60) == 0
     told = capsys.readouterr().out.partition("jobs finished")[2]
