@@ -29,7 +29,7 @@ from lightning_llm.config.schema.cast_kinds import GRADIENTS, ROUNDINGS, SCALES,
 from lightning_llm.config.schema.number_formats import NUMBER_FORMATS
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.plan.text.describe import matrix_rows
+from lightning_llm.plan.describe import matrix_rows
 from lightning_llm.precision.native.decide import decision_matrix
 from lightning_llm.precision.recipe.lint import NOT_TO_ALLOW, RULES, rule_name
 

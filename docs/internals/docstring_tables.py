@@ -9,7 +9,7 @@ from typing import Any
 from lightning_llm.compare.comparison import Comparison, verdict_data
 from lightning_llm.dry_run.ranks import dry_run
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
-from lightning_llm.plan.text.report import plan_facts
+from lightning_llm.plan.report import plan_facts
 from lightning_llm.plan.time.describe import time_facts
 from lightning_llm.precision.linear.statistics import figures as health_figures
 from lightning_llm.probe.comparison import figures as probe_figures

@@ -151,8 +151,8 @@ def verdict() -> Figure:
 def plan() -> Figure:
     """Draw the memory and the time of a step that `plan` predicts for one preset."""
     from lightning_llm.config.compose import compose_config
+    from lightning_llm.plan.report import plan_facts
     from lightning_llm.plan.resolve import plan_of
-    from lightning_llm.plan.text.report import plan_facts
 
     facts = plan_facts(plan_of(compose_config(["recipe=llama3_8b_fsdp2", "cluster=h100_dgx"])))
     figure = Figure(figsize=(8.6, 4.3), facecolor="white")

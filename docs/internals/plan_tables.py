@@ -17,8 +17,8 @@ from lightning_llm.base.errors import Problem  # noqa: E402
 from lightning_llm.config.schema import ParallelConfig  # noqa: E402
 from lightning_llm.config.schema.precision import PrecisionConfig  # noqa: E402
 from lightning_llm.plan.check import layout_rule_problems  # noqa: E402
+from lightning_llm.plan.report import RULES  # noqa: E402
 from lightning_llm.plan.resolve import DerivedConfig  # noqa: E402
-from lightning_llm.plan.text.notes import RULES  # noqa: E402
 from lightning_llm.plan.time.describe import RATIOS  # noqa: E402
 from lightning_llm.precision.native.decide import DEVICES  # noqa: E402
 

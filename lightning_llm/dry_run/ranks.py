@@ -19,10 +19,10 @@ from lightning_llm.base.folders import use_short_sockets
 from lightning_llm.base.signals import die_with_parent
 from lightning_llm.base.terminal import Waiting
 from lightning_llm.dry_run.rank import RankCounts, dry_rank
+from lightning_llm.plan.describe import memory_text, traffic_text
 from lightning_llm.plan.memory.rank_bytes import memory_bytes, peak_memory_pp_rank
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.plan.text.describe import memory_text, traffic_text
 from lightning_llm.plan.traffic import bytes_sent
 
 EXACT = ("parameters", "gradients", "optimizer")

@@ -20,9 +20,9 @@ from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.data.check import check_data
 from lightning_llm.evaluate.weights import check_dtype, check_members, tokenizer_of
 from lightning_llm.plan.axes.axis import AXES
+from lightning_llm.plan.check import INSTALL_EVALUATION, task_problems
 from lightning_llm.plan.degrees import Degrees, resolve_degrees
 from lightning_llm.plan.divisibility import sharding_problems
-from lightning_llm.plan.evaluation import INSTALL, task_problems
 from lightning_llm.plan.nodes import with_reduction
 from lightning_llm.run.code_weights import CODES
 from lightning_llm.run.launch.environment import adopt_world
@@ -260,7 +260,7 @@ def read_tasks(names: Sequence[str], read: bool = True) -> "Tasks | None":
     if missing := [Problem("--tasks", f"{file} is not a file.") for file in files.values() if not file.is_file()]:
         raise ConfigError(missing)
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(Problem("--tasks", f"needs lm-eval, which is not installed: {INSTALL}"))
+        raise ConfigError(Problem("--tasks", f"needs lm-eval, which is not installed: {INSTALL_EVALUATION}"))
     if not read:
         return None
     from lightning_llm.evaluate.harness import Tasks

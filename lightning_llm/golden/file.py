@@ -17,8 +17,8 @@ from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.golden.band import Noise
 from lightning_llm.golden.curve import Curve
+from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.plan.text.describe import layout_facts
 
 FORMAT = 1
 """Of the file. Another is of another release."""

@@ -22,8 +22,8 @@ from lightning_llm.config.config_hash import is_observer
 from lightning_llm.golden.curve import Measured, StepFigures
 from lightning_llm.linalg.local_part import local
 from lightning_llm.parallel.grad_norm import parameter_gradient_norms
+from lightning_llm.plan.report import plan_line
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.plan.text.report import plan_line
 from lightning_llm.precision.cast.random_bits import mix
 from lightning_llm.run.build import attention_of, build_module, build_trainer
 from lightning_llm.run.facts import fingerprint, origin_here, run_facts

@@ -12,9 +12,9 @@ from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.degrees import Degrees, shard_axes
 from lightning_llm.plan.memory.activations import boundary_bytes, recomputed_layers, tokens_of
+from lightning_llm.plan.memory.buffers import gathered_units
 from lightning_llm.plan.memory.rank_bytes import peak_memory_pp_rank
 from lightning_llm.plan.memory.units import Units, micro_batches_per_rank, shard_ranks
-from lightning_llm.plan.memory.weight_casts import gathered_units
 from lightning_llm.plan.nodes import TREE_SCATTER, ranks_per_node, share_between_nodes
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, layers_of, parts_of

@@ -29,9 +29,8 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import how_to_go_on
 from lightning_llm.parallel.cuda_environment import environment_line
 from lightning_llm.parallel.process_group import leave_process_group
+from lightning_llm.plan.report import notes, origin_lines, plan_line
 from lightning_llm.plan.resolve import Plan, compile_note
-from lightning_llm.plan.text.notes import notes
-from lightning_llm.plan.text.report import origin_lines, plan_line
 from lightning_llm.run.agreement import agree
 from lightning_llm.run.build import attention_of, build_module, build_trainer
 from lightning_llm.run.inputs import Inputs, open_inputs

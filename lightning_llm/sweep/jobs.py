@@ -11,8 +11,8 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.validation import gather
 from lightning_llm.config.sweep_space import read_sweep
 from lightning_llm.config.workspace import sync_command
+from lightning_llm.plan.report import notes
 from lightning_llm.plan.resolve import DerivedConfig, plan_of
-from lightning_llm.plan.text.notes import notes
 from lightning_llm.run.checked_plan import problems_beyond
 from lightning_llm.run.launch.ray_cluster import in_sweep, ray_problems
 from lightning_llm.run.launch.relay import Relay

@@ -19,8 +19,8 @@ from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.yaml_file import without_escapes
 from lightning_llm.data.mixing.skipped import SKIPPED_SAMPLES
 from lightning_llm.model.flops import count_parameters
+from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.plan.text.describe import layout_facts
 from lightning_llm.precision.native.decide import DEVICES
 from lightning_llm.tracking.chain import RECORDS, ChainHead
 from lightning_llm.tracking.evaluations import PREFIX, comparable, read_evaluations

@@ -19,8 +19,8 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.pp import Pipeline, PipelinedDecoder, check_auxiliary_losses
 from lightning_llm.parallel.tp import loss_sum_of
 from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.memory.buffers import keeping_blocks
 from lightning_llm.plan.memory.units import micro_batches_per_rank
-from lightning_llm.plan.memory.weight_casts import keeping_blocks
 from lightning_llm.train.quantisation import Quantisation
 
 

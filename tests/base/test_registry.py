@@ -202,7 +202,7 @@ CHOOSE = """
     from lightning_llm.model.structure import linear_names
     from lightning_llm.plan.degrees import Degrees
     from lightning_llm.plan.divisibility import sharding_problems
-    from lightning_llm.plan.text.report import plan_facts
+    from lightning_llm.plan.report import plan_facts
     from lightning_llm.plan.resolve import plan_of
 
     block = "model.blocks={mean: {mixer: {kind: mean_of_test, scale: 0.5}}}"

@@ -20,8 +20,8 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.plan.check import check_config
+from lightning_llm.plan.report import plan_facts
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.plan.text.report import plan_facts
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.linear.delayed import update_delayed
 from lightning_llm.precision.linear.module import set_step_key

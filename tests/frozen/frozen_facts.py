@@ -19,8 +19,8 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash
 from lightning_llm.config.schema import Config
 from lightning_llm.config.sweep_space import compose_sweep
+from lightning_llm.plan.report import plan_facts
 from lightning_llm.plan.resolve import DerivedConfig
-from lightning_llm.plan.text.report import plan_facts
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

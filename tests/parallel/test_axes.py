@@ -16,10 +16,10 @@ from lightning_llm.config.schema import Config
 from lightning_llm.plan.axes.axis import AXES
 from lightning_llm.plan.axes.dp_replicate import ReplicaAxis
 from lightning_llm.plan.check import check_config
+from lightning_llm.plan.describe import cost_facts, layout_facts, layout_rows
 from lightning_llm.plan.search.pricing import Pricer
 from lightning_llm.plan.search.report import layout_name
 from lightning_llm.plan.search.space import Choice, Space, typed_values
-from lightning_llm.plan.text.describe import cost_facts, layout_facts, layout_rows
 from lightning_llm.plan.traffic import sent_at
 from lightning_llm.train.algorithm import SynchronousConfig
 from tests.parallel.rank_group import RankGroup

@@ -8,8 +8,8 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_llm.config.compose import compose_config
+from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.plan.text.describe import layout_facts
 from tests.parallel.traced_run import difference, traced_run
 
 STEP, MICRO_BATCH = 3, 2

@@ -11,8 +11,8 @@ from lightning_llm.compare.cost import SPEED_KEYS
 from lightning_llm.compare.runs.differences import ROUNDING, meaningful
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import differences_on_resume
+from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import DerivedConfig, Plan, compile_note
-from lightning_llm.plan.text.describe import layout_facts
 from lightning_llm.precision.native.decide import DEVICES
 from lightning_llm.run import opening
 from lightning_llm.tracking.reading import Run

@@ -11,8 +11,8 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.memory.accounting import ACCOUNTINGS
 from lightning_llm.plan.memory.rank_bytes import peak_memory
+from lightning_llm.plan.report import plan_facts, render
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.plan.text.report import plan_facts, render
 
 GPU_BYTES = 80e9
 

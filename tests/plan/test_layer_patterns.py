@@ -15,9 +15,9 @@ from lightning_llm.model.structure import linear_names
 from lightning_llm.plan import stages as stages_module
 from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.memory.units import units_of
+from lightning_llm.plan.report import plan_facts, render
 from lightning_llm.plan.resolve import DerivedConfig, plan_of
 from lightning_llm.plan.stages import split_layers
-from lightning_llm.plan.text.report import plan_facts, render
 
 SMALL = "model.blocks={small: {feed_forward: {kind: gelu}}, local: {mixer: {kind: attention, window: 16}}}"
 BATCH = ["data.micro_batch_size=1", "data.sequence_length=128", "trainer.accelerator=cpu"]

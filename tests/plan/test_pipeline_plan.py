@@ -12,9 +12,9 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.degrees import resolve_degrees
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
+from lightning_llm.plan.report import plan_facts
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.stages import _even_split, chunks_in_flight, split_layers
-from lightning_llm.plan.text.report import plan_facts
 
 BATCH = ["data.micro_batch_size=1", "data.sequence_length=2048"]
 

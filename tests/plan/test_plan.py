@@ -15,9 +15,8 @@ from lightning_llm.config.schema.run import Hardware
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.memory.units import units_of
+from lightning_llm.plan.report import notes, plan_facts, plan_line, render
 from lightning_llm.plan.resolve import DerivedConfig, plan_of
-from lightning_llm.plan.text.notes import notes
-from lightning_llm.plan.text.report import plan_facts, plan_line, render
 from lightning_llm.precision.native.decide import DEVICES, HARDWARE, decide
 from lightning_llm.precision.recipe.describe import precision_facts
 from lightning_llm.train.checkpoint import saver

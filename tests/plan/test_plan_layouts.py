@@ -15,10 +15,10 @@ import pytest
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
+from lightning_llm.plan.describe import layout_facts, layout_rows
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
+from lightning_llm.plan.report import plan_facts, render
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.plan.text.describe import layout_facts, layout_rows
-from lightning_llm.plan.text.report import plan_facts, render
 from lightning_llm.plan.traffic import bytes_sent
 
 LAYOUTS = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "parallel").glob("*.yaml"))

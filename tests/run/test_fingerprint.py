@@ -15,8 +15,8 @@ from lightning_llm.base.errors import AgreedError
 from lightning_llm.compare.runs.differences import all_differences, meaningful
 from lightning_llm.config.compose import compose_config
 from lightning_llm.linalg import gemm
+from lightning_llm.plan.report import RULES, known_issues
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.plan.text.notes import RULES, known_issues
 from lightning_llm.run import facts
 from lightning_llm.run.agreement import agree_on_fingerprint
 from lightning_llm.run.facts import driver_version, fingerprint

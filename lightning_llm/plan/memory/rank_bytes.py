@@ -24,9 +24,10 @@ from lightning_llm.plan.memory.buffers import (
     compute_copy_bytes,
     gather_buffer_bytes,
     gathered_bytes,
+    gathered_units,
+    kept_cast_bytes,
 )
 from lightning_llm.plan.memory.units import Units, reduces_once, shard_ranks, sums_in_tree, tree_buffers, uses_fsdp
-from lightning_llm.plan.memory.weight_casts import gathered_units, kept_cast_bytes
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import (
     Pass,

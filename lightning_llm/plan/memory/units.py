@@ -16,7 +16,7 @@ from lightning_llm.plan.divisibility import SHARD_AXES
 class Unit:
     """Parameters of one FSDP2 group, unsharded; `cast`: gathered in the compute dtype.
 
-    `coded`: the parameters that are gathered as codes, one byte per element (`weight_casts.gathered_units`), with
+    `coded`: the parameters that are gathered as codes, one byte per element (`buffers.gathered_units`), with
     `block_scales` and `tensor_scales`.
     """
 

@@ -3,7 +3,7 @@
 Every operand is quantised from the high-precision tensor along its own GEMM's contraction axis, in the layout it is
 stored in. Nothing quantised is kept between forward and backward: casts are functions of (tensor, scale, key), so the
 backward pass makes them again, which is cheaper than the memory. Those of a weight may be kept from one micro-batch to
-the next (`weight_casts`). Random bits come from a tensor of keys, no counter.
+the next (`plan.KeptCasts`). Random bits come from a tensor of keys, no counter.
 
 A compiler sees one operator each way in a block's graph (`operator`): its casts are kernels of `inductor`, compiled to
 round where the code rounds, which the graph around them is not. What shapes a graph are tensors alone: a layer goes by

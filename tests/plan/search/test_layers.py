@@ -1,7 +1,6 @@
 """The dynamic programme over blocks against every combination; recomputation by block on a real plan. 15 seconds."""
 
 import random
-from functools import partial
 from itertools import product
 
 import pytest
@@ -9,9 +8,8 @@ import pytest
 from lightning_llm.config.compose import compose_config
 from lightning_llm.plan.memory.rank_bytes import memory_bytes
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.plan.search.galvatron import cheapest_modes, mix_by_block
 from lightning_llm.plan.search.pricing import Pricer
-from lightning_llm.plan.search.search import search
+from lightning_llm.plan.search.search import cheapest_modes, search
 from lightning_llm.plan.search.space import Space, typed_values
 from lightning_llm.plan.time.step import StepTimer
 
@@ -59,7 +57,7 @@ def test_a_real_plan_recomputes_as_little_as_fits():
     """Its blocks are equal: only the number of each mode matters, and every split is tried."""
     config = compose_config(WORDS)
     pricer = Pricer(Space(config, 2, typed_values(WORDS, config)), config.cluster)
-    (best,) = search(pricer, partial(mix_by_block, pricer)).fitting
+    (best,) = search(pricer, by_block=True).fitting
     modes = best.plan.config.parallel.activation_checkpoint_layers
     assert best.choice.activation_checkpoint == "by block"
     assert modes is not None

@@ -4,8 +4,8 @@ import pytest
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig, PhaseConfig, slots_of
+from lightning_llm.plan.describe import matrix_rows
 from lightning_llm.plan.resolve import DerivedConfig, plan_of
-from lightning_llm.plan.text.describe import matrix_rows
 from lightning_llm.precision.native import decide as decide_module
 from lightning_llm.precision.native import transformer_engine as te
 from lightning_llm.precision.native.decide import (

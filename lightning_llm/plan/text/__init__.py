@@ -1,1 +1,0 @@
-"""A plan as data and as text. Imports no torch."""
