@@ -4,27 +4,17 @@ import zlib
 from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.compare.curves.readers import (
-    csv_files,
-    json_files,
-    litgpt,
-    maxtext,
-    megatron,
-    mlflow_run,
-    nanochat,
-    nanogpt,
-    own_run,
-    tensorboard,
-    torchtitan,
-    trainer_state,
-)
+from lightning_llm.compare.curves.readers import csv_files, json_files, mlflow_run, own_run, tensorboard, trainer_state
 from lightning_llm.compare.curves.readers.cells import head_of
+from lightning_llm.compare.curves.readers.megatron import Megatron
+from lightning_llm.compare.curves.readers.programs import LitGPT, MaxText, NanoChat, NanoGPT, TorchTitan
 from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
 
+PROGRAMS = (Megatron, TorchTitan, NanoChat, NanoGPT, LitGPT, MaxText)
 READERS: tuple[Reader, ...] = (
-    own_run.READER, mlflow_run.READER, trainer_state.READER, tensorboard.READER, megatron.READER, torchtitan.READER,
-    nanochat.READER, nanogpt.READER, litgpt.READER, maxtext.READER, json_files.JSON_READER,
-    json_files.JSONL_READER, csv_files.WANDB_READER, csv_files.CSV_READER,
+    own_run.READER, mlflow_run.READER, trainer_state.READER, tensorboard.READER,
+    *(Reader(program.format, program.recognizes, program.read) for program in PROGRAMS),
+    json_files.JSON_READER, json_files.JSONL_READER, csv_files.WANDB_READER, csv_files.CSV_READER,
 )  # fmt: skip
 """All readers; the first that recognizes a log reads it, so general formats come last."""
 HEAD_BYTES = 1 << 20

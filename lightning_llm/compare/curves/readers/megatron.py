@@ -1,59 +1,78 @@
-"""Reader of the log of Megatron-LM (NVIDIA/Megatron-LM, `training_log` and `evaluate_and_print_results` of v2.0 to main
-of August 2026) and of programs derived from it."""
+"""Reader of the log of Megatron-LM and of programs derived from it."""
 
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_llm.compare.curves.readers.cells import Line, number
-from lightning_llm.compare.curves.readers.program_log import Found, ProgramLog, read_program_log
-from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
+from lightning_llm.compare.curves.readers.programs import LineContent, Program, ProgramLog
+from lightning_llm.compare.curves.table import LogSource
 
-STEP = re.compile(r"\biteration\s+(?P<step>\d+)/\s*(?P<last>\d+) \|(?P<pairs>.*)$")
-VALIDATION = re.compile(
-    r"\bvalidation(?P<set>-\S+)? loss at iteration (?P<step>\d+)(?P<where> on \w+ set)? \| (?P<pairs>.*)$"
-)
-ARGUMENTS = re.compile(r"-{10,} (?:\w+ )?arguments -{10,}")
-ARGUMENT = re.compile(r"^\s*(?P<name>[A-Za-z]\w*) \.{2,} (?P<value>.*)$")
 SPEEDS = re.compile(r"elapsed|throughput|energy|power|memory", re.IGNORECASE)
 SKIPPED = "number of skipped iterations"
-STANDARD = {
-    "seq_length": "sequence_length", "train_iters": "total_steps", "padded_vocab_size": "vocab_size",
-}  # fmt: skip
-"""Names of Megatron's arguments that have a standard name here."""
 TOKENIZERS = ("tokenizer_type", "tokenizer_model", "vocab_file")
-SHOWN = "iteration        1/      10 | consumed samples:            8 | ... | lm loss: 1.039000E+01 | ..."
 
 
-def recognizes(source: LogSource) -> bool:
-    """Return whether it has the arguments or an iteration as Megatron-LM prints them."""
-    lines = source.head.splitlines()
-    is_step = any((at := STEP.search(line)) and "elapsed time per iteration" in at["pairs"] for line in lines)
-    return is_step or (
-        any(map(ARGUMENTS.search, lines)) and sum(ARGUMENT.match(line) is not None for line in lines) > 5
+class Megatron(Program):
+    """Megatron-LM (NVIDIA/Megatron-LM, `training_log` and `evaluate_and_print_results` of v2.0 to main of August 2026).
+
+    Columns: all numbers of an iteration under Megatron's names, and `tokens` where the arguments have the sequence
+    length. A validation has the name of its TensorBoard tag: "lm loss validation".
+    """
+
+    format = "megatron"
+    shown = "iteration        1/      10 | consumed samples:            8 | ... | lm loss: 1.039000E+01 | ..."
+    step = re.compile(r"\biteration\s+(?P<step>\d+)/\s*(?P<last>\d+) \|(?P<pairs>.*)$")
+    validation = re.compile(
+        r"\bvalidation(?P<set>-\S+)? loss at iteration (?P<step>\d+)(?P<where> on \w+ set)? \| (?P<pairs>.*)$"
     )
+    arguments = re.compile(r"-{10,} (?:\w+ )?arguments -{10,}")
+    argument = re.compile(r"^\s*(?P<name>[A-Za-z]\w*) \.{2,} (?P<value>.*)$")
+    standard: ClassVar = {
+        "seq_length": "sequence_length", "train_iters": "total_steps", "padded_vocab_size": "vocab_size",
+    }  # fmt: skip
+    """Names of Megatron's arguments that have a standard name here."""
 
+    @classmethod
+    def recognizes(cls, source: LogSource) -> bool:
+        """Return whether the start of the log has an iteration or a list of arguments as Megatron-LM prints them."""
+        lines = source.head.splitlines()
+        is_step = any((at := cls.step.search(line)) and "elapsed time per iteration" in at["pairs"] for line in lines)
+        return is_step or (
+            any(map(cls.arguments.search, lines)) and sum(cls.argument.match(line) is not None for line in lines) > 5
+        )
 
-def parse(line: Line) -> Found | None:
-    """Return the contents of a line: the columns of an iteration, a validation, or an argument."""
-    text = line.text
-    if step := STEP.search(text):
-        return Found(int(step["step"]), _pairs(step["pairs"]))
-    if found := VALIDATION.search(text):
-        where = found["where"] or f" validation{found['set'] or ''}"
-        values = {
-            name.removesuffix(" value") + where: value
-            for name, value in _pairs(found["pairs"]).items()
-            if name.endswith(" value")
-        }
-        return Found(int(found["step"]), values)
-    if ARGUMENTS.search(text):
-        return Found(starts=True)
-    if (argument := ARGUMENT.match(text)) and (value := argument["value"].strip()) != "None":
-        name = argument["name"]
-        return Found(settings={STANDARD.get(name, name): _setting(value)})
-    return None
+    def parse(self, line: Line) -> LineContent | None:
+        text = line.text
+        if step := self.step.search(text):
+            return LineContent(int(step["step"]), _pairs(step["pairs"]))
+        if found := self.validation.search(text):
+            where = found["where"] or f" validation{found['set'] or ''}"
+            values = {
+                name.removesuffix(" value") + where: value
+                for name, value in _pairs(found["pairs"]).items()
+                if name.endswith(" value")
+            }
+            return LineContent(int(found["step"]), values)
+        if self.arguments.search(text):
+            return LineContent(starts=True)
+        if (argument := self.argument.match(text)) and (value := argument["value"].strip()) != "None":
+            name = argument["name"]
+            return LineContent(settings={self.standard.get(name, name): _setting(value)})
+        return None
+
+    def complete(self, log: ProgramLog) -> tuple[str, ...]:
+        tokenizer = ", ".join(str(log.settings[name]) for name in TOKENIZERS if name in log.settings)
+        if tokenizer:
+            log.settings["tokenizer"] = tokenizer
+        if "rampup_batch_size" not in log.settings:
+            log.add_tokens_per_step()
+        diverged = _complete(log, log.settings.get("sequence_length"))
+        notes = [f"Its mean loss is not a number, so not printed, at {diverged} steps: diverged."] if diverged else []
+        if isinstance(interval := log.settings.get("log_interval"), int) and interval > 1:
+            notes.append(f"Each training loss is the mean over the last {interval} iterations (log_interval).")
+        return tuple(notes)
 
 
 def _pairs(text: str) -> dict[str, float]:
@@ -69,28 +88,6 @@ def _pairs(text: str) -> dict[str, float]:
 
 def _setting(text: str) -> Any:
     return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
-
-
-def read(source: LogSource) -> LoggedTable:
-    """Return all columns under Megatron's names, and `tokens` where the arguments have the sequence length.
-
-    A validation has the name of its TensorBoard tag: "lm loss validation".
-
-    Raises:
-        ValueError: it has no iterations, or lines of several runs.
-    """
-    log = read_program_log(source, parse, SHOWN)
-    tokenizer = ", ".join(str(log.settings[name]) for name in TOKENIZERS if name in log.settings)
-    if tokenizer:
-        log.settings["tokenizer"] = tokenizer
-    length, batch = log.settings.get("sequence_length"), log.settings.get("global_batch_size")
-    if isinstance(length, int) and isinstance(batch, int) and "rampup_batch_size" not in log.settings:
-        log.settings["tokens_per_step"] = length * batch
-    diverged = _complete(log, length)
-    notes = [f"Its mean loss is not a number, so not printed, at {diverged} steps: diverged."] if diverged else []
-    if isinstance(interval := log.settings.get("log_interval"), int) and interval > 1:
-        notes.append(f"Each training loss is the mean over the last {interval} iterations (log_interval).")
-    return log.table("megatron", tuple(notes))
 
 
 def _complete(log: ProgramLog, length: Any) -> int:
@@ -123,6 +120,3 @@ def _complete(log: ProgramLog, length: Any) -> int:
                 row[main] = math.inf
                 diverged += 1
     return diverged
-
-
-READER = Reader("megatron", recognizes, read)
