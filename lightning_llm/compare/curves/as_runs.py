@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from scipy import ndimage
 
+from lightning_llm.compare.curves.checks import FEWEST_FOR_NOISE, noise
 from lightning_llm.compare.curves.common_axis import CommonAxis
 from lightning_llm.compare.curves.curve import LoggedCurve
-from lightning_llm.compare.curves.smoothness import FEWEST, noise
 from lightning_llm.compare.curves.table import Column
 from lightning_llm.compare.runs.losses import LEARNED_BELOW
 from lightning_llm.config.schema import SpikesConfig
@@ -86,7 +86,7 @@ def _learned_below(curve: LoggedCurve, margin: float) -> float:
     if not len(values):
         return 0.0
     early = values[: max(1, int(BEGINNING * len(values)))]
-    scatter = noise(values[len(values) // 5 :]) if len(values) >= FEWEST else 0.0
+    scatter = noise(values[len(values) // 5 :]) if len(values) >= FEWEST_FOR_NOISE else 0.0
     return float(early.mean() - margin - 3 * scatter * math.sqrt(2 / len(early)))
 
 

@@ -13,8 +13,7 @@ from lightning_llm.compare.command import note_look, write_comparison
 from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError
 from lightning_llm.compare.curves.compare_curves import LogOptions, compare_curves, curve_terms, curves_of, read_logs
 from lightning_llm.compare.curves.named import NamedLog, is_uri, named_logs
-from lightning_llm.compare.curves.readers.cells import SETTINGS, columns_of
-from lightning_llm.compare.curves.table import LoggedTable
+from lightning_llm.compare.curves.table import SETTINGS, LoggedTable, columns_of
 from lightning_llm.compare.error_budget import judged_at_look
 from lightning_llm.compare.requirement import Gate
 from lightning_llm.compare.terms import RequestedTerms, Terms

@@ -8,14 +8,13 @@ from statistics import stdev
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean, gathered
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.curves.as_runs import ARM, runs_of, with_seeds
-from lightning_llm.compare.curves.checks import label_problems, problems_of, stated_problems
+from lightning_llm.compare.curves.checks import label_problems, problems_of, smoothing_problems, stated_problems
 from lightning_llm.compare.curves.columns import axis_of, find_loss
 from lightning_llm.compare.curves.common_axis import common_axis, in_common_unit
 from lightning_llm.compare.curves.copies import copy_problems, part_problems, scale_problems
 from lightning_llm.compare.curves.curve import LoggedCurve, curve_of
 from lightning_llm.compare.curves.named import NamedLog, mixed_seeds
 from lightning_llm.compare.curves.readers import read_table
-from lightning_llm.compare.curves.smoothness import smoothing_problems
 from lightning_llm.compare.curves.table import LoggedTable
 from lightning_llm.compare.format import count, nats
 from lightning_llm.compare.judge import judge_families

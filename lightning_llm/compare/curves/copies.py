@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_llm.base.errors import Problem
-from lightning_llm.compare.curves.checks import LOWEST_RATIO, resolution
+from lightning_llm.compare.curves.checks import LOWEST_RATIO, noise, resolution
 from lightning_llm.compare.curves.curve import LoggedCurve
-from lightning_llm.compare.curves.smoothness import noise
 from lightning_llm.compare.curves.table import Column
 
 MOST_EQUAL = 0.5

@@ -4,15 +4,14 @@ import zlib
 from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.compare.curves.readers import csv_files, json_files, mlflow_run, own_run, tensorboard, trainer_state
-from lightning_llm.compare.curves.readers.cells import head_of
+from lightning_llm.compare.curves.readers import csv_files, json_files, runs, tensorboard
 from lightning_llm.compare.curves.readers.megatron import Megatron
 from lightning_llm.compare.curves.readers.programs import LitGPT, MaxText, NanoChat, NanoGPT, TorchTitan
-from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
+from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader, head_of
 
 PROGRAMS = (Megatron, TorchTitan, NanoChat, NanoGPT, LitGPT, MaxText)
 READERS: tuple[Reader, ...] = (
-    own_run.READER, mlflow_run.READER, trainer_state.READER, tensorboard.READER,
+    runs.RUN_FOLDER_READER, runs.MLFLOW_READER, json_files.TRAINER_STATE_READER, tensorboard.READER,
     *(Reader(program.format, program.recognizes, program.read) for program in PROGRAMS),
     json_files.JSON_READER, json_files.JSONL_READER, csv_files.WANDB_READER, csv_files.CSV_READER,
 )  # fmt: skip
@@ -68,7 +67,7 @@ def _open(address: str) -> LogSource:
     Raises:
         ConfigError: the path does not exist, cannot be read, or the file is empty.
     """
-    if mlflow_run.is_address(address):
+    if runs.is_mlflow_address(address):
         return LogSource(address, None)
     path, part = Path(address).expanduser(), ""
     if "#" in address and not path.exists():

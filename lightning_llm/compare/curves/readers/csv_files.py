@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_llm.compare.curves.readers.cells import columns_of, number, open_text
-from lightning_llm.compare.curves.table import Column, LoggedTable, LogSource, Reader
+from lightning_llm.compare.curves.table import Column, LoggedTable, LogSource, Reader, columns_of, number, open_text
 
 DELIMITERS = ",\t;"
 EXAMPLE = "step,loss"

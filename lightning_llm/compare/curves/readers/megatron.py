@@ -5,9 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lightning_llm.compare.curves.readers.cells import Line, number
 from lightning_llm.compare.curves.readers.programs import LineContent, Program, ProgramLog
-from lightning_llm.compare.curves.table import LogSource
+from lightning_llm.compare.curves.table import Line, LogSource, number
 
 SPEEDS = re.compile(r"elapsed|throughput|energy|power|memory", re.IGNORECASE)
 SKIPPED = "number of skipped iterations"

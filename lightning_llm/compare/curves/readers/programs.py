@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lightning_llm.compare.curves.readers.attempts import Attempts, columns_by_step, merged
-from lightning_llm.compare.curves.readers.cells import ESCAPES, NUMBER, Line, lines_of, number
-from lightning_llm.compare.curves.table import LoggedTable, LogSource
+from lightning_llm.compare.curves.table import ESCAPES, NUMBER, Line, LoggedTable, LogSource, lines_of, number
 
 
 @dataclass

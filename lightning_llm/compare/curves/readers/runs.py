@@ -1,4 +1,4 @@
-"""Reader of MLflow runs, through MLflow's client."""
+"""Readers of recorded runs: run folders of lightning-llm, and MLflow runs through MLflow's client."""
 
 import math
 import os
@@ -10,8 +10,76 @@ from urllib.parse import unquote
 from lightning_llm.base.sqlite_address import sqlite_address
 from lightning_llm.compare.curves.named import is_uri
 from lightning_llm.compare.curves.readers.attempts import Attempts, columns_by_step
-from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader
+from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader, columns_of
+from lightning_llm.config.config_hash import flatten
+from lightning_llm.config.workspace import command
+from lightning_llm.tracking.files import TOKENIZER_DIGEST, read_records
 from lightning_llm.tracking.mlflow.store import existing_store
+from lightning_llm.tracking.reading import read_run
+
+RECORDS = "metrics.jsonl"
+STANDARD = {
+    "global_batch_size": "data.global_batch_size", "sequence_length": "data.sequence_length",
+    "total_steps": "trainer.max_steps", "vocab_size": "data.tokenizer.vocab_size",
+}  # fmt: skip
+"""Standard names of settings, and the keys of a config that have them."""
+
+
+def recognizes_run_folder(source: LogSource) -> bool:
+    """Return whether it is a run folder, its metrics.jsonl, or a folder of such runs."""
+    if source.path is None:
+        return False
+    folder = source.path if source.is_folder else source.path.parent
+    if not source.is_folder and source.path.name != RECORDS:
+        return False
+    return _is_run(folder) or (source.is_folder and any(map(_is_run, _folders(folder))))
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / RECORDS).is_file() and (folder / "config.yaml").is_file()
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [each for each in folder.iterdir() if each.is_dir()]
+
+
+def read_run_folder(source: LogSource) -> LoggedTable:
+    """Return the records of a run, and its seed, sizes and tokenizer.
+
+    Raises:
+        ValueError: a folder of several runs, or damaged records.
+    """
+    if source.path is None:
+        raise ValueError("it is not a folder")
+    folder = source.path if source.is_folder else source.path.parent
+    if not _is_run(folder):
+        raise ValueError(
+            f"it has several runs of lightning-llm. Compare them without --from: {command('compare')} {folder}"
+        )
+    columns, mixed, settings = columns_of(enumerate(read_records(folder / RECORDS), 1))
+    return LoggedTable("lightning-llm", source.address, columns, settings | _settings(folder), (), mixed)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return the config of a run, with standard names for its seed, sizes and tokenizer.
+
+    Raises:
+        ConfigError: the folder is damaged.
+    """
+    run = read_run(folder)
+    settings = {key: value for key, value in flatten(run.config).items() if value is not None}
+    for name, key in STANDARD.items():
+        if key in settings:
+            settings[name] = settings[key]
+    if "global_batch_size" in settings and "sequence_length" in settings:
+        settings["tokens_per_step"] = settings["global_batch_size"] * settings["sequence_length"]
+    if digest := run.summary.get(TOKENIZER_DIGEST):
+        settings["tokenizer"] = digest
+    return settings
+
+
+RUN_FOLDER_READER = Reader("lightning-llm", recognizes_run_folder, read_run_folder)
+
 
 RUN = re.compile(r"^runs:/+(?P<run>\w+)/?$")
 PAGE = re.compile(r"^(?P<store>https?://.+?)/?#/experiments/[^/]+/runs/(?P<run>\w+)")
@@ -23,7 +91,7 @@ SYSTEM = "system/"
 FORMS = "runs:/RUN_ID (of MLFLOW_TRACKING_URI), TRACKING_URI#RUN_ID, a run's page in the UI or its folder in mlruns"
 
 
-def is_address(address: str) -> bool:
+def is_mlflow_address(address: str) -> bool:
     """Return whether an address is a URI, or TRACKING_URI#RUN_ID of a store without a scheme (a folder or database)."""
     if is_uri(address):
         return True
@@ -41,7 +109,7 @@ def _is_store(found: re.Match[str]) -> bool:
     return (store / ".trash").is_dir() or (store / "0").is_dir() or bool(list(store.glob("*/meta.yaml")))
 
 
-def recognizes(source: LogSource) -> bool:
+def recognizes_mlflow(source: LogSource) -> bool:
     """Return whether it is the URI of a run, or its folder in a file store."""
     if source.path is not None:
         return source.is_folder and (source.path / "meta.yaml").is_file() and (source.path / "metrics").is_dir()
@@ -65,7 +133,7 @@ def _located(source: LogSource) -> tuple[str | None, str] | None:
     return None
 
 
-def read(source: LogSource) -> LoggedTable:
+def read_mlflow(source: LogSource) -> LoggedTable:
     """Return the metrics of a run by step, and its parameters as settings.
 
     Raises:
@@ -128,4 +196,4 @@ def _setting(text: str) -> Any:
     return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
 
 
-READER = Reader("mlflow", recognizes, read)
+MLFLOW_READER = Reader("mlflow", recognizes_mlflow, read_mlflow)
