@@ -193,7 +193,7 @@ def ladder() -> Figure:
     """Draw measured gaps of two recipes at small sizes; predicted and measured gaps at larger ones."""
     import ladder_tables
 
-    from lightning_llm.ladder.ledger import read_ledger
+    from lightning_llm.ladder.predictions import read_ledger
 
     tokens = 65536
     rungs = [rung for rung in ladder_tables.measured_ladder().rungs if rung.tokens == tokens]

@@ -47,9 +47,8 @@ def curve_of(recipe: str, cache: Path, steps: int, nudge: int | None = None):
 
 def check(recipe: str, cache: Path, recorded: list[dict]) -> None:
     """Print the row of one recipe, by the kernels of this process."""
-    from lightning_llm.golden.band import Band, Noise
     from lightning_llm.golden.comparison import first_difference
-    from lightning_llm.golden.curve import LEARNING_RATE, Curve
+    from lightning_llm.golden.curve import LEARNING_RATE, Band, Curve, Noise
 
     curves = [Curve.from_data(each) for each in recorded]
     band, here = Band(Noise.of(curves, nudged=True), false_alarms=0.01), curve_of(recipe, cache, STEPS)

@@ -7,10 +7,10 @@ import numpy as np
 
 from lightning_llm.compare.format import short
 from lightning_llm.ladder.fit import effect_at, fit_ladder
-from lightning_llm.ladder.ledger import read_ledger
 from lightning_llm.ladder.measured import Ladder, ladder_of_rows
+from lightning_llm.ladder.predictions import read_ledger, tally
 from lightning_llm.ladder.refusal import too_few_pairs
-from lightning_llm.ladder.report import law_line, share, tally
+from lightning_llm.ladder.report import law_line
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 RUNS = RESULTS / "2026-11-24-cpu-ladder.json"
@@ -55,7 +55,7 @@ def fits() -> str:
         f"|{' --- |' * (len(columns) + 1)}",
     ]
     for name, gap in fit.gaps.items():
-        effects = [share(effect_at(fit, name, rung.parameters, rung.tokens)) for rung in corners]
+        effects = [effect_at(fit, name, rung.parameters, rung.tokens).words for rung in corners]
         p = gap.growth[1]
         rows.append(f"| {name} | {gap.df + 3} | {gap.sd:.4f} | {' | '.join(effects)} | {p:.2f} |")
     return "\n".join(rows) + "\n"

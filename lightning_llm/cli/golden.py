@@ -7,12 +7,18 @@ from pathlib import Path
 
 from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError, gathered
 from lightning_llm.golden import FALSE_ALARMS
-from lightning_llm.golden.band import FEWEST_REPEATS, Band, Noise
-from lightning_llm.golden.comparison import band_facts, compare, input_changes, recipe_changes, recipe_problems
-from lightning_llm.golden.curve import Curve
+from lightning_llm.golden.comparison import (
+    band_facts,
+    check_lines,
+    compare,
+    input_changes,
+    recipe_changes,
+    recipe_problems,
+    recorded_lines,
+)
+from lightning_llm.golden.curve import FEWEST_REPEATS, Band, Curve, Noise
 from lightning_llm.golden.file import Golden, default_file, place_problems, read_golden, recipe_keys, write_golden
 from lightning_llm.golden.ranks import leave_for_launcher, measured_runs
-from lightning_llm.golden.report import check_lines, recorded_lines
 from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.checked_plan import checked_resolution, read_arguments

@@ -10,7 +10,7 @@ from lightning_llm.compare.best_value import best_of_words
 from lightning_llm.compare.command import print_escaped
 from lightning_llm.compare.terms import RequestedTerms, terms_of
 from lightning_llm.ladder.command import LadderRequest, ladder_named, print_data, print_text
-from lightning_llm.ladder.predicting import target_of
+from lightning_llm.ladder.predictions import target_of
 from lightning_llm.ladder.refusal import DECADES
 
 

@@ -1,13 +1,29 @@
-"""Golden curves: the first steps' figures as measured, and as series of numbers in the order a step computes them.
+"""Golden curves: the first steps' numbers as series, and the band around them in which a rerun must be. No torch.
 
-Imports no torch.
+A band is the allowed distance between runs of one program. It is measured over repeats, not chosen. Runs of one program
+on one machine, or on machines that round otherwise, give numbers that scatter around their mean, with a separate
+variance per number. Of n runs with mean m and standard deviation s, one more run is within
+
+    m +- t(n - 1, 1 - p / 2) * s * sqrt(1 + 1 / n)
+
+with probability 1 - p if they are normal: the prediction interval for one further observation (G. J. Hahn and
+W. Q. Meeker, "Statistical Intervals", Wiley 1991, section 4.7). Student's t accounts for the uncertainty of s.
+A check compares many numbers and fails if one is outside, so each gets p = `false_alarms` / count (Bonferroni): an
+unchanged program fails in at most that share of checks, however the numbers are correlated. Few runs make it wide: with
+3,000 numbers and one false alarm in 100 checks it is 632 s with 3 runs, 24 s with 6, 9.6 s with 11, 6.5 s with 21.
+
+Numbers are stored in fp32. Rounding to fp32, with a variance of u^2 / 12 for a unit u in the last place, hides scatter
+if all runs round to the same number; it is added to s^2.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from scipy import special  # and not stats, which takes a second to import
 
 from lightning_llm.tracking.files import NON_FINITE
 
@@ -150,3 +166,106 @@ def _read(numbers: Any) -> list[float]:
     if not isinstance(numbers, list):
         raise TypeError("numbers are not a list")
     return [NON_FINITE[each] if isinstance(each, str) else float(each) for each in numbers]
+
+
+FP32_UNIT = 2.0**-23
+"""A unit in the last place of an fp32 number, relative to it, at most."""
+FEWEST_REPEATS = 2
+"""With one repeat besides the run itself s has one degree of freedom: the band would be 200,000 s wide."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The scatter of `runs` runs. `mean` and `sd` (standard deviations): None where all were the same bits.
+
+    `nudged`: runs but the first began with weights moved as far as sums round (`measure.nudge_weights`).
+    """
+
+    runs: int
+    nudged: bool
+    mean: Curve | None = None
+    sd: Curve | None = None
+
+    def first(self, steps: int) -> "Noise":
+        """Return the scatter of the first `steps` steps."""
+        mean, sd = (each.first(steps) if each else None for each in (self.mean, self.sd))
+        return replace(self, mean=mean, sd=sd)
+
+    @classmethod
+    def of(cls, curves: Sequence[Curve], nudged: bool) -> "Noise":
+        """Return the scatter of at least three curves of the same steps and parameters."""
+        first = curves[0]
+        if all(each.as_data() == first.as_data() for each in curves):
+            return cls(len(curves), nudged)
+        mean = combined(curves, lambda values: as_fp32(_finite(values.mean)))
+        sd = combined(curves, lambda values: float(f"{_finite(lambda: values.std(ddof=1)):.3e}"))
+        return cls(len(curves), nudged, mean, sd)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        spread = {} if self.mean is None or self.sd is None else {"mean": self.mean.as_data(), "sd": self.sd.as_data()}
+        return {"runs": self.runs, "nudged": self.nudged, **spread}
+
+    @classmethod
+    def from_data(cls, data: Any) -> "Noise":
+        """Return the noise described by `as_data`. Raises ValueError, TypeError or KeyError for any other data."""
+        spread = [Curve.from_data(data[key]) for key in ("mean", "sd")] if "mean" in data else []
+        return cls(int(data["runs"]), bool(data["nudged"]), *spread)
+
+
+@dataclass(frozen=True)
+class Band:
+    """Prediction interval of each number for a further run of the same program."""
+
+    noise: Noise
+    false_alarms: float
+
+    @cached_property
+    def compared(self) -> int:
+        """Number of values that a check compares: all but learning rates, which no rounding of a device changes."""
+        return 0 if self.noise.mean is None else (len(self.noise.mean.series) - 1) * self.noise.mean.steps
+
+    @cached_property
+    def deviations(self) -> float:
+        """Allowed distance of a number from the mean, in standard deviations."""
+        runs = self.noise.runs
+        quantile = -special.stdtrit(runs - 1, self.false_alarms / (2 * max(1, self.compared)))
+        return float(quantile * math.sqrt(1 + 1 / runs))
+
+    @cached_property
+    def _spread(self) -> dict[str, tuple[list[float], list[float]]]:
+        mean, sd = self.noise.mean, self.noise.sd
+        if mean is None or sd is None:
+            return {}
+        others = sd.series
+        return {name: (its, others[name]) for name, its in mean.series.items()}
+
+    def interval(self, name: str, step: int) -> tuple[float, float] | None:
+        """Return (mean, allowed distance from it) of the number `name` at `step`; None if a run's was not finite.
+
+        A learning rate may differ by the rounding to fp32 only: the host computes it from the step.
+        """
+        mean, sd = (its[step] for its in self._spread[name])
+        if name == LEARNING_RATE:
+            return mean, FP32_UNIT * abs(mean)
+        if not math.isfinite(mean) or not math.isfinite(sd):
+            return None
+        return mean, self.deviations * math.sqrt(sd**2 + (FP32_UNIT * mean) ** 2 / 12)
+
+    def widths(self, of: str) -> list[float]:
+        """Return the allowed distances / |mean| of the numbers `of` and `of.*`, one per number and step, ascending."""
+        names = [name for name in self._spread if name == of or name.startswith(f"{of}.")]
+        steps = 0 if self.noise.mean is None else self.noise.mean.steps
+        found = [self.interval(name, step) for name in names for step in range(steps)]
+        return sorted(width / abs(mean) for mean, width in filter(None, found) if mean)
+
+    @property
+    def gradient_norm_widths(self) -> list[float]:
+        """`widths` of parameters' gradient norms."""
+        return self.widths(GRADIENT_NORMS)
+
+
+def _finite(compute: Any) -> float:
+    """Return the result of `compute`, without warnings about values that are not finite."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(compute())

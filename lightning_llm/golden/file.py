@@ -15,8 +15,7 @@ from lightning_llm.compare.runs.differences import FREE, LAYOUT, ROUNDING
 from lightning_llm.config.config_hash import below, flatten, is_data_path, is_observer, training_hash
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
-from lightning_llm.golden.band import Noise
-from lightning_llm.golden.curve import Curve
+from lightning_llm.golden.curve import Curve, Noise
 from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import Plan
 

@@ -22,9 +22,8 @@ from lightning_llm.compare.terms import RequestedTerms, terms_of
 from lightning_llm.config.schema.sweep import FEWEST_SIZES, FEWEST_TOKENS
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.ladder.fit import Fit, fit_ladder
-from lightning_llm.ladder.ledger import FILE, grade, is_of, read_ledger, write_ledger
 from lightning_llm.ladder.measured import UNLEARNED, Ladder, ladder_of
-from lightning_llm.ladder.predicting import is_run, predict
+from lightning_llm.ladder.predictions import FILE, grade, is_of, is_run, predict, read_ledger, write_ledger
 from lightning_llm.ladder.refusal import DECADES, Target, refusals, too_few_pairs, too_small
 from lightning_llm.ladder.report import Report, print_report
 
@@ -86,7 +85,8 @@ def ladder_named(
         _refuse(report, report.fit, asked)
         report.notes += _notes(comparison)
         if asked.predict is not None:
-            report.predictions = predict(report, report.fit, asked.predict, here, file)
+            allowed = [name for name in report.fit.gaps if name not in report.refused]
+            report.predictions = predict(report.fit, allowed, asked.predict, here, file)
     show(report)
     lines = [f"predictions {file}"] if report.predictions else []
     if report.fit is not None:

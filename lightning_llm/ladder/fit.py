@@ -30,13 +30,26 @@ from functools import cached_property
 import numpy as np
 from scipy import special
 
-from lightning_llm.ladder.law import LEAST_NOISE, PARAMETERS, Array, Law, Rungs, fit_law, refit
+from lightning_llm.compare.format import more_or_fewer, short
+from lightning_llm.ladder.law import (
+    LEAST_NOISE,
+    PARAMETERS,
+    Array,
+    Law,
+    Rungs,
+    fit_law,
+    lack_of_fit,
+    pure_error,
+    refit,
+    unequal_lack_of_fit,
+)
 from lightning_llm.ladder.measured import Ladder
-from lightning_llm.ladder.scatter import lack_of_fit, pure_error, unequal_lack_of_fit
 
 DRAWS = 400
 TERMS = 3
 """Number of terms of a gap: c_D, c_N, c_O."""
+GROWTH_LEVEL = 0.05
+"""Level of the test for growth with tokens per parameter."""
 LEAST = 1e-6
 """Lower limit of 1 + gap / (B D^-beta), for gaps so negative that no number of tokens would match them."""
 
@@ -87,12 +100,21 @@ class Gap:
 
     @property
     def growth(self) -> tuple[float, float]:
-        """(t, p) of c_O, one-sided: does the gap grow with tokens per parameter?"""
+        """(t, p) of the one-sided test that the gap grows with tokens per parameter (c_O > 0); NaN if not tested."""
         error = float(self.drawn[:, 2].std(ddof=1))
         if error == 0 or self.df < 1:
             return math.nan, math.nan
         ratio = float(self.terms[2]) / error
         return ratio, float(special.stdtr(self.df_of(np.array([0.0, 0.0, 1.0])), -ratio))
+
+    @property
+    def growth_words(self) -> str:
+        """The result of that test as text: "grows with tokens per parameter (p = 0.003)"."""
+        _, p = self.growth
+        if p != p:
+            return "growth with tokens per parameter not tested"
+        value = f"p = {p:.3f}" if p >= 0.0005 else "p < 0.001"
+        return f"{'grows' if p < GROWTH_LEVEL else 'not shown to grow'} with tokens per parameter ({value})"
 
     def df_of(self, combination: Array) -> float:
         """Return the degrees of freedom of the variance of `combination` [3] of the terms.
@@ -241,8 +263,22 @@ class Effect:
 
     @property
     def quantile(self) -> float:
-        """Quantile of Student's t."""
+        """Half width of a two-sided interval of `confidence`, in standard errors: the quantile of Student's t."""
         return float(special.stdtrit(self.df, 0.5 + self.confidence / 2))
+
+    @property
+    def words(self) -> str:
+        """The cost in tokens with its interval as text: "4.1 % more tokens [2.0, 6.5]"."""
+        return more_or_fewer(self.more_tokens, (self.low, self.high))
+
+
+def line_of(effect: Effect, gap: Gap, model: str = "") -> str:
+    """Return a recipe's cost as a line; `model`: name of the model to add after the size, "" for none.
+
+    For example "mxfp4_sr: 4.1 % more tokens [2.0, 6.5] at 1B / 20B, grows with tokens per parameter (p = 0.003)".
+    """
+    where = f"{short(effect.parameters)} / {short(effect.tokens)}{f' ({model})' if model else ''}"
+    return f"{effect.recipe}: {effect.words} at {where}, {gap.growth_words}"
 
 
 def more_tokens(gap: Array, law: Law, tokens: float) -> Array:

@@ -10,9 +10,8 @@ from scipy import special
 from lightning_llm.compare.format import count, nats, short
 from lightning_llm.config.schema.sweep import FEWEST_SIZES, FEWEST_TOKENS
 from lightning_llm.ladder.fit import TERMS, Fit, Runs, effect_at, fit_ladder
-from lightning_llm.ladder.law import PARAMETERS
+from lightning_llm.ladder.law import PARAMETERS, own_variance
 from lightning_llm.ladder.measured import Ladder, Place
-from lightning_llm.ladder.scatter import own_variance
 
 FEWEST_RUNGS = PARAMETERS + 3
 """Rungs of the baseline: its law has five parameters, and three further rungs test the fit."""

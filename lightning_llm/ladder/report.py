@@ -1,6 +1,5 @@
 """A ladder's results: as data, as sentences, and on a terminal."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +10,11 @@ from rich.text import Text
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.base.terminal import escaped
-from lightning_llm.compare.format import more_or_fewer, nats, per_parameter, short
+from lightning_llm.compare.format import nats, per_parameter, short
 from lightning_llm.ladder.fit import Effect, Fit, Gap, effect_at
-from lightning_llm.ladder.ledger import Prediction
 from lightning_llm.ladder.measured import Ladder
+from lightning_llm.ladder.predictions import Prediction, prediction_line, tally
 from lightning_llm.ladder.refusal import law_misfit, too_small
-
-GROWTH_LEVEL = 0.05
 
 
 @dataclass
@@ -45,7 +42,7 @@ class Report:
 
     def costs(self, effect: Effect) -> str:
         """Return the cost of the recipe in tokens as text, "-" if the law does not hold."""
-        return "-" if self.misfit else share(effect)
+        return "-" if self.misfit else effect.words
 
     def effects(self, recipe: str) -> list[Effect]:
         """Return the fitted cost of the recipe at each rung on which it was run."""
@@ -162,29 +159,6 @@ def _table(report: Report, fit: Fit) -> Table:
     return table
 
 
-def line_of(effect: Effect, gap: Gap, model: str = "") -> str:
-    """Return a recipe's cost as a line; `model`: name of the model to add after the size, "" for none.
-
-    For example "mxfp4_sr: 4.1 % more tokens [2.0, 6.5] at 1B / 20B, grows with tokens per parameter (p = 0.003)".
-    """
-    where = f"{short(effect.parameters)} / {short(effect.tokens)}{f' ({model})' if model else ''}"
-    return f"{effect.recipe}: {share(effect)} at {where}, {growth(gap)}"
-
-
-def share(effect: Effect) -> str:
-    """Return the cost in tokens with its interval, such as "4.1 % more tokens [2.0, 6.5]"."""
-    return more_or_fewer(effect.more_tokens, (effect.low, effect.high))
-
-
-def growth(gap: Gap) -> str:
-    """Return the result of the test for growth with tokens per parameter."""
-    _, p = gap.growth
-    if p != p:
-        return "growth with tokens per parameter not tested"
-    value = f"p = {p:.3f}" if p >= 0.0005 else "p < 0.001"
-    return f"{'grows' if p < GROWTH_LEVEL else 'not shown to grow'} with tokens per parameter ({value})"
-
-
 def law_line(fit: Fit) -> str:
     """Return the baseline's law in a line, with its goodness of fit."""
     law = fit.law.constants()
@@ -203,39 +177,5 @@ def gap_line(name: str, gap: Gap) -> str:
     lack = "" if gap.lack_of_fit != gap.lack_of_fit else f", lack of fit p = {gap.lack_of_fit:.2g}"
     return (
         f"{name}: gap = {c_d} B D^-beta {c_n} A N^-alpha {c_o} D/N (standard errors in brackets), SD of a pair "
-        f"{gap.sd:.4f}, {gap.df} degrees of freedom{lack}; {growth(gap)}"
-    )
-
-
-def prediction_line(prediction: Prediction) -> str:
-    """Return a prediction with its date and hash, and its outcome if it has one."""
-    claim, outcome = prediction.claim, prediction.outcome
-    text = f"{claim['line']} [{prediction.date} {prediction.hash}]"
-    if outcome is None:
-        return f"{text}: not run yet"
-    low, high = (nats(each, signed=True) for each in outcome["interval"])
-    pairs = len(outcome["seeds"])
-    when = {
-        True: "predicted before it was run",
-        False: "NOT before it was run",
-        None: "the time of its runs is not known",
-    }[outcome["made_before_the_runs"]]
-    held = "held" if outcome["inside"] else "FAILED"
-    measured, predicted = (nats(each, signed=True) for each in (outcome["gap"], claim["gap"]))
-    return (
-        f"{text}: {held}, measured {measured} over {pairs} pair{'s' * (pairs > 1)}, predicted {predicted} "
-        f"[{low}, {high}], z = {outcome['z']:+.1f}; {when}"
-    )
-
-
-def tally(predictions: Sequence[Prediction]) -> str:
-    """Return how many of all predictions held."""
-    graded = [each for each in predictions if each.outcome]
-    early = [each for each in graded if each.outcome and each.outcome["made_before_the_runs"] is True]
-    held = sum(1 for each in early if each.outcome and each.outcome["inside"])
-    levels = sorted({100 * each.terms["confidence"] for each in early})
-    at = f" at {' or '.join(f'{level:g} %' for level in levels)}" if levels else ""
-    late = len(graded) - len(early)
-    return f"{held} of {len(early)} graded predictions held{at}; {len(predictions) - len(graded)} not run yet" + (
-        f"; {late} made after the runs, which do not count" if late else ""
+        f"{gap.sd:.4f}, {gap.df} degrees of freedom{lack}; {gap.growth_words}"
     )

@@ -14,8 +14,8 @@ from lightning_llm.compare.report.picture import INK, MOST_APART, Panel, Picture
 from lightning_llm.compare.report.tables import Supplement, Table
 from lightning_llm.ladder.fit import Effect, Fit, effect_at, more_tokens
 from lightning_llm.ladder.law import Array
-from lightning_llm.ladder.ledger import Prediction
 from lightning_llm.ladder.measured import Rung
+from lightning_llm.ladder.predictions import Prediction
 from lightning_llm.ladder.report import Report, gap_line, law_line, measured_gap
 
 HEADING = "The ladder: cost of a recipe in tokens"

@@ -14,8 +14,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.cli.command_line import _parse
 from lightning_llm.config.compose import compose_config
 from lightning_llm.golden import FALSE_ALARMS
-from lightning_llm.golden.band import Band, Noise
-from lightning_llm.golden.curve import Curve
+from lightning_llm.golden.curve import Band, Curve, Noise
 from lightning_llm.plan.check import check_config
 
 ROOT = Path(__file__).parents[2]

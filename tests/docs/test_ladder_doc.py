@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_llm.cli.command_line import _parser
-from lightning_llm.ladder.ledger import grade, read_ledger
-from lightning_llm.ladder.predicting import target_of
+from lightning_llm.ladder.predictions import grade, read_ledger, target_of
 from lightning_llm.model.flops import count_parameters
 
 ROOT = Path(__file__).parents[2]

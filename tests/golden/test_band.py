@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lightning_llm.golden.band import FP32_UNIT, Band, Noise
 from lightning_llm.golden.comparison import first_difference
-from lightning_llm.golden.curve import Curve, as_fp32
+from lightning_llm.golden.curve import FP32_UNIT, Band, Curve, Noise, as_fp32
 from lightning_llm.golden.file import Golden, read_golden, write_golden
 
 STEPS, PARAMETERS = 4, 8

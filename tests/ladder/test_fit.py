@@ -13,12 +13,11 @@ from scipy.optimize import least_squares
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.compare.effective_data import Curve, _crossing, effective_data
 from lightning_llm.ladder.fit import effect_at, fit_ladder
-from lightning_llm.ladder.law import PRIOR_EXPONENT, PRIOR_WIDTH, Rungs, fit_law
-from lightning_llm.ladder.ledger import Prediction, add_predictions, grade, read_ledger
+from lightning_llm.ladder.law import PRIOR_EXPONENT, PRIOR_WIDTH, Rungs, fit_law, own_variance, unequal_lack_of_fit
 from lightning_llm.ladder.measured import Ladder, Rung, ladder_of_rows
+from lightning_llm.ladder.predictions import Prediction, add_predictions, grade, read_ledger
 from lightning_llm.ladder.refusal import refusals, too_few_pairs, too_small
 from lightning_llm.ladder.report import Report, print_report
-from lightning_llm.ladder.scatter import own_variance, unequal_lack_of_fit
 from lightning_llm.ladder.supplement import supplement_of
 
 SIZES, TOKENS = (240e3, 690e3, 1.1e6, 2.2e6), (33e3, 66e3, 131e3)

@@ -16,8 +16,8 @@ from lightning_llm.compare.judge import compare_runs
 from lightning_llm.compare.report.pictures import pictures_of
 from lightning_llm.compare.terms import Terms
 from lightning_llm.ladder.fit import effect_at, fit_ladder
-from lightning_llm.ladder.ledger import is_of, read_ledger
 from lightning_llm.ladder.measured import ladder_of
+from lightning_llm.ladder.predictions import is_of, read_ledger
 from lightning_llm.ladder.report import Report
 from lightning_llm.ladder.supplement import supplement_of
 from lightning_llm.tracking.reading import read_run

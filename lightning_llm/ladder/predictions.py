@@ -7,7 +7,7 @@ A line has the `date`, a `hash` over date, claim and terms, the `claim`, the `te
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -17,7 +17,14 @@ from typing import Any
 from scipy import special
 
 from lightning_llm.base.errors import ConfigError, Problem
+from lightning_llm.base.version import __version__
+from lightning_llm.compare.format import json_ready, nats
+from lightning_llm.compare.terms import Terms
+from lightning_llm.config.compose import compose_config
+from lightning_llm.ladder.fit import Fit, effect_at, line_of
 from lightning_llm.ladder.measured import Ladder, Rung
+from lightning_llm.ladder.refusal import Target
+from lightning_llm.model.flops import count_parameters
 
 FILE = "predictions.jsonl"
 SAME_TOKENS = 0.02
@@ -153,3 +160,131 @@ def _is_place(rung: Rung, claim: dict[str, Any]) -> bool:
 
 def _is_before(one: str, other: str) -> bool:
     return datetime.fromisoformat(one) < datetime.fromisoformat(other)
+
+
+TOKENS = "data.tokens"
+FLAG = "--predict"
+
+
+def target_of(words: Sequence[str]) -> Target:
+    """Parse the target: model=NAME, further keys of the model, and data.tokens=NUMBER.
+
+    Raises:
+        ConfigError: with everything missing or invalid, including errors of the model's config.
+    """
+    problems = [
+        Problem(FLAG, f"'{word}' is neither a model (model=NAME, model.KEY=VALUE) nor {TOKENS}=NUMBER.")
+        for word in words
+        if not word.startswith((f"{TOKENS}=", "model=", "model."))
+    ]
+    model = [word for word in words if word.startswith(("model=", "model."))]
+    counts = [word.partition("=")[2] for word in words if word.startswith(f"{TOKENS}=")]
+    if not any(word.startswith("model=") for word in model):
+        problems.append(Problem(FLAG, "has no model. Add one to set the number of parameters, e.g. model=llama_1b."))
+    if len(counts) != 1:
+        problems.append(Problem(FLAG, f"has {len(counts)} numbers of tokens. Give one, for example {TOKENS}=20e9."))
+    tokens = _number(counts[0]) if counts else math.nan
+    if len(counts) == 1 and not tokens >= 1:
+        problems.append(Problem(FLAG, f"{TOKENS}={counts[0]} is not a number of tokens. Use for example 20e9."))
+    if problems:
+        raise ConfigError(problems)
+    config = compose_config([*model, "data=python", "logger=none"]).model
+    return Target(count_parameters(config).total, round(tokens), config.name)
+
+
+def _number(word: str) -> float:
+    try:
+        found = float(word.replace("_", ""))
+    except ValueError:
+        return math.nan
+    return found if math.isfinite(found) else math.nan
+
+
+def is_run(measured: Ladder, recipe: str, target: Target) -> bool:
+    """Return whether the recipe has runs at `target` already."""
+    return any(
+        rung.parameters == target.parameters and abs(rung.tokens - target.tokens) <= 0.02 * target.tokens
+        for rung in measured.rungs
+        if rung.differences.get(recipe)
+    )
+
+
+def predict(fit: Fit, recipes: Iterable[str], target: Target, terms: Terms, file: Path) -> list[Prediction]:
+    """Record the predicted cost of each of `recipes` at `target` in the ledger `file`; return the ledger's entries."""
+    date = now()
+    made = [_prediction(fit, name, target, terms, date) for name in recipes]
+    return add_predictions(file, made) if made else []
+
+
+def _prediction(fit: Fit, recipe: str, target: Target, terms: Terms, date: str) -> Prediction:
+    effect = effect_at(fit, recipe, target.parameters, target.tokens, terms.confidence)
+    gap = fit.gaps[recipe]
+    fitted_to = fit.ladder.rows()
+    return Prediction(
+        date,
+        claim={
+            "line": line_of(effect, gap, target.name),
+            "recipe": recipe,
+            "baseline": fit.ladder.baseline,
+            "metric": fit.ladder.metric,
+            "model": target.name,
+            "parameters": target.parameters,
+            "tokens": target.tokens,
+            "more_tokens": effect.more_tokens,
+            "more_tokens_interval": [effect.low, effect.high],
+            "gap": effect.gap,
+            "gap_interval": list(effect.gap_interval()),
+            "baseline_loss": float(fit.law.loss(target.parameters, target.tokens)[0, 0]),
+            "growth_p": json_ready(gap.growth[1]),
+        },
+        terms={
+            "confidence": terms.confidence,
+            "tail": terms.tail_share,
+            "gap_se": effect.gap_se,
+            "pair_sd": effect.pair_sd,
+            "df": effect.df,
+            "graded_by": "the mean gap of S pairs within t(df) sqrt(gap_se^2 + pair_sd^2 / S) of `gap`",
+            "law": fit.law.constants(),
+            "gap_terms": dict(zip(("c_D", "c_N", "c_O"), map(float, gap.terms), strict=True)),
+            "fitted_to": {
+                "rungs": len(fit.ladder.rungs),
+                "runs": len(fitted_to),
+                "digest": sha256(json.dumps(fitted_to, sort_keys=True).encode()).hexdigest()[:16],
+            },
+            "version": __version__,
+        },
+    )
+
+
+def prediction_line(prediction: Prediction) -> str:
+    """Return a prediction with its date and hash, and its outcome if it has one."""
+    claim, outcome = prediction.claim, prediction.outcome
+    text = f"{claim['line']} [{prediction.date} {prediction.hash}]"
+    if outcome is None:
+        return f"{text}: not run yet"
+    low, high = (nats(each, signed=True) for each in outcome["interval"])
+    pairs = len(outcome["seeds"])
+    when = {
+        True: "predicted before it was run",
+        False: "NOT before it was run",
+        None: "the time of its runs is not known",
+    }[outcome["made_before_the_runs"]]
+    held = "held" if outcome["inside"] else "FAILED"
+    measured, predicted = (nats(each, signed=True) for each in (outcome["gap"], claim["gap"]))
+    return (
+        f"{text}: {held}, measured {measured} over {pairs} pair{'s' * (pairs > 1)}, predicted {predicted} "
+        f"[{low}, {high}], z = {outcome['z']:+.1f}; {when}"
+    )
+
+
+def tally(predictions: Sequence[Prediction]) -> str:
+    """Return how many of all predictions held."""
+    graded = [each for each in predictions if each.outcome]
+    early = [each for each in graded if each.outcome and each.outcome["made_before_the_runs"] is True]
+    held = sum(1 for each in early if each.outcome and each.outcome["inside"])
+    levels = sorted({100 * each.terms["confidence"] for each in early})
+    at = f" at {' or '.join(f'{level:g} %' for level in levels)}" if levels else ""
+    late = len(graded) - len(early)
+    return f"{held} of {len(early)} graded predictions held{at}; {len(predictions) - len(graded)} not run yet" + (
+        f"; {late} made after the runs, which do not count" if late else ""
+    )
