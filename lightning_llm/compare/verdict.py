@@ -11,8 +11,7 @@ from lightning_llm.compare.cost import Cost
 from lightning_llm.compare.effective_data import Curve, EffectiveData, effective_data
 from lightning_llm.compare.estimate import Floor, VerdictInputs
 from lightning_llm.compare.format import short
-from lightning_llm.compare.runs.branches import Switch, switch_of
-from lightning_llm.compare.runs.differences import LAYOUT, ROUNDING, validation_differences
+from lightning_llm.compare.runs.differences import LAYOUT, ROUNDING, Switch, switch_of, validation_differences
 from lightning_llm.compare.runs.factor import ITSELF, Factor
 from lightning_llm.compare.runs.losses import LOSS, Tail
 from lightning_llm.compare.runs.pairing import ComparisonGroup, Pair

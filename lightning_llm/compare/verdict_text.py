@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning_llm.base.terminal import shown
 from lightning_llm.compare.format import count, interval_text, more_or_fewer, nats, seeds_text, short
-from lightning_llm.compare.runs.branches import notes_on_branches
+from lightning_llm.compare.runs.differences import notes_on_branches
 from lightning_llm.compare.runs.factor import Factor
 from lightning_llm.compare.runs.losses import LEARNED_SHARE, LOSS
 from lightning_llm.compare.runs.pairing import ComparisonGroup

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from lightning_llm.compare.runs.branches import equivalent_starts
+from lightning_llm.compare.runs.differences import equivalent_starts
 from lightning_llm.compare.runs.losses import tail_of
 from lightning_llm.tracking.reading import Run, read_run
 from tests.compare.run_folders import EVERY, NOISE, STEPS, curve, make_run, rewritten, verdicts

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.compare.runs.branches import equivalent_starts
-from lightning_llm.compare.runs.differences import FREE, LAYOUT, ROUNDING
+from lightning_llm.compare.runs.differences import FREE, LAYOUT, ROUNDING, equivalent_starts
 from lightning_llm.config.config_hash import below
 from lightning_llm.tracking.reading import Run
 

@@ -7,14 +7,14 @@ from itertools import groupby
 from typing import Any
 
 from lightning_llm.base.errors import Problem
-from lightning_llm.compare.runs.branches import KEY as BRANCH_KEY
-from lightning_llm.compare.runs.branches import equivalent_starts
 from lightning_llm.compare.runs.differences import (
+    BRANCH_KEY,
     FREE,
     LAYOUT,
     ROUNDING,
     data_hashes,
     equal_by_hash,
+    equivalent_starts,
     meaningful,
     same_config,
     validation_differences,

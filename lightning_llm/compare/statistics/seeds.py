@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy import special  # and not stats, which takes a second to import
 
 from lightning_llm.compare.estimate import VerdictInputs
-from lightning_llm.compare.runs.branches import parent_runs_are_replicates
+from lightning_llm.compare.runs.differences import parent_runs_are_replicates
 from lightning_llm.compare.statistics.intervals import critical_value, pool_variances
 from lightning_llm.compare.statistics.stability import seeds_to_show_stability
 from lightning_llm.compare.terms import Terms
