@@ -14,7 +14,7 @@ from lightning_llm.tracking.provenance import FINGERPRINT, origin_changes
 
 Outcome = Literal["equal", "within_band", "different"]
 Changes = dict[str, tuple[Any, Any]]
-"""{key: (recorded, now)}, None where one has none."""
+"""{dotted key: (recorded value, value now)}; None for a value that is missing on one side."""
 CHANGES_BITS = (
     "versions.torch", "versions.transformer-engine", "device", "threads", "compiled", "backend", f"{FINGERPRINT}."
 )  # fmt: skip
@@ -72,7 +72,7 @@ class Check:
     may_round_otherwise: bool = False
 
     def as_data(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the result as JSON data."""
         first = self.first and {**_spelled(asdict(self.first)), "relative_difference": self.first.relative}
         changes = {name: getattr(self, name) for name in ("machine", "code", "layout", "recipe")}
         return {
@@ -87,7 +87,7 @@ class Check:
 
 
 def band_facts(band: Band) -> dict[str, Any]:
-    """Return a band as data: its runs and settings, and its width relative to the numbers."""
+    """Return the facts of a band as JSON data: its runs, its settings, and its width relative to the numbers."""
     norms, losses = band.gradient_norm_widths, band.widths(LOSS)
     return {
         "runs": band.noise.runs,
@@ -102,12 +102,12 @@ def band_facts(band: Band) -> dict[str, Any]:
 
 
 def recipe_changes(recorded: Golden, config: Mapping[str, Any]) -> Changes:
-    """Return the recipe keys (`file.recipe_keys`) of `config` that differ from the recorded ones."""
+    """Return the recipe keys of `config` (as `file.recipe_keys` returns them) that differ from the recorded ones."""
     return _unequal(recorded.config, config)
 
 
 def recipe_problems(changes: Changes, file: str) -> list[Problem]:
-    """Return problems that make a check refuse another recipe."""
+    """Return a problem for each changed recipe key: a check rejects another recipe. `file`: name of the golden file."""
     text = (
         "is {}, and {} in {}: another recipe. Set it back, record a golden file of this one, or compare all the "
         "same: --allow-differences."
@@ -225,7 +225,7 @@ QUANTITIES = {
 
 
 def recorded_lines(golden: Golden, file: Path, band: Band | None) -> list[str]:
-    """Return lines about the recording, and about the comparisons it allows."""
+    """Return the text of `golden record`: the file, its losses, and whether checks compare bits or within a band."""
     curve = golden.curve
     losses = f"loss {curve.loss[0]:.4f}" + (f" to {curve.loss[-1]:.4f}" if curve.steps > 1 else "")
     lines = [f"golden  {file}: {_size(curve)}, {losses}"]
@@ -241,7 +241,7 @@ def recorded_lines(golden: Golden, file: Path, band: Band | None) -> list[str]:
 
 
 def band_lines(band: Band) -> list[str]:
-    """Return lines about the runs and the width of a band."""
+    """Return lines about a band: the number of runs behind it, and its width."""
     facts = band_facts(band)
     nudged = ", all but the first with weights moved as far as sums round" if band.noise.nudged else ""
     median, largest = _share(facts["gradient_norm_median"]), _share(facts["gradient_norm_largest"])
@@ -254,7 +254,7 @@ def band_lines(band: Band) -> list[str]:
 
 
 def check_lines(check: Check, file: Path) -> list[str]:
-    """Return lines about the outcome, the band, and everything else that differs from the recording."""
+    """Return the text of `golden check`: the outcome, the band, and everything that differs from the recording."""
     lines = _outcome(check, file)
     if check.band is not None:
         lines += band_lines(check.band)

@@ -33,10 +33,11 @@ GRADIENT_NORMS = "gradient_norms"
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of one step, the same on every rank. Norms are those before clipping.
+    """Numbers of one optimizer step, the same on every rank. Gradient norms are those before clipping.
 
-    `loss`, `grad_norm`: fp32 numbers. `gradient_norms`: fp64, by parameter names that no layout changes, in the order
-    of the forward pass, the loss scale divided out.
+    `loss`: nats per token, and `grad_norm`, of all parameters together: fp32 numbers. `gradient_norms`: {parameter:
+    norm of its gradient}, fp64, divided by the loss scale, in the order of the forward pass; names do not depend on the
+    layout.
     """
 
     step: int
@@ -49,27 +50,31 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class Measured:
-    """The first steps, and where their numbers come from (`tracking.provenance.origin_of`); the same on every rank."""
+    """The numbers of the first steps (`figures`), and the versions, hardware, code and data that produced them.
+
+    `origin`: as `tracking.provenance.origin_of` returns it. The same on every rank.
+    """
 
     figures: list[StepFigures]
     origin: dict[str, Any]
 
     def as_data(self) -> dict[str, Any]:
-        """Return JSON data for another process; NaN and infinities as Python writes them."""
+        """Return the content as JSON data, for `from_data` in another process. NaN and infinities stay numbers."""
         return asdict(self)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "Measured":
-        """Return the figures described by `as_data`."""
+        """Return the object that `as_data` wrote."""
         return cls([StepFigures(**each) for each in data["figures"]], dict(data["origin"]))
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The first steps, one number per step in each field; `gradient_norms` by parameter, in order of the forward pass.
+    """Numbers of the first steps, as a golden file stores them: each field has one number per step.
 
-    All but the learning rate are fp32 numbers, written with as few digits as bring them back: so is how gradients are
-    sharded, which shows in the last bits of fp64, left out of the norms.
+    `gradient_norms`: {parameter: norms}, in order of the forward pass. All but the learning rate are fp32 numbers, in
+    the shortest decimal form that reads back to the same fp32 number. Rounding to fp32 removes the last bits of fp64
+    norms, which depend on how gradients are sharded.
     """
 
     loss: list[float]
@@ -79,7 +84,7 @@ class Curve:
 
     @classmethod
     def of(cls, figures: Sequence[StepFigures]) -> "Curve":
-        """Return the curve of some first steps. A parameter that has no gradient in one of them counts as NaN there."""
+        """Return the curve of these steps. A parameter without a gradient in a step has the norm NaN there."""
         names = list(dict.fromkeys(name for each in figures for name in each.gradient_norms))
         return cls(
             [as_fp32(each.loss) for each in figures],
@@ -94,7 +99,7 @@ class Curve:
         return len(self.loss)
 
     def first(self, steps: int) -> "Curve":
-        """Return the curve of its first `steps` steps."""
+        """Return a curve with only the first `steps` steps."""
         norms = {name: its[:steps] for name, its in self.gradient_norms.items()}
         return Curve(self.loss[:steps], self.grad_norm[:steps], self.lr[:steps], norms)
 
@@ -112,20 +117,20 @@ class Curve:
         return self.steps == other.steps and self.gradient_norms.keys() == other.gradient_norms.keys()
 
     def numbers(self) -> Iterator[tuple[int, str, float]]:
-        """Yield (step, counted from 0; name; number), step by step."""
+        """Yield (step, name, number) of all numbers, step by step. Steps count from 0."""
         for step in range(self.steps):
             for name, its in self.series.items():
                 yield step, name, its[step]
 
     def as_data(self) -> dict[str, Any]:
-        """Return it for JSON, which has no word for numbers that are not finite: "nan", "inf", "-inf"."""
+        """Return the curve as JSON data; numbers that are not finite are the strings "nan", "inf" and "-inf"."""
         norms = {name: _spelled(its) for name, its in self.gradient_norms.items()}
         own = {LOSS: self.loss, GRAD_NORM: self.grad_norm, LEARNING_RATE: self.lr}
         return {**{name: _spelled(its) for name, its in own.items()}, GRADIENT_NORMS: norms}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "Curve":
-        """Return the curve described by `as_data`. Raises ValueError, TypeError or KeyError where it is no curve."""
+        """Return the curve that `as_data` wrote. Raises ValueError, TypeError or KeyError for any other data."""
         norms = {str(name): _read(its) for name, its in data[GRADIENT_NORMS].items()}
         curve = cls(_read(data[LOSS]), _read(data[GRAD_NORM]), _read(data[LEARNING_RATE]), norms)
         if {len(its) for its in curve.series.values()} != {curve.steps} or not curve.steps:
@@ -134,7 +139,10 @@ class Curve:
 
 
 def combined(curves: Sequence[Curve], combine: Callable[[Any], float]) -> Curve:
-    """Return the curve that `combine` gives from each number's values [len(curves)], fp64, in `curves`."""
+    """Return the curve in which each number is `combine` of that number's values in all `curves`.
+
+    `combine` gets an fp64 array of shape [len(curves)]: for example the mean.
+    """
 
     def of(series: Sequence[Sequence[float]]) -> list[float]:
         return [combine(np.array(values, dtype=np.float64)) for values in zip(*series, strict=True)]
@@ -148,13 +156,13 @@ def combined(curves: Sequence[Curve], combine: Callable[[Any], float]) -> Curve:
 
 
 def as_fp32(number: float) -> float:
-    """Return the number rounded to fp32, as the shortest decimal that brings that back."""
+    """Return `number` rounded to fp32, as the float with the shortest decimal form that reads back to it."""
     with np.errstate(over="ignore"):
         return float(str(np.float32(number)))
 
 
 def same(one: float, other: float) -> bool:
-    """Return whether two numbers are the same, NaN included."""
+    """Return whether two numbers are equal; NaN equals NaN."""
     return one == other or (one != one and other != other)
 
 
@@ -169,16 +177,17 @@ def _read(numbers: Any) -> list[float]:
 
 
 FP32_UNIT = 2.0**-23
-"""A unit in the last place of an fp32 number, relative to it, at most."""
+"""Largest distance of neighboring fp32 numbers, relative to their size."""
 FEWEST_REPEATS = 2
-"""With one repeat besides the run itself s has one degree of freedom: the band would be 200,000 s wide."""
+"""Least number of repeats for a band. With one repeat the standard deviation s has one degree of freedom, and the band
+would be 200,000 s wide."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The scatter of `runs` runs. `mean` and `sd` (standard deviations): None where all were the same bits.
+    """Mean and standard deviation of each number over `runs` runs of one recipe; both None if all had the same bits.
 
-    `nudged`: runs but the first began with weights moved as far as sums round (`measure.nudge_weights`).
+    `nudged`: all runs except the first began with weights changed by a rounding error (`measure.nudge_weights`).
     """
 
     runs: int
@@ -187,13 +196,13 @@ class Noise:
     sd: Curve | None = None
 
     def first(self, steps: int) -> "Noise":
-        """Return the scatter of the first `steps` steps."""
+        """Return the noise of the first `steps` steps only."""
         mean, sd = (each.first(steps) if each else None for each in (self.mean, self.sd))
         return replace(self, mean=mean, sd=sd)
 
     @classmethod
     def of(cls, curves: Sequence[Curve], nudged: bool) -> "Noise":
-        """Return the scatter of at least three curves of the same steps and parameters."""
+        """Return the noise over `curves`, at least three, which have the same steps and parameters."""
         first = curves[0]
         if all(each.as_data() == first.as_data() for each in curves):
             return cls(len(curves), nudged)
@@ -202,20 +211,23 @@ class Noise:
         return cls(len(curves), nudged, mean, sd)
 
     def as_data(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the noise as JSON data."""
         spread = {} if self.mean is None or self.sd is None else {"mean": self.mean.as_data(), "sd": self.sd.as_data()}
         return {"runs": self.runs, "nudged": self.nudged, **spread}
 
     @classmethod
     def from_data(cls, data: Any) -> "Noise":
-        """Return the noise described by `as_data`. Raises ValueError, TypeError or KeyError for any other data."""
+        """Return the noise that `as_data` wrote. Raises ValueError, TypeError or KeyError for any other data."""
         spread = [Curve.from_data(data[key]) for key in ("mean", "sd")] if "mean" in data else []
         return cls(int(data["runs"]), bool(data["nudged"]), *spread)
 
 
 @dataclass(frozen=True)
 class Band:
-    """Prediction interval of each number for a further run of the same program."""
+    """Prediction interval of each number for a further run of the same program (see the module).
+
+    `false_alarms`: share of checks of an unchanged program that may find a number outside the band, for example 0.01.
+    """
 
     noise: Noise
     false_alarms: float
@@ -241,7 +253,7 @@ class Band:
         return {name: (its, others[name]) for name, its in mean.series.items()}
 
     def interval(self, name: str, step: int) -> tuple[float, float] | None:
-        """Return (mean, allowed distance from it) of the number `name` at `step`; None if a run's was not finite.
+        """Return (mean, allowed distance from it) of the number `name` at `step`; None if it was not finite in a run.
 
         A learning rate may differ by the rounding to fp32 only: the host computes it from the step.
         """
@@ -253,7 +265,7 @@ class Band:
         return mean, self.deviations * math.sqrt(sd**2 + (FP32_UNIT * mean) ** 2 / 12)
 
     def widths(self, of: str) -> list[float]:
-        """Return the allowed distances / |mean| of the numbers `of` and `of.*`, one per number and step, ascending."""
+        """Return the allowed distances relative to |mean|, ascending: one per step and number called `of` or `of.*`."""
         names = [name for name in self._spread if name == of or name.startswith(f"{of}.")]
         steps = 0 if self.noise.mean is None else self.noise.mean.steps
         found = [self.interval(name, step) for name in names for step in range(steps)]
@@ -261,7 +273,7 @@ class Band:
 
     @property
     def gradient_norm_widths(self) -> list[float]:
-        """`widths` of parameters' gradient norms."""
+        """Allowed relative distances of the gradient norms of parameters, ascending (see `widths`)."""
         return self.widths(GRADIENT_NORMS)
 
 

@@ -20,13 +20,13 @@ from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import Plan
 
 FORMAT = 1
-"""Of the file. Another is of another release."""
+"""Version of the file format. A file with another version was written by another release."""
 FOLDER = "golden"
 """Default folder of golden files below the working directory: with the user's recipes, in their git."""
 BY_CONTENT = ("model.init_from", "distil.teachers")
 """Keys with paths of inputs; their content is identified by digests in `origin`."""
 LAYOUT_KEYS = ("parallel.", *ROUNDING)
-"""Keys that change in which order sums are made, and on how many ranks."""
+"""Keys that change the order of sums and the number of ranks, but not the recipe."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Golden:
 
     @classmethod
     def of(cls, plan: Plan, origin: Mapping[str, Any], curve: Curve, noise: Noise | None = None) -> "Golden":
-        """Return a golden file's content: facts of plan and origin, and the `curve` of the first steps."""
+        """Return the content of a golden file from the run's plan, its `origin` and the `curve` of its first steps."""
         config, layout = recipe_keys(plan.config), layout_keys(plan)
         hashes = {
             "config": plan.identity,
@@ -61,11 +61,11 @@ class Golden:
         return cls(plan.config.recipe, hashes, config, layout, bitwise, _plain(origin), curve, noise)
 
     def first(self, steps: int) -> "Golden":
-        """Return the content of a file recorded over the first `steps` steps alone."""
+        """Return the content as if only the first `steps` steps had been recorded."""
         return replace(self, curve=self.curve.first(steps), noise=self.noise.first(steps) if self.noise else None)
 
     def as_data(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the content of the file as JSON data."""
         own = {"format": FORMAT, "recipe": self.recipe, "steps": self.curve.steps, "hashes": self.hashes}
         keys = {"config": self.config, "layout": self.layout, "bitwise": self.bitwise, "origin": self.origin}
         return {**own, **keys, "curve": self.curve.as_data(), "noise": None if not self.noise else self.noise.as_data()}
@@ -77,7 +77,7 @@ def default_file(config: Config) -> Path:
 
 
 def recipe_keys(config: Config) -> dict[str, Any]:
-    """Return the flat keys of the config that define the recipe: no paths, names or layout."""
+    """Return {dotted key: value} of the config keys that define the recipe: no paths, names or layout."""
     acting = tuple(f"callbacks.{name}." for name, node in config.callbacks.items() if node and not is_observer(node))
     free = (*FREE, *LAYOUT_KEYS, *BY_CONTENT)
     flat = flatten(config.model_dump())
@@ -86,7 +86,7 @@ def recipe_keys(config: Config) -> dict[str, Any]:
 
 
 def layout_keys(plan: Plan) -> dict[str, Any]:
-    """Return the flat keys of the layout, degrees as they are on its ranks."""
+    """Return {dotted key: value} of `LAYOUT_KEYS`, with the parallel degrees that the plan derived."""
     flat = flatten(plan.config.model_dump())
     kept = {key: value for key, value in flat.items() if below(key, LAYOUT_KEYS) and not below(key, FREE)}
     kept |= {f"parallel.{axis}": degree for axis, degree in plan.degrees.by_axis.items()}
@@ -95,12 +95,15 @@ def layout_keys(plan: Plan) -> dict[str, Any]:
 
 
 def is_bitwise_key(key: str) -> bool:
-    """Return whether layouts with the bits of one rank keep them if they differ in `key`."""
+    """Return whether layouts that train to the bits of a single rank still do if they differ in `key`."""
     return below(key, LAYOUT)
 
 
 def place_problems(file: Path, *, replace: bool) -> list[Problem]:
-    """Return problems of writing a golden file to `file`, before the steps are run."""
+    """Return why a golden file cannot be written to `file`; [] if it can. Called before the steps are run.
+
+    `replace`: an existing file may be overwritten.
+    """
     if file.exists() and not replace:
         return [Problem("--file", f"{file} already exists. Check against it, choose another file, or add --force.")]
     folder = next(each for each in file.absolute().parents if each.exists())
@@ -110,7 +113,7 @@ def place_problems(file: Path, *, replace: bool) -> list[Problem]:
 
 
 def write_golden(golden: Golden, file: Path) -> None:
-    """Write the file in one move; its folder is made.
+    """Write `golden` to `file` atomically; create its folder if it is missing.
 
     Raises:
         ConfigError: it cannot be written.

@@ -1,4 +1,4 @@
-"""Measuring the first steps of a recipe on one rank, made as `train` makes them, with nothing left behind.
+"""Run the first steps of a recipe on one rank as `train` does, and measure them. No run folder remains.
 
 Measured are loss, learning rate, and the gradient norm of every parameter.
 """
@@ -39,21 +39,22 @@ from lightning_llm.train.run_folder import RunFolder
 from lightning_llm.train.spikes.policy import StepNotMadeError
 
 WRITERS = (RunFolder, Checkpointing, Superseding, FailStalledRun)
-"""The callbacks that leave files."""
+"""The callbacks that write files."""
 FP32_ROUNDING = 2.0**-24
 """Half a unit in the last place: the largest relative error of rounding to fp32."""
 
 
 def measure(plan: Plan, steps: int, nudge: int | None = None) -> Measured:
-    """Make the first `steps` steps of `plan` on this rank, without its observers and its folder. Collective.
+    """Run the first `steps` steps of `plan` on this rank and return their numbers. Collective.
 
-    The schedule and the data are those of the whole run. What a run prints goes to stderr. `nudge`: begin with other
-    weights, see `nudge_weights`.
+    The schedule and the data are those of the whole run. Callbacks that only observe are left out. All output goes to
+    stderr. `nudge`: change the initial weights by a rounding error before the first step (`nudge_weights`); None: do
+    not.
 
     Raises:
-        ConfigError: what `train` refuses.
-        StepNotMadeError: the loss or the gradient norm is not finite, spikes.policy ends the run, or a callback before
-            its first step.
+        ConfigError: `train` would reject the plan.
+        StepNotMadeError: the loss or the gradient norm is not finite, spikes.policy ends the run, or a callback ends it
+            before its first step.
     """
     threads = torch.get_num_threads()
     try:
@@ -93,8 +94,8 @@ def _first_steps(rank: Rank, steps: int, nudge: int | None) -> Measured:
 class Trajectory(pl.Callback):
     """Callback that records the first `steps` steps in `figures` and then ends the run.
 
-    It must come after all callbacks that change gradients. `nudge`: number for `nudge_weights`, applied before
-    the first step; None leaves the weights alone.
+    It must come after all callbacks that change gradients. `nudge`: number for `nudge_weights`, which runs before the
+    first step; None: the weights stay as they are.
     """
 
     def __init__(self, steps: int, nudge: int | None = None):
@@ -133,7 +134,7 @@ def _depth(name: str) -> float:
 
 @torch.no_grad()
 def nudge_weights(model: nn.Module, number: int) -> None:
-    """Move every weight up or down as far as sums round: by sqrt(K) 2^-24 of it, or to its neighbour in its dtype.
+    """Change every weight by a rounding error: by sqrt(K) 2^-24 of it, at least to the next number of its dtype.
 
     K is the number of products in a sum over its last axis. A sum of K products in fp32 has an error of about
     sqrt(K) 2^-24 in any order (N. J. Higham and T. Mary, "A new approach to probabilistic rounding error analysis",

@@ -1,4 +1,4 @@
-"""Processes that measure golden curves: this one, ranks started for it, or ranks started by a launcher.
+"""Start the processes that measure golden curves: this process, ranks started here, or ranks of torchrun or srun.
 
 Imports no torch until it measures.
 """
@@ -19,15 +19,15 @@ from lightning_llm.run.launch.torch_agent import STOP_SECONDS, as_rank, launch_r
 
 
 def measured_runs(plan: Plan, steps: int, nudges: Sequence[int | None]) -> list[Measured]:
-    """Return the first `steps` steps of one run for each of `nudges`, see `measure`.
+    """Return the numbers of the first `steps` steps of one run for each entry of `nudges` (see `measure.measure`).
 
     Several runs are made in separate processes, one after the other, like a later check: choices that a process makes
     by timing, such as a kernel, are part of the noise. Ranks started by torchrun or srun make all runs themselves.
 
     Raises:
-        ConfigError: what `train` refuses.
+        ConfigError: `train` would reject the plan.
         RanksFailedError: a rank that was started here failed (already reported).
-        StepNotMadeError: in this process, see `measure`.
+        StepNotMadeError: a step cannot be made in this process (see `measure.measure`).
     """
     if rank_environment() is not None:
         return as_rank(lambda: [_here(plan, steps, nudge) for nudge in nudges])
@@ -42,7 +42,7 @@ def measured_runs(plan: Plan, steps: int, nudges: Sequence[int | None]) -> list[
 
 
 def leave_for_launcher(plan: Plan, steps: int, nudge: int | None, result: Path) -> None:
-    """Measure as one of the ranks of `measured_runs`; the first writes the figures to `result`."""
+    """Measure as one of the ranks that `measured_runs` started; rank 0 writes the numbers as JSON to `result`."""
     measured = as_rank(lambda: _here(plan, steps, nudge))
     if is_first_rank():
         result.write_text(json.dumps(measured.as_data()), encoding="utf-8")

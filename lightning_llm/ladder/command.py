@@ -33,11 +33,11 @@ FOLDER = "compare/ladder"
 
 @dataclass(frozen=True)
 class LadderRequest:
-    """Options of the command.
+    """Options of the verb `ladder`.
 
-    `fit`: fit the ladder; `predict`: the target of a prediction, if any; `decades`: limit of extrapolation; `grade`:
-    compare earlier predictions with the runs; `ledger`: their file, None for the one beside the runs; `output`: another
-    folder for the report, which is then not logged to MLflow.
+    `fit`: fit the ladder; `predict`: the target of a prediction, if any; `decades`: limit of extrapolation, in powers
+    of ten; `grade`: compare earlier predictions with the runs; `ledger`: file of the predictions, None for the one
+    beside the runs; `output`: another folder for the report, which is then not logged to MLflow.
     """
 
     fit: bool = False
@@ -58,7 +58,15 @@ def ladder_named(
     show: Callable[[Report], None],
     say: Callable[[str], None],
 ) -> Report:
-    """Fit, predict, grade and show the ladder over the named runs (default: the newest ladder), and return it.
+    """Fit the ladder over the named runs, predict from it, grade predictions, show the report, and return it.
+
+    Args:
+        words: the RUN arguments; none: the newest sweep that is a ladder.
+        terms: requested terms of the verdicts.
+        best_of: compare each recipe at its own best value of a key; None: at the values as run.
+        asked: what to do.
+        show: prints the report.
+        say: prints a line, such as the location of the report.
 
     Raises:
         ConfigError: some of it could not be done; the rest is done and shown.

@@ -56,7 +56,11 @@ LEAST = 1e-6
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of a ladder as arrays over (rung, seed), [R, S]; NaN without a run."""
+    """The runs of a ladder as arrays.
+
+    `parameters`, `tokens`: of each rung, [R]. `losses`: of the baseline, and `differences`: {recipe: recipe minus
+    baseline at the same seed}, both in nats over (rung, seed), [R, S]; NaN without a run.
+    """
 
     parameters: Array
     tokens: Array
@@ -81,12 +85,13 @@ class Runs:
 
 @dataclass(frozen=True)
 class Gap:
-    """One recipe's fitted gap.
+    """The fitted gap of one recipe to the baseline over all rungs.
 
-    `terms`: c_D, c_N, c_O, [3]; `drawn`: the same by bootstrap, [B, 3]; `fitted`: on every rung, [R]; `sd`: of one
-    pair's difference about the fit, nats, with `df`; `lack_of_fit`: p of the test that the rungs' means scatter about
-    the fit no more than their pairs do, each size with its own variance, NaN if no rung has two pairs; `influence`, [n,
-    3]: of each pair on the terms; `residuals`, [n]: over 1 - leverage.
+    `terms`: c_D, c_N, c_O, [3]; `drawn`: the same terms in each draw of the bootstrap, [B, 3]; `fitted`: the gap on
+    every rung, nats, [R]; `sd`: of one pair's difference about the fit, nats, with `df` degrees of freedom.
+    `lack_of_fit`: p-value of the test that the rungs' means scatter about the fit no more than their pairs do, with a
+    separate variance per size; NaN if no rung has two pairs. `influence`, [n, 3]: of each pair on the terms;
+    `residuals`, [n]: of each pair, divided by 1 - leverage.
     """
 
     terms: Array
@@ -131,11 +136,11 @@ class Gap:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted ladder.
+    """A fitted ladder: the baseline's law, and `gaps`: {recipe: its fitted gap}.
 
-    `law` [1] and `drawn_laws` [B] are the baseline's; `residuals` [R]: of the rungs' mean losses; `lack_of_fit`: p of
-    the F test of the law, and `noise`: SD of a baseline run about the mean of its rung, both NaN without two seeds on
-    any rung.
+    `law`: the baseline's law; `drawn_laws`: the same in each of the B draws of the bootstrap. `residuals`: of the
+    rungs' mean losses about the law, nats, [R]. `lack_of_fit`: p-value of the F test of the law; `noise`: SD of a
+    baseline run about the mean of its rung, nats. Both are NaN without two seeds on any rung.
     """
 
     ladder: Ladder
@@ -159,7 +164,10 @@ class Fit:
 
 
 def fit_ladder(ladder: Ladder, draws: int = DRAWS, seed: int = 0) -> Fit:
-    """Return the fit. Requires at least `PARAMETERS` + 1 rungs, which `refusal.py` checks."""
+    """Return the fit of `ladder`. It needs at least `PARAMETERS` + 1 rungs, which `refusal.too_small` checks.
+
+    `draws`: number of bootstrap draws; `seed`: of their random signs.
+    """
     runs = Runs.from_ladder(ladder)
     counts = np.isfinite(runs.losses).sum(1)
     means = np.nanmean(runs.losses, axis=1)
@@ -191,7 +199,10 @@ def _share_of_misfit(lack: float) -> float:
 
 
 def design(law: Law, parameters: Array | float, tokens: Array | float) -> Array:
-    """Return the terms of a gap, [B, R, 3]: B D^-beta, A N^-alpha and D / N."""
+    """Return the three quantities that a gap is fitted on, [B, R, 3]: B D^-beta, A N^-alpha and D / N.
+
+    For B laws at R places, given by `parameters` N and `tokens` D.
+    """
     _, size_term, token_term = law.parts(parameters, tokens)
     per_parameter = np.broadcast_to(np.atleast_1d(tokens) / np.atleast_1d(parameters), token_term.shape)
     return np.stack([token_term, size_term, per_parameter], axis=-1)
@@ -231,11 +242,11 @@ def _least_squares(terms: Array, counts: Array, means: Array) -> tuple[Array, Ar
 
 @dataclass(frozen=True)
 class Effect:
-    """A recipe's cost at one place.
+    """The fitted cost of a recipe at one place (model size and number of tokens).
 
-    `gap` in nats with its standard error `gap_se` (of the true mean, not of a run); `more_tokens`: as a share of
-    tokens, 0.041 for 4.1 % more, with the interval [`low`, `high`] of `confidence`; `df` and `pair_sd`, nats, of the
-    fitted pairs.
+    `gap`: to the baseline, nats, with its standard error `gap_se` (of the true mean, not of a run). `more_tokens`: the
+    share of further tokens that compensates the gap, 0.041 for 4.1 %, with the interval [`low`, `high`] of
+    `confidence`. `pair_sd`: SD of one pair's difference about the fit, nats; `df`: its degrees of freedom.
     """
 
     recipe: str
@@ -258,7 +269,7 @@ class Effect:
         )
 
     def gap_sd(self, seeds: int | None = None) -> float:
-        """Return the SD of the mean of `seeds` pairs about the fitted gap; without `seeds`, that of the true gap."""
+        """Return the SD of the mean of `seeds` pairs about the fitted gap, nats; None: the SD of the true gap."""
         return float(np.hypot(self.gap_se, self.pair_sd / seeds**0.5 if seeds else 0.0))
 
     @property
@@ -282,13 +293,16 @@ def line_of(effect: Effect, gap: Gap, model: str = "") -> str:
 
 
 def more_tokens(gap: Array, law: Law, tokens: float) -> Array:
-    """Return the share of further tokens that compensates `gap`, [B], at `tokens`; -1 if none were needed at all."""
+    """Return the share of further tokens that compensates `gap` (nats, [B]) at `tokens`: 0.041 for 4.1 % more.
+
+    Negative for a recipe that is better than the baseline; -1 if no number of tokens would match its loss.
+    """
     token_term = law.parts(1.0, tokens)[2][:, 0]
     return np.maximum(1 + gap / token_term, LEAST) ** (1 / law.beta) - 1
 
 
 def effect_at(fit: Fit, recipe: str, parameters: int, tokens: int, confidence: float = 0.95) -> Effect:
-    """Return the cost of the recipe at a place, on the ladder or beyond it."""
+    """Return the fitted cost of `recipe` for a model of `parameters` and so many `tokens`, also beyond the ladder."""
     gap = fit.gaps[recipe]
     here = design(fit.law, parameters, tokens)[0, 0]
     estimate, df = here @ gap.terms, gap.df_of(here)

@@ -23,17 +23,19 @@ PARAMETERS = 5
 PRIOR_EXPONENT = (0.35, 0.37)
 """alpha and beta of T. Besiroglu et al., "Chinchilla Scaling: A replication attempt" (2024, arXiv 2404.10102)."""
 PRIOR_WIDTH = 0.5
-"""SD of ln(exponent) in the prior: one SD is a factor of 1.6."""
+"""SD of ln(exponent) in the prior. One SD is a factor of 1.6."""
 LEAST_NOISE = 1e-3
 """Lower limit, in nats, of the SD of a rung's loss: a law with three terms is not more accurate than that."""
 STEPS, FEW_STEPS = 60, 10
-"""Of the descent: from afar, and from the law's own parameters, where more would change no digit that is shown."""
+"""Maximum steps of the descent: of `fit_law`, and of `refit`, which starts at a fitted law and needs few."""
 
 
 @dataclass(frozen=True)
 class Rungs:
-    """Measured rungs, each [R]: `parameters` of the model, `tokens` of the run, `weights` of the squared residuals, 1 /
-    (SD in nats)^2."""
+    """The measured rungs of a ladder as arrays, each [R]. A rung is one model size at one number of tokens.
+
+    `parameters`: of the model; `tokens`: of the run; `weights`: of the squared residuals, 1 / (SD in nats)^2.
+    """
 
     parameters: Array
     tokens: Array
@@ -41,19 +43,19 @@ class Rungs:
 
     @property
     def centre(self) -> tuple[float, float]:
-        """(N0, D0), the geometric means."""
+        """(N0, D0), the geometric means of the parameters and of the tokens."""
         return float(np.exp(np.log(self.parameters).mean())), float(np.exp(np.log(self.tokens).mean()))
 
 
 @dataclass(frozen=True)
 class Law:
-    """Fitted laws, `theta` [B, 5] about `centre` (N0, D0)."""
+    """B fitted laws L(N, D): `theta`, [B, 5], has the columns E, ln a, ln b, ln alpha, ln beta; `centre`: (N0, D0)."""
 
     theta: Array
     centre: tuple[float, float]
 
     def parts(self, parameters: Array | float, tokens: Array | float) -> tuple[Array, Array, Array]:
-        """Return E [B, 1], A N^-alpha [B, R] and B D^-beta [B, R], nats."""
+        """Return the three terms of the law at R places: E [B, 1], A N^-alpha [B, R], B D^-beta [B, R]; nats."""
         size, length = (
             np.log(np.atleast_1d(parameters) / self.centre[0]),
             np.log(np.atleast_1d(tokens) / self.centre[1]),
@@ -62,7 +64,7 @@ class Law:
         return level, np.exp(a - np.exp(alpha) * size), np.exp(b - np.exp(beta) * length)
 
     def loss(self, parameters: Array | float, tokens: Array | float) -> Array:
-        """Return L, [B, R], nats per token."""
+        """Return the loss L at R places, [B, R], nats per token."""
         return sum(self.parts(parameters, tokens), start=np.zeros(1))
 
     @property
@@ -71,7 +73,7 @@ class Law:
         return np.exp(self.theta[:, 4])
 
     def constants(self) -> dict[str, float]:
-        """Return E, A, B, alpha, beta of the first fit, in nats, parameters and tokens."""
+        """Return {"E", "A", "B", "alpha", "beta"} of the first law, for N in parameters, D in tokens and L in nats."""
         level, a, b, alpha, beta = (float(each) for each in self.theta[0])
         alpha, beta = float(np.exp(alpha)), float(np.exp(beta))
         return {
@@ -84,7 +86,7 @@ class Law:
 
 
 def fit_law(rungs: Rungs, losses: Array) -> Law:
-    """Return the least-squares law for `losses`, [R], the best of several starts."""
+    """Return the least-squares law for the mean losses of the rungs, [R], nats: the best fit of several starts."""
     spread = max(float(np.ptp(losses)), 0.1)
     starts = [
         (losses.min() - share * spread, np.log(spread * split), np.log(spread * (1 - split)), np.log(al), np.log(be))
@@ -100,7 +102,7 @@ def fit_law(rungs: Rungs, losses: Array) -> Law:
 
 
 def refit(rungs: Rungs, losses: Array, law: Law) -> Law:
-    """Return the laws for several sets of `losses`, [B, R], each started at `law`."""
+    """Return the law of each set of `losses`, [B, R]. Each fit starts at `law`, so it takes few steps."""
     theta, _ = _descend(rungs, losses, np.repeat(law.theta[:1], len(losses), axis=0), FEW_STEPS)
     return Law(theta, law.centre)
 
@@ -158,12 +160,15 @@ def _residuals(rungs: Rungs, losses: Array, theta: Array) -> tuple[Array, Array]
 
 
 PRIOR_DF = 3
-"""Weight of the scatter of other sizes, in pairs of this size: noise that grows with size is detected, and two seeds
-keep enough degrees of freedom."""
+"""Weight of the variance of other sizes in `own_variance`, in pairs of this size. With 3, noise that grows with size is
+detected, and two seeds leave enough degrees of freedom."""
 
 
 def pure_error(values: Array) -> tuple[float, int, float]:
-    """Return the SD about the rungs' means over [R, S], its degrees of freedom, and the sum of squares."""
+    """Return the scatter of `values`, [rungs, seeds], about the mean of their rung.
+
+    As (SD, degrees of freedom, sum of squares); the SD is NaN without two values on any rung. NaN marks a missing run.
+    """
     squares, df = _within(values)
     total, total_df = float(squares.sum()), int(df.sum())
     return (math.sqrt(total / total_df) if total_df else math.nan), total_df, total
@@ -177,14 +182,18 @@ def _within(values: Array) -> tuple[Array, Array]:
 
 
 def lack_of_fit(between: float, between_df: int, within: float, within_df: int) -> float:
-    """Return p of the F test for lack of fit (R. A. Fisher, J. R. Stat. Soc. 85 (1922) 597-612)."""
+    """Return the p-value of the F test for lack of fit (R. A. Fisher, J. R. Stat. Soc. 85 (1922) 597-612).
+
+    `between`: sum of squares of the rungs' means about the fit; `within`: of the runs about their rung's mean; each
+    with its degrees of freedom. NaN if one of them has none.
+    """
     if between_df < 1 or within_df < 1 or within == 0:
         return math.nan
     return float(special.fdtrc(between_df, within_df, between / between_df / (within / within_df)))
 
 
 def unequal_lack_of_fit(terms: Array, values: Array, sizes: Array) -> float:
-    """Return p of a test for lack of fit with a separate variance per size; NaN if no rung has two pairs.
+    """Return the p-value of a test for lack of fit with a separate variance per size; NaN if no rung has two pairs.
 
     The sum of squares of the rungs' means about the least squares fit is compared with its expectation if the fit is
     correct, from the pure error of each size (M. B. Brown and A. B. Forsythe, Technometrics 16 (1974) 129-132); both
@@ -217,7 +226,7 @@ def unequal_lack_of_fit(terms: Array, values: Array, sizes: Array) -> float:
 
 
 def own_variance(miss: Array, values: Array, prior: float) -> tuple[float, float]:
-    """Return the variance of a pair at one size, nats^2, and its degrees of freedom.
+    """Return (variance of a pair's difference at one size in nats^2, its degrees of freedom).
 
     It is the variance of the pairs about their mean deviation from a prediction, moderated by `prior` with `PRIOR_DF`
     degrees of freedom (G. K. Smyth, Stat. Appl. Genet. Mol. Biol. 3 (2004) 3, section 3), and at least `prior`.

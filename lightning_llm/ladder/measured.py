@@ -12,13 +12,13 @@ from lightning_llm.compare.verdict import Verdict
 from lightning_llm.tracking.reading import Run
 
 Place = tuple[int, int]
-"""(parameters, tokens)."""
+"""(parameters of the model, tokens of the run): a place on the ladder."""
 UNLEARNED = "the baseline has not learned there"
 
 
 @dataclass
 class Rung:
-    """One size and number of tokens.
+    """The runs of one rung: one model size, trained on one number of tokens.
 
     `losses`: the baseline's, {seed: nats per token}; `differences`: {recipe: {seed: nats}}, recipe minus baseline;
     `unlearned`: the baseline has learned nothing there, so no gap can be measured; `began`: start of each recipe's
@@ -40,7 +40,10 @@ class Rung:
 
 @dataclass
 class Ladder:
-    """All rungs, sorted by size and tokens; `left_out`: {place: reason} of rungs excluded from the fit."""
+    """All rungs, sorted by size and tokens, of runs against `baseline` judged by `metric`.
+
+    `left_out`: {place: reason} of rungs excluded from the fit.
+    """
 
     baseline: str
     metric: str
@@ -53,7 +56,7 @@ class Ladder:
         return list(dict.fromkeys(name for rung in self.rungs for name in rung.differences))
 
     def without(self, places: Iterable[Place]) -> "Ladder":
-        """Return the ladder without these rungs."""
+        """Return the ladder without the rungs at these places."""
         gone = set(places)
         return Ladder(self.baseline, self.metric, [rung for rung in self.rungs if rung.place not in gone])
 

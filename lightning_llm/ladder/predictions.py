@@ -34,7 +34,11 @@ rounded."""
 
 @dataclass
 class Prediction:
-    """One line of the ledger."""
+    """One line of the ledger: the predicted cost of a recipe at one model size and number of tokens.
+
+    `date`: when it was made, ISO 8601; `claim`: the predicted gap, its interval and their place; `terms`: how it is
+    graded, and the runs it was fitted to; `outcome`: measured gap and grade, None until there are runs.
+    """
 
     date: str
     claim: dict[str, Any]
@@ -43,17 +47,17 @@ class Prediction:
 
     @property
     def hash(self) -> str:
-        """Hash of the prediction without its outcome."""
+        """Hash of date, claim and terms, 16 hex digits: it shows whether they were changed afterwards."""
         predicted = {"date": self.date, "claim": self.claim, "terms": self.terms}
         return sha256(json.dumps(predicted, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def same_as(self) -> tuple[Any, ...]:
-        """Key of equal predictions: the claim, and the runs from which it was made."""
+        """Key that is equal for equal predictions: the claim, and the runs from which it was made."""
         return json.dumps(self.claim, sort_keys=True), self.terms["fitted_to"]["digest"]
 
     def as_data(self) -> dict[str, Any]:
-        """Return the line as data."""
+        """Return the line of the ledger as JSON data."""
         return {
             "date": self.date,
             "hash": self.hash,
@@ -99,7 +103,11 @@ def read_ledger(file: Path) -> list[Prediction]:
 
 
 def write_ledger(file: Path, predictions: Sequence[Prediction]) -> None:
-    """Replace the file atomically: a crash leaves the old one. Raises ConfigError."""
+    """Write `predictions` to `file` atomically, so that a crash leaves the old file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     text = "".join(json.dumps(each.as_data(), sort_keys=True, allow_nan=False) + "\n" for each in predictions)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -124,12 +132,15 @@ def add_predictions(file: Path, made: Sequence[Prediction]) -> list[Prediction]:
 
 
 def is_of(prediction: Prediction, ladder: Ladder) -> bool:
-    """Return whether the prediction has the ladder's baseline and metric, so that the ladder can grade it."""
+    """Return whether the prediction is about the ladder's baseline and metric, so that the ladder can grade it."""
     return (ladder.baseline, ladder.metric) == (prediction.claim["baseline"], prediction.claim["metric"])
 
 
 def grade(prediction: Prediction, ladder: Ladder) -> bool:
-    """Set the outcome of a prediction without one if it has runs; return whether it was set."""
+    """Grade a prediction without an outcome by the ladder's runs at its place; return whether it was graded now.
+
+    The outcome states the measured gap, and whether it is inside the interval that was predicted.
+    """
     claim, terms = prediction.claim, prediction.terms
     alike = is_of(prediction, ladder)
     rung = next((rung for rung in ladder.rungs if alike and _is_place(rung, claim)), None)
@@ -167,7 +178,7 @@ FLAG = "--predict"
 
 
 def target_of(words: Sequence[str]) -> Target:
-    """Parse the target: model=NAME, further keys of the model, and data.tokens=NUMBER.
+    """Return the target that the words of --predict name: model=NAME, further keys of the model, data.tokens=NUMBER.
 
     Raises:
         ConfigError: with everything missing or invalid, including errors of the model's config.
@@ -257,7 +268,7 @@ def _prediction(fit: Fit, recipe: str, target: Target, terms: Terms, date: str) 
 
 
 def prediction_line(prediction: Prediction) -> str:
-    """Return a prediction with its date and hash, and its outcome if it has one."""
+    """Return a prediction as a line of text: its claim, date and hash, and its outcome if it has one."""
     claim, outcome = prediction.claim, prediction.outcome
     text = f"{claim['line']} [{prediction.date} {prediction.hash}]"
     if outcome is None:
@@ -278,7 +289,7 @@ def prediction_line(prediction: Prediction) -> str:
 
 
 def tally(predictions: Sequence[Prediction]) -> str:
-    """Return how many of all predictions held."""
+    """Return how many predictions held, as text: "3 of 4 graded predictions held at 95 %; 1 not run yet"."""
     graded = [each for each in predictions if each.outcome]
     early = [each for each in graded if each.outcome and each.outcome["made_before_the_runs"] is True]
     held = sum(1 for each in early if each.outcome and each.outcome["inside"])

@@ -14,9 +14,9 @@ from lightning_llm.ladder.law import PARAMETERS, own_variance
 from lightning_llm.ladder.measured import Ladder, Place
 
 FEWEST_RUNGS = PARAMETERS + 3
-"""Rungs of the baseline: its law has five parameters, and three further rungs test the fit."""
+"""Least number of rungs of the baseline: its law has five parameters, and three further rungs test the fit."""
 FEWEST_PAIRED_RUNGS = TERMS + 2
-"""Rungs of a recipe: a gap has three terms."""
+"""Least number of rungs of a recipe: a gap has three terms, and two further rungs test the fit."""
 MISFIT_LEVEL = 0.01
 """Level of the tests of fit, divided by the number of recipes: 1 % of valid ladders are refused."""
 MATERIAL_SHARE = 0.05
@@ -29,7 +29,7 @@ DECADES = 1.0
 
 @dataclass(frozen=True)
 class Target:
-    """Target of a prediction; `name`: of the model."""
+    """Target of a prediction: a model of `parameters` trained on `tokens`; `name`: of the model."""
 
     parameters: int
     tokens: int
@@ -37,13 +37,15 @@ class Target:
 
     @property
     def words(self) -> str:
-        """ "1.24B / 20B"."""
+        """Parameters and tokens as text: "1.24B / 20B"."""
         return f"{short(self.parameters)} / {short(self.tokens)}"
 
 
 def too_small(ladder: Ladder) -> str:
-    """Return why the ladder cannot be fitted at all: existing and missing sizes, token counts and rungs; "" if it
-    can."""
+    """Return why the ladder cannot be fitted, as text: its sizes, token counts and rungs, and the missing ones.
+
+    "" if it can be fitted.
+    """
     wanted = {"model size": FEWEST_SIZES, "token count": FEWEST_TOKENS, "rung": FEWEST_RUNGS}
     here = _counted([rung.place for rung in ladder.rungs])
     lacking = [count(fewest - len(here[noun]), noun) for noun, fewest in wanted.items() if len(here[noun]) < fewest]
@@ -80,7 +82,7 @@ def _described(counted: dict[str, list[str]]) -> str:
 
 
 def too_few_pairs(ladder: Ladder, recipe: str) -> list[str]:
-    """Return why the recipe's gap cannot be fitted; [] if it can."""
+    """Return why the recipe's gap cannot be fitted: it has too few rungs or pairs. [] if it can."""
     rungs = [rung for rung in ladder.rungs if rung.differences.get(recipe)]
     sizes, pairs = {rung.parameters for rung in rungs}, sum(len(rung.differences[recipe]) for rung in rungs)
     if len(rungs) < FEWEST_PAIRED_RUNGS or len(sizes) < 2 or len({rung.tokens for rung in rungs}) < 2:
@@ -92,12 +94,16 @@ def too_few_pairs(ladder: Ladder, recipe: str) -> list[str]:
 
 
 def refusals(fit: Fit, recipe: str, target: Target | None = None, decades: float = DECADES) -> list[str]:
-    """Return all reasons against a prediction from the fit; [] if it is allowed."""
+    """Return all reasons against a prediction for `recipe` from the fit; [] if it is allowed.
+
+    `target`: place of the prediction, None for no place beyond the ladder; `decades`: limit of extrapolation, in powers
+    of ten.
+    """
     return [*law_misfit(fit), *_gap_misfit(fit, recipe), *_not_foreseen(fit, recipe), *_too_far(fit, target, decades)]
 
 
 def law_misfit(fit: Fit) -> list[str]:
-    """Return why no cost is computed from the fit: the baseline's law does not hold; [] if it does."""
+    """Return why no cost may be computed from the fit: the losses do not follow the baseline's law. [] if they do."""
     share = fit.misfit / fit.fall if fit.fall else 1.0
     known = not math.isnan(fit.lack_of_fit)
     if share <= MATERIAL_SHARE or (known and fit.lack_of_fit >= MISFIT_LEVEL):

@@ -37,22 +37,22 @@ class Report:
 
     @property
     def misfit(self) -> list[str]:
-        """Why no recipe's cost is computed from the fit; [] if it is, or without a fit."""
+        """Reasons why no cost is computed from the fit (`law_misfit`); [] if costs are computed, or without a fit."""
         return [] if self.fit is None else law_misfit(self.fit)
 
     def costs(self, effect: Effect) -> str:
-        """Return the cost of the recipe in tokens as text, "-" if the law does not hold."""
+        """Return the cost in tokens as text, "4.1 % more tokens [2.0, 6.5]"; "-" if the law does not hold."""
         return "-" if self.misfit else effect.words
 
     def effects(self, recipe: str) -> list[Effect]:
-        """Return the fitted cost of the recipe at each rung on which it was run."""
+        """Return the fitted cost of the recipe at each rung on which it was run; [] without a fit."""
         if self.fit is None:
             return []
         rungs = [rung for rung in self.ladder.rungs if rung.differences.get(recipe)]
         return [effect_at(self.fit, recipe, rung.parameters, rung.tokens, self.confidence) for rung in rungs]
 
     def as_data(self) -> dict[str, Any]:
-        """Return the output of `--json`."""
+        """Return the report as JSON data, as `--json` prints it."""
         fit = self.fit
         data: dict[str, Any] = {
             "baseline": self.ladder.baseline,
@@ -160,7 +160,7 @@ def _table(report: Report, fit: Fit) -> Table:
 
 
 def law_line(fit: Fit) -> str:
-    """Return the baseline's law in a line, with its goodness of fit."""
+    """Return the baseline's law as a line of text, with its goodness of fit."""
     law = fit.law.constants()
     lack = "" if fit.lack_of_fit != fit.lack_of_fit else f", lack of fit p = {fit.lack_of_fit:.2g}"
     return (
@@ -171,7 +171,7 @@ def law_line(fit: Fit) -> str:
 
 
 def gap_line(name: str, gap: Gap) -> str:
-    """Return a recipe's gap in a line: its terms with their standard errors."""
+    """Return a recipe's fitted gap as a line of text: its terms with their standard errors."""
     errors = gap.drawn.std(0, ddof=1)
     c_d, c_n, c_o = (f"{value:+.2g} ({error:.1g})" for value, error in zip(gap.terms, errors, strict=True))
     lack = "" if gap.lack_of_fit != gap.lack_of_fit else f", lack of fit p = {gap.lack_of_fit:.2g}"

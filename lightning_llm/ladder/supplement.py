@@ -21,12 +21,15 @@ from lightning_llm.ladder.report import Report, gap_line, law_line, measured_gap
 HEADING = "The ladder: cost of a recipe in tokens"
 IN_FIGURES = "The ladder, rung by rung"
 POINTS = 24
-"""Points of a fitted line, evenly spaced in ln."""
+"""Number of points of a drawn fitted line, evenly spaced in ln."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """`name`: the quantity along it, "tokens" or "parameters"; a line is drawn for each value of the other."""
+    """An x axis of a picture: `name`, "tokens" or "parameters", its `label`, and the `other` quantity.
+
+    A line is drawn for each value of the other quantity.
+    """
 
     name: str
     label: str
@@ -41,10 +44,11 @@ AXES = (
 
 @dataclass(frozen=True)
 class Line:
-    """Line of one size or token count.
+    """A recipe's cost along an axis, for one value of the other quantity, which `name` states as text.
 
-    `xs`: rungs with pairs; `costs` there as a share of further tokens, with [`lows`, `highs`] from their pairs alone
-    (NaN with one pair); the fit at `fitted_xs`: `fitted` within [`fitted_low`, `fitted_high`].
+    Measured: at `xs`, the rungs with pairs, `costs` as a share of further tokens, with intervals [`lows`, `highs`] from
+    the pairs of that rung alone (NaN with one pair). Fitted: at `fitted_xs`, `fitted` within [`fitted_low`,
+    `fitted_high`].
     """
 
     name: str
@@ -60,7 +64,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A prediction at `x`; `of`: value of the other quantity, as text."""
+    """A prediction drawn at `x`: `cost` within [`low`, `high`]; `of`: the value of the other quantity, as text."""
 
     x: float
     cost: float
@@ -71,7 +75,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class CostPanel:
-    """One recipe's costs along one axis."""
+    """Data of one picture: the costs of one recipe along one axis, and the predictions for it."""
 
     name: str
     axis: Axis
@@ -193,7 +197,7 @@ def _described(panel: CostPanel) -> str:
 
 
 def panels_of(report: Report, fit: Fit, recipe: str, axis: Axis, predictions: Sequence[Prediction]) -> CostPanel:
-    """Return the panel of one recipe along `axis`; fitted lines extend to the predictions."""
+    """Return the data of the picture of one recipe along `axis`; fitted lines extend to the predictions."""
     claims = [each.claim for each in predictions if each.claim["recipe"] == recipe]
     rungs = [rung for rung in fit.ladder.rungs if rung.differences.get(recipe)]
     xs = [*(getattr(rung, axis.name) for rung in rungs), *(claim[axis.name] for claim in claims)]
@@ -250,7 +254,7 @@ def _measured(fit: Fit, rung: Rung, recipe: str, confidence: float) -> tuple[flo
 
 
 def draw_costs(axes: Any, panel: CostPanel) -> None:
-    """Draw a line and a band per value of the other quantity, rungs as points, predictions as stars."""
+    """Draw a panel on matplotlib `axes`: fitted lines with bands, measured rungs as points, predictions as stars."""
     axes.set_xscale("log")
     axes.axhline(0, color=INK, linewidth=0.8)
     for place, line in enumerate(panel.lines):
