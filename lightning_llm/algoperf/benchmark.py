@@ -35,18 +35,18 @@ LARGEST_RATIO, POINTS = 4.0, 100
 (`scoring/score_submissions.py`)."""
 CLOCKS = ("steps", "tokens", "seconds")
 USUAL_TRIALS = "optim.learning_rate"
-Trial = tuple[str, str, int]
-"""Submission, workload, study."""
 Times = Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]]
-"""{submission: {workload: {study: time of each trial}}}, infinite if a trial missed its target."""
+"""{submission: {workload: {study: time of each trial}}}; infinite for a trial that missed its target."""
 
 
 @dataclass
 class Benchmark:
-    """Result of a benchmark.
+    """Times and scores of a benchmark (see the module for submission, workload, study and trial).
 
-    `times`: {clock: {submission: {workload: {study: times of its trials}}}}; `targets`: by workload; `problems`:
-    reasons why the table is incomplete.
+    `trial_keys`: config keys by which trials of a study differ. `targets`: {workload: value of `metric` to reach}.
+    `times`: {clock: {submission: {workload: {study: times of its trials}}}}, with the clocks "steps", "tokens" and
+    "seconds". `shared_machine`: runs shared a machine, so seconds are noisy. `problems`: reasons why the table is
+    incomplete.
     """
 
     factor: Factor
@@ -59,15 +59,18 @@ class Benchmark:
 
     @property
     def submissions(self) -> list[str]:
-        """Levels of the factor, the baseline first."""
+        """Names of the submissions, the baseline first."""
         return list(self.times["steps"])
 
     def medians(self, clock: str) -> dict[str, dict[str, float]]:
-        """Return {submission: {workload: median over studies of the best trial's time}}, infinite for a miss."""
+        """Return {submission: {workload: median over studies of the best trial's time}} by `clock`; inf for a miss.
+
+        `clock`: "steps", "tokens" or "seconds".
+        """
         return median_times(self.times[clock])
 
     def scores(self, clock: str) -> dict[str, float]:
-        """Return each submission's score by `clock`."""
+        """Return {submission: score from 0 to 1} by `clock`: "steps", "tokens" or "seconds"."""
         return scores(self.medians(clock))
 
     def as_data(self) -> dict[str, Any]:
@@ -101,7 +104,7 @@ class Benchmark:
         return f"{', '.join(counts)} studies"
 
     def notes(self) -> list[str]:
-        """Return the notes on the table."""
+        """Return sentences that explain the table: how times and scores are computed, and their limits."""
         found = [
             "Time is that of the first validation at the target or better: the smallest of a study's trials, the "
             f"median over studies. A miss counts as infinite, as does more than {LARGEST_RATIO:g} times the fastest. "
@@ -123,10 +126,17 @@ class Benchmark:
 def score_runs(
     runs: Sequence[Run], metric: str, targets: Targets, baseline: str | None, trial_keys: Sequence[str]
 ) -> Benchmark:
-    """Return the scores of `runs`; diverged runs are trials that miss.
+    """Return the benchmark over `runs`; a diverged run is a trial that missed its target.
+
+    Args:
+        metric: the validation metric that must reach a target.
+        targets: a target per workload, or one for all.
+        baseline: the submission to list first, as "group=level"; None for the default.
+        trial_keys: config keys by which the trials of a study differ; none: the learning rate, if it varies.
 
     Raises:
-        ConfigError: a target is missing or of no setting, a trial key does not vary, or there is only one submission.
+        ConfigError: a workload has no target, a target no workload, a trial key does not vary, or there is only one
+            submission.
     """
     usable = [run for run in runs if run.finished or run.diverged]
     problems = unfinished_problems([run for run in runs if run not in usable], "No trial")
@@ -238,9 +248,9 @@ def _unequal(times: dict[str, dict[str, dict[int, list[float]]]]) -> list[Proble
 
 
 def median_times(times: Times) -> dict[str, dict[str, float]]:
-    """Return {submission: {workload: median over studies of the least time of a trial}}; infinite for a miss.
+    """Return {submission: {workload: median over studies of the best trial's time}}; infinite for a miss.
 
-    Of an even number of studies the mean of the two in the middle, so infinite where one of these is.
+    For an even number of studies the median is the mean of the middle two, so it is infinite if one of them is.
     """
     return {
         submission: {workload: _median_of_best(studies) for workload, studies in workloads.items()}
@@ -253,7 +263,10 @@ def _median_of_best(studies: Mapping[int, Sequence[float]]) -> float:
 
 
 def ratios(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Return r[s, w], infinite for a miss or above `LARGEST_RATIO`; for all, where none reached the target."""
+    """Return {submission: {workload: its time over the fastest submission's}}, r[s, w] in the module's formulas.
+
+    Infinite for a miss or a ratio above `LARGEST_RATIO`; infinite for all if no submission reached the target.
+    """
     workloads = sorted({workload for each in medians.values() for workload in each})
     best = {workload: min(each.get(workload, math.inf) for each in medians.values()) for workload in workloads}
     found: dict[str, dict[str, float]] = {}
@@ -268,7 +281,7 @@ def ratios(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, fl
 
 
 def profiles(relative: Mapping[str, Mapping[str, float]]) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]]:
-    """Return the values of tau, [100], and {submission: rho at each} of `ratios`."""
+    """Return (tau, {submission: its performance profile rho(tau)}), arrays [100], from the result of `ratios`."""
     tau = np.linspace(1.0, LARGEST_RATIO, POINTS)
     shares = {
         submission: (np.array(list(own.values()))[:, None] <= tau).mean(0) for submission, own in relative.items()
@@ -277,6 +290,6 @@ def profiles(relative: Mapping[str, Mapping[str, float]]) -> tuple[NDArray[np.fl
 
 
 def scores(medians: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return each submission's score, from 0 to 1."""
+    """Return {submission: score}: the mean of its performance profile, from 0 to 1 (fastest everywhere)."""
     tau, shares = profiles(ratios(medians))
     return {submission: float(np.trapezoid(share, tau) / (LARGEST_RATIO - 1)) for submission, share in shares.items()}

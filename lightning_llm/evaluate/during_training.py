@@ -1,4 +1,4 @@
-"""The callback `evaluate`: losses and lm-eval tasks every few steps of a run, without a change of its bits."""
+"""The callback `evaluate`: validation losses and lm-eval tasks every few steps of a run, without changing its bits."""
 
 import logging
 import random
@@ -27,12 +27,13 @@ log = logging.getLogger(__name__)
 
 
 class Evaluate(pl.Callback):
-    """Evaluates the weights after every `every_steps` steps and after the last: validation losses, lm-eval `tasks`.
+    """Callback that evaluates the weights every `every_steps` steps and after the last one.
 
-    Adds "eval/NAME" to the step's record, and writes `evaluation/step=N.json` as `lightning-llm evaluate` does, for
-    `compare --metric eval/NAME`. Losses have the recipe's forward pass with its own casts, as in the run's validation;
-    tasks run without casts, `limit` samples of each, `batch_size` at a time. Random numbers and the training mode are
-    restored, so a run has the same bits with and without it. Collective: every rank takes part.
+    It computes validation losses (unless `validation` is false) and runs lm-eval's `tasks`. It adds "eval/NAME" to the
+    step's metrics, and writes `evaluation/step=N.json` as `lightning-llm evaluate` does, for `compare --metric
+    eval/NAME`. Losses use the recipe's quantized forward pass, as in the run's validation. Tasks run unquantized, on
+    `limit` samples each, `batch_size` at a time. Random states and the training mode are restored, so a run has the
+    same bits with and without this callback. Collective.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Evaluate(pl.Callback):
         self._tasks = _loaded(tasks or [])
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Evaluate if this step is due."""
+        """Evaluate if the completed step is a multiple of `every_steps` or the last one."""
         step = pl_module.completed_steps
         if step % self.every_steps and step != pl_module.config.trainer.max_steps:
             return

@@ -39,7 +39,7 @@ from lightning_llm.tracking.files import write_json
 from lightning_llm.tracking.run_state import state_of
 
 AS_CODES = re.compile(r"^as_\w+?/")
-"""Prefix of the metrics of a model whose weights are codes ("as_nvfp4/val_loss"): it is another model."""
+"""Prefix of the metrics of a model whose weights were rounded to a format, as in "as_nvfp4/val_loss"."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Evaluation:
     """Results of an evaluation, and the `file` that contains them.
 
     `how`: combination of several `members` ("average", "ensemble"), "" for one model. `step`: optimizer steps of the
-    first member's training, None if unknown. `by_combination`: results by "probabilities" and by "logits" for an
-    ensemble, else only the first; each has by metric its "value" ("val_loss" in nats per token), and "of", the data.
-    `gain`: gain of a validated ensemble over its members.
+    first member's training, None if unknown. `by_combination`: {combination: {metric: its "value" and "of", the data}};
+    the combination is "probabilities" or "logits" (what an ensemble averages), for one model only the first. `gain`:
+    gain in loss of an ensemble over its members, None without one.
     """
 
     how: str
@@ -103,19 +103,20 @@ def _note_unknown_bytes(corpus: Corpus) -> None:
     unknown = [name for name, (tokens, size) in corpus.validation_text().items() if tokens and size is None]
     if unknown:
         text = (
-            f"note   no bits_per_byte and byte_perplexity: the bytes of text are unknown of {', '.join(unknown)}, "
-            "tokenized elsewhere or by an earlier release (delete its token cache in data.cache_dir)"
+            f"note   no bits_per_byte and byte_perplexity: the bytes of text of {', '.join(unknown)} are unknown. It was "
+            "tokenized elsewhere, or by an earlier release (then delete its token cache in data.cache_dir)"
         )
         print(text, file=sys.stderr)
 
 
 def evaluate_models(request: EvaluationRequest, output: Path | None) -> Evaluation:
-    """Run the evaluation and write it into the run's folder, or to the file `output`; return it.
+    """Run the evaluation, write its results, and return them.
 
-    Each rank of `request.degrees` measures its part; the first collects and writes the results.
+    Results go to the run's folder, or to the file `output`. If ranks share the model, each computes its part, and rank
+    0 collects and writes the results.
 
     Raises:
-        ConfigError: weights or data cannot be read, or are others on another rank.
+        ConfigError: weights or data cannot be read, or differ between ranks.
     """
     first = request.subjects[0]
     config, threads = first.config, torch.get_num_threads()
@@ -163,7 +164,7 @@ def _ranks_joined(request: EvaluationRequest) -> Iterator[tuple[Layout, torch.de
 
 
 Parts = list[tuple[Subject, InitialSlice]]
-"""The models to run: subject, and weights by slices."""
+"""The models to run: (subject, function that returns slices of its weights)."""
 
 
 def _agreed_inputs(request: EvaluationRequest, layout: Layout) -> tuple[Corpus | None, Parts]:

@@ -1,4 +1,4 @@
-"""lm-eval's tasks over our own weights. It and `task_settings` alone import `lm_eval`, and only when asked for."""
+"""Run lm-eval's tasks on our own models. Only this module and `task_settings` import `lm_eval`, on request."""
 
 import contextlib
 import difflib
@@ -32,11 +32,14 @@ from lightning_llm.parallel.gathered_logits import whole_vocabulary
 from lightning_llm.train.parallel_model import ParallelModel
 
 Pair = tuple[tuple[str, str], list[int], list[int]]
-"""A request, and the tokens of its context and of the continuation to score."""
+"""A request of lm-eval, the tokens of its context, and the tokens of the continuation to score."""
 
 
 class OwnModel(TemplateLM):
-    """Adapter of a model to lm-eval's interface: likelihoods and text, in batches of `batch_size` requests."""
+    """Adapter of a model to lm-eval's model interface, which asks for likelihoods of texts and for generated text.
+
+    Likelihoods are computed in batches of `batch_size` requests.
+    """
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class OwnModel(TemplateLM):
         return [int(token) for token in self.own_tokenizer.encode_batch([string])[0]]
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-        """Return of each continuation the sum of its tokens' log-probabilities, and whether each was the likeliest.
+        """Return (sum of its tokens' log-probabilities, whether every token was the likeliest) for each continuation.
 
         A text that is too long for the context loses its first tokens, as in lm-eval's own models.
         """
@@ -82,7 +85,7 @@ class OwnModel(TemplateLM):
         return continuation_scores(self.parallel, asked, self.batch_size, self.eot_token_id, self.target)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each whole text, every token once, after an end-of-document token."""
+        """Return the log-likelihood of each text: of every token once, the first one after an end-of-document token."""
         windows: list[tuple[None, list[int], list[int]]] = []
         counts = []
         for request in requests:
@@ -99,9 +102,9 @@ class OwnModel(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the model's text after each context, up to the first of its `until` strings.
+        """Generate text after the context of each request, up to the first of its `until` strings; return the texts.
 
-        As lm-eval's `hf` backend does: the text is that of the new tokens alone, without special tokens.
+        As in lm-eval's `hf` backend, a text is that of the new tokens alone, without special tokens.
         """
         eos = self.own_tokenizer.decode([self.eot_token_id])
         asked = [
@@ -121,8 +124,8 @@ class OwnModel(TemplateLM):
         if kept < 1:  # lm-eval's own backend fails here
             kept = 1 if settings.max_length is None else self.max_length - 1
             if not self._noted:
-                text = f"wants {settings.max_new_tokens} new tokens, and the context holds {self.max_length}"
-                print(f"note   a task {text}: prompts lose all but {kept} tokens", file=sys.stderr)
+                text = f"asks for {settings.max_new_tokens} new tokens, but the context is {self.max_length} tokens"
+                print(f"note   a task {text}: prompts are cut to their last {kept} tokens", file=sys.stderr)
                 self._noted = True
         try:
             return tokens[-kept:], settings.new_tokens(len(tokens[-kept:]), self.max_length), settings
@@ -153,7 +156,10 @@ class OwnModel(TemplateLM):
 
 @dataclass(frozen=True)
 class Continuation:
-    """`tokens`: up to one more than the model's sequence length; the last `scored` of them are scored."""
+    """A text to score: `tokens` of context and continuation together, of which the last `scored` are scored.
+
+    At most one token more than the model's sequence length, because the last token is only predicted.
+    """
 
     tokens: list[int]
     scored: int
@@ -163,10 +169,10 @@ class Continuation:
 def continuation_scores(
     parallel: ParallelModel, asked: Sequence[Continuation], batch_size: int, padding: int, device: torch.device
 ) -> list[tuple[float, bool]]:
-    """Return of each the sum of its scored tokens' log-probabilities, and whether each was the likeliest.
+    """Return (sum of the log-probabilities of its scored tokens, whether every one was the likeliest) for each text.
 
-    Batches of `batch_size` are those of one process, and dealt to the data-parallel ranks. Every rank asks for the
-    same, and gets all. Collective.
+    Batches of `batch_size` texts are distributed to the data-parallel ranks. `padding`: token that fills up a batch.
+    Collective: every rank passes the same texts and gets all results.
     """
     layout = parallel.layout
     longest_first = sorted(range(len(asked)), key=lambda index: -len(asked[index].tokens))
@@ -217,7 +223,7 @@ def _batch_scores(
 
 
 class Tasks:
-    """The loaded tasks named by `words`: lm-eval's, or the user's own (.yaml) in `files`."""
+    """Loaded tasks, by the names `words`: lm-eval's own, or tasks of the user in `files` ({name: .yaml file})."""
 
     def __init__(self, words: Sequence[str], files: Mapping[str, Path]):
         """Raises ConfigError with all words that are not tasks, or that name a task or data that cannot be loaded."""
@@ -230,7 +236,8 @@ class Tasks:
             if word not in files and word not in known:
                 near = difflib.get_close_matches(word, known, n=3)
                 hint = f" Did you mean {', '.join(map(repr, near))}?" if near else ""
-                problems.append(Problem("--tasks", f"lm-eval has no task '{word}'.{hint} A task of yours: its .yaml."))
+                text = f"lm-eval has no task '{word}'.{hint} For a task of yours, name its .yaml."
+                problems.append(Problem("--tasks", text))
         self.words = [str(files.get(word, word)) for word in words]
         for word in self.words if not problems else ():
             try:
@@ -243,16 +250,20 @@ class Tasks:
             raise ConfigError(problems)
 
     def metrics(self, model: OwnModel, limit: float | None) -> dict[str, dict[str, Any]]:
-        """Return `results` as entries of an evaluation, each with `of`: the task's version and limit."""
+        """Run the tasks and return `results` as entries of an evaluation file.
+
+        Each has `of` in addition: the version of the task and the number of samples. `limit`: as in `results`.
+        """
         samples = _samples_text(limit)
         found = self.results(model, limit)
         return {name: {**each, "of": f"version {each['version']}, {samples}"} for name, each in found.items()}
 
     def results(self, model: OwnModel, limit: float | None) -> dict[str, dict[str, Any]]:
-        """Return by "TASK/METRIC": its `value`, `stderr` (None if there is none), `higher_is_better` and `samples`.
+        """Run the tasks and return {"TASK/METRIC": its `value`, `stderr`, `higher_is_better`, `samples`, `version`}.
 
-        A metric behind another filter than none is called "TASK/METRIC,FILTER". Of ranks lm-eval gives them to a
-        machine's first alone; others have none.
+        `stderr` is None if lm-eval reports none. A metric after a filter of lm-eval is called "TASK/METRIC,FILTER".
+        Only the first rank of a machine gets results from lm-eval; the others return {}. `limit`: number of samples per
+        task, a share of them below 1, or None for all.
         """
         everything: Any = simple_evaluate(
             model, tasks=list(self.words), limit=limit, task_manager=self.manager, log_samples=False,

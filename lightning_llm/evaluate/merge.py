@@ -1,8 +1,8 @@
-"""Data ablation by merging: the mean of models of one part each predicts the loss of a model of several parts.
+"""Data ablation by merging: average models of one part of the data each, to rank sets of parts without training runs.
 
-Na et al. 2024 (arXiv 2410.15661): models that were continued from one start, each on its part (a base unit, all of one
-size), are averaged over a candidate set of parts; the loss of that average ranks candidates, and is not their loss. One
-run per part does for every set of them.
+Na et al. 2024 (arXiv 2410.15661): one model is trained per part of the data, all parts of one size and all models from
+one start. For each set of parts the weights of their models are averaged. The loss of that average ranks the sets; it
+is not the loss of a model trained on the set. So one run per part is enough for every set of them.
 """
 
 import math
@@ -34,12 +34,12 @@ Losses = dict[str, float]
 Parts = tuple[str, ...]
 CONFIDENCE = 0.95
 FEWEST = 4
-"""Fewest points for an interval."""
+"""Least number of points for an interval of the correlation."""
 
 
 @dataclass(frozen=True)
 class RankCorrelation:
-    """Spearman's `rho` over `count` points, and its interval at 95 %; [-1, 1] where there are too few points."""
+    """Spearman's `rho` over `count` points with its 95 % interval [`low`, `high`], [-1, 1] for too few points."""
 
     rho: float
     low: float
@@ -48,11 +48,11 @@ class RankCorrelation:
 
     @classmethod
     def from_values(cls, one: Sequence[float], other: Sequence[float]) -> "RankCorrelation":
-        """Return the correlation of pairs of numbers; nan if there are fewer than 2, or if one side is constant.
+        """Return the rank correlation of two equally long lists; NaN for fewer than 2 points or a constant list.
 
         The interval is Fisher's transform with the variance of D. G. Bonett and T. A. Wright (Psychometrika 65 (2000)
-        23): `(1 + rho^2 / 2) / (count - 3)`. Of a perfect order it is that of the next one, two neighbours exchanged,
-        and reaches to the end: few points that happen to agree are no certainty.
+        23): `(1 + rho^2 / 2) / (count - 3)`. For a perfect order, the interval is that of the order with two neighbors
+        exchanged, extended to the end: a few points that happen to agree are not certainty.
         """
         count = len(one)
         if count < 2 or np.ptp(one) == 0 or np.ptp(other) == 0:
@@ -67,13 +67,17 @@ class RankCorrelation:
         return cls(rho, -1.0 if rho < inner else low, 1.0 if rho > inner else high, count)
 
     def words(self) -> str:
-        """Return the correlation as text."""
+        """Return the correlation and its interval as text: "+0.83 [+0.41, +0.96]"."""
         return f"{self.rho:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A set of `parts` at one `seed`: losses of the average of its units, and of a run on the whole set, if any."""
+    """A set of `parts` of the data at one `seed`.
+
+    `proxy`: losses of the average of the models of these parts; `true`: losses of a run trained on the whole set, None
+    without such a run. Both {metric: nats per token}.
+    """
 
     parts: Parts
     seed: int
@@ -81,13 +85,16 @@ class Candidate:
     true: Losses | None
 
     def as_data(self) -> dict[str, Any]:
-        """Return it as JSON data."""
+        """Return the candidate as JSON data."""
         return {"parts": list(self.parts), "seed": self.seed, "proxy": self.proxy, "true": self.true}
 
 
 @dataclass(frozen=True)
 class Merge:
-    """All candidate sets of a sweep; `units` are the losses of the runs on one part, by seed and part."""
+    """Result of an ablation: all `candidates`, and `units`: {(seed, part): losses of the run on that part alone}.
+
+    `file`: the `merge.json` that has the result.
+    """
 
     units: dict[tuple[int, str], Losses]
     candidates: list[Candidate]
@@ -99,14 +106,14 @@ class Merge:
         return [name for name in next(iter(self.units.values())) if name.startswith("val_loss") and "high" not in name]
 
     def correlation(self, metric: str) -> RankCorrelation:
-        """Return the rank correlation of the averages' metric with the runs' metric, over all sets that have a run."""
+        """Return the rank correlation of the proxies' `metric` with that of trained runs, over all sets with a run."""
         known = [each for each in self.candidates if each.true is not None]
         true = [each.true[metric] for each in known if each.true is not None]
         return RankCorrelation.from_values([each.proxy[metric] for each in known], true)
 
     @property
     def mean_of_sources(self) -> float:
-        """The mean of the correlations over the held-out sets."""
+        """The mean of the rank correlations of the validation sources; NaN without separate sources."""
         found = [self.correlation(metric).rho for metric in self.metrics if "/" in metric]
         return sum(found) / len(found) if found else math.nan
 
@@ -124,13 +131,14 @@ class Merge:
 
 
 def merge(folder: Path, device: torch.device, progress: Callable[[str], None] = lambda text: None) -> Merge:
-    """Return the proxies of all sets of parts that the runs below `folder` were trained on; write `merge.json`.
+    """Score the average of the models of every set of parts in the sweep `folder`; write and return the result.
 
-    Runs on one source are the units; runs on several sources of equal weight are the reference for proxies. All are
-    scored here, on the data of the first.
+    Runs on one source are the units (one model per part). Runs on several sources of equal weight are the reference for
+    the averages. All are scored here, on the validation data of the first run. The result is written to `merge.json`.
 
     Raises:
-        ConfigError: there are fewer than two units of a seed, or runs do not go together.
+        ConfigError: there are fewer than two runs on one source, runs are unfinished, or runs differ in their model,
+            tokenizer or validation data.
     """
     runs = _runs(folder.expanduser().absolute())
     subjects = list(runs.values())
@@ -179,7 +187,10 @@ def _runs(folder: Path) -> dict[tuple[int, Parts], Subject]:
         parts = tuple(subject.config.data.drawn)
         key = subject.config.seed, parts
         if len({weights[part] for part in parts}) > 1:
-            text = "is of parts with unlike weights: base units are of one size, and a larger part has several of them."
+            text = (
+                "has sources of unlike weights, but all parts must be of one size. Give its sources equal weights, and "
+                "split a larger part into several."
+            )
             of_parts.append(Problem(str(file.parent), text))
         elif key in found:
             of_parts.append(
@@ -189,13 +200,13 @@ def _runs(folder: Path) -> dict[tuple[int, Parts], Subject]:
     singles = [parts for _, parts in found if len(parts) == 1]
     if len(singles) < 2 and (found or not problems):  # then it is no such sweep, or its runs are not finished
         of_parts = []
-        text = (
-            f"holds {len(singles)} run{'s' * (len(singles) != 1)} on one source of data, and two at least make a set."
-        )
+        text = f"has {len(singles)} run{'s' * (len(singles) != 1)} on one source of data, and a set needs at least two."
         problems.append(Problem(str(folder), f"{text} Run train -m recipe=ablate/merge, and name its folder."))
     if len(set(singles)) > MOST_PARTS:
         count = len(set(singles))
-        text = f"holds runs on {count} parts, that make {2**count:,} sets. Name a folder with {MOST_PARTS} at most."
+        text = (
+            f"has runs on {count} parts, which make {2**count:,} sets. Name a folder with {MOST_PARTS} parts or fewer."
+        )
         problems.append(Problem(str(folder), text))
     if problems or of_parts:
         raise ConfigError([*of_parts, *problems])
@@ -214,8 +225,8 @@ def _sets(runs: Mapping[tuple[int, Parts], Subject]) -> list[tuple[int, Parts]]:
         names = sorted((parts[0] for its, parts in runs if its == seed and len(parts) == 1), key=order.index)
         found += [(seed, parts) for size in range(2, len(names) + 1) for parts in combinations(names, size)]
     text = (
-        "is on {}: with seed {}, some of these have no separate run, or runs have the sources in another order. Train "
-        "those, give all runs the sources in one order, or remove this run."
+        "was trained on {}, but with seed {} some of these sources have no separate run, or runs list the sources in "
+        "another order. Train the missing runs, list the sources of all runs in one order, or remove this run."
     )
     problems = [
         Problem(str(each.folder), text.format(", ".join(parts), seed))
@@ -234,7 +245,7 @@ def _check_scored(runs: Mapping[tuple[int, Parts], Subject], corpus: Corpus) -> 
         own = each.config.data
         opened = open_corpus(own, each.config.seed, each.config.model.vocab_size, each.config.trainer.max_steps)
         if opened.validation_fingerprint != corpus.validation_fingerprint:
-            text = "scores other sequences. Give all runs the same sources and data.validation.weights."
+            text = "was validated on other sequences. Give all runs the same sources and data.validation.weights."
             problems.append(Problem(str(each.folder), text))
     if problems:
         raise ConfigError(problems)

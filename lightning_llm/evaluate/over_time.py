@@ -1,4 +1,4 @@
-"""Evaluation over time: every checkpoint of a run, the table over steps and the picture of the trend.
+"""Evaluation over time: evaluate every checkpoint of a run; table and picture of its metrics over the steps.
 
 Each checkpoint is written when it is done (`evaluation/step=N.json`), so an interrupted evaluation continues with the
 next one. `compare --metric eval/NAME` reads the same files as a curve.
@@ -23,7 +23,7 @@ from lightning_llm.train.checkpoint.weights import CheckpointWeights
 
 PICTURE = "trend.svg"
 STANDARD_ERRORS = 1.96
-"""Standard errors on each side of a value: an interval of 95 %, if the error is normal."""
+"""Half width of a drawn interval, in standard errors: 95 % if the error is normal."""
 PER_BYTE = ("bits_per_byte", "byte_perplexity")
 COLUMNS = 3
 MOST_PANELS = 30
@@ -31,10 +31,12 @@ MOST_PANELS = 30
 
 @dataclass(frozen=True)
 class Trend:
-    """The `metrics` of a run by step, also of checkpoints that are gone if measured on the same data.
+    """Evaluations of a run's checkpoints: `metrics`, {step: metrics}.
 
-    `step_tokens`: tokens of one step; `names`: the metrics of this request; `evaluated`, `skipped`: steps evaluated
-    now, and before by the same request; `deleted`: saved steps without a checkpoint today; `damaged`: {folder: reason}.
+    They include earlier evaluations of checkpoints that were deleted since, if measured on the same data.
+    `step_tokens`: tokens of one step; `names`: the metrics of this request. `evaluated`: steps evaluated now;
+    `skipped`: steps that the same request evaluated before; `deleted`: saved steps without a checkpoint today;
+    `damaged`: {checkpoint folder: reason}.
     """
 
     folder: Path
@@ -48,7 +50,10 @@ class Trend:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """The metrics of the table and the picture: without losses per byte, and of a single source only the mean."""
+        """Names of the metrics in the table and the picture.
+
+        Losses per byte are left out; with a single validation source also its own loss, which equals `val_loss`.
+        """
         of_model = {name: AS_CODES.sub("", name) for name in self.names}
         sources = [name for name in of_model.values() if name.startswith("val_loss/")]
         hidden = (*PER_BYTE, "val_loss/") if len(sources) == 1 else PER_BYTE
@@ -56,12 +61,12 @@ class Trend:
 
     @property
     def picture(self) -> Path:
-        """File of the picture."""
+        """Path of the picture of the trend, an SVG file."""
         return self.folder / FOLDER / PICTURE
 
     @property
     def notes(self) -> list[str]:
-        """Checkpoints that were not evaluated, and why."""
+        """Lines that name the checkpoints that were not evaluated, and why."""
         found = []
         if self.skipped:
             found.append(f"note   already evaluated by this request: steps {_listed(self.skipped)}")
@@ -88,22 +93,23 @@ class Trend:
 
 
 def trend_problems(path: Path | None, *, average: Sequence[Any], ensemble: Sequence[Any], output: Any) -> list[Problem]:
-    """Return the problems of other arguments together with --all-checkpoints."""
+    """Return a problem for each other argument of `evaluate` that cannot be used with --all-checkpoints."""
     given = {"--average": average, "--ensemble": ensemble, "--output": output}
     text = "cannot be used with --all-checkpoints, which writes into the run's evaluation/. Remove it."
     problems = [Problem(flag, text) for flag, value in given.items() if value]
     if path is None or not (path.expanduser() / "config.yaml").is_file():
-        problems.append(Problem("--all-checkpoints", f"needs the folder of a run as PATH, got {path or 'none'}."))
+        text = f"needs the folder of a run as PATH, but PATH is {path or 'missing'}. Name one."
+        problems.append(Problem("--all-checkpoints", text))
     return problems
 
 
 def evaluate_over_time(
     request: EvaluationRequest, evaluate: Callable[[EvaluationRequest], Evaluation], say: Callable[[str], None]
 ) -> Trend:
-    """Evaluate every checkpoint of a run and return the trend; `request`: the evaluation of its newest one.
+    """Evaluate every checkpoint of a run, draw the trend into the run's folder, and return it.
 
     Args:
-        request: of the run's newest checkpoint; the others are evaluated likewise.
+        request: the evaluation of the run's newest checkpoint; the others are evaluated in the same way.
         evaluate: evaluates one checkpoint and writes its results into the run's folder.
         say: prints a line per checkpoint.
 
@@ -172,7 +178,7 @@ def _listed(steps: Sequence[int]) -> str:
 
 
 def trend_table(trend: Trend) -> Table:
-    """Return the table of the metrics by step, each with its standard error if it is known."""
+    """Return a table for the terminal: a row per step, each metric with its standard error if that is known."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("step", "tokens", *trend.shown):
         table.add_column(name, justify="right", overflow="fold")
@@ -189,7 +195,7 @@ def _cell(metric: Mapping[str, Any] | None) -> str:
 
 
 def draw_trend(trend: Trend) -> None:
-    """Draw each metric over tokens, with intervals of 95 % if its standard error is known, to the run's folder."""
+    """Draw each metric over tokens, with 95 % intervals if its standard error is known, to the file `trend.picture`."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG  # not pyplot: it keeps global state
     from matplotlib.figure import Figure
 

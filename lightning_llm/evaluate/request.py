@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 LAYOUT_WORD = re.compile(r"(parallel(\.\w+)?|trainer\.devices|world)=.*", re.DOTALL)
 """An override of the layout; never matches a path."""
 WHOLE_FILE_SHARE = 0.9
-"""Of the documents of --data KIND=FILE: all but a tenth, which a corpus keeps to train on."""
+"""Share of the documents of --data KIND=FILE that is validated on; a corpus keeps the rest as training data."""
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """`subjects` of the models; `how` they are combined: "" (there is one), "average" or "ensemble".
+    """A checked request: the models (`subjects`), and `how` they are combined: "" (one model), "average", "ensemble".
 
-    `validates`: whether losses are wanted, of the first subject's data; `tasks`: lm-eval's tasks, or None; the first
-    `limit` samples of each are used (below 1: that share of them), `batch_size` at once, in `compute_dtype`. `degrees`:
-    of the layout in the first subject's config, which ranks take part in.
+    `validates`: whether to compute validation losses, on the first subject's data. `tasks`: lm-eval's tasks to run, or
+    None; of each the first `limit` samples are used (below 1: that share of them; None: all), `batch_size` at once, in
+    `compute_dtype` (None: that of the recipe). `degrees`: parallel degrees of the layout in the first subject's config.
     """
 
     subjects: list[Subject]
@@ -57,11 +57,11 @@ class EvaluationRequest:
     compute_dtype: str | None
     degrees: Degrees
     codes: str | None = None
-    """Format of the codes that weights are evaluated as (`run.code_weights.CODES`); None: as they are."""
+    """Evaluate the weights rounded to this format (one of `run.code_weights.CODES`); None: as they are."""
 
     @property
     def digest(self) -> str:
-        """16 hex digits of the weights, data, tasks and settings: equal requests have equal results."""
+        """Hash of the weights, data, tasks and settings, 16 hex digits: equal requests have equal results."""
         files = [Path(word) for word in (self.tasks.words if self.tasks else ()) if Path(word).is_file()]
         own = self.subjects[0].config.data  # its global batch is that of the layout
         data = own.model_dump(mode="json", exclude={"global_batch_size"}) if self.validates else None
@@ -79,7 +79,7 @@ class EvaluationRequest:
 
     @property
     def members(self) -> list[str]:
-        """The folders that weights are read from."""
+        """The folders from which the weights of each model are read."""
         return [str(subject.weights.path) for subject in self.subjects]
 
 
@@ -106,10 +106,10 @@ def checked_request(
     layout: Sequence[str] = (),
     codes: str | None = None,
 ) -> EvaluationRequest:
-    """Return the request made by the arguments of the command line (`lightning-llm evaluate --help`).
+    """Return the request that these arguments of the command line make (see `lightning-llm evaluate --help`).
 
     Raises:
-        ConfigError: with all that is wrong.
+        ConfigError: with every problem of the arguments and of the weights' folders.
     """
     problems = list(_number_problems(limit, batch_size))
     if codes is not None and codes not in CODES:
@@ -118,11 +118,11 @@ def checked_request(
         text = "evaluates one model. Remove --average or --ensemble."
         problems.append(Problem("--as", text, codes))
     if average and ensemble:
-        text = "excludes --average: models are combined by weights or by predictions. Give one of the two."
+        text = "cannot be used with --average: models are combined by weights or by predictions. Give one of the two."
         problems.append(Problem("--ensemble", text))
     names = [name for word in tasks for name in word.split(",") if name]
     if tasks_only and not names:
-        problems.append(Problem("--tasks-only", "leaves nothing to do: no --tasks were given."))
+        problems.append(Problem("--tasks-only", "leaves nothing to do without --tasks. Add --tasks, or remove it."))
     paths = [*([path] if path else []), *average, *ensemble]
     if not paths:
         problems.append(Problem("PATH", "is missing. Name a run, a checkpoint or a Hugging Face folder."))
@@ -142,7 +142,7 @@ def checked_request(
             subjects[0] = replace(subjects[0], config=config)
             problems += task_problems(config, degrees) if names else []
     if degrees.world > 1 and ensemble:
-        text = f"goes with one rank, and there are {degrees.world}: each would hold all models. Leave parallel= out."
+        text = f"runs on one rank only, because a rank has all models, but there are {degrees.world}. Remove parallel=."
         problems.append(Problem("--ensemble", text))
     with gathered(problems):
         check_dtype(compute_dtype)
@@ -188,7 +188,7 @@ def _subjects(
                 first = _with_files(first, files, words)
         problems += check_data(first.config.data, first.config.model.vocab_size, 1) if validates else []
         if validates and not first.config.data.validation.fraction and not first.config.data.watched:
-            text = "is 0: nothing was held out to validate on. Give --data jsonl=FILE, or --tasks-only."
+            text = "is 0, so there is no held-out text to validate on. Give --data jsonl=FILE, or --tasks-only."
             problems.append(Problem("data.validation.fraction", text))
         problems += _length_problems(subjects, first.config.data.sequence_length) if validates else []
         with gathered(problems):
@@ -205,15 +205,15 @@ def _missing_text(words: Sequence[str], has_tasks: bool) -> Iterator[Problem]:
     """Yield problems of evaluating a Hugging Face folder without a file of text; tasks need none."""
     of_text = [word for word in words if not word.startswith("data.tokenizer.")]
     if of_text:
-        text = f"sets {', '.join(of_text)} of no text: a Hugging Face folder brings none. Give a file, too: jsonl=FILE."
+        text = f"sets {', '.join(of_text)}, but a Hugging Face folder has no text. Give a file, too: --data jsonl=FILE."
         yield Problem("--data", text)
     elif not has_tasks:
-        text = "is missing: a Hugging Face folder brings no text. Give --data jsonl=FILE, or --tasks."
+        text = "is missing, and a Hugging Face folder has no text. Give --data jsonl=FILE, or --tasks."
         yield Problem("--data", text)
 
 
 def file_kinds() -> list[str]:
-    """Return the file loaders with an option of the same name in the group `data`, which has one source of it."""
+    """Return the kinds of files that --data KIND=FILE takes: "jsonl" and all others with a preset `data=KIND`."""
     return [loader for loader in LOADERS if LOADERS[loader].suffixes and loader in option_files("data")]
 
 
@@ -228,7 +228,7 @@ def _data_words(given: Sequence[str], problems: list[Problem]) -> tuple[dict[str
         elif key in kinds:
             files[key] = Path(value).expanduser().absolute()
         elif key in option_files("data"):
-            text = f"'{key}' is no kind of file: these are {', '.join(kinds)}."
+            text = f"'{key}' is not a kind of file. Allowed: {', '.join(kinds)}."
             problems.append(Problem("--data", text))
         else:
             words.append(f"data.{key}={value}")
@@ -255,7 +255,13 @@ def _with_files(subject: Subject, files: Mapping[str, Path], words: Sequence[str
 
 
 def read_tasks(names: Sequence[str], read: bool = True) -> "Tasks | None":
-    """Return the tasks; without `read` they are only searched for, because reading them takes seconds."""
+    """Return the loaded tasks called `names`; with `read` false only check that they can be, and return None.
+
+    Loading tasks takes seconds.
+
+    Raises:
+        ConfigError: lm-eval is not installed, or a task does not exist.
+    """
     files = {name: Path(name).expanduser() for name in names if name.endswith((".yaml", ".yml"))}
     if missing := [Problem("--tasks", f"{file} is not a file.") for file in files.values() if not file.is_file()]:
         raise ConfigError(missing)
@@ -271,7 +277,7 @@ def read_tasks(names: Sequence[str], read: bool = True) -> "Tasks | None":
 def _length_problems(subjects: Sequence[Subject], length: int) -> list[Problem]:
     """Return problems of models that do not take sequences of `length` tokens."""
     longest = {subject.folder: subject.config.model.max_sequence_length for subject in subjects}
-    text = "takes {:,} tokens, and data.sequence_length is {:,}. Lower it: --data sequence_length={}."
+    text = "takes at most {:,} tokens, but data.sequence_length is {:,}. Lower it: --data sequence_length={}."
     return [Problem(str(f), text.format(size, length, size)) for f, size in longest.items() if size < length]
 
 
@@ -284,15 +290,17 @@ def _check_results(subject: Subject) -> None:
 
 
 def composed_layout(words: Sequence[str], accelerator: str) -> Config:
-    """Return a config with `parallel`, `trainer.devices` and `world` from the overrides `words` or from the started
-    ranks.
+    """Return a config with the layout that the overrides `words` set: `parallel`, `trainer.devices` and `world`.
+
+    Among the ranks of a launcher, `world` is their number.
 
     Raises:
-        ConfigError: with the problems of the overrides themselves.
+        ConfigError: an override is invalid, or not one of the layout.
     """
     problems = [
         Problem(
-            word, "cannot be overridden here: parallel=NAME, parallel.KEY=VALUE and trainer.devices=N; data: --data."
+            word,
+            "cannot be overridden here. Allowed: parallel=NAME, parallel.KEY=VALUE, trainer.devices=N; data: --data.",
         )
         for word in words
         if not LAYOUT_WORD.fullmatch(word)

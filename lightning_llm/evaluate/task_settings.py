@@ -14,7 +14,8 @@ from lightning_llm.model.generate import Sampler
 DEFAULT_NEW_TOKENS = 256
 """Number of new tokens for tasks that set none: lm-eval's default."""
 DEFAULT_TOP_K = 50
-"""Of a task that samples: the default of transformers' `generate`, which lm-eval's `hf` backend calls."""
+"""top_k of a task that samples and sets none: the default of transformers' `generate`, which lm-eval's `hf` backend
+calls."""
 READ = frozenset({"do_sample", "temperature", "top_k", "top_p", "max_length", "until", "max_gen_toks"})
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (1,),
@@ -52,9 +53,9 @@ class WritingSettings:
 
     @classmethod
     def read(cls, given: Mapping[str, Any], end_of_document: str, defaults: Mapping[str, Any]) -> "WritingSettings":
-        """Return the settings in `given`, a task's `generation_kwargs`.
+        """Return the settings that `given`, a task's `generation_kwargs`, sets.
 
-        `defaults`: top_k and top_p of the model's own generation_config.json. Raises ValueError for senseless values.
+        `defaults`: top_k and top_p of the model's own generation_config.json. Raises ValueError for invalid values.
         """
         asked = dict(normalize_gen_kwargs(dict(given), DEFAULT_NEW_TOKENS))
         _refuse_senseless(asked)
@@ -71,7 +72,10 @@ class WritingSettings:
         return cls(strings, sampler, int(asked["max_gen_toks"]), None if total is None else int(total))
 
     def new_tokens(self, prompt_tokens: int, longest: int) -> int:
-        """Return the number of tokens that fit after a prompt in a context of `longest`. Raises ValueError if 0."""
+        """Return how many tokens may be generated after a prompt of `prompt_tokens` in a context of `longest` tokens.
+
+        Raises ValueError if there is no room for any.
+        """
         if self.max_length is None:
             return min(self.max_new_tokens, longest - 1)
         if (room := min(self.max_length, longest) - prompt_tokens) < 1:

@@ -1,6 +1,6 @@
-"""Validation losses of trained weights, on the batches and through the forward pass of the run itself.
+"""Validation losses of trained weights, with the validation batches and the forward pass of the run itself.
 
-For an ensemble also its gain over its members, with an interval over the sequences that are scored.
+For an ensemble also its gain over its members, with an interval over the scored sequences.
 """
 
 import math
@@ -40,21 +40,21 @@ class TrainedModel:
 
     @property
     def model(self) -> Decoder:
-        """The decoder, or this rank's part."""
+        """The decoder, or this rank's part of it."""
         return self.parallel.model
 
     @property
     def quantisation(self) -> Quantisation:
-        """Its recipe in force."""
+        """The object that applies the model's precision recipe."""
         return self.parallel.quantisation
 
     @classmethod
     def from_subject(
         cls, subject: Subject, initial: InitialSlice, layout: Layout, device: torch.device
     ) -> "TrainedModel":
-        """Return the model of `subject` with weights from `initial` and delayed scales from the checkpoint.
+        """Return the model of `subject` with weights from `initial` and delayed scales from the checkpoint. Collective.
 
-        Collective.
+        `layout`: how ranks share the model.
         """
         recipe = subject.config.precision.model_copy(update={"backend": "emulated"})
         config = subject.config.model_copy(update={"precision": recipe})
@@ -86,7 +86,7 @@ class Recipes:
 
     @contextmanager
     def high_precision(self, model: nn.Module) -> Iterator[None]:
-        """Run all of them without any cast."""
+        """Context in which all models run unquantized."""
         with ExitStack() as stack:
             for each in self.models:
                 stack.enter_context(each.quantisation.high_precision(each.model))
@@ -183,7 +183,7 @@ def _per_byte(
 
 @dataclass(frozen=True)
 class Gap:
-    """`gap` of `val_loss`, nats per token, and its interval at 95 %; below 0 if the ensemble's loss is lower.
+    """Difference of `val_loss` with its 95 % interval [`low`, `high`], nats per token; below 0: the ensemble is better.
 
     The interval is about these models on other text of this kind: each sequence is one draw. It does not extend to
     other members.
@@ -195,7 +195,7 @@ class Gap:
 
     @classmethod
     def from_differences(cls, differences: np.ndarray, tokens: np.ndarray) -> "Gap":
-        """Return the gap from each sequence's sum of differences and number of target tokens, both [sequences].
+        """Return the gap from each sequence's sum of loss differences and its number of target tokens, [sequences].
 
         A ratio of sums; its variance is that of the residuals (W. G. Cochran, Sampling Techniques, 1977, section 2.11).
         """
@@ -209,9 +209,10 @@ class Gap:
 
 @dataclass(frozen=True)
 class EnsembleGain:
-    """Gain of an ensemble: `val_loss` of each member, and the ensemble's gap to the best member and to their mean.
+    """Gain in loss of an ensemble over its members.
 
-    Gaps are by combination: mean of probabilities or of logits.
+    `members`: `val_loss` of each member. `to_best`, `to_mean`: {combination: the ensemble's loss minus that of the best
+    member, or minus the members' mean loss}; the combination is the mean of "probabilities" or of "logits".
     """
 
     members: list[float]
@@ -219,17 +220,17 @@ class EnsembleGain:
     to_mean: dict[Combine, Gap]
 
     def as_data(self) -> dict[str, Any]:
-        """Return it as JSON data."""
+        """Return the gain as JSON data."""
         return asdict(self)
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> "EnsembleGain":
-        """Return the gain described by `as_data`."""
+        """Return the gain that `as_data` wrote."""
         gaps = {key: {name: Gap(**each) for name, each in data[key].items()} for key in ("to_best", "to_mean")}
         return cls(data["members"], gaps["to_best"], gaps["to_mean"])
 
     def lines(self) -> list[str]:
-        """Return it as lines for a terminal."""
+        """Return the gain as lines of text for a terminal."""
         best = min(self.members)
         found = ["val_loss of each alone: " + ", ".join(f"{loss:.4f}" for loss in self.members)]
         for combine, gap in self.to_best.items():
@@ -250,7 +251,10 @@ def ensemble_gain(
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> EnsembleGain:
-    """Return the gain of the ensemble of `models` on the sequences scored by `val_loss`."""
+    """Return how much lower the loss of the ensemble of `models` is, on the sequences that `val_loss` scores.
+
+    `watched`: names of sources that are only validated, which `val_loss` leaves out.
+    """
     recipes, losses, tokens = Recipes(models), [], []
     trained = torch.tensor([name not in watched for name in corpus.names])
     batches = list(corpus.validation_batches(batch_size))

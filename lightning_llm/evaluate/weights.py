@@ -1,4 +1,4 @@
-"""Models to be judged: the weights of a run, a checkpoint or a Hugging Face folder, their tokenizer, and averages."""
+"""Models to evaluate: from the weights of a run, a checkpoint or a Hugging Face folder; their tokenizer; averages."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +27,12 @@ from lightning_llm.train.quantisation import Quantisation
 def load_model(
     path: Path, compute_dtype: str | None, device: str, end_of_document: str | None = None
 ) -> tuple[Decoder, Tokenizer]:
-    """Return the model and the tokenizer at `path`, see `decoder_of` and `end_words`.
+    """Return the model and the tokenizer at `path`: a run, a checkpoint or a Hugging Face folder.
+
+    Args:
+        compute_dtype: dtype of activations, a key of `DTYPES`; None: that of the weights' recipe.
+        device: "auto", "cpu" or "cuda".
+        end_of_document: the token that ends a document; None: the weights' own.
 
     Raises:
         ConfigError: with all problems of the arguments, or else of the weights.
@@ -50,7 +55,7 @@ def tokenizer_of(subject: Subject) -> Tokenizer:
     """Return the tokenizer that the weights of `subject` were trained with.
 
     Raises:
-        ConfigError: there is no file of it, it cannot be read, or it has tokens that the model has no rows for.
+        ConfigError: its file is missing or cannot be read, or it has more tokens than the model's embedding has rows.
     """
     settings = subject.config.data.tokenizer
     if settings.path is None:
@@ -64,28 +69,25 @@ def tokenizer_of(subject: Subject) -> Tokenizer:
         raise ConfigError(Problem(settings.path, text)) from error
     rows = subject.config.model.vocab_size
     if tokenizer.vocab_size > rows:
-        text = f"has {tokenizer.vocab_size} tokens, and the weights {rows} rows: it is not theirs. Bring theirs."
+        text = f"has {tokenizer.vocab_size} tokens, but the weights have {rows} rows. Use the weights' own tokenizer."
         raise ConfigError(Problem(settings.path, text))
     return tokenizer
 
 
 def check_results_are_own(model: ModelConfig) -> None:
-    """Check that a token's result does not depend on the other tokens of its batch.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Raise ConfigError if a token's result depends on other tokens of its batch, as for experts with a capacity."""
     if (why := why_not_generated(model)) is not None:
-        text = f"{why}. Set capacity_factor to null in a copy of the weights' config to evaluate them without drops."
+        text = f"{why}. Set capacity_factor to null in a copy of the weights' config, so that no token is dropped."
         raise ConfigError(Problem("model.blocks", text))
 
 
 def decoder_of(
     subject: Subject, weights: Mapping[str, Tensor], device: torch.device, compute_dtype: str = ""
 ) -> Decoder:
-    """Return the model of `subject` on `device` with fp32 `weights` by name, in evaluation mode, without any cast.
+    """Return the model of `subject` on `device`, unquantized and in evaluation mode.
 
-    Activations are in `compute_dtype` (a key of `DTYPES`), by default that of the subject's recipe.
+    `weights`: {parameter: fp32 tensor}. `compute_dtype`: dtype of activations, a key of `DTYPES`; "" for that of the
+    subject's recipe.
     """
     config = subject.config
     check_results_are_own(config.model)
@@ -96,7 +98,10 @@ def decoder_of(
 def sharded_decoder_of(
     subject: Subject, initial: InitialSlice, layout: Layout, device: torch.device, compute_dtype: str = ""
 ) -> ParallelModel:
-    """Return this rank's part of the model of `decoder_of`, its weights in fp32 and cast on use. Collective."""
+    """Return this rank's part of the model that `decoder_of` builds. Weights are fp32 and cast on use. Collective.
+
+    `initial`: returns slices of the weights; `layout`: how ranks share the model.
+    """
     config = subject.config
     check_results_are_own(config.model)
     dtype = compute_dtype or config.precision.compute_dtype
@@ -109,9 +114,9 @@ def sharded_decoder_of(
 
 
 class AverageWeights:
-    """The fp32 mean of several models' weights, by slices, as in `torch.optim.swa_utils.AveragedModel`.
+    """The fp32 mean of the weights of several models, computed slice by slice.
 
-    A running mean, so the mean of equal weights is bitwise equal to them.
+    It is a running mean, as in `torch.optim.swa_utils.AveragedModel`, so the mean of equal weights has their bits.
     """
 
     def __init__(self, members: Sequence[InitialSlice]):
@@ -119,7 +124,7 @@ class AverageWeights:
         self._take_in = get_swa_avg_fn()
 
     def __call__(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements `start` to `stop` of parameter `name`, see `InitialSlice`."""
+        """Return the mean of the elements `start` to `stop` of the parameter `name`, fp32 (see `InitialSlice`)."""
         first, *others = self.members
         mean = first(name, start, stop)
         for count, member in enumerate(others, start=1):
@@ -128,32 +133,33 @@ class AverageWeights:
 
 
 def check_members(subjects: Sequence[Subject], *, same_shape: bool) -> None:
-    """Raise ConfigError unless all of `subjects` have one tokenizer, and with `same_shape` one model."""
+    """Raise ConfigError unless all `subjects` have the same tokenizer and, with `same_shape`, the same model shape."""
     first, *others = subjects
     problems: list[Problem] = []
     shape = first.config.model.model_dump(exclude=set(NOT_OF_WEIGHTS))
     for subject in others:
         if tokenizer_of(subject).fingerprint != tokenizer_of(first).fingerprint:
-            text = f"has another tokenizer than {first.folder}: its tokens mean something else."
+            text = f"has another tokenizer than {first.folder}. Combine models of one tokenizer."
             problems.append(Problem(str(subject.folder), text))
         own = subject.config.model.model_dump(exclude=set(NOT_OF_WEIGHTS))
         if same_shape and (differing := [key for key in shape if own[key] != shape[key]]):
             keys = ", ".join(f"model.{key} ({own[key]} and {shape[key]})" for key in differing)
-            text = f"is no model of the shape of {first.folder}: {keys}. Weights of one shape alone have a mean."
+            text = f"has another shape than {first.folder}: {keys}. Only models of one shape can be averaged."
             problems.append(Problem(str(subject.folder), text))
         if not same_shape and subject.config.model.vocab_size != first.config.model.vocab_size:
             sizes = f"{subject.config.model.vocab_size} and {first.config.model.vocab_size}"
-            problems.append(Problem(str(subject.folder), f"predicts another vocabulary than {first.folder}: {sizes}."))
+            text = f"has another model.vocab_size than {first.folder}: {sizes}. Combine models of one vocabulary."
+            problems.append(Problem(str(subject.folder), text))
     if problems:
         raise ConfigError(problems)
 
 
 def end_words(end_of_document: str | None) -> list[str]:
-    """Return the overrides that name the token that ends a document; None: the weights' own, or a usual name."""
+    """Return the override for the token that ends a document, as a list; [] for None, the weights' own token."""
     return [] if end_of_document is None else [override("data.tokenizer.end_of_document", end_of_document)]
 
 
 def check_dtype(name: str | None) -> None:
-    """Raise ConfigError unless `name` is a dtype that models compute in, or None."""
+    """Raise ConfigError unless `name` is None or a dtype in which models can compute (a key of `DTYPES`)."""
     if name is not None and name not in DTYPES:
-        raise ConfigError(Problem("--compute-dtype", f"is '{name}', must be one of {', '.join(DTYPES)}."))
+        raise ConfigError(Problem("--compute-dtype", f"must be one of {', '.join(DTYPES)}.", name))

@@ -1,4 +1,4 @@
-"""Probe of any module that `quantize` has put casts into, on given batches: the figures of the verb `probe`."""
+"""Probe of any PyTorch module that was quantized by `quantize`, on given batches: the numbers of the verb `probe`."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,12 +30,12 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True)
 class ModuleProbe:
-    """Sensitivities of a module to a recipe; printed, it is the report of the verb `probe`.
+    """Result of probing a module: how much each cast of its recipe changes the gradient. `print` shows the report.
 
     Attributes:
-        recipe: the recipe.
-        figures: as "recipes" has them in `probe.json` (docs/reference/probe_figures.md): "loss", "gradient", "layers",
-            and with attribution "slots" and "keep_high", the layers for the argument `keep` of `quantize`.
+        recipe: the probed recipe.
+        figures: its entry under "recipes" in `probe.json` (docs/reference/probe_figures.md): "loss", "gradient",
+            "layers", and with attribution "slots" and "keep_high", the layers for the argument `keep` of `quantize`.
     """
 
     recipe: PrecisionConfig
@@ -43,7 +43,7 @@ class ModuleProbe:
 
     @property
     def layers(self) -> dict[str, dict[str, dict[str, float]]]:
-        """{layer: {slot or product: figures}} of each layer by itself."""
+        """{layer: {slot or product: errors}} of each layer by itself (docs/reference/probe_figures.md)."""
         return dict(self.figures["layers"])
 
     @property
@@ -52,7 +52,7 @@ class ModuleProbe:
         return list(self.figures.get("keep_high", {}).get("layers", []))
 
     def as_data(self) -> Any:
-        """Return the figures as JSON values."""
+        """Return the figures as JSON data; NaN and infinities are strings."""
         return as_json(self.figures)
 
     def __str__(self) -> str:
@@ -62,7 +62,13 @@ class ModuleProbe:
 def probe_module(
     module: nn.Module, batches: Iterable[Any], loss: Loss | None, keys: int, attribute: bool
 ) -> ModuleProbe:
-    """Return the figures of `module` over `batches`; see `lightning_llm.api.probe`."""
+    """Return the probe of `module` over `batches` (see `lightning_llm.api.probe`).
+
+    `keys`: number of draws of random bits to compare; `attribute`: also attribute the error to slots and layers.
+
+    Raises:
+        ConfigError: an argument is invalid, or the module was not quantized by one call of `quantize`.
+    """
     root, found = unwrapped(module), [batches] if isinstance(batches, Mapping) else list(batches)
     clock = _clock_of(root)
     problems = [Problem("batches", "is empty. Give at least one batch.")] if not found else []

@@ -1,4 +1,4 @@
-"""The weights of a run, checkpoint or Hugging Face folder under one recipe, and the batches to probe them on."""
+"""The model of the verb `probe`: weights of a run, checkpoint or Hugging Face folder under one recipe; its batches."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from lightning_llm.run.subject import Subject
 
 
 class TokenBatch(NamedTuple):
-    """One micro-batch: int64 [B, T] each; labels -100 where there is no target; `document_ids` or None."""
+    """One micro-batch, int64 [B, T] each; labels are -100 where there is no target, `document_ids` may be None."""
 
     tokens: Tensor
     labels: Tensor
@@ -34,9 +34,9 @@ class TokenBatch(NamedTuple):
 
 
 def read_batches(subject: Subject, count: int) -> tuple[list[TokenBatch], str]:
-    """Return up to `count` micro-batches, evenly spread over the held-out sequences, and where they are from.
+    """Return (up to `count` micro-batches, their origin as text), evenly spread over the held-out sequences.
 
-    Training text is taken where nothing is held out.
+    Without held-out sequences they are training batches.
     """
     config = subject.config
     corpus: Corpus = open_corpus(config.data, config.seed, config.model.vocab_size, config.trainer.max_steps)
@@ -51,14 +51,15 @@ def read_batches(subject: Subject, count: int) -> tuple[list[TokenBatch], str]:
 
 
 def with_recipe(subject: Subject, recipe: PrecisionConfig | None) -> Config:
-    """Return the subject's config under `recipe`, emulated; None: the run's own.
+    """Return the subject's config with `recipe` (None: its own recipe), its casts emulated.
 
-    Raises ConfigError with all problems of probing the recipe here.
+    Raises:
+        ConfigError: the recipe quantizes nothing, or cannot be used for this model.
     """
     own = subject.config.precision
     if not (recipe or own).quantises:
-        which = f"'{recipe.name}' quantises" if recipe else f"the run's own, '{own.name}', quantises"
-        text = f"{which} nothing, so there is nothing to probe. Say precision=NAME[,NAME...] or precision=all."
+        which = f"'{recipe.name}' quantizes" if recipe else f"the run's own, '{own.name}', quantizes"
+        text = f"{which} nothing, so there is nothing to probe. Use precision=NAME[,NAME...] or precision=all."
         raise ConfigError(Problem("precision", text))
     emulated = (recipe or own).model_copy(update={"backend": "emulated"})
     config = subject.config.model_copy(update={"precision": emulated})
@@ -67,7 +68,7 @@ def with_recipe(subject: Subject, recipe: PrecisionConfig | None) -> Config:
 
 
 class ProbedModel(Passes):
-    """`weights` in a `Decoder` with linears swapped by `recipe`."""
+    """Passes of a `Decoder` with these weights, in which `recipe` quantizes the linear layers."""
 
     def __init__(
         self,
@@ -78,7 +79,10 @@ class ProbedModel(Passes):
         device: torch.device,
         seed: int,
     ):
-        """Raises ConfigError where the recipe converts nothing, or its casts are to be compiled and cannot be."""
+        """Raise ConfigError if the recipe quantizes no layer, or its casts cannot be compiled as it demands.
+
+        `shape`: the model's config; `weights`: {parameter: tensor}; `seed`: of random bits of casts.
+        """
         sum_in_fp32()
         self.decoder = whole_decoder(
             shape,
@@ -98,7 +102,7 @@ class ProbedModel(Passes):
 
     @contextmanager
     def in_fp32(self) -> Iterator[None]:
-        """Context in which the decoder computes in fp32; its weights are fp32 already."""
+        """Context in which the decoder computes in fp32 (its weights are fp32 anyway)."""
         compute_dtype, self.decoder.compute_dtype = self.decoder.compute_dtype, torch.float32
         try:
             yield

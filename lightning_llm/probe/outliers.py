@@ -1,4 +1,4 @@
-"""Outlier channels of the operands of linear layers: why a recipe needs blocks, a rotation, or layers kept high.
+"""Outlier channels of the operands of linear layers: the reason for blocks, rotations or unquantized layers.
 
 A channel is a feature: a column of X [M, K], of W [N, K] or of dY [M, N]. Its amax is the largest magnitude over all
 rows. Under one scale per tensor the largest channel sets the scale, so the median channel loses log2(max / median)
@@ -21,12 +21,15 @@ TITLES = {"x": "activations X", "w": "weights W", "dy": "gradients dY"}
 
 @dataclass(frozen=True)
 class ChannelFigures:
-    """Amaxes of an operand's channels: the largest and the 99th percentile over the median of those above 0."""
+    """How far the channels of an operand differ: their largest amax, and the 99th percentile, over the median amax.
+
+    The median is that of the amaxes above 0.
+    """
 
     max_over_median: float
     p99_over_median: float
     channel: int
-    """The largest one."""
+    """Index of the channel with the largest amax."""
     channels: int
 
     @classmethod
@@ -42,7 +45,10 @@ class ChannelFigures:
 
 
 def channel_outliers(model: Passes) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return {layer: {operand: figures}} of the unquantized operands of the first batch; `model.high()` has run."""
+    """Return {layer: {"x", "w" or "dy": its `ChannelFigures` as a dict}} of the first batch's unquantized operands.
+
+    `model.high()` must have run. Operands that are zero or not finite are left out.
+    """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, layer in model.layers.items():
         kept = model.tensors[name]
@@ -53,13 +59,13 @@ def channel_outliers(model: Passes) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def largest(layers: Mapping[str, Mapping[str, Mapping[str, Any]]], count: int) -> list[tuple[str, str]]:
-    """Return the `count` (layer, operand) with the largest max over median, largest first."""
+    """Return the `count` pairs (layer, operand) with the largest ratio of maximum to median, largest first."""
     ranked = [(-its["max_over_median"], layer, key) for layer, each in layers.items() for key, its in each.items()]
     return [(layer, key) for _, layer, key in sorted(ranked)[:count]]
 
 
 def outlier_rows(layers: Mapping[str, Mapping[str, Mapping[str, Any]]], count: int) -> list[list[str]]:
-    """Return a table of the `largest`, the first row with the names of columns."""
+    """Return the rows of a table of the `count` largest outliers as text; the first row has the column names."""
     rows = [["layer", "operand", "max/median", "99 %/median", "channel"]]
     for layer, key in largest(layers, count):
         its = layers[layer][key]
@@ -69,7 +75,7 @@ def outlier_rows(layers: Mapping[str, Mapping[str, Mapping[str, Any]]], count: i
 
 
 def draw_outliers(layers: Mapping[str, Mapping[str, Mapping[str, Any]]], path: Path) -> None:
-    """Draw a panel per operand, a row per layer, on a log scale, to `path` as SVG: the maximum and 99th percentile."""
+    """Draw the outliers as an SVG at `path`: a panel per operand, a row per layer; maximum and 99th percentile."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG  # not pyplot: it keeps global state
     from matplotlib.figure import Figure
 

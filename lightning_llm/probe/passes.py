@@ -1,4 +1,7 @@
-"""A quantized model's passes over the same batches, with other slots or layers quantized; nothing is ever updated."""
+"""Forward and backward passes of a quantized model over fixed batches, with chosen slots and layers quantized.
+
+A slot is one operand of one matrix product of a linear layer, such as `fprop.x`. Weights are never updated.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +28,7 @@ from lightning_llm.precision.linear.plan import ROLES, SLOT_NAMES
 
 @dataclass(frozen=True)
 class Pass:
-    """Result of forward and backward over all batches: the mean loss, and every parameter's gradient, fp32."""
+    """Result of one forward and backward pass over all batches: mean `loss`, and `gradients`, {parameter: fp32}."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -33,7 +36,10 @@ class Pass:
 
 @dataclass
 class LayerTensors:
-    """Unquantized GEMM operands of a layer in the first batch: X [M, K], dY [M, N]; amaxes over all batches."""
+    """Unquantized GEMM operands of a layer in the first batch: `x` [M, K], `dy` [M, N].
+
+    `x_amax`, `dy_amax`: largest magnitudes over all batches.
+    """
 
     x: Tensor | None = None
     dy: Tensor | None = None
@@ -42,12 +48,12 @@ class LayerTensors:
 
 
 class Passes(ABC):
-    """A `model` with quantized layers and its `batches`. Each pass sets the active casts and the unquantized layers.
+    """Base class of a `model` with quantized layers and its `batches`; each method that returns a `Pass` runs one pass.
 
     Attributes:
-        layers: the layers under the recipe, by name.
-        weight_names: names of their weights among the model's parameters, by name of the layer.
-        tensors: what each layer was given in the unquantized pass (`high`).
+        layers: {name: layer} of the layers that the recipe quantizes.
+        weight_names: {name of a layer: name of its weight among the model's parameters}.
+        tensors: {name of a layer: its operands in the unquantized pass}, set by `high`.
     """
 
     def __init__(self, model: nn.Module, recipe: PrecisionConfig, num_layers: int, batches: Sequence[Any], seed: int):
@@ -78,29 +84,29 @@ class Passes(ABC):
 
     @property
     def compute_dtype(self) -> str:
-        """Dtype of an unquantized pass, for reports."""
+        """Name of the dtype of an unquantized pass, such as "bf16", for reports."""
         return self.recipe.compute_dtype
 
     @property
     def quantised_slots(self) -> list[str]:
-        """The slots that are quantised in some layer."""
+        """Names of the slots that are quantized in at least one layer."""
         sets = [self.recipe.casts_under(layer.plan.rule) for layer in self.layers.values()]
         return [slot for slot in SLOT_NAMES if any(casts[slot].quantises for casts in sets)]
 
     @property
     def random(self) -> bool:
-        """Whether any cast draws random bits, so that results depend on the key."""
+        """Whether any cast draws random bits, so that a pass depends on its key."""
         return any(layer.plan.random for layer in self.layers.values())
 
     def reference(self) -> Pass:
-        """Return the pass in fp32 throughout."""
+        """Run and return the pass in which everything is computed in fp32."""
         with self.in_fp32(), high_precision_forward(self.model):
             return self._run(0)
 
     def high(self) -> Pass:
-        """Return the pass in the recipe's compute dtype without any cast, and keep each layer's `tensors`.
+        """Run and return the pass in the recipe's compute dtype without any cast; store each layer's `tensors`.
 
-        With loss scaling, the largest scale at which the gradients are finite is found first and stays.
+        With loss scaling, this sets the largest scale at which the gradients are finite, for later passes, too.
         """
         if self.recipe.loss_scaling is not None:
             self.loss_scale = self.recipe.loss_scaling.init_scale
@@ -115,7 +121,10 @@ class Passes(ABC):
                 self.loss_scale /= 2
 
     def calibrate(self, state: Mapping[str, Mapping[str, Tensor]] | None) -> None:
-        """Set delayed scales: the checkpoint's own where `state` has them, else by the amaxes of the high pass."""
+        """Set delayed scales: those of the checkpoint in `state`, or else from the amaxes of the unquantized pass.
+
+        `state`: {layer: {"scale", "amax_history"}}; None or a layer that is missing: from the amaxes.
+        """
         delayed = [layer for layer in self.layers.values() if layer.plan.delayed_casts()]
         if not delayed:
             return
@@ -134,15 +143,16 @@ class Passes(ABC):
             self.layers[name].scale, self.layers[name].amax_history = scale, history
 
     def quantised(self, key: int, recipe: PrecisionConfig | None = None, kept: frozenset[str] = frozenset()) -> Pass:
-        """Return the pass with the casts of `recipe` (null: the probed one) in every layer but those of `kept`.
+        """Run and return the pass with the casts of `recipe` in every layer except the unquantized ones, `kept`.
 
-        `key`: for its noise. `recipe` has as many rules in `modules.casts` as the probed one.
+        `key`: number of the draw of random bits; `recipe`: None for the probed one, else a recipe with as many rules in
+        `modules.casts`.
         """
         with self._casting(recipe or self.recipe, kept):
             return self._run(key)
 
     def keys_for(self, layer: str, key: int) -> Tensor | None:
-        """Return the random keys that `layer` would get in the first batch of pass `key`."""
+        """Return the random keys of `layer` in the first batch of a pass with `key`; None if it needs none."""
         set_step_key(self.model, StepKey(self.seed, key, 0))
         return self.layers[layer].keys
 

@@ -18,7 +18,10 @@ LAYERS_SHOWN = 12
 
 
 def render(facts: Mapping[str, Any]) -> str:
-    """Return the whole report of a probe as text: each recipe, and a ranking where there are several."""
+    """Return the report of a probe as text: each recipe, and a ranking if there are several.
+
+    `facts`: content of `probe.json`.
+    """
     data = facts["data"]
     lines = [
         f"probe      {facts['path']}",
@@ -37,7 +40,7 @@ def render(facts: Mapping[str, Any]) -> str:
 
 
 def recipe_lines(name: str, its: Mapping[str, Any]) -> list[str]:
-    """Return one recipe's report."""
+    """Return the lines of the report on one recipe; `its`: its entry in `probe.json`."""
     loss, gradient, high = its["loss"], its["gradient"], its["compute_dtype"]
     lines = [
         f"{name} ({its['recipe_hash']}), {its['quantised_layers']} linear layers, {its['keys']} "
@@ -96,13 +99,13 @@ def _keep_lines(its: Mapping[str, Any]) -> list[str]:
 
 
 def ranking(recipes: Mapping[str, Any]) -> list[str]:
-    """Return the recipes' names by rising error of the whole gradient."""
+    """Return the names of the recipes, ordered by the error of the whole gradient, lowest first."""
     errors = {name: its["gradient"]["error"] for name, its in recipes.items()}
     return sorted(errors, key=lambda name: (not math.isfinite(errors[name]), errors[name]))
 
 
 def ranking_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return the summary of several recipes, the one with the least error first."""
+    """Return the lines of a table that compares several recipes, the one with the least error first."""
     rows = [["recipe", "gradient error", "cosine", "bias", "variance", "loss gap", "worst slot"]]
     for name in facts["ranking"]:
         its = facts["recipes"][name]
@@ -148,7 +151,7 @@ def _cell(index: int, sized: tuple[str, int], left: int) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """Return `value` with NaN and infinities as the strings "nan", "inf", "-inf", which JSON has no numbers for."""
+    """Return nested data with NaN and infinities as the strings "nan", "inf" and "-inf", because JSON has none."""
     if isinstance(value, Mapping):
         return {key: as_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -157,7 +160,7 @@ def as_json(value: Any) -> Any:
 
 
 def draw(name: str, its: Mapping[str, Any], path: Path) -> None:
-    """Draw layers x slots, coloured by SQNR in dB, to `path` as PNG; no picture where there is nothing to show."""
+    """Draw a map of layers and slots, colored by SQNR in dB, as a PNG at `path`; nothing if no number is finite."""
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: it keeps global state
     from matplotlib.figure import Figure
@@ -183,9 +186,10 @@ def draw(name: str, its: Mapping[str, Any], path: Path) -> None:
 
 
 def write_recipes(recipe: PrecisionConfig, its: Mapping[str, Any], num_layers: int, folder: Path) -> None:
-    """Write recipes for `--config-dir`: one per slot alone, and one that keeps the named layers unquantized.
+    """Write YAML files of recipes into `folder`, for `--config-dir`.
 
-    `num_layers`: blocks of the model that was probed.
+    One recipe per quantized slot quantizes only that slot. One more keeps the layers unquantized that the probe names.
+    `num_layers`: number of blocks of the probed model.
     """
     folder.mkdir(parents=True, exist_ok=True)
     made = [only_slot(recipe, slot) for slot in SLOT_NAMES if slot in its["quantised_slots"]]

@@ -128,7 +128,7 @@ def test_keys_below_data_are_of_the_file_that_is_named(trained, exported, tmp_pa
     assert two["metrics"]["val_loss"] != whole["val_loss"]
     assert main(["evaluate", str(exported), "--data", "validation.sequences=2"]) == 2
     said = capsys.readouterr().err
-    assert "data.validation.sequences=2 of no text: a Hugging Face folder brings none. Give a file, too" in said
+    assert "data.validation.sequences=2, but a Hugging Face folder has no text. Give a file, too" in said
 
 
 def average_weights(subjects):
@@ -179,7 +179,7 @@ def test_all_problems_are_reported_at_once(tmp_path, capsys):
     assert main(["evaluate", *wrong]) == 2
     said = capsys.readouterr().err
     for part in ("--limit=0: must be a number", "--batch-size=0: must be at least 1",
-                 "--ensemble: excludes --average", "'jsonl' is not KEY=VALUE",
+                 "--ensemble: cannot be used with --average", "'jsonl' is not KEY=VALUE",
                  "--tasks-only: leaves nothing to do", "a: does not exist", "b: does not exist",
                  "is a folder. Give a file in it"):  # fmt: skip
         assert part in said, part

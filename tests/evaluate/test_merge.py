@@ -111,7 +111,7 @@ def test_refusals(swept, tmp_path, capsys):
 
     assert "--merge: /nowhere is no folder" in told("--merge", "/nowhere")
     assert "--average: cannot be used with --merge" in told("--merge", swept, "--average", swept / "0")
-    assert "holds 0 runs on one source" in told("--merge", tmp_path)
+    assert "has 0 runs on one source" in told("--merge", tmp_path)
 
 
 def test_a_sweep_that_is_no_merge_sweep_is_reported_once(tmp_path, monkeypatch):
@@ -125,13 +125,13 @@ def test_a_sweep_that_is_no_merge_sweep_is_reported_once(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as caught:
         merge._runs(tmp_path)
     (problem,) = caught.value.problems
-    assert "holds 0 runs on one source of data" in problem.text
+    assert "has 0 runs on one source of data" in problem.text
     monkeypatch.setattr(merge, "state_of", lambda folder: "stopped" if folder.name == "3" else "finished")
     with pytest.raises(ConfigError) as caught:
         merge._runs(tmp_path)
     unfinished, problem = caught.value.problems
     assert (unfinished.key, "is not finished" in unfinished.text) == (str(tmp_path / "3"), True)
-    assert "holds 0 runs on one source of data" in problem.text
+    assert "has 0 runs on one source of data" in problem.text
 
 
 def run_on(parts: str, sources: str = "abc"):

@@ -142,7 +142,7 @@ def test_every_problem_is_reported_at_once(run_folder, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["probe", str(run_folder), "precision=mxfp8", "--output", str(tmp_path / "file" / "o")]) == 2
     assert "cannot be written (Not a directory)" in capsys.readouterr().err
-    for part in ("'bf16' quantises nothing", "'mxfp9'"):
+    for part in ("'bf16' quantizes nothing", "'mxfp9'"):
         assert part in said
     assert not (tmp_path / "o").exists()
 
@@ -150,7 +150,7 @@ def test_every_problem_is_reported_at_once(run_folder, tmp_path, capsys):
 def test_a_run_without_casts_wants_a_recipe_named(run_folder, capsys):
     assert main(["probe", str(run_folder)]) == 2
     assert (
-        "the run's own, 'bf16', quantises nothing, so there is nothing to probe. Say precision=NAME"
+        "the run's own, 'bf16', quantizes nothing, so there is nothing to probe. Use precision=NAME"
         in capsys.readouterr().err
     )
 
