@@ -103,7 +103,7 @@ def _note_unknown_bytes(corpus: Corpus) -> None:
     unknown = [name for name, (tokens, size) in corpus.validation_text().items() if tokens and size is None]
     if unknown:
         text = (
-            f"note   no bits_per_byte and byte_perplexity: the bytes of text of {', '.join(unknown)} are unknown. It was "
+            f"note   no bits_per_byte and byte_perplexity: the bytes of {', '.join(unknown)} are unknown. It was "
             "tokenized elsewhere, or by an earlier release (then delete its token cache in data.cache_dir)"
         )
         print(text, file=sys.stderr)
