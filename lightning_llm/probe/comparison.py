@@ -15,7 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over elements of several tensors or batches. Tuples have an entry per random key k, `pairs` one fewer."""
+    """Sums over elements from which `figures` computes errors; sums of several tensors or batches add up with +.
+
+    Tuples have one entry per random key k, `pairs` one fewer.
+    """
 
     elements: int
     reference: float  # |g|^2
@@ -33,7 +36,7 @@ class Sums:
 
 
 class Collector:
-    """Computes the `Sums` of one tensor from its samples, one at a time; it keeps three tensors in memory."""
+    """Accumulates the `Sums` of one tensor from samples that are added one at a time, with three tensors in memory."""
 
     def __init__(self, reference: Tensor):
         """`reference`: the exact tensor, any shape."""
@@ -58,7 +61,7 @@ class Collector:
         self._before = error
 
     def sums(self) -> Sums:
-        """Return the sums of the samples so far, at least one."""
+        """Return the sums over all samples added so far. Raises ValueError without a sample."""
         if self._total is None:
             raise ValueError("no sample was added: call add first")
         return Sums(
@@ -77,7 +80,7 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def compare(reference: Tensor, samples: Sequence[Tensor]) -> Sums:
-    """Return the `Sums` of all `samples`, from which `figures` computes their errors against `reference`."""
+    """Return the `Sums` of all `samples` against `reference`; `figures` computes their errors from it."""
     collector = Collector(reference)
     for sample in samples:
         collector.add(sample)
@@ -85,7 +88,7 @@ def compare(reference: Tensor, samples: Sequence[Tensor]) -> Sums:
 
 
 def figures(sums: Sums) -> dict[str, float]:
-    """Return the figures of a comparison; none if the reference is zero throughout or not finite.
+    """Return errors by name, computed from `sums`; {} if the reference is zero throughout or not finite.
 
     - `error`: mean_k |e_k|² / |g|²: noise power over signal power. `sqnr_db` is its inverse in dB, absent for no error.
     - `cosine`: mean_k ⟨g_k, g⟩ / (|g_k| |g|): direction of a single step.

@@ -1,9 +1,9 @@
-"""Measurements of one recipe on one checkpoint: the whole gradient, each layer by itself, and the shares of slots.
+"""Measure the error that a recipe adds to gradients: of the whole model, of each layer alone, and of each slot.
 
-The error of a pass is |g' - g|^2 / |g|^2 over every parameter of the model, g the gradient of an fp32 pass over the
-same weights and batches. The gap of a recipe is its error less that of the same pass without any cast (bf16, or the
-recipe's own compute dtype): that part does not depend on the casts. The gap is attributed to slots and layers by
-switching others off.
+The error of a pass is |g' - g|^2 / |g|^2 over every parameter of the model, with g the gradient of an fp32 pass over
+the same weights and batches. The floor is the error of a pass without any cast (bf16, or the recipe's own compute
+dtype), which does not depend on the casts. The gap of a recipe is its error minus the floor. It is attributed to slots
+(operands of matrix products) and layers by switching the casts of others off.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +26,12 @@ from lightning_llm.probe.passes import Pass, Passes
 
 PRODUCTS = {"fprop": "Y", "dgrad": "dX", "wgrad": "dW"}
 COLUMNS = (*SLOT_NAMES, *PRODUCTS.values())
-"""Six slots, each judged by the product it goes into, and the three products with every slot as the recipe has it."""
+"""Columns of a layer's figures: six slots, each measured by the error of its product with only that slot quantized, and
+the three products with all slots as in the recipe."""
 END_TO_END = "dW end to end"
 TARGET = 0.8
 MEASURABLE = 0.2
-"""A gap below this share of the floor is within what roundings of bf16 alone move."""
+"""Smallest gap that is attributed, as a share of the floor; rounding in bf16 alone changes errors by as much."""
 
 
 def measure(
@@ -41,10 +42,14 @@ def measure(
     attribute: bool,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Return the figures of `model`'s recipe: `loss`, `gradient`, `layers`, and with `attribute` `slots`, `keep_high`.
+    """Return the figures of `model`'s recipe, its entry in `probe.json`: "loss", "gradient", "layers" and others.
 
-    `reference`: the fp32 pass. `delayed`: scales that the checkpoint holds, where it was trained by this recipe.
-    `keys`: how many draws of random numbers are compared; a recipe without any takes one.
+    Args:
+        reference: the fp32 pass.
+        delayed: delayed scales of the checkpoint, {layer: {"scale", "amax_history"}}; None: from the first pass.
+        keys: number of draws of random bits to compare; recipes without random bits need one.
+        attribute: also measure "slots" and "keep_high", which takes many more passes.
+        progress: called with a line about the current pass.
     """
     progress("high-precision pass")
     high = model.high()
@@ -90,7 +95,7 @@ def _layer(columns: Mapping[str, Sums], weight: Sums) -> dict[str, Any]:
 
 
 def worst(layers: Mapping[str, Mapping[str, Mapping[str, float]]], count: int) -> list[tuple[str, str]]:
-    """Return the `count` (layer, slot) with the lowest SQNR, lowest first."""
+    """Return the `count` pairs (layer, slot) with the lowest SQNR (signal over quantization noise), lowest first."""
     ranked = [
         (its["sqnr_db"], layer, column)
         for layer, columns in layers.items()
@@ -101,10 +106,10 @@ def worst(layers: Mapping[str, Mapping[str, Mapping[str, float]]], count: int) -
 
 
 def local_sums(model: Passes, keys: int) -> dict[str, dict[str, Sums]]:
-    """Return {layer: {column: errors of its products against unquantized operands}}, summed over `keys` keys.
+    """Return {layer: {column: `Sums` of its product's errors}} of each layer by itself, over `keys` random keys.
 
-    Products are kept in fp32, so that nothing but the operands' casts is seen. Slots that are not quantized, and the
-    products of two such, are left out. `model.high()` must have run.
+    Products are computed in fp32 from the operands of the unquantized pass, so errors come from the casts only. Slots
+    that are not quantized, and products of two such slots, are left out. `model.high()` must have run.
     """
     recipes = {slot: only_slot(model.recipe, slot) for slot in SLOT_NAMES}
     found: dict[str, dict[str, Sums]] = {}
@@ -149,7 +154,7 @@ def _products(
 
 
 def gradient_error(made: Pass, reference: Pass) -> float:
-    """Return |g' - g|^2 / |g|^2 over all parameters."""
+    """Return the error of a pass, |g' - g|^2 / |g|^2 over all parameters, with g the gradients of `reference`."""
     difference = sum(_square(made.gradients[name] - each) for name, each in reference.gradients.items())
     return difference / sum(_square(each) for each in reference.gradients.values())
 
@@ -161,7 +166,11 @@ def _square(tensor: Tensor) -> float:
 
 @dataclass(frozen=True)
 class SlotShare:
-    """Shares of the gap of one slot alone and of all other slots. Those of six slots need not sum to 1."""
+    """The part of a recipe's gap that is due to one slot. The shares of six slots need not sum to 1.
+
+    `error_only`, `share_only`: with only this slot quantized; `error_without`, `share_without`: with all others
+    quantized, as the part that is then missing. Shares are None if the gap is too small. `loss_gap_only`: nats.
+    """
 
     error_only: float
     error_without: float
@@ -171,9 +180,10 @@ class SlotShare:
 
 
 def slot_shares(model: Passes, reference: Pass, high: Pass, whole: float, floor: float) -> dict[str, SlotShare]:
-    """Return every quantised slot's share of the gap, `whole` - `floor`; two passes each, under one key.
+    """Return {slot: its share of the gap} of every quantized slot; it takes two passes per slot.
 
-    An error is a sum over millions of elements, so that another key moves it by little.
+    The gap is `whole`, the recipe's error, minus `floor`, the error of the unquantized pass `high`. One random key is
+    enough: an error is a sum over millions of elements, so it hardly depends on the key.
     """
     found = {}
     gap = whole - floor
@@ -194,7 +204,12 @@ def slot_shares(model: Passes, reference: Pass, high: Pass, whole: float, floor:
 
 @dataclass(frozen=True)
 class UnquantizedLayers:
-    """The layers to keep high, most harmful first; `won_back`: the share of the gap, measured with other keys."""
+    """The layers to keep unquantized, the one with the largest contribution first.
+
+    `won_back`: the share of the gap that this removes, measured with random keys that did not choose the layers; None
+    if the gap is too small. `contributions`: {layer: gap with that layer alone quantized}; `error_after`: the error
+    with these layers unquantized, None if not measured.
+    """
 
     layers: list[str]
     won_back: float | None
@@ -210,10 +225,11 @@ def layers_to_keep(
     keys: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> UnquantizedLayers:
-    """Return the fewest layers, by falling contribution, that win back `TARGET` of the gap if unquantized.
+    """Return the fewest layers that remove the share `TARGET` of the gap if they stay unquantized.
 
-    A layer's contribution is the gap with that layer alone quantised. The number is found by bisection over errors
-    measured with those layers high, and the result is measured once more with keys that chose nothing.
+    Layers are taken in order of their contribution, the gap with that layer alone quantized. Their number is found by
+    bisection over measured errors, and the result is measured again with random keys that did not choose the layers.
+    `whole`: the recipe's error; `floor`: that of the unquantized pass; `keys`: random keys of the last measurement.
     """
     names, gap = list(model.layers), whole - floor
     contributions = {}

@@ -88,7 +88,7 @@ def test_a_loss_per_byte_is_null_where_the_bytes_are_unknown(trained, tmp_path, 
     assert metrics["val_loss"] > 0
     names = [f"{name}{suffix}" for name in ("bits_per_byte", "byte_perplexity") for suffix in ("", "/jsonl")]
     assert [metrics[name] for name in names] == [None] * 4
-    assert printed.err.count("the bytes of text are unknown of jsonl") == 1
+    assert printed.err.count("the bytes of jsonl are unknown") == 1
     assert not [name for name in read_run(run).validations if "byte" in name]
     monkeypatch.undo()
     assert all(evaluated(capsys, run)["metrics"][name] > 0 for name in names)
