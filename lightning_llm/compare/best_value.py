@@ -22,15 +22,16 @@ from lightning_llm.tracking.sweep_definition import command_with_values
 
 @dataclass(frozen=True)
 class BestOf:
-    """The request: the `key` to tune and the seeds that choose its value; no seeds: the lowest seed chooses.
+    """Request to compare each recipe at its best value of `key` (--best-of), chosen by the losses of `seeds`.
 
-    `by_all`: every seed both chooses and judges, which the tests over the whole grid account for (`tuned`).
+    Without `seeds` the lowest seed chooses. `by_all`: every seed both chooses and judges, which the tests over the
+    whole grid account for (`tuned`).
     """
 
     key: str
     seeds: tuple[int, ...] = ()
     sweeps: tuple[Path, ...] = ()
-    """Folders of the judged sweeps. A longer grid would be added to one of them."""
+    """Folders of the judged sweeps, for the command that extends a grid."""
     by_all: bool = False
 
 
@@ -53,11 +54,11 @@ class Choice:
 
     @property
     def at_the_edge(self) -> bool:
-        """True if the chosen value is the smallest or largest of several: a better one may lie beyond."""
+        """True if the chosen value is the smallest or largest of several, so a better one may lie outside the grid."""
         return len(self.losses) > 1 and self.value in (min(self.losses), max(self.losses))
 
     def line(self, name: str) -> str:
-        """Return the choice among values of `name` as a sentence."""
+        """Return the choice as a sentence; `name`: short name of the key, such as "learning_rate"."""
         losses = ", ".join(
             f"{f'{loss:.4f}' if math.isfinite(loss) else 'diverged'} at {value:g}"
             for value, loss in sorted(self.losses.items())
@@ -77,7 +78,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Grid:
-    """One recipe at the judging seeds: `runs` {value: {seed: run}}, the chosen `value`, and all values `tried`."""
+    """The runs of one recipe over all values of the tuned key, at the seeds that judge.
+
+    `runs`: {value: {seed: run}}; `value`: the chosen one; `tried`: all values, also those without a judging run.
+    """
 
     value: Any
     runs: dict[Any, dict[int, Run]]
@@ -86,9 +90,10 @@ class Grid:
 
 @dataclass
 class Selection:
-    """The values of `key` chosen by `seeds`, and the runs left to judge.
+    """The value of `key` chosen for each recipe by `seeds` (`choices`), and the `runs` to judge at these values.
 
-    `others`: the keys that distinguish recipes; `grids`: {values of these keys: grid of that recipe}.
+    `unfinished`: unfinished runs at the chosen values; `others`: the keys that distinguish recipes; `grids`: {values of
+    these keys as text: grid of that recipe}; `problems`: recipes that are not judged; `by_all`: as in `BestOf`.
     """
 
     key: str
@@ -102,7 +107,7 @@ class Selection:
     by_all: bool = False
 
     def grid_of(self, run: Run) -> Grid:
-        """Return the grid of the recipe of `run`."""
+        """Return the grid of the recipe to which `run` belongs."""
         return self.grids[_identity(run, self.others)]
 
     def as_data(self) -> dict[str, Any]:
@@ -120,7 +125,7 @@ class Selection:
         return {"key": self.key, "seeds": list(self.seeds), "choices": choices}
 
     def lines(self) -> list[str]:
-        """Return the note on the selection and one sentence per recipe."""
+        """Return a note on how values were chosen, and one sentence per recipe."""
         name, seeds = self.key.rpartition(".")[2], ", ".join(map(str, self.seeds))
         over = "all of them" if self.by_all else "the other seeds"
         what = f"Each recipe runs at its best {self.key}, chosen by the loss at seed {seeds}; verdicts are over {over}."
@@ -128,7 +133,11 @@ class Selection:
 
 
 def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:
-    """Parse --best-of and --choose-by. Raises ConfigError."""
+    """Return the request of the flags --best-of and --choose-by; None without --best-of.
+
+    Raises:
+        ConfigError: the seeds of --choose-by are invalid, or given without --best-of.
+    """
     if best_of is None:
         if choose_by is not None:
             raise ConfigError(Problem("--choose-by", "requires --best-of KEY. Add --best-of KEY."))
@@ -142,7 +151,9 @@ def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:
 
 
 def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, terms: Terms) -> Selection:
-    """Return the best value of `asked.key` per recipe (combination of the other varying keys) and the runs to judge.
+    """Choose the best value of `asked.key` for each recipe (combination of the other varying keys).
+
+    Return the choices and the runs to judge: those at the chosen values.
 
     Raises:
         ConfigError: the key does not vary or is not numeric, a recipe lacks a choosing seed, no seed is left to judge,
@@ -203,7 +214,10 @@ def has_grid(runs: Sequence[Run], key: str) -> bool:
 
 
 class Beyond(NamedTuple):
-    """Extension of a grid that has its best value at an end: which `end`, the next value `further` out, and `seeds`."""
+    """How to extend a grid with its best value at an end.
+
+    `end`: "below" or "above"; `further`: the value to add there; `seeds`: at which to run it.
+    """
 
     end: str
     further: float

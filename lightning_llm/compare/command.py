@@ -43,18 +43,20 @@ def compare_named(
     say: Callable[[str], None],
     gate: Gate | None = None,
 ) -> Comparison:
-    """Return the verdicts over the runs that `words` name, after showing them and writing the report.
+    """Compare the runs that `words` name, show the verdicts, write the report, and return the comparison.
 
     Args:
-        words: RUN arguments, see `find_runs`.
-        asked: the requested terms; None: as declared for the sweep, or else the default.
+        words: the RUN arguments (see `find_runs`).
+        asked: the requested terms; a term that is None is as declared for the sweep, or else the default.
+        baseline: "group=level" or "key=value"; None for the default.
+        best_of: compare each recipe at its best value of a key; None: at the values as run.
         output: another folder for the report; nothing is then logged to MLflow.
         show: prints the verdicts.
         say: prints a line on the location of the report.
         gate: the required verdict (--require) and the series of looks; the comparison's `requirement` has the outcome.
 
     Raises:
-        IncompleteComparisonError: not all could be judged; the rest is shown and written.
+        IncompleteComparisonError: not all runs could be judged; the verdicts on the others are shown and written.
         ConfigError: nothing could be judged.
     """
     terms_of(asked)  # report invalid terms before anything is read
@@ -97,9 +99,10 @@ def compare_named(
 def under_gate(
     judge: Callable[[Terms], Comparison], terms: Terms, gate: Gate | None, found: RunSelection, design: Design | None
 ) -> Comparison:
-    """Return the comparison, under the error budget of its series if there is a `gate`.
+    """Return the comparison; with a `gate` (--require) its intervals use only a part of the series' error budget.
 
-    A sweep with declared looks has spent its error in the order that it declared, and spends no more.
+    A sweep with declared looks has planned its error rate itself and uses no budget. `judge`: returns the comparison
+    under given terms.
     """
     if gate is None:
         return judge(terms)
@@ -113,7 +116,7 @@ def under_gate(
 
 
 def against_all_pairs(terms: Terms, best_of: BestOf | None, design: Design | None, found: RunSelection) -> str:
-    """Return why --all-pairs cannot be used here and the remedy; empty if it can."""
+    """Return why --all-pairs cannot be used here, and the remedy; "" if it can."""
     if best_of is not None:
         return f"cannot be combined with --best-of {best_of.key}. Remove one of the two."
     if design is not None:
@@ -132,7 +135,7 @@ def against_all_pairs(terms: Terms, best_of: BestOf | None, design: Design | Non
 
 
 def flags_of(asked: RequestedTerms, baseline: str | None, key: str) -> list[str]:
-    """Return the flags for the same terms and baseline together with --best-of `key`, without --all-pairs.
+    """Return flags of `compare` that repeat these terms and this baseline, for a command with --best-of `key`.
 
     The baseline's name must not contain a value of `key` there: "optim=adamw (learning_rate=0.002)" becomes
     "optim=adamw".
@@ -147,7 +150,7 @@ def flags_of(asked: RequestedTerms, baseline: str | None, key: str) -> list[str]
 
 
 def note_look(comparison: Comparison, folder: Path) -> None:
-    """Record this look next to the runs, even if the report goes elsewhere, and add a note on repeated looks."""
+    """Record in `folder` that verdicts on these runs were taken (a look), and add a note if it is not the first."""
     try:
         comparison.looks = record_look(look_at(comparison.verdicts, comparison.terms), folder)
     except (OSError, ValueError) as error:
@@ -168,8 +171,8 @@ def write_comparison(
 ) -> list[str]:
     """Write the report to `folder` and, with `log`, the verdicts to MLflow; return the lines to print.
 
-    If it cannot be written, that is added to the comparison's problems. `supplement`: further parts of the report;
-    `place`, `lines`: as for `log_verdicts`.
+    If the report cannot be written, a problem is added to the comparison. `supplement`: further parts of the report;
+    `place`, `lines`: see `log_verdicts`.
     """
     from lightning_llm.compare.report.tables import NOTHING
     from lightning_llm.compare.report.write import write_report
@@ -199,7 +202,7 @@ def print_table(comparison: Comparison) -> None:
 
 
 def table_console() -> "Console":
-    """Return a console for tables: unless on a terminal, 180 columns wide and without color.
+    """Return a console for tables. If stdout is no terminal, it is 180 columns wide and without color.
 
     Markup is off, because text from configs contains [lists].
     """
@@ -212,5 +215,5 @@ def print_data(comparison: Comparison) -> None:
 
 
 def print_escaped(line: str, file: TextIO | None = None) -> None:
-    """Print a line with a path, escaped: a path may contain any character."""
+    """Print a line with a path; control characters in the path are escaped."""
     print(escaped(line), file=file)

@@ -32,7 +32,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Baseline:
-    """The baseline of one group of runs."""
+    """The runs of the baseline in one setting, and their figures. `label`: name of the baseline, such as "bf16"."""
 
     label: str
     family: ComparisonGroup
@@ -54,18 +54,18 @@ class Baseline:
 
     @property
     def loss(self) -> float | None:
-        """Mean over the seeds."""
+        """Mean of `losses` over the seeds, nats per token; None without a loss."""
         return fmean(self.losses.values()) if self.losses else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median over the runs."""
+        """Median over the runs; None if no run recorded it."""
         found = [value for run in self.runs if (value := run.figure("tokens_per_second_median"))]
         return median(found) if found else None
 
     @property
     def peak_memory_bytes(self) -> float | None:
-        """The maximum over the runs."""
+        """The maximum over the runs; None if no run recorded it."""
         return max((run.peak_memory_bytes for run in self.runs if run.peak_memory_bytes), default=None)
 
     def as_data(self) -> dict[str, Any]:
@@ -85,7 +85,13 @@ class Baseline:
 
 @dataclass
 class Comparison:
-    """Verdicts over `runs`, with `problems` of the arguments or runs and `notes` on the verdicts."""
+    """Verdicts over `runs`: one per recipe and setting.
+
+    `factor`: what distinguishes the recipes; `families`: groups of runs that are judged together; `floors`: per group,
+    the noise of runs that differ only in rounding; `problems`: arguments and runs that could not be used; `notes`: on
+    the verdicts; `advice`: the command that adds deciding seeds; `looks`: all looks at these runs; `selection`: values
+    chosen by --best-of; `design`: declared looks.
+    """
 
     factor: Factor
     terms: Terms
@@ -99,30 +105,32 @@ class Comparison:
     looks: list[RecordedLook] = field(default_factory=list)
     selection: Selection | None = None
     all_pairs: list[PairGap] = field(default_factory=list)
-    """Every recipe against every other, if requested (--all-pairs)."""
+    """Gaps of every recipe to every other; empty unless requested (--all-pairs)."""
     design: Design | None = None
     required: str | None = None
     """The verdict that is required of every arm (--require)."""
     spending: Spending | None = None
-    """What this look spent of the error budget of its series; None without --require or with declared looks."""
+    """The part of its series' error budget that this look used; None without --require or with declared looks."""
     ladder: bool = False
     """True if a law over sizes and tokens was fitted, which the methods then describe."""
     logs: list[dict[str, Any]] = field(default_factory=list)
-    """Audits of the logs of another trainer that the runs are; empty for runs of this program."""
+    """Facts about each log, if the runs are logs of another trainer; empty for runs of this program."""
     not_verified: list[str] = field(default_factory=list)
     """Facts about such runs that their logs do not show."""
 
     @property
     def baselines(self) -> list[Baseline]:
-        """The baseline's figures in each setting."""
+        """The baseline in each setting."""
         return [Baseline(self.factor.baseline_label, family, self.terms) for family in self.families]
 
     def verdicts_of(self, family: ComparisonGroup) -> list[Verdict]:
-        """Return the verdicts of one comparison group."""
+        """Return the verdicts on the recipes of one group."""
         return [verdict for verdict in self.verdicts if verdict.family is family]
 
     def require(self, required: str) -> Requirement:
-        """Return whether every arm has the `required` verdict, "lossless" or "not-lossy"; true if it has.
+        """Return whether every recipe has the `required` verdict, "lossless" or "not-lossy".
+
+        The result is true if all have it, and states the outcome for each recipe.
 
         Raises:
             ConfigError: `required` is another word.
@@ -136,7 +144,7 @@ class Comparison:
 
     @property
     def methods(self) -> Methods:
-        """The methods text and its references."""
+        """The methods section of the report, with its references."""
         chosen, looks = self.selection, self.looks
         return methods_of(
             Study(
@@ -214,7 +222,7 @@ class Comparison:
 
 
 class IncompleteComparisonError(ConfigError):
-    """Some of the named runs could not be judged: `problems` has the reasons, `comparison` the other verdicts."""
+    """Some of the named runs could not be judged. `problems`: the reasons; `comparison`: the verdicts on the others."""
 
     def __init__(self, comparison: Comparison):
         self.comparison = comparison

@@ -34,7 +34,7 @@ SPEED_KEYS = (
 
 @dataclass(frozen=True)
 class TimeToLoss:
-    """First time at which a validation loss reached a target: `tokens` seen, `seconds` of training."""
+    """Time to a loss: `tokens` seen and `seconds` of training, of one run or as ratios of two runs."""
 
     tokens: float
     seconds: float
@@ -42,10 +42,11 @@ class TimeToLoss:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one recipe. Ratios are recipe over baseline: geometric means over pairs, None without pairs.
+    """Cost of one recipe relative to the baseline. Ratios are recipe over baseline; None if not known.
 
-    `tokens_to_loss_ratio`, `seconds_to_loss_ratio`: time to a loss that both runs reached (`time_ratio`), over
-    `timed_pairs`; `speed_confounders`: the differences that make speed and memory incomparable.
+    `tokens_to_loss_ratio`, `seconds_to_loss_ratio`: time to a loss that both runs reached (`time_ratio`), geometric
+    means over `timed_pairs` pairs; `tokens_per_second`: median over the recipe's runs; `skipped_steps`, `spikes`: sums
+    over its runs; `speed_confounders`: keys whose differences make speed and memory incomparable.
     """
 
     timed_pairs: int
@@ -78,7 +79,7 @@ class Cost:
 
 
 def cost_of(pairs: Sequence[Pair], tail: Tail | None) -> Cost:
-    """Return the cost of a recipe from its `pairs` without failures; times are to losses of the metric of `tail`."""
+    """Return the cost of a recipe from its `pairs` without failed runs; `tail` names the metric of times to a loss."""
     ratios = [found for pair in pairs if tail and (found := time_ratio(pair, tail.metric))]
     speeds = _ratios(pairs, "tokens_per_second_median")
     peaks = [run.peak_memory_bytes for run in (pair.run for pair in pairs) if run.peak_memory_bytes]

@@ -27,11 +27,11 @@ from scipy import special
 Array = NDArray[np.float64]
 
 REACH = 1.25
-"""Factor by which losses are extrapolated beyond the token counts that were run: a margin of 2 % below D / 2."""
+"""Largest factor by which losses are extrapolated beyond the token counts that were run."""
 STEEPEST = 3.0
-"""Limit of the exponent: a baseline with more curvature over a factor of 4 in tokens does not follow a power law."""
+"""Largest exponent beta: a baseline with more curvature over a factor of 4 in tokens does not follow a power law."""
 GRID = 801
-"""Ratios tried, evenly spaced in ln: 0.2 % apart over a factor of 4, with roots interpolated between them."""
+"""Number of ratios tried, evenly spaced in ln: 0.2 % apart over a factor of 4, with roots interpolated between them."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Curve:
 
     @property
     def reach(self) -> tuple[float, float]:
-        """The smallest and largest ratio to `at` for which a loss is computed."""
+        """(smallest, largest) ratio of tokens to `at` for which a loss is computed."""
         return self.tokens[0] / self.at / REACH, self.tokens[-1] / self.at * REACH
 
     @cached_property
@@ -74,8 +74,10 @@ class Curve:
         return (low + high) / 2
 
     def weights(self, ratios: Array) -> Array:
-        """Return w [U, K] such that the loss at `ratios` [U] times `at` is `w @ losses`: Lagrange polynomials in
-        D^-beta."""
+        """Return weights w, [U, K], such that `w @ losses` are the losses at `ratios` ([U]) times `at` tokens.
+
+        They are Lagrange polynomials in D^-beta.
+        """
         logs = np.log(np.array(self.tokens) / self.at)
         nodes, where = _stretched(logs, self.beta), _stretched(np.log(ratios), self.beta)
         found = np.ones((len(ratios), len(nodes)))
@@ -85,12 +87,12 @@ class Curve:
         return found
 
     def shares(self, seeds: Sequence[int], ratio: float) -> list[float]:
-        """Return, for each seed, the loss at `ratio` times `at` tokens minus the loss at `at`, nats."""
+        """Return, for each of `seeds`, the loss at `ratio` times `at` tokens minus the loss at `at` tokens, nats."""
         weights = self.weights(np.array([ratio, 1.0]))
         return [float((weights[0] - weights[1]) @ self.losses[seed]) for seed in seeds]
 
     def within(self, seeds: Collection[int]) -> "Curve":
-        """Return the curve restricted to these seeds."""
+        """Return the curve with the losses of these seeds only."""
         return replace(self, losses={seed: losses for seed, losses in self.losses.items() if seed in seeds})
 
     def margins(self, share: float) -> dict[int, float]:
@@ -119,13 +121,12 @@ class EffectiveData:
 
     @property
     def more_tokens(self) -> float:
-        """The share of further tokens that the recipe needs to reach the baseline's loss, 0.041 for 4.1 %: 1 / ratio -
-        1."""
+        """Share of further tokens that the recipe needs for the baseline's loss: 1 / ratio - 1, 0.041 for 4.1 %."""
         return _more(self.ratio)
 
     @property
     def more_tokens_interval(self) -> tuple[float, float]:
-        """`more_tokens` at the interval's two ends, the lower first."""
+        """The interval of `more_tokens`, the lower bound first."""
         return _more(self.high), _more(self.low)
 
     def as_data(self) -> dict[str, Any]:
@@ -150,7 +151,10 @@ def _stretched(logs: Array, beta: float) -> Array:
 
 
 def effective_data(losses: dict[int, float], curve: Curve, confidence: float = 0.95) -> EffectiveData | None:
-    """Return the effective data of the recipe with `losses`, {seed: nats}; None without a common seed."""
+    """Return how many tokens of the baseline a recipe's tokens are worth, from its `losses`, {seed: nats}.
+
+    None if no seed has both a loss of the recipe and a curve of the baseline.
+    """
     seeds = sorted(losses.keys() & curve.losses.keys())
     if not seeds:
         return None

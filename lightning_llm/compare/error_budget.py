@@ -1,8 +1,9 @@
 """Error budget of a series of looks: the error that each look may use, so that all looks together keep the error rate.
 
-A series is the arms that are compared, under a declared name (--series NAME), or else in one folder. Its budget is
-1 - confidence, the error that a single verdict may have. Each look at new losses spends a part: half of the rest,
-or 1/N of all with --looks N. The verdict of a look that spends e has intervals at confidence 1 - e.
+A look is one comparison of the runs that exist at that time. A series is the arms that are compared, under a declared
+name (--series NAME), or else in one folder. Its budget is 1 - confidence, the error that a single verdict may have.
+Each look at new losses spends a part: half of the rest, or 1/N of all with --looks N. The verdict of a look that spends
+e has intervals at confidence 1 - e.
 
 The k-th look at an arm has number k or higher in its series, so the parts spent on one arm are at most the budget.
 Therefore (union bound: P(any of several events) is at most the sum of their probabilities) the chance that any look is
@@ -10,7 +11,7 @@ wrong about that arm is at most the budget, however the looks depend on each oth
 or another metric. The chance of a false "lossless", one side of the intervals, is at most half of it. Looks at other
 arms are other claims: together they may spend more.
 
-Every recorded look counts, also those without --require: who sees a verdict can choose when to ask for it.
+Every recorded look counts, also those without --require: after seeing a verdict one could choose when to require it.
 `judged_at_look` takes the next look of a series.
 """
 
@@ -47,9 +48,10 @@ LEAST_SPENT = 1e-5
 
 @dataclass(frozen=True)
 class Spending:
-    """Spending of one look: number `look` of its series, `spent` of the `budget`, and `left` after it.
+    """The error that one look uses: it is number `look` of its series, uses `spent` of the `budget`, and leaves `left`.
 
-    `look` is 0 for a look that spends nothing because no arm has two pairs.
+    `look` is 0 for a look that uses nothing because no recipe has two pairs. `file`: the looks of the series;
+    `planned_looks`: number given by --looks, None without.
     """
 
     file: Path
@@ -61,17 +63,17 @@ class Spending:
 
     @property
     def exhausted(self) -> bool:
-        """True if nothing was left for this look."""
+        """True if nothing of the budget was left for this look."""
         return self.look > 0 and not self.spent
 
     @property
     def next_spent(self) -> float:
-        """The error that the next look can spend."""
+        """The error that the next look of the series may use."""
         return _share(self.look + 1, self.budget, self.planned_looks)
 
     @property
     def text(self) -> str:
-        """The look and the budget as a sentence."""
+        """The number of the look and the state of the budget, as a sentence."""
         total = f"the error budget of {100 * self.budget:g} %"
         of = "" if self.planned_looks is None else f" of {self.planned_looks}"
         if not self.look:
@@ -100,7 +102,9 @@ class Spending:
 
 
 def spending_of(look: RecordedLook, earlier: Sequence[RecordedLook], gate: Gate, budget: float, file: Path) -> Spending:
-    """Return the spending of `look` after the `earlier` looks, oldest first, which may contain it.
+    """Return the error that `look` uses, given the `earlier` looks of the file, oldest first.
+
+    `earlier` may contain the same look, which then uses nothing new. `budget`: error of the whole series.
 
     Raises:
         ConfigError: the series has another budget or another number of planned looks.
@@ -120,7 +124,7 @@ def spending_of(look: RecordedLook, earlier: Sequence[RecordedLook], gate: Gate,
 
 
 def can_decide(look: RecordedLook) -> bool:
-    """Return whether an arm has enough pairs to be called lossless: only such looks spend error."""
+    """Return whether any recipe has enough pairs to be called lossless; only such a look uses error."""
     return any(pairs >= FEWEST_PAIRS for pairs in look.pairs.values())
 
 
@@ -157,25 +161,25 @@ def _check_declared(same: Sequence[RecordedLook], look: RecordedLook, gate: Gate
 
 
 def with_spending(look: RecordedLook, spending: Spending) -> RecordedLook:
-    """Return `look` with its spending, as it is recorded."""
+    """Return `look` with the error that it used, in the form in which looks are recorded."""
     return replace(look, spent=spending.spent, budget=spending.budget, planned_looks=spending.planned_looks)
 
 
 def merged(series: Sequence[RecordedLook], beside: Sequence[RecordedLook], look: RecordedLook) -> list[RecordedLook]:
-    """Return the looks of a named series, and looks at the same arms from the runs' folder that it lacks."""
+    """Return the looks of a named `series`, and the looks at its recipes that only the runs' folder has (`beside`)."""
     known = {each.identity for each in series}
     lacking = [each for each in beside if each.identity not in known and _of_one_series(each, look)]
     return [*series, *(replace(each, spent=None, budget=None, planned_looks=None) for each in lacking)]
 
 
 LOCK_SECONDS = 60.0
-"""Timeout for another process that takes a look of the same series."""
+"""Seconds to wait for another process that takes a look of the same series."""
 
 
 def judged_at_look(
     judge: Callable[[Terms], "Comparison"], terms: Terms, gate: Gate, folder: Path | None
 ) -> "Comparison":
-    """Return the comparison at the next look of the series of `gate`, after recording the look.
+    """Take the next look of the series of `gate`: compare with the error it may use, record it, return the comparison.
 
     Args:
         judge: returns the comparison under given terms.
@@ -255,9 +259,9 @@ def _problems_as_config_errors(file: Path) -> Iterator[None]:
 
 
 def refuse_with_declared_looks(gate: Gate, sweeps: Sequence[Path]) -> None:
-    """Raise ConfigError for a series of sweeps with looks that were declared in the sweep.
+    """Raise ConfigError if --series or --looks are given for a sweep with declared looks.
 
-    Such a sweep spends the whole error of its verdicts itself.
+    Such a sweep uses the whole error of its verdicts itself.
     """
     given = [flag for flag, value in (("--series", gate.series), ("--looks", gate.looks)) if value is not None]
     text = f"cannot be used for {sweeps[0].name}, as its declared looks spend its error. Remove it."

@@ -42,11 +42,12 @@ def compare_runs(
     design: Design | None = None,
     damaged: Sequence[Path] = (),
 ) -> Comparison:
-    """Return the verdicts over `runs`; `baseline` is "group=level" or "key=value", None for the default.
+    """Return the comparison of `runs`: pair them by seed, judge each recipe, and add notes.
 
-    `best_of`: compare each recipe at its best value of a key, chosen by seeds that are not judged. `design`: declared
-    looks; `terms` and `baseline` are then those of the design. `damaged`: folders of runs that cannot be used. If there
-    are any, or copies under another seed, no recipe is called lossless.
+    `baseline`: "group=level" or "key=value", None for the default. `best_of`: compare each recipe at its best value of
+    a key, chosen by seeds that are not judged. `design`: declared looks; `terms` and `baseline` are then those of the
+    design. `damaged`: folders of runs that cannot be used. If there are any, or copies under another seed, no recipe is
+    called lossless.
 
     Raises:
         ConfigError: no verdict can be given, with every reason.
@@ -93,7 +94,10 @@ def compare_runs(
 
 
 def judge_families(comparison: Comparison, unfinished: Sequence[Run]) -> None:
-    """Add the verdicts and the noise floor of each setting, or the reason why there are none."""
+    """Judge each group of `comparison`: add its verdicts and noise floor, or a problem if it has none.
+
+    `unfinished`: unfinished runs, of which baseline runs of other lengths matter for a margin in tokens.
+    """
     factor, terms, usable, selection = comparison.factor, comparison.terms, comparison.runs, comparison.selection
     of_baseline = [run for run in (*usable, *unfinished) if factor.level(run) == factor.baseline]
     for family in comparison.families:
@@ -125,9 +129,10 @@ def _add_all_pairs(comparison: Comparison, damaged: bool) -> None:
 def judge(
     family: ComparisonGroup, factor: Factor, terms: Terms, curve: Curve | None = None, design: Design | None = None
 ) -> tuple[list[Verdict], Floor, list[Problem]]:
-    """Return the verdicts of one group, its A/A floor and the problems; at the looks of `design`, if any.
+    """Return the verdicts of one group, the noise of its runs that differ only in rounding, and problems.
 
-    `curve`: the baseline's losses at other numbers of tokens, which convert gaps to tokens.
+    `design`: judge at these declared looks; None: at one look. `curve`: the baseline's losses at other numbers of
+    tokens, which convert gaps to tokens.
     """
     recipes: list[Measured] = []
     problems: list[Problem] = []
@@ -174,7 +179,7 @@ def _verdict(
 
 
 def withheld_beside(verdict: Verdict, damaged: Sequence[Path]) -> Verdict:
-    """Return `verdict`, inconclusive instead of lossless if runs of the comparison are `damaged`.
+    """Return `verdict`; a lossless one becomes inconclusive if there are `damaged` runs in the comparison.
 
     The results of damaged runs are unknown, and possibly even their recipe. The intervals of a group and its pooled
     variance depend on all of its runs.
@@ -186,8 +191,7 @@ def withheld_beside(verdict: Verdict, damaged: Sequence[Path]) -> Verdict:
 
 
 def open_verdicts(verdicts: Sequence[Verdict]) -> dict[str, int]:
-    """Return {recipe: number of further seeds that would decide it} of the inconclusive recipes for which it is
-    known."""
+    """Return {recipe: number of further seeds that would decide it} for inconclusive recipes with a known number."""
     found: dict[str, int] = {}
     for verdict in verdicts:
         if verdict.decision == "inconclusive" and verdict.plan.more is not None:

@@ -1,8 +1,9 @@
 """Looks at a growing sweep: declared before its first run (`Design`), or recorded as they are taken (`RecordedLook`).
 
-A design has the looks and all terms of the verdicts; `sweep.json` stores it with its hash. A verdict by other terms,
-chosen after the losses were seen, does not have the declared error rate. Looks that were not declared are recorded in
-`looks.json` beside the runs, because each is another chance of a false verdict.
+A look is one comparison of the runs that exist at that time. A design has the looks and all terms of the verdicts;
+`sweep.json` stores it with its hash. A verdict by other terms, chosen after the losses were seen, does not have the
+declared error rate. Looks that were not declared are recorded in `looks.json` beside the runs, because each is another
+chance of a false verdict.
 """
 
 import json
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeclaredLook:
-    """A declared look: after `seeds` seeds, with error rates `levels`; `number` counts from 1."""
+    """A look that was declared before the sweep's first run: taken after `seeds` seeds, with the error rates `levels`.
+
+    `number` counts from 1.
+    """
 
     number: int
     seeds: int
@@ -38,8 +42,10 @@ class DeclaredLook:
 
 @dataclass(frozen=True)
 class Design:
-    """The declared looks, terms and `seeds` (in the order they are run); `recipes`: the most compared with one
-    baseline."""
+    """The declared plan of a sweep: `looks`, terms of the verdicts, and `seeds` in the order in which they are run.
+
+    `spending`: how the error is divided over the looks; `recipes`: largest number compared with one baseline.
+    """
 
     looks: tuple[DeclaredLook, ...]
     seeds: tuple[int, ...]
@@ -54,11 +60,11 @@ class Design:
         return self.looks[-1]
 
     def seeds_at(self, look: DeclaredLook) -> list[int]:
-        """Return the seeds judged at `look`."""
+        """Return the seeds that are judged at `look`."""
         return list(self.seeds[: look.seeds])
 
     def as_data(self) -> dict[str, Any]:
-        """Return the design as in `sweep.json`, its hash last."""
+        """Return the design as `sweep.json` stores it, with its hash as the last entry."""
         about: dict[str, Any] = {
             "looks": [look.seeds for look in self.looks],
             "spending": self.spending,
@@ -78,20 +84,23 @@ class Design:
 
     @property
     def words(self) -> str:
-        """The looks as a phrase, for plans and notes."""
+        """The design as text: "after 2, 3, 4 seeds, margin 0.01 nats per token, pocock spending"."""
         looks = ", ".join(str(look.seeds) for look in self.looks)
         return f"after {looks} seeds, margin {self.terms.margin_and_unit}, {self.spending} spending"
 
 
 def hash_of(value: Any, digits: int = 12) -> str:
-    """Return the first hex digits of the hash of a design or of losses, given as JSON values."""
+    """Return the first `digits` hex digits of the SHA-256 hash of JSON data: a design, or losses."""
     return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:digits]
 
 
 def declare(
     looks: tuple[int, ...], seeds: tuple[int, ...], terms: Terms, spending: Spending, recipes: int, baseline: str | None
 ) -> Design:
-    """Return the design for these looks, with the confidence of each."""
+    """Return the design for these looks, with the confidence of the intervals of each.
+
+    `looks`: number of seeds at each look, ascending; `recipes`: number compared with one baseline.
+    """
     confidences = boundary(looks, recipes, terms.confidence, spending)
     failures = increments(looks, 1 - terms.confidence, spending)
     made = (
@@ -102,7 +111,7 @@ def declare(
 
 
 def read_design(about: Any, where: str) -> Design | None:
-    """Return the design in the content of a `sweep.json`, None if it has none.
+    """Return the design in `about`, the content of the `sweep.json` at `where`; None if it has none.
 
     Raises:
         ConfigError: the design was changed after it was declared: its hash does not match.
@@ -134,19 +143,19 @@ USUAL = "the default"
 
 @dataclass(frozen=True)
 class Declared:
-    """The `design` that verdicts follow, None without one; `notes` on it; the declared `baseline`."""
+    """The `design` that the verdicts on the selected runs follow, None without one, and `notes` on it."""
 
     design: Design | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def terms(self) -> Terms | None:
-        """The declared terms, if there is a design."""
+        """The declared terms of verdicts; None without a design."""
         return self.design.terms if self.design else None
 
     @property
     def baseline(self) -> str | None:
-        """The declared baseline, if any."""
+        """The declared baseline; None for the default, or without a design."""
         return self.design.baseline if self.design else None
 
 
@@ -205,7 +214,7 @@ def _other_terms(design: Design, asked: RequestedTerms, baseline: str | None, be
 
 LOOKS_FILE = "looks.json"
 FEWEST_PAIRS = 2
-"""Pairs of an arm without which no look can call it lossless, so that the look spends nothing."""
+"""Least number of pairs with which a recipe can be called lossless. A look with fewer for all uses no error."""
 LOOKS = (
     "Every look at a growing sweep is another chance of a false verdict. With a true gap at the margin, lossless is "
     "reported falsely in {few} of sweeps with looks after 2, 3, 4 and 5 seeds, and in {many} with looks after 2 to 20 "
@@ -218,9 +227,10 @@ recipe and 95 % intervals; from tests/compare/test_stability.py."""
 
 @dataclass(frozen=True)
 class RecordedLook:
-    """One look: time `at` (ISO 8601), the terms, pairs and verdicts by recipe; `seen` is a hash of the losses.
+    """One look as `looks.json` stores it: its time `at` (ISO 8601), terms, and by recipe its pairs and verdicts.
 
-    `margin` in nats, None if it was given as the share `token_margin` of tokens.
+    `seen`: hash of the judged losses and the terms. `margin`: in nats, None if it was given as the share `token_margin`
+    of tokens.
     """
 
     at: str
@@ -237,18 +247,18 @@ class RecordedLook:
     """Hash of the judged losses, the metric and the tail, equal under every margin and confidence; empty in files of
     earlier releases."""
     spent: float | None = None
-    """Error that this look spent of the budget of its series (`error_budget`); None without --require."""
+    """Error that this look used of the budget of its series (`error_budget`); None without --require."""
     budget: float | None = None
     planned_looks: int | None = None
 
     @property
     def identity(self) -> str:
-        """Identifies the judged losses: two looks with the same identity are one look."""
+        """Hash that identifies the judged losses: two looks with the same hash count as one look."""
         return self.data or self.seen
 
 
 def look_at(verdicts: Sequence["Verdict"], terms: Terms) -> RecordedLook:
-    """Return this look; its `seen` equals that of an earlier look if nothing is new."""
+    """Return the record of a look with these verdicts and terms; `seen` equals an earlier look's if nothing is new."""
     names = {id(each): " ".join(filter(None, (each.name, each.family.words))) for each in verdicts}
     shown = [
         [names[id(each)], each.factor.baseline_label, sorted(each.judged.measured.differences.items()),
@@ -291,7 +301,7 @@ def record_look(look: RecordedLook, folder: Path) -> list[RecordedLook]:
 
 
 def appended(known: Sequence[RecordedLook], look: RecordedLook) -> list[RecordedLook]:
-    """Return the `known` looks with `look`, unless it is one of them: it saw the same, and its spending is recorded."""
+    """Return the `known` looks with `look` added, unless it repeats one of them (same losses, its error recorded)."""
     same = [each for each in known if each.seen == look.seen]
     recorded = any(each.spent is not None or look.spent is None for each in same)
     return list(known) if recorded else [*known, look]
@@ -338,6 +348,6 @@ def _read(each: Any) -> RecordedLook:
 
 
 def looks_statement() -> str:
-    """Return the statement on the error rate of repeated looks."""
+    """Return the sentence of reports on how repeated looks raise the rate of false verdicts."""
     few, many = (f"{100 * rate:.1f} %" for rate in FALSE_LOSSLESS_BY_LOOKS.values())
     return LOOKS.format(few=few, many=many)

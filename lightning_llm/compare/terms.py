@@ -1,4 +1,4 @@
-"""Terms of a verdict: margin, confidence, metric, tail and targets; requested, declared for the sweep, or default."""
+"""Terms of a verdict: margin, confidence, metric and other choices; requested, declared for the sweep, or default."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,8 +11,9 @@ from lightning_llm.config.schema.sweep import read_margin
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms of a verdict: `margin` in nats per token, joint `confidence` of all intervals of a group.
+    """Terms of a verdict: the `margin` in nats per token, and the joint `confidence` of all intervals of a group.
 
+    `metric`: the judged validation metric; `tail_share`: share of the last steps over which it is averaged.
     `token_margin`: the margin as a share of tokens, 0.02 for 2 %, if it was given so; `margin` is then NaN until it is
     known for a group of runs (`token_margin.in_nats`) or a verdict (`VerdictInputs.margin`).
     """
@@ -22,14 +23,14 @@ class Terms:
     metric: str = "val_loss"
     tail_share: float = TAIL_SHARE
     targets: Targets = NO_TARGETS
-    """Targets of the time to target (--target); none by default."""
+    """Values whose first time is compared, too (--target); none by default."""
     all_pairs: bool = False
     """True if recipes are also compared with each other."""
     token_margin: float | None = None
     next_confidence: float | None = None
     """Confidence of the next look of a series with an error budget, for which seeds are planned; None: the same."""
     measured_in: str | None = None
-    """The unit of a metric that another trainer logged."""
+    """The unit of a metric that another trainer logged; None for runs of this program."""
 
     @property
     def margin_words(self) -> str:
@@ -54,8 +55,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class LookLevels:
-    """Error rates of one of several declared looks: `intervals` is the confidence of its intervals, `failures` its
-    share of the error of the stability verdict."""
+    """Error rates of one declared look.
+
+    `intervals`: confidence of its intervals; `failures`: its share of the error of the verdict on stability.
+    """
 
     intervals: float
     failures: float
@@ -63,7 +66,7 @@ class LookLevels:
 
 @dataclass(frozen=True)
 class RequestedTerms:
-    """The requested terms, None if not given; `margin` in nats, or "2%" of tokens."""
+    """The terms that the user requested, None if not given. `margin`: in nats, or "2%" of tokens."""
 
     margin: float | str | None = None
     confidence: float | None = None
@@ -73,7 +76,7 @@ class RequestedTerms:
     all_pairs: bool = False
 
     def over(self, terms: Terms) -> Terms:
-        """Return `terms` with the requested values replaced. Raises ConfigError for an invalid margin."""
+        """Return `terms` with the requested values in place of theirs. Raises ConfigError for an invalid margin."""
         margin, share = (terms.margin, terms.token_margin) if self.margin is None else margin_of(self.margin)
         return replace(
             terms,

@@ -25,23 +25,27 @@ KEY = "--target"
 
 @dataclass(frozen=True)
 class Targets:
-    """`for_all`: target of every setting not named in `by_setting`, {setting as text: target}; None: no target."""
+    """Values of the metric that runs must reach (--target).
+
+    `by_setting`: (setting as text, target) of single settings; `for_all`: the target of every other setting, None for
+    no target.
+    """
 
     for_all: float | None = None
     by_setting: tuple[tuple[str, float], ...] = ()
 
     def of(self, setting: str) -> float | None:
-        """Return the target of a setting."""
+        """Return the target of a setting, given as text; None without one."""
         return dict(self.by_setting).get(setting, self.for_all)
 
     @property
     def words(self) -> list[str]:
-        """The targets in the form that `read_targets` reads."""
+        """The targets as words of --target, which `read_targets` reads."""
         own = [f"{setting}:{value!r}" for setting, value in self.by_setting]
         return own if self.for_all is None else [repr(self.for_all), *own]
 
     def check(self, settings: Sequence[str]) -> list[Problem]:
-        """Return problems with names that are no setting, and with settings without a target."""
+        """Return a problem for each target of an unknown setting, and for each of `settings` without a target."""
         found: list[Problem] = []
         alone = list(settings) in ([""], ["all"])
         for name, value in self.by_setting:
@@ -65,7 +69,9 @@ NO_TARGETS = Targets()
 
 
 def read_targets(words: Sequence[str]) -> Targets:
-    """Parse targets such as "4.4" and "model=llama_tiny:4.4"; a later one for the same setting replaces an earlier one.
+    """Return the targets that the words of --target name: "4.4" for all settings, "model=llama_tiny:4.4" for one.
+
+    A later target of the same setting replaces an earlier one.
 
     Raises:
         ConfigError: with all invalid targets.
@@ -91,9 +97,10 @@ def read_targets(words: Sequence[str]) -> Targets:
 
 @dataclass(frozen=True)
 class Reached:
-    """First time a run was at its target: optimizer `steps`, `tokens`, `seconds` of training without validations.
+    """First time at which a run reached its target, infinite if it never did.
 
-    Infinite if it never was. `ended_tokens`: tokens of its last validation, up to which a run that missed was observed.
+    As optimizer `steps`, `tokens`, and `seconds` of training without validations. `ended_tokens`: tokens at the run's
+    last validation, up to which a run that missed the target was observed.
     """
 
     steps: float
@@ -103,7 +110,7 @@ class Reached:
 
 
 def reached(run: Run, metric: str, target: float, *, higher_is_better: bool) -> Reached:
-    """Return the first validation of `run` at which `metric` was at `target` or better, without interpolation."""
+    """Return the time of the first validation of `run` with `metric` at `target` or better, without interpolation."""
     values = run.validations.get(metric, {})
     ended = float(max((run.tokens.get(step, 0) for step in values), default=0))
     for step in sorted(values):
@@ -139,7 +146,7 @@ class TimeToTarget:
 
     @property
     def words(self) -> str:
-        """The ratio as text, as far as it is known."""
+        """The ratio of tokens as text, or the bounds that are known."""
         if not self.pairs:
             return "-"
         if self.low == self.high:
@@ -188,7 +195,7 @@ def time_to_target(
 
 
 def of_times(times: Sequence[tuple[Reached, Reached]], target: float, confidence: float) -> TimeToTarget:
-    """Return `time_to_target` for pairs of times, the recipe's first."""
+    """Return the same as `time_to_target`, from pairs (time of the recipe's run, time of the baseline's)."""
     bounds = [_ratio(ours, theirs) for ours, theirs in times]
     slower, faster = sum(low > 1 for low, _ in bounds), sum(high < 1 for _, high in bounds)
     decided = slower + faster

@@ -1,4 +1,4 @@
-"""A margin in tokens: the baseline's curve at other numbers of tokens, the margin in nats, and the runs it lacks."""
+"""A margin in tokens (--margin 2%): convert it to nats by baseline runs at other numbers of tokens; runs that lack."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,17 +20,17 @@ from lightning_llm.config.workspace import command
 from lightning_llm.tracking.reading import Run
 
 OF_TOKENS = ("trainer.max_steps", "schedule.", "optim.learning_rate", "data.global_batch_size", "branch_from")
-"""Keys in which a shorter or longer run may differ and still be the baseline: length, decay, and the rate and batch
-size that go with them."""
+"""Keys in which a shorter or longer run may differ and still count as the baseline: its length, the decay, and the
+learning rate and batch size that go with them."""
 MAY_DIFFER = (*ROUNDING, *OF_TOKENS)
 SAME_TOKENS = 0.02
 """Relative difference below which two token counts count as equal: steps are whole numbers."""
 MOST_FACTOR = 4.5
-"""Largest factor in tokens between the judged runs and the baseline's next length; beyond it the curve is a guess."""
+"""Largest factor in tokens between the judged runs and the baseline's next length; beyond it no margin is computed."""
 
 
 def curve_of(family: ComparisonGroup, runs: Sequence[Run], factor: Factor, terms: Terms) -> Curve | None:
-    """Return the baseline's losses at and around the group's number of tokens; None without other token counts.
+    """Return the baseline's losses at and around the number of tokens of `family`; None without other token counts.
 
     Of several counts the next below and the next above are used, or the two nearest if one side has none. The seeds are
     those at which the baseline finished and learned at all of them.
@@ -95,7 +95,7 @@ def _unlike(run: Run, base: Run) -> int:
 
 
 def around(at: int, counts: Sequence[int]) -> list[int]:
-    """Return the token counts used for a curve around `at`: the nearest below and above."""
+    """Return the token counts used for a curve around `at` tokens: the nearest below and above, ascending."""
     near = [count for count in counts if 1 / MOST_FACTOR <= count / at <= MOST_FACTOR]
     below, above = sorted(count for count in near if count < at), sorted(count for count in near if count > at)
     if below and above:
@@ -104,7 +104,7 @@ def around(at: int, counts: Sequence[int]) -> list[int]:
 
 
 def planned_tokens(run: Run) -> int:
-    """Return the tokens of a run up to its last planned step, also if it diverged or has not run yet."""
+    """Return the number of tokens of a run up to its last planned step, also if it diverged or has not run yet."""
     steps = int(run.config.get("trainer.max_steps") or run.last_step)
     if run.tokens:
         seen = max(run.tokens)
@@ -120,7 +120,7 @@ NEEDS = "needs the baseline at two other numbers of tokens, about half and twice
 
 
 def in_nats(terms: Terms, family: ComparisonGroup, curve: Curve | None, of_baseline: Sequence[Run] = ()) -> Terms:
-    """Return the terms with a margin in tokens converted to nats for this group; other terms unchanged.
+    """Return `terms` with a margin in tokens converted to nats for this group; other terms are unchanged.
 
     A recipe that needs a share m of further tokens is worth D / (1 + m): the margin is the baseline's loss increase
     there. It is the mean over all seeds; a verdict uses that of each seed (`Curve.margins`), which accounts for its

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from lightning_llm.compare.verdict import Verdict
 
 FEWEST_JUDGED = 2
-"""Pairs that a value needs to be judged."""
+"""Least number of pairs at a value of the grid for that value to be judged."""
 
 
 @dataclass(frozen=True)
 class GridBounds:
-    """Interval bounds over a grid of values, each [..., K, R].
+    """Bounds of simultaneous intervals of gaps over a grid of R values, each [..., K, R] for K recipes, in nats.
 
     `low`: of the recipe at each own value against the baseline's chosen value; `high`: of the recipe at its chosen
     value against each value of the baseline; `worse`, `baseline_worse`: runs diverged there, so that value is not the
@@ -53,19 +53,21 @@ class GridBounds:
     baseline_judged: NDArray[np.bool_]
 
     def lossy(self, margin: float) -> NDArray[np.bool_]:
-        """Return whether each recipe is lossy at all of its judged values, [..., K]."""
+        """Return whether each recipe is lossy at all of its own judged values, [..., K]; `margin` in nats."""
         with np.errstate(invalid="ignore"):
             return np.asarray(((self.low > margin) | self.worse | ~self.judged).all(-1) & self.judged.any(-1))
 
     def lossless(self, margin: float) -> NDArray[np.bool_]:
-        """Return whether each recipe is lossless against all judged values of the baseline, [..., K]."""
+        """Return whether each recipe is lossless against the baseline at all its judged values, [..., K]."""
         with np.errstate(invalid="ignore"):
             within = (self.high < margin) | self.baseline_worse | ~self.baseline_judged
         return np.asarray(within.all(-1) & self.baseline_judged.any(-1))
 
 
 def grid_bounds(losses: Array, chosen: NDArray[np.int64], confidence: float = 0.95) -> GridBounds:
-    """Return the bounds for both claims; at each value those of the K recipes are simultaneous (Dunnett).
+    """Return the interval bounds that `lossy` and `lossless` test over the grid.
+
+    At each value the intervals of the K recipes are simultaneous (Dunnett), with `confidence`.
 
     Args:
         losses: [..., 1 + K, R, S] in nats at judging seeds, the baseline first; NaN: no run, infinite: diverged.
@@ -93,9 +95,10 @@ def grid_bounds(losses: Array, chosen: NDArray[np.int64], confidence: float = 0.
 
 
 def plateau(losses: Mapping[float, float], margin: float) -> tuple[float, float] | None:
-    """Return the range of values with a loss within `margin` of the lowest, interpolated linearly over log(value).
+    """Return (smallest, largest) value of the tuned key with a loss within `margin` of the lowest loss.
 
-    The range ends at the end of the grid if that is within the margin, too. None without a finite loss.
+    `losses`: {value: loss}, interpolated linearly over log(value). The range ends at the end of the grid if that is
+    within the margin, too. None without a finite loss.
     """
     known = sorted((value, loss) for value, loss in losses.items() if math.isfinite(loss))
     if not known:
@@ -119,11 +122,11 @@ def _end(known: Sequence[tuple[float, float]], limit: float) -> float:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Result of the grid tests for one verdict.
+    """Result of the tests over the whole grid, for the verdict on one recipe.
 
-    `value`, `baseline_value`: chosen; `withheld`: the decision that the grid does not support, None if it does;
-    `because`: ("own" or "baseline's", value) pairs that contradict it; `unjudged`: values of either side with too few
-    judging pairs.
+    `value`, `baseline_value`: the values of `key` chosen for the recipe and the baseline. `withheld`: the decision
+    ("lossy" or "lossless") that the grid does not support, None if it does; `because`: the values that contradict it,
+    as ("own" or "baseline's", value); `unjudged`: values of either side with too few judging pairs.
     """
 
     key: str
@@ -135,7 +138,7 @@ class Tuned:
 
     @property
     def words(self) -> str:
-        """The reason why a decision is withheld, as a phrase; empty if none is."""
+        """The reason why a decision is withheld, as text; "" if none is."""
         if not self.withheld:
             return ""
         name = self.key.rpartition(".")[2]
@@ -159,7 +162,7 @@ class Tuned:
 
 
 def borne_out(verdicts: Sequence["Verdict"], selection: "Selection") -> list["Verdict"]:
-    """Return the verdicts of one group, with lossy and lossless kept only if the whole grid supports them."""
+    """Return the verdicts of one group; lossy and lossless become inconclusive unless the whole grid supports them."""
     if not verdicts:
         return []
     arms = [selection.grid_of(verdicts[0].pairs[0].baseline)]
