@@ -1,5 +1,7 @@
-"""From the pairs of a recipe to its verdict on loss, its verdict on stability and the combined decision; the A/A
-floor."""
+"""From the pairs of a recipe to its verdict on loss, its verdict on stability and the combined decision.
+
+Also the A/A floor: the noise between runs of one recipe and seed that differ only in rounding.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,10 +23,11 @@ from lightning_llm.tracking.reading import Run
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured results of one recipe.
+    """Measured results of the recipe `label` over its `pairs`; `tail`: the validations at the end that are averaged.
 
-    `differences`: {seed: nats} of pairs in which neither run diverged. `diverged_seeds`, `baseline_diverged_seeds`:
-    seeds at which one did. `missing_seeds`: seeds at which the baseline's run finished and the recipe's did not.
+    `differences`: {seed: nats per token, recipe minus baseline} of pairs in which neither run diverged.
+    `diverged_seeds`, `baseline_diverged_seeds`: seeds at which the recipe's or the baseline's run diverged.
+    `missing_seeds`: seeds at which the baseline's run finished and the recipe's did not.
     `identical`: the runs of every pair are bitwise equal. `unlearned`: (the baseline's loss, the required loss) if no
     baseline run has learned anything, so nothing can be concluded. `margins`: {seed: nats} of a margin in tokens, from
     the baseline's own runs at that seed; None for a margin in nats. `unpriced_seeds`: seeds of sound pairs without such
@@ -52,11 +55,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The gap of a recipe over the seeds at which neither run failed, without `outlier_seeds`; NaN if there is none.
+    """The `gap` of a recipe to the baseline with its interval [`low`, `high`], nats per token; NaN without pairs.
 
-    `sd`: of one pair's difference, with `df` degrees of freedom, as used by the interval; `pool`: number of recipes
-    that share the variance; `pool_sd`: the shared SD, a lower limit of `sd`; `comparisons`: number of simultaneous
-    intervals.
+    It is the mean over `pairs` pairs in which neither run failed, without `outlier_seeds`. `sd`: of one pair's
+    difference, with `df` degrees of freedom, as used by the interval; `pool`: number of recipes that share the
+    variance; `pool_sd`: the shared SD, a lower limit of `sd`; `comparisons`: number of simultaneous intervals.
     """
 
     gap: float = math.nan
@@ -73,9 +76,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class VerdictInputs:
-    """The verdict of a recipe on `loss` (by the interval alone), on `stability`, and the combined `decision`.
+    """Results from which a verdict is made: on `loss` (by the interval alone), on `stability`, and both combined.
 
-    `margin`: the margin used, in nats; for a margin in tokens the mean over the seeds of the gap.
+    `decision`: the combined decision. `margin`: the margin used, in nats; for a margin in tokens its mean over the
+    seeds of the gap.
     """
 
     measured: Measured
@@ -93,9 +97,10 @@ def measure(
     terms: Terms,
     margins: Mapping[int, float] | None = None,
 ) -> Measured:
-    """Return the tail, the differences and the failed seeds of a recipe's pairs.
+    """Return the measured results of the recipe `label` over its `pairs`, one per seed.
 
-    `margins`: {seed: nats} of a margin in tokens.
+    `missing_seeds`: seeds at which only the baseline finished; `margins`: {seed: nats} for a margin in tokens, else
+    None.
     """
     runs = [run for pair in pairs for run in (pair.run, pair.baseline) if not run.diverged]
     tail = tail_of(runs, terms.metric, terms.tail_share)
@@ -136,9 +141,10 @@ def _equal_bits(pair: Pair, metric: str) -> bool:
 def judge_all(
     recipes: Sequence[Measured], floor_sd: float | None, terms: Terms, levels: LookLevels | None = None
 ) -> list[VerdictInputs]:
-    """Return the verdict inputs of each recipe of one group, with simultaneous intervals and tests.
+    """Return the results of each recipe of one group, by intervals and tests that are simultaneous over the recipes.
 
-    `levels`: of one of several declared looks, with error rates over all looks; None: a single look.
+    `floor_sd`: noise of runs that differ only in rounding, nats, None if not known; `levels`: error rates of one of
+    several declared looks, None for a single look.
     """
     if not recipes:
         return []
@@ -232,11 +238,11 @@ def _estimate(index: int, intervals: Intervals, outliers: tuple[int, ...]) -> Es
 
 @dataclass(frozen=True)
 class Floor:
-    """Run-to-run noise over groups of runs of one recipe and seed that differ only in the order of sums.
+    """The A/A floor: noise between runs of one recipe and seed that differ only in the order of sums.
 
-    `losses`: tail losses of the distinct runs of each group; `identical`: runs bitwise equal to another, which show no
-    noise and are only counted; `unlearned`: runs left out because their group has not learned; `keys`: the keys that
-    differ.
+    `losses`: losses of the distinct runs of each group, averaged over the tail; `identical`: number of runs bitwise
+    equal to another, which show no noise; `unlearned`: number of runs left out because their group has not learned;
+    `keys`: the keys that differ.
     """
 
     losses: list[list[float]]
@@ -251,7 +257,10 @@ class Floor:
 
     @property
     def sd(self) -> float | None:
-        """SD of the difference of a pair, which has mean zero: for groups of two the root mean square difference."""
+        """SD of the difference between two such runs, nats: for groups of two their root mean square difference.
+
+        None without two distinct runs.
+        """
         if not self.pairs:
             return None
         squares = math.fsum((len(group) - 1) * variance(group) for group in self.losses)
@@ -272,7 +281,7 @@ class Floor:
 
 
 def measure_floor(family: ComparisonGroup, metric: str, tail_share: float) -> Floor:
-    """Return the noise floor of a group over the tails of `metric`, without runs that diverged or learned nothing.
+    """Return the A/A floor of a group by `metric`, without runs that diverged or learned nothing.
 
     The distance between runs that learn nothing is not informative about runs that learn.
     """

@@ -55,12 +55,12 @@ def per_parameter(tokens: int, parameters: int) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return "1 pair", "3 pairs"."""
+    """Return a number with its noun: "1 pair", "3 pairs"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def seeds_text(seeds: Sequence[int]) -> str:
-    """Return "seed 0", "seeds 0, 1"."""
+    """Return a list of seeds as text: "seed 0", "seeds 0, 1"."""
     return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 

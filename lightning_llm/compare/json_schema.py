@@ -16,14 +16,14 @@ from lightning_llm.compare.verdict_schema import Bounds, Number, Part, Value, Ve
 
 
 class LossOfSeed(Part):
-    """The tail loss of one seed."""
+    """The baseline's loss at one seed."""
 
     seed: int
     loss: Number
 
 
 class Baseline(Part):
-    """The baseline in one setting."""
+    """Figures of the baseline in one setting."""
 
     name: str
     setting: dict[str, Value]
@@ -37,7 +37,7 @@ class Baseline(Part):
 
 
 class NoiseFloor(Part):
-    """Runs that differ in the order of sums only."""
+    """The A/A floor: noise of runs that differ only in the order of sums."""
 
     setting: dict[str, Value]
     floor: Number
@@ -50,7 +50,7 @@ class NoiseFloor(Part):
 
 
 class PairGap(Part):
-    """The gap of two arms (--all-pairs)."""
+    """The gap of one recipe to another (--all-pairs)."""
 
     recipe: str
     other: str
@@ -63,7 +63,7 @@ class PairGap(Part):
 
 
 class Choice(Part):
-    """The value chosen for one arm."""
+    """The value of the tuned key chosen for one recipe."""
 
     recipe: str
     value: Value
@@ -73,7 +73,7 @@ class Choice(Part):
 
 
 class Selection(Part):
-    """The values chosen by --best-of."""
+    """The values of the tuned key that --best-of chose."""
 
     key: str
     seeds: list[int]
@@ -81,7 +81,7 @@ class Selection(Part):
 
 
 class Advice(Part):
-    """The command that adds seeds."""
+    """The command that adds seeds, and the recipes that these would decide."""
 
     command: str
     more_seeds: int
@@ -89,7 +89,7 @@ class Advice(Part):
 
 
 class RecordedLook(Part):
-    """A look in `looks.json`."""
+    """One look (comparison at one time) as recorded in `looks.json`."""
 
     at: str
     seen: str
@@ -115,7 +115,7 @@ class DerivedLevels(Part):
 
 
 class DeclaredLooks(Part):
-    """Looks declared in the sweep."""
+    """Looks that the sweep declared before its first run, with the terms of its verdicts."""
 
     looks: list[int]
     spending: str
@@ -131,7 +131,7 @@ class DeclaredLooks(Part):
 
 
 class RequiredOfArm(Part):
-    """The outcome of one arm."""
+    """Whether one recipe has the required verdict."""
 
     name: str
     setting: dict[str, Value]
@@ -140,12 +140,12 @@ class RequiredOfArm(Part):
 
 
 class ErrorBudget(Part):
-    """The error that this look spent of its series."""
+    """The error that this look used of the budget of its series."""
 
     series: str
-    """File of the looks of the series."""
+    """File that records the looks of the series."""
     look: int
-    """0 for a look that spends nothing, as no arm has two pairs."""
+    """Number of this look; 0 for a look that uses no error, because no recipe has two pairs."""
     budget: float
     spent: float
     left: float
@@ -153,7 +153,7 @@ class ErrorBudget(Part):
 
 
 class Requirement(Part):
-    """The outcome of --require."""
+    """Whether all recipes have the verdict of --require."""
 
     required: Required
     met: bool
@@ -170,7 +170,7 @@ class Problem(Part):
 
 
 class RunOfComparison(Part):
-    """One run."""
+    """One run of the comparison."""
 
     folder: str
     level: str

@@ -1,4 +1,4 @@
-"""Requirement on verdicts (--require, --series, --looks): met, not met or open for each arm, and the exit code."""
+"""Requirement on verdicts (--require, --series, --looks): met, not met or open for each recipe, and the exit code."""
 
 import re
 from collections.abc import Sequence
@@ -17,19 +17,22 @@ Required = Literal["lossless", "not-lossy"]
 REQUIRED: tuple[Required, ...] = get_args(Required)
 Outcome = Literal["met", "not met", "open"]
 EXIT_CODES: dict[Outcome, int] = {"not met": 1, "open": 3, "met": 0}
-"""Exit code by outcome, the worst outcome first: with several arms the worst counts."""
+"""Exit code by outcome, the worst outcome first: with several recipes the worst counts."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """The verdict that is `required`; the name or file of the `series`, and its planned number of `looks`, if given."""
+    """The flags of a required verdict: --require (`required`), --series and --looks; None for flags not given.
+
+    `series`: name or file of the series of looks that share an error budget; `looks`: planned number of them.
+    """
 
     required: Required
     series: str | None = None
     looks: int | None = None
 
     def file(self, folder: Path) -> Path:
-        """Return the file of the looks of the series; without a name that of the report's `folder`."""
+        """Return the file that records the looks of the series; without --series it is in the report's `folder`."""
         if self.series is None:
             return folder / LOOKS_FILE
         if self.series.endswith(".json"):
@@ -61,7 +64,7 @@ def read_gate(required: str | None, series: str | None = None, looks: int | None
 
 
 def read_required(word: str) -> Required:
-    """Return the required verdict that `word` names. Raises ConfigError."""
+    """Return `word` if it is a verdict that can be required. Raises ConfigError for any other word."""
     for each in REQUIRED:
         if each == word:
             return each
@@ -70,20 +73,20 @@ def read_required(word: str) -> Required:
 
 @dataclass(frozen=True)
 class Requirement:
-    """The `required` verdict, and each arm's verdict and outcome. True if it is met by every arm."""
+    """Whether every recipe has the `required` verdict (then it is true). `outcomes`: (verdict, outcome) of each."""
 
     required: Required
     outcomes: tuple[tuple["Verdict", Outcome], ...]
 
     @property
     def outcome(self) -> Outcome:
-        """The worst outcome of an arm."""
+        """The worst outcome of any recipe."""
         found = {outcome for _, outcome in self.outcomes}
         return next(each for each in EXIT_CODES if each in found)
 
     @property
     def met(self) -> bool:
-        """True if every arm meets it."""
+        """True if every recipe meets the requirement."""
         return self.outcome == "met"
 
     def __bool__(self) -> bool:
@@ -91,7 +94,7 @@ class Requirement:
 
     @property
     def exit_code(self) -> int:
-        """0 met, 1 not met, 3 open."""
+        """Exit code of the worst outcome: 0 met, 1 not met, 3 open."""
         return EXIT_CODES[self.outcome]
 
     @property

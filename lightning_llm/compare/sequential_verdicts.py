@@ -23,10 +23,11 @@ MOST_AWAITED = 3
 
 @dataclass(frozen=True)
 class SequentialState:
-    """Progress of a recipe: `look` is its last look, None before the first; `coming` the next one, None if none.
+    """Progress of a recipe among the declared looks of `design`.
 
-    `unlearned`: the baseline has not learned, so no more seeds are run. `waits_for`: {label: unfinished runs} of the
-    baseline and of all open recipes at the seeds of the coming look.
+    `look`: its last look, None before the first; `coming`: its next look, None if it gets no more. `unlearned`: the
+    baseline has not learned, so no more seeds are run. `waits_for`: {recipe: its unfinished runs} that the coming look
+    needs, of the baseline and of all undecided recipes.
     """
 
     look: DeclaredLook | None
@@ -37,7 +38,7 @@ class SequentialState:
 
     @property
     def levels(self) -> LookLevels:
-        """The error rates of the look at which it was judged, or of the first look."""
+        """The error rates of the recipe's last look; before any look, those of the first."""
         return (self.look or self.design.looks[0]).levels
 
     @property
@@ -57,7 +58,7 @@ class SequentialState:
 
     @property
     def what_next(self) -> str:
-        """The next step of an open recipe."""
+        """State and next look of an undecided recipe, as text: "open at look 2 of 6; the next is after 4 seeds"."""
         if self.coming is not None and self.waits_for:
             return f"open at {self.words}; the next, after {self.coming.seeds} seeds, waits for {self._awaited}"
         if self.coming is not None:
@@ -91,13 +92,13 @@ class SequentialState:
 
 
 FloorAt = Callable[[Sequence[int]], float | None]
-"""The A/A floor over the runs of these seeds: outliers, and so a look, depend on it."""
+"""Function that returns the A/A floor (noise of runs that differ only in rounding) at given seeds, nats or None."""
 
 
 def judge_by_looks(
     family: ComparisonGroup, floor_at: FloorAt, design: Design, curve: Curve | None = None
 ) -> dict[str, tuple[VerdictInputs, SequentialState]]:
-    """Return {recipe: (its verdict inputs at its last look, its state)} of one group.
+    """Return {recipe: (its results at its last look, its progress)} of one group.
 
     A look is taken once every open recipe has a usable run, finished or diverged, at all its seeds; runs at later seeds
     are ignored. Recipes decided at an earlier look stay in the pool with their results there. A margin in tokens uses
@@ -142,9 +143,10 @@ def replay(
     floor_at: FloorAt,
     design: Design,
 ) -> dict[str, tuple[VerdictInputs, SequentialState]]:
-    """Judge recipes called `labels` as `judge_by_looks` does.
+    """Judge the recipes `labels` at one declared look after another, and return the same as `judge_by_looks`.
 
-    `is_there`: whether a recipe has its runs at all these seeds; `measured`: returns their results.
+    `is_there(label, seeds)`: whether the recipe has usable runs at all these seeds; `measured(label, seeds)`: their
+    results; `floor_at`: see `FloorAt`.
     """
     found: dict[str, tuple[VerdictInputs, SequentialState]] = {}
     done: dict[str, DeclaredLook] = {}

@@ -71,7 +71,7 @@ def _table(comparison: Comparison) -> Table:
 
 
 def pairs_table(comparison: Comparison) -> Table:
-    """Return the gaps of all pairs, one row each."""
+    """Return a table for the terminal with the gap of every recipe to every other, one row each."""
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     settings = any(each.setting for each in comparison.all_pairs)
     for name in ("recipe", "against", *(("setting",) if settings else ()), "verdict"):
@@ -84,7 +84,10 @@ def pairs_table(comparison: Comparison) -> Table:
 
 
 def pair_cells(each: PairGap, *, settings: bool) -> tuple[str, ...]:
-    """Return the cells of one pair: recipe, against, its setting if there are several, verdict and figures."""
+    """Return the cells of one row of that table: recipe, the other, verdict and numbers.
+
+    `settings`: add the setting, for a comparison with several.
+    """
     words = [each.setting] if settings else []
     known = each.low == each.low
     decision = f"{each.decision}{'' if each.controlled else ' (not controlled)'}"
@@ -94,7 +97,7 @@ def pair_cells(each: PairGap, *, settings: bool) -> tuple[str, ...]:
 
 
 def baseline_cells(baseline: Baseline) -> list[str]:
-    """Return the baseline's own figures as text, under `COLUMNS`."""
+    """Return the baseline's numbers as text, one per column of `COLUMNS`."""
     data = baseline.as_data()
     speed = baseline.tokens_per_second
     diverged = len(baseline.runs) - len(baseline.losses)
@@ -106,7 +109,7 @@ def baseline_cells(baseline: Baseline) -> list[str]:
 
 
 def cells(verdict: Verdict) -> list[str]:
-    """Return the figures of one verdict as text, under `COLUMNS`, for the terminal and the report."""
+    """Return the numbers of one verdict as text, one per column of `COLUMNS`, for the terminal and the report."""
     judged, cost = verdict.judged, verdict.cost
     estimate, stability = judged.estimate, judged.stability
     speed, times = cost.tokens_per_second_ratio, cost.tokens_to_loss_ratio
@@ -134,16 +137,20 @@ def _memory(size: float | None) -> str:
 
 
 JUDGED = ("gap", "CI", "pairs", "failed", "stability", "tokens/s", "loss")
-"""Columns of the table of verdicts."""
+"""Columns of the report's table of verdicts."""
 COST = ("SD of a pair, as judged", "A/A", "tokens to loss", "memory", "spikes", "skipped")
-"""Columns of the table of noise and cost."""
+"""Columns of the report's table of noise and cost."""
 LONG = ("gap", "CI", "stability", "tokens/s", "loss")
-"""Columns that take the whole width of a phone."""
+"""Columns of the report that get a line of their own on a phone."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One recipe, or the baseline with `decision` None; `figures`: {column: text}, empty without a value."""
+    """One row of the report's tables: a recipe, or the baseline with `decision` None.
+
+    `colour`: the decision by which it is colored; `against`: qualifications of the verdict as text; `figures`: {column:
+    text, "" without a value}.
+    """
 
     name: str
     decision: Decision | None
@@ -153,7 +160,7 @@ class Row:
 
 
 def verdict_row(verdict: Verdict) -> Row:
-    """Return the verdict's row."""
+    """Return the row of a verdict in the report's tables."""
     sd = verdict.judged.estimate.sd
     figures = dict(zip(COLUMNS, cells(verdict), strict=True)) | {
         "stability": stability_words(verdict.judged.stability),
@@ -164,7 +171,7 @@ def verdict_row(verdict: Verdict) -> Row:
 
 
 def baseline_row(baseline: Baseline) -> Row:
-    """Return the baseline's row."""
+    """Return the row of a baseline in the report's tables."""
     figures = dict(zip(COLUMNS, baseline_cells(baseline), strict=True)) | {
         "stability": "",
         COST[0]: "",
@@ -178,7 +185,7 @@ def _printed(figures: Mapping[str, str]) -> dict[str, str]:
 
 
 def stability_words(stability: Stability) -> str:
-    """Return the stability verdict with the failure rate that it allows, in short."""
+    """Return the verdict on stability as text, with the failure rate that the runs do not exclude."""
     failed, runs = len(stability.failed), stability.seeds
     if not runs:
         return ""

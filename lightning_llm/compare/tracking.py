@@ -30,20 +30,22 @@ WHERE = (
     "and prints on paper. In the table of runs the columns `verdict` and `final/val_loss_gap` have the "
     "values of each run."
 )
-"""Location of the report in MLflow's pages, for readers of the description."""
+"""Sentence in the description that tells where MLflow has the report."""
 Place = tuple[str, str]
-"""An MLflow address and the id of a run there."""
+"""(MLflow tracking URI, id of a run there)."""
 
 
 def log_verdicts(
     comparison: Comparison, folder: Path, place: str = "compare", lines: Mapping[str, str] | None = None
 ) -> str:
-    """Set tags and metrics on the runs, and tags and files on their parent; return the lines to print, or "".
+    """Log the verdicts to MLflow: tags and metrics of the runs, and tags and report files of their parent run.
+
+    Return the lines to print: how many runs were logged, the report's page, what could not be logged. Never raises.
 
     Args:
         folder: folder of the report.
-        place: folder of its files among the parent's artifacts.
-        lines: {tag of the parent: text}, besides those of the verdicts.
+        place: folder for the report's files among the parent run's artifacts.
+        lines: {tag: text} to set on the parent run in addition.
     """
     tracked = [(pair, verdict) for verdict in comparison.verdicts for pair in verdict.pairs if _run_id(pair.run)]
     lacking = lacking_line(comparison.runs)
@@ -73,9 +75,9 @@ def log_verdicts(
 
 
 def lacking_line(runs: Sequence[Run]) -> str:
-    """Return how many runs are completely in MLflow, and the command that uploads the others; "" if all are.
+    """Return a line on how many runs are completely in MLflow, with the command that uploads the rest; "" if all are.
 
-    Running runs upload themselves.
+    Runs that still train upload themselves and count as complete.
     """
     meant = [run for run in runs if _run_id(run) or "mlflow" in run.summary]
     behind = [run for run in meant if _is_behind(run)]
@@ -115,7 +117,7 @@ def _run_id(run: Run) -> str | None:
 
 
 def tracking_uri(pair: Pair) -> str:
-    """Return the tracking URI of the pair's run from its own config, with available credentials."""
+    """Return the MLflow tracking URI in the config of the pair's run, with credentials from the environment."""
     noted = redact_uri(
         (pair.run.summary.get("mlflow") or {}).get("tracking_uri") or ""
     )  # MLFLOW_TRACKING_URI at that time
@@ -161,7 +163,7 @@ def _log_parent(
 
 
 def headline(verdicts: Sequence[Verdict]) -> str:
-    """Return all verdicts in one line of Markdown, since MLflow cuts a description off after a few lines."""
+    """Return all verdicts in one line of Markdown. MLflow shows only the first lines of a description."""
     found: dict[str, list[str]] = {}
     for verdict in verdicts:
         name = " ".join(filter(None, (verdict.name, verdict.family.words)))
@@ -172,7 +174,7 @@ def headline(verdicts: Sequence[Verdict]) -> str:
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> str:
-    """Return the verdicts as a Markdown table and their sentences, for the description of a sweep."""
+    """Return a Markdown table of the verdicts and their sentences, for the description of a sweep in MLflow."""
     lines = ["| recipe | verdict | gap, nats | interval | pairs |", "|---|---|---:|---|---:|"]
     for verdict in verdicts:
         estimate = verdict.judged.estimate
@@ -188,7 +190,7 @@ def verdict_table(verdicts: Sequence[Verdict]) -> str:
 
 
 def described(before: str, verdicts: str) -> str:
-    """Return a description that begins with `verdicts`, replacing the previous ones and keeping all other text."""
+    """Return the description `before` with `verdicts` at its beginning, in place of earlier ones; other text stays."""
     head, begin, rest = before.partition(BEGIN)
     others = [head.strip(), rest.partition(END)[2].strip() if begin else ""]
     kept = "\n\n".join(filter(None, others))

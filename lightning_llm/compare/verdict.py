@@ -1,4 +1,4 @@
-"""A verdict: one per recipe and setting, with everything derived from its runs."""
+"""A verdict on one recipe in one setting, with everything that is derived from its runs."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +32,12 @@ HIGH_PRECISION = "val_loss_high_precision"
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one recipe in one setting. Everything else about it follows from these fields."""
+    """The verdict on one recipe in one setting.
+
+    `judged`: measured differences, interval and decisions; `family`: the group of runs that was judged together;
+    `factor`: what distinguishes the recipes; `terms`: margin and confidence; `floor`: noise of runs that differ only in
+    rounding; `plan`: seeds that would decide; `cost`: speed, memory and time relative to the baseline.
+    """
 
     judged: VerdictInputs
     family: ComparisonGroup
@@ -42,38 +47,39 @@ class Verdict:
     plan: SeedPlan
     cost: Cost
     tuned: Tuned | None = None
-    """Result of the grid tests, for a verdict at each recipe's best value (--best-of)."""
+    """Result of the tests over the grid, for a verdict at each recipe's best value (--best-of), else None."""
     curve: Curve | None = None
+    """The baseline's losses at other numbers of tokens, which convert gaps to tokens; None without such runs."""
     sequential: SequentialState | None = None
-    """State among declared looks; None for a verdict at one look."""
+    """Progress among declared looks; None for a verdict at one look."""
 
     damaged: tuple[Path, ...] = ()
     """Folders of damaged runs and damaged files of sweeps: if there are any, no recipe is called lossless."""
 
     unbudgeted: bool = False
-    """True if nothing was left of the error budget of the series, so that the look decides nothing."""
+    """True if nothing was left of the error budget of the series, so that this look cannot decide."""
 
     lossy_alone: bool = False
-    """True if the arm is lossy at the whole error of its series, but not at the part that this look spends."""
+    """True if the recipe is lossy at the whole error of its series, but not at the part that this look may use."""
 
     @property
     def name(self) -> str:
-        """The recipe, or the level of another factor."""
+        """Name of the recipe, or of the level of another factor: "mxfp8", "learning_rate=0.002"."""
         return self.judged.measured.label
 
     @property
     def decision(self) -> Decision:
-        """Lossless, lossy or inconclusive."""
+        """The combined decision on loss and stability: "lossless", "lossy" or "inconclusive"."""
         return self.judged.decision
 
     @property
     def interval_confidence(self) -> float:
-        """Confidence of the verdict's own intervals; for declared looks that of the look."""
+        """Confidence of the verdict's intervals; for declared looks that of the look."""
         return self.terms.confidence if self.sequential is None else self.sequential.levels.intervals
 
     @property
     def pairs(self) -> list[Pair]:
-        """One pair per seed, including failed ones."""
+        """One pair of runs per seed, including pairs with a failed run."""
         return self.judged.measured.pairs
 
     @cached_property
@@ -95,7 +101,7 @@ class Verdict:
 
     @cached_property
     def confounders(self) -> dict[str, list[Any]]:
-        """Each key besides the factor that differs within any pair, with all values, the baseline's first."""
+        """{key that differs within a pair, besides the factor: all its values, the baseline's first}."""
         found: dict[str, list[Any]] = {}
         for pair in self.pairs:
             for key, values in pair.confounders.items():
@@ -111,12 +117,12 @@ class Verdict:
 
     @property
     def controlled(self) -> bool:
-        """True if only the factor differs."""
+        """True if only the factor differs within the pairs."""
         return not self.confounders
 
     @cached_property
     def unverified(self) -> list[Run]:
-        """The runs behind the verdict with unverified records."""
+        """The runs of the pairs, both recipe's and baseline's, with records that could not be verified."""
         runs = {id(run): run for pair in self.pairs for run in (pair.baseline, pair.run)}
         return [run for run in runs.values() if run.unverified]
 
@@ -127,7 +133,7 @@ class Verdict:
 
     @property
     def scale(self) -> str:
-        """The scale at which the verdict holds: model size and tokens, or the end of a log."""
+        """The scale of the runs as text: "1.24B parameters, 20B tokens", or the end of another trainer's log."""
         tail = self.judged.measured.tail
         if not self.logged_on:
             return f"{short(self.parameters)} parameters, {short(self.tokens)} tokens"
@@ -145,12 +151,12 @@ class Verdict:
 
     @property
     def worse(self) -> bool:
-        """True if the interval shows a gap without showing whether it is above the margin."""
+        """True for an inconclusive verdict with an interval above 0: worse, but perhaps by less than the margin."""
         return self.decision == "inconclusive" and not self.judged.measured.unlearned and self.judged.estimate.low > 0
 
     @property
     def open_because(self) -> str | None:
-        """The reason why there is no decision, in a few words; None if there is one."""
+        """The reason why the verdict is inconclusive, in a few words; None if it is not."""
         judged = self.judged
         measured, pairs = judged.measured, judged.estimate.pairs
         if self.decision != "inconclusive":
@@ -193,13 +199,13 @@ class Verdict:
 
     @property
     def colour(self) -> Decision:
-        """The decision that determines the color: no green for a qualified lossless."""
+        """The decision by which the verdict is colored: "inconclusive" for lossless with a qualification."""
         clean = self.controlled and not self.may_not_have_acted and not self.unverified
         return "inconclusive" if self.decision == "lossless" and not clean else self.decision
 
     @property
     def emulated(self) -> bool:
-        """True if the recipe ran emulated, so that its speed is not that of the format."""
+        """True if the recipe's casts were emulated, so its speed is not that of the number format."""
         return any(
             run.summary.get("backend") == "emulated" or (run.typed is not None and run.typed.precision.quantises)
             for run in (pair.run for pair in self.pairs)
@@ -208,17 +214,17 @@ class Verdict:
 
     @cached_property
     def coverage(self) -> Coverage | None:
-        """Linear layers and blocks quantized by the recipe's runs; None without casts or without a complete config."""
+        """How many linear layers and blocks the recipe quantizes; None for none, or if the config is incomplete."""
         return _coverage(self.pairs[0].run)
 
     @cached_property
     def baseline_coverage(self) -> Coverage | None:
-        """The same for the baseline's runs."""
+        """How many linear layers and blocks the baseline quantizes; None as for `coverage`."""
         return _coverage(self.pairs[0].baseline)
 
     @cached_property
     def effective_data(self) -> EffectiveData | None:
-        """Effective tokens of the recipe; None without baseline runs at other numbers of tokens."""
+        """How many baseline tokens the recipe's tokens are worth; None without baseline runs of other lengths."""
         tail = self.judged.measured.tail
         if self.curve is None or tail is None or self.judged.measured.unlearned:
             return None
@@ -228,10 +234,10 @@ class Verdict:
 
     @property
     def net_speed(self) -> float | None:
-        """Speedup to the baseline's loss, from speed and effective data; None for emulated runs.
+        """Speedup of training to equal loss: speed ratio times the worth of the recipe's tokens; None if not known.
 
-        Also None if the two ran under different conditions (`Cost.speed_confounders`), so their speeds are not
-        comparable.
+        None for emulated runs, and if the two ran under different conditions (`Cost.speed_confounders`), so that their
+        speeds are not comparable.
         """
         worth, speed = self.effective_data, self.cost.tokens_per_second_ratio
         if worth is None or speed is None or self.emulated or self.cost.speed_confounders:
@@ -240,12 +246,12 @@ class Verdict:
 
     @property
     def loss(self) -> float | None:
-        """Mean tail loss of the recipe's runs, nats per token."""
+        """Mean loss of the recipe's runs over the tail, nats per token; None without a pair of sound runs."""
         return self._mean([pair.run for pair in self.sound_pairs])
 
     @property
     def baseline_loss(self) -> float | None:
-        """Mean tail loss of the baseline's runs of the same seeds, nats per token."""
+        """Mean loss of the baseline's runs of the same seeds over the tail, nats per token; None as for `loss`."""
         return self._mean([pair.baseline for pair in self.sound_pairs])
 
     def _mean(self, runs: list[Run]) -> float | None:
@@ -272,13 +278,13 @@ class Verdict:
 
     @cached_property
     def gap_high_precision(self) -> float | None:
-        """The gap of the same weights without casts in the forward pass; None if the recipe quantizes nothing."""
+        """The gap of the same weights validated without casts, nats per token; None if not measured."""
         tail = self.judged.measured.tail
         return None if tail is None else high_precision_gap(self.sound_pairs, tail)
 
     @cached_property
     def gap_by_source(self) -> dict[str, float]:
-        """The mean gap on each source scored by all runs, if both runs of each pair scored the same text."""
+        """{validation source: mean gap, nats per token} of the sources that all runs scored on the same text."""
         tail = self.judged.measured.tail
         return {} if tail is None else gaps_by_source(self.sound_pairs, tail)
 
@@ -288,10 +294,10 @@ def _coverage(run: Run) -> Coverage | None:
 
 
 def high_precision_gap(pairs: Sequence[Pair], tail: Tail) -> float | None:
-    """Return the mean gap, nats per token, of the weights of `pairs` without casts in the forward pass, over `tail`.
+    """Return the mean gap over `tail` with both weights validated without casts, nats per token.
 
-    None if the recipe quantizes nothing or the metric is not the loss. A baseline without casts has no second loss; its
-    loss is used.
+    None if the recipe quantizes nothing or the metric is not the loss. A baseline without casts has only one loss,
+    which is used.
     """
     if not (tail.metric == LOSS or tail.metric.startswith(f"{LOSS}/")):
         return None
@@ -304,8 +310,10 @@ def high_precision_gap(pairs: Sequence[Pair], tail: Tail) -> float | None:
 
 
 def gaps_by_source(pairs: Sequence[Pair], tail: Tail) -> dict[str, float]:
-    """Return {source: mean gap over `tail`, nats per token} of sources scored by all runs, on the same text in each
-    pair."""
+    """Return {validation source: mean gap over `tail`, nats per token}.
+
+    Of the sources that all runs scored, and both runs of each pair on the same text.
+    """
     if not pairs:
         return {}
     keys = set.intersection(*(set(run.validations) for pair in pairs for run in (pair.run, pair.baseline)))

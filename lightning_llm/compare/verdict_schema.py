@@ -13,13 +13,13 @@ Value = bool | int | float | str | list[Any] | dict[str, Any] | None
 
 
 class Part(BaseModel):
-    """An object without other fields than those declared."""
+    """Base class of the objects in `compare.json`, which have exactly the declared fields."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
 
 class Stability(Part):
-    """Failures of an arm and of the baseline."""
+    """The verdict on stability: failed seeds of a recipe and of the baseline."""
 
     verdict: Literal["unstable", "as stable", "open"]
     seeds: int
@@ -29,13 +29,13 @@ class Stability(Part):
     baseline_failed_seeds: list[int]
     baseline_rate_ci: Bounds
     discordant: tuple[int, int]
-    """Seeds at which only the arm failed, and only the baseline."""
+    """Numbers of seeds at which only the recipe failed, and only the baseline."""
     p: float
     level: float
 
 
 class SpikesOfSeed(Part):
-    """Spikes of the two runs of one seed."""
+    """Numbers of loss spikes of the two runs of one seed."""
 
     seed: int
     recipe: int
@@ -43,7 +43,7 @@ class SpikesOfSeed(Part):
 
 
 class SpikeVerdict(Part):
-    """The verdict on spikes."""
+    """The verdict on loss spikes."""
 
     verdict: str
     counts: list[SpikesOfSeed]
@@ -63,11 +63,11 @@ class Confounder(Part):
 
     key: str
     values: list[Value]
-    """The baseline's value first."""
+    """All values of the key, the baseline's first."""
 
 
 class DeclaredLookOfArm(Part):
-    """The last of the declared looks at an arm."""
+    """The last declared look at a recipe, and its next one."""
 
     number: int
     of: int
@@ -79,7 +79,7 @@ class DeclaredLookOfArm(Part):
 
 
 class LateSwitching(Part):
-    """Steps at which branches left their parent runs."""
+    """For branches: the steps at which they left their parent runs, and the scope of the verdict."""
 
     steps: list[int]
     max_steps: list[int]
@@ -96,7 +96,7 @@ class Difference(Part):
 
 
 class TimeToLoss(Part):
-    """Tokens and seconds to a loss that both runs reached."""
+    """Ratios of tokens and seconds to a loss that both runs reached, recipe over baseline."""
 
     pairs: int
     tokens_ratio: Number
@@ -104,7 +104,7 @@ class TimeToLoss(Part):
 
 
 class TimeToTarget(Part):
-    """Tokens to the target of --target."""
+    """Tokens to the target of --target, of the recipe and of the baseline."""
 
     target: float
     pairs: int
@@ -121,7 +121,7 @@ class TimeToTarget(Part):
 
 
 class ValueOf(Part):
-    """A value of the tuned key, of an arm or the baseline."""
+    """A value of the tuned key, with its owner: "own" (the recipe) or "baseline's"."""
 
     whose: str
     value: Value
@@ -139,7 +139,7 @@ class Tuned(Part):
 
 
 class Quantized(Part):
-    """The part of the model that the arm quantizes."""
+    """How much of the model the recipe quantizes."""
 
     linears: int
     all_linears: int
@@ -149,7 +149,7 @@ class Quantized(Part):
 
 
 class EffectiveData(Part):
-    """The gap in tokens."""
+    """The gap in tokens: the share of further tokens that the recipe needs."""
 
     ratio: Number
     ci: Bounds
@@ -159,7 +159,7 @@ class EffectiveData(Part):
 
 
 class Curve(Part):
-    """The mean gap at each common validation."""
+    """The mean gap along the run, at each validation that all runs of the recipe have."""
 
     steps: list[int]
     tokens: list[int]
@@ -170,7 +170,7 @@ class Curve(Part):
 
 
 class Verdict(Part):
-    """The verdict on one arm in one setting."""
+    """The verdict on one recipe in one setting."""
 
     name: str
     verdict: Decision

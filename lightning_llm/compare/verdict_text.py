@@ -19,7 +19,7 @@ from lightning_llm.tracking.sweep_file import FILE as SWEEP_FILE
 
 
 def line_of(verdict: Verdict) -> str:
-    """Return a verdict in one line, always with model size, tokens, setting and margin."""
+    """Return a verdict as one line of text, which always states model size, tokens, setting and margin."""
     where = ", ".join(filter(None, (verdict.scale, verdict.family.words, verdict.family.survived_at)))
     decided = f"{verdict.decision} against {verdict.factor.baseline_label} at margin {verdict.terms.margin_words}"
     reason = reason_of(verdict)
@@ -38,7 +38,10 @@ def line_of(verdict: Verdict) -> str:
 
 
 def quantized_sentences(verdicts: Sequence[Verdict]) -> list[str]:
-    """Return one sentence per recipe and model: the share of the model that was quantized, and the shortfall."""
+    """Return one sentence per recipe and model on the share of the model that was quantized.
+
+    It also names layers that the recipe's source keeps unquantized and this model does not.
+    """
     found: dict[str, None] = {}
     several = len({verdict.parameters for verdict in verdicts}) > 1
     for verdict in verdicts:
@@ -51,7 +54,7 @@ def quantized_sentences(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def reason_of(verdict: Verdict) -> str:
-    """Return the qualifications of the numbers as one phrase; empty if there are none."""
+    """Return the qualifications of a verdict (failed seeds, few pairs, confounders, ...) as text; "" without any."""
     grid = verdict.tuned.words if verdict.tuned else ""
     parts = [
         _damaged(verdict),
@@ -66,8 +69,10 @@ def reason_of(verdict: Verdict) -> str:
 
 
 def failures(stability: Stability) -> str:
-    """Return the number of failed runs and the failure rate it allows; also of the baseline if any of its runs
-    failed."""
+    """Return the number of failed runs as text, with the failure rate that it does not exclude.
+
+    The same for the baseline, if any of its runs failed.
+    """
     baseline = ""
     if stability.baseline_failed:
         baseline = f", of the baseline's {_rate(len(stability.baseline_failed), stability)}"
@@ -252,7 +257,7 @@ def _seed_plan(verdict: Verdict) -> str:
 
 
 def power_statement() -> str:
-    """Return the assumptions behind "N more seeds would decide"."""
+    """Return the sentence of reports that states the assumptions behind "N more seeds would decide"."""
     return (
         f"'N more seeds would decide': with a probability of at least {100 * POWER:.0f} % if the true gap is the one "
         "named, averaged over the possible true spreads given the one estimated here. A spread from few pairs is "
@@ -263,7 +268,10 @@ def power_statement() -> str:
 def notes_on(
     factor: Factor, families: Sequence[ComparisonGroup], verdicts: Sequence[Verdict], damaged: Sequence[Path] = ()
 ) -> list[str]:
-    """Return the notes on the verdicts, one or two sentences each."""
+    """Return the notes on verdicts over runs of this program, one or two sentences each.
+
+    `damaged`: folders of damaged runs.
+    """
     notes = notes_on_scope(factor, verdicts)
     runs = list({id(run): run for family in families for run in family.runs}.values())
     notes += [*_on_records(runs, damaged), *_on_middles(runs)]
@@ -297,7 +305,7 @@ def notes_on(
 
 
 def notes_on_scope(factor: Factor, verdicts: Sequence[Verdict]) -> list[str]:
-    """Return the notes that apply to verdicts over any runs."""
+    """Return the notes that apply to all verdicts, also to those over logs of other trainers."""
     notes = [factor.note] if factor.note else []
     notes.append(
         "A verdict holds at its model size and number of tokens. It can rule a recipe out; lossless here does not "
