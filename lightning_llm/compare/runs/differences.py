@@ -40,7 +40,7 @@ FREE = (
     "trainer.validate_every_steps",
     f"{FINGERPRINT}.os",
 )
-"""No difference in these changes training: names, places, observers, and keys resolved into others
+"""Keys that do not change training: names, places, observers, and keys resolved into others
 (`trainer.accelerator` in the device, `*.compile` in `compiled`, `precision.backend` in the summary's,
 `data.skip_samples` in `skipped_samples`)."""
 
@@ -60,21 +60,23 @@ LAYOUT = (
     "trainer.devices",
     "world",
 )
-"""Free, too, between two layouts that both train to the bits of a single rank (docs/explanation/same_bits.md)."""
+"""Keys that change nothing either between two layouts that both train to the bits of a single rank
+(docs/explanation/same_bits.md)."""
 
 ROUNDING = (
     *LAYOUT, "compiled", "data.micro_batch_size", "trainer.threads", "threads", "trainer.attention_kernel"
 )  # fmt: skip
-"""These only change the order of sums. Two runs of one recipe and seed that differ in nothing else are an A/A pair."""
+"""Keys that only change the order of sums. Two runs of one recipe and seed that differ in nothing else are an A/A
+pair: their distance is noise."""
 
 VALIDATION = ("data.tokenizer.", "data.validation.", "data.sources.", "data.sequence_length", "data.document_mask")
 """Keys that determine the validation tokens, for runs without a hash of the set in their summaries."""
 
 
 def all_differences(one: Run, other: Run) -> dict[str, tuple[Any, Any]]:
-    """Return {key: (value in one, value in other)} over resolved configs and recorded facts; None for a missing value.
+    """Return {key: (value in one, value in other)} of all differences in resolved configs and recorded facts.
 
-    Includes keys about the storage of a run; `meaningful` leaves them out.
+    None stands for a missing value. Keys about the storage of a run are included; `meaningful` leaves them out.
     """
     return _unequal(one.config, other.config) | _unequal(_comparable_facts(one, other), _comparable_facts(other, one))
 
@@ -82,9 +84,9 @@ def all_differences(one: Run, other: Run) -> dict[str, tuple[Any, Any]]:
 def meaningful(
     one: Run, other: Run, except_below: Iterable[str] = (), metric: str = LOSS
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the differences that can change training, or its measurement by `metric`.
+    """Return {key: (value in one, value in other)} of the differences that can change training or `metric`.
 
-    Without the keys in `except_below` and the seed.
+    The seed and keys at or below those of `except_below` are left out.
     """
     free = (*FREE, "seed", *except_below)
     if one.bitwise_layout and other.bitwise_layout:
@@ -109,12 +111,12 @@ def meaningful(
 
 
 def data_hashes(runs: Iterable[Run]) -> set[str | None]:
-    """Return the hashes of the training data of `runs`, with None for a run without one."""
+    """Return the set of hashes of the training data of `runs`; None stands for a run without one."""
     return {facts(run).get("data_hash") for run in runs}
 
 
 def equal_by_hash(runs: Sequence[Run], metric: str) -> tuple[str, ...]:
-    """Return keys or prefixes that may differ because hashes show that the data are equal.
+    """Return the keys and prefixes of keys that do not matter because hashes show that the data are equal.
 
     If all of `runs` learned from the same data: the keys of sources that none of them drew from. If `metric` is of one
     source and all measured it on the same data: the other validation sources.
@@ -142,16 +144,16 @@ def _foreign_callbacks(run: Run) -> set[str]:
 
 
 def same_config(one: Run, other: Run, except_below: Iterable[str] = ()) -> bool:
-    """Return whether the configs agree in everything that can change training, except `except_below` and the seed.
+    """Return whether two configs agree in everything that can change training, except the seed and `except_below`.
 
-    For an unfinished run: its summary may lack facts.
+    Recorded facts are not compared, because the summary of an unfinished run may lack them.
     """
     free = (*FREE, "seed", *except_below)
     return all(below(key, free) for key in _unequal(one.config, other.config))
 
 
 def validation_differences(one: Run, other: Run, metric: str) -> dict[str, tuple[Any, Any]]:
-    """Return the differences that make `metric` of two runs incomparable; empty if it is comparable.
+    """Return {key: (value in one, value in other)} that makes `metric` of two runs incomparable; {} if comparable.
 
     Runs of earlier releases have no hash per source; for these the hash of the whole validation set is compared.
     """
@@ -189,7 +191,10 @@ def _comparable_facts(run: Run, other: Run) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Switch:
-    """Branching steps of a verdict: distinct `steps` and `max_steps`; numbers of parent runs (`trunks`) and `seeds`."""
+    """Where the branches behind a verdict left their parent runs: at which `steps`, of how many (`max_steps`).
+
+    `trunks`: number of parent runs; `seeds`: number of seeds of the branches.
+    """
 
     steps: tuple[int, ...]
     max_steps: tuple[int, ...]
@@ -198,7 +203,7 @@ class Switch:
 
     @property
     def words(self) -> str:
-        """The scope of the verdict, as the end of a sentence."""
+        """The scope of the verdict as text: "holds for late switching only: from step 200 of 400, ..."."""
         steps, last = (" or ".join(map(str, each)) for each in (self.steps, self.max_steps))
         if self.trunks > 1:
             over = f"over {self.trunks} parent runs"
@@ -218,7 +223,7 @@ class Switch:
 
 
 def switch_of(runs: Sequence[Run]) -> Switch | None:
-    """Return the branching steps of the branches in `runs`, with their replicates; None if no run is a branch."""
+    """Return where the branches in `runs` left their parent runs; None if no run is a branch."""
     branches = [run for run in runs if run.branch]
     if not branches:
         return None
@@ -231,9 +236,9 @@ def switch_of(runs: Sequence[Run]) -> Switch | None:
 
 
 def equivalent_starts(runs: Sequence[Run]) -> tuple[str, ...]:
-    """Return the key of the start (`branch_from`) if it does not distinguish recipes over `runs`, else nothing.
+    """Return ("branch_from",) if that key may differ within `runs` without a difference between recipes, else ().
 
-    That holds if all branch off the same state, wherever it is stored. It also holds if they branch off several parent
+    That is so if all branch off the same state, wherever it is stored. It is also so if they branch off several parent
     runs at one step, each with a seed that its branches keep (so the seed identifies it), and none is a branch of
     another's parent run.
     """
@@ -255,12 +260,12 @@ def _root(run: Run) -> Any:
 
 
 def parent_runs_are_replicates(runs: Sequence[Run]) -> bool:
-    """Return whether more seeds of `runs` require more parent runs."""
+    """Return whether each parent run is a replicate of the experiment, so that more seeds require more parent runs."""
     return len({run.branch.get("digest") for run in runs}) > 1 and equivalent_starts(runs) == (BRANCH_KEY,)
 
 
 def notes_on_branches(runs: Sequence[Run]) -> list[str]:
-    """Return the notes on verdicts over branches."""
+    """Return the notes of a report on verdicts over branches; [] if no run is a branch."""
     switch = switch_of(runs)
     if switch is None:
         return []

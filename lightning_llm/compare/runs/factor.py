@@ -12,24 +12,26 @@ from lightning_llm.config.config_hash import below
 from lightning_llm.tracking.reading import Run
 
 GROUPS = ("precision", "optim", "schedule", "model", "data", "parallel", "trainer")
-"""Order of preference if several groups vary and none is requested."""
+"""Config groups in the order in which they become the factor if several vary and none is requested."""
 NOT_THE_RECIPE = ("precision.backend",)
-"""Where casts run, not which casts: a confounder."""
+"""Keys of a group that tell where casts run, not which casts: a difference in them is a confounder."""
 USUAL_BASELINES = {"precision": ("bf16", "fp32"), "parallel": ("single",)}
 ITSELF, SEVERAL = "rounding", "configuration"
-"""Names of factors over several keys: `ITSELF` if all of them only change the order of sums, `SEVERAL` if they belong
-to no single group."""
+"""Names of factors over several keys: `ITSELF` if all of them only change the order of sums, `SEVERAL` if they are of
+several groups."""
 NOT_COMPARED = (*(key for key in FREE if key not in NOT_THE_RECIPE), "seed")
 Level = tuple[str, ...]
 WITHOUT = "no"
-"""Prefix of a group's name for runs without it, the default baseline of runs with it."""
+"""Prefix of the label of runs without anything in a group ("no distil"), the default baseline of runs with it."""
 
 
 @dataclass(frozen=True)
 class Factor:
-    """`name`: a config group, one dotted key, or "rounding"; `keys`: the keys that vary in it; `labels`: its levels.
+    """What a comparison compares: a config group or key, with one level per recipe, one of them the baseline.
 
-    `chosen`: one of the keys, with a different value per level and setting (--best-of); it does not distinguish levels.
+    `name`: a config group, one dotted key, or "rounding"; `keys`: the keys of it that vary; `labels`: {level (values of
+    the keys): its name}; `note`: on how the factor or baseline was chosen. `chosen`: one of the keys, tuned per recipe
+    (--best-of), which does not distinguish levels.
     """
 
     name: str
@@ -40,7 +42,7 @@ class Factor:
     chosen: str | None = None
 
     def level(self, run: Run) -> Level:
-        """Return the values of the keys that distinguish levels."""
+        """Return the run's level: its values of the keys that distinguish levels."""
         return level_of(run, self._distinguishing)
 
     @property
@@ -48,7 +50,7 @@ class Factor:
         return tuple(key for key in self.keys if key != self.chosen)
 
     def label(self, run: Run) -> str:
-        """Return the label of the run's level: "mxfp8", "learning_rate=0.002"."""
+        """Return the name of the run's level: "mxfp8", "learning_rate=0.002"."""
         return self.labels[self.level(run)]
 
     def in_words(self, run: Run) -> str:
@@ -58,14 +60,15 @@ class Factor:
 
     @property
     def baseline_label(self) -> str:
-        """The label of the baseline."""
+        """The name of the baseline's level."""
         return self.labels[self.baseline]
 
 
 def choose_factor(runs: Sequence[Run], asked: str | None = None, chosen: str | None = None) -> Factor:
-    """Return the factor over `runs`; `asked` is "group=level", "dotted.key=value" or a level alone.
+    """Return the factor by which to compare `runs`, and its baseline.
 
-    `chosen`: a key with a separate value per recipe, which then is part of the factor, whichever group it is in.
+    `asked`: the requested baseline, as "group=level", "dotted.key=value" or a level alone; None for the default.
+    `chosen`: a key that is tuned per recipe, which then is part of the factor, whichever group it is in.
 
     Raises:
         ConfigError: the runs do not differ, or no run has the baseline's level.
@@ -209,9 +212,10 @@ def as_text(value: Any) -> str:
 
 
 def labels_of(runs: Sequence[Run], name: str, keys: tuple[str, ...], levels: list[Level]) -> dict[Level, str]:
-    """Return a label for each level: the group's `name`, with the keys that distinguish it from others of that name.
+    """Return {level: label}: the name that runs of the level have in the group `name`, such as "mxfp8".
 
-    For a group without names that not all runs have (`distil`): "no distil", and for the others the differing keys.
+    Keys are added that distinguish it from other levels of that name. For a group without names that not all runs have
+    (`distil`), the labels are "no distil" and the differing keys.
     """
     named = {level_of(run, keys): str(run.config.get(f"{name}.name") or "") for run in reversed(runs)}
     without = [] if len(keys) < 2 else [level_of(run, keys) for run in runs if _lacks(run, name)][:1]
@@ -236,7 +240,7 @@ def _lacks(run: Run, group: str) -> bool:
 
 
 def parsed(word: str) -> Any:
-    """Parse a value as typed on the command line: a number, true, null or text. (YAML reads 2e-3 as text.)"""
+    """Return the value that a word of the command line means: a number, true, false, null or text."""
     try:
         return json.loads(word)
     except ValueError:
@@ -244,11 +248,11 @@ def parsed(word: str) -> Any:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """True if two config values are equal: 0 and 0.0 are, 0 and false are not."""
+    """Return whether two config values are equal; 0 equals 0.0, but not false."""
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
 def as_word(value: str) -> str:
-    """Return the text of `as_text` as it is typed: strings without quotes."""
+    """Return a value that `as_text` wrote as it is typed on the command line: strings without quotes."""
     loaded = json.loads(value)
     return loaded if isinstance(loaded, str) else value

@@ -1,4 +1,4 @@
-"""RUN arguments of the command line -> folders of runs."""
+"""Find the folders of runs that the RUN arguments of the command line name."""
 
 import os
 import re
@@ -30,9 +30,9 @@ DEPTH = 3
 
 @dataclass
 class RunSelection:
-    """Selected runs: `folders`, `problems` of the arguments, and `home`, the folder for a report on them.
+    """The runs that arguments name: `folders` of the runs, and `sweeps`, folders of sweeps that were named as a whole.
 
-    `sweeps`: folders of complete sweeps that were named, or are below a named folder.
+    `problems`: of the arguments; `home`: the folder for a report on these runs.
     """
 
     folders: list[Path] = field(default_factory=list)

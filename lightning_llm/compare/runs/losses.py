@@ -15,34 +15,38 @@ LEARNED_SHARE = 0.9
 not recorded."""
 LOSS = "val_loss"
 LEARNED_BELOW = "learned_below"
-"""Key of the summary of a run of another trainer: the loss to which its own log must have fallen."""
+"""Summary key of a run of another trainer: the loss below which its log must have fallen to count as learned."""
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The steps of the validations that count, ascending; `metric` is their key in `metrics.jsonl`."""
+    """The validations at the end of runs over which `metric` is averaged: their `steps`, ascending.
+
+    `metric`: its key in `metrics.jsonl`; `higher_is_better`: as for an accuracy.
+    """
 
     metric: str
     steps: tuple[int, ...]
     higher_is_better: bool = False
 
     def of(self, run: Run) -> float:
-        """Return the mean of the run's losses over the tail, in nats per token; not finite if it diverged.
+        """Return the mean of the run's metric over the tail (losses: nats per token), so that lower is better.
 
-        For a metric for which higher is better, its negative: lower is always better.
+        Not finite if the run diverged. Negative if higher is better for the metric.
         """
         return -self.level_of(run) if self.higher_is_better else self.level_of(run)
 
     def level_of(self, run: Run) -> float:
-        """Return the mean of the metric over the tail, as recorded."""
+        """Return the mean of the run's metric over the tail, with its sign as recorded."""
         values = run.validations.get(self.metric, {})
         return math.fsum(values.get(step, math.nan) for step in self.steps) / len(self.steps)
 
 
 def tail_of(runs: Sequence[Run], metric: str, share: float = TAIL_SHARE) -> Tail | None:
-    """Return the tail over the validations that all of `runs` have; None if they have none in common.
+    """Return the tail of `runs`: the validations in the last `share` of the steps that all of them have.
 
-    For branches `share` refers to their own steps, because near their start they have hardly differed.
+    At least the last common validation; None without any. For branches `share` refers to the steps after the branching,
+    because near it they hardly differ.
     """
     if not runs:
         return None
@@ -75,12 +79,15 @@ def learned_below(run: Run, metric: str) -> float:
 
 
 def has_learned(run: Run, tail: Tail | None) -> bool:
-    """True if the run's tail is below the loss that needs no context."""
+    """Return whether the run's loss over the tail is below the loss that needs no context (`learned_below`)."""
     return tail is not None and not run.diverged and tail.of(run) < learned_below(run, tail.metric)
 
 
 def diverged(run: Run, tail: Tail | None, *, learnable: bool) -> bool:
-    """True if the run diverged: loss not finite, or finally worse than guessing while others learn (`learnable`)."""
+    """Return whether the run diverged: its loss is not finite, or finally worse than guessing.
+
+    The latter counts only if other runs learned something (`learnable`).
+    """
     if run.diverged or tail is None:
         return run.diverged
     loss = tail.of(run)

@@ -29,8 +29,10 @@ Setting = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Pair:
-    """A run and the baseline's run of the same seed; `confounders`: {key: (baseline's value, run's value)} besides the
-    factor."""
+    """A run of a recipe and the baseline's run of the same seed.
+
+    `confounders`: {key besides the factor that differs: (baseline's value, run's value)}.
+    """
 
     run: Run
     baseline: Run
@@ -39,12 +41,12 @@ class Pair:
 
 @dataclass
 class ComparisonGroup:
-    """Recipes that share baseline runs and everything that varies besides the factor (`setting`): judged together.
+    """Recipes in one setting, which are judged together against the same baseline runs.
 
-    `words`: the setting as text, as overrides; `survived_at`: likewise the keys of which a search kept one value;
-    `recipes`: {label: pairs, one per seed}; `missing`: {label: seeds at which the recipe's run failed or is unfinished
-    and the baseline's finished}; `unfinished`: {label, also of the baseline: its unfinished runs at seeds without
-    another}; `aa_groups`: runs of one recipe and seed that only differ in rounding.
+    `setting`: {key that varies besides the factor: value here}; `words`: the same as text; `survived_at`: keys of which
+    a search kept only one value, as text. `recipes`: {label: pairs, one per seed}; `missing`: {label: seeds at which
+    only the baseline's run finished}; `unfinished`: {label, also of the baseline: unfinished runs at seeds without a
+    finished one}; `aa_groups`: groups of runs of one recipe and seed that differ only in rounding.
     """
 
     setting: dict[str, Any]
@@ -57,12 +59,12 @@ class ComparisonGroup:
 
     @property
     def judged(self) -> Run:
-        """A run of one of the recipes in this setting: the baseline may run in another setting, which is reported."""
+        """A run of a recipe in this setting. (The baseline may have another setting, which is then a confounder.)"""
         return next(iter(self.recipes.values()))[0].run
 
     @property
     def runs(self) -> list[Run]:
-        """Every run in a pair, once."""
+        """Every run of a pair, of recipes and baseline, once."""
         found = {id(run): run for pairs in self.recipes.values() for pair in pairs for run in (pair.baseline, pair.run)}
         return list(found.values())
 
@@ -70,9 +72,10 @@ class ComparisonGroup:
 def pair_runs(
     runs: Sequence[Run], factor: Factor, unfinished: Sequence[Run] = (), metric: str = LOSS
 ) -> tuple[list[ComparisonGroup], list[Problem]]:
-    """Return the groups, and the problems of unpaired runs, such as a `metric` measured on different data.
+    """Pair each run with the baseline's run of the same seed; return (groups of pairs by setting, problems).
 
-    `unfinished` runs are only used to find missing ones.
+    Problems are runs without a partner, for example because `metric` was measured on different data. `unfinished` runs
+    only show which runs are missing.
     """
     varying = setting_keys(runs, factor, metric)
     usual = Counter(_rounding(run, factor) for run in runs)
@@ -121,7 +124,7 @@ def _order(family: ComparisonGroup) -> tuple[int, int, list[tuple[bool, float, s
 
 
 def name_settings(families: Sequence[ComparisonGroup]) -> None:
-    """Set `words` of each group: the name of a config group if that is unique, else key by key."""
+    """Set `words`, the setting as text, of each group: GROUP=NAME if names are unique, else KEY=VALUE of each key."""
     groups: dict[str, list[str]] = {}
     for key in sorted({key for family in families for key in family.setting}):
         groups.setdefault(key.partition(".")[0], []).append(key)
@@ -137,7 +140,7 @@ def name_settings(families: Sequence[ComparisonGroup]) -> None:
 
 
 def same_but_for_rounding(runs: Sequence[Run], metric: str) -> list[list[Run]]:
-    """Return the groups of runs of one recipe and seed that differ at most in the order of sums."""
+    """Return the groups of two or more runs of one recipe and seed that differ at most in the order of sums."""
     groups: list[list[Run]] = []
     for run in runs:
         for group in groups:
@@ -257,7 +260,7 @@ def setting_keys(runs: Sequence[Run], factor: Factor, metric: str) -> list[str]:
 
 
 def setting_of(run: Run, keys: list[str]) -> Setting:
-    """Return the run's values of `keys`."""
+    """Return the run's setting: its values of `keys` as (key, text)."""
     return tuple((key, str(run.config.get(key))) for key in keys)
 
 

@@ -15,10 +15,10 @@ from lightning_llm.tracking.sweep_file import FILE, SEARCH_FILE, checked_sweep, 
 
 
 class FoundRuns(NamedTuple):
-    """The selected `runs` including those of lost jobs; `problems` with others, and `notes`.
+    """The selected runs, read. `runs` includes jobs of a sweep that have no run, as runs without a step.
 
-    `damaged`: folders of runs that cannot be read or contain modified files, and unreadable files of sweeps, without
-    which missing runs cannot be detected.
+    `problems`: runs that cannot be read; `notes`: on jobs that a search stopped. `damaged`: folders of runs that cannot
+    be read or contain modified files, and unreadable files of sweeps, without which missing runs cannot be detected.
     """
 
     runs: list[Run]
@@ -28,10 +28,10 @@ class FoundRuns(NamedTuple):
 
 
 def read_found(found: RunSelection) -> FoundRuns:
-    """Return the selected runs.
+    """Read the runs of a selection, without jobs that a search stopped and with jobs of sweeps that have no run.
 
     Raises:
-        ConfigError: a search's record cannot be read.
+        ConfigError: the record of a search cannot be read.
     """
     kept = without_ended(found)
     runs, unreadable = read_all(kept.folders)
@@ -46,7 +46,7 @@ def read_found(found: RunSelection) -> FoundRuns:
 
 
 def read_all(folders: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
-    """Return the runs that can be read, and the problems of the others."""
+    """Return (the runs in `folders` that can be read, problems of the others)."""
     runs: list[Run] = []
     problems: list[Problem] = []
     with Waiting(f"reading {len(folders)} runs") as waiting:
@@ -58,7 +58,10 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
 
 
 class Kept(NamedTuple):
-    """The `folders` of runs to compare, those of jobs that a search `ended` or never began, and `notes` on these."""
+    """Runs after those stopped by a search are left out: `folders` to compare, and `notes` on what was left out.
+
+    `ended`: folders of the jobs that a search stopped or never began.
+    """
 
     folders: list[Path]
     ended: set[Path]
@@ -69,7 +72,7 @@ def without_ended(found: RunSelection) -> Kept:
     """Return the selected folders without those of jobs that a search stopped.
 
     Raises:
-        ConfigError: a search's record cannot be read.
+        ConfigError: the record of a search cannot be read.
     """
     ended: dict[Path, str] = {}
     for sweep in dict.fromkeys([*found.sweeps, *(folder.parent for folder in found.folders)]):
@@ -95,7 +98,7 @@ Described = Mapping[str, Any]
 def lost_jobs(
     sweeps: Sequence[Path], runs: Sequence[Run], ended: Collection[Path] = (), damage: Mapping[Path, str] | None = None
 ) -> tuple[list[Run], list[Problem]]:
-    """Return (jobs of `sweeps` without a run in `runs`, as runs without steps; problems with unreadable sweep files).
+    """Return (jobs of `sweeps` that have no run in `runs`, as runs without a step; problems of unreadable sweep files).
 
     The config of a lost job is copied from a run of the sweep that only differs in the seed, the parent run, or in
     numbers of its overrides. Without such a run, only the job's overrides are known (`Run.words`).

@@ -28,13 +28,13 @@ REMEDY = "None of them is used: the original is unknown. Remove the copy, or nam
 
 
 def split_usable(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """Split runs into (finished or diverged, rest)."""
+    """Return (runs that finished or diverged, which can be judged; all other runs)."""
     usable = [run for run in runs if run.finished or run.diverged]
     return usable, [run for run in runs if not (run.finished or run.diverged)]
 
 
 def why_incomparable(usable: Sequence[Run], metric: str) -> Problem | None:
-    """Return why finished runs cannot be compared by `metric` at all, None if they can."""
+    """Return the problem if finished runs cannot be compared by `metric`: too few, or not measured alike; else None."""
     if len(usable) < 2:
         text = (
             f"{len(usable)} finished run{'' if len(usable) == 1 else 's'}: a verdict needs a baseline and another run."
@@ -52,7 +52,7 @@ def why_incomparable(usable: Sequence[Run], metric: str) -> Problem | None:
 
 
 def newest_of_same(runs: list[Run]) -> tuple[list[Run], list[str]]:
-    """Drop duplicate reruns with identical results; keep the newest.
+    """Return (runs without repeated runs of identical results, notes); the newest of such runs is kept.
 
     Reruns with other losses (kernels with timing-dependent sums) are both kept: an A/A pair.
     """
@@ -68,7 +68,9 @@ def newest_of_same(runs: list[Run]) -> tuple[list[Run], list[str]]:
 
 
 def without_copies(runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
-    """Drop runs that share an id or all losses with a run from which they must differ, and return the problems.
+    """Return (runs without copies, a problem for each copy).
+
+    A copy shares its run id or all losses with a run from which it must differ.
 
     A run id belongs to one run, with one seed and one config (except keys that may change on resume). Runs of different
     seeds have other weights and data, and never the same losses throughout. An exact copy is no problem: of equal runs
@@ -118,7 +120,7 @@ def _curve(run: Run) -> Hashable:
 
 
 def survived_at(runs: Sequence[Run]) -> str:
-    """Return the keys that a search varied and that are equal in all `runs`, as overrides; "" if there are none."""
+    """Return the keys that a search varied and of which it kept one value in `runs`: "KEY=VALUE, ...", "" if none."""
     keys: dict[str, None] = {}
     for folder in dict.fromkeys(run.folder.parent for run in runs):
         if ended_by_search(folder):
@@ -132,15 +134,14 @@ def survived_at(runs: Sequence[Run]) -> str:
 
 
 def ended_some(runs: Sequence[Run]) -> bool:
-    """Return whether a search stopped some recipes of the runs' sweeps early, and so chose the judged ones."""
+    """Return whether a search stopped jobs of the runs' sweeps early, so that it chose which recipes are judged."""
     return any(ended_by_search(folder) for folder in {run.folder.parent for run in runs})
 
 
 def unfinished_problems(runs: Iterable[Run], so: str = "Left out") -> list[Problem]:
-    """Return the problems of unfinished runs: for a sweep's jobs a line per cause, for other runs one line each.
+    """Return problems that report unfinished runs: one per cause for the jobs of a sweep, one each for other runs.
 
-    Args:
-        so: the consequence, as text.
+    `so`: the consequence, as the beginning of the last sentence.
     """
     alike: dict[tuple[Path, str, str], list[Run]] = {}
     for run in runs:
@@ -159,7 +160,7 @@ def _detail(run: Run) -> str:
 
 
 def status_of(run: Run) -> str:
-    """Return the status of an unfinished run, with "killed" if its process is gone."""
+    """Return the status of an unfinished run as text; "killed, its process is gone" if no process runs it."""
     gone = run.status == "running" and state_of(run.folder) == "stopped"
     return KILLED if gone else run.status
 
@@ -221,7 +222,7 @@ def resume_commands(runs: Sequence[Run]) -> str:
 
 
 def levels_without_a_run(unfinished: Sequence[Run], usable: Sequence[Run], factor: Factor) -> list[Problem]:
-    """Return the problems of recipes without any finished run."""
+    """Return a problem for each recipe of which no run is finished."""
     seen = {factor.level(run) for run in usable}
     values = [_value(run, factor) for run in usable]
     seeds: dict[str, set[int]] = {}
