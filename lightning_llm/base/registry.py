@@ -92,11 +92,15 @@ class Registry(Generic[Kind]):
             raise ValueError(f"{self.noun} '{name}' cannot be given by name alone: no default for {keys}") from error
 
     def instance(self, name: str) -> Kind:
-        """Return `default(name)`, the same object at each call."""
-        made = self._instances.get(name)
-        if made is None:
-            made = self._instances[name] = self.default(name)
-        return made
+        """Return `default(name)`, the same object at each call.
+
+        The first call makes those of all kinds with defaults, because Dynamo cannot trace their creation.
+        """
+        if name not in self._instances:
+            for each, kind in self._all().items():
+                if each not in self._instances and not any(field.is_required() for field in kind.model_fields.values()):
+                    self._instances[each] = kind()
+        return self._instances[name] if name in self._instances else self.default(name)
 
     def unknown(self, name: object) -> str:
         """Return the message that there is no kind `name`, with the closest or all names."""

@@ -14,6 +14,7 @@ from lightning_llm.base.registry import NameIn, Registry
 from lightning_llm.config.schema import declared_types
 from lightning_llm.config.schema import validation as strict
 from lightning_llm.config.schema.base import Group
+from lightning_llm.config.schema.cast_kinds import ROUNDINGS
 
 
 class Shape(Group):
@@ -232,3 +233,10 @@ def test_a_kind_of_an_installed_package_is_chosen_by_name(tmp_path, code):
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("as planned\n", 0), done.stderr
+
+
+def test_all_instances_exist_before_a_compiler_traces_one():
+    """`scale: eden` rounds its scales by a rounding that no slot of the recipe names."""
+    ROUNDINGS._instances.clear()
+    assert ROUNDINGS.instance("even") is ROUNDINGS.instance("even")
+    assert set(ROUNDINGS._instances) == set(ROUNDINGS)
