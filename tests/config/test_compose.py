@@ -17,6 +17,7 @@ from lightning_llm.config.yaml_file import write_config
 from lightning_llm.data.scoring.table import COLUMNS, write_scores
 from lightning_llm.model.structure import shape_problems
 from lightning_llm.plan.check import check_config
+from lightning_llm.precision.native.decide import shipped_recipes
 from lightning_llm.sweep.jobs import NOT_CHECKED
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -143,8 +144,19 @@ def scores_in(folder: Path) -> Path:
 
 
 SWEEPS = [name for name, _ in recipe_files() if name.startswith(("sweep/", "ablate/"))]
-IN_FULL = ("ladder", "time_to_target", "optimizers", "layouts", "lr_by_precision", "mxfp4_ablation", "gla")
+IN_FULL = (
+    "ladder",
+    "time_to_target",
+    "optimizers",
+    "layouts",
+    "lr_by_precision",
+    "mxfp4_ablation",
+    "gla",
+    "precision_2026",
+)
 """Plain products of values; `ladder` has 120 jobs. precision_shootout is one, too, and stays in `make test`."""
+
+BY_LOOKS = ("sweep/decide", "sweep/precision_2026")
 
 
 @pytest.mark.parametrize("recipe", SWEEPS)
@@ -160,7 +172,7 @@ def test_every_sweep_needs_m(recipe):
 def test_every_sweep_composes_job_by_job(recipe, tmp_path):
     jobs = compose_sweep([f"recipe={recipe}", "seed=7", *needed(recipe, tmp_path)])
     assert len(jobs) > 1
-    assert all(config.seed == 7 for _, config in jobs) or recipe == "sweep/decide"  # its looks take further seeds
+    assert all(config.seed == 7 for _, config in jobs) or recipe in BY_LOOKS  # which take further seeds
     for config in {config.model_dump_json(exclude=NOT_CHECKED): config for _, config in jobs}.values():
         check_config(config)
 
@@ -373,3 +385,16 @@ def test_shapes_that_do_not_fit_are_refused(changes, key):
 def test_a_missing_input_is_reported_with_the_command_that_makes_it(recipe, said):
     with pytest.raises(ConfigError, match=said):
         compose_sweep([f"recipe={recipe}"])
+
+
+def test_precision_2026_has_every_recipe_with_a_4_bit_operand():
+    preset = yaml.safe_load((CONF.parent / "recipes" / "sweep" / "precision_2026.yaml").read_text())
+    (baseline, *arms) = preset["hydra"]["sweeper"]["params"]["precision"].replace("\n", "").replace(" ", "").split(",")
+    four_bits = {
+        recipe.name
+        for recipe in shipped_recipes()
+        for casts in recipe.cast_sets().values()
+        if any(cast.quantises and cast.number_format.code_bits == 4 for cast in casts.values())
+    }
+    assert baseline == "bf16"
+    assert sorted(arms) == sorted(four_bits - {"nvfp4"})  # nvfp4_all_blocks, in a model of so few blocks
