@@ -147,9 +147,11 @@ def shipped_sweeps() -> str:
         if not params:
             continue
         sweep = found.get("sweep", {})
-        lines = [params.values(), *(line.split() for line in sweep.get("also", []))]
-        jobs = sum(math.prod(str(word).count(",") + 1 for word in line) for line in lines)
-        first = SweepConfig().looks[0] if sweep.get("until") else 1
+        looks = sweep.get("looks", SweepConfig().looks) if sweep.get("until") else (1,)
+        own = [f"{key}={values}" for key, values in params.items()]
+        lines = [own, *(line.split() for line in sweep.get("also", []))]
+        counted = [[word for word in line if len(looks) == 1 or not word.startswith("seed=")] for line in lines]
+        jobs, first = sum(math.prod(word.count(",") + 1 for word in line) for line in counted), looks[0]
         rows.append([f"`{name}`", f"{jobs * first}{' at the first look' if first > 1 else ''}", describe(file)])
     return table(["recipe", "jobs", "content"], rows)
 
