@@ -141,7 +141,7 @@ def run_on(parts: str, sources: str = "abc"):
 def test_sets_have_the_order_of_the_sources_not_of_the_folders():
     runs = {(0, tuple(parts)): run_on(parts) for parts in ("c", "a", "b", "ac", "abc")}
     assert [parts for _, parts in _sets(runs)] == [("a", "b"), ("a", "c"), ("b", "c"), ("a", "b", "c")]
-    with pytest.raises(ConfigError, match="bd: is on b, d: with seed 0, some of these have no separate run"):
+    with pytest.raises(ConfigError, match="bd: was trained on b, d, but with seed 0 some of these sources"):
         _sets(runs | {(0, ("b", "d")): run_on("bd", "abcd")})
     with pytest.raises(ConfigError, match="with seed 1"):
         _sets(runs | {(1, ("a", "b")): run_on("ab")})

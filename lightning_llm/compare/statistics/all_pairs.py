@@ -27,9 +27,10 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PairGap:
-    """The gap of `recipe` to `other` over `pairs` common seeds; the intervals of all pairs are simultaneous.
+    """The `gap` of one recipe to another over `pairs` common seeds, with its interval [`low`, `high`], nats per token.
 
-    `controlled`: neither differs from the baseline in more than the factor. `setting`: the setting as text.
+    The intervals of all pairs of recipes hold jointly. `controlled`: neither differs from the baseline in more than the
+    factor. `setting`: the setting as text.
     """
 
     recipe: str
@@ -46,7 +47,7 @@ class PairGap:
 
     @property
     def decision(self) -> Decision:
-        """The decision on the recipe against the other, at the margin."""
+        """The decision on `recipe` against `other`: "lossless", "lossy" or "inconclusive" at the margin."""
         found = decision_of(self.low, self.high, self.margin)
         return "inconclusive" if self.damaged and found == "lossless" else found
 
@@ -65,10 +66,10 @@ class PairGap:
 
 
 def all_pairs(verdicts: Sequence[Verdict], damaged: bool = False) -> list[PairGap]:
-    """Return the gaps of all pairs of levels in the verdicts of one group, each pair once.
+    """Return the gap of every recipe to every other, including the baseline, in the verdicts of one group.
 
-    Uses runs that did not fail and their common tail. If the baseline has not learned, a level has no pairs. `damaged`:
-    runs of the comparison are damaged.
+    Each pair occurs once. Runs that failed are left out. A recipe whose baseline has not learned has no pairs.
+    `damaged`: there are damaged runs in the comparison, so nothing is called lossless.
     """
     verdicts = [each for each in verdicts if each.judged.measured.unlearned is None]
     if not verdicts:
@@ -103,7 +104,7 @@ def all_pairs(verdicts: Sequence[Verdict], damaged: bool = False) -> list[PairGa
 
 
 def pairwise_intervals(losses: Array, confidence: float = 0.95) -> tuple[Array, Array, Array, NDArray[np.int64]]:
-    """Return gap, low, high and common seeds of all pairs, each [..., P]: later level minus earlier level.
+    """Return (gap, low, high, number of common seeds) of all P pairs of levels, [..., P] each; later minus earlier.
 
     Pairs are in the order of `itertools.combinations`; all intervals hold jointly with `confidence`.
 
@@ -148,7 +149,9 @@ def _pooled_df(df: NDArray[np.int64], pool: NDArray[np.bool_], first: Array, sec
 
 @lru_cache(maxsize=1024)
 def range_critical_value(levels: int, df: float, confidence: float = 0.95) -> float:
-    """Return q with P(all |T_ij| <= q) = `confidence` over the pairs of `levels` equal means: Tukey's, over sqrt(2).
+    """Return the critical value of Tukey's studentized range over sqrt(2), for all pairs of `levels` means.
+
+    That is q with P(all |T_ij| <= q) = `confidence` if the means are equal, with `df` degrees of freedom.
 
     P(range <= w) = M integral phi(z) (Phi(z) - Phi(z - w))^(M - 1) dz, averaged over the scale of the variance's
     estimate, by Gauss quadrature (200 x 96 nodes): to 1e-6, tested against `scipy.stats.studentized_range`.

@@ -25,16 +25,16 @@ from lightning_llm.compare.statistics.intervals import spread_of
 Spending = Literal["linear", "pocock", "obrien_fleming"]
 SPENDINGS: tuple[Spending, ...] = get_args(Spending)
 DRAWS = 50_000
-"""Simulated sweeps per boundary: an error of 0.05 is met to 0.001 (its standard error)."""
+"""Number of simulated sweeps: with 50,000 an error of 0.05 has a standard error of 0.001."""
 MOST_NUMBERS = 20_000_000
-"""Limit of random numbers drawn at once: fewer sweeps for many recipes."""
+"""Largest number of random numbers drawn at once; for many recipes fewer sweeps are simulated."""
 LEAST_SPENT = 1e-5
-"""Smallest error of a look. A look with a smaller share uses intervals at this error: it practically never decides, and
-adds at most this much to the total."""
+"""Smallest error of one look. A look with a smaller share has intervals at this error: it practically never decides,
+and adds at most this much to the total error."""
 
 
 def spent(spending: Spending, share: float, alpha: float) -> float:
-    """Return the part of the two-sided error `alpha` spent after `share` of all seeds (0 to 1).
+    """Return the part of the two-sided error `alpha` that may be used by looks up to `share` of all seeds (0 to 1).
 
     linear: alpha t (K. Kim and D. L. DeMets, Biometrika 74 (1987) 149-154, with rho = 1). pocock: alpha ln(1 + (e - 1)
     t) and obrien_fleming: 4 - 4 Phi(z(1 - alpha / 4) / sqrt(t)), both from Lan and DeMets (1983), named after the
@@ -48,7 +48,10 @@ def spent(spending: Spending, share: float, alpha: float) -> float:
 
 
 def increments(looks: tuple[int, ...], alpha: float, spending: Spending) -> tuple[float, ...]:
-    """Return the part of `alpha` that each look spends, after so many seeds; they sum to `alpha`."""
+    """Return the part of the error `alpha` that each look uses; the parts sum to `alpha`.
+
+    `looks`: number of seeds at each look, ascending.
+    """
     total = [spent(spending, seeds / looks[-1], alpha) for seeds in looks]
     return tuple(now - before for now, before in zip(total, [0.0, *total], strict=False))
 
@@ -57,10 +60,10 @@ def increments(looks: tuple[int, ...], alpha: float, spending: Spending) -> tupl
 def boundary(
     looks: tuple[int, ...], recipes: int, confidence: float, spending: Spending, draws: int = DRAWS
 ) -> tuple[float, ...]:
-    """Return the confidence of the intervals of each look, so that all hold jointly with `confidence`.
+    """Return the confidence of the intervals of each look, such that all of them hold jointly with `confidence`.
 
     Args:
-        looks: seeds at each look, ascending, at least 2 looks.
+        looks: number of seeds at each look, ascending, at least 2 looks.
         recipes: number compared with the baseline together.
         confidence: of all intervals at all looks together.
         spending: how the error is divided over the looks.

@@ -49,11 +49,12 @@ is larger) would make them 21 % wider, with 95 to 96 %."""
 
 @dataclass(frozen=True)
 class Intervals:
-    """One entry per recipe, [..., K]. Without a variance all but `gap` and `pairs` are NaN (`pooled` False).
+    """Simultaneous intervals of the gaps of K recipes to one baseline; every field is [..., K].
 
-    `gap`: mean difference; `low`, `high`: bounds; `sd`: of one pair's difference, as used; `df`: its degrees of
-    freedom; `own_sd`: from the recipe's pairs alone; `pool_sd`: of the pool, a lower limit of `sd`, or `own_sd` if the
-    recipe is not judged by a pool; `members`: recipes in the pool; `pooled`: recipes judged by it.
+    `gap`: mean difference over `pairs` pairs, with the interval [`low`, `high`], nats; `sd`: of one pair's difference,
+    as used, with `df` degrees of freedom; `own_sd`: from the recipe's pairs alone; `pool_sd`: of the recipes that share
+    a variance (the pool), a lower limit of `sd`, or `own_sd` if the recipe does not use it; `members`: whether the
+    recipe is in the pool; `pooled`: whether it is judged by it. Without a variance all but `gap` and `pairs` are NaN.
     """
 
     gap: Array
@@ -69,7 +70,7 @@ class Intervals:
 
 
 def simultaneous_intervals(differences: Array, confidence: float = 0.95) -> Intervals:
-    """Return the interval of each recipe's gap; they hold jointly with probability `confidence`.
+    """Return the intervals of the recipes' gaps, which hold jointly with probability `confidence`.
 
     Args:
         differences: [..., K, S] in nats, recipe minus baseline at the same seed; NaN without a pair.
@@ -87,7 +88,7 @@ def simultaneous_intervals(differences: Array, confidence: float = 0.95) -> Inte
 
 
 def decision_of(low: float, high: float, margin: float) -> Decision:
-    """Return lossless if the gap is below the margin, lossy if it is above, else inconclusive.
+    """Return "lossless" if the whole interval is below the margin, "lossy" if it is above, else "inconclusive".
 
     One-sided non-inferiority by the bound of the two-sided interval, as in ICH E9 (1998), section 3.3.2, and its mirror
     image. With `low` and `high` NaN: inconclusive.
@@ -101,7 +102,10 @@ def decision_of(low: float, high: float, margin: float) -> Decision:
 def critical_value(
     comparisons: int, df: float, confidence: float = 0.95, correlation: float = BASELINE_CORRELATION
 ) -> float:
-    """Return q with P(all |T_i| <= q) = `confidence` for a `comparisons`-variate t of equal correlations.
+    """Return Dunnett's critical value for `comparisons` recipes against one baseline.
+
+    That is q with P(all |T_i| <= q) = `confidence` for a multivariate t of equal correlations with `df` degrees of
+    freedom.
 
     Dunnett (1955), section 2: given the baseline's share z of the numerators and the scale u of the denominator, the
     T_i are independent, so that the K-fold integral is a double one. It is evaluated by Gauss quadrature (80 x 96
@@ -160,10 +164,11 @@ def _smallest_correlation(there: NDArray[np.bool_], judged: NDArray[np.bool_]) -
 
 @dataclass(frozen=True)
 class Pooled:
-    """The variance used for each recipe, [..., K], NaN without one.
+    """The variance of a pair's difference that is used for each recipe, nats^2; every field is [..., K].
 
-    `variance`, `df`: as used; `shared`: the pool's variance if `pooled`, a lower limit of `variance`, else the recipe's
-    own; `members`: recipes in the pool; `pooled`: members judged by it.
+    `variance`, `df`: as used, NaN without a variance; `shared`: the variance of the pool if `pooled`, a lower limit of
+    `variance`, else the recipe's own; `members`: whether the recipe is in the pool, whose recipes share a variance;
+    `pooled`: whether it is judged by it.
     """
 
     variance: Array
@@ -175,7 +180,7 @@ class Pooled:
 
 @dataclass(frozen=True)
 class Spread(Pooled):
-    """Inputs of intervals except for critical values: `gap`, `own` variance and `pairs` of each recipe."""
+    """Everything that intervals need except critical values: also `gap`, `own` variance and number of `pairs`."""
 
     gap: Array
     own: Array
@@ -183,7 +188,7 @@ class Spread(Pooled):
 
 
 def spread_of(differences: Array) -> Spread:
-    """Return the gap and the variance of each recipe, [..., K], from `differences`, [..., K, S]."""
+    """Return the gap and the variance of each recipe, from `differences`, [..., K, S] in nats; NaN without a pair."""
     there = np.isfinite(differences)
     pairs = there.sum(-1)
     filled = np.where(there, differences, 0.0)
@@ -196,7 +201,10 @@ def spread_of(differences: Array) -> Spread:
 
 
 def pooled_df(df: NDArray[np.int64], pool: Members) -> Array:
-    """Return the degrees of freedom of the pooled variance, [...], by Satterthwaite, because differences correlate.
+    """Return the degrees of freedom of the variance that the recipes in `pool` share, [...], by Satterthwaite.
+
+    `df`: degrees of freedom of each recipe's own variance, [..., K]. The sum of `df` would be too large, because the
+    differences of recipes to one baseline correlate.
 
     Sample variances of differences with correlation r have correlation r^2, so K recipes with f degrees each give f K /
     (1 + (K - 1) r^2), at most 4 f for r = 1/2, instead of f K (F. E. Satterthwaite, Biometrics Bull. 2 (1946) 110-114).
@@ -209,14 +217,14 @@ def pooled_df(df: NDArray[np.int64], pool: Members) -> Array:
 
 
 def pool_variances(own: Array, own_df: NDArray[np.int64], df_of: DegreesOfFreedom = pooled_df) -> Pooled:
-    """Return the variance used for each recipe, from its own variance and degrees of freedom, [..., K].
+    """Return the variance to use for each recipe: shared by recipes of similar spread, else the recipe's own.
 
-    A recipe's variance is never taken to be below its own estimate.
+    It is never below the recipe's own estimate.
 
     Args:
-        own: nats squared; NaN where `own_df` is 0.
-        own_df: pairs minus one.
-        df_of: degrees of freedom of a pool's variance, [...], from `own_df` and its members.
+        own: each recipe's own variance, nats squared, [..., K]; NaN where `own_df` is 0.
+        own_df: its degrees of freedom, pairs minus one, [..., K].
+        df_of: returns the degrees of freedom of a pool's variance, [...], from `own_df` and its members.
     """
     known = own_df > 0
     pool = like_spread(own, own_df, df_of)
@@ -233,7 +241,7 @@ def pool_variances(own: Array, own_df: NDArray[np.int64], df_of: DegreesOfFreedo
 
 
 def like_spread(variances: Array, df: NDArray[np.int64], df_of: DegreesOfFreedom = pooled_df) -> Members:
-    """Return the mask of pooled recipes, [..., K]: all except those with a significantly larger variance.
+    """Return which recipes may share a variance, [..., K]: all except those with a significantly larger one.
 
     The largest variance is tested against the pool of the others (F test, `LEAVING_LEVEL` over the number in the pool);
     if it is larger it leaves, and the next is tested. A small variance stays: that can only widen its own interval.

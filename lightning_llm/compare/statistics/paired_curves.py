@@ -1,4 +1,4 @@
-"""Intervals of paired differences besides the verdict's own: at each step of the curve, and on each source of the text.
+"""Intervals of paired differences at each validation of a run, and on each source of the validation text.
 
 The model is that of the gap (`intervals.py`), applied to each step or source separately: the intervals are simultaneous
 over the recipes that share a baseline, not over steps or sources. For a recipe judged at one of several declared looks
@@ -20,10 +20,10 @@ from lightning_llm.compare.verdict import Verdict
 
 @dataclass(frozen=True)
 class Curve:
-    """The gap along the run, at the validations common to all of the recipe's pairs, ascending in steps.
+    """The gap of a recipe to the baseline along the run, at the validations that all of its pairs have.
 
-    `low`, `high`: the interval with `confidence` at each step separately, NaN with one pair; `pairs`: as in the
-    verdict's gap.
+    Each field has one entry per validation, ascending in `steps`. `low`, `high`: the interval with `confidence`, for
+    each validation separately, NaN with one pair; `pairs`: number of pairs, as in the verdict's gap.
     """
 
     steps: tuple[int, ...]
@@ -48,7 +48,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class SourceGap:
-    """The gap on one source's share of the validation set, in nats per token; `low`, `high`: NaN with one pair."""
+    """The gap on one validation source with its interval [`low`, `high`], nats per token; NaN bounds with one pair."""
 
     gap: float
     low: float
@@ -56,7 +56,7 @@ class SourceGap:
 
 
 def kept_pairs(verdict: Verdict) -> list[Pair]:
-    """Return the pairs behind the gap: neither run diverged, and the pair is no outlier."""
+    """Return the pairs over which the gap is averaged: neither run diverged, and the pair is no outlier."""
     return [pair for pair in verdict.sound_pairs if pair.run.seed not in verdict.judged.estimate.outlier_seeds]
 
 
@@ -91,7 +91,7 @@ def paired_curves(verdicts: Sequence[Verdict]) -> list[Curve]:
 
 
 def source_gaps(verdicts: Sequence[Verdict]) -> list[dict[str, SourceGap]]:
-    """Return {source: gap over the tail} of each verdict of one group, for the sources of `gap_by_source`."""
+    """Return {validation source: gap over the tail} of each verdict of one group (the sources of `gap_by_source`)."""
     sources = sorted({source for verdict in verdicts for source in verdict.gap_by_source})
     seeds = sorted({pair.run.seed for verdict in verdicts for pair in kept_pairs(verdict)})
     differences = np.full((len(sources), len(verdicts), len(seeds)), math.nan)  # [sources, K, S]
@@ -115,7 +115,7 @@ def source_gaps(verdicts: Sequence[Verdict]) -> list[dict[str, SourceGap]]:
 
 
 def difference(pair: Pair, verdict: Verdict, step: int) -> float:
-    """Return the pair's difference at one validation, in the judged metric; above 0 is worse."""
+    """Return the recipe's metric minus the baseline's at the validation after `step`; above 0 is worse."""
     tail = verdict.judged.measured.tail
     at = Tail(verdict.terms.metric, (step,), bool(tail and tail.higher_is_better))
     return at.of(pair.run) - at.of(pair.baseline)

@@ -29,21 +29,21 @@ from lightning_llm.tracking.sweep_definition import command_with_seeds
 POWER = 0.8
 MOST_SEEDS = 999
 PLANNED_GAP = 3
-"""Gap, in margins, of a recipe that should be found lossy, used to plan seeds."""
+"""True gap, in margins, of the lossy recipe for which seeds are planned."""
 SPREADS = 20
 """Number of equally probable points over which the distribution of the true spread is averaged."""
 FEWEST_SEEDS = 3
 """Pairs needed for a usable estimate of the spread."""
 MOST_ADVISED = 12
-"""More seeds than this are only advised if no recipe is decided by fewer."""
+"""Largest number of further seeds that is advised as long as some recipe is decided by fewer."""
 
 
 @dataclass(frozen=True)
 class SeedPlan:
-    """Number of seeds that would decide a verdict.
+    """Numbers of seeds that would decide an inconclusive verdict with probability `POWER`.
 
-    `more`: seeds besides the existing ones if the true gap is 0; None if not applicable. In total: `if_no_gap` for a
-    gap of 0, `if_lossy` for a gap of `PLANNED_GAP` margins, None above `MOST_SEEDS`; `if_stable`: to show that the
+    `more`: further seeds that decide if the true gap is 0; None if seeds would not help. Total numbers: `if_no_gap` for
+    a true gap of 0, `if_lossy` for one of `PLANNED_GAP` margins, None above `MOST_SEEDS`; `if_stable`: to show that the
     failure rate is small enough for lossless, if only failures prevent it.
     """
 
@@ -55,7 +55,7 @@ class SeedPlan:
 
 @dataclass(frozen=True)
 class Advice:
-    """One command for the open recipes: the number of seeds that it adds, and the recipes that these would decide."""
+    """The `command` that adds `more_seeds` seeds to a sweep, and the names of the recipes that these would decide."""
 
     command: str
     more_seeds: int
@@ -67,11 +67,11 @@ class Advice:
 
 
 def plan_seeds(judged: VerdictInputs, terms: Terms) -> SeedPlan:
-    """Return the number of seeds that would decide an open verdict.
+    """Return the numbers of seeds that would decide a verdict, from the estimated spread and its uncertainty.
 
-    It uses the estimated spread and its uncertainty, with the same number of recipes and pool. `more` is None if the
-    existing seeds would mostly have shown a gap of 0 and the interval is no wider than the margin: then the gap is near
-    the margin, and more seeds hardly decide.
+    All None if the verdict is decided, or seeds would not help. `more` is also None if the existing seeds would mostly
+    have shown a gap of 0 and the interval is no wider than the margin: then the gap is near the margin, and more seeds
+    hardly decide.
     """
     estimate, count = judged.estimate, len(judged.measured.seeds)
     if judged.decision != "inconclusive" or judged.measured.unlearned or judged.measured.missing_seeds:
@@ -92,9 +92,10 @@ def plan_seeds(judged: VerdictInputs, terms: Terms) -> SeedPlan:
 
 
 def advise(open_verdicts: dict[str, int], sweeps: Sequence[Path], runs: Sequence[Run]) -> Advice | None:
-    """Return the command that adds seeds to the judged sweep; None without a single sweep or without an open verdict.
+    """Return the command that adds deciding seeds to the judged sweep, which then skips finished jobs.
 
-    `open_verdicts`: {recipe: number of further seeds that would decide}. The command skips finished jobs.
+    `open_verdicts`: {inconclusive recipe: number of further seeds that would decide}. None if it is empty, or unless
+    the runs are of exactly one sweep.
     """
     if len(sweeps) != 1 or not open_verdicts or parent_runs_are_replicates(runs):  # which need new parent runs first
         return None
@@ -111,11 +112,12 @@ def seeds_needed(
     gap: float, sd: float, margin: float, recipes: int = 1, pool: int = 1, confidence: float = 0.95,
     df: float = math.inf,
 ) -> int | None:  # fmt: skip
-    """Return the smallest total number of seeds that decides with probability `POWER` if `gap` is the true gap.
+    """Return the smallest total number of seeds that decides with probability `POWER` if `gap` is the true gap, nats.
 
-    `gap` is chosen beforehand, never the observed one: power at the observed gap only restates its distance from the
-    margin (J. M. Hoenig and D. M. Heisey, "The abuse of power", The American Statistician 55 (2001) 19-24). `df`:
-    degrees of freedom of the estimate `sd`, infinite if it is known. None if more than `MOST_SEEDS` would be needed.
+    `sd`: estimated SD of a pair's difference, nats. `gap` is chosen beforehand, never the observed one: power at the
+    observed gap only restates its distance from the margin (J. M. Hoenig and D. M. Heisey, "The abuse of power", The
+    American Statistician 55 (2001) 19-24). `df`: degrees of freedom of the estimate `sd`, infinite if it is known. None
+    if more than `MOST_SEEDS` would be needed.
     """
 
     def enough(seeds: int) -> bool:
@@ -152,7 +154,10 @@ def expected_power(
     gap: float, sd: float, df: float, seeds: int, margin: float, recipes: int = 1, pool: int = 1,
     confidence: float = 0.95,
 ) -> float:  # fmt: skip
-    """Return `power` averaged over the true spread, given its estimate `sd` with `df` degrees of freedom."""
+    """Return the probability of the correct verdict (`power`), averaged over what the true SD may be.
+
+    `sd`: estimated SD of a pair's difference, nats, with `df` degrees of freedom; other arguments as of `power`.
+    """
     if sd == 0 or math.isinf(df):
         return power(gap, sd, seeds, margin, recipes, pool, confidence)
     distances = abs(margin - gap) * math.sqrt(seeds) / (sd * _spread_factors(df))

@@ -31,7 +31,7 @@ STABILITY_MARGIN = 0.1
 """A recipe is as stable as the baseline if its rate of failing at seeds at which the baseline does not is shown to be
 below this: by 29 seeds without such a failure, by 46 with one."""
 OUTLIER_FACTOR = 10.0
-"""Factor by which an outlier exceeds everything else (`outlier_seeds`)."""
+"""Factor by which the difference of an outlier exceeds everything else (`outlier_seeds`)."""
 FEWEST_TO_STAND_OUT_FROM = 2
 """Number of normal pairs, of this or other recipes, needed before one can be an outlier."""
 
@@ -40,10 +40,11 @@ Steadiness = Literal["as stable", "unstable", "open"]
 
 @dataclass(frozen=True)
 class Stability:
-    """Failures over `seeds` paired seeds: `failed`, `baseline_failed` are the seeds at which a run failed.
+    """The verdict on stability: does a recipe fail more often than the baseline, over `seeds` paired seeds?
 
-    `p`: of failing more often than the baseline, one-sided; `level`: decides if `p` is at most this, one recipe's share
-    of the error.
+    `failed`, `baseline_failed`: the seeds at which the recipe's and the baseline's run failed. `p`: one-sided p-value
+    of the recipe failing more often; it is unstable if `p` is at most `level`, its share of the error. `confidence`: of
+    the intervals of failure rates.
     """
 
     seeds: int
@@ -65,14 +66,17 @@ class Stability:
 
     @property
     def verdict(self) -> Steadiness:
-        """Unstable by the test; as stable if the rate of failing alone is shown to be below the margin."""
+        """ "unstable" if the recipe is shown to fail more often, "as stable" if it is shown not to, else "open".
+
+        As stable: its rate of failing at seeds at which the baseline does not is shown to be below `STABILITY_MARGIN`.
+        """
         if self.p <= self.level:
             return "unstable"
         return "as stable" if upper_bound(self.recipe_alone, self.seeds, 1 - self.level) <= STABILITY_MARGIN else "open"
 
     @property
     def allows_lossless(self) -> bool:
-        """True if the recipe failed at no more seeds than the baseline, or is shown to be as stable."""
+        """True if the recipe may be called lossless: it failed no more often than the baseline, or is as stable."""
         return self.verdict == "as stable" or (self.verdict == "open" and self.recipe_alone <= self.baseline_alone)
 
     def as_data(self) -> dict[str, Any]:
@@ -94,7 +98,11 @@ class Stability:
 def judge_stability(
     seeds: int, failed: Sequence[int], baseline_failed: Sequence[int], recipes: int, confidence: float
 ) -> Stability:
-    """Return the verdict on one of `recipes` compared with the baseline together (Bonferroni)."""
+    """Return the verdict on the stability of a recipe, from the seeds at which it and the baseline failed.
+
+    `seeds`: number of paired seeds; `recipes`: number compared with the baseline together, which share the error
+    1 - `confidence` (Bonferroni).
+    """
     recipe_alone = len(set(failed) - set(baseline_failed))
     baseline_alone = len(set(baseline_failed) - set(failed))
     highest = HIGHEST_COMMON_RATE if len(baseline_failed) <= HIGHEST_COMMON_RATE * seeds else 0.5
@@ -104,7 +112,10 @@ def judge_stability(
 
 
 def rate_interval(failed: int, runs: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the exact two-sided interval of a rate for `failed` of `runs` (Clopper and Pearson 1934)."""
+    """Return the exact two-sided interval (low, high) of a failure rate, given that `failed` of `runs` runs failed.
+
+    Clopper and Pearson 1934.
+    """
     tail = (1 - confidence) / 2
     low = float(special.betaincinv(failed, runs - failed + 1, tail)) if failed else 0.0
     high = float(special.betaincinv(failed + 1, runs - failed, 1 - tail)) if failed < runs else 1.0
@@ -112,13 +123,18 @@ def rate_interval(failed: int, runs: int, confidence: float = 0.95) -> tuple[flo
 
 
 def upper_bound(failed: int, runs: int, confidence: float = 0.95) -> float:
-    """Return the exact one-sided upper bound of a rate; about 3 / `runs` without failures ("rule of three")."""
+    """Return the exact one-sided upper bound of a failure rate, given that `failed` of `runs` runs failed.
+
+    Without failures about 3 / `runs` ("rule of three").
+    """
     return float(special.betaincinv(failed + 1, runs - failed, confidence)) if failed < runs else 1.0
 
 
 @lru_cache(maxsize=4096)
 def mcnemar(recipe_alone: int, baseline_alone: int, seeds: int, highest_rate: float = HIGHEST_COMMON_RATE) -> float:
-    """Return the one-sided p-value of the recipe failing more often: exact, unconditional, paired by seed.
+    """Return the one-sided p-value of the recipe failing more often than the baseline, paired by seed.
+
+    McNemar's test, exact and unconditional. `recipe_alone`, `baseline_alone`: seeds at which only that run failed.
 
     Ordered by McNemar's z = (a - b) / sqrt(a + b). Under the null the recipe fails alone with probability r, and so
     does the baseline; p is the maximum over r. r is at most x (1 - x) for a common rate x up to `highest_rate`: with
@@ -140,13 +156,17 @@ def mcnemar(recipe_alone: int, baseline_alone: int, seeds: int, highest_rate: fl
 
 
 def seeds_to_show_stability(failed: int, level: float, most: int) -> int | None:
-    """Return the total number of seeds that shows a rate below `STABILITY_MARGIN` without further failures; None above
-    `most`."""
+    """Return the total number of seeds that shows a failure rate below `STABILITY_MARGIN` if no further run fails.
+
+    `failed`: failures so far; `level`: one minus the confidence. None if more than `most` seeds are needed.
+    """
     return next((n for n in range(failed + 1, most + 1) if upper_bound(failed, n, 1 - level) <= STABILITY_MARGIN), None)
 
 
 def outlier_seeds(differences: Mapping[int, float], others: Sequence[float], margin: float, floor: float) -> list[int]:
-    """Return the seeds, fewer than half, with pairs `OUTLIER_FACTOR` times as far off as everything else.
+    """Return the seeds, fewer than half, with a difference `OUTLIER_FACTOR` times as large as everything else.
+
+    `differences`: {seed: nats}, recipe minus baseline; `others`: those of other recipes; `floor`: the A/A floor, nats.
 
     A catastrophe at one of S seeds has t of about 1 for any S, so the interval could never show it. "Everything else"
     is the margin, the A/A floor, this recipe's other pairs, and the median of `others`, the pairs of other recipes.
@@ -165,15 +185,16 @@ def outlier_seeds(differences: Mapping[int, float], others: Sequence[float], mar
 
 SpikeDecision = Literal["more spikes", "as calm", "open"]
 MOST_ENUMERATED, DRAWS = 14, 20_000
-"""Up to MOST_ENUMERATED seeds all 2^S signs are enumerated; for more, DRAWS of them are drawn."""
+"""`sign_flip` enumerates all 2^S signs of up to MOST_ENUMERATED seeds; for more seeds it draws DRAWS of them."""
 
 
 @dataclass(frozen=True)
 class Spikes:
-    """`counts`: {seed: (recipe, baseline)} spikes, over `steps` optimizer steps each.
+    """The verdict on loss spikes: does a recipe spike more often than the baseline?
 
-    `p_runs`, `p_counts`: of the two tests, one-sided; `level`: half of the recipe's share of the error, for the smaller
-    p.
+    `counts`: {seed: (spikes of the recipe's run, of the baseline's)}, over `steps` optimizer steps each. `p_runs`:
+    one-sided p-value of more runs with a spike; `p_counts`: of more spikes; `level`: half of the recipe's share of the
+    error, with which the smaller of the two is compared.
     """
 
     counts: dict[int, tuple[int, int]]
@@ -185,7 +206,7 @@ class Spikes:
 
     @property
     def total(self) -> tuple[int, int]:
-        """Total spikes of the recipe and of the baseline."""
+        """(spikes of all runs of the recipe, spikes of all runs of the baseline)."""
         return sum(ours for ours, _ in self.counts.values()), sum(theirs for _, theirs in self.counts.values())
 
     @property
@@ -200,8 +221,10 @@ class Spikes:
 
     @property
     def verdict(self) -> SpikeDecision:
-        """More spikes by either test; as calm if the rate of spiking alone is shown to be below the stability
-        margin."""
+        """ "more spikes" if either test shows it, "as calm" if the recipe is shown not to spike more, else "open".
+
+        As calm: its rate of spiking at seeds at which the baseline does not is shown to be below `STABILITY_MARGIN`.
+        """
         if min(self.p_runs, self.p_counts) <= self.level:
             return "more spikes"
         bound = upper_bound(self.recipe_alone, len(self.counts), 1 - 2 * self.level) if self.counts else 1.0
@@ -209,7 +232,7 @@ class Spikes:
 
     @property
     def words(self) -> str:
-        """The counts and the verdict as a phrase; empty without any spikes."""
+        """The counts and the verdict as text: "3 spikes, the baseline 0"; "" without any spikes."""
         ours, theirs = self.total
         if not ours + theirs:
             return ""
@@ -218,7 +241,7 @@ class Spikes:
 
     @property
     def p(self) -> float:
-        """The smaller p of the two tests."""
+        """The smaller p-value of the two tests."""
         return min(self.p_runs, self.p_counts)
 
     def as_data(self) -> dict[str, Any]:
@@ -242,14 +265,14 @@ class Spikes:
 def judge_spikes(
     counts: Mapping[int, tuple[int, int]], steps: int, recipes: int, confidence: float, error: float | None = None
 ) -> Spikes:
-    """Return the verdict on one of `recipes` compared with the baseline together.
+    """Return the verdict on the spikes of a recipe.
 
     Args:
         counts: {seed: spikes of the recipe's run, of the baseline's}, of pairs in which neither run failed.
         steps: optimizer steps of each.
-        recipes: share the error (Bonferroni).
+        recipes: number compared with the baseline together, which share the error (Bonferroni).
         confidence: of the intervals of rates.
-        error: of the tests, for a declared look its share; None: 1 minus the confidence.
+        error: error rate of the tests, for a declared look its share; None: 1 minus the confidence.
     """
     own = dict(sorted(counts.items()))
     alone = sum(ours > 0 and not theirs for ours, theirs in own.values())
@@ -264,7 +287,7 @@ def judge_spikes(
 
 
 def sign_flip(differences: np.ndarray) -> float:
-    """Return the one-sided p-value of a mean above 0, if both signs of a difference were equally likely.
+    """Return the one-sided p-value of `differences` with a mean above 0, by a sign-flip (permutation) test.
 
     Exact up to `MOST_ENUMERATED` nonzero differences; above that by seeded draws, including the observed signs.
     """
