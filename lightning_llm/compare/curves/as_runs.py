@@ -1,8 +1,8 @@
-"""Curves of other trainers as runs, so that they are paired and judged as the project's own.
+"""Turn curves of other trainers into runs, so that they are paired and judged as the project's own.
 
-Spikes of a training loss are counted as the detector of the project's own runs does, in bulk: between its findings the
-detector's state follows from medians of the last steps, which are computed for all steps at once. From each step at
-which it may find something, the detector itself goes on.
+Spikes of a training loss are counted as the detector of the project's own runs does, but in bulk: between its findings,
+the detector's state follows from medians of the last steps, which are computed for all steps at once. The detector
+itself runs only from steps at which it may find something.
 """
 
 import math
@@ -24,17 +24,17 @@ from lightning_llm.train.spikes.detector import SHIFT_BOUND, SIGMA_OF_DIFFERENCE
 
 ARM = "arm"
 STATED = ("global_batch_size", "sequence_length", "tokens_per_step", "total_steps", "world_size")
-"""Settings that make two runs not comparable, if all logs state them and they differ."""
+"""Settings that become keys of the runs' configs if all logs state them; a difference in one is a confounder."""
 BEGINNING = 0.1
-"""Share of the points at the beginning, from which a baseline must have fallen to have learned."""
+"""Share of a curve at its beginning. A baseline must fall below the mean loss there to count as learned."""
 AT_ONCE = 8192
-"""Steps that are looked at together, so that the cost of many findings does not grow with the length of the log."""
+"""Number of steps that are examined at a time, so that the cost of a finding does not grow with the log's length."""
 NORM = 1.0
-"""Gradient norm of each step: logs have none, and a constant one is no spike."""
+"""Gradient norm given to the detector at each step: logs have none, and a constant one is no spike."""
 
 
 def with_seeds(curves: Sequence[LoggedCurve]) -> list[LoggedCurve]:
-    """Return the curves, those without seeds numbered in the order of each arm: independent runs in any order."""
+    """Return the curves; those without a seed get the seeds 0, 1, ... within their recipe (arm), in the given order."""
     counts: dict[str, int] = {}
     numbered = []
     for curve in curves:
@@ -47,7 +47,10 @@ def with_seeds(curves: Sequence[LoggedCurve]) -> list[LoggedCurve]:
 
 
 def runs_of(curves: Sequence[LoggedCurve], axis: CommonAxis, metric: str, margin: float) -> list[Run]:
-    """Return a finished run of each curve, with its values on `axis` as validations of `metric`."""
+    """Return each curve as a finished run, with its values on `axis` as validations of `metric`.
+
+    `margin`: nats, for the loss below which a run counts as learned.
+    """
     stated = [key for key in STATED if all(key in curve.table.settings for curve in curves)]
     return [_run_of(curve, axis, metric, margin, stated) for curve in curves]
 
@@ -101,7 +104,10 @@ class _Steps:
 
 
 def count_spikes(losses: Column, config: SpikesConfig | None = None) -> int:
-    """Return the number of events that the detector finds in `losses`, float64 [points], not all finite."""
+    """Return the number of loss spikes in `losses`, float64 [points]; each value that is not finite counts as one.
+
+    `config`: settings of the detector; None for the defaults of runs.
+    """
     config = config or SpikesConfig()
     finite = losses[np.isfinite(losses)]
     state, at = SpikeState(events=len(losses) - len(finite)), 0

@@ -20,10 +20,9 @@ from lightning_llm.compare.curves.curve import LoggedCurve
 from lightning_llm.compare.curves.table import Column
 
 MOST_NATS = 15.0
-"""Above the loss of guessing, ln(vocabulary), for each vocabulary in use; a curve that is mostly above is none in nats
-per token."""
+"""Largest plausible loss in nats per token: above ln(vocabulary), the loss of guessing, for each vocabulary in use."""
 ROUNDING_SHARE = 0.2
-"""Largest rounding of the losses, as a share of the margin."""
+"""Largest allowed rounding of logged losses, as a share of the margin."""
 CHANCE = 1e-3
 """Probability below which repeated values are no coincidence."""
 LOWEST_RATIO = 0.8
@@ -36,7 +35,7 @@ GRIDS = sorted(
 
 
 def problems_of(curve: LoggedCurve, margin: float) -> list[Problem]:
-    """Return the problems of one curve by itself, one line each."""
+    """Return the problems of one curve by itself: implausible, rounded or filled-in values, and gaps near its end."""
     found = [_values(curve), _rounded(curve, margin), _padded(curve), _gap_in_tail(curve)]
     return [Problem(curve.log.address, text) for text in found if text]
 
@@ -57,7 +56,7 @@ def _values(curve: LoggedCurve) -> str:
 
 
 def resolution(values: Column) -> float:
-    """Return the step to which `values` are rounded, the largest of `GRIDS` that divides all; 0 for none of them."""
+    """Return the step to which `values` are rounded, such as 0.01: the largest of `GRIDS` that divides all; else 0."""
     later = values[len(values) // 2 :] if len(values) >= 16 else values
     if not len(later):
         return 0.0
@@ -132,7 +131,7 @@ def _gap_in_tail(curve: LoggedCurve) -> str:
 
 
 def stated_problems(curves: Sequence[LoggedCurve]) -> list[Problem]:
-    """Return problems of stated facts: the kinds and units of the losses and the tokenizers of all logs must agree."""
+    """Return a problem if logs state different kinds of loss, units or tokenizers, which must agree."""
     problems = []
     for what, of in (("a {} loss", lambda curve: curve.loss.kind), ("{}", lambda curve: curve.loss.unit)):
         groups: dict[str, LoggedCurve] = {}
@@ -162,7 +161,7 @@ def stated_problems(curves: Sequence[LoggedCurve]) -> list[Problem]:
 
 
 def label_problems(curves: Sequence[LoggedCurve]) -> list[Problem]:
-    """Return problems of files whose names contain the name of another arm, and not that of their own."""
+    """Return a problem for each file named after another recipe (arm) than the one that the arguments give it."""
     problems = []
     arms = list(dict.fromkeys(curve.log.arm for curve in curves))
     for curve in curves:
@@ -186,19 +185,20 @@ def _has_word(text: str, word: str) -> bool:
 
 
 FEWEST_FOR_NOISE = 20
-"""Points of one curve below which its noise shows nothing, compared with others."""
+"""Least number of points of a curve for its noise to be compared with that of others."""
 FEWEST_TRAINING = 60
-"""The same for a training loss by itself; in shorter logs the trend bends within a few points."""
+"""Least number of points of a training loss for its noise to be judged by itself; in shorter logs the trend bends
+within a few points."""
 SECOND, DETRENDED = 14.0, 6.0
 """Bounds of the two ratios above 1, times the square root of the number of points. Both must be exceeded, since a trend
 that bends raises one of them (docs/internals/simulate_curves.py counts ordinary logs that are refused)."""
 LESS_NOISE, LESS_NOISE_ERRORS = 2.5, 5.0
-"""A curve with this many times less noise than the others, and this many standard errors, was smoothed."""
+"""A curve with so many times less noise than the others, and so many standard errors less, counts as smoothed."""
 REMEDY_OF_SMOOTHED = "Log the loss as it is, without a moving average."
 
 
 def smoothing_problems(curves: Sequence[LoggedCurve]) -> list[Problem]:
-    """Return the problems of curves that look smoothed."""
+    """Return a problem for each curve that looks as if it was smoothed before it was logged."""
     finite = [(curve, _later(curve.finite)) for curve in curves]
     usable = [(curve, values) for curve, values in finite if len(values) >= FEWEST_FOR_NOISE]
     problems = [found for curve, values in usable if (found := _less_noise(curve, values, usable))]
@@ -216,7 +216,7 @@ def smoothing_problems(curves: Sequence[LoggedCurve]) -> list[Problem]:
 
 
 def noise(values: Column) -> float:
-    """Return the SD of the noise from point to point, by second differences; the largest tenth is left out."""
+    """Return the SD of the noise of `values` from point to point, from second differences without the largest tenth."""
     return math.sqrt(_second(values, 1) / 6)
 
 

@@ -21,7 +21,7 @@ AUXILIARY = {
     "spike", "time", "seconds", "runtime", "kl", "distill", "reg", "l2", "high", "initial", "best", "norm", "epoch",
     "samples", "scaling", "mask", "delta", "improvement",
 }  # fmt: skip
-"""Words in the names of columns that are no language-model loss, or only its extremes."""
+"""Words in a column's name that show that it is no language-model loss, or only a minimum or a moving average of it."""
 USUAL_LOSSES = (
     "loss", "train loss", "training loss", "lm loss", "ce loss", "cross entropy loss", "train ce loss",
     "global avg loss", "loss metrics global avg loss", "val loss", "valid loss", "validation loss", "eval loss",
@@ -49,7 +49,7 @@ STEPS = (
 )  # fmt: skip
 """Names of step columns, the surest first."""
 FEWEST_POINTS = 3
-"""Points of a curve."""
+"""Least number of points of a curve."""
 SAME_BATCH = 1.02
 """Largest ratio of two numbers of tokens per step that count as equal: logs count steps from 0 or from 1."""
 Axis = Literal["step", "tokens"]
@@ -57,7 +57,7 @@ Axis = Literal["step", "tokens"]
 
 @dataclass(frozen=True)
 class LossColumn:
-    """The column to judge: its `name`, whether it is a training or a validation loss, and the unit in its name."""
+    """The column of a log that is compared: its `name`, its `kind` (training or validation loss) and its `unit`."""
 
     name: str
     kind: Kind
@@ -65,23 +65,23 @@ class LossColumn:
 
     @property
     def text(self) -> str:
-        """ "column loss (training loss, nats per token)"."""
+        """The column as text: "column loss (training loss, nats per token)"."""
         return f"column {self.name} ({self.kind} loss, {self.unit})"
 
 
 def words_of(name: str) -> list[str]:
-    """Return the words of a column's name: "train/lm_loss" -> train, lm, loss; also of camelCase."""
+    """Return the words of a column's name in lower case: "train/lm_loss" -> train, lm, loss; camelCase is split."""
     split = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)
     return [word for word in re.split(r"[^a-z0-9]+", split.lower()) if word]
 
 
 def kind_of(name: str) -> Kind:
-    """Return whether a column's name is that of a validation loss; otherwise it counts as a training loss."""
+    """Return "validation" if the column's name is that of a validation loss, else "training"."""
     return "validation" if VALIDATION & set(words_of(name)) else "training"
 
 
 def unit_of(table: LoggedTable, name: str) -> Unit:
-    """Return the unit that the log states, in the column's name or its settings; nats per token otherwise."""
+    """Return the unit that the column's name or the log's settings state; "nats per token" if they state none."""
     words, stated = words_of(name), str(table.settings.get("loss_unit", "")).lower()
     joined = " ".join(words)
     if "bpb" in words or "bits per byte" in joined or stated in ("bpb", "bits per byte"):
@@ -91,9 +91,7 @@ def unit_of(table: LoggedTable, name: str) -> Unit:
 
 
 def find_loss(table: LoggedTable, metric: str | None) -> LossColumn:
-    """Return the column of the loss.
-
-    A validation loss with enough points is preferred to a training loss, because verdicts are on validation losses.
+    """Return the column of the loss: `metric` if given, else the only one, preferably a validation loss.
 
     Raises:
         ConfigError: there is none, there are several, or `metric` is no column of numbers.
@@ -182,7 +180,7 @@ def _distinct(table: LoggedTable, names: Sequence[str]) -> list[str]:
 
 
 def token_column(table: LoggedTable) -> str | None:
-    """Return the column that counts the tokens seen so far, None without one."""
+    """Return the name of the column that counts the tokens seen so far; None without one."""
 
     def is_count(name: str) -> bool:
         words = set(words_of(name))
@@ -193,7 +191,10 @@ def token_column(table: LoggedTable) -> str | None:
 
 
 def tokens_per_step_of(table: LoggedTable, step: str) -> float | None:
-    """Return the tokens per step by the log's last row that has both, or by its settings; None if it states neither."""
+    """Return the tokens per step, from the last row with a count of tokens and a `step`, or else from the settings.
+
+    None if the log states neither.
+    """
     if (counted := token_column(table)) is not None:
         both = ~np.isnan(table.columns[counted]) & ~np.isnan(table.columns[step])
         steps, tokens = table.columns[step][both], table.columns[counted][both]
@@ -202,7 +203,7 @@ def tokens_per_step_of(table: LoggedTable, step: str) -> float | None:
 
 
 def stated_tokens_per_step(table: LoggedTable) -> float | None:
-    """Return the tokens per step that the log's settings state, None if they do not."""
+    """Return the tokens per step that the log's settings state; None if they do not."""
     stated = table.settings
     found = stated.get("tokens_per_step")
     if found is None and {"global_batch_size", "sequence_length"} <= stated.keys():
@@ -212,7 +213,7 @@ def stated_tokens_per_step(table: LoggedTable) -> float | None:
 
 
 def step_column(table: LoggedTable, loss: str) -> str | None:
-    """Return the column of the optimizer steps, None without one; it must have a value where `loss` has one."""
+    """Return the name of the column of optimizer steps that has most values in the rows of `loss`; None without one."""
     there = ~np.isnan(table.columns[loss])
 
     def rank(name: str) -> tuple[int, int]:
@@ -226,9 +227,10 @@ def step_column(table: LoggedTable, loss: str) -> str | None:
 
 
 def axis_of(tables: Iterable[tuple[LoggedTable, LossColumn]], x: str | None, tokens_known: bool) -> Axis | str:
-    """Return the axis of all logs: "step", "tokens" or, as requested by `x`, a column.
+    """Return the axis on which all logs are compared: "step", "tokens" or, as requested by `x`, a column.
 
     Without a request: steps if all logs have them and pass the same tokens per step, as far as known; else tokens.
+    `tokens_known`: --tokens-per-step is given, so tokens follow from steps.
 
     Raises:
         ConfigError: a log has no such axis.

@@ -1,4 +1,4 @@
-"""Compare logs that arguments name, or frames from Python: audit, verdicts and report. Imports no torch."""
+"""Compare logs that arguments name, or curves given in Python: read, check, judge and report them. Imports no torch."""
 
 import math
 import os
@@ -33,13 +33,16 @@ def compare_named_logs(
     say: Callable[[str], None],
     gate: Gate | None = None,
 ) -> Comparison:
-    """Return the verdicts over the logs that the arguments of --from name, after showing them and writing the report.
+    """Compare the logs that the arguments of --from name, show the verdicts, write the report, return the comparison.
 
     Args:
-        words: `ARM/SEED=PATH`, or paths that `pattern` describes.
+        words: `ARM/SEED=PATH`, or paths that `pattern` (--pattern) describes.
+        asked: the requested terms.
+        baseline: name of the baseline's arm.
+        options: how logs are read.
         output: folder for the report; None: compare/ in the nearest common folder of the logs.
         show: prints the verdicts.
-        say: prints a line: the audit of each log, and the location of the report.
+        say: prints a line: how each log was read, and the location of the report.
         gate: the required verdict (--require) and the series of looks.
 
     Raises:
@@ -61,7 +64,7 @@ def compare_tables(
     say: Callable[[str], None],
     gate: Gate | None = None,
 ) -> Comparison:
-    """Return the verdicts over tables, as `compare_named_logs`; `output` None: write no report."""
+    """Compare logs that were read already, in the same way as `compare_named_logs`; `output` None: write no report."""
     curves = curves_of(tables, asked, options)
     for curve in curves:
         say(f"log    {curve.audit}")
@@ -86,17 +89,19 @@ def compare_tables(
 
 
 def home_of(logs: Sequence[NamedLog]) -> Path:
-    """Return the nearest common folder of the logs, the working folder if one of them is a URI."""
+    """Return the nearest common folder of the logs; the working folder if one of them is a URI."""
     if any(is_uri(log.address) for log in logs):
         return Path.cwd()
     return Path(os.path.commonpath([Path(log.address).expanduser().resolve().parent for log in logs]))
 
 
 def tables_of(curves: Mapping[str, Any]) -> list[tuple[NamedLog, LoggedTable]]:
-    """Return the table of each curve of {arm: {seed: frame}}; {arm: frame} or {arm: [frame, ...]} without seeds.
+    """Return (name, table) of each curve in {arm: {seed: frame}}, or {arm: frame} or {arm: [frame, ...]} without seeds.
+
+    An arm is one side of the comparison, such as "bf16".
 
     Raises:
-        ConfigError: with every curve that is none.
+        ConfigError: with every value that is no curve.
     """
     if not isinstance(curves, Mapping) or not curves:
         text = "must be {arm: {seed: frame}}, such as {'bf16': {0: frame, 1: frame}, 'nvfp4': {0: frame, 1: frame}}."
@@ -128,7 +133,10 @@ def compare_frames(
     say: Callable[[str], None],
     gate: Gate | None = None,
 ) -> Comparison:
-    """Return the verdicts over curves in memory; `output`: folder of the report, None to write none.
+    """Compare curves in memory, show the verdicts, and return the comparison.
+
+    `curves`: as for `tables_of`; `x`, `tokens_per_step`, `until`: as in `LogOptions`; `output`: folder of the report,
+    None to write none.
 
     Raises:
         ConfigError: a curve or an option is wrong.
@@ -160,7 +168,9 @@ def _is_pairs(frame: Any) -> bool:
 
 
 def table_of(frame: Any, address: str) -> LoggedTable:
-    """Return the table of one frame. NaN is a missing value in a column, and a diverged loss in a pair.
+    """Return the table of one frame: a DataFrame, a dict of arrays or (step, loss) pairs.
+
+    NaN is a missing value in a column, and a diverged loss in a pair. `address`: name of the frame, for messages.
 
     Raises:
         ConfigError: it is no frame, or its columns have unlike lengths.

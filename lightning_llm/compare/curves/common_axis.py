@@ -1,4 +1,4 @@
-"""One axis and one unit for all curves: the points and values that are compared, in nats or in bits per byte."""
+"""Put all curves on one axis and into one unit: the points at which they are compared, in nats or bits per byte."""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from lightning_llm.compare.curves.curve import LoggedCurve
 from lightning_llm.compare.curves.table import Column
 
 SHARED = 0.9
-"""Share of the points of the sparsest curve that the others must have, to be compared there without interpolation."""
+"""Share of the points of the sparsest curve that all others must have for a comparison without interpolation."""
 SAME_END = 0.005
-"""Difference of the ends of two curves, relative to their range, that counts as none: steps from 0 or from 1."""
+"""Difference of the ends of two curves, relative to their range, that is ignored: steps count from 0 or from 1."""
 LAG_SHARE = 0.25
 """Largest part of the margin by which averages over unlike logging intervals may differ on the falling trend."""
 MOST_DECIMALS = 6
@@ -23,9 +23,10 @@ BYTES_PER_TOKEN = "bytes_per_token"
 
 @dataclass(frozen=True)
 class CommonAxis:
-    """Points, float64 [points], that all finite curves reach; `scale` makes them whole numbers; `method`: a sentence.
+    """The `points` of the axis at which curves are compared, float64 [points].
 
-    `exact`: every curve has a value at each point.
+    `scale`: factor that makes the points whole numbers; `method`: how values there are obtained, as a sentence;
+    `exact`: every curve has a value at each point, so nothing is interpolated.
     """
 
     points: Column
@@ -35,11 +36,11 @@ class CommonAxis:
 
     @property
     def keys(self) -> list[int]:
-        """The points as whole numbers, as steps of a run."""
+        """The points times `scale`: whole numbers, which serve as the steps of a run."""
         return [round(float(each) * self.scale) for each in self.points]
 
     def values_of(self, curve: LoggedCurve) -> Column:
-        """Return the curve's values at the points; infinite after a curve diverged, NaN before it begins."""
+        """Return the curve's values at the points, [points]; infinite after it diverged, NaN before it begins."""
         at = np.searchsorted(curve.x, self.points)
         there = at < len(curve.x)
         right = np.minimum(at, len(curve.x) - 1)
@@ -148,9 +149,10 @@ def _unlike_intervals(curves: Sequence[LoggedCurve], margin: float) -> list[Prob
 
 
 def in_common_unit(curves: Sequence[LoggedCurve]) -> list[LoggedCurve]:
-    """Return curves in nats per token if all are in bits, in bits per byte if tokenizers differ and bytes are given.
+    """Return the curves converted to one unit, if possible.
 
-    Others are returned as they are; `stated_problems` reports what then does not agree.
+    To nats per token if all are in bits per token; to bits per byte if tokenizers differ and all logs state their bytes
+    per token. Otherwise they are returned as they are, and `stated_problems` reports units that do not agree.
     """
     if all(curve.loss.unit == "bits per token" for curve in curves):
         return [_scaled(curve, math.log(2), "nats per token") for curve in curves]
@@ -174,7 +176,7 @@ def _several_tokenizers(curves: Sequence[LoggedCurve]) -> bool:
 
 
 def bytes_per_token(curve: LoggedCurve) -> float | None:
-    """Return the bytes per token that a log states, or counts in columns of bytes and tokens; None if neither."""
+    """Return the bytes of text per token that a log states, or that its columns of bytes and tokens give; else None."""
     stated = curve.table.settings.get(BYTES_PER_TOKEN)
     if isinstance(stated, int | float) and stated > 0:
         return float(stated)

@@ -1,4 +1,4 @@
-"""Verdicts over logs of other trainers: read, checked, put on one axis, and judged as runs, with notes."""
+"""Verdicts over logs of other trainers: read the logs, check the curves, put them on one axis, judge them as runs."""
 
 import math
 from collections.abc import Sequence
@@ -35,14 +35,15 @@ NOT_VERIFIED = (
     "learning rate, schedule and batch size",
     "whether values were averaged or smoothed before they were logged",
 )
-"""Facts that the records of the project's own runs show, and logs of other trainers do not."""
+"""Facts that are verified for runs of this program, and that logs of other trainers do not show."""
 
 
 @dataclass(frozen=True)
 class LogOptions:
-    """Options of logs; None: detect the value, or for `until` compare the whole log.
+    """How to read logs (--x, --format, --tokens-per-step, --until); None: detect the value.
 
-    `x`: the axis: "step", "tokens" or a column. `format`: the format of every log. `until`: the last x to compare.
+    `x`: the axis, "step", "tokens" or a column; `format`: the format of every log; `until`: the last value of x to
+    compare, None for the whole log.
     """
 
     x: str | None = None
@@ -63,7 +64,7 @@ class LogOptions:
 
 
 def read_logs(logs: Sequence[NamedLog], options: LogOptions) -> list[tuple[NamedLog, LoggedTable]]:
-    """Return the tables of `logs`. Raises ConfigError with every log that cannot be read."""
+    """Return (log, its table of numbers) for each of `logs`. Raises ConfigError with every log that cannot be read."""
     problems: list[Problem] = []
     tables = []
     for log in logs:
@@ -77,7 +78,7 @@ def read_logs(logs: Sequence[NamedLog], options: LogOptions) -> list[tuple[Named
 def curves_of(
     tables: Sequence[tuple[NamedLog, LoggedTable]], asked: RequestedTerms, options: LogOptions
 ) -> list[LoggedCurve]:
-    """Return the curve of each table, each on the same axis and checked by itself and against the others.
+    """Return the loss curve of each table, all over the same axis, checked by themselves and against each other.
 
     Raises:
         ConfigError: with every problem of the first check that finds any.
@@ -119,7 +120,7 @@ def curves_of(
 
 
 def curve_terms(asked: RequestedTerms) -> Terms:
-    """Return the terms of a verdict over logs. Raises ConfigError for a margin in tokens, which needs other runs."""
+    """Return the terms of verdicts over logs. Raises ConfigError for a margin in tokens, which needs other runs."""
     terms = terms_of(replace(asked, metric=None))
     if not math.isfinite(terms.margin):
         text = (
@@ -130,7 +131,7 @@ def curve_terms(asked: RequestedTerms) -> Terms:
 
 
 def compare_curves(curves: Sequence[LoggedCurve], terms: Terms, baseline: str | None) -> Comparison:
-    """Return the verdicts over `curves`, on each arm against `baseline`.
+    """Return the comparison of `curves`: a verdict on each arm (side of the comparison) against the arm `baseline`.
 
     Raises:
         ConfigError: the baseline is missing, the curves do not overlap, or runs have no partner.
@@ -205,12 +206,15 @@ def _contradictory_steps(curves: Sequence[LoggedCurve]) -> list[Problem]:
 
 
 def not_verified(curves: Sequence[LoggedCurve]) -> list[str]:
-    """Return the facts that the logs do not show."""
+    """Return the facts about the runs that their logs do not show, for the report."""
     return [each for each in NOT_VERIFIED if each != VALIDATED or curves[0].loss.kind == "validation"]
 
 
 def notes_on_logs(comparison: Comparison, curves: Sequence[LoggedCurve], method: str, unpaired: int) -> list[str]:
-    """Return the notes; `method`: how the curves were put on one axis; `unpaired`: runs left out without a partner."""
+    """Return the notes on verdicts over logs.
+
+    `method`: sentence on how the curves were put on one axis; `unpaired`: number of runs left out without a partner.
+    """
     notes = [f"Settings not verified. The logs do not show: {'; '.join(comparison.not_verified)}.", method]
     if all(curve.log.seed is None for curve in curves):
         left_out = f" {count(unpaired, 'run')} without a partner left out." if unpaired else ""

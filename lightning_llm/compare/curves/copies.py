@@ -1,4 +1,4 @@
-"""Logs of one run under several names: copies of a curve, parts of it, and seeds with exchanged labels.
+"""Detect logs of one run under several names: copies of a curve, parts of it, and seeds with exchanged labels.
 
 A copy is equal, shifted, rescaled, rounded or filtered; parts are every k-th row, or one half after the other.
 """
@@ -16,15 +16,15 @@ from lightning_llm.compare.curves.curve import LoggedCurve
 from lightning_llm.compare.curves.table import Column
 
 MOST_EQUAL = 0.5
-"""Largest share of equal values, or of equal stretches, in the later half of two runs."""
+"""Largest share of equal values, or of equal stretches, in the later halves of two curves of different runs."""
 STRETCH = 4
-"""Changes in a stretch."""
+"""Number of changes from point to point in a stretch."""
 POLYNOMIAL = 0x9E3779B97F4A7C15
 """An odd number with many digits, so that no two stretches of small changes have one polynomial."""
 FEWEST = 8
-"""Points by which a shifted or rescaled copy is known."""
+"""Least number of common points for detecting a shifted or rescaled copy."""
 FINER = 5
-"""Noise from point to point, in rounding steps, below which equal or affine values may be chance."""
+"""Least noise from point to point, in rounding steps, for equal or rescaled values to be no coincidence."""
 CLOSEST = 0.02
 """Smallest difference of runs of two seeds, relative to their noise from point to point."""
 PREDICTED = 1e-3
@@ -32,13 +32,13 @@ PREDICTED = 1e-3
 TOGETHER, NOT_TOGETHER = 0.8, 0.4
 """Correlations of the noise of two training losses on the same batches, and on others."""
 SAME_LEVEL = 1.02
-"""Losses relative to the baseline's up to which a curve counts as being on its level."""
+"""Largest ratio of a curve's losses to the baseline's with which it counts as being on the baseline's level."""
 REMEDY = "Name two logs of different runs; of two real runs, log all digits."
 BITS = 1 / math.log(2)
 FEWEST_OF_PART = 16
-"""Points of a curve below which its parts are not recognized."""
+"""Least number of points of a curve for detecting parts of one log."""
 CLOSE = 1e-6
-"""Difference of points, in spacings, that counts as none."""
+"""Largest difference of two points, in spacings, that counts as none."""
 REMEDY_OF_PART = "Parts of one run are not independent: name one whole log per run."
 
 

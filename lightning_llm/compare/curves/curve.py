@@ -1,4 +1,4 @@
-"""The curve of one log: its points in order, with the tokens, gaps and restarts; and the log's audit line."""
+"""The loss curve of one log: its points in order, tokens, gaps and restarts; the line that reports how it was read."""
 
 import math
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from lightning_llm.compare.curves.table import Column, LoggedTable
 from lightning_llm.compare.format import short
 
 GAP = 3.5
-"""A spacing this many times the usual and the previous one is a gap."""
+"""A distance of two points that is so many times the median and the previous distance is a gap."""
 AGREE = 1.1
 """Largest ratio of the tokens that a log counts to those that its settings or --tokens-per-step give."""
 
 
 @dataclass(frozen=True)
 class LoggedCurve:
-    """One curve: `x` ascending on `axis`, `values` of the loss, infinite where it was not finite; float64 [points].
+    """The loss curve of one log: `values` over `x`, float64 [points], `x` ascending on `axis`.
 
-    `tokens`: seen at each point, None if not known. `restarts`: values of x at which the run was resumed and repeated
-    points, of which the later ones count.
+    Values are infinite where the loss was not finite. `tokens`: seen at each point, None if not known. `restarts`:
+    values of x at which the run was resumed and repeated points, of which the later ones count.
     """
 
     log: NamedLog
@@ -55,12 +55,12 @@ class LoggedCurve:
 
     @cached_property
     def spacing(self) -> float:
-        """The median distance of two points on the axis."""
+        """The median distance between neighboring points on the axis."""
         return float(np.median(np.diff(self.x)))
 
     @cached_property
     def gaps(self) -> list[tuple[float, float]]:
-        """The gaps: (last x before it, first x after it)."""
+        """The gaps in the curve, each as (last x before it, first x after it)."""
         steps = np.diff(self.x)
         usual = np.maximum(np.concatenate([[0.0], steps[:-1]]), self.spacing)
         return [(float(self.x[at]), float(self.x[at + 1])) for at in np.flatnonzero(steps > GAP * usual)]
@@ -75,7 +75,7 @@ class LoggedCurve:
 
     @property
     def audit(self) -> str:
-        """The log in one line: format, column, points, range, gaps, seed and notes."""
+        """How the log was read, as one line: format, column, points, range, gaps, seed and notes."""
         unit = {"step": "steps", "tokens": "tokens"}.get(self.axis, self.axis)
         parts = [
             f"{self.table.format}, {self.loss.text}",
@@ -119,7 +119,7 @@ class LoggedCurve:
 def curve_of(
     log: NamedLog, table: LoggedTable, loss: LossColumn, axis: str, tokens_per_step: float | None
 ) -> LoggedCurve:
-    """Return the curve of `loss` over `axis`.
+    """Return the curve of the column `loss` over `axis`, with its points in order.
 
     Args:
         axis: "step", "tokens" or a column.

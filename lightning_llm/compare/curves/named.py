@@ -1,4 +1,7 @@
-"""Arm, seed and path of each log of the command line: `ARM/SEED=PATH`, or a path with the pattern of its name."""
+"""Parse the arguments of --from: arm, seed and path of each log, from `ARM/SEED=PATH` or from --pattern.
+
+An arm is one side of the comparison, such as "bf16".
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -10,14 +13,14 @@ from lightning_llm.base.errors import ConfigError, Problem, gathered
 LABEL = re.compile(r"(?P<arm>[^=]+?)(?:/(?P<seed>[^/=]*))?=(?P<path>.+)", re.DOTALL)
 FIELD = re.compile(r"\{(\w*)\}|(\*)")
 URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|(?:mlflow|file):|databricks(?:[:#]|$)")
-"""Beginning of an address that is no path: a scheme of two letters or more, as in runs:/ID, or one of MLflow's."""
+"""Pattern of the beginning of a URI: a scheme of two letters or more, as in runs:/ID, or one of MLflow's."""
 FIELDS = {"arm": r"(?P<arm>[^/]+)", "seed": r"(?P<seed>\d+)"}
 PATTERN_EXAMPLE = "{arm}-{seed}.jsonl"
 
 
 @dataclass(frozen=True)
 class NamedLog:
-    """One log: `arm` it belongs to, its `seed` (None if not known), `address`: path or URI."""
+    """One log to read: the `arm` to which it belongs, its `seed` (None if not known), its `address` (path or URI)."""
 
     arm: str
     seed: int | None
@@ -25,7 +28,7 @@ class NamedLog:
 
     @property
     def label(self) -> str:
-        """ "bf16/0", or "bf16" without a seed."""
+        """Arm and seed as text: "bf16/0", or "bf16" without a seed."""
         return self.arm if self.seed is None else f"{self.arm}/{self.seed}"
 
 
@@ -35,10 +38,10 @@ def is_uri(address: str) -> bool:
 
 
 def named_logs(words: Sequence[str], pattern: str | None = None) -> list[NamedLog]:
-    """Return the logs that the arguments of --from name; `pattern`: of the paths without a label.
+    """Return the logs that the arguments of --from name; `pattern` (--pattern): finds arm and seed in a bare path.
 
     Raises:
-        ConfigError: with each argument that is wrong, names a path twice, or has the arm and seed of another.
+        ConfigError: with each argument that is invalid, names a path twice, or has the arm and seed of another.
     """
     problems: list[Problem] = []
     template = None
@@ -121,7 +124,7 @@ def _repeated(logs: Iterable[NamedLog]) -> list[Problem]:
 
 
 def mixed_seeds(logs: Iterable[NamedLog]) -> list[Problem]:
-    """Return a problem if the seeds of some logs are known, and those of others are not."""
+    """Return a problem for each log without a seed, if other logs have one."""
     unknown = [log for log in logs if log.seed is None]
     if not unknown or all(log.seed is None for log in logs):
         return []

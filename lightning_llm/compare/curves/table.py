@@ -19,10 +19,10 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LoggedTable:
-    """All numeric columns of one log. A general table has its rows in the order of the file, unsorted and unrepaired.
+    """All numeric columns of one log.
 
-    The log of a known program has ascending steps, one row each: where it resumed, the abandoned attempts are left out,
-    and a note says so.
+    A general table (CSV, JSON) has its rows in the order of the file, unsorted and unrepaired. The log of a known
+    program has ascending steps, one row each: where it resumed, the abandoned steps are left out, which a note reports.
 
     `format`: name of the reader; `source`: path or URI, as given. `columns`: {name: float64, [rows]}, all of one
     length. NaN marks a row that has no value of the column; a NaN that was logged (the run diverged) is stored as
@@ -32,7 +32,7 @@ class LoggedTable:
     `total_steps`, `global_batch_size` (sequences), `sequence_length` (tokens), `tokens_per_step`, `tokenizer`,
     `vocab_size`, `loss_unit` ("nats", "bits"), `world_size`, `bytes_per_token`; all others keep their own name,
     nested ones with dots.
-    `smoothed`: {column that the program smooths before it logs it: how}. `notes`: one sentence each for the audit.
+    `smoothed`: {column that the program smooths before it logs it: how}. `notes`: sentences on how the log was read.
     """
 
     format: str
@@ -46,9 +46,9 @@ class LoggedTable:
 
 @dataclass(frozen=True)
 class LogSource:
-    """The log to read. `path`: its file or folder, None for a URI; `head`: the start of a file as text, else "".
+    """A log to read, at `address`. `path`: its file or folder, None for a URI; `head`: the start of a file as text.
 
-    `part`: one of several runs in a file, from an address such as "chart.csv#RUN".
+    `part`: which of several runs in a file to read, from an address such as "chart.csv#RUN"; else "".
     """
 
     address: str
@@ -69,11 +69,11 @@ class LogSource:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reader of one format.
+    """Reader of one format of logs, called `format`.
 
-    `recognizes`: whether a source has this format, judged by its content, never by its name alone. `read`: returns the
-    table; raises ConfigError with key `source.address` for a log that is damaged, and ValueError or OSError, whose text
-    is reported as "cannot be read as FORMAT: text".
+    `recognizes`: function that tells whether a source has this format, by its content, never by its name alone.
+    `read`: function that returns the table. It raises ValueError or OSError for a damaged log, whose text is reported
+    as "cannot be read as FORMAT: text".
     """
 
     format: str
@@ -128,9 +128,10 @@ def number(value: Any) -> float | None:
 def columns_of(
     rows: Iterable[tuple[int, Mapping[str, Any]]],
 ) -> tuple[dict[str, Column], dict[str, str], dict[str, Any]]:
-    """Return ({column: numbers}, {mixed column: its first text}, {setting: value}) of rows, (line, {name: value}).
+    """Return ({column: numbers}, {column with numbers and text: its first text}, {setting: value}) of a table's rows.
 
-    None and blank text count as missing.
+    `rows`: (line number, {column: cell}). None and blank text count as missing. A column called like one of `SETTINGS`
+    with one value throughout is a setting.
     """
     rows = list(rows)
     names = list(dict.fromkeys(name for _, row in rows for name in row))
@@ -173,7 +174,7 @@ class Line:
 
 
 def head_of(path: Path, most_bytes: int) -> str:
-    """Return the text in the first `most_bytes` bytes of a file, unpacked if it is gzip."""
+    """Return the text in the first `most_bytes` bytes of a file; a gzip file is unpacked."""
     start = b""
     with _binary(path) as file, suppress(EOFError, zlib.error):  # the reader reports a damaged stream
         while len(start) < most_bytes and (more := file.read1(min(1 << 16, most_bytes - len(start)))):
@@ -183,14 +184,14 @@ def head_of(path: Path, most_bytes: int) -> str:
 
 
 def open_text(path: Path, newline: str | None = None) -> io.TextIOWrapper:
-    """Open a file as text, unpacked if it is gzip. `newline`: as for `open`; None also splits at a lone \\r."""
+    """Open a file as text; a gzip file is unpacked. `newline`: as for `open`; None also splits at a lone \\r."""
     with _binary(path) as file:
         encoding = _encoding(file.read(2))
     return io.TextIOWrapper(_binary(path), encoding=encoding, errors="replace", newline=newline)
 
 
 def lines_of(path: Path) -> Iterator[Line]:
-    """Yield the lines without terminal colors and prefixes of ranks.
+    """Yield the lines of a log without terminal colors and prefixes of ranks.
 
     If the last line has no end, its last word is left out, since the word may be incomplete.
 

@@ -1,4 +1,4 @@
-"""The last attempt of a run that resumed from earlier steps, from the values in the order in which it logged them."""
+"""Values that count in a log with resumed runs: steps logged again replace the abandoned ones."""
 
 import math
 import re
@@ -16,11 +16,14 @@ SPEEDS = re.compile(r"time|per_second|tok/sec|throughput|tps|flops|mfu|memory", 
 
 @dataclass
 class Attempts:
-    """Values of one writer by step. A step that is logged again with another value marks a resume.
+    """Values of one rank by step (`rows`), added in the order in which they were logged.
 
-    All values from that step on, of all columns, belong to an abandoned attempt and are dropped. Equal values count
-    once. After a call of `starts`, the writer may log other steps than before. Without it, the writer must log all
-    steps of the abandoned attempt again; otherwise the lines come from several ranks or runs.
+    A step that is logged again with another value marks a resume: all values from that step on, of all columns, belong
+    to an abandoned attempt and are dropped. Equal values count once. After a call of `starts`, other steps than before
+    may be logged. Without it, all steps of the abandoned attempt must be logged again; otherwise the lines come from
+    several ranks or runs.
+
+    `resumed_at`: steps at which the run resumed; `left_out`: number of dropped steps.
     """
 
     rows: Rows = field(default_factory=dict)
@@ -31,7 +34,7 @@ class Attempts:
     _announced: bool = False
     _repeated: tuple[str, int] | None = None
     _current: tuple[int, dict[str, float]] = (-1, {})
-    """Step of the latest values and all that were added to it since the step changed."""
+    """The latest step, and all values that were added to it since the step changed."""
 
     def starts(self) -> None:
         """Record that the program starts or resumes here."""
@@ -39,7 +42,7 @@ class Attempts:
         self._current = -1, {}
 
     def add(self, place: str, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of one step. `place`: where they are, for messages, such as "line 7".
+        """Add the values of one step, {column: value}. `place`: where they are, for messages, such as "line 7".
 
         Raises:
             ValueError: the values cannot be those of one run.
@@ -95,7 +98,7 @@ class Attempts:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Return a sentence on the abandoned attempts, if there are any."""
+        """Return a sentence on the steps that were left out, () if there are none."""
         if not self.resumed_at:
             return ()
         points, times = self.left_out, len(self.resumed_at)
@@ -117,7 +120,9 @@ def is_result(name: str) -> bool:
 
 
 def merged(writers: Mapping[str, Attempts], noun: str = "rank") -> tuple[Rows, tuple[str, ...]]:
-    """Return the rows of all writers and notes; where speeds or sizes differ, the first writer's count.
+    """Return ({step: {column: value}} of all writers together, notes).
+
+    A writer is a rank, or an event file (`noun`). Where speeds or sizes differ, those of the first writer count.
 
     Raises:
         ValueError: two writers have different losses at a step.

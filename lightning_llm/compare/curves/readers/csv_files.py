@@ -1,4 +1,4 @@
-"""Readers of CSV: tables with a line of names first, and the downloads of W&B's charts, a column per run and metric."""
+"""Readers of CSV files: tables with a first line of names, and downloads of W&B's charts with a column per run."""
 
 import csv
 import math
@@ -18,7 +18,7 @@ GROUP = "Group: "
 
 
 def recognizes_csv(source: LogSource) -> bool:
-    """Return whether the first two lines have separated fields, or are a name and a number."""
+    """Return whether the first two lines of `source` have separated fields, or are a name and a number."""
     lines = [line for _, line in _content(source.head.splitlines())][:2]
     if not lines or "\0" in source.head or lines[0].lstrip().startswith(("{", "[")):
         return False
@@ -28,12 +28,12 @@ def recognizes_csv(source: LogSource) -> bool:
 
 
 def delimiter_of(line: str) -> str:
-    """Return the separator of a line of names: the one that it has most often."""
+    """Return the separator of a line of names: of comma, tab and semicolon the most frequent one."""
     return max(DELIMITERS, key=line.count)
 
 
 def read_csv(source: LogSource) -> LoggedTable:
-    """Return the table.
+    """Return the table in a CSV file.
 
     Raises:
         ValueError: no line of names, a name twice, a row with another number of fields, or two tables in one file.
@@ -96,7 +96,7 @@ CSV_READER = Reader("csv", recognizes_csv, read_csv)
 
 @dataclass
 class Header:
-    """The columns of the file. `columns`: {run: {metric: {"" or "__MIN" or "__MAX": index}}}."""
+    """The columns of a W&B download: the name of the `axis`, and {run: {metric: {"", "__MIN" or "__MAX": index}}}."""
 
     axis: str
     columns: dict[str, dict[str, dict[str, int]]]
@@ -124,7 +124,7 @@ def _header(names: list[str]) -> Header | None:
 
 
 def read_wandb(source: LogSource) -> LoggedTable:
-    """Return the metrics of the run that `#RUN` after the path names, or of the only one.
+    """Return the metrics of the run that `#RUN` after the path names, or of the only run in the file.
 
     Raises:
         ValueError: several runs, a group of runs, or a row with another number of fields.

@@ -32,7 +32,7 @@ def _is_lines(head: str) -> bool:
 
 
 def read_json(source: LogSource) -> LoggedTable:
-    """Return all numeric columns; names of nested values are joined with dots.
+    """Return all numeric columns of a JSON document; names of nested values are joined with dots.
 
     Raises:
         ValueError: it is not JSON, or its rows are not objects.
@@ -90,13 +90,15 @@ JSON_READER = Reader("json", recognizes_json, read_json)
 
 
 def recognizes_jsonl(source: LogSource) -> bool:
-    """Return whether the first line is a JSON object."""
+    """Return whether the first line of `source` is a JSON object."""
     line = source.first_line.strip()
     return line.startswith("{") and line.endswith("}") and _object(line) is not None
 
 
 def read_jsonl(source: LogSource) -> LoggedTable:
-    """Return the table; names of nested values are joined with dots. A last line without its end is left out.
+    """Return the table of a JSON Lines file; names of nested values are joined with dots.
+
+    An incomplete last line is left out.
 
     Raises:
         ValueError: a line is not a JSON object.
@@ -139,7 +141,7 @@ FILTER = (
 
 
 def recognizes_trainer_state(source: LogSource) -> bool:
-    """Return whether it is such a file, or a checkpoint or output folder of the Trainer."""
+    """Return whether `source` is a `trainer_state.json`, or a checkpoint or output folder of the Trainer."""
     if source.is_folder and source.path is not None:
         return bool(_files(source.path))
     return (
@@ -148,7 +150,7 @@ def recognizes_trainer_state(source: LogSource) -> bool:
 
 
 def read_trainer_state(source: LogSource) -> LoggedTable:
-    """Return all numbers of `log_history`. Of the checkpoints of an output folder, the latest is read.
+    """Return all numbers in the `log_history` of a `trainer_state.json`; of an output folder, the last checkpoint's.
 
     Raises:
         ValueError: no such file, or it has no history.

@@ -26,7 +26,7 @@ STANDARD = {
 
 
 def recognizes_run_folder(source: LogSource) -> bool:
-    """Return whether it is a run folder, its metrics.jsonl, or a folder of such runs."""
+    """Return whether `source` is a run folder of lightning-llm, its metrics.jsonl, or a folder of such runs."""
     if source.path is None:
         return False
     folder = source.path if source.is_folder else source.path.parent
@@ -44,7 +44,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def read_run_folder(source: LogSource) -> LoggedTable:
-    """Return the records of a run, and its seed, sizes and tokenizer.
+    """Return the metrics of a run folder by step, with its seed, sizes and tokenizer as settings.
 
     Raises:
         ValueError: a folder of several runs, or damaged records.
@@ -92,7 +92,7 @@ FORMS = "runs:/RUN_ID (of MLFLOW_TRACKING_URI), TRACKING_URI#RUN_ID, a run's pag
 
 
 def is_mlflow_address(address: str) -> bool:
-    """Return whether an address is a URI, or TRACKING_URI#RUN_ID of a store without a scheme (a folder or database)."""
+    """Return whether `address` names an MLflow run: a URI, or PATH#RUN_ID with the path of a store."""
     if is_uri(address):
         return True
     found = STORED.match(address)
@@ -110,7 +110,7 @@ def _is_store(found: re.Match[str]) -> bool:
 
 
 def recognizes_mlflow(source: LogSource) -> bool:
-    """Return whether it is the URI of a run, or its folder in a file store."""
+    """Return whether `source` is the URI of an MLflow run, or its folder in a file store."""
     if source.path is not None:
         return source.is_folder and (source.path / "meta.yaml").is_file() and (source.path / "metrics").is_dir()
     return True
@@ -134,7 +134,7 @@ def _located(source: LogSource) -> tuple[str | None, str] | None:
 
 
 def read_mlflow(source: LogSource) -> LoggedTable:
-    """Return the metrics of a run by step, and its parameters as settings.
+    """Return the metrics of an MLflow run by step, with its parameters as settings.
 
     Raises:
         ValueError: no such run or store, no metrics, or values that cannot be of one run.

@@ -1,4 +1,4 @@
-"""Reader of folders of TensorBoard events, through the reader of the package tensorboard."""
+"""Reader of TensorBoard event files, which uses the package tensorboard."""
 
 import json
 import math
@@ -24,7 +24,11 @@ LONGEST_SETTING = 200
 
 @dataclass
 class EventFile:
-    """Scalars of one event file. `points`: (step, {tag: value}) in order; `starts`: rows before which a run began."""
+    """Content of one event file. `points`: (step, {tag: value}) in order; `settings`: hyperparameters in it.
+
+    `purged_at`: {index of the point before which the program restarted: the step}; `first_time`, `last_time`: Unix
+    times of its first and last event.
+    """
 
     path: Path
     first_time: float = math.inf
@@ -35,7 +39,7 @@ class EventFile:
 
 
 def recognizes(source: LogSource) -> bool:
-    """Return whether it is an event file, or a folder with one at any depth."""
+    """Return whether `source` is an event file, or a folder with one at any depth."""
     if source.path is None:
         return False
     return next(_event_files(source.path), None) is not None
@@ -51,7 +55,7 @@ def _event_files(path: Path) -> Iterator[Path]:
 
 
 def read(source: LogSource) -> LoggedTable:
-    """Return all scalars by step, with the tags as names.
+    """Return all scalars by step, with the tags as column names.
 
     Several event files in a folder, or folders that continue each other, are one run that resumed.
 
