@@ -30,12 +30,14 @@ from lightning_llm.compare.report.picture import (
 )
 
 FAR = 20.0
-"""Size of a gap, in margins, from which an axis of gaps becomes logarithmic, to keep small gaps readable."""
+"""Largest gap, in margins, that is drawn on a linear axis; beyond it the axis is logarithmic."""
 
 
 def draw_forest(axes: Any, rows: Sequence[ForestRow], frame: Frame, *, numbers: bool = True) -> None:
-    """Draw each verdict's gap and interval against the margin, its seeds below, and failed seeds, from top to
-    bottom."""
+    """Draw a forest plot on matplotlib `axes`: per verdict its gap and interval, the seeds below, and failed seeds.
+
+    `numbers`: also print each gap and interval as text.
+    """
     places, labels, place = [], [], 0.0
     seen = None
     for row in rows:
@@ -100,7 +102,10 @@ def _beside(axes: Any, words: str, place: float, colour: str, size: float) -> No
 
 
 def draw_curve(axes: Any, panel: CurvePanel, frame: Frame, limits: tuple[float, float] | None = None) -> None:
-    """Draw a recipe's paired difference over tokens: mean and band, single seeds, failed seeds, and the A/A floor."""
+    """Draw a recipe's difference to the baseline over tokens: mean and interval, single seeds, failed seeds, A/A floor.
+
+    `limits`: range of the y axis, None to choose it.
+    """
     colour, curve = COLOURS[panel.decision], panel.curve
     if panel.floor:
         axes.axhspan(-panel.floor, panel.floor, color=FLOOR, linewidth=0, zorder=0, label="A/A floor")
@@ -132,7 +137,7 @@ def draw_curve(axes: Any, panel: CurvePanel, frame: Frame, limits: tuple[float, 
 
 
 def curve_limits(panels: Sequence[CurvePanel], frame: Frame) -> tuple[float, float]:
-    """Return the common range of the curves of one setting: bands, seeds and margin, without failed seeds."""
+    """Return a common range (low, high) of the y axis for the curves of one setting, without failed seeds."""
     edges = [0.0, frame.margin, *(panel.margin for panel in panels)]
     for panel in panels:
         edges += [edge for edge in (*panel.curve.gap, *panel.curve.low, *panel.curve.high) if math.isfinite(edge)]
@@ -142,7 +147,7 @@ def curve_limits(panels: Sequence[CurvePanel], frame: Frame) -> tuple[float, flo
 
 
 def draw_losses(axes: Any, lines: Sequence[LossLine], frame: Frame) -> None:
-    """Draw mean validation losses over tokens; around the baseline's, the range over its seeds."""
+    """Draw the mean validation loss of each recipe over tokens, and the range of the baseline's over its seeds."""
     for place, line in enumerate(lines):
         style = line_style(place - 1)
         colour = INK if place == 0 else style.colour
@@ -158,7 +163,7 @@ def draw_losses(axes: Any, lines: Sequence[LossLine], frame: Frame) -> None:
 
 
 def draw_trend(axes: Any, trend: Trend, frame: Frame) -> None:
-    """Draw each recipe's gap and interval over the trend's quantity, and the A/A floor if known."""
+    """Draw each recipe's gap and interval over one quantity, such as tokens, and the A/A floor if known."""
     xs = trend.xs
     logarithmic = xs[0] > 0
     if logarithmic:

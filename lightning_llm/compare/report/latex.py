@@ -25,7 +25,7 @@ ESCAPED = {"&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{
 
 
 def escape(text: str) -> str:
-    """Return `text` with every letter that has a meaning in LaTeX spelled out."""
+    """Return `text` with all characters that are special in LaTeX escaped."""
     return "".join(ESCAPED.get(letter, letter) for letter in text)
 
 
@@ -130,7 +130,7 @@ def _cite(citations: Sequence[tuple[str, str]]) -> str:
 
 
 def bibliography(references: Sequence[Reference]) -> str:
-    """Return the report's `references.bib`."""
+    """Return the content of the report's `references.bib`."""
     return "\n\n".join(map(_bibtex, references)) + "\n"
 
 
@@ -157,7 +157,10 @@ def _bibtex(reference: Reference) -> str:
 
 
 def document(title: str, pictures: Sequence[Picture], tables: Sequence[Table] = ()) -> str:
-    """Return `report.tex`, which reads in `verdicts.tex`, `sources.tex`, `methods.tex` and `NAME.tex` of `tables`."""
+    """Return the content of `report.tex`, a document with the `pictures` and the report's other .tex files.
+
+    It inputs `verdicts.tex`, `sources.tex`, `methods.tex`, and `NAME.tex` of each of `tables`.
+    """
     return _environment().get_template("report.tex.jinja").render(title=title, pictures=pictures, tables=tables)
 
 

@@ -1,4 +1,4 @@
-"""The methods of a comparison: a paragraph on its runs, and the applicable parts of the method, with citations."""
+"""The methods section of a report: a paragraph on the runs, and those on the parts of the method that were used."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -23,19 +23,19 @@ from lightning_llm.compare.verdict_text import quantized_sentences
 
 @dataclass(frozen=True)
 class Methods:
-    """The methods of one comparison: `paragraphs` of (heading, text with citations), and the cited `references`."""
+    """The methods section of one comparison: `paragraphs`, (heading, text with citations), and cited `references`."""
 
     paragraphs: tuple[tuple[str, str], ...]
     references: tuple[Reference, ...]
 
     @property
     def texts(self) -> list[str]:
-        """The paragraphs as plain text, with authors and years for citations."""
+        """The paragraphs as plain text, with "(Dunnett 1955)" for citations."""
         return [f"{heading}. {plain(text, self.references)}" for heading, text in self.paragraphs]
 
 
 def methods_of(study: Study) -> Methods:
-    """Return the methods, in the order of the passages, and the references, in order of first citation."""
+    """Return the methods section of a comparison with these facts; references are in order of first citation."""
     recipes = {name: sources_of(words) for name, words in study.recipe_sources.items()}
     paragraphs = {"Runs": runs_paragraph(study, {name: citation_of(found) for name, found in recipes.items()})}
     for passage in PASSAGES:
@@ -47,7 +47,7 @@ def methods_of(study: Study) -> Methods:
 
 
 def plain(text: str, references: Sequence[Reference]) -> str:
-    """Return `text` with "(Dunnett 1955)" for each citation."""
+    """Return `text` with "(Dunnett 1955)" in place of each citation mark."""
     labels = {reference.key: reference.label for reference in references}
 
     def words(found: re.Match[str]) -> str:
@@ -58,9 +58,9 @@ def plain(text: str, references: Sequence[Reference]) -> str:
 
 
 def runs_paragraph(study: Study, citations: dict[str, str]) -> str:
-    """Return the description of the runs: model, data, seeds, precision, versions, hardware.
+    """Return the paragraph that describes the runs: model, data, seeds, precision, versions, hardware.
 
-    `citations`: {precision recipe: citation of its sources}.
+    `citations`: {precision recipe: citation mark of its sources}.
     """
     cited = {name: f"{name} {mark}" for name, mark in citations.items()}
     baseline = study.factor.baseline_label
@@ -92,7 +92,7 @@ def runs_paragraph(study: Study, citations: dict[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Passage:
-    """A passage of the methods text, with citations, included if `applies(study)`. `words` describes this condition."""
+    """A passage of the methods section, included if `applies(study)`; `words` describes this condition in docs."""
 
     heading: str
     words: str
@@ -298,7 +298,7 @@ PASSAGES = (
         "beyond the stated range.",
     ),
 )  # fmt: skip
-"""Passages in the order of the report; consecutive passages with one heading form a paragraph."""
+"""All passages of the methods section in their order; consecutive passages with one heading form a paragraph."""
 
 
 def _trained(study: Study) -> str:
@@ -357,12 +357,12 @@ def _range(span: tuple[int, int]) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Return "a", "a and b", "a, b and c"."""
+    """Return words as an enumeration: "a", "a and b", "a, b and c"."""
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Return ascending numbers with runs of three or more abbreviated: "0 to 4, 7"."""
+    """Return ascending numbers as text, with three or more in a row abbreviated: "0 to 4, 7"."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""Plain data behind the pictures: gaps, curves, losses, speed, gaps over a quantity."""
+"""Data of the report's pictures, without drawing: gaps, curves, losses, speeds, and gaps over a quantity."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from lightning_llm.tracking.reading import Run
 
 @dataclass(frozen=True)
 class Frame:
-    """Common properties of panels: the baseline's name, the margin and its unit, the confidence.
+    """Properties that the pictures of a comparison share: the baseline's name, the margin and its unit, the confidence.
 
     `margin`: nats; for several settings with margins in tokens the smallest, which scales an axis (rows and points have
     their own). `looks`: number of declared looks over which intervals are simultaneous; 0 without declared looks.
@@ -38,13 +38,13 @@ class Frame:
 
     @property
     def gap_label(self) -> str:
-        """The label of an axis of gaps."""
+        """The label of an axis of gaps, with their unit."""
         return f"gap to {self.baseline} ({self.unit})"
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A gap with its interval; `low`, `high`: NaN with a single pair; all NaN without a pair."""
+    """A `gap` with its interval [`low`, `high`], which are NaN with a single pair; all are NaN without a pair."""
 
     gap: float
     low: float
@@ -52,14 +52,17 @@ class Interval:
 
     @property
     def bounded(self) -> bool:
-        """True if there is an interval."""
+        """True if the interval is known, not only the gap."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
 
 @dataclass(frozen=True)
 class ForestRow:
-    """One verdict: its interval, each kept seed's difference, those of outliers, diverged seeds, the A/A floor, and its
-    margin in nats."""
+    """One row of a forest plot: a verdict with its interval.
+
+    `seeds`, `outliers`: {seed: difference, nats} of the pairs in the gap and of outliers; `floor`: the A/A floor (noise
+    of runs that differ only in rounding), None if unknown; `margin`: nats.
+    """
 
     name: str
     setting: str
@@ -75,7 +78,10 @@ class ForestRow:
 
 @dataclass(frozen=True)
 class SeedLine:
-    """One seed's differences along the run: `fate` is "" for a kept one, else "outlier" or "diverged"."""
+    """The difference of one seed along the run: `gap` after so many `tokens`.
+
+    `fate`: "" for a seed in the gap, else "outlier" or "diverged".
+    """
 
     seed: int
     tokens: tuple[int, ...]
@@ -85,9 +91,10 @@ class SeedLine:
 
 @dataclass(frozen=True)
 class CurvePanel:
-    """A recipe's paired difference along the run, with its band, the single seeds, and the A/A floor.
+    """Data of one picture: a recipe's difference to the baseline along the run, its interval, and the single seeds.
 
-    `margin`: nats; `look`: "look 2 of 6" if the recipe was judged at declared looks, else empty.
+    `floor`: the A/A floor, None if unknown; `margin`: nats; `look`: "look 2 of 6" if the recipe was judged at declared
+    looks, else "".
     """
 
     name: str
@@ -100,13 +107,13 @@ class CurvePanel:
 
     @property
     def band(self) -> str:
-        """The description of the band."""
+        """The description of the drawn interval, for the legend."""
         return f"{100 * self.curve.confidence:.3g} % at each step{f' ({self.look})' if self.look else ''}"
 
 
 @dataclass(frozen=True)
 class LossLine:
-    """A mean validation loss along the run, with the range over the seeds."""
+    """The mean validation loss of one recipe over `tokens`, with the range [`low`, `high`] over the seeds."""
 
     name: str
     tokens: tuple[int, ...]
@@ -117,7 +124,7 @@ class LossLine:
 
 @dataclass(frozen=True)
 class SpeedPoint:
-    """A recipe's gap and its speed relative to the baseline; `emulated`: the speed is not that of the format."""
+    """A recipe's gap and its speed relative to the baseline (`ratio`); `emulated`: not the format's own speed."""
 
     name: str
     decision: Decision
@@ -127,7 +134,7 @@ class SpeedPoint:
 
 
 def frame_of(comparison: Comparison, family: ComparisonGroup | None = None) -> Frame:
-    """Return the common properties of the panels of `family`, or of all."""
+    """Return the properties that the pictures of the group `family` share; None: of all groups."""
     verdicts = comparison.verdicts_of(family) if family else comparison.verdicts
     terms = min((verdict.terms for verdict in verdicts), key=lambda each: each.margin)
     several = len({verdict.terms.margin for verdict in verdicts}) > 1
@@ -138,7 +145,7 @@ def frame_of(comparison: Comparison, family: ComparisonGroup | None = None) -> F
 
 
 def forest_rows(comparison: Comparison) -> list[ForestRow]:
-    """Return a row per verdict, in order."""
+    """Return a row of the forest plot per verdict, in the order of the comparison."""
     return [_forest_row(verdict) for verdict in comparison.verdicts]
 
 
@@ -161,13 +168,13 @@ def _forest_row(verdict: Verdict) -> ForestRow:
 
 
 def interval_of(verdict: Verdict) -> Interval:
-    """Return the verdict's gap and interval."""
+    """Return the gap and interval of a verdict."""
     estimate = verdict.judged.estimate
     return Interval(estimate.gap, estimate.low, estimate.high)
 
 
 def curve_panels(comparison: Comparison, family: ComparisonGroup) -> list[CurvePanel]:
-    """Return a panel for each verdict of the group that has a curve or a line of a seed."""
+    """Return the curve data of each verdict of the group that has a curve, or a seed with one."""
     verdicts = comparison.verdicts_of(family)
     panels = [
         CurvePanel(
@@ -201,7 +208,7 @@ def _points(pair: Pair, verdict: Verdict) -> dict[int, float]:
 
 
 def loss_lines(comparison: Comparison, family: ComparisonGroup) -> list[LossLine]:
-    """Return the lines of the baseline and of each recipe, over the pairs in which neither run diverged."""
+    """Return the mean losses of the baseline and of each recipe, over the pairs in which neither run diverged."""
     verdicts, terms = comparison.verdicts_of(family), comparison.terms
     runs = {id(pair.baseline): pair.baseline for verdict in verdicts for pair in kept_pairs(verdict)}
     named = [(comparison.factor.baseline_label, list(runs.values()))]
@@ -227,7 +234,7 @@ def _loss_line(name: str, runs: Sequence[Run], terms: Terms) -> LossLine | None:
 
 
 def speed_points(comparison: Comparison, family: ComparisonGroup) -> list[SpeedPoint]:
-    """Return the points of the recipes with a known gap and speed."""
+    """Return a point for each recipe of the group with a known gap and speed."""
     return [
         SpeedPoint(verdict.name, verdict.colour, ratio, interval_of(verdict), verdict.emulated)
         for verdict in comparison.verdicts_of(family)
@@ -237,12 +244,12 @@ def speed_points(comparison: Comparison, family: ComparisonGroup) -> list[SpeedP
 
 PARAMETERS, TOKENS = "parameters", "tokens"
 TOKEN_KEYS = ("trainer.max_steps", "schedule.", "data.global_batch_size", "data.sequence_length")
-"""Keys of a setting that determine the number of tokens or follow from it."""
+"""Keys of a setting that determine the number of tokens, or depend on it."""
 
 
 @dataclass(frozen=True)
 class TrendPoint:
-    """A verdict at `x`; `floor`: the A/A floor there, `margin`: its margin in nats."""
+    """The gap of one verdict at the value `x` of a quantity; `floor`: the A/A floor there; `margin`: nats."""
 
     x: float
     interval: Interval
@@ -253,7 +260,7 @@ class TrendPoint:
 
 @dataclass(frozen=True)
 class TrendLine:
-    """One recipe's verdicts, ascending in `x`."""
+    """The points of one recipe, ascending in `x`."""
 
     name: str
     points: tuple[TrendPoint, ...]
@@ -261,7 +268,10 @@ class TrendLine:
 
 @dataclass(frozen=True)
 class Trend:
-    """The gap over one quantity, `key`, with everything else (`setting`, as text) constant or dependent on it."""
+    """Data of one picture: gaps over one quantity, such as tokens.
+
+    `key`, `label`: of the quantity; `setting`: everything else as text, which is constant or depends on the quantity.
+    """
 
     key: str
     label: str
@@ -270,13 +280,13 @@ class Trend:
 
     @property
     def xs(self) -> list[float]:
-        """The values of x with points."""
+        """All values of the quantity at which a recipe has a point, ascending."""
         return sorted({point.x for line in self.lines for point in line.points})
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A possible x axis. `values`: {id(verdict): x}; `prefixes`: prefixes of the config keys that it represents."""
+    """A quantity for an x axis. `values`: {id(verdict): x}; `prefixes`: of the config keys that determine it."""
 
     key: str
     label: str
@@ -284,12 +294,12 @@ class Quantity:
     prefixes: tuple[str, ...]
 
     def owns(self, name: str) -> bool:
-        """Return whether the axis represents the config key `name`."""
+        """Return whether the config key `name` is one of those that determine the quantity."""
         return name.startswith(self.prefixes)
 
 
 def trends(comparison: Comparison) -> list[Trend]:
-    """Return a trend for each quantity with at least two values, and each combination of the others.
+    """Return the data of gaps over each quantity with at least two values, for each combination of the others.
 
     If no two verdicts agree in everything else, keys with one value per value of the quantity may vary with it (for
     example a rate chosen for each size). Over sizes with tokens that grow with them, lines are at equal tokens per

@@ -1,4 +1,4 @@
-"""Pictures of a report: one drawn as SVG and PDF, many as small multiples, and the colors and marks they share.
+"""One picture of a report as SVG and PDF, several as panels of one, and the colors and marks they share.
 
 Colors and marks can be distinguished by red-green color-blind readers, and in black and white.
 """
@@ -14,9 +14,9 @@ from typing import Any, Literal
 from lightning_llm.compare.statistics.intervals import Decision
 
 COLOURS: dict[Decision, str] = {"lossless": "#0057b7", "inconclusive": "#6b6f75", "lossy": "#b84300"}
-"""Each has a contrast of at least 4.5 on white, as text requires (WCAG 2.2, 1.4.3)."""
+"""Color by decision. Each has a contrast of at least 4.5 on white, as text requires (WCAG 2.2, 1.4.3)."""
 DARK_COLOURS: dict[Decision, str] = {"lossless": "#5aa9ff", "inconclusive": "#c4c8cd", "lossy": "#ff9a5c"}
-"""The same for dark pages."""
+"""Color by decision on dark pages."""
 SYMBOLS: dict[Decision, str] = {"lossless": "✓", "inconclusive": "?", "lossy": "✗"}
 MARKERS: dict[Decision, str] = {"lossless": "o", "inconclusive": "D", "lossy": "s"}
 INK, FAINT, FLOOR = "#222222", "#777777", "#f0e4b4"
@@ -26,7 +26,7 @@ Dashes = str | tuple[float, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class LineStyle:
-    """Line style of one recipe in a panel with several."""
+    """Color, marker and dashes of one recipe's line in a picture with several."""
 
     colour: str
     marker: str
@@ -41,7 +41,7 @@ LINES = (
     LineStyle("#8a6d00", "v", (0, (5, 1))),
     LineStyle("#56b4e9", "P", (0, (3, 1, 1, 1))),
 )
-"""Used in turn; the colors are those of Okabe and Ito (Color Universal Design, 2008), the yellow one darker."""
+"""Line styles that recipes get in turn; colors of Okabe and Ito (Color Universal Design, 2008), yellow darker."""
 
 SETTINGS = {
     "font.size": 9.0,
@@ -63,7 +63,7 @@ SETTINGS = {
 
 @contextmanager
 def drawing_style() -> Iterator[None]:
-    """Draw and save in the report's style; the same data give the same file."""
+    """Context in which matplotlib draws and saves in the report's style; the same data give the same file."""
     from matplotlib import rc_context
 
     with rc_context(SETTINGS):
@@ -71,7 +71,7 @@ def drawing_style() -> Iterator[None]:
 
 
 def line_style(place: int) -> LineStyle:
-    """Return the style of the recipe at `place`."""
+    """Return the line style of the recipe at `place`, counted from 0."""
     return LINES[place % len(LINES)]
 
 
@@ -81,9 +81,9 @@ WIDTH, HEIGHT = 4.7, 3.1
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture: `name` of its file, `alt` text that describes it, `paint` draws it on matplotlib axes.
+    """One picture of a report: `name` of its file, `caption`, and `alt`, a text that describes it.
 
-    `width`, `height`: in inches.
+    `paint`: function that draws it on given matplotlib axes; `group`: pictures of one kind; `width`, `height`: inches.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Picture:
     narrow: "Picture | None" = None
     """The version for phones, unless the picture is narrow itself."""
     folded: bool = False
-    """True for one panel per setting, if there are many: folded in the report."""
+    """True if the report shows the picture only on request, as it does with one panel per setting if there are many."""
 
     @cached_property
     def svg(self) -> str:
@@ -133,15 +133,15 @@ MOST_APART = 3
 """Maximum number of separate pictures of one kind; more of them become panels of one picture."""
 WIDE, COLUMNS, COLUMNS_ON_A_PHONE = 7.2, 3, 2
 HEAD, BETWEEN = 0.55, 0.38
-"""Inches: above the first row, for the legend; between two rows, for titles."""
+"""Heights in inches: above the first row of panels, for the legend; between two rows, for titles."""
 SMALL = 6.5
-"""Points, of a panel's title and its numbers."""
+"""Font size of a panel's title and numbers, in points."""
 MOST_LABELS = 6
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture of several, with its title."""
+    """One picture that becomes a panel of another, with its title there."""
 
     title: str
     picture: Picture
@@ -150,12 +150,12 @@ class Panel:
 def small_multiples(
     about: Picture, panels: Sequence[Panel], shared: Literal["x", "y", ""] = "", threshold: float = math.inf
 ) -> Picture:
-    """Return `panels` as one picture: a title each, labels at the left and the bottom, one legend for all.
+    """Return a picture made of `panels`: each with a title, labels only at the left and the bottom, one legend.
 
     Args:
-        about: name, group and caption of the whole; its height, in inches, is that of a panel.
-        shared: the axis that has the same range in all of them, "" for none.
-        threshold: if that axis is logarithmic beyond it in one panel, it is in all.
+        about: has the name, group and caption of the whole; its height is that of a panel.
+        shared: the axis that has the same range in all panels, "" for none.
+        threshold: value beyond which the shared axis is logarithmic, in all panels if in one.
     """
     described = [f"{each.title}: {each.picture.alt.removeprefix(each.picture.caption).strip()}" for each in panels]
     alt = " ".join([about.caption, *described])

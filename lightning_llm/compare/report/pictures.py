@@ -28,13 +28,13 @@ from lightning_llm.compare.runs.pairing import ComparisonGroup
 
 SHADED = " Shaded around zero: the A/A floor."
 LOOKED_UP = 0.82
-"""Height, in inches, of a panel of many settings: two pictures of twelve panels fit on a page."""
+"""Height in inches of each of many panels: two pictures of twelve panels fit on a page."""
 MOST_ROWS = 16
 """Maximum number of verdicts in one picture without panels."""
 
 
 def pictures_of(comparison: Comparison) -> list[Picture]:
-    """Return the pictures in order, not drawn yet.
+    """Return the pictures of the report in order. They are drawn when their `svg` or `pdf` is read.
 
     With more than `MOST_APART` settings, pictures of one kind become panels of one picture.
     """

@@ -16,13 +16,16 @@ CONTAINERS = {"article": "journal", "book": "publisher", "misc": "howpublished"}
 
 @dataclass(frozen=True)
 class Reference:
-    """One entry. `container`: journal, series or publisher; `place`: volume and pages, as "50(272):1096-1121"."""
+    """One entry of a bibliography.
+
+    `container`: journal, series or publisher; `place`: volume and pages, as "50(272):1096-1121".
+    """
 
     key: str
     kind: str
     """A key of `CONTAINERS`."""
     authors: str
-    """As BibTeX has them: "Dunnett, Charles W. and Other, Name"; in braces where they are no persons."""
+    """Authors as BibTeX writes them: "Dunnett, Charles W. and Other, Name"; organizations in braces."""
     title: str
     year: str
     container: str = ""
@@ -33,7 +36,7 @@ class Reference:
 
     @property
     def label(self) -> str:
-        """Authors and year, short: "Dunnett 1955", "Clopper and Pearson 1934"; the title where none are known."""
+        """Authors and year in short: "Dunnett 1955", "Clopper and Pearson 1934"; the title if they are not known."""
         if not self.authors:
             return f"{self.title} {self.year}".strip()
         if self.authors.startswith("{"):
@@ -49,7 +52,7 @@ class Reference:
 
     @property
     def entry(self) -> str:
-        """The entry as text, without its DOI or arXiv number (`number`), which reports show as a link after it."""
+        """The entry as text without its DOI or arXiv number, which reports append as a link."""
         authors = self.authors.strip("{}")
         if not self.authors.startswith("{"):
             persons = [" ".join(reversed(name.strip("{}").split(", "))) for name in self.authors.split(" and ")]
@@ -59,12 +62,12 @@ class Reference:
 
     @property
     def number(self) -> str:
-        """The DOI, or the number at arXiv; empty where neither is known."""
+        """The DOI, or else the arXiv number; "" if neither is known."""
         return self.doi or (f"arXiv:{self.eprint}" if self.eprint else "")
 
     @property
     def url(self) -> str:
-        """The address of the DOI or at arXiv; empty where neither is known."""
+        """The URL of the DOI, or else at arXiv; "" if neither is known."""
         if self.doi:
             return f"https://doi.org/{self.doi}"
         return f"https://arxiv.org/abs/{self.eprint}" if self.eprint else ""
@@ -86,15 +89,15 @@ def read_bib(text: str) -> dict[str, Reference]:
 
 
 KNOWN = read_bib((files(__package__) / "references.bib").read_text(encoding="utf-8"))
-"""The literature of the methods, and the papers and programs that shipped recipes name."""
+"""All known entries by key: the literature of the methods, and papers and programs that shipped recipes name."""
 PAPERS = {entry.eprint: entry for entry in KNOWN.values() if entry.eprint}
-"""By number at arXiv."""
+"""The entries with an arXiv number, by that number."""
 PROGRAMS = [entry for entry in KNOWN.values() if not entry.authors]
-"""Programs in which recipes name a class or an option."""
+"""The entries of programs, in which recipes name a class or an option."""
 
 
 def citations_in(mark: str) -> list[tuple[str, str]]:
-    """Return [(key, place in the source)] of a mark "[@a, section 3; @b]"."""
+    """Return the citations in a mark such as "[@a, section 3; @b]", as (key, place in the source)."""
     items = re.split(r"; ?@", mark.strip(" []").removeprefix("@"))
     return [(key, place) for key, _, place in (item.partition(", ") for item in items)]
 
@@ -107,20 +110,20 @@ def keys_in(text: str) -> list[str]:
 ARXIV = re.compile(
     r"(?:arXiv[ :]*|(?:https?://)?(?:www\.)?arxiv\.org/(?:abs|pdf)/)(\d{4}\.\d{4,5})(?:v\d+)?(?:\.pdf)?", re.IGNORECASE
 )
-"""A number at arXiv, or its address there."""
+"""Pattern of an arXiv number, or of its URL."""
 _PART = r"(?:sections?|sec\.|tables?|appendix|figures?|fig\.|equations?|eq\.|chapters?|pages?|p\.)"
 BETWEEN = re.compile(
     rf"[ ,]*(?P<place>\([^)]*\)|{_PART} [\w.]*\w)?(?:[ ,&]|and\b)*(?P<names>.*)",
     re.IGNORECASE,
 )
-"""Text between two numbers: the place in the first source, and the authors of the second."""
+"""Pattern of the text between two arXiv numbers: the place in the first source, and the authors of the second."""
 PLACE = re.compile(rf"{_PART} .*|\S*[=/_.]\S*[^\s.]", re.IGNORECASE)
-"""A place in a source that is not part of its title: a section, a file, an option."""
+"""Pattern of a place in a source that is not part of its title: a section, a file, an option."""
 YEAR = re.compile(r"(?:, ?| ?\()((?:19|20)\d\d)\)?$")
 
 
 def sources_of(words: str) -> dict[Reference, str]:
-    """Parse {source: place in it} from `words` such as "Transformer Engine DelayedScaling; Smith et al., arXiv 1.2"."""
+    """Return {source: place in it} from a text such as "Transformer Engine DelayedScaling; Smith et al., arXiv 1.2"."""
     found: dict[str, tuple[Reference, list[str]]] = {}
     for part in (" ".join(each.replace("[", "(").replace("]", ")").split()) for each in words.split(";")):
         for source, place in _sources(part) if part else ():

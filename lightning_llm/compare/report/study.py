@@ -1,4 +1,4 @@
-"""Facts of a comparison for its methods section: recipes, seeds, models, data, versions, hardware."""
+"""Facts of a comparison that its methods section states: recipes, seeds, models, data, versions, hardware."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,8 +28,10 @@ MOST_KEYS = 8
 
 @dataclass(frozen=True)
 class Study:
-    """The judged runs and the options of the comparison; `all_pairs`: all recipes were compared with each other;
-    `ladder`: a law over sizes and tokens was fitted."""
+    """The judged runs and options of a comparison, and facts about them for its methods section.
+
+    `all_pairs`: all recipes were compared with each other; `ladder`: a law over sizes and tokens was fitted.
+    """
 
     factor: Factor
     terms: Terms
@@ -48,7 +50,7 @@ class Study:
 
     @property
     def runs(self) -> list[Run]:
-        """Every run of a pair, once."""
+        """Every run of a pair, of recipes and baseline, once."""
         return list({id(run): run for family in self.families for run in family.runs}.values())
 
     @property
@@ -58,39 +60,39 @@ class Study:
 
     @property
     def recipes(self) -> list[str]:
-        """The recipes compared with the baseline."""
+        """Names of the recipes that were compared with the baseline."""
         return list(dict.fromkeys(verdict.name for verdict in self.verdicts))
 
     @property
     def settings(self) -> list[str]:
-        """The settings judged separately, as text; empty if there is only one."""
+        """The settings that were judged separately, as text; [] if there is only one."""
         return [family.words for family in self.families if family.words]
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of all pairs."""
+        """The seeds at which there is a pair, ascending."""
         return sorted({seed for verdict in self.verdicts for seed in verdict.judged.measured.seeds})
 
     @property
     def pairs(self) -> tuple[int, int]:
-        """Smallest and largest number of pairs of a recipe in a setting, including failed ones."""
+        """(smallest, largest) number of pairs of a recipe in a setting, including pairs with a failed run."""
         counts = [len(verdict.judged.measured.seeds) for verdict in self.verdicts]
         return min(counts), max(counts)
 
     @property
     def tail_validations(self) -> tuple[int, int]:
-        """Smallest and largest number of validations in the tail."""
+        """(smallest, largest) number of validations over which a verdict averages."""
         counts = [len(tail.steps) for verdict in self.verdicts if (tail := verdict.judged.measured.tail)]
         return (min(counts), max(counts)) if counts else (0, 0)
 
     @property
     def emulated(self) -> list[str]:
-        """The recipes that ran emulated."""
+        """Names of the recipes with emulated casts."""
         return list(dict.fromkeys(verdict.name for verdict in self.verdicts if verdict.emulated))
 
     @property
     def native(self) -> list[str]:
-        """The recipes with quantized GEMMs that ran natively in every run."""
+        """Names of the recipes with quantized matrix products that ran in native kernels in every run."""
         found = [
             verdict.name
             for verdict in self.verdicts
@@ -100,7 +102,7 @@ class Study:
 
     @property
     def recipe_sources(self) -> dict[str, str]:
-        """{precision recipe: the sources named in its file}."""
+        """{precision recipe: the sources that its file names, as text}."""
         found = {
             str(run.config.get("precision.name")): str(run.config["precision.reference"])
             for run in self.runs
@@ -124,12 +126,12 @@ class Study:
 
     @property
     def devices(self) -> list[str]:
-        """The hardware of the runs."""
+        """Descriptions of the hardware of the runs, each once."""
         return self.recorded("device")
 
     @property
     def commits(self) -> list[str]:
-        """The commits of the checkouts, 12 digits, marked if files were changed; empty for wheels."""
+        """The git commits of the runs' code, 12 digits, marked if files were changed; [] for installed wheels."""
         found = []
         for run in self.runs:
             git = run.summary.get("git") or {}
@@ -144,12 +146,12 @@ class Study:
 
     @property
     def parameters(self) -> list[int]:
-        """The sizes of the models."""
+        """The numbers of parameters of the models."""
         return sorted({verdict.parameters for verdict in self.verdicts if verdict.parameters})
 
     @property
     def comparisons(self) -> int:
-        """The largest number of simultaneous intervals."""
+        """The largest number of simultaneous intervals of a group."""
         return max((verdict.judged.estimate.comparisons for verdict in self.verdicts), default=1)
 
     @property
@@ -159,7 +161,7 @@ class Study:
 
     @property
     def pooled(self) -> bool:
-        """True if recipes shared a variance."""
+        """True if any recipes shared a variance."""
         return any(verdict.judged.estimate.pool > 1 for verdict in self.verdicts)
 
     @property

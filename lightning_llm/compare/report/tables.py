@@ -16,7 +16,7 @@ from lightning_llm.compare.verdict import Verdict
 
 @dataclass(frozen=True)
 class Table:
-    """A table: `rows` of text under `columns`, the first `names` of them text and the others figures.
+    """A table of a report: `rows` of text under `columns`; the first `names` columns are names, the others numbers.
 
     `name`: base name of its files, `name.csv` and `name.tex`; `figures`: one mapping per row for the CSV, with
     unrounded numbers.
@@ -32,13 +32,13 @@ class Table:
 
     @property
     def csv(self) -> str:
-        """One line per row; cells without a number are empty."""
+        """The table as CSV text, with unrounded numbers; cells without a number are empty."""
         return _csv(self.figures, list(self.figures[0]))
 
 
 @dataclass(frozen=True)
 class Supplement:
-    """Further parts of a report from a package above this one (a ladder); `data`: keys of `compare.json`."""
+    """Further parts of a report, such as a ladder adds: `tables`, `pictures`, and `data`, entries of `compare.json`."""
 
     tables: tuple[Table, ...] = ()
     pictures: tuple[Picture, ...] = ()
@@ -49,7 +49,7 @@ NOTHING = Supplement()
 
 
 def tables_of(comparison: Comparison) -> list[Table]:
-    """Return the tables of the comparison besides the verdicts: all pairs, if requested."""
+    """Return the report's tables besides that of the verdicts: the table of all pairs, if requested."""
     found = comparison.all_pairs
     if not found:
         return []
@@ -74,7 +74,7 @@ def tables_of(comparison: Comparison) -> list[Table]:
 
 
 def sources_of(comparison: Comparison) -> dict[int, dict[str, SourceGap]]:
-    """Return {id of a verdict: {source: gap}}."""
+    """Return {id(verdict): {validation source: its gap}} of all verdicts."""
     found: dict[int, dict[str, SourceGap]] = {}
     for family in comparison.families:
         verdicts = comparison.verdicts_of(family)
@@ -84,13 +84,13 @@ def sources_of(comparison: Comparison) -> dict[int, dict[str, SourceGap]]:
 
 
 def gap_text(gap: SourceGap) -> str:
-    """Return the gap, with its interval where there is one."""
+    """Return a gap as text, with its interval if it has one."""
     text = nats(gap.gap, signed=True)
     return f"{text} {interval_text(gap.low, gap.high)}" if gap.low == gap.low else text
 
 
 def verdicts_csv(comparison: Comparison) -> str:
-    """Return one line per verdict and one per baseline, with unrounded numbers; empty without a value."""
+    """Return `verdicts.csv`: a line per verdict and per baseline, with unrounded numbers; cells may be empty."""
     sources = sources_of(comparison)
     rows: list[dict[str, Any]] = []
     for baseline in comparison.baselines:
@@ -147,9 +147,9 @@ def _figures(verdict: Verdict, sources: Mapping[str, SourceGap]) -> dict[str, An
 
 
 def curves_csv(comparison: Comparison) -> str:
-    """Return one line per verdict and validation: the gap and its interval, empty without a value.
+    """Return `curves.csv`: a line per verdict and validation, with the gap and its interval; cells may be empty.
 
-    `confidence`: of that interval; with declared looks that of the look at which the recipe was judged.
+    Column `confidence`: of that interval; with declared looks that of the look at which the recipe was judged.
     """
     rows: list[dict[str, Any]] = []
     for family in comparison.families:

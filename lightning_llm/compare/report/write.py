@@ -56,8 +56,7 @@ FILES = {
     "report.tex": "a document with everything for LaTeX",
     "compare.json": "everything for programs, the output of --json",
 }
-"""Files written together with `report.html`, and their purposes; the pictures, `figure-*.svg` and `.pdf`, are not
-listed."""
+"""{file written together with `report.html`: its purpose}, without the pictures, `figure-*.svg` and `.pdf`."""
 OPTIONAL = ("pairs.", "ladder.")
 """Prefixes of files that not every report has."""
 TEMPLATE = "report.html.jinja"
@@ -65,9 +64,9 @@ ORDER: tuple[Decision, ...] = ("lossless", "lossy", "inconclusive")
 
 
 def write_report(comparison: Comparison, folder: Path, supplement: Supplement = NOTHING) -> list[str]:
-    """Write everything except `compare.json` to `folder`; return a sentence for each file that could not be made.
+    """Write all files of the report except `compare.json` to `folder`; return a sentence per file that failed.
 
-    `supplement`: further parts; its pictures follow that of the gaps.
+    `supplement`: further parts of the report; its pictures follow the picture of the gaps.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -127,7 +126,10 @@ def _write(name: str, make: Callable[[], str | bytes], folder: Path, failed: lis
 def page(
     comparison: Comparison, pictures: Sequence[Picture], files: Mapping[str, str], tables: Sequence[Table] = ()
 ) -> str:
-    """Return the page; `files`: {name of a file in the same folder: its purpose}; `tables`: further tables."""
+    """Return the HTML of the report.
+
+    `files`: {name of a file in the same folder: its purpose}, to link; `tables`: tables besides that of the verdicts.
+    """
     methods = comparison.methods
     sources = sources_of(comparison)
     template = _environment().get_template(TEMPLATE)
@@ -181,9 +183,9 @@ def title_of(comparison: Comparison) -> str:
 
 @dataclass(frozen=True)
 class Headline:
-    """One setting's verdicts: `setting` as text, `scale`: model size and tokens.
+    """The verdicts in one setting, for the head of the report. `scale`: model size and tokens as text.
 
-    `recipes`: (verdict, verdict that determines the color, names).
+    `recipes`: (decision, decision that determines the color, names of the recipes with it).
     """
 
     setting: str
@@ -192,7 +194,7 @@ class Headline:
 
 
 def headlines(comparison: Comparison) -> list[Headline]:
-    """Return one headline per setting; qualifications of a verdict follow the recipe's name."""
+    """Return one headline per setting; qualifications of a verdict are appended to the recipe's name."""
     found = []
     for family in comparison.families:
         verdicts = comparison.verdicts_of(family)
@@ -211,7 +213,7 @@ def headlines(comparison: Comparison) -> list[Headline]:
 
 
 def sentence(comparison: Comparison) -> str:
-    """Return the numbers of verdicts by decision, as a sentence."""
+    """Return a sentence on how many verdicts are lossless, lossy and inconclusive."""
     decisions = [verdict.decision for verdict in comparison.verdicts]
     counts = [f"{decisions.count(each)} {each}" for each in ORDER if each in decisions]
     number = len(decisions)
