@@ -336,7 +336,7 @@ def _nothing_to_judge(selection: Selection) -> list[Problem]:
         return [Problem(f"--best-of {key}", f"{text} Try lower values, or choose other --choose-by seeds.")]
     judged = {_identity(run, selection.others) for run in selection.runs}
     if selection.problems and len(judged) < 2:
-        return [Problem(f"--best-of {key}", "fewer than two recipes have their best value inside the grid.")]
+        return [Problem(f"--best-of {key}", "fewer than two recipes have their best value inside the grid. Extend it.")]
     if selection.runs:
         return []
     text = f"all runs at the best values have the choosing seeds ({', '.join(map(str, selection.seeds))})."

@@ -144,7 +144,7 @@ def _check_declared(same: Sequence[RecordedLook], look: RecordedLook, gate: Gate
     problems = []
     first = next((each for each in same if each.spent is not None), None)
     if first is not None and first.budget is not None and abs(first.budget - budget) > 1e-12:
-        text = f"the series in {file} was begun with {1 - first.budget:g}. Use that."
+        text = f"the series in {file} was begun with {1 - first.budget:g}. Use that, or another --series."
         problems.append(Problem("--confidence", text, f"{1 - budget:g}"))
     if gate.looks is not None and first is not None and first.planned_looks != gate.looks:
         begun = "without --looks" if first.planned_looks is None else f"with --looks {first.planned_looks}"
@@ -153,7 +153,7 @@ def _check_declared(same: Sequence[RecordedLook], look: RecordedLook, gate: Gate
     elif gate.looks is not None and first is None and any(can_decide(each) for each in same):
         text = (
             f"must be declared before the first look, and {file} has one of {same[0].at}. Remove --looks: each look "
-            "then spends half of the rest."
+            "then uses half of the remaining error."
         )
         problems.append(Problem("--looks", text, gate.looks))
     if problems:
@@ -264,6 +264,6 @@ def refuse_with_declared_looks(gate: Gate, sweeps: Sequence[Path]) -> None:
     Such a sweep uses the whole error of its verdicts itself.
     """
     given = [flag for flag, value in (("--series", gate.series), ("--looks", gate.looks)) if value is not None]
-    text = f"cannot be used for {sweeps[0].name}, as its declared looks spend its error. Remove it."
+    text = f"cannot be used for {sweeps[0].name}: its declared looks use its whole error rate. Remove it."
     if given:
         raise ConfigError([Problem(flag, text) for flag in given])

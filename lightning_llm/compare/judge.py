@@ -68,7 +68,7 @@ def compare_runs(
             notes += selection.lines()
             problems += selection.problems
             if selection.problems and baseline is None:
-                text = "a recipe is not judged, which may be the baseline. Name the baseline, for example optim=adamw."
+                text = "is missing, and a recipe that is not judged may be the default. Name one, e.g. optim=adamw."
                 raise ConfigError(Problem("--baseline", text))
         factor = choose_factor(usable, baseline, best_of.key if best_of else None)
     except ConfigError as error:
@@ -140,7 +140,8 @@ def judge(
     for label, pairs in family.recipes.items():
         recipe = measure(label, pairs, family.missing.get(label, ()), terms, margins)
         if recipe.tail is None and not recipe.seeds:
-            text = f"{label} and {factor.baseline_label} have no validation of '{terms.metric}' at a common step."
+            text = f"{label} and {factor.baseline_label} have no validation of '{terms.metric}' at a common step. "
+            text += "Validate all runs at the same steps, or choose another --metric."
             problems.append(Problem(str(pairs[0].run.folder), text))
             continue
         recipes.append(recipe)

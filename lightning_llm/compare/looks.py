@@ -134,7 +134,7 @@ def read_design(about: Any, where: str) -> Design | None:
         terms = Terms(nats, data["confidence"], data["metric"], data["tail"], token_margin=share)
         return Design(looks, tuple(data["seeds"]), terms, data["spending"], data["recipes"], data["baseline"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        text = f"the declared looks ('{DESIGN}') cannot be used: {error}."
+        text = f"the declared looks ('{DESIGN}') cannot be used: {error}. Restore the file from a copy."
         raise ConfigError(Problem(where, text)) from error
 
 

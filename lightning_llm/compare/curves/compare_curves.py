@@ -19,7 +19,7 @@ from lightning_llm.compare.curves.table import LoggedTable
 from lightning_llm.compare.format import count, nats
 from lightning_llm.compare.judge import judge_families
 from lightning_llm.compare.runs.factor import Factor, as_text
-from lightning_llm.compare.runs.pairing import pair_runs
+from lightning_llm.compare.runs.pairing import ADD_PARTNER, pair_runs
 from lightning_llm.compare.statistics.seeds import MOST_SEEDS, seeds_needed
 from lightning_llm.compare.terms import RequestedTerms, Terms, terms_of
 from lightning_llm.compare.verdict import Verdict
@@ -169,8 +169,8 @@ def compare_curves(curves: Sequence[LoggedCurve], terms: Terms, baseline: str | 
 
 
 def _without_partner(problem: Problem) -> Problem:
-    text = problem.text.removesuffix(".")
-    return replace(problem, text=f"{text}: add its log, or name all logs without seeds to pair them in order.")
+    text = problem.text.removesuffix(ADD_PARTNER)
+    return replace(problem, text=f"{text}Add its log, or name all logs without seeds to pair them in order.")
 
 
 def _repeated_seeds(curves: Sequence[LoggedCurve]) -> list[Problem]:

@@ -76,7 +76,7 @@ def sources_latex(comparison: Comparison) -> str:
 
 
 def table_latex(table: Table) -> str:
-    r"""Return a further table as a `tabular` (booktabs)."""
+    r"""Return a table of the report other than the verdicts as a `tabular` (booktabs)."""
     columns = "l" * table.names + "r" * (len(table.columns) - table.names)
     return _tabular(columns, table.columns, [_row(row) for row in table.rows])
 
@@ -105,7 +105,7 @@ def _verdict_cells(verdict: Verdict) -> list[str]:
 
 
 def methods_latex(methods: Methods) -> str:
-    r"""Return the paragraphs, each headed by a `\paragraph`, with `\cite` for citations."""
+    r"""Return the methods section as LaTeX: a `\paragraph` each, with `\cite` for citations."""
     return "\n\n".join(rf"\paragraph{{{heading}.}} {cited(text)}" for heading, text in methods.paragraphs) + "\n"
 
 

@@ -143,7 +143,7 @@ def _itself(name: str, runs: Sequence[Run], keys: tuple[str, ...], wanted: str, 
         ConfigError: a level was requested: such runs have the first as their baseline.
     """
     if wanted:
-        text = f"'{wanted}' has no key, and the runs differ in {', '.join(keys)}. Use KEY=VALUE."
+        text = f"'{wanted}' is not KEY=VALUE, and the runs differ in {', '.join(keys)}. Use one of these keys."
         raise ConfigError(Problem("--baseline", text))
     levels = list(dict.fromkeys(level_of(run, keys) for run in runs))
     first = levels[0]

@@ -165,7 +165,8 @@ def _experiment_in_mlflow(name: str, root: Path, found: RunSelection) -> list[Pa
         return []
     except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
         why = redacted(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
-        text = f"is no folder and no experiment or sweep in {root}, and MLflow could not be asked for it ({why})."
+        text = f"is no folder and no experiment or sweep in {root}, and MLflow could not be asked for it ({why}). "
+        text += "Check MLflow, or name a folder."
         raise ConfigError(Problem(name, text)) from error
     return _folders_of(runs, found)
 
@@ -178,7 +179,7 @@ def _ask_mlflow(run_id: str, root: Path, found: RunSelection) -> list[Path]:
         run = client.get_run(run_id)
         children = list(all_runs(client, run.info.experiment_id, f"tags.`mlflow.parentRunId` = '{run_id}'"))
     except FileNotFoundError:
-        text = f"is no run in {root}, and there is no MLflow database {redacted(uri)}."
+        text = f"is no run in {root}, and there is no MLflow database {redacted(uri)}. Name the run's folder."
         raise ConfigError(Problem(run_id, text)) from None
     except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
         why = redacted(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
@@ -199,6 +200,8 @@ def _folders_of(runs: Iterable[Any], found: RunSelection) -> list[Path]:
             if folder.is_dir():
                 folders.append(folder)
                 continue
-            text = f"its folder {folder} is missing or on another machine, and verdicts require its files."
+            text = (
+                f"its folder {folder} is missing or on another machine. Copy it here: verdicts read its files."
+            )
             found.problems.append(Problem(run.info.run_id, text))
     return folders

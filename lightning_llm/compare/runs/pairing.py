@@ -25,6 +25,7 @@ from lightning_llm.config.config_hash import below, is_data_path
 from lightning_llm.tracking.reading import Run
 
 Setting = tuple[tuple[str, str], ...]
+ADD_PARTNER = "Run it, or leave this run out."
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def _pairs_of(runs: list[Run], baselines: list[Run], factor: Factor, metric: str
         seeded = [each for each in baselines if each.seed == run.seed]
         if not seeded:
             level, base = factor.label(run), factor.baseline_label
-            text = f"{level} at seed {run.seed} has no run of {base} at that seed to be paired with."
+            text = f"{level} at seed {run.seed} has no run of {base} at that seed to be paired with. {ADD_PARTNER}"
             problems.append(Problem(str(run.folder), text))
             continue
         comparable = [each for each in seeded if not validation_differences(each, run, metric)]

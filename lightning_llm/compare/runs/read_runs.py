@@ -115,7 +115,8 @@ def lost_jobs(
         try:
             jobs = checked_sweep(json.loads((sweep / FILE).read_text(encoding="utf-8"))).get("jobs", [])
         except (OSError, ValueError, RecursionError) as error:
-            problems.append(Problem(str(sweep / FILE), f"cannot be read, so missing jobs cannot be detected: {error}."))
+            text = f"cannot be read, so missing jobs cannot be detected: {error}. Restore it from a copy."
+            problems.append(Problem(str(sweep / FILE), text))
             continue
         known = _Known([(job, by_folder[folder]) for job in jobs if (folder := _folder(sweep, job)) in by_folder])
         lost += [
