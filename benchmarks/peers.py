@@ -18,7 +18,7 @@ from benchmarks.shape import Shape, config, random_batch
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.parallel.blocks import compile_blocks
+from lightning_llm.parallel.apply import compile_blocks
 from lightning_llm.plan.check import check_config
 from lightning_llm.run.opening import open_rank, quiet_lightning
 from lightning_llm.run.rank import train_from

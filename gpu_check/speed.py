@@ -26,7 +26,7 @@ from lightning_llm.model.attention.kernel_choice import attention_by
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
 from lightning_llm.model.loss import LossReduction, compiled_loss_sum, next_token_loss_sum
-from lightning_llm.parallel.blocks import compile_blocks
+from lightning_llm.parallel.apply import compile_blocks
 from lightning_llm.precision.native.decide import decide
 from lightning_llm.train.quantisation import Quantisation
 

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_llm.base.errors import ConfigError, Problem
-from lightning_llm.parallel.device_sync import READ_NUMBERS
 from lightning_llm.parallel.torch_private import private
+from lightning_llm.train.step import READ_NUMBERS
 
 _KINDS = {
     "_allgather_base": "all_gather",

@@ -31,9 +31,8 @@ from lightning_llm.model.loss import IGNORED_LABEL, chunk_rows, compiled_loss_su
 from lightning_llm.model.spec import Part
 from lightning_llm.model.structure import block_parts, replicated_within
 from lightning_llm.parallel.axis import AxisOnRanks, Reduction, Works, all_reduce
-from lightning_llm.parallel.collectives import copy_to_group
+from lightning_llm.parallel.collectives import Region, copy_to_group
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.region import Region
 from lightning_llm.plan.divisibility import SHARD_AXES
 
 

@@ -9,7 +9,7 @@ from lightning_llm.config.schema import ModelConfig, ParallelConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.parallel.blocks import checkpoint_blocks, compile_blocks
+from lightning_llm.parallel.apply import checkpoint_blocks, compile_blocks
 
 MODEL = ModelConfig(
     name="tiny", vocab_size=64, num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, ffn_hidden_size=64,

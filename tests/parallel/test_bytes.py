@@ -22,7 +22,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.rope import rope_tables
 from lightning_llm.optim.optimizer import role_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
-from lightning_llm.parallel.blocks import expensive_ops
+from lightning_llm.parallel.apply import expensive_ops
 from lightning_llm.parallel.dp_shard import sharded_modules
 from lightning_llm.parallel.tree import TreeSum
 from lightning_llm.plan.degrees import resolve_degrees

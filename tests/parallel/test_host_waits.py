@@ -18,12 +18,11 @@ from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig, Pre
 from lightning_llm.dry_run.rank import count_step
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
-from lightning_llm.parallel.device_sync import READ_NUMBERS, read_numbers
 from lightning_llm.parallel.grad_norm import gradient_norm
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.train.step import TrainStep
+from lightning_llm.train.step import READ_NUMBERS, TrainStep, read_numbers
 from tests.parallel.rank_group import RankGroup
 from tests.parallel.test_bytes import words_of
 from tests.parallel.traced_run import layout_here, run_with

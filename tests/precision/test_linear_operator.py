@@ -19,7 +19,7 @@ from lightning_llm.config.schema import ModelConfig, ParallelConfig, PrecisionCo
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.parallel.blocks import checkpoint_blocks, compile_blocks
+from lightning_llm.parallel.apply import checkpoint_blocks, compile_blocks
 from lightning_llm.precision.linear.delayed import delayed_state, update_delayed
 from lightning_llm.precision.linear.module import (
     QuantisedLinear,

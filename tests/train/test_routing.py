@@ -8,7 +8,7 @@ import torch
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.parallel.blocks import checkpoint_blocks
+from lightning_llm.parallel.apply import checkpoint_blocks
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.train.routing import FIGURES, Routing

@@ -22,7 +22,7 @@ from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.optim.optimizer import LearningRate
 from lightning_llm.optim.schedule import learning_rate_factor
-from lightning_llm.parallel.blocks import checkpoint_blocks
+from lightning_llm.parallel.apply import checkpoint_blocks
 from lightning_llm.parallel.cp import SequenceSharder
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout

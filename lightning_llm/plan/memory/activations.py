@@ -150,7 +150,7 @@ def code_bits(plan: Plan, linear: str) -> float | None:
 
 
 def selective_bytes_per_token(config: Config, index: int, tp: int = 1, every_product: int = 1) -> int:
-    """Return the bytes per token of the outputs that `parallel.blocks.checkpoint_blocks` keeps in block `index`.
+    """Return the bytes per token of the outputs that `parallel.apply.checkpoint_blocks` keeps in block `index`.
 
     These are the outputs of every linear in the compute dtype (of every n-th one, see `Accounting.every_product`), and
     of the mixer's kernel (`Part.kernel_outputs`).
