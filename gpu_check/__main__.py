@@ -11,12 +11,10 @@ from pathlib import Path
 from types import FrameType
 
 from gpu_check.check_process import ROOT, run_in_process
-from gpu_check.checks import CHECKS, TOTAL_SECONDS, seconds_for
-from gpu_check.journal import Journal, journal_for
-from gpu_check.machine import has_driver, machine_here
-from gpu_check.rows import Clock, missing, table
-from gpu_check.targets import closing
-from gpu_check.wheels import install, wheel_folder
+from gpu_check.checks import CHECKS, TOTAL_SECONDS, closing, seconds_for
+from gpu_check.journal import Clock, Journal, journal_for, missing, table
+from gpu_check.machine import install, machine_here, wheel_folder
+from lightning_llm.base.hardware import has_nvidia_driver
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -30,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     names = [name for name in CHECKS if not arguments.checks or name in arguments.checks]
     clock, environment = Clock(arguments.seconds), dict(os.environ)
     folder = wheel_folder(arguments.wheels, ROOT)
-    if folder is not None and has_driver():
+    if folder is not None and has_nvidia_driver():
         _install(folder, environment)
     machine = machine_here(environment)
     if isinstance(machine, str):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_check import library, parts, setting
-from gpu_check.call import Call
-from gpu_check.library import layer_of, relative
-from gpu_check.rows import Item, Row, guarded, judged, missing
+from gpu_check import layers, parts, setting
+from gpu_check.checks import Call
+from gpu_check.journal import Item, Row, guarded, judged, missing
+from gpu_check.layers import layer_of, relative
 from gpu_check.setting import native_recipes, recipes
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
@@ -50,7 +50,7 @@ def items(call: Call) -> list[Item]:
     native = [recipe for recipe, _ in native_recipes().values()]
     quantising = [recipe for recipe in recipes().values() if recipe.quantises]
     emulated = [recipe for recipe in quantising if decide(recipe, here).runs == "emulated"]
-    found = [Item("Transformer Engine", 2, library.admitted)]
+    found = [Item("Transformer Engine", 2, layers.admitted)]
     if here.library_problem is not None:
         problem = here.library_problem
         found.append(Item("native recipes", 0, lambda: iter([missing("native recipes", problem)])))
@@ -74,7 +74,7 @@ def agreed(recipe: PrecisionConfig) -> Iterator[Row]:
     yield from guarded(f"{recipe.name}: products", products, recipe)
     if "delayed" in {cast.scale for cast in slots_of(recipe).values()}:
         yield from guarded(f"{recipe.name}: history", history, recipe)
-    yield from guarded(f"{recipe.name}: exactness", library.exactness, recipe.name, recipe)
+    yield from guarded(f"{recipe.name}: exactness", layers.exactness, recipe.name, recipe)
 
 
 def start_up_check(recipe: PrecisionConfig) -> Iterator[Row]:

@@ -15,12 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gpu_check.call import Call
-from gpu_check.checks import Check
-from gpu_check.journal import Journal
-from gpu_check.machine import Machine
-from gpu_check.rows import Clock, Item, Row, cut_off, guarded, missing
-from gpu_check.wheels import lacking
+from gpu_check.checks import Call, Check
+from gpu_check.journal import Clock, Item, Journal, Row, cut_off, guarded, missing
+from gpu_check.machine import Machine, lacking
 
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = "the check"

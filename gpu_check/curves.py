@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from gpu_check.call import Call
-from gpu_check.rows import Item, Row, guarded, judged, missing
+from gpu_check.checks import Call
+from gpu_check.journal import Item, Row, guarded, judged, missing
+from gpu_check.machine import lacking
 from gpu_check.runs import Run, SideBySide, printed, words
 from gpu_check.setting import native_recipes
-from gpu_check.wheels import lacking
 
 STEPS, LENGTH, SEQUENCES = 200, 1024, 8
 LAST = 20

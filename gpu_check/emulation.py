@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from gpu_check import setting, speed
-from gpu_check.call import Call
-from gpu_check.journal import Journal
+from gpu_check.checks import MODEL, Call
+from gpu_check.journal import Item, Journal, Row, judged, missing
 from gpu_check.layers import EMULATED_TARGET, Baseline, emulated_rows
-from gpu_check.rows import Item, Row, judged, missing
 from gpu_check.setting import model_config, recipes
-from gpu_check.targets import MODEL
 from lightning_llm.config.schema.precision import PrecisionConfig
 
 FIRST = ("mxfp8", "nvfp4_all_blocks", "mxfp4_sr", "fp8_subchannel", "fp8_current")

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from gpu_check import setting
-from gpu_check.call import Call
-from gpu_check.rows import Item, Row, judged
+from gpu_check.checks import Call
+from gpu_check.journal import Item, Row, judged
 from gpu_check.runs import SideBySide, printed, words
 
 SEQUENCES, LENGTH, STEPS = 4, 2048, 4

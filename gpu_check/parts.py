@@ -19,9 +19,9 @@ import yaml
 from torch import Tensor, nn
 
 from gpu_check import setting
-from gpu_check.call import Call
-from gpu_check.library import relative
-from gpu_check.rows import OutOfTimeError, Row, judged, missing
+from gpu_check.checks import Call
+from gpu_check.journal import OutOfTimeError, Row, judged, missing
+from gpu_check.layers import relative
 from gpu_check.setting import recipes
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema import ParallelConfig

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_check.call import Call
-from gpu_check.rows import Clock, OutOfTimeError
+from gpu_check.checks import Call
+from gpu_check.journal import Clock, OutOfTimeError
 
 POLL_SECONDS = 0.2
 ROOT = Path(__file__).resolve().parents[1]

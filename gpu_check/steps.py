@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 
 from gpu_check import setting
-from gpu_check.call import Call
-from gpu_check.journal import Journal
-from gpu_check.rows import Clock, Item, OutOfTimeError, Row, judged, missing
+from gpu_check.checks import Call
+from gpu_check.journal import Clock, Item, Journal, OutOfTimeError, Row, judged, missing
+from gpu_check.machine import lacking
 from gpu_check.setting import model_config, recipes
-from gpu_check.wheels import lacking
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise

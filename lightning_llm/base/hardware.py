@@ -120,6 +120,15 @@ def planned_hardware(device_name: str) -> str | None:
     return None
 
 
+DRIVER_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/proc/driver/nvidia/version")
+"""Any of them is there where an NVIDIA driver is (dxg: Windows' subsystem for Linux)."""
+
+
+def has_nvidia_driver() -> bool:
+    """Return whether this machine has an NVIDIA driver, without importing torch."""
+    return any(Path(file).exists() for file in DRIVER_FILES)
+
+
 def memory_bytes_here(device_type: str) -> int | None:
     """Return the memory of this machine's first CUDA device, or of the machine ("cpu"); None without a device."""
     if device_type == "cuda":

@@ -12,10 +12,9 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
+from lightning_llm.base.hardware import has_nvidia_driver
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.precision.native.decide import DRIVER_FILES
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 """Expandable segments reduce memory fragmentation, as in torchtitan's run_train.sh. torch reads the variable when CUDA
@@ -60,7 +59,7 @@ def wanted(plan: Plan) -> dict[str, str]:
 
 def set_allocator() -> None:
     """Set the variables that torch reads when it first uses CUDA, which may happen while a plan is checked."""
-    if any(Path(file).exists() for file in DRIVER_FILES):
+    if has_nvidia_driver():
         set_missing(ALLOCATOR)
 
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.base.hardware import has_nvidia_driver
 from lightning_llm.base.interpreter import python_environment, python_module
 from lightning_llm.config.workspace import config_dir_arguments
 from lightning_llm.config.yaml_file import write_config
-from lightning_llm.precision.native.decide import DRIVER_FILES
 from lightning_llm.run.launch.relay import Relay
 from lightning_llm.sweep.job_locks import Outcome, locked, runs_elsewhere
 from lightning_llm.sweep.progress import Progress
@@ -143,7 +143,7 @@ def cuda_devices() -> list[str]:
     """Return the CUDA devices of this machine as in `CUDA_VISIBLE_DEVICES`; [] without a driver."""
     if VISIBLE in os.environ:
         return [name.strip() for name in os.environ[VISIBLE].split(",") if name.strip() not in ("", "-1")]
-    if not any(Path(file).exists() for file in DRIVER_FILES):
+    if not has_nvidia_driver():
         return []
     import torch  # takes seconds, so only with a driver; creates no CUDA context
 

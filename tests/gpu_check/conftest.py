@@ -5,12 +5,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from gpu_check import agreement, emulation, layers, library, setting, speed, steps
-from gpu_check.call import Call
-from gpu_check.journal import Journal
+from gpu_check import agreement, emulation, layers, setting, speed, steps
+from gpu_check.checks import Call
+from gpu_check.journal import Clock, Journal
 from gpu_check.machine import Machine
-from gpu_check.plain_llama import PlainBlock
-from gpu_check.rows import Clock
+from gpu_check.speed import PlainBlock
 from lightning_llm.precision.native.decide import Capability
 from tests.precision.native.conftest import engine
 
@@ -28,9 +27,8 @@ def hopper_on_cpu(engine, on_cpu, monkeypatch):
     """A mock H100 with Transformer Engine's Python interface, CPU arithmetic and small sizes."""
     monkeypatch.setattr(setting, "capability_here", lambda accelerator: Capability.of_gpu(9, 0))
     for place, names in {
-        library: {"SHAPES": ((64, 128, 256),)},
         agreement: {"TOKENS": 128, "INPUTS": 256, "OUTPUTS": 128},
-        layers: {"TOKENS": 128, "LAYERS": {"o_proj": (128, 128)}},
+        layers: {"SHAPES": ((64, 128, 256),), "TOKENS": 128, "LAYERS": {"o_proj": (128, 128)}},
         speed: {"LENGTH": 64, "sequences": lambda: 2},
     }.items():
         for name, value in names.items():

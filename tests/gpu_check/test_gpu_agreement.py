@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpu_check import agreement, library, setting
+from gpu_check import agreement, layers, setting
 from lightning_llm.config.schema.precision import slots_of
 from lightning_llm.precision.cast import inductor
 from lightning_llm.precision.linear.plan import LinearPlan
@@ -39,13 +39,13 @@ def ran(recipe):
 
 
 def test_the_library_is_exact_and_as_able_as_we_say(hopper_on_cpu, monkeypatch):
-    found = list(library.admitted())
-    found += [row for name in setting.native_recipes() for row in library.exactness(name, load(name))]
+    found = list(layers.admitted())
+    found += [row for name in setting.native_recipes() for row in layers.exactness(name, load(name))]
     assert statuses(found) == {}
     assert len([row for row in found if "both say yes" in row.what]) == 3
     assert len([row for row in found if "largest error" in row.what]) == 1 + len(setting.native_recipes())
-    monkeypatch.setattr(library, "LIMITS", {"e4m3": 1e-3})
-    assert statuses(library.exactness("fp8_current_e4m3", load("fp8_current_e4m3"))) != {}
+    monkeypatch.setattr(layers, "LIMITS", {"e4m3": 1e-3})
+    assert statuses(layers.exactness("fp8_current_e4m3", load("fp8_current_e4m3"))) != {}
 
 
 def test_agreement_where_both_sides_are_the_emulation(hopper_on_cpu):
@@ -126,4 +126,4 @@ def test_the_given_tensors_reach_every_corner(on_cpu):
     assert given["x"].shape == (agreement.TOKENS, agreement.INPUTS)
     assert given["x"].abs().amax() > 2000
     assert given["w"].abs().amax(1).min() == 0
-    assert library.relative(given["x"] * 2, given["x"]) == 1
+    assert layers.relative(given["x"] * 2, given["x"]) == 1

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from gpu_check import __main__ as gpu_check
-from gpu_check import check_process, checks, machine, rows, wheels
-from gpu_check.checks import CHECKS, Check, seconds_for
-from gpu_check.journal import Journal, journal_for
+from gpu_check import check_process, checks, machine
+from gpu_check.checks import CHECKS, MFU, NATIVE_STEP, Check, closing, seconds_for
+from gpu_check.journal import Clock, Item, Journal, OutOfTimeError, Row, journal_for, missing
 from gpu_check.machine import Machine, machine_here
-from gpu_check.rows import Clock, Item, OutOfTimeError, Row
-from gpu_check.targets import MFU, NATIVE_STEP, closing
+from lightning_llm.base import hardware
 
 HERE = Machine("NVIDIA H100 80GB HBM3", "580.1", "2.11.0+cu130", "2.20.2")
 
@@ -45,12 +44,17 @@ def taking(clock, seconds, *found):
     return work
 
 
+def test_the_command_starts_without_the_packages_that_wheels_may_bring():
+    code = "import sys, gpu_check.__main__; sys.exit(bool({'torch', 'pydantic', 'yaml'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=check_process.ROOT, check=False).returncode == 0
+
+
 def statuses(journal, check="c"):
     return {item: [row.status for row in found] for item, found in journal.results(check).items()}
 
 
 def test_without_a_gpu_every_check_is_not_available_and_nothing_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(machine, "DRIVER_FILES", ())
+    monkeypatch.setattr(hardware, "DRIVER_FILES", ())
     assert gpu_check.main(["--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("not available") == len(CHECKS)
     assert list(tmp_path.iterdir()) == []
@@ -171,7 +175,7 @@ def test_a_call_continues_with_the_newest_rows_of_its_machine(tmp_path):
 PLANTED = """
 import os, subprocess, sys, time
 from pathlib import Path
-from gpu_check.rows import Item, Row
+from gpu_check.journal import Item, Row
 CALLS, FOLDER = os.environ["PLANTED_CALLS"].split(), Path(__file__).parent
 
 def items(call):
@@ -283,7 +287,7 @@ def test_the_closing_lines_say_met_or_not_met(journal):
         return closing(journal, ("speed",))[1:3]
 
     assert all("not measured (no rows yet)" in line for line in closes())
-    journal.leave_out("speed", "native", rows.missing(NATIVE_STEP, "no Transformer Engine"))
+    journal.leave_out("speed", "native", missing(NATIVE_STEP, "no Transformer Engine"))
     assert "native FP8 over bf16 at 1B >= 1.3 times: not measured (no Transformer Engine)" in closes()[1]
     journal.begin("speed", "bf16")
     journal.add("speed", "bf16", Row(f"{MFU} train", 54.9, "%"))
@@ -300,7 +304,7 @@ def test_the_closing_lines_say_met_or_not_met(journal):
 
 
 def test_rows_that_are_off_set_the_exit_code_and_every_check_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_check, "has_driver", lambda: True)
+    monkeypatch.setattr(gpu_check, "has_nvidia_driver", lambda: True)
     monkeypatch.setattr(gpu_check, "wheel_folder", lambda given, root: None)
     monkeypatch.setattr(gpu_check, "machine_here", lambda environment: HERE)
     for status, code in (("off", 1), ("error", 1), ("ok", 0), ("cut off", 0)):
@@ -318,7 +322,7 @@ def test_rows_that_are_off_set_the_exit_code_and_every_check_runs(tmp_path, monk
 
 @pytest.mark.full
 def test_the_machine_is_described_by_torch_in_a_separate_process(monkeypatch):
-    monkeypatch.setattr(machine, "DRIVER_FILES", ("/",))
+    monkeypatch.setattr(hardware, "DRIVER_FILES", ("/",))
     assert "finds no CUDA device" in machine_here(dict(os.environ))
     monkeypatch.setattr(machine.sys, "executable", "/bin/false")
     assert machine_here({}) == "torch could not be asked: without a word"
@@ -336,7 +340,7 @@ def test_the_clock():
 
 def test_wheels_are_found_and_installed_without_a_network(tmp_path, monkeypatch):
     monkeypatch.delenv("GPU_CHECK_WHEELS", raising=False)
-    assert wheels.wheel_folder(None, tmp_path) is None
+    assert machine.wheel_folder(None, tmp_path) is None
     folder = tmp_path / "carry"
     folder.mkdir()
     info = "tiny_thing-1.0.dist-info"
@@ -345,15 +349,15 @@ def test_wheels_are_found_and_installed_without_a_network(tmp_path, monkeypatch)
         made.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-thing\nVersion: 1.0\n")
         made.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         made.writestr(f"{info}/RECORD", "")
-    assert wheels.wheel_folder(None, tmp_path) == folder
-    assert wheels.wheel_folder(str(tmp_path), tmp_path) is None
-    monkeypatch.setattr(wheels.tempfile, "gettempdir", lambda: str(tmp_path))
-    site, said = wheels.install(folder)
+    assert machine.wheel_folder(None, tmp_path) == folder
+    assert machine.wheel_folder(str(tmp_path), tmp_path) is None
+    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path))
+    site, said = machine.install(folder)
     assert (site / "tiny_thing.py").read_text() == "answer = 42\n"
     assert said.startswith("1 wheels of")
-    assert wheels.install(folder) == (site, f"{said}, installed earlier")
+    assert machine.install(folder) == (site, f"{said}, installed earlier")
     (folder / "broken-1.0-py3-none-any.whl").write_text("no archive")
-    site, said = wheels.install(folder)
+    site, said = machine.install(folder)
     assert site is None
     assert "could not be installed" in said
-    assert wheels.lacking(("torch", "surely_not_there")) == ["surely_not_there"]
+    assert machine.lacking(("torch", "surely_not_there")) == ["surely_not_there"]

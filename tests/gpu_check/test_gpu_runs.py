@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from gpu_check import curves, memory, runs, setting, speed, steps
-from gpu_check.checks import RUN
-from gpu_check.rows import Clock, Row
+from gpu_check.checks import RUN_PACKAGES
+from gpu_check.journal import Clock, Row
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.precision.native.decide import DEVICES, Capability
@@ -168,4 +168,4 @@ def test_runs_go_side_by_side_and_end_with_their_steps_or_with_the_time(call, mo
     late = runs.Run(tmp_path / "late", runs.words(tmp_path, "late", 1, 8, 9))
     with pytest.raises(runs.OutOfTimeError, match="out of time after"):
         late.finish(Clock(0))
-    assert set(RUN) >= {"hydra", "omegaconf", "lightning", "pydantic"}
+    assert set(RUN_PACKAGES) >= {"hydra", "omegaconf", "lightning", "pydantic"}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gpu_check import emulation, layers, runs, setting, speed, steps
-from gpu_check.plain_llama import PlainLlama, plain_step
-from gpu_check.rows import Row
-from gpu_check.targets import MFU, NATIVE_STEP, closing
+from gpu_check.checks import MFU, NATIVE_STEP, closing
+from gpu_check.journal import Row
+from gpu_check.speed import PlainLlama, plain_step
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from tests.gpu_check.check_rows import measured

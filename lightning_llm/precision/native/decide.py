@@ -8,17 +8,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Literal
 
 import yaml
 
 from lightning_llm.base.errors import Problem
+from lightning_llm.base.hardware import has_nvidia_driver
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.precision.native.express import MULTIPLES, NativeRecipe, native_recipes
 
-DRIVER_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/proc/driver/nvidia/version")
-"""Any of them is there where an NVIDIA driver is (dxg: Windows' subsystem for Linux)."""
 LIBRARY = (2, 20)
 """The Transformer Engine release that this code is written for; later minor releases are accepted."""
 
@@ -96,7 +94,7 @@ def device_here(accelerator: str) -> Capability:
     """Return the GPU that `trainer.accelerator` (auto, cpu, cuda) finds on this machine, ignoring its libraries."""
     if accelerator == "cpu":
         return Capability.none("trainer.accelerator=cpu")
-    if not any(Path(file).exists() for file in DRIVER_FILES):
+    if not has_nvidia_driver():
         return Capability.none("no CUDA device: there is no NVIDIA driver")
     import torch
 

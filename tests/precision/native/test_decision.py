@@ -2,6 +2,7 @@
 
 import pytest
 
+from lightning_llm.base import hardware
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig, PhaseConfig, slots_of
 from lightning_llm.plan.describe import matrix_rows
@@ -264,7 +265,7 @@ def test_versions_of_the_library(version, problem, monkeypatch):
 
 
 def test_a_machine_without_a_driver_is_known_without_torch(monkeypatch):
-    monkeypatch.setattr(decide_module, "DRIVER_FILES", ())
+    monkeypatch.setattr(hardware, "DRIVER_FILES", ())
     capability_here.cache_clear()
     here = capability_here("auto")
     assert (here.device, here.compute_capability) == ("cpu", None)
@@ -276,7 +277,7 @@ def test_a_machine_without_a_driver_is_known_without_torch(monkeypatch):
 def test_only_a_recipe_that_quantises_asks_for_the_library(monkeypatch):
     """Importing Transformer Engine takes seconds, which a bf16 run has no use for."""
     asked = []
-    monkeypatch.setattr(decide_module, "DRIVER_FILES", ("/",))
+    monkeypatch.setattr(hardware, "DRIVER_FILES", ("/",))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(decide_module, "installed_library", lambda: ("2.20.2", None))
