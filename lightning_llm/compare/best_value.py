@@ -214,7 +214,7 @@ def has_grid(runs: Sequence[Run], key: str) -> bool:
 
 
 class Beyond(NamedTuple):
-    """How to extend a grid with its best value at an end.
+    """Extension of a grid of values that has its best value at an end.
 
     `end`: "below" or "above"; `further`: the value to add there; `seeds`: at which to run it.
     """

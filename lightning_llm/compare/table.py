@@ -141,7 +141,7 @@ JUDGED = ("gap", "CI", "pairs", "failed", "stability", "tokens/s", "loss")
 COST = ("SD of a pair, as judged", "A/A", "tokens to loss", "memory", "spikes", "skipped")
 """Columns of the report's table of noise and cost."""
 LONG = ("gap", "CI", "stability", "tokens/s", "loss")
-"""Columns of the report that get a line of their own on a phone."""
+"""Columns of the report that take a whole line on a phone."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ WHERE = (
     "and prints on paper. In the table of runs the columns `verdict` and `final/val_loss_gap` have the "
     "values of each run."
 )
-"""Sentence in the description that tells where MLflow has the report."""
+"""Sentence in the description on the place of the report in MLflow."""
 Place = tuple[str, str]
 """(MLflow tracking URI, id of a run there)."""
 

@@ -214,17 +214,17 @@ class Verdict:
 
     @cached_property
     def coverage(self) -> Coverage | None:
-        """How many linear layers and blocks the recipe quantizes; None for none, or if the config is incomplete."""
+        """Numbers of linear layers and blocks that the recipe quantizes; None for none, or without a complete config."""
         return _coverage(self.pairs[0].run)
 
     @cached_property
     def baseline_coverage(self) -> Coverage | None:
-        """How many linear layers and blocks the baseline quantizes; None as for `coverage`."""
+        """Numbers of linear layers and blocks that the baseline quantizes; None as for `coverage`."""
         return _coverage(self.pairs[0].baseline)
 
     @cached_property
     def effective_data(self) -> EffectiveData | None:
-        """How many baseline tokens the recipe's tokens are worth; None without baseline runs of other lengths."""
+        """Number of baseline tokens that the recipe's tokens are worth; None without baseline runs of other lengths."""
         tail = self.judged.measured.tail
         if self.curve is None or tail is None or self.judged.measured.unlearned:
             return None

@@ -139,7 +139,7 @@ class Tuned(Part):
 
 
 class Quantized(Part):
-    """How much of the model the recipe quantizes."""
+    """The part of the model that the recipe quantizes."""
 
     linears: int
     all_linears: int

@@ -21,7 +21,7 @@ TITLES = {"x": "activations X", "w": "weights W", "dy": "gradients dY"}
 
 @dataclass(frozen=True)
 class ChannelFigures:
-    """How far the channels of an operand differ: their largest amax, and the 99th percentile, over the median amax.
+    """Differences between the channels of an operand: largest amax, and 99th percentile, over the median amax.
 
     The median is that of the amaxes above 0.
     """

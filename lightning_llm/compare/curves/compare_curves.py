@@ -40,7 +40,7 @@ NOT_VERIFIED = (
 
 @dataclass(frozen=True)
 class LogOptions:
-    """How to read logs (--x, --format, --tokens-per-step, --until); None: detect the value.
+    """Options for reading logs (--x, --format, --tokens-per-step, --until); None: detect the value.
 
     `x`: the axis, "step", "tokens" or a column; `format`: the format of every log; `until`: the last value of x to
     compare, None for the whole log.

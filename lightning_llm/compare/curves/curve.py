@@ -75,7 +75,7 @@ class LoggedCurve:
 
     @property
     def audit(self) -> str:
-        """How the log was read, as one line: format, column, points, range, gaps, seed and notes."""
+        """One line that reports how the log was read: format, column, points, range, gaps, seed and notes."""
         unit = {"step": "steps", "tokens": "tokens"}.get(self.axis, self.axis)
         parts = [
             f"{self.table.format}, {self.loss.text}",

@@ -191,7 +191,7 @@ def _comparable_facts(run: Run, other: Run) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Switch:
-    """Where the branches behind a verdict left their parent runs: at which `steps`, of how many (`max_steps`).
+    """Steps at which the branches behind a verdict left their parent runs (`steps`), of `max_steps` in all.
 
     `trunks`: number of parent runs; `seeds`: number of seeds of the branches.
     """
@@ -223,7 +223,7 @@ class Switch:
 
 
 def switch_of(runs: Sequence[Run]) -> Switch | None:
-    """Return where the branches in `runs` left their parent runs; None if no run is a branch."""
+    """Return the steps at which the branches in `runs` left their parent runs; None if no run is a branch."""
     branches = [run for run in runs if run.branch]
     if not branches:
         return None

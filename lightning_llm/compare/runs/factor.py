@@ -27,7 +27,7 @@ WITHOUT = "no"
 
 @dataclass(frozen=True)
 class Factor:
-    """What a comparison compares: a config group or key, with one level per recipe, one of them the baseline.
+    """The config group or key by which runs are compared, with one level per recipe, one of them the baseline.
 
     `name`: a config group, one dotted key, or "rounding"; `keys`: the keys of it that vary; `labels`: {level (values of
     the keys): its name}; `note`: on how the factor or baseline was chosen. `chosen`: one of the keys, tuned per recipe

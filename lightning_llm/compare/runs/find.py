@@ -200,8 +200,6 @@ def _folders_of(runs: Iterable[Any], found: RunSelection) -> list[Path]:
             if folder.is_dir():
                 folders.append(folder)
                 continue
-            text = (
-                f"its folder {folder} is missing or on another machine. Copy it here: verdicts read its files."
-            )
+            text = f"its folder {folder} is missing or on another machine. Copy it here: verdicts read its files."
             found.problems.append(Problem(run.info.run_id, text))
     return folders

@@ -13,7 +13,7 @@ from lightning_llm.compare.curves.table import ESCAPES, NUMBER, Line, LoggedTabl
 
 @dataclass
 class LineContent:
-    """What one line of a log states: `values` of a `step`, `settings`, or that the program starts or resumes here."""
+    """Content of one line of a log: `values` of a `step`, `settings`, or the start of the program (`starts`)."""
 
     step: int | None = None
     values: Mapping[str, float] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class ProgramLog:
 
 
 class Program(ABC):
-    """One training program: how its log is recognized, and what its lines mean. An instance reads one log.
+    """Base class of training programs with logs that can be read. An instance reads one log.
 
     `format`: the name of its reader; `shown`: an example of a line with a loss, for messages; `notes`: sentences for
     the audit line; `smoothed`: as in `LoggedTable`; `marks`: patterns of lines that no other program prints.
