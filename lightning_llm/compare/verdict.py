@@ -214,7 +214,7 @@ class Verdict:
 
     @cached_property
     def coverage(self) -> Coverage | None:
-        """Numbers of linear layers and blocks that the recipe quantizes; None for none, or without a complete config."""
+        """Numbers of linear layers and blocks that the recipe quantizes; None for none or an incomplete config."""
         return _coverage(self.pairs[0].run)
 
     @cached_property
