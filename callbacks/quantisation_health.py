@@ -4,8 +4,10 @@ import json
 import logging
 import math
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,10 +19,22 @@ from lightning_llm.precision.linear.module import QuantisedLinear, quantised_lay
 from lightning_llm.precision.linear.plan import SLOT_NAMES, CastRecord, Shard
 from lightning_llm.precision.linear.statistics import HIGHEST, LOWEST, SUMS, cast_sums, figures
 from lightning_llm.tracking.files import cut_back
-from lightning_llm.tracking.quantization_table import Tensors, table
 from lightning_llm.train.spikes.origin import find_origin
 from lightning_llm.train.spikes.policy import NonFiniteError
 
+Figures = Mapping[str, float]
+Tensors = Mapping[tuple[str, str], Figures]
+"""Figures by (module, slot)."""
+TABLE_COLUMNS = (
+    ("SQNR dB", "sqnr_db", "{:.1f}"),
+    ("underflow %", "underflow_percent", "{:.3g}"),
+    ("saturation %", "saturation_percent", "{:.3g}"),
+    ("bias", "bias", "{:+.2e}"),
+    ("scale log2 from", "scale_log2_min", "{:.1f}"),
+    ("to", "scale_log2_max", "{:.1f}"),
+    ("changed %", "scales_changed_percent", "{:.3g}"),
+    ("NaN/Inf", "non_finite", "{:.0f}"),
+)
 HEALTH_FILE, TABLE_FILE = "health.jsonl", "health.txt"
 COLUMNS = (
     "underflow_percent",
@@ -32,7 +46,6 @@ COLUMNS = (
     "scales_changed_percent",
     "non_finite",
 )
-
 log = logging.getLogger(__name__)
 
 
@@ -247,7 +260,7 @@ class QuantisationHealth(pl.Callback):
             exception.origin = self._run.origin(self._batch)
 
     def _write_table(self) -> str:
-        text = table(self._tensors, self._step, self.worst)
+        text = health_table(self._tensors, self._step, self.worst)
         if self._run is not None:
             (self._run.folder / TABLE_FILE).write_text(text + "\n", encoding="utf-8")
         return text
@@ -270,3 +283,47 @@ def _figures(sums: Tensor, lowest: Tensor, highest: Tensor) -> dict[str, float]:
 
 def _short(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def health_table(tensors: Tensors, step: int, count: int) -> str:
+    """Return a table of the `count` worst tensors at `step`, with each one's SQNR relative to its slot's median."""
+    chosen = worst_tensors(tensors, count)
+    if not chosen:
+        return f"quantization health at step {step}: every cast was exact"
+    medians = slot_medians(tensors)
+    head = ["module", "slot", *(title for title, _, _ in TABLE_COLUMNS), "vs slot dB"]
+    rows = [_row(key, tensors[key], medians) for key in chosen]
+    title = f"quantization health at step {step}: the {len(rows)} worst of {len(tensors)} tensors, by SQNR"
+    return "\n".join([title, *aligned([head, *rows])])
+
+
+def worst_tensors(tensors: Tensors, count: int) -> list[tuple[str, str]]:
+    """Return (module, slot) of the `count` worst tensors: those with NaN or Inf first, then by ascending SQNR."""
+    measured = {key: figures for key, figures in tensors.items() if "sqnr_db" in figures or figures.get("non_finite")}
+    return sorted(measured, key=lambda key: (-measured[key]["non_finite"], measured[key].get("sqnr_db", 0.0)))[:count]
+
+
+def _row(key: tuple[str, str], figures: Figures, medians: Mapping[str, float]) -> list[str]:
+    cells = [form.format(figures[name]) if name in figures else "-" for _, name, form in TABLE_COLUMNS]
+    relative = f"{figures['sqnr_db'] - medians[key[1]]:+.1f}" if "sqnr_db" in figures else "-"
+    return [*key, *cells, relative]
+
+
+def slot_medians(tensors: Tensors) -> dict[str, float]:
+    """Return each slot's median SQNR over its modules, in dB."""
+    by_slot: dict[str, list[float]] = {}
+    for (_, slot), measured in tensors.items():
+        if "sqnr_db" in measured:
+            by_slot.setdefault(slot, []).append(measured["sqnr_db"])
+    return {slot: median(values) for slot, values in by_slot.items()}
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as aligned lines; the first two columns are left-aligned, the others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_llm.data.batch import Batch
-from lightning_llm.data.corpus import Corpus
+from lightning_llm.data.corpus import Batch, Corpus
 
 
 def corrupted(step: int, micro_batch: int) -> Callable[..., Batch]:

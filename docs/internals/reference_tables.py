@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from lightning_llm.cli.command_line import _parser
-from lightning_llm.cli.declared import VERBS
+from lightning_llm.cli.command_line import VERBS, _parser
 from lightning_llm.config.recipes import describe, recipe_files
 from lightning_llm.config.schema.aliases import ALIASES, REFUSED_CALLBACKS, TRAINER_KEYS
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of

@@ -45,7 +45,7 @@ class ConfigError(Exception):
 
 @contextmanager
 def gathered(problems: list[Problem]) -> Iterator[None]:
-    """Run the block; add the problems of a ConfigError to `problems` instead of raising it."""
+    """Context that adds the problems of a ConfigError to the list `problems` instead of raising it."""
     try:
         yield
     except ConfigError as error:
@@ -121,9 +121,10 @@ class StorageError(Exception):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the names in `known` with the prefix `word`, the same parts, or the closest name.
+    """Return the end of a message about the unknown name `word`: " Did you mean 'x'?", or the list of known names.
 
-    If none is close, return the list of known names; for "sweep/nope" only those in the folder `sweep`.
+    Suggested are names in `known` that begin with `word`, have the same parts, or are spelled similarly. If there is
+    none, all names are listed; for "sweep/nope" only those in the folder `sweep`.
     """
     known = sorted(known)
     folder = word[: word.rfind("/") + 1]

@@ -1,4 +1,4 @@
-"""Folders: the user's cache, a short folder for Unix sockets, and the nearest existing folder.
+"""Folders: the user's cache, a short folder for Unix sockets, the nearest existing folder, and outputs of a command.
 
 The path of a socket is limited to 107 bytes. `multiprocessing` and Ray put their sockets into TMPDIR; if its path is
 too long, they get a shorter folder.
@@ -35,7 +35,7 @@ def use_short_sockets() -> None:
 
 
 def ray_environment() -> dict[str, str]:
-    """Return the variable that makes Ray put its sockets into a short folder; {} if TMPDIR is short.
+    """Return the environment variable that makes Ray put its sockets into a short folder; {} if TMPDIR is short.
 
     Raises:
         ConfigError: as `use_short_sockets`.
@@ -59,7 +59,7 @@ def _short_folder() -> str:
 
 
 def user_cache_dir() -> Path:
-    """Return the folder of caches (tokens, kernels). It may not exist yet."""
+    """Return the user's folder of caches (tokens, kernels), which may not exist yet."""
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("lightning-llm"))
@@ -68,3 +68,28 @@ def user_cache_dir() -> Path:
 def nearest_existing(path: Path) -> Path:
     """Return `path` or the nearest existing folder above it."""
     return next((p for p in (path, *path.parents) if os.path.exists(p)), Path("/"))  # Path.exists raises on long names
+
+
+OUTPUT = "--output"
+
+
+def output_file_problems(file: Path) -> list[Problem]:
+    """Return a problem if the file of --output cannot be written, else []: checked before hours of work produce it."""
+    if file.is_dir():
+        return [Problem(OUTPUT, "is a folder. Give a file in it.", file)]
+    return _output_problems(file, file.parent)
+
+
+def output_folder_problems(folder: Path) -> list[Problem]:
+    """Return a problem if the folder of --output cannot be written, else []. It need not exist yet."""
+    return _output_problems(folder, folder)
+
+
+def _output_problems(path: Path, folder: Path) -> list[Problem]:
+    folder = folder.absolute()
+    above = next(each for each in (folder, *folder.parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            return []
+    except OSError as error:
+        return [Problem(OUTPUT, f"cannot be written ({error.strerror}). Choose another path.", path)]

@@ -107,13 +107,13 @@ COMPUTE_UNITS = {
 
 
 def planned_peak_flops(hardware: str, number_format: str) -> float | None:
-    """Return the dense peak of the device planned for by `hardware=NAME`, in FLOP/s; None if unknown."""
+    """Return the dense peak of the device `hardware=NAME` in FLOP/s for a number format ("bf16"); None if unknown."""
     name = PLANNED_DEVICES.get(hardware)
     return None if name is None else peak_flops_per_second(name, number_format)
 
 
 def planned_hardware(device_name: str) -> str | None:
-    """Return the NAME in `hardware=NAME` for a `device_name` reported by CUDA; None if there is none."""
+    """Return the name for `hardware=NAME` ("h100") of a device that CUDA calls `device_name`; None if it has none."""
     for pattern in PEAK_TFLOPS:
         if re.fullmatch(pattern, device_name):
             return next((key for key, name in PLANNED_DEVICES.items() if re.fullmatch(pattern, name)), None)
@@ -139,9 +139,10 @@ def memory_bytes_here(device_type: str) -> int | None:
 
 
 def peak_flops_per_second(device_name: str, number_format: str) -> float | None:
-    """Return the dense peak of a `device_name` reported by CUDA, in FLOP/s; formats: fp32 tf32 bf16 fp16 fp8 fp4.
+    """Return the dense peak in FLOP/s of a device that CUDA calls `device_name`, for a number format.
 
-    None if the table has no figure: other devices, slices of a GPU (MIG), formats that the device does not support.
+    Formats: fp32, tf32, bf16, fp16, fp8, fp4. None if the table has no figure: other devices, slices of a GPU (MIG),
+    and formats that the device does not support.
     """
     for pattern, (peaks, _) in PEAK_TFLOPS.items():
         if re.fullmatch(pattern, device_name):
@@ -151,7 +152,7 @@ def peak_flops_per_second(device_name: str, number_format: str) -> float | None:
 
 
 def gemm_format(compute_dtype: str, device: "torch.device") -> str:
-    """Return the format of the peak for GEMMs in `compute_dtype`: tf32 for fp32 if torch allows it."""
+    """Return the number format in which `device` multiplies matrices of `compute_dtype`: tf32 for fp32 if allowed."""
     import torch
 
     if compute_dtype == "fp32" and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
@@ -169,7 +170,7 @@ def device_name(device: "torch.device") -> str:
 
 
 def describe_device(device: "torch.device", ranks: int = 1) -> str:
-    """Return a line about the devices of a run: name, memory or threads, and the number of ranks."""
+    """Return the devices of a run as text: name, memory or threads, and the number of ranks."""
     import torch
 
     if device.type == "cuda":

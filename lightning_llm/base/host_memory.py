@@ -22,13 +22,16 @@ _kept = False
 
 
 def is_given() -> bool:
-    """Return whether the environment configures malloc or another allocator replaces it."""
+    """Return whether the user configures malloc by environment variables, or replaces it by another allocator."""
     names = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "LD_PRELOAD")
     return any(os.environ.get(name) for name in names) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
 
 
 def keep_memory() -> bool:
-    """Let malloc keep freed memory until `give_back`; return whether it does. Only on Linux with glibc."""
+    """Let malloc keep freed memory for later steps, until `give_back`; return whether that was possible.
+
+    It needs Linux with glibc, and is not done if the user has configured malloc.
+    """
     global _kept
     mallopt = _function("mallopt")
     if mallopt is None or is_given():
@@ -39,7 +42,7 @@ def keep_memory() -> bool:
 
 
 def give_back() -> None:
-    """Return free memory to the kernel and restore the defaults, for a caller that continues after a run."""
+    """Return freed memory to the kernel and restore malloc's defaults, for a caller that continues after a run."""
     global _kept
     gc.collect()
     if _kept and (mallopt := _function("mallopt")) is not None:

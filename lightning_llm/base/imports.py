@@ -23,22 +23,22 @@ _depth = 0
 
 
 def take_process() -> None:
-    """Mark this process as running only one command, so that its imports stay until its end."""
+    """Declare that this process only runs one command of ours, so that `slow_imports` may freeze objects for good."""
     global _own_process
     _own_process = True
 
 
 def is_importing() -> bool:
-    """Return whether this process runs only a command and is within `slow_imports`."""
+    """Return whether this process, if it only runs a command, is importing modules within `slow_imports` now."""
     return _depth > 0
 
 
 @contextmanager
 def slow_imports() -> Iterator[None]:
-    """Disable garbage collection during imports, which create half a million permanent objects, and freeze these.
+    """Context for imports, without garbage collection: they create half a million permanent objects, which it freezes.
 
-    Only in the process of a command (`take_process`). Elsewhere, as in a notebook, freezing would also keep other
-    objects forever.
+    It has an effect only in the process of a command (`take_process`). Elsewhere, as in a notebook, freezing would also
+    keep other objects forever.
     """
     if not _own_process:
         yield

@@ -25,7 +25,7 @@ SEAL = "digest"
 
 @dataclass(frozen=True)
 class FileContent:
-    """Size of a file and digest of its bytes (32 hex digits), None if unknown, as they were written."""
+    """Recorded content of a file: its size in bytes, and the digest of its bytes (32 hex digits); None: unknown."""
 
     size_bytes: int
     digest: str | None
@@ -59,7 +59,7 @@ def digest_of_file(file: Path) -> str:
 
 
 def read_regular(file: Path) -> bytes:
-    """Return the content of `file`. Raises OSError, also for a pipe or a device, which might never end."""
+    """Return the bytes of a regular file. Raises OSError, also for a pipe or a device, which might never end."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # do not wait for the writer of a pipe
     with open(descriptor, "rb") as opened:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -77,7 +77,7 @@ def file_mark(file: Path) -> list[int]:
 
 
 def size_problem(file: Path, written: FileContent) -> str | None:
-    """Return the problem of the size of `file`, or None."""
+    """Return the problem of `file` if it is missing or has another size than `written`, else None."""
     try:
         found = file.stat().st_size
     except FileNotFoundError:
@@ -90,12 +90,12 @@ def size_problem(file: Path, written: FileContent) -> str | None:
 
 
 def content_problem(file: Path, written: FileContent) -> str | None:
-    """Return the problem of the size or bytes of `file`, or None if it is unchanged."""
+    """Return the problem of `file` if its size or its bytes differ from `written`, else None."""
     return size_problem(file, written) or digest_problem(file, written.digest)
 
 
 def digest_problem(file: Path, written: str | None) -> str | None:
-    """Return the problem of the bytes of `file`, or None if they have the digest `written` or it is unknown."""
+    """Return the problem of `file` if its bytes do not have the digest `written`; None if they do, or it is unknown."""
     try:
         found = digest_of_file(file)
     except FileNotFoundError:
@@ -108,15 +108,15 @@ def digest_problem(file: Path, written: str | None) -> str | None:
 
 
 def seal(values: Mapping[str, Any]) -> bytes:
-    """Return JSON data as bytes that end with their own digest; `unseal` takes them back."""
+    """Return a JSON object as bytes with a checksum (the digest of the rest); `unseal` reads them."""
     return _encoded({**values, SEAL: xxh3_128_hexdigest(_encoded(values))})
 
 
 def unseal(content: bytes) -> dict[str, Any]:
-    """Verify a checksummed JSON object and return it without its digest.
+    """Return the JSON object that `seal` wrote as `content`, after verifying its checksum.
 
     Raises:
-        ValueError: the problem, as the rest of a sentence that begins with the file's name.
+        ValueError: it is damaged; the message continues a sentence that begins with the file's name.
     """
     values = parse_object(content)
     if values.pop(SEAL, None) is None:
@@ -138,7 +138,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for a duplicate key, which JSON readers treat differently."""
+    """Return `pairs` as a dict, for `json.loads(object_pairs_hook=)`. Raises ValueError for a duplicate key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
@@ -151,6 +151,9 @@ def _encoded(values: Mapping[str, Any]) -> bytes:
 
 
 def unpickling_problem(error: pickle.UnpicklingError) -> str:
-    """Return why `torch.load(weights_only=True)` rejected a file, as the rest of a sentence, without its advice."""
+    """Return why `torch.load(weights_only=True)` rejected a file, without torch's advice to load it unsafely.
+
+    The text continues a sentence that begins with the file's name.
+    """
     named = re.search(r"GLOBAL (\S+)", str(error))
     return f"refers to {named[1]}, which is code; it was not run" if named else "contains no readable data"

@@ -22,7 +22,7 @@ def python_module(module: str, *arguments: str) -> list[str]:
 
 
 def module_arguments(module: str, *arguments: str) -> list[str]:
-    """Return the interpreter's arguments to run `module`."""
+    """Return the arguments with which an interpreter runs `module`, without the interpreter itself."""
     return ["-P", "-m", module, *arguments]
 
 

@@ -1,4 +1,4 @@
-"""Random words as a pure function of a key: MurmurHash3_x86_32 (A. Appleby, public domain) over 32-bit words.
+"""Random 32-bit words as a pure function of a key, by MurmurHash3_x86_32 (A. Appleby, public domain).
 
 Runs use no random streams: initial weights, the order of the data and the bits of stochastic rounding are hashes of
 their key (seed, step, micro-batch, name, element, ...). So they are the same under every layout and after every resume,
@@ -36,15 +36,15 @@ def hash_words(*words: int, seed: int = 0) -> int:
 
 
 def name_word(name: str) -> int:
-    """Return a 32-bit word for `name` (BLAKE2b-32 of its UTF-8), the same on every machine and Python."""
+    """Return a 32-bit hash of `name` (BLAKE2b-32 of its UTF-8), the same on every machine and Python."""
     return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little")
 
 
 @dataclass(frozen=True)
 class StepKey:
-    """Key of the random bits of one micro-batch, independent of the layout.
+    """Key of the random bits of one micro-batch, equal in every parallel layout.
 
-    `step` counts optimizer steps from 0; `micro_batch` is the index within the step over all data-parallel ranks.
+    `step` counts optimizer steps from 0. `micro_batch` counts the micro-batches of a step over all data-parallel ranks.
     """
 
     seed: int
@@ -52,5 +52,5 @@ class StepKey:
     micro_batch: int
 
     def word(self, *more: int) -> int:
-        """Return the 32-bit key for this micro-batch and `more` (layer, slot, ...)."""
+        """Return a 32-bit key for this micro-batch and the numbers `more` (layer, slot, ...)."""
         return hash_words(self.step, self.micro_batch, *more, seed=self.seed)

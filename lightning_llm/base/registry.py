@@ -92,9 +92,9 @@ class Registry(Generic[Kind]):
             raise ValueError(f"{self.noun} '{name}' cannot be given by name alone: no default for {keys}") from error
 
     def instance(self, name: str) -> Kind:
-        """Return `default(name)`, the same object at each call.
+        """Return the kind with that `name` and default values, the same object at each call; see `default`.
 
-        The first call makes those of all kinds with defaults, because Dynamo cannot trace their creation.
+        The first call creates those of all kinds with defaults, because Dynamo cannot trace their creation.
         """
         if name not in self._instances:
             for each, kind in self._all().items():
@@ -123,7 +123,10 @@ class Registry(Generic[Kind]):
 
 @dataclass(frozen=True)
 class NameIn:
-    """`Annotated[str, NameIn(registry)]`: the type of a key with the name of a kind that uses its defaults."""
+    """Type of a config key that takes the name of a kind of `registry`: `Annotated[str, NameIn(registry)]`.
+
+    The kind is used with its default values.
+    """
 
     registry: Registry[Any]
 
@@ -137,7 +140,10 @@ class NameIn:
 
 @dataclass(frozen=True)
 class Names:
-    """`Annotated[str, ..., Names(names)]`: known values of a key that takes others, too, for completion and docs."""
+    """Known values of a config key that also takes others: `Annotated[str, ..., Names(names)]`.
+
+    Shell completion and the generated docs list them.
+    """
 
     names: tuple[str, ...]
 

@@ -35,11 +35,11 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command: Ctrl-C, a scheduler or `kill`, a closed terminal."""
 
 _received = 0
-_words: list[str] = []
+_argv: list[str] = []
 
 
 def seconds_of(max_time: str) -> int:
-    """Return the seconds of "[DD:]HH:MM:SS".
+    """Return the number of seconds in `max_time`, a text "HH:MM:SS" or "DD:HH:MM:SS".
 
     Raises:
         ValueError: it has another format, or is zero.
@@ -75,7 +75,7 @@ def die_with_parent() -> None:
 
 @contextmanager
 def alarm_after(max_time: str | None) -> Iterator[None]:
-    """Send SIGALRM to this process when `max_time` is over, unless the block ends before."""
+    """Context that sends SIGALRM to this process after `max_time` ("HH:MM:SS"; None: never), unless it ends before."""
     if max_time is None:
         yield
         return
@@ -86,21 +86,24 @@ def alarm_after(max_time: str | None) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def what_came(number: int) -> str:
-    """Return the reason why a run was stopped, for a message."""
+def stop_reason(number: int) -> str:
+    """Return the reason why the signal `number` stopped a run, as text for a message."""
     return "trainer.max_time" if number == signal.SIGALRM else signal.Signals(number).name
 
 
 def exit_code(number: int) -> int:
-    """Return the exit code of a run stopped by the signal."""
+    """Return the exit code of a run that the signal `number` stopped: 75 if it should be resumed, else 128 + number."""
     return EXIT_GOES_ON if number in GOES_ON else 128 + number
 
 
 @contextmanager
-def early_signals(words: list[str]) -> Iterator[None]:
-    """Handle signals in a process that only runs the command `words`; afterwards they end it immediately."""
-    global _words
-    _words = words
+def early_signals(argv: list[str]) -> Iterator[None]:
+    """Context that handles signals in a process that only runs the command with arguments `argv`.
+
+    After the context a signal ends the process immediately.
+    """
+    global _argv
+    _argv = argv
     for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end_process)
@@ -112,7 +115,7 @@ def early_signals(words: list[str]) -> Iterator[None]:
 
 @contextmanager
 def raised_as_terminated() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise `Terminated` in the block, as SIGINT raises KeyboardInterrupt."""
+    """Context in which SIGTERM and SIGHUP raise `Terminated`, as SIGINT raises KeyboardInterrupt."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     mine = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, _end_process)]
     for number in mine:
@@ -124,15 +127,15 @@ def raised_as_terminated() -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-def taken(error: BaseException) -> int:
-    """Return the signal that caused `error`, 0 if none did."""
+def signal_of(error: BaseException) -> int:
+    """Return the number of the signal that raised `error` (`Terminated` or KeyboardInterrupt); 0 if none did."""
     if isinstance(error, Terminated):
         return error.number
     return signal.SIGINT if isinstance(error, KeyboardInterrupt) else _received
 
 
-def stop_line(number: int, words: list[str]) -> str:
-    """Return the line that reports that `number` ended the command `words`, "" if another process reports it.
+def stop_line(number: int, argv: list[str]) -> str:
+    """Return the line that reports that signal `number` ended the command `argv`; "" if another process reports it.
 
     Of several ranks only the first reports it. An agent that ends its ranks by SIGTERM after a failure reports that.
     """
@@ -140,7 +143,7 @@ def stop_line(number: int, words: list[str]) -> str:
     of_agent = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
     if of_agent or next(filter(None, ranks), "0") != "0":
         return ""
-    what = "; no step was interrupted, and saved files are unchanged" if words[:1] == ["train"] else ""
+    what = "; no step was interrupted, and saved files are unchanged" if argv[:1] == ["train"] else ""
     return f"stopped by {signal.Signals(number).name}{what}\n"
 
 
@@ -154,7 +157,7 @@ def _end_process(number: int, frame: FrameType | None) -> NoReturn:
     _at_once()
     if is_importing():
         with suppress(OSError):
-            os.write(2, stop_line(number, _words).encode())
+            os.write(2, stop_line(number, _argv).encode())
         os._exit(128 + number)
     raise Terminated(number)
 

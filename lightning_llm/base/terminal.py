@@ -48,7 +48,7 @@ def shown(value: Any) -> Any:
 
 
 def excerpt(text: str, max_lines: int = 40, max_columns: int = 400) -> tuple[str, int]:
-    """Return `text` escaped, without repeated blank lines, up to `max_lines`; and the number of omitted lines."""
+    """Return (`text` escaped, without repeated blank lines, at most `max_lines` long; number of omitted lines)."""
     lines = _BLANK_LINES.sub("\n\n", escaped(text).strip("\n")).splitlines()
     shown = [line if len(line) <= max_columns else f"{line[:max_columns]} ..." for line in lines[:max_lines]]
     return "\n".join(shown), max(0, len(lines) - max_lines)
@@ -71,7 +71,7 @@ def new_console(**options: Any) -> "Console":
 
 
 class Waiting:
-    """Progress of a long operation on stderr.
+    """Printer of the progress of a long operation on stderr, used as a context.
 
     On a terminal one line is rewritten and cleared at the end; otherwise a line is printed every `every_seconds`.
     """
@@ -82,7 +82,7 @@ class Waiting:
         self._last = time.monotonic()
 
     def tell(self, done: int, more: str = "") -> None:
-        """Report that `done` items are done, if it is time to; `more` follows the count."""
+        """Report that `done` items are done, unless the last report is too recent; `more` is text after the count."""
         if (now := time.monotonic()) - self._last < self.every_seconds:
             return
         self._last = now
@@ -100,13 +100,13 @@ class Waiting:
 
 
 def show_progress(text: str) -> None:
-    """Overwrite the current line of stderr with `text`, "" to clear it; only on a terminal."""
+    """Replace the current line of stderr by `text` ("" clears it), if stderr is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 class OutputGoneError(Exception):
-    """stdout, the only output of the verb, cannot be written. `reader_left`: its reader has closed the pipe."""
+    """stdout, the only output of a verb, cannot be written. `reader_left`: True if its reader closed the pipe."""
 
     def __init__(self, reason: str, reader_left: bool):
         self.reader_left = reader_left
@@ -114,7 +114,7 @@ class OutputGoneError(Exception):
 
 
 class LastingStream:
-    """Text stream that calls `on_gone` when it can no longer be written, and drops further output."""
+    """Text stream that drops its output once it can no longer be written; it then calls `on_gone` once."""
 
     def __init__(self, stream: TextIO, on_gone: Callable[[OSError | ValueError], None]):
         self._stream = stream
@@ -158,7 +158,7 @@ class LastingStream:
 
 
 def open_standard_streams() -> None:
-    """Open closed standard streams of this process on /dev/null, and let them write any character.
+    """Replace closed standard streams of this process by /dev/null, and let all of them write any character.
 
     Otherwise the next opened files would get the descriptors 0 to 2.
     """
@@ -174,7 +174,7 @@ def open_standard_streams() -> None:
 
 @contextmanager
 def lasting_output(*, needed: bool = False) -> Iterator[None]:
-    """Let sys.stdout and sys.stderr drop output that can no longer be written, with one note on the other stream.
+    """Context in which sys.stdout and sys.stderr drop output that cannot be written, with one note on the other stream.
 
     Raises:
         OutputGoneError: `needed` is set and stdout cannot be written.

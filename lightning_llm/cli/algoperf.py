@@ -30,7 +30,10 @@ def algoperf(arguments: argparse.Namespace) -> int:
 
 
 def run_algoperf(arguments: argparse.Namespace, problems: Sequence[Problem] = ()) -> int:
-    """Implement `algoperf`; `problems` of the arguments found by the caller are raised together with all others."""
+    """Run `algoperf`, also for `compare --time-to-target`; return the exit code.
+
+    `problems`: those that the caller found in the arguments; they are raised together with all others.
+    """
     wrong, targets = list(problems), NO_TARGETS
     with gathered(wrong):
         targets = read_targets(arguments.target)

@@ -10,7 +10,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def answer_shell(parser: argparse.ArgumentParser) -> None:
-    """If a shell asks for completions, print them and exit. Called before anything else is imported."""
+    """If a shell asks for completions (argcomplete's variable is set), print them and exit. Call it first of all."""
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
 
@@ -26,7 +26,7 @@ def completion(arguments: argparse.Namespace) -> int:
 
 
 def complete_override(prefix: str, parsed_args: argparse.Namespace, **_more: Any) -> list[str]:
-    """Return the overrides that start with `prefix`: keys one level at a time before `=`, a key's values after it."""
+    """Return completions of `prefix`, the beginning of an override: keys (one level at a time), or values after "="."""
     key, equals, value = prefix.partition("=")
     sign = key[: len(key) - len(key.lstrip("+~"))]
     config_dir = getattr(parsed_args, "config_dir", None)
@@ -40,7 +40,7 @@ def complete_override(prefix: str, parsed_args: argparse.Namespace, **_more: Any
 
 
 def complete_group(prefix: str, **_: Any) -> list[str]:
-    """Return the config groups."""
+    """Return the names of all config groups, for the value of `config --group`."""
     return group_names()
 
 

@@ -119,7 +119,9 @@ def _print_difference(arguments: argparse.Namespace, found: Config) -> None:
 
 @dataclass(frozen=True)
 class Difference:
-    """One override of the defaults: its text `word`, its value and the default (`MISSING` if there is none)."""
+    """One difference from the defaults: the override `word` that causes it, its value and the default's.
+
+    The default is `MISSING` if there is none."""
 
     key: str
     word: str

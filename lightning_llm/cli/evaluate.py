@@ -13,8 +13,8 @@ from typing import Any
 from rich.table import Table
 
 from lightning_llm.base.errors import ConfigError, Problem, RanksFailedError, gathered
+from lightning_llm.base.folders import output_file_problems
 from lightning_llm.base.terminal import new_console, show_progress
-from lightning_llm.cli.output_path import file_problems
 from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
 from lightning_llm.evaluate.merge import Merge, merge
 from lightning_llm.evaluate.over_time import Trend, evaluate_over_time, trend_problems, trend_table
@@ -124,7 +124,7 @@ def evaluated(path: Path | None, *, output: Path | None = None, **asked: Any) ->
         RanksFailedError: a rank failed (already reported on stderr).
     """
     _refuse_ranks()
-    problems = file_problems(output.expanduser()) if output else []
+    problems = output_file_problems(output.expanduser()) if output else []
     request = None
     with gathered(problems):
         request = checked_request(path, **asked)

@@ -25,7 +25,7 @@ DEFAULT_NEW_TOKENS = 200
 
 @dataclass
 class Writer:
-    """Continue texts with one model; earlier text stays in the context until it is full."""
+    """Generator of text with one model; earlier text stays in the model's context until that is full."""
 
     model: Decoder
     tokenizer: Tokenizer
@@ -54,9 +54,9 @@ class Writer:
         return self.model.config.max_sequence_length - self._logits.cache.length - len(self._pending)
 
     def write(self, prompt: list[int], max_new_tokens: int, show: Callable[[str], None]) -> tuple[list[int], str]:
-        """Return the new tokens after `prompt` and the reason to stop: "length", "stop" or "end_of_document".
+        """Generate tokens after `prompt`; return (new tokens, reason to stop: "length", "stop" or "end_of_document").
 
-        `show` is called with their text piece by piece: whole characters, without the stop string.
+        `show` is called with their text piece by piece: complete characters, without the stop string.
         """
         stream, stops = TextStream(self.tokenizer, prompt), StopStrings(self.stops)
         new: list[int] = []

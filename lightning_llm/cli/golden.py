@@ -27,7 +27,9 @@ from lightning_llm.train.spikes.policy import StepNotMadeError
 
 
 def golden(arguments: argparse.Namespace) -> int:
-    """Record or check; return 0, 1 if a check finds a difference or the run fails, or the exit code of failed ranks.
+    """Record or check a golden file; return the exit code.
+
+    0: success. 1: a check found a difference, or the run failed. Others: exit code of failed ranks.
 
     Raises:
         ConfigError: the arguments, the config or the golden file are invalid.

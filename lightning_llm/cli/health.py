@@ -34,7 +34,10 @@ from lightning_llm.run.launch.torch_agent import STOP_SECONDS, failures_reported
 
 
 def health(arguments: argparse.Namespace) -> int:
-    """Measure on all ranks, print, and write files for `plan`; return 1 if anything is wrong, slow or too low."""
+    """Measure on all ranks, print the results, and write files for `plan` (cluster/measured.yaml, links.yaml).
+
+    Returns 0, or 1 if a result is wrong, a rank is slow, or a figure is below its limit in `--fail-below`.
+    """
     config, thresholds = _asked(arguments)
     if rank_environment() is not None:
         return _rank(config, thresholds, arguments)

@@ -1,16 +1,27 @@
-"""The verb `import`: convert a Hugging Face folder, or a model on the Hub, into a folder for `model.init_from`."""
+"""The verb `import`: convert a Hugging Face folder, or a model on the Hub, into a folder for `model.init_from`.
+
+`import` and `export` compare the logits of the converted model with transformers' (`parity_of`).
+"""
 
 import argparse
+import importlib.util
+import io
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from torch import Tensor, nn
 
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.base.integrity import FileContent, digest_of_file, seal
-from lightning_llm.cli.parity import AnotherModelError, parity_of, parity_problems
+from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.weight_folders import (
     END_TOKENS,
     GENERATION,
@@ -30,9 +41,13 @@ from lightning_llm.model.weights.folder import (
     open_huggingface,
     open_imported,
 )
+from lightning_llm.model.weights.load import state_dict_of, whole_decoder
 from lightning_llm.model.weights.write import output_problems, undo_killed, whole_folder, write_tensors
 from lightning_llm.run.resume.weights import rows_problems
 
+TOKENS = 64
+LARGEST_DIFFERENCE = 1e-3
+"""Tolerance in fp32, relative to the largest logit. Rounding differences are below 1e-5."""
 SIDE_FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -49,7 +64,11 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def import_weights(arguments: argparse.Namespace) -> int:
-    """Check, convert, compare with transformers, and print a summary; return 0, or 1 if logits differ."""
+    """Convert a model, compare its logits with transformers', and print a summary; return 0, or 1 if they differ.
+
+    Raises:
+        ConfigError: the source cannot be read or converted, or the output cannot be written.
+    """
     output = Path(arguments.output).expanduser().absolute()
     folder = source_folder(arguments.source, arguments.revision)
     problems: list[Problem] = []
@@ -77,7 +96,7 @@ def import_weights(arguments: argparse.Namespace) -> int:
     try:
         with whole_folder(output, arguments.force) as partial:
             written = write_tensors(partial, tensors)
-            hand_on(folder, partial)
+            copy_files(folder, partial)
             _write_manifest(partial, weights, folder, [*written, *_present(partial, (INDEX, TOKENIZER))])
             if not arguments.no_parity:
                 parity = parity_of(folder, open_imported(partial))
@@ -149,7 +168,7 @@ def tokenizer_problems(weights: Weights) -> list[Problem]:
     return list(rows_problems(vocabulary, weights))
 
 
-def hand_on(source: Path, target: Path, names: Iterable[str] = SIDE_FILES) -> None:
+def copy_files(source: Path, target: Path, names: Iterable[str] = SIDE_FILES) -> None:
     """Copy the files in `names` that exist in `source` to `target`."""
     for file in _present(source, names):
         shutil.copyfile(file, target / file.name)
@@ -173,7 +192,7 @@ def _write_manifest(folder: Path, weights: FolderWeights, source: Path, files: l
 
 
 def shape_line(weights: FolderWeights) -> str:
-    """Return the sizes of the model as one line."""
+    """Return the shape of the model as one line: layers, widths, heads, vocabulary, sequence length."""
     model = weights.config
     scaled = f", rope {model.rope_scaling.name}" if model.rope_scaling else ""
     tied = ", tied head" if model.tie_embeddings else ""
@@ -181,3 +200,124 @@ def shape_line(weights: FolderWeights) -> str:
         f"{model.num_layers} layers of {model.hidden_size}, {model.num_heads} heads ({model.num_kv_heads} KV heads), "
         f"vocabulary {model.vocab_size:,}, {model.max_sequence_length:,} tokens{scaled}{tied}"
     )
+
+
+class AnotherModelError(Exception):
+    """The converted model and transformers compute different logits: nothing is written. Exit code 1."""
+
+    def report(self) -> int:
+        """Print the error; return the exit code."""
+        text = f"error: logits {self}: the converted model is not equivalent. Nothing was written."
+        print(text, file=sys.stderr)
+        return 1
+
+
+class Parity(NamedTuple):
+    """Largest difference of a logit from transformers, and transformers' largest logit, in fp32 over `tokens`."""
+
+    difference: float
+    largest_logit: float
+    tokens: int
+
+    @property
+    def holds(self) -> bool:
+        """True if both models are equivalent: the difference is within the tolerance `LARGEST_DIFFERENCE`."""
+        return self.difference <= LARGEST_DIFFERENCE * self.largest_logit
+
+    @property
+    def line(self) -> str:
+        """The result of the comparison in one line."""
+        return (
+            f"differ from transformers' by at most {self.difference:.1e} (the largest logit is "
+            f"{self.largest_logit:.3g}; fp32, {self.tokens} random tokens)"
+        )
+
+
+def parity_problems(config: ModelConfig, codes: bool = False) -> list[Problem]:
+    """Return problems that prevent the comparison: a library is missing, or the model is too large for memory.
+
+    `codes`: the folder has codes, which transformers reads by compressed-tensors.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        text = "is not installed, and the weights are compared with it. pip install transformers, or use --no-parity."
+        return [Problem("transformers", text)]
+    if codes and importlib.util.find_spec("compressed_tensors") is None:
+        text = (
+            "is not installed, by which transformers reads codes. pip install compressed-tensors, or use --no-parity."
+        )
+        return [Problem("compressed-tensors", text)]
+    needed, free = 2 * 4 * count_parameters(config, padded=True).total, psutil.virtual_memory().available
+    if needed <= free:
+        return []
+    text = (
+        f"needs two copies of the model in fp32, {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB of memory are "
+        "free. Skip it with --no-parity."
+    )
+    return [Problem("comparison with transformers", text)]
+
+
+@torch.no_grad()
+def parity_of(folder: Path, weights: Weights, codes: bool = False) -> Parity:
+    """Return the comparison of the fp32 logits of our decoder with `weights` and of transformers' model in `folder`.
+
+    `codes`: the folder has codes, which transformers reads as bf16 numbers. All weights are rounded to bf16 then.
+
+    Raises:
+        ConfigError: transformers cannot load the folder or compute the logits.
+    """
+    config = weights.config
+    length = min(TOKENS, config.max_sequence_length)
+    tokens = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))  # [1, T]
+    theirs = _theirs(folder, tokens, codes)  # [1, T, V]
+    ours = _ours(weights, tokens, codes)  # [1, T, V]
+    return Parity(float((ours - theirs).abs().max()), float(theirs.abs().max()), length)
+
+
+def _ours(weights: Weights, tokens: Tensor, codes: bool) -> Tensor:
+    state = {name: each.bfloat16() if codes else each for name, each in state_dict_of(weights).items()}
+    logits: Tensor = whole_decoder(weights.config, state)(tokens)[..., : weights.config.vocab_size]
+    return logits
+
+
+def _theirs(folder: Path, tokens: Tensor, codes: bool) -> Tensor:
+    quiet: Any = redirect_stderr(io.StringIO()) if codes else nullcontext()  # compressed-tensors draws bars
+    with quiet, _transformers_may_fail("cannot load the model", "Skip the comparison with --no-parity."):
+        from transformers import AutoModelForCausalLM, logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.bfloat16 if codes else torch.float32,
+            attn_implementation="eager",  # others do not support capped attention scores
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+        if codes:
+            model.eval()(tokens)  # the first pass replaces codes by numbers, in bf16
+            nn.Module.float(model)
+        logits: Tensor = model.eval()(tokens).logits
+    return logits
+
+
+def check_accepted(entries: Mapping[str, Any]) -> None:
+    """Raise ConfigError if transformers is installed and rejects a config.json with these `entries`."""
+    if importlib.util.find_spec("transformers") is None:
+        return
+    with _transformers_may_fail("rejects the config.json of this model", "Its checkpoints are kept."):
+        from transformers import AutoConfig
+
+        AutoConfig.for_model(**entries)
+
+
+@contextmanager
+def _transformers_may_fail(what: str, remedy: str) -> Iterator[None]:
+    """Turn any exception of transformers into a one-line ConfigError; exception classes differ between versions."""
+    try:
+        yield
+    except Exception as error:
+        name = f"transformers {metadata.version('transformers')}"
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # Validators of transformers name the field in the first line and the reason in the last.
+        why = ": ".join([type(error).__name__, *dict.fromkeys([*lines[:1], *lines[-1:]])]).rstrip(".")
+        raise ConfigError(Problem(name, f"{what}: {why}. {remedy}")) from error

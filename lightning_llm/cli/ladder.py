@@ -24,11 +24,12 @@ def ladder(arguments: argparse.Namespace) -> int:
 
 
 def run_ladder(arguments: argparse.Namespace, *, fit: bool, problems: Sequence[Problem] = ()) -> int:
-    """Implement `ladder`.
+    """Run `ladder`, also for `compare --ladder`; return the exit code.
 
     Args:
-        fit: fit the ladder even without predictions.
-        problems: problems of the arguments found by the caller, raised together with all others.
+        arguments: those of `ladder`.
+        fit: fit the ladder even if predictions are only graded.
+        problems: those that the caller found in the arguments; they are raised together with all others.
     """
     # argparse adds runs that follow --predict to its values; no run is named KEY=VALUE.
     words = arguments.predict or []

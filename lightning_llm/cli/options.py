@@ -28,7 +28,7 @@ exit codes:
 
 
 def add_composition(parser: ArgumentParser) -> None:
-    """Add the inputs of a config: overrides or a file, and the user's folder of config groups."""
+    """Add the options from which a config is composed: overrides, `--config FILE` and `--config-dir DIR`."""
     overrides: Any = parser.add_argument("overrides", nargs="*", help="Hydra overrides: KEY=VALUE, GROUP=NAME, ~KEY")
     overrides.completer = complete_override
     parser.add_argument(
@@ -38,19 +38,19 @@ def add_composition(parser: ArgumentParser) -> None:
 
 
 def add_config_dir(parser: ArgumentParser) -> None:
-    """Add the user's folder of config groups and callbacks."""
+    """Add `--config-dir DIR`, the user's folder of config groups and callbacks."""
     text = "folder of your own config groups (DIR/recipe/mine.yaml) and callbacks (DIR/callbacks/mine.py)"
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help=text)
 
 
 def add_multirun(parser: ArgumentParser) -> None:
-    """Add the flag that makes a sweep of one run per combination."""
+    """Add `-m`, which makes a sweep with one run per combination of values."""
     text = "sweep: one run for each combination of comma-separated values (a=1,2)"
     parser.add_argument("-m", "--multirun", action="store_true", help=text)
 
 
 def add_weights_output(parser: ArgumentParser) -> None:
-    """Add the output folder of converted weights and its flags."""
+    """Add `--output` (the folder of converted weights), `--force` and `--no-parity`."""
     add = parser.add_argument
     add("--output", required=True, metavar="DIR", help="folder to create; it appears only when it is complete")
     add("--force", action="store_true", help="replace DIR if it already contains weights")
@@ -58,7 +58,7 @@ def add_weights_output(parser: ArgumentParser) -> None:
 
 
 def add_device(parser: ArgumentParser) -> None:
-    """Add the device to compute on."""
+    """Add `--device`, the device to compute on."""
     text = "device to compute on (default: auto, a GPU if there is one)"
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=text)
 

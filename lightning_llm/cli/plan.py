@@ -72,7 +72,7 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _of_start(config: Config, words: Sequence[str] | None) -> tuple[dict[str, Any], list[str]]:
+def _of_start(config: Config, overrides: Sequence[str] | None) -> tuple[dict[str, Any], list[str]]:
     """Return the checkpoint that a run resumes or branches from, as data and as lines.
 
     Raises:
@@ -83,7 +83,7 @@ def _of_start(config: Config, words: Sequence[str] | None) -> tuple[dict[str, An
     from lightning_llm.run.resume.branch import branch_facts  # slow imports that other plans do not need
     from lightning_llm.run.resume.resume_plan import branch_lines, planned_start
 
-    start, lines = planned_start(config, words)
+    start, lines = planned_start(config, overrides)
     if start.parent is None:
         return {}, lines
     return branch_facts(config, start), [*lines, *branch_lines(config, start)]
@@ -135,18 +135,18 @@ def _search_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
 
 def _tensor_axes_problems(arguments: argparse.Namespace, others: bool) -> Iterator[Problem]:
     """Yield problems of options given together with --tensor-axes, which allows only parallel.tp=N."""
-    words = [word for word in arguments.overrides if not word.startswith("parallel.tp=")]
-    if words or others or arguments.search or arguments.dry_run or arguments.config or arguments.script:
+    further = [each for each in arguments.overrides if not each.startswith("parallel.tp=")]
+    if further or others or arguments.search or arguments.dry_run or arguments.config or arguments.script:
         text = "allows only parallel.tp=N with it. Remove the other options and overrides."
         yield Problem("--tensor-axes", text)
-    for word in arguments.overrides:
-        if word.startswith("parallel.tp=") and not re.fullmatch(r"parallel\.tp=0*[1-9]\d*", word):
-            yield Problem("parallel.tp", "must be an integer of at least 1.", word.removeprefix("parallel.tp="))
+    for each in arguments.overrides:
+        if each.startswith("parallel.tp=") and not re.fullmatch(r"parallel\.tp=0*[1-9]\d*", each):
+            yield Problem("parallel.tp", "must be an integer of at least 1.", each.removeprefix("parallel.tp="))
 
 
-def _ranks(words: Sequence[str]) -> int:
-    """Return the tensor-parallel degree given by `words`, which `_tensor_axes_problems` has checked."""
-    return int(words[-1].removeprefix("parallel.tp=")) if words else 1
+def _ranks(overrides: Sequence[str]) -> int:
+    """Return the tensor-parallel degree given by `overrides`, which `_tensor_axes_problems` has checked."""
+    return int(overrides[-1].removeprefix("parallel.tp=")) if overrides else 1
 
 
 def _print_tensor_axes(folder: Path, ranks: int, *, as_data: bool) -> int:

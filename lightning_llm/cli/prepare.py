@@ -14,8 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.base.folders import output_file_problems
 from lightning_llm.base.terminal import new_console
-from lightning_llm.cli.output_path import file_problems
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.data import SCORERS, Measure, ScorerConfig
 from lightning_llm.config.schema.validation import gather
@@ -23,7 +23,7 @@ from lightning_llm.config.workspace import command, config_dir_arguments
 from lightning_llm.data.check import data_rules
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.report import account_lines, source_reports
-from lightning_llm.data.scoring.scorers import score_documents
+from lightning_llm.data.scoring import score_documents
 from lightning_llm.run.checked_plan import read_words
 from lightning_llm.run.resume.weights import unnamed_problems
 
@@ -38,8 +38,8 @@ def prepare(arguments: argparse.Namespace) -> int:
         ConfigError: the config, the scorers or the output are invalid.
     """
     given = [word for word in arguments.score or () if _is_of_scores(word)]
-    words = [*arguments.overrides, *(word for word in arguments.score or () if not _is_of_scores(word))]
-    reading = read_words(words, arguments.config, arguments.config_dir)
+    overrides = [*arguments.overrides, *(each for each in arguments.score or () if not _is_of_scores(each))]
+    reading = read_words(overrides, arguments.config, arguments.config_dir)
     problems = list(reading.problems)
     scorers = chosen_scorers(given, problems) if arguments.score is not None else {}
     problems += _output_problems(arguments)
@@ -51,7 +51,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     if problems or config is None:
         raise ConfigError(list(dict.fromkeys(problems)))
     if arguments.score is not None:
-        return _score(config, scorers, words, arguments)
+        return _score(config, scorers, overrides, arguments)
     data = config.data
     corpus = open_corpus(data, config.seed, config.model.vocab_size, config.trainer.max_steps, progress=True)
     facts = {
@@ -82,7 +82,10 @@ def _is_of_scores(word: str) -> bool:
 
 
 def chosen_scorers(given: Sequence[str], problems: list[Problem]) -> dict[Measure, ScorerConfig]:
-    """Return the scorers chosen by MEASURE=KIND and MEASURE.KEY=VALUE; problems are added to `problems`."""
+    """Return {measure: scorer} for the arguments of `--score`: MEASURE=KIND and MEASURE.KEY=VALUE.
+
+    Problems are added to `problems`.
+    """
     kinds: dict[str, dict[str, Any]] = {}
     for word in given:
         key, equals, value = word.partition("=")
@@ -133,7 +136,7 @@ def _output_problems(arguments: argparse.Namespace) -> list[Problem]:
     if arguments.score is None:
         text = "has no effect without --score; tokens are written to data.cache_dir. Add --score, or remove it."
         return [] if arguments.output is None else [Problem("--output", text)]
-    return file_problems(_file_of(arguments))
+    return output_file_problems(_file_of(arguments))
 
 
 def _file_of(arguments: argparse.Namespace) -> Path:
@@ -147,7 +150,7 @@ def _of_tokens(config: Config) -> list[Problem]:
 
 
 def _score(
-    config: Config, scorers: Mapping[Measure, ScorerConfig], words: Sequence[str], arguments: argparse.Namespace
+    config: Config, scorers: Mapping[Measure, ScorerConfig], overrides: Sequence[str], arguments: argparse.Namespace
 ) -> int:
     file = _file_of(arguments)
     by_measure = {str(measure): scorer for measure, scorer in scorers.items()}
@@ -163,18 +166,18 @@ def _score(
         cells = f"{its['documents']:,}", f"{its['bytes']:,}", f"{its['quality']:.3f}", f"{its['diversity']:.3f}"
         table.add_row(name, *cells, str(its["clusters"]))
     new_console().print(table)
-    print(f"written {file}\nnext    {_command_to_train(config, words, arguments, file)}")
+    print(f"written {file}\nnext    {_command_to_train(config, overrides, arguments, file)}")
     return 0
 
 
-def _command_to_train(config: Config, words: Sequence[str], arguments: argparse.Namespace, scores: Path) -> str:
+def _command_to_train(config: Config, overrides: Sequence[str], arguments: argparse.Namespace, scores: Path) -> str:
     """Return the command that trains on the scored documents."""
     if config.data.name == "python":  # has the sources of the shipped mix
         return f"lightning-llm train data=samplemix data.mixture.scores={scores}"
     frozen = [] if arguments.config is None else ["--config", str(arguments.config)]
     file = str(scores) if re.fullmatch(r"[\w./-]+", str(scores)) else f"'{scores}'"  # as Hydra reads it
     mixture = f"data.mixture={{kind: samplemix, scores: {file}}}"
-    return command("train", *config_dir_arguments(), *frozen, *words, mixture)
+    return command("train", *config_dir_arguments(), *frozen, *overrides, mixture)
 
 
 def _summary(columns: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from lightning_llm.base.errors import ConfigError, Problem, gathered
+from lightning_llm.base.folders import output_folder_problems
 from lightning_llm.base.hardware import describe_device
 from lightning_llm.base.terminal import show_progress
-from lightning_llm.cli.output_path import folder_problems
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config, PrecisionConfig
 from lightning_llm.config.workspace import default_outputs
@@ -52,7 +52,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[Subject, dict[str, Config],
         if (value := getattr(arguments, key)) < 1
     ]
     if arguments.output:
-        problems += folder_problems(Path(arguments.output).expanduser())
+        problems += output_folder_problems(Path(arguments.output).expanduser())
     subject = device = None
     with gathered(problems):
         device = device_of(arguments.device)

@@ -15,10 +15,10 @@ from lightning_llm.tracking.mlflow.tracker import tracking_uri
 
 
 def sync(arguments: argparse.Namespace) -> int:
-    """Log each run below the given folders to MLflow; return 0, or 1 if one could not be logged.
+    """Upload each run below the given folders to MLflow; return 0, or 1 if one could not be uploaded.
 
-    A run that was killed is marked KILLED in MLflow (and "stopped" in its summary). A run in progress is updated and
-    left running. No point is logged twice.
+    A run that was killed becomes KILLED in MLflow (and "stopped" in its summary). A run in progress is updated and
+    stays RUNNING. No point is logged twice.
     """
     folders = list(_run_folders(arguments.folders or [default_outputs()]))
     if not folders:

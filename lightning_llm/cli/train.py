@@ -1,4 +1,4 @@
-"""The verb `train`: compose, check, start. Slow imports come after the checks."""
+"""The verb `train`: train one run, or with -m the jobs of a sweep. Slow imports come after the checks."""
 
 import argparse
 import os
@@ -13,7 +13,9 @@ from lightning_llm.base.imports import slow_imports
 from lightning_llm.base.signals import raised_as_terminated
 from lightning_llm.base.terminal import lasting_output
 from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.config.schema.validation import read_config
+from lightning_llm.config.sweep_space import read_space, read_sweep_keys
 from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.checked_plan import checked_resolution, read_arguments
@@ -21,9 +23,13 @@ from lightning_llm.run.launch.environment import interactive_note, rank_environm
 from lightning_llm.run.launch.local_ranks import crowd_note, is_started_again, start_ranks
 from lightning_llm.run.launch.lock import lock_run
 from lightning_llm.run.launch.ray_cluster import ray_problems
+from lightning_llm.run.launch.relay import signals_passed_on
 from lightning_llm.run.resume.resume_plan import refuse_unnamed_resume
 from lightning_llm.run.resume.start import decide_start
-from lightning_llm.sweep.run import sweep
+from lightning_llm.sweep.ending import close, close_again
+from lightning_llm.sweep.jobs import checked_jobs, left_to_do, opened
+from lightning_llm.sweep.jobs import start as start_jobs
+from lightning_llm.tracking.sweep_definition import define
 from lightning_llm.train.checkpoint.verification import content_damage
 
 IN_SLURM = {"SLURM_JOB_ID", "SUBMITIT_EXECUTOR"}
@@ -31,7 +37,11 @@ IN_SLURM = {"SLURM_JOB_ID", "SUBMITIT_EXECUTOR"}
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Train one run, or a sweep with -m; return the exit code."""
+    """Train one run, or with -m a sweep; return the exit code.
+
+    Raises:
+        ConfigError: with all problems of the config or of this machine, before anything starts.
+    """
     with _lasting():
         if arguments.multirun:
             if rank_environment() is not None:
@@ -45,6 +55,62 @@ def train(arguments: argparse.Namespace) -> int:
         if unnamed and (rank_environment() is None or is_started_again()):
             refuse_unnamed_resume(plan.config, arguments.overrides)
         return _start(plan) if rank_environment() is None else _run_rank(plan)
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    """Run the jobs of a sweep in the folders `run.root/EXPERIMENT/SWEEP/N`, and return the exit code.
+
+    They are a product of values, or chosen look by look (`sweep.until`) or by a search (`sweep.search`). Finished and
+    diverged jobs are skipped, failed or stopped jobs are resumed, and jobs of other processes are left alone.
+
+    Returns:
+        0; 1 if a job failed (a diverged job is a result, not a failure); 128 + the number of a signal that stopped the
+        sweep, which is passed on to the running jobs, so that they save and stop.
+
+    Raises:
+        ConfigError: with the problems of all jobs, before anything starts.
+    """
+    keys = read_sweep_keys(arguments.overrides, arguments.config_dir)
+    if keys.search is not None:
+        return _search(arguments, keys)
+    composed = checked_jobs(arguments)
+    if keys.until is not None:
+        from lightning_llm.sweep.decide import run_until_decided
+
+        return run_until_decided(composed, keys)
+    whole = define(*composed)
+    todo = left_to_do(whole.jobs)
+    if not todo:
+        print(f"sweep  nothing left to do, in {whole.folder}")
+        close_again(whole)
+        return 0
+    keys_left = {job.key for job in todo}
+    whole = opened(lambda: define(*composed))
+    with signals_passed_on() as relay:
+        outcomes = start_jobs([job for job in whole.jobs if job.key in keys_left], relay)  # now with their parent
+    return close(whole, outcomes, relay.received)
+
+
+def _search(arguments: argparse.Namespace, keys: SweepConfig) -> int:
+    """Run a search instead of the product of values; return the exit code.
+
+    Raises:
+        ConfigError: with all problems, before anything starts.
+    """
+    if arguments.config:
+        raise ConfigError(
+            Problem("--config", "is one resolved run, but a search (-m) is composed. Use overrides instead.")
+        )
+    from lightning_llm.sweep.jobs import SearchRequest
+
+    asked = SearchRequest(arguments, keys)
+    if keys.search == "halving":
+        from lightning_llm.sweep.halving import halve
+
+        return halve(asked)
+    from lightning_llm.sweep.optuna_search import search_values
+
+    return search_values(asked, read_space(arguments.overrides, arguments.config_dir))
 
 
 def train_config(config: Config, *, quiet: bool = False) -> int:

@@ -23,7 +23,7 @@ from lightning_llm.train.quantisation import Quantisation
 
 
 def warm(arguments: argparse.Namespace) -> int:
-    """Run one micro-batch under each precision recipe to compile all its casts; print a line for each. Return 0.
+    """Compile all casts of each precision recipe by running one micro-batch; print a line per recipe and return 0.
 
     Recipes are those of `precision=A,B` or of --config; by default all.
 

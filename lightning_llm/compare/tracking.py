@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.base.sqlite_address import sqlite_address
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.format import interval_text, nats
 from lightning_llm.compare.report.write import FILES
@@ -16,7 +15,7 @@ from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.verdict_text import line_of
 from lightning_llm.config.redact import redact_uri, redacted, with_credentials
 from lightning_llm.config.workspace import sync_command
-from lightning_llm.tracking.mlflow.store import LARGEST_VALUE, existing_store
+from lightning_llm.tracking.mlflow.store import LARGEST_VALUE, existing_store, sqlite_address
 from lightning_llm.tracking.mlflow.sweep import DESCRIPTION
 from lightning_llm.tracking.mlflow.ui import artifact_page, children_page
 from lightning_llm.tracking.reading import Run

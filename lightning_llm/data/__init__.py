@@ -1,4 +1,4 @@
 """From documents to batches: sources -> tokenizer -> memory-mapped token cache -> stateless order -> `Corpus`.
 
-Import `lightning_llm.data.check` for the cheap checks (no torch) and `lightning_llm.data.corpus` for the rest.
+`lightning_llm.data.check` has the cheap checks, without torch; `lightning_llm.data.opening` returns a `Corpus`.
 """

@@ -1,11 +1,11 @@
-"""Cached products, built once and then mapped: each is a folder named by the hash of its inputs.
+"""Cache of products (scans, tokenizers, tokens): each is a folder named by the hash of its inputs, built once.
 
 A folder is written under a temporary name and renamed when complete. A lock file lets one of several processes build
-while the others wait. The manifest, written last, contains the size and digest of every file and its own digest: a
-product that was torn by a power cut or changed since is built again.
+while the others wait. The manifest, written last, contains the size and digest of every file and its own digest. A
+product that is incomplete after a power cut, or changed since, is built again.
 
-One process verifies the content of a product before use: the file `NAME.verified` records which files (by size, times
-and inode) were found intact and when. The record is valid for a day, or until one of the files changes.
+Before use, one process verifies the content of a product. The file `NAME.verified` records which files (by size, times
+and inode) were intact, and when. The record is valid for a day, or until one of the files changes.
 """
 
 import errno
@@ -41,13 +41,13 @@ Build = Callable[[Path], dict[str, Any]]
 
 
 def digest_of(content: Any) -> str:
-    """Return 32 hex digits that name JSON data (keys in any order)."""
+    """Return a hash of JSON data, 32 hex digits; the order of keys does not matter."""
     text = json.dumps(content, sort_keys=True, ensure_ascii=True)
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a product if all its files have their sizes, None if it is missing or damaged."""
+    """Return the manifest of the product in `folder`; None if it is missing, or a file has another size."""
     try:
         return _open(folder)
     except (OSError, ValueError):
@@ -77,15 +77,24 @@ def _files(manifest: dict[str, Any]) -> dict[str, FileContent]:
 
 
 def product_folder(cache_dir: Path, kind: str, identity: Any) -> Path:
-    """Return the folder of the product named by `kind` and `identity` (JSON data); it need not exist."""
+    """Return the folder of the product of this `kind` ("scan", "tokens", ...) and `identity`; it need not exist.
+
+    `identity`: JSON data that determines the product.
+    """
     return cache_dir / f"{kind}-{digest_of([CODE_VERSION, kind, identity])}"
 
 
 def build_once(cache_dir: Path, kind: str, identity: Any, build: Build) -> tuple[Path, dict[str, Any]]:
-    """Return the folder and manifest of the product named by `kind` and `identity`, built now if it is not there.
+    """Return (folder, manifest) of a product, which is built first if it is missing or damaged.
 
-    `build` fills the folder it is given and returns the manifest's own entries (JSON data). Raises ConfigError for a
-    `data.cache_dir` that cannot be written or is full; a partly written folder is removed.
+    Args:
+        cache_dir: folder of all products.
+        kind: name of the kind of product, such as "tokens".
+        identity: JSON data that determines the product.
+        build: writes the product's files into the given folder, and returns entries for the manifest (JSON data).
+
+    Raises:
+        ConfigError: `cache_dir` cannot be written or is full; a partly written folder is removed.
     """
     folder = product_folder(cache_dir, kind, identity)
     if (manifest := read_manifest(folder)) is not None and _is_known_whole(folder, manifest):
@@ -102,7 +111,7 @@ def build_once(cache_dir: Path, kind: str, identity: Any, build: Build) -> tuple
 
 @contextmanager
 def _locked(cache_dir: Path, folder: Path, to_build: bool) -> Iterator[None]:
-    """Hold the lock of a product. In a read-only cache, an existing product is verified without a lock."""
+    """Lock a product until the context ends. In a read-only cache, an existing product is verified without a lock."""
     from filelock import FileLock
 
     lock = FileLock(f"{folder}.lock")
@@ -204,12 +213,18 @@ def _cache_problem(cache_dir: Path, error: OSError) -> ConfigError:
 
 
 def token_bytes(text_bytes: int, is_bytes: bool, vocab_size: int) -> int:
-    """Return the estimated bytes of a cache of `text_bytes`: 1 token per byte, or at least 2 bytes per token."""
+    """Return the estimated size of the tokens of `text_bytes` bytes of text, in bytes.
+
+    A token is one byte of text with the tokenizer `bytes` (`is_bytes`), and is taken to be two bytes with others.
+    """
     return text_bytes * (2 if vocab_size <= 1 << 16 else 4) // (1 if is_bytes else 2)
 
 
 def disk_problem(cache_dir: Path, needed_bytes: int) -> Problem | None:
-    """Return a problem if the disk of `cache_dir` (which need not exist yet) lacks `needed_bytes` plus a reserve."""
+    """Return a problem if the disk of `cache_dir` has not `needed_bytes` and a reserve free; the folder may not exist.
+
+    None if there is enough space.
+    """
     free = shutil.disk_usage(nearest_existing(cache_dir)).free
     if free >= needed_bytes + FREE_RESERVE_BYTES:
         return None

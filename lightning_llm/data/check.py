@@ -1,4 +1,4 @@
-"""Checks of `data` that are cheap: no torch, no datasets, no document read."""
+"""Cheap checks of the config group `data`: they read no document and import neither torch nor datasets."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from lightning_llm.data.cache import (
     read_manifest,
     token_bytes,
 )
-from lightning_llm.data.mixing.max_tokens import bound_problems
+from lightning_llm.data.mixing.weights import bound_problems
 from lightning_llm.data.sources.source import Source
 from lightning_llm.data.tokens.tokenised import scan_identity
 from lightning_llm.data.tokens.tokenizer import (
@@ -22,21 +22,31 @@ from lightning_llm.data.tokens.tokenizer import (
     END_OF_DOCUMENT_NAMES,
     SMALLEST_BPE_VOCAB_SIZE,
     find_end_of_document,
+    format_problem,
+    other_format_in,
     read_vocabulary,
     tokenizer_file,
 )
-from lightning_llm.data.tokens.tokenizer_files import format_problem, other_format_in
 
 
 def check_data(config: DataConfig, model_vocab_size: int, world: int) -> list[Problem]:
-    """Return every problem that can be seen in well under a second; `world` counts data-parallel ranks."""
+    """Return the problems of `data` that are found in well under a second.
+
+    Args:
+        config: the config group.
+        model_vocab_size: `model.vocab_size`.
+        world: number of data-parallel ranks.
+    """
     return gather(data_rules(lambda: config, lambda: model_vocab_size, lambda: world))
 
 
 def data_rules(
     data: Callable[[], DataConfig], model_vocab_size: Callable[[], int], world: Callable[[], int]
 ) -> list[Rule]:
-    """Return the rules of `check_data`. Each runs separately, because its input may be invalid due to another key."""
+    """Return the rules of `check_data` as functions, given functions that return its arguments.
+
+    Rules run separately: a rule that reads an invalid key raises BrokenKeyError and is skipped.
+    """
     return [
         lambda: batch_problems(data(), world()),
         lambda: _mixture_problems(data()),
@@ -54,23 +64,23 @@ def data_rules(
 def _validation_problems(config: DataConfig) -> Iterator[Problem]:
     fraction, weights = config.validation.fraction, config.validation.weights
     if fraction >= 1:
-        text = f"{fraction} leaves nothing to train on; choose less than 1, such as 0.02."
+        text = f"{fraction} leaves nothing to train on. Use less than 1, such as 0.02."
         yield Problem("data.validation.fraction", text)
     trained = config.trained_weights
     if weights is not None and weights.keys() != trained.keys():
-        names = f"names {', '.join(weights) or 'none'}; give one for each of data.sources"
+        names = f"has weights of {', '.join(weights) or 'no source'}. Give one for each source"
         text = f"{names}{' that is trained on' if config.watched else ''}: {', '.join(trained)}."
         yield Problem("data.validation.weights", text)
 
 
 def batch_problems(config: DataConfig, world: int) -> list[Problem]:
-    """Return why the global batch cannot be split into micro-batches on `world` data-parallel ranks."""
+    """Return the problem of a global batch that `world` data-parallel ranks cannot split into micro-batches, or []."""
     per_pass = config.micro_batch_size * world
     if config.global_batch_size % per_pass == 0:
         return []
     near = max(1, round(config.global_batch_size / per_pass)) * per_pass
     text = (
-        f"{config.global_batch_size} sequences cannot be cut into micro-batches of data.micro_batch_size="
+        f"{config.global_batch_size} sequences cannot be split into micro-batches of data.micro_batch_size="
         f"{config.micro_batch_size} on {world} data-parallel rank{'s' if world > 1 else ''}. "
     )
     per_rank, rest = divmod(config.global_batch_size, world)
@@ -84,7 +94,7 @@ def batch_problems(config: DataConfig, world: int) -> list[Problem]:
 
 def _mixture_problems(config: DataConfig) -> list[Problem]:
     if not config.sources:
-        return [Problem("data.sources", "is empty: name at least one source.")]
+        return [Problem("data.sources", "is empty. Give at least one source.")]
     if not config.trained_weights:
         return [Problem("data.sources", "has only sources with role=validation. Add at least one source to train on.")]
     return list(config.chosen_mixture.problems("data.mixture", config.trained_weights))
@@ -93,12 +103,12 @@ def _mixture_problems(config: DataConfig) -> list[Problem]:
 def _tokenised_problems(config: DataConfig) -> Iterator[Problem]:
     names = [name for name, source in config.sources.items() if source.tokenised]
     for name in set(names) & {*config.trained_weights} if config.chosen_mixture.chooses_documents else ():
-        text = f"holds tokens, and data.mixture.kind={config.chosen_mixture.kind} goes by scores of text. Leave it out."
+        text = f"contains tokens, but data.mixture.kind={config.chosen_mixture.kind} needs scores of text. Remove it."
         yield Problem(f"data.sources.{name}", text)
     if names and config.tokenizer.kind == "bpe":
         text = (
-            f"is bpe, which is trained here, and {', '.join(f'data.sources.{name}' for name in names)} was tokenised "
-            "before. Give the tokenizer it was made with: kind=file, and its path."
+            f"is bpe, which is trained here, but {', '.join(f'data.sources.{name}' for name in names)} is already "
+            "tokenized. Give the tokenizer it was made with: kind=file, and its path."
         )
         yield Problem("data.tokenizer.kind", text)
 
@@ -109,23 +119,25 @@ def _tokenizer_problems(config: TokenizerConfig, model_vocab_size: int) -> list[
         for name in ("path", "end_of_document"):
             if getattr(config, name) is not None:
                 text = (
-                    f"{getattr(config, name)!r} is read with data.tokenizer.kind=file only, and kind is {config.kind}. "
-                    "Set data.tokenizer.kind=file, or drop this key."
+                    f"{getattr(config, name)!r} is only read with data.tokenizer.kind=file, and kind is {config.kind}. "
+                    "Set data.tokenizer.kind=file, or remove this key."
                 )
                 problems.append(Problem(f"data.tokenizer.{name}", text))
     if config.kind == "file":
         return problems + _tokenizer_file_problems(config, model_vocab_size)
     if config.kind == "bytes":
         if model_vocab_size < BYTES_VOCAB_SIZE:
-            text = f"bytes are {BYTES_VOCAB_SIZE} tokens, model.vocab_size is {model_vocab_size}: raise that one."
+            text = f"bytes are {BYTES_VOCAB_SIZE} tokens, but model.vocab_size is {model_vocab_size}. Raise that."
             problems.append(Problem("data.tokenizer.kind", text))
         return problems
     size = config.vocab_size or model_vocab_size
     if size < SMALLEST_BPE_VOCAB_SIZE:
-        text = f"{size} is too few: 256 bytes and the end of a document need {SMALLEST_BPE_VOCAB_SIZE}."
+        text = (
+            f"{size} is too few: must be at least {SMALLEST_BPE_VOCAB_SIZE}, for 256 bytes and the end of a document."
+        )
         problems.append(Problem("data.tokenizer.vocab_size", text))
     if size > model_vocab_size:
-        text = f"{size:,} tokens do not fit model.vocab_size={model_vocab_size:,}: lower this one or raise that one."
+        text = f"{size:,} tokens do not fit model.vocab_size={model_vocab_size:,}. Lower this, or raise that."
         problems.append(Problem("data.tokenizer.vocab_size", text))
     return problems
 
@@ -145,7 +157,7 @@ def _tokenizer_file_problems(config: TokenizerConfig, model_vocab_size: int) -> 
     problems = []
     size = max(vocabulary.values(), default=-1) + 1
     if size > model_vocab_size:
-        text = f"{file} has {size:,} tokens, model.vocab_size is {model_vocab_size:,}: set model.vocab_size={size}."
+        text = f"{file} has {size:,} tokens, but model.vocab_size is {model_vocab_size:,}. Set model.vocab_size={size}."
         problems.append(Problem("data.tokenizer.path", text))
     if find_end_of_document(vocabulary, config.end_of_document, file) is None:
         wanted = config.end_of_document or " or ".join(END_OF_DOCUMENT_NAMES)
@@ -180,5 +192,5 @@ def _cache_problems(config: DataConfig, model_vocab_size: int) -> list[Problem]:
 
 
 def cache_dir_of(config: DataConfig) -> Path:
-    """Return the folder of the token caches, absolute; it need not exist."""
+    """Return the folder of the token caches, absolute: `data.cache_dir` or the user's. It need not exist."""
     return Path(config.cache_dir).expanduser().absolute() if config.cache_dir else user_cache_dir()

@@ -1,26 +1,25 @@
 """`Corpus`: tokens by address. Every batch is a function of (config, seed, step), so nothing is ever resumed.
 
-The training documents of a source lie end to end, each closed by the end-of-document token. Window w of a source is
-its tokens w*T .. (w+1)*T inclusive: T inputs and, one further, T targets. Windows do not overlap but in that one
-token; the last tokens of a source that fill no window are not trained on (fewer than T+1).
+The training documents of a source are concatenated, each followed by the end-of-document token. Window w of a source
+is its tokens w*T .. (w+1)*T inclusive: T inputs and, shifted by one, T targets. Neighboring windows share one token.
+The last tokens of a source that do not fill a window (fewer than T+1) are not trained on.
 
 Letters: A micro-batches per rank and step (gradient accumulation), B micro-batch size, T sequence length.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_llm.config.schema.data import DataConfig
-from lightning_llm.data.batch import Batch, ValidationBatch
 from lightning_llm.data.cache import digest_of
-from lightning_llm.data.mixing.addressing import Mixture, SampleOrder, largest_remainder
-from lightning_llm.data.mixing.max_tokens import window_limits
-from lightning_llm.data.mixing.skipped import index_of, merged
+from lightning_llm.data.mixing.addressing import Mixture, SampleOrder, index_of, largest_remainder, merged
+from lightning_llm.data.mixing.weights import window_limits
 from lightning_llm.data.report import SourceAccount
 from lightning_llm.data.tokens.token_files import TokenStream
 from lightning_llm.data.tokens.tokenizer import Tokenizer
@@ -29,10 +28,54 @@ IGNORED = -100  # a label that is no target: what torch's cross entropy ignores 
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One training window; `source` is an index into the training sources.
+class _Tensors:
+    """Named tensors; some may be None."""
 
-    `tokens` int64 [T+1], and `document_ids` int64 [T] (from 0, within the window) or None.
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """Return the batch on `device`; `non_blocking`: see `Tensor.to`."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Return a copy in page-locked memory, which allows asynchronous copies to CUDA. Called by `DataLoader`."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(value) for name, value in tensors.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class Batch(_Tensors):
+    """One rank's share of an optimizer step, int64 [A, B, T] each.
+
+    `labels[..., t]` is the token after `tokens[..., t]`. `document_ids` numbers the documents within each row from 0;
+    None unless `data.document_mask`.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    document_ids: Tensor | None
+
+
+@dataclass(frozen=True)
+class ValidationBatch(_Tensors):
+    """One validation micro-batch, int64 [B, T] as in `Batch`; labels are -100 where there is no target.
+
+    `sources`: index of each row's source, int64 [B]. Rows that pad the last batch have no target, and source 0.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    document_ids: Tensor | None
+    sources: Tensor
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One training window and its address; `source` is the index of a training source.
+
+    `tokens`: int64 [T+1], inputs and targets. `document_ids`: int64 [T], from 0 within the window; None unless
+    `data.document_mask`.
     """
 
     source: int
@@ -44,10 +87,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a training window: tokens `start` .. `start` + T inclusive of the training tokens of `source`.
+    """Origin of a training window: tokens `start` .. `start` + T (inclusive) of the training tokens of `source`.
 
-    They belong to its training documents `first_document` .. `last_document`, counted from 0 in the order they are
-    read, those held out left out.
+    They belong to the documents `first_document` .. `last_document` of the source, counted from 0 in reading order
+    without held-out documents.
     """
 
     source: str
@@ -58,7 +101,10 @@ class Origin:
 
 
 class Corpus:
-    """The prepared sources of one run. Cheap to pickle: loader processes map the same files."""
+    """The token streams of all sources of a run, from which it draws its batches. Build it with `open_corpus`.
+
+    Cheap to pickle: data loader processes map the same files.
+    """
 
     def __init__(
         self,
@@ -70,10 +116,16 @@ class Corpus:
         max_steps: int | None = None,
         chosen: Mapping[str, Mapping[str, Any]] | None = None,
     ):
-        """`streams`: each source's "train" and "validation" stream; every trained source has at least one window.
+        """Order the windows of prepared streams; `data.opening` builds and checks all arguments.
 
-        `accounts` of all sources. `data.opening` builds and checks all arguments. `chosen`: result of
-        `choose_documents`.
+        Args:
+            config: sources, mixture and batch sizes.
+            seed: seed of the order of samples.
+            tokenizer: the one that made the tokens.
+            streams: {source: {"train": stream, "validation": stream}}; trained sources have at least one window.
+            accounts: {source: counts of its files and documents}.
+            max_steps: length of the run in optimizer steps; None if unknown.
+            chosen: result of `choose_documents`.
         """
         self.accounts, self.chosen = dict(accounts), dict(chosen or {})
         self.config = config
@@ -99,10 +151,10 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hex digits of the training data: tokenizer, and each source's name, share, and tokens of both splits.
+        """Hash of the training data (32 hex digits), equal for runs that train on the same data.
 
-        Also covers the mixture and `data.max_tokens`. Independent of paths, seed and batch sizes, and of sources
-        without training samples: validation-only sources, and those of weight 0.
+        It covers the tokenizer, the mixture, `data.max_tokens`, and the name, share and tokens of each source that is
+        trained on. It does not depend on paths, seed or batch sizes, nor on sources without training samples.
         """
         held_out = dict(zip(self.names, self.held_out, strict=True))
         streams = zip(self.trained, self.shares, self.train, strict=True)
@@ -118,7 +170,7 @@ class Corpus:
 
     @cached_property
     def validation_fingerprint(self) -> str:
-        """32 hex digits of the tokens that `val_loss` scores, each with its context.
+        """Hash (32 hex digits) of the tokens that `val_loss` scores and their contexts.
 
         Validation-only sources count only if no other source is scored, as in the average of `train.validation`.
         """
@@ -128,7 +180,7 @@ class Corpus:
 
     @cached_property
     def source_fingerprints(self) -> dict[str, str]:
-        """By source, 32 hex digits of the tokens that `val_loss/SOURCE` scores."""
+        """{source: hash (32 hex digits) of the tokens that `val_loss/SOURCE` scores}."""
         scored = {source for source, _ in self._validation_windows}
         return {self.names[source]: self._scored_fingerprint([self.names[source]]) for source in sorted(scored)}
 
@@ -142,7 +194,10 @@ class Corpus:
         return digest_of([self.tokenizer.fingerprint, streams, windows, settings])
 
     def sample(self, position: int) -> Sample:
-        """Return the training sample at `position` (from 0, without end): row r of step s is at s * batch + r."""
+        """Return the training sample at `position`: row r of step s is at position s * global_batch_size + r.
+
+        Positions count from 0 and have no upper limit, since sources are repeated.
+        """
         address = self.order.locate(position)
         length = self.config.sequence_length
         stream, start = self.train[address.source], address.window * length
@@ -151,7 +206,7 @@ class Corpus:
         return Sample(address.source, address.window, address.epoch, tokens, ids)
 
     def index_of(self, position: int) -> int:
-        """Return the sample number, as used by `data.skip_samples`, at `position`; equal if no sample is skipped."""
+        """Return the number of the sample at `position` for `data.skip_samples`: `position` plus the skipped ones."""
         return index_of(position, self.skipped)
 
     def origin(self, position: int) -> Origin:
@@ -163,10 +218,9 @@ class Corpus:
         return Origin(self.trained[address.source], address.epoch, start, first, last)
 
     def micro_batches(self, step: int, indices: Sequence[int] | None = None) -> Batch:
-        """Return the micro-batches `indices` of optimizer step `step` (from 0), in that order; all of them for None.
+        """Return the micro-batches `indices` of optimizer step `step` (from 0), in that order; None: all of them.
 
-        Micro-batch m is rows m*B .. (m+1)*B of the global batch; row r of step s is at position
-        s * global_batch_size + r of the order. So every layout cuts the same batch.
+        Micro-batch m is rows m*B to (m+1)*B - 1 of the global batch, in every parallel layout.
         """
         size, length, width = self.config.global_batch_size, self.config.sequence_length, self.config.micro_batch_size
         rows = [range(m * width, (m + 1) * width) for m in (range(size // width) if indices is None else indices)]
@@ -210,10 +264,10 @@ class Corpus:
 
     @cached_property
     def validation_unigram_nats(self) -> float | None:
-        """Entropy of the frequencies of the tokens that a validation scores, in nats: the least loss without context.
+        """Entropy of the frequencies of the validation tokens in nats: the lowest loss of a model without context.
 
-        With the correction for rare tokens that so few do not show (G. A. Miller, "Note on the bias of information
-        estimates", 1955). None where nothing is held out.
+        Includes the bias correction for a finite sample (G. A. Miller, "Note on the bias of information estimates",
+        1955). None if nothing is held out.
         """
         length = self.config.sequence_length
         scored = [self.held_out[s].tokens[w * length + 1 : (w + 1) * length + 1] for s, w in self._validation_windows]
@@ -224,9 +278,9 @@ class Corpus:
         return float(-(shares * np.log(shares)).sum() + (len(counts) - 1) / (2 * counts.sum()))
 
     def validation_text(self) -> dict[str, tuple[int, int | None]]:
-        """Return for each source the number of tokens that a validation scores, and their bytes of text.
+        """Return {source: (number of tokens that a validation scores, their bytes of text)}.
 
-        The bytes are None where they were not counted when the source was tokenized.
+        The bytes are None if they were not counted when the source was tokenized.
         """
         length = self.config.sequence_length
         sizes = [stream.sizes() for stream in self.held_out]
@@ -242,7 +296,7 @@ class Corpus:
         return found
 
     def validation(self, indices: Sequence[int], micro_batch_size: int) -> ValidationBatch:
-        """Return the sequences `indices` of the fixed validation order; remaining rows are padding without targets."""
+        """Return a batch of the validation sequences `indices`, padded to `micro_batch_size` rows without targets."""
         length = self.config.sequence_length
         tokens = np.full((micro_batch_size, length), self.tokenizer.end_of_document, np.int64)  # [B, T]
         labels = np.full((micro_batch_size, length), IGNORED, np.int64)  # [B, T]
@@ -266,7 +320,7 @@ class Corpus:
         )
 
     def validation_batches(self, micro_batch_size: int, rank: int = 0, world: int = 1) -> Iterator[ValidationBatch]:
-        """Yield every validation sequence once over all ranks, in the same number of batches on each."""
+        """Yield this rank's validation batches: all ranks have equally many, and together each sequence once."""
         for first in range(0, self.validation_sequences, micro_batch_size * world):
             start = first + rank * micro_batch_size
             yield self.validation(range(start, start + micro_batch_size), micro_batch_size)

@@ -1,31 +1,49 @@
-"""Opening a corpus: each source scanned, tokenised where no cache holds it, and mapped."""
+"""Opening a corpus: scan each source, tokenize it unless cached, choose documents, and map the tokens.
+
+A mixture may choose how often each document occurs, and in which order. Tokens are not written again for that: a chosen
+stream is an order of the source's documents, and joins their tokens on access.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
 
 from lightning_llm.base.errors import ConfigError, Problem, gathered
 from lightning_llm.config.schema.data import DataConfig
+from lightning_llm.data.cache import build_once
 from lightning_llm.data.check import cache_dir_of
 from lightning_llm.data.corpus import Corpus
-from lightning_llm.data.mixing.chosen import choose_documents
-from lightning_llm.data.mixing.max_tokens import limit_problem, window_limits
-from lightning_llm.data.prepare import ALL_HELD_OUT, Scan, hold_out, prepare_streams, prepare_tokenizer, scan
+from lightning_llm.data.mixing.weights import limit_problem, window_limits
+from lightning_llm.data.prepare import ALL_HELD_OUT, HeldOut, Scan, hold_out, prepare_streams, prepare_tokenizer, scan
 from lightning_llm.data.report import SourceAccount
 from lightning_llm.data.sources.source import Source
-from lightning_llm.data.tokens.token_files import TokenStream
+from lightning_llm.data.tokens.token_files import JoinedTokens, TokenStream, map_array
 from lightning_llm.data.tokens.tokenised import id_problem, scan_tokens, token_streams
+
+KEYS = "documents.keys"  # uint64 [documents]
 
 
 def open_corpus(
     config: DataConfig, seed: int, vocab_size: int, max_steps: int | None = None, progress: bool = False
 ) -> Corpus:
-    """Prepare (where not cached) and map the corpus of `config`; `vocab_size` is the model's.
+    """Return the corpus of `config`, memory-mapped; parts that are not cached are built first.
 
-    `max_steps` is the run's length, which a mixture may go by.
+    Concurrent processes wait for the one that builds.
 
-    `progress` shows bars on stderr while something is built. Processes that ask at once wait for the one that builds.
-    `config` has passed `check_data`. Raises ConfigError with every problem that the same stage finds.
+    Args:
+        config: sources, tokenizer, mixture and batches, checked by `check_data`.
+        seed: seed of the order of samples.
+        vocab_size: the model's.
+        max_steps: length of the run in optimizer steps, for mixtures that depend on it; None if unknown.
+        progress: show progress bars on stderr while building.
+
+    Raises:
+        ConfigError: with all problems of one stage (files, tokenizer, token ids, lengths).
     """
     cache_dir = cache_dir_of(config)
     sources = {name: Source(name, source) for name, source in config.sources.items()}
@@ -105,3 +123,84 @@ def _length_problems(name: str, streams: dict[str, TokenStream], config: DataCon
         )
     elif (limits := window_limits(config)) and (problem := limit_problem(name, limits[name], available, config)):
         yield problem
+
+
+class Chooser(Protocol):
+    """Choice and order of training documents by a mixture; `MixtureConfig.chooser` builds it."""
+
+    def orders(self, keys: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return {source: numbers of its training documents in training order, int64 [chosen]}.
+
+        A number may occur several times, or never. `keys`: {source: `Document.key` of each training document, uint64
+        [documents]}, in reading order; numbers count from 0 in it. Raises ConfigError.
+        """
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Return facts about the last choice for a run's summary, by source, as JSON data."""
+
+
+def choose_documents(
+    config: DataConfig,
+    sources: Mapping[str, Source],
+    streams: dict[str, dict[str, TokenStream]],
+    held_out: HeldOut,
+    cache_dir: Path,
+) -> dict[str, dict[str, Any]]:
+    """Replace the training streams in `streams`, in place, if the mixture chooses documents; return its `facts`.
+
+    Returns {} for mixtures that use each document once, in order.
+
+    Raises:
+        ConfigError: the mixture has no scores of a document.
+    """
+    chooser: Chooser | None = config.chosen_mixture.chooser()
+    if chooser is None:
+        return {}
+    keys = {name: _training_keys(sources[name], held_out, cache_dir) for name in config.drawn}
+    for name, order in chooser.orders(keys).items():
+        streams[name]["train"] = ChosenStream.from_stream(streams[name]["train"], order)
+    return chooser.facts()
+
+
+def _training_keys(source: Source, held_out: HeldOut, cache_dir: Path) -> np.ndarray:
+    """Return the keys of the training documents of `source` in the order of its stream, uint64 [documents]."""
+
+    def build(folder: Path) -> dict[str, Any]:
+        keys = np.fromiter((document.key for document in source.documents()), "<u8")
+        keys.tofile(folder / KEYS)
+        return {"documents": len(keys)}
+
+    folder, _ = build_once(cache_dir, "keys", source.identity(), build)
+    keys = map_array(folder / KEYS, np.dtype("<u8"))
+    return keys[~held_out.of_keys(keys)]
+
+
+@dataclass
+class ChosenStream(TokenStream):
+    """`TokenStream` of chosen documents of the stream `base`; `order`: their numbers in it, int64 [chosen]."""
+
+    base: TokenStream
+    order: np.ndarray
+
+    @classmethod
+    def from_stream(cls, base: TokenStream, order: np.ndarray) -> "ChosenStream":
+        """Return the stream of the documents `order` of `base`, with a digest of both."""
+        digest = blake2b(base.digest.encode() + order.astype("<i8").tobytes(), digest_size=16).hexdigest()
+        return cls(base.folder, base.split, base.dtype, digest, base, order)
+
+    def __post_init__(self) -> None:
+        begins = np.asarray(self.base.starts)
+        lengths = np.diff(np.append(begins, len(self.base.tokens)))[self.order]  # [chosen]
+        ends = lengths.cumsum()
+        self.starts = ends - lengths
+        begins = begins[self.order]
+
+        def read(document: int, first: int, last: int) -> np.ndarray:
+            begin = int(begins[document])
+            return self.base.tokens[begin + first : begin + last]
+
+        tokens: Any = JoinedTokens(self.starts, int(ends[-1]) if len(ends) else 0, self.dtype, read)
+        self.tokens = tokens
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChosenStream, (self.folder, self.split, self.dtype, self.digest, self.base, self.order)

@@ -1,8 +1,8 @@
-"""Documents -> held-out rule -> tokenizer -> token streams, each step cached under its inputs.
+"""Documents -> held-out rule -> tokenizer -> token streams. Each step is cached by the hash of its inputs.
 
-Held out is decided by a document's 64-bit content key alone: those below `fraction` of the key range are validation,
-in every source and under every seed, so a text that occurs twice, or in two sources, is never on both sides.
-A source too small to have a key in that range gives its smallest key, which is then held out of all sources.
+A document is held out for validation by its 64-bit content key alone: keys below `fraction` of the key range, in every
+source and for every seed. So a text that occurs twice, or in two sources, is never on both sides. A source without a
+key in that range (too small) contributes its smallest key, which is then held out of all sources.
 """
 
 from collections import Counter
@@ -36,7 +36,10 @@ Advance = Callable[[int], None]
 
 @contextmanager
 def progress_task(description: str, total_bytes: int | None, shown: bool) -> Iterator[Advance]:
-    """Yield a function that adds bytes to a progress bar on stderr, if `shown`."""
+    """Yield a function `advance(bytes)` that moves a progress bar on stderr, or does nothing unless `shown`.
+
+    `total_bytes`: length of the bar, None if unknown.
+    """
     if not shown:
         yield lambda done_bytes: None
         return
@@ -50,7 +53,11 @@ def progress_task(description: str, total_bytes: int | None, shown: bool) -> Ite
 
 @dataclass(frozen=True)
 class Scan:
-    """Result of reading a source once: its size, the range of its documents' keys, and how many had no text."""
+    """Result of reading a source once: its size, and the range of its documents' keys.
+
+    `left_out`: number of records without text. `largest_id`, `largest_at`: largest token id and its place, only for
+    sources of tokens.
+    """
 
     documents: int
     text_bytes: int
@@ -58,15 +65,14 @@ class Scan:
     largest_key: int
     left_out: int = 0
     largest_id: int = -1
-    """Of a source of tokens, and where it is."""
     largest_at: str = ""
     skipped_files: dict[str, str] = field(default_factory=dict)
-    """Files that the reader found not to be data: path -> reason. Others are known without reading."""
+    """{path: reason} of files that turned out not to be data while reading."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The validation documents: keys below `threshold`, and those in `also`."""
+    """Rule for validation documents: those with a key below `threshold` or in `also`. `document in rule` tests one."""
 
     threshold: int
     also: frozenset[int]
@@ -75,21 +81,24 @@ class HeldOut:
         return document.key < self.threshold or document.key in self.also
 
     def of_keys(self, keys: np.ndarray) -> np.ndarray:
-        """Return for uint64 `keys` [documents] which are held out, bool [documents]."""
+        """Return whether each document is held out, bool [documents], given the documents' `keys`, uint64."""
         below = keys < np.uint64(self.threshold) if self.threshold < KEY_RANGE else np.ones(len(keys), bool)
         return below | np.isin(keys, np.array(sorted(self.also), np.uint64))
 
     def identity(self) -> list[Any]:
-        """Return it as JSON data."""
+        """Return the rule as JSON data, for the identity of cached products."""
         return [self.threshold, sorted(self.also)]
 
 
 ALL_HELD_OUT = HeldOut(KEY_RANGE, frozenset())
-"""For a source that is only watched."""
+"""Rule of validation-only sources."""
 
 
 def scan(source: Source, cache_dir: Path, shown: bool) -> Scan:
-    """Read `source` once. Raises ConfigError for unreadable files and for a source without a document."""
+    """Return the scan of `source`, read now unless cached; `shown`: show a progress bar.
+
+    Raises ConfigError if a file cannot be read, or if there is no document.
+    """
 
     def build(folder: Path) -> dict[str, Any]:
         documents, text_bytes, smallest, largest = 0, 0, KEY_RANGE, -1
@@ -109,7 +118,10 @@ def scan(source: Source, cache_dir: Path, shown: bool) -> Scan:
 
 
 def hold_out(scans: Mapping[str, Scan], fraction: float) -> HeldOut:
-    """Return the hold-out rule for `fraction`. Raises ConfigError if a source gets none on one side."""
+    """Return the rule that holds out `fraction` of the documents of each scanned source.
+
+    Raises ConfigError if a source would have no documents for training or for validation.
+    """
     if not fraction:
         return HeldOut(0, frozenset())
     threshold = int(fraction * KEY_RANGE)
@@ -140,11 +152,21 @@ def prepare_tokenizer(
     cache_dir: Path,
     shown: bool,
 ) -> Tokenizer:
-    """Return the corpus' tokenizer, trained now on the training documents of `sources` if it is `bpe` and new.
+    """Return the tokenizer of the corpus; kind `bpe` is trained now on the training documents, unless cached.
 
-    `sources` are those of text that are trained on.
+    It does not depend on the sources' weights, so runs that compare mixes share it.
 
-    Its size does not depend on the sources' weights: runs that compare mixes share it. Raises ConfigError.
+    Args:
+        config: the `data.tokenizer` keys.
+        vocab_size: the model's; default size of a trained tokenizer.
+        sources: the text sources that are trained on.
+        scans: scan of each source.
+        held_out: rule of the validation documents, which are not used for training.
+        cache_dir: folder of the caches.
+        shown: show a progress bar.
+
+    Raises:
+        ConfigError: the file cannot be read, or it has more tokens than the model.
     """
     total_bytes = sum(scans[name].text_bytes for name in sources)
     sampled_below = int(min(1.0, BPE_SAMPLE_BYTES / max(1, total_bytes)) * (MASK_32 + 1))
@@ -182,7 +204,7 @@ def prepare_tokenizer(
     folder, _ = build_once(cache_dir, "tokenizer", identity, build)
     tokenizer = Tokenizer(folder, config.end_of_document if config.kind == "file" else None)
     if tokenizer.vocab_size > vocab_size:
-        text = f"the tokenizer has {tokenizer.vocab_size:,} tokens, model.vocab_size is {vocab_size:,}: raise that one."
+        text = f"the tokenizer has {tokenizer.vocab_size:,} tokens, but model.vocab_size is {vocab_size:,}. Raise that."
         raise ConfigError(Problem(f"data.tokenizer.{'vocab_size' if config.kind == 'bpe' else 'path'}", text))
     return tokenizer
 
@@ -196,10 +218,24 @@ def prepare_streams(
     shown: bool,
     processes: int | None = None,
 ) -> tuple[dict[str, TokenStream], dict[str, int]]:
-    """Return the source's `train` and `validation` streams, tokenized now if not cached, and counts of skipped content.
+    """Return (the "train" and "validation" stream of a text source, counts of text without tokens).
 
-    The losses are those that `SourceAccount` counts. `processes` is `data.tokenize_processes`. Memory does not grow
-    with the source.
+    The source is tokenized now, unless cached. Memory does not grow with its size.
+
+    Args:
+        source: a text source.
+        found: its scan.
+        held_out: rule of the validation documents.
+        tokenizer: the corpus' tokenizer.
+        cache_dir: folder of the caches.
+        shown: show a progress bar.
+        processes: `data.tokenize_processes`; None: chosen by the size of the source.
+
+    Returns:
+        The streams by split, and counts for the fields of `SourceAccount`, e.g. {"dropped_characters": 3}.
+
+    Raises:
+        ConfigError: the disk is too small, or the source cannot be read or tokenized.
     """
     dtype = tokenizer.token_dtype
     count = process_count(processes, found.text_bytes, tokenizer)

@@ -1,6 +1,6 @@
-"""Reports on a corpus: text lost per source, tokens that a run draws per source and phase, the lines a run prints.
+"""Reports on a corpus: text lost per source, tokens that a run draws per source and phase, and their printed lines.
 
-Imports no torch: `planned_phases` serves the plan.
+Imports no torch, because `plan` uses `planned_phases`.
 """
 
 from collections import Counter
@@ -19,11 +19,11 @@ EXAMPLES = 20
 
 @dataclass(frozen=True)
 class SourceAccount:
-    """Counts of one source.
+    """Counts of the files and documents of one source, and of text that did not become tokens.
 
-    `endings`: files read, by ending. `skipped_files`: path -> reason. `blank_records`: text null or blank.
-    `dropped_characters`: not blank, and without any token: those of `shortened_documents` in part, of
-    `emptied_documents` all. `unknown_tokens`: stand for text that the tokenizer does not know.
+    `endings`: {ending: number of files read}. `skipped_files`: {path: reason}. `blank_records`: records with null or
+    blank text. `dropped_characters`: non-blank characters without a token; `shortened_documents` lost some of theirs,
+    `emptied_documents` all. `unknown_tokens`: number of tokens for unknown text.
     """
 
     files: int = 0
@@ -37,13 +37,13 @@ class SourceAccount:
     unknown_tokens: int = 0
 
     def facts(self) -> dict[str, Any]:
-        """Return it as JSON data; of skipped files the number by reason, and the first few."""
+        """Return the counts as JSON data for summary.json: skipped files by reason, with some examples."""
         kept = {name: value for name, value in vars(self).items() if name != "skipped_files"}
         examples = [f"{path}: {reason}" for path, reason in sorted(self.skipped_files.items())[:EXAMPLES]]
         return kept | {"skipped_files": dict(Counter(self.skipped_files.values())), "skipped_examples": examples}
 
     def lines(self, name: str) -> list[str]:
-        """Return a line for each kind of skipped or dropped content of the source `name`."""
+        """Return lines for a terminal about skipped files and dropped text of the source `name`; [] if none."""
         key, lines = f"data.sources.{name}", []
         read = f"{key}: {_count(self.files, 'file')} read"
         if len(self.endings) > 1:
@@ -72,7 +72,7 @@ def _count(number: int, noun: str) -> str:
 
 @dataclass(frozen=True)
 class SourceReport:
-    """A run's use of one source: `share` by its weight, `achieved_share` as drawn; epochs are fractional."""
+    """A run's use of one source: its share by weight and as drawn, tokens, and (fractional) epochs."""
 
     name: str
     share: float
@@ -86,7 +86,10 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """Tokens and epochs that a run draws from each source after `first_step` steps and up to `last_step`."""
+    """Tokens and epochs that a run draws from each source in one phase of its mixture.
+
+    The phase begins after `first_step` steps and ends with step `last_step`.
+    """
 
     name: str
     first_step: int
@@ -96,7 +99,7 @@ class PhaseReport:
 
 
 def source_reports(corpus: "Corpus", total_samples: int) -> list[SourceReport]:
-    """Return each source's share, tokens and epochs in a run of `total_samples` sequences (steps x batch size)."""
+    """Return the use of each source by a run of `total_samples` sequences (steps x global batch size)."""
     length, drawn = corpus.config.sequence_length, corpus.order.drawn(total_samples)
     of_source = {name: s for s, name in enumerate(corpus.trained)}
     reports = []
@@ -119,7 +122,7 @@ def source_reports(corpus: "Corpus", total_samples: int) -> list[SourceReport]:
 
 
 def phase_reports(corpus: "Corpus", total_samples: int) -> list[PhaseReport]:
-    """Return the tokens and epochs drawn from each source, by phase, in a run of `total_samples` sequences."""
+    """Return the use of the sources in each phase of a run of `total_samples` sequences (steps x global batch size)."""
     length, width = corpus.config.sequence_length, corpus.config.global_batch_size
     return [
         PhaseReport(
@@ -137,10 +140,10 @@ def phase_reports(corpus: "Corpus", total_samples: int) -> list[PhaseReport]:
 
 
 def planned_phases(config: DataConfig, max_steps: int) -> list[dict[str, Any]]:
-    """Return for each phase of `data.mixture` its steps and the tokens that it draws by source, as JSON data.
+    """Return the phases of `data.mixture` as JSON data, from the config alone: `name`, steps, and tokens by source.
 
-    The config alone decides; no document is read. The phase is the steps after `first_step`, up to `last_step`.
-    Empty without a mixture, and where its shares depend on the documents.
+    A phase begins after `first_step` steps and ends with step `last_step`. Returns [] without a mixture, or if its
+    shares depend on the documents, which are not read here.
     """
     if config.mixture is None or config.mixture.shares_by_tokens:
         return []
@@ -158,9 +161,9 @@ def planned_phases(config: DataConfig, max_steps: int) -> list[dict[str, Any]]:
 
 
 def data_line(config: Config, corpus: "Corpus") -> str:
-    """Return the tokens and epochs that the run takes from each source, and the size of the held-out part."""
+    """Return the line "data ..." of a run's start: tokens and epochs from each source, and its held-out tokens."""
     parts = [
-        f"{each.name} only watched ({each.validation_tokens:,} tokens)"
+        f"{each.name} validation only ({each.validation_tokens:,} tokens)"
         if each.name in config.data.watched
         else f"{each.name} {each.achieved_share:.1%} = {each.drawn_tokens:,} tokens"
         f" ({each.epochs:.2f} epochs of {each.available_tokens:,}; {each.validation_tokens:,} held out)"
@@ -170,7 +173,7 @@ def data_line(config: Config, corpus: "Corpus") -> str:
 
 
 def phase_lines(config: Config, corpus: "Corpus") -> list[str]:
-    """Return the tokens and epochs that each phase takes from each source, if there are several phases."""
+    """Return a line per phase with the tokens and epochs from each source; [] if there is only one phase."""
     phases = phase_reports(corpus, config.trainer.max_steps * config.data.global_batch_size)
     if len(phases) == 1:
         return []
@@ -183,7 +186,7 @@ def phase_lines(config: Config, corpus: "Corpus") -> list[str]:
 
 
 def chosen_lines(corpus: "Corpus") -> list[str]:
-    """Return the copies of documents in each source's training stream, if the mixture chooses documents."""
+    """Return a line per source with the copies of its documents; [] unless the mixture sets their number."""
     return [
         f"copies {name}: {each['copies']:,} of {each['documents']:,} documents ({each['expected']:,.1f} expected), "
         f"{each['most']} of one at most, {each['dropped']:,} left out"
@@ -193,7 +196,7 @@ def chosen_lines(corpus: "Corpus") -> list[str]:
 
 
 def account_lines(corpus: "Corpus") -> list[str]:
-    """Return a note for each loss between the files of a source and its tokens."""
+    """Return notes on skipped files, dropped text and sampling that was switched off; [] if nothing was lost."""
     lines = [line for name, account in corpus.accounts.items() for line in account.lines(name)]
     if sampling := corpus.tokenizer.sampling:
         text = f"data.tokenizer: sampling of tokens ({sampling} in its file) is switched off"

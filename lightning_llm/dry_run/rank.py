@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_llm.config.schema import Config
-from lightning_llm.data.batch import Batch
+from lightning_llm.data.corpus import Batch
 from lightning_llm.dry_run.counting import Counting
 from lightning_llm.linalg.gemm import unwidened
 from lightning_llm.linalg.local_part import local

@@ -21,8 +21,7 @@ from lightning_llm.config.from_file import load_config
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
-from lightning_llm.data.mixing.addressing import Mixture, MixturePhase
-from lightning_llm.data.mixing.skipped import SKIPPED_SAMPLES
+from lightning_llm.data.mixing.addressing import SKIPPED_SAMPLES, Mixture, MixturePhase
 from lightning_llm.linalg.gemm import operand
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.optim.schedule import learning_rate_factor

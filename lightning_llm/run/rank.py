@@ -50,12 +50,11 @@ from lightning_llm.run.resume.resume_plan import branch_lines, resume_lines
 from lightning_llm.run.resume.start import Start
 from lightning_llm.run.resume.with_ranks import decide_with_ranks, go_back, rollback_line
 from lightning_llm.run.watch import failures_marked, watched_ranks
-from lightning_llm.tracking.liveness import FolderGoneError
 from lightning_llm.tracking.loggers import LightningRunLogger
 from lightning_llm.tracking.mlflow.tracker import MLflowTracker, tracking_uri
 from lightning_llm.tracking.mlflow.ui import ui_lines
 from lightning_llm.tracking.rank_liveness import RankSilentError
-from lightning_llm.tracking.run_state import is_among_jobs, mlflow_facts
+from lightning_llm.tracking.run_state import FolderGoneError, is_among_jobs, mlflow_facts
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedBySignal
 from lightning_llm.train.checkpoint.manifest import step_folders, step_of
 from lightning_llm.train.datamodule import CorpusDataModule

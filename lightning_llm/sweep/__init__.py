@@ -1,1 +1,1 @@
-"""`train -m`: checks the jobs of a sweep, starts them here or by Slurm, watches them; `plan -m`."""
+"""Sweeps (`train -m`, `plan -m`): their jobs are checked, started here or by Slurm, watched, or chosen by a search."""

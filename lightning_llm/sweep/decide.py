@@ -33,8 +33,7 @@ from lightning_llm.sweep.jobs import left_to_do, opened, start
 from lightning_llm.tracking.reading import Run, read_run
 from lightning_llm.tracking.run_state import SETTLED, state_of
 from lightning_llm.tracking.sweep_definition import Job, Sweep, SweepSource, define, tracked, write_sweep
-from lightning_llm.tracking.sweep_file import DESIGN, FILE
-from lightning_llm.tracking.sweep_jobs import kind_of
+from lightning_llm.tracking.sweep_file import DESIGN, FILE, kind_of
 
 HIGH_PRECISION = "val_loss_high_precision"
 LENGTH = "trainer.max_steps"
@@ -44,14 +43,14 @@ Definition = Callable[[], Sweep]
 
 @dataclass(frozen=True)
 class NextJobs:
-    """The next `jobs` of a sequential sweep, none at its end; `comparison`: the result of the last look, if any."""
+    """The jobs that a sequential sweep needs next, () at its end, and the result of its last look, None before it."""
 
     jobs: tuple[Job, ...]
     comparison: Comparison | None = None
 
 
 def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
-    """Run the jobs of each look and judge them, until all is decided; return the exit code, as `sweep` does.
+    """Run the jobs of each look and judge them, until every verdict is decided; return the exit code, as `train` does.
 
     Raises:
         ConfigError: the jobs or the folder do not match the looks (before anything starts), or a look cannot be judged.
@@ -83,7 +82,7 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
 
 
 def next_jobs(whole: Sweep, design: Design) -> NextJobs:
-    """Return the unsettled jobs that the next look needs, given the settled runs of the sweep."""
+    """Return the jobs that the next look needs and that have not finished or diverged."""
     first = design.seeds_at(design.looks[0])
     waiting = [job for job in whole.jobs if job.config.seed in first and state_of(job.folder) not in SETTLED]
     if waiting:
@@ -153,7 +152,10 @@ def _print_look(coming: NextJobs, design: Design) -> None:
 
 
 def declared_sweep(composed: Composed, keys: SweepConfig) -> tuple[Definition, Design]:
-    """Return the definition of the sweep of all jobs that its looks may need, seed by seed, and its recorded design.
+    """Return (function that defines the sweep, design of its looks).
+
+    The sweep has all jobs that the looks may need, seed by seed. The design is the one recorded in the sweep's folder,
+    if there is one.
 
     Raises:
         ConfigError: there is nothing to decide, a recipe lacks seeds, or the folder has other looks.
@@ -184,9 +186,9 @@ def _check_margin(
 ) -> None:
     """Raise ConfigError if a margin in tokens cannot be determined, before its jobs are run."""
     found = unplanned(families, [_planned(config) for _, config in jobs], seeds, terms)
-    words_of = {kind_of(config): words for words, config in jobs}
+    overrides_of = {kind_of(config): own for own, config in jobs}
     problems = [
-        Problem("sweep.margin", _what_to_plan(keys, each, words_of[str(each.baseline.folder)])) for each in found
+        Problem("sweep.margin", _what_to_plan(keys, each, overrides_of[str(each.baseline.folder)])) for each in found
     ]
     if terms.token_margin is not None and not keys.metric.startswith(LOSS):
         text = f"in tokens requires a loss as metric, but sweep.metric is {keys.metric}. Give the margin in its unit."
@@ -195,11 +197,11 @@ def _check_margin(
         raise ConfigError(problems)
 
 
-def _what_to_plan(keys: SweepConfig, lacking: Unplanned, words: Sequence[str]) -> str:
-    """Return the jobs that a margin in tokens lacks, and how to add them. `words`: overrides of a baseline job."""
+def _what_to_plan(keys: SweepConfig, lacking: Unplanned, overrides: Sequence[str]) -> str:
+    """Return the jobs that a margin in tokens lacks, and how to add them. `overrides`: those of a baseline job."""
     where = f" ({lacking.setting})" if lacking.setting else ""
     below, above = lacking.others
-    own = [word for word in words if not word.startswith(("seed=", f"{LENGTH}="))]
+    own = [each for each in overrides if not each.startswith(("seed=", f"{LENGTH}="))]
     lines = [
         *keys.also,
         " ".join([*own, f"{LENGTH}={below},{above}"]),
@@ -219,7 +221,7 @@ def _planned(config: Config) -> Run:
 
 
 def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: str | None) -> list[ComparisonGroup]:
-    """Return the groups in which jobs of these configs will be judged, paired as `compare` does for the first seed.
+    """Return the comparison groups of the jobs with these `configs`, paired as `compare` does, for the first seed.
 
     Raises:
         ConfigError: there is no baseline, or a recipe or its baseline lacks one of `seeds`.
@@ -268,7 +270,7 @@ def most_jobs(whole: Sweep, design: Design) -> tuple[int, int]:
 
 
 def check_metric(metric: str, configs: Iterable[Config]) -> None:
-    """Raise ConfigError if the validations of some job do not record `metric`, before anything runs."""
+    """Raise ConfigError unless the validations of all jobs record `metric`."""
     known = set.intersection(*(set(_recorded(config)) for config in configs))
     if metric not in known:
         text = f"is '{metric}', which these jobs' validations do not record.{did_you_mean(metric, known)}"

@@ -1,4 +1,4 @@
-"""The end of a sweep: its last lines, the report to MLflow, and the exit code."""
+"""The end of a start of a sweep: its printed result, the report to MLflow, and the exit code."""
 
 import sys
 from collections import Counter
@@ -67,8 +67,12 @@ def close(
 ) -> int:
     """Print the result of the sweep, report it to MLflow, and return the exit code.
 
-    `ended`: numbers of jobs that a search stopped early, which have not failed. `further`: work still to come besides
-    the existing jobs, such as "look 2 of 6".
+    Args:
+        whole: the sweep.
+        outcomes: those of the jobs that this start ran.
+        stopped_by: number of the signal that stopped this start; 0 if none did.
+        ended: numbers of jobs that a search stopped early, which have not failed.
+        further: work that remains besides the existing jobs, such as "another look"; "" if none.
     """
     ending = _Ending(whole, outcomes, stopped_by, ended)
     _report_to_mlflow(ending)
@@ -92,7 +96,10 @@ def close(
 
 
 def close_again(whole: Sweep) -> None:
-    """Report a completed sweep to MLflow if the start that ran its last job was killed before it could."""
+    """End a start that found nothing left to do: report to MLflow unless an earlier start did, and name `compare`.
+
+    The start that ran the last job may have been killed before its report.
+    """
     reported = read_sweep_file(whole.folder).get(TOLD)
     if not (isinstance(reported, dict) and reported.get("status")):  # null: jobs were running elsewhere
         _report_to_mlflow(_Ending(whole, [], 0, ()))
@@ -155,7 +162,7 @@ def _print_where_and_how(config: Config, outcomes: Sequence[Outcome]) -> None:
 
 
 def print_where_to_judge(whole: Sweep) -> None:
-    """Print the `compare` command if jobs differ in more than the seed and one of them can be judged."""
+    """Print the `compare` command of the sweep, if its jobs differ in more than the seed and one of them has ended."""
     varied = any(len(values) > 1 for key, values in whole.axes.items() if key != "seed")
     if varied and any(state_of(job.folder) in SETTLED for job in whole.jobs):
         print(f"       the verdict: {command('compare', str(whole.folder))}")
@@ -180,4 +187,4 @@ def _log_end(whole: Sweep, facts: Mapping[str, Any]) -> bool:
 
 def _print_ending(job: Job, how: str) -> None:
     why = detail_of(job.folder) or "no reason recorded; see its output"
-    print(f"  {how}: {job.folder} ({' '.join(job.words)}): {why}", file=sys.stderr)
+    print(f"  {how}: {job.folder} ({' '.join(job.overrides)}): {why}", file=sys.stderr)

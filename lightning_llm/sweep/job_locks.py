@@ -1,6 +1,6 @@
-"""Locks that let one process at a time run a job, and jobs that another start runs.
+"""Locks, so that one process at a time runs a job, and waiting for jobs that another start of the sweep runs.
 
-A start that was killed may leave jobs that are still training.
+A start is one `train -m` command. A start that was killed may leave jobs that are still training.
 """
 
 import resource
@@ -18,9 +18,8 @@ from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.run.launch.lock import is_locked
 from lightning_llm.run.launch.relay import Relay
 from lightning_llm.tracking.files import summary_of
-from lightning_llm.tracking.liveness import whose
 from lightning_llm.tracking.provenance import is_of_this_machine
-from lightning_llm.tracking.run_state import SETTLED, state_of
+from lightning_llm.tracking.run_state import SETTLED, state_of, whose
 from lightning_llm.tracking.sweep_definition import Job
 from lightning_llm.tracking.sweep_file import LOCKS
 
@@ -30,7 +29,7 @@ OTHER_FILES = 64
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a job: exit `code` of its process, and `seconds` of this start."""
+    """Result of a job in this start: exit `code` of its process, and its duration in seconds."""
 
     job: Job
     code: int
@@ -39,7 +38,7 @@ class Outcome:
 
 @contextmanager
 def one_at_a_time(sweep: Path) -> Iterator[None]:
-    """Lock the folder of a sweep while its definition and its parent run are written."""
+    """Context that locks the folder of a sweep while its `sweep.json` and its parent run are written."""
     with FileLock(_locks(sweep) / "sweep"):
         yield
 
@@ -51,7 +50,7 @@ def _locks(sweep: Path) -> Path:
 
 
 def allow_open_files(locks: int) -> None:
-    """Raise the limit of open files (usually 1,024) if needed for one lock per job.
+    """Raise this process's limit of open files (usually 1,024) if `locks` locks need it.
 
     Raises:
         ConfigError: the machine does not allow as many.
@@ -68,7 +67,10 @@ def allow_open_files(locks: int) -> None:
 
 @contextmanager
 def locked(job: Job) -> Iterator[bool]:
-    """Yield whether this process may run `job`: False while another process does. A lock ends with its process."""
+    """Context that locks `job`; yields True, or False if another process holds the lock.
+
+    A lock is released when its process ends.
+    """
     lock = FileLock(_locks(job.folder.parent) / str(job.number))
     try:
         lock.acquire(timeout=0)
@@ -87,7 +89,7 @@ NAMED_AFTER_SECONDS = 60.0
 
 
 def runs_elsewhere(job: Job) -> bool:
-    """Return whether a process trains the job or is about to. Only valid while this start does not run it."""
+    """Return whether another process trains the job, or is about to. Call it only while this start does not run it."""
     return is_trained(job.folder)
 
 
@@ -104,10 +106,16 @@ def is_trained(folder: Path) -> bool:
 def await_elsewhere(
     jobs: Iterable[Job], relay: Relay, why: str, is_over: Callable[[Job], bool] = lambda job: False
 ) -> bool:
-    """Wait for those of `jobs` that run elsewhere, until they have ended or `is_over` is true; return whether any did.
+    """Wait until no other process runs any of `jobs`; return True if there was something to wait for.
 
-    Also False if a signal arrives meanwhile. `why`: reason of the wait, printed after the number of jobs. The wait is
-    unlimited; after `NAMED_AFTER_SECONDS` a note names the processes to end if they hang.
+    Returns False if none runs elsewhere, or if a signal arrives meanwhile. The wait is unlimited; after
+    `NAMED_AFTER_SECONDS` a note names the processes to end if they hang.
+
+    Args:
+        jobs: the jobs.
+        relay: receives signals.
+        why: the reason of the wait, printed.
+        is_over: returns True for a job that need not be awaited any longer.
     """
 
     def waited_for(job: Job) -> bool:

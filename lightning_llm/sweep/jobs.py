@@ -1,13 +1,15 @@
-"""Jobs of a sweep: composed and checked, recorded in its folder, and started by their launcher."""
+"""Jobs of a sweep: they are composed and checked, recorded in its folder, and started by their launcher."""
 
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.terminal import Waiting
 from lightning_llm.config.overrides import typed_value
 from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.config.schema.validation import gather
 from lightning_llm.config.sweep_space import read_sweep
 from lightning_llm.config.workspace import sync_command
@@ -34,7 +36,10 @@ PLACES = {"run.name", "run.root", "run.dir"}
 
 
 def left_to_do(jobs: Iterable[Job]) -> list[Job]:
-    """Return the jobs that are neither settled nor running elsewhere, and print the states of the others."""
+    """Return the jobs that this start should run, and print the state of each other one.
+
+    Others are settled (finished or diverged), or run in another process.
+    """
     todo = []
     for job in jobs:
         state = settled_state(job.folder)
@@ -48,13 +53,20 @@ def left_to_do(jobs: Iterable[Job]) -> list[Job]:
 
 
 def opened(definition: Callable[[], Sweep]) -> Sweep:
-    """Return the sweep after writing its file and its parent run, before any of its jobs starts."""
-    with one_at_a_time(definition().folder):  # another start may have done so meanwhile
+    """Record a sweep before its jobs start: write its `sweep.json`, and its parent run to MLflow; return the sweep.
+
+    `definition` returns the sweep. It is called again under the lock of the sweep's folder, since another start may
+    have changed the folder.
+    """
+    with one_at_a_time(definition().folder):
         return _open(definition())
 
 
 def start(jobs: Sequence[Job], relay: Relay, phase: SearchPhase | None = None) -> list[Outcome]:
-    """Run `jobs`, at least one, with their launcher; return their outcomes. `phase`: phase of a search, if any."""
+    """Run `jobs` (at least one) with their launcher until they end, and return their outcomes.
+
+    `relay` passes signals on to them. `phase`: the phase of a search, which may stop jobs on purpose.
+    """
     launcher = jobs[0].config.launcher
     here = launcher.name == "local"  # the machines of Slurm and Ray are not known here
     plans = [DerivedConfig(job.config, to_train=here).plan() for job in jobs]
@@ -73,9 +85,9 @@ def start(jobs: Sequence[Job], relay: Relay, phase: SearchPhase | None = None) -
 def checked_jobs(
     arguments: argparse.Namespace, *, to_train: bool = True
 ) -> tuple[list[tuple[list[str], Config]], str | None, SweepSource]:
-    """Return the composed jobs of the arguments, the name given to their sweep, and the arguments, for `define`.
+    """Return the arguments of `define`: the composed jobs, the name of the sweep (None if not given), and its source.
 
-    Every job is checked, also against this machine if `to_train`.
+    Every job is checked; with `to_train` also whether this machine can run it.
 
     Raises:
         ConfigError: with the problems of all jobs, each once.
@@ -83,14 +95,14 @@ def checked_jobs(
     if arguments.config:
         raise ConfigError(Problem("--config", "is one resolved run, but a sweep (-m) is composed. Use overrides."))
     composed = read_sweep(arguments.overrides, arguments.config_dir)
-    read = [(words, with_branch_resolved(reading)) for words, reading in composed]
+    read = [(own, with_branch_resolved(reading)) for own, reading in composed]
     problems = dict.fromkeys(problem for _, reading in read for problem in reading.problems)
     configs = [reading.config for _, reading in read if reading.config]
     for config in _one_of_each_kind(configs):
         found = DerivedConfig(config, to_train=to_train)
         problems.update(dict.fromkeys(problems_beyond(found, jobs=len(read))))
     problems.update(dict.fromkeys(gather([lambda: _launcher_problems(configs, to_train)])))
-    varied = {word.partition("=")[0] for words, _ in read for word in words}
+    varied = {each.partition("=")[0] for own, _ in read for each in own}
     for key in sorted(varied & PLACES):
         problems[Problem(key, "must be the same for all jobs, which get numbered folders. Give one value.")] = None
     if problems:
@@ -138,3 +150,33 @@ def _open(whole: Sweep) -> Sweep:
     whole = tracked(whole, parent)
     write_sweep(whole)
     return whole
+
+
+ComposedJob = tuple[list[str], Config]
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """A requested search: the command's arguments, its `sweep` keys, and whether jobs are checked for training here."""
+
+    arguments: argparse.Namespace
+    keys: SweepConfig
+    to_train: bool = True
+
+    def jobs_at(self, overrides: Sequence[str]) -> tuple[list[ComposedJob], str | None, SweepSource]:
+        """Return the arguments of `define` for the jobs, one per seed, of the command with further `overrides`.
+
+        As `checked_jobs`; the further overrides come first in each job's own.
+        """
+        every = [*self.arguments.overrides, *overrides]
+        whole = argparse.Namespace(overrides=every, config=None, config_dir=self.arguments.config_dir)
+        jobs, name, _ = checked_jobs(whole, to_train=self.to_train)
+        named = [([*overrides, *(each for each in own if each not in overrides)], config) for own, config in jobs]
+        return named, name, SweepSource(tuple(self.arguments.overrides), self.arguments.config_dir)
+
+
+def check_launcher(config: Config) -> None:
+    """Raise ConfigError unless the jobs run on this machine (launcher=local), where a search can watch them."""
+    if config.launcher.name != "local":
+        text = f"is {config.launcher.name}, but a search must watch its jobs while they run. Use launcher=local."
+        raise ConfigError(Problem("launcher", text))

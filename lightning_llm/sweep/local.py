@@ -1,6 +1,6 @@
-"""Jobs of a sweep as processes on this machine; with launcher=ray each job has its ranks placed by Ray, and waits.
+"""Jobs of a sweep as processes on this machine (launcher=local, or ray, where Ray places the ranks of each job).
 
-Concurrent jobs get separate CUDA devices: otherwise all would use the first.
+Concurrent jobs get separate CUDA devices, because otherwise all would use the first.
 """
 
 import os
@@ -30,10 +30,10 @@ REFUSED = 2
 
 
 def run_here(jobs: Sequence[Job], at_once: int, relay: Relay, progress: Progress) -> None:
-    """Run `jobs`, `at_once` of them at a time, and report each to `progress`. None is started after a signal.
+    """Run `jobs`, `at_once` at a time, and report each to `progress`. After a signal no further job is started.
 
-    A single job at a time prints to this terminal; several write to `logs/N.log` beside their folders, share the cores,
-    and get separate CUDA devices as far as available.
+    With `at_once=1` a job prints to this terminal. Otherwise jobs write to `logs/N.log` beside their folders, share the
+    cores, and get separate CUDA devices as far as available.
     """
     printing = threading.Lock()
     devices = DevicePool(cuda_devices() if at_once > 1 and any(map(_may_use_cuda, jobs)) else [])
@@ -68,12 +68,12 @@ def run_here(jobs: Sequence[Job], at_once: int, relay: Relay, progress: Progress
 
 
 def job_config_file(job: Job) -> Path:
-    """Return the file from which a job's process reads its config; the run's folder then has it as config.yaml."""
+    """Return the temporary file from which a job's process reads its config, next to the job's folder."""
     return job.folder.with_suffix(".yaml")
 
 
 def job_command(job: Job) -> tuple[list[str], Path]:
-    """Write the job's frozen config; return the command that runs it, and the file, which can be removed afterwards."""
+    """Write the config of a job to a temporary file; return (command that runs the job, that file)."""
     file = job_config_file(job)
     file.parent.mkdir(parents=True, exist_ok=True)
     resume = job.config.resume or "auto"  # resume if an earlier start failed or was stopped
@@ -116,7 +116,7 @@ def _run(job: Job, at_once: int, relay: Relay, devices: Sequence[str]) -> int:
 
 
 class DevicePool:
-    """Lends devices to concurrent jobs: each gets those with the fewest jobs, in the order of `devices`."""
+    """Devices that are lent to concurrent jobs: each job gets those with the fewest jobs at that time."""
 
     def __init__(self, devices: Sequence[str]):
         self.devices = list(devices)
@@ -125,8 +125,7 @@ class DevicePool:
 
     @contextmanager
     def lent(self, count: int) -> Iterator[list[str]]:
-        """Yield `count` different devices until the context ends; [] if the machine has fewer, which the job
-        reports."""
+        """Context that yields the names of `count` different devices; [] if there are fewer, which the job reports."""
         with self._changing:
             enough = count <= len(self.devices)
             chosen = sorted(self.devices, key=lambda name: self._jobs[name])[:count] if enough else []
@@ -140,7 +139,10 @@ class DevicePool:
 
 
 def cuda_devices() -> list[str]:
-    """Return the CUDA devices of this machine as in `CUDA_VISIBLE_DEVICES`; [] without a driver."""
+    """Return the names of this machine's CUDA devices for `CUDA_VISIBLE_DEVICES`, e.g. ["0", "1"]; [] without a driver.
+
+    If that variable is set, they are those in it.
+    """
     if VISIBLE in os.environ:
         return [name.strip() for name in os.environ[VISIBLE].split(",") if name.strip() not in ("", "-1")]
     if not has_nvidia_driver():

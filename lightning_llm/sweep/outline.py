@@ -1,4 +1,4 @@
-"""`plan -m`: the jobs of a sweep, their states and costs, without starting any."""
+"""`plan -m`: print the jobs of a sweep, their states and costs, without starting any."""
 
 import argparse
 import json
@@ -17,8 +17,7 @@ from lightning_llm.plan.report import tokenizer_text, weights_text
 from lightning_llm.plan.resolve import coverage_of
 from lightning_llm.precision.recipe.module_rules import Coverage
 from lightning_llm.run.resume.branch import first_step
-from lightning_llm.sweep.jobs import checked_jobs
-from lightning_llm.sweep.search.request import SearchRequest
+from lightning_llm.sweep.jobs import SearchRequest, checked_jobs
 from lightning_llm.tracking.files import summary_of
 from lightning_llm.tracking.run_state import SETTLED, state_of
 from lightning_llm.tracking.sweep_definition import Job, Sweep, define
@@ -61,10 +60,10 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def sweep_facts(whole: Sweep, ended: Collection[int] = ()) -> dict[str, Any]:
-    """Return the sweep as plain data: `jobs` with sizes and states, and `left`, the work still to be run.
+    """Return the sweep as JSON data for `plan -m --json`: `jobs` with sizes and states, and `left`, the remaining work.
 
-    A stopped job counts completely in `left`, although it may resume from a checkpoint. `ended`: numbers of jobs
-    stopped by a search.
+    A stopped job counts completely in `left`, although it may resume from a checkpoint. `ended`: numbers of jobs that a
+    search has stopped.
     """
     jobs = [_job_facts(job) | ({"state": "ended"} if job.number in ended else {}) for job in whole.jobs]
     left = [job for job in jobs if job["state"] not in (*SETTLED, "running", "ended")]
@@ -87,30 +86,30 @@ def sweep_facts(whole: Sweep, ended: Collection[int] = ()) -> dict[str, Any]:
 
 
 def search_facts(arguments: argparse.Namespace, keys: SweepConfig) -> tuple[Sweep, dict[str, Any]]:
-    """Return the sweep of the jobs known before a search, and the plan of the search, as data and as lines.
+    """Return (sweep of the jobs known before a search, plan of the search as JSON data).
 
     Raises:
-        ConfigError: the same problems as when starting it.
+        ConfigError: with the problems that starting it would report.
     """
     asked = SearchRequest(arguments, keys, to_train=False)
     if keys.search == "halving":
-        from lightning_llm.sweep.search.halving import planned_halving
+        from lightning_llm.sweep.halving import planned_halving
 
         halving = planned_halving(asked)
         steps = ", ".join(map(str, halving.rungs))
         worse = f"those worse than the best by more than {keys.margin_nats:g}"
-        words = f"halving of {len(halving.recipes)} recipes: {worse} end at "
-        ended = [("ended before", each.words) for each in halving.dropped.values()]
-        about = {**halving.whole.declared[SEARCH], "words": f"{words}steps {steps}", "rows": ended}
+        text = f"halving of {len(halving.recipes)} recipes: {worse} end at "
+        ended = [("ended before", each.reason) for each in halving.dropped.values()]
+        about = {**halving.whole.declared[SEARCH], "words": f"{text}steps {steps}", "rows": ended}
         return halving.whole, {**about, "ended": sorted(halving.ended)}
-    from lightning_llm.sweep.search.optuna_search import planned_search
+    from lightning_llm.sweep.optuna_search import planned_search
 
     search = planned_search(asked, read_space(arguments.overrides, arguments.config_dir))
     about = {key: value for key, value in search.first.declared[SEARCH].items() if key != "derived"}
     seeds = len(search.baseline)
     jobs = f"{seeds} job{'s' * (seeds > 1)} of the baseline, at most {keys.trials * seeds} of trials"
-    words = f"optuna, {keys.trials} trials ({_done(search.first)} done), {keys.sampler}, {_pruning(keys)}: {jobs}"
-    return search.first, {**about, "words": words, "rows": [(key, values) for key, values in about["space"].items()]}
+    text = f"optuna, {keys.trials} trials ({_done(search.first)} done), {keys.sampler}, {_pruning(keys)}: {jobs}"
+    return search.first, {**about, "words": text, "rows": [(key, values) for key, values in about["space"].items()]}
 
 
 def _done(whole: Sweep) -> int:
@@ -127,9 +126,9 @@ def _pruning(keys: SweepConfig) -> str:
 
 
 def nothing_to_compare(whole: Sweep, jobs: Sequence[Mapping[str, Any]]) -> str | None:
-    """Describe the missing part of a ladder with only one recipe on each rung; None for other sweeps.
+    """Return what a ladder with only one recipe on each rung lacks, as text; None for other sweeps.
 
-    `jobs`: as in `sweep_facts`.
+    `jobs`: facts of the jobs, as in `sweep_facts`.
     """
     places = [(job["parameters"], job["tokens"], each.config.seed) for job, each in zip(jobs, whole.jobs, strict=True)]
     sizes, tokens = ({place[axis] for place in places} for axis in (0, 1))
@@ -150,7 +149,7 @@ def _job_facts(job: Job) -> dict[str, Any]:
     tokens = config.data.global_batch_size * config.data.sequence_length * steps
     return {
         "number": job.number,
-        "words": list(job.words),
+        "words": list(job.overrides),
         "state": _state(job.folder),
         "parameters": count_parameters(config.model).total,
         "tokens": tokens,
@@ -188,7 +187,7 @@ def _few(texts: Sequence[str]) -> str:
 
 
 def render(facts: dict[str, Any]) -> str:
-    """Return `sweep_facts` as lines for a terminal."""
+    """Return the result of `sweep_facts` as text for a terminal."""
     states = Counter(job["state"] for job in facts["jobs"])
     left = facts["left"]
     count = f"{left['jobs']} job{'' if left['jobs'] == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Progress of a sweep, line by line."""
+"""Progress of a sweep: a printed line as each job starts and ends, with the remaining time."""
 
 import time
 from collections.abc import Callable
@@ -15,10 +15,10 @@ STOPPED = {exit_code(number) for number in STOPPING}
 
 @dataclass(frozen=True)
 class SearchPhase:
-    """A phase of a search that may stop jobs on purpose: at a rung to resume later, or for good.
+    """A phase of a search, which may stop jobs on purpose: at a rung, to resume later, or for good.
 
-    `stopped`: returns the reason if the search has stopped a job, else None. If the length of the search is known:
-    `step_of`: steps made by a job, and `steps_left` of all jobs.
+    Functions: `stopped` returns the reason if the search has stopped a job, else None. If the length of the search is
+    known, `step_of` returns the steps that a job has made, and `steps_left` the remaining steps of all jobs.
     """
 
     stopped: Callable[[Job], str | None]
@@ -27,15 +27,13 @@ class SearchPhase:
 
 
 class Progress:
-    """Prints a line as each of `jobs` jobs starts and ends; `outcomes` are in the order of their ends.
+    """Printer of a line as each job starts and ends; `outcomes`: those of ended jobs, in the order of their ends.
 
-    Jobs are named by their numbers, which count from 0 like their folders, followed by the count of started or ended
-    jobs.
-
-    `queued`: jobs are submitted instead of started, and the number of running ones is unknown. `phase`: of a search.
+    A line names a job by its number (from 0, as its folder), followed by the count of started or ended jobs.
     """
 
     def __init__(self, jobs: int, *, queued: bool = False, phase: SearchPhase | None = None):
+        """`jobs`: their number. `queued`: jobs are submitted to a queue. `phase`: the phase of a search, if any."""
         self.jobs = jobs
         self.queued = queued
         self.phase = phase
@@ -58,8 +56,7 @@ class Progress:
         print(f"job    {job.name}: {how}, {self._started} of {self.jobs} so far", flush=True)
 
     def left_alone(self, job: Job) -> None:
-        """Report that `job` runs in a process of another start, which may have been killed; it may have been
-        counted."""
+        """Report that `job` is skipped, because it runs in a process of another start, and do not count it."""
         if self._running.pop(job.number, None) is not None:
             self._started -= 1
             self._from.pop(job.number, None)
@@ -67,7 +64,7 @@ class Progress:
         print(f"job    {job.name}: runs in a process that another start left behind, skipped", flush=True)
 
     def ended(self, outcome: Outcome) -> None:
-        """Record the outcome of a job, and print the remaining time."""
+        """Record the outcome of a job; print it with the estimated remaining time."""
         self.outcomes.append(outcome)
         self._running.pop(outcome.job.number, None)
         if self.phase and self.phase.step_of:
@@ -103,7 +100,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Return "12s", "3m05s" or "2h40m"."""
+    """Return a duration as text: "12s", "3m05s" or "2h40m"."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60}h{minutes % 60:02d}m"

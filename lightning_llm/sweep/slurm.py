@@ -1,4 +1,4 @@
-"""Jobs of a sweep as Slurm arrays, by submitit (https://github.com/facebookincubator/submitit)."""
+"""Jobs of a sweep as Slurm job arrays, with submitit (https://github.com/facebookincubator/submitit)."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ POLL_SECONDS = 2.0
 
 
 def slurm_problems(launcher: LauncherConfig) -> Iterator[Problem]:
-    """Yield the reasons why jobs cannot be submitted from this machine."""
+    """Yield the problems that prevent submitting jobs to Slurm from here; none with another launcher."""
     if launcher.name != "slurm":
         return
     if find_spec("submitit") is None:
@@ -39,7 +39,10 @@ def slurm_problems(launcher: LauncherConfig) -> Iterator[Problem]:
 
 
 def array_parameters(config: Config) -> dict[str, Any]:
-    """Return the parameters of submitit's executor: one task per rank, as many nodes as the world needs."""
+    """Return the parameters of submitit's executor for a job: its nodes, tasks, resources and Slurm options.
+
+    On several nodes each rank is a task; on one node the job's own launcher starts the ranks.
+    """
     launcher, devices = config.launcher, config.trainer.devices
     nodes = max(1, (config.world or devices) // devices)
     shared = {
@@ -65,11 +68,11 @@ def array_parameters(config: Config) -> dict[str, Any]:
 
 
 def run_on_slurm(jobs: Sequence[Job], relay: Relay, progress: Progress) -> None:
-    """Submit `jobs`, wait for them and report each to `progress`; a signal cancels those that have not ended.
+    """Submit `jobs` to Slurm, wait for them, and report each to `progress`; a signal cancels those that have not ended.
 
-    Jobs with equal `array_parameters` form one array, with `launcher.at_once` of them running at a time. Jobs of an
-    earlier start that Slurm still has are awaited and not submitted again; jobs that another start waits for are left
-    to it. Output is in `slurm/` beside the jobs' folders.
+    Jobs with equal `array_parameters` form one array, of which `launcher.at_once` jobs run at a time. Jobs that an
+    earlier start submitted and that have not ended are awaited, not submitted again. Jobs that another start waits for
+    are left to it. Output is in `slurm/` beside the jobs' folders.
 
     Raises:
         ConfigError: Slurm rejected them.

@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 
 from lightning_llm.tracking.files import replace_file, summary_of
-from lightning_llm.tracking.liveness import HEARTBEAT_SECONDS, whose
 from lightning_llm.tracking.provenance import has_ended, is_of_this_machine, process_mark, send_signal
+from lightning_llm.tracking.run_state import HEARTBEAT_SECONDS, whose
 
 FOLDER = "ranks"
 NAMED_RANKS = 8

@@ -17,7 +17,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.yaml_file import without_escapes
-from lightning_llm.data.mixing.skipped import SKIPPED_SAMPLES
+from lightning_llm.data.mixing.addressing import SKIPPED_SAMPLES
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import plan_of

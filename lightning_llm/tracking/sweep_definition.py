@@ -1,4 +1,4 @@
-"""Definition of a sweep: its jobs, its folder, writing `sweep.json`, and commands that resume it. No torch."""
+"""Definition of a sweep: its jobs and folder, writing `sweep.json`, and commands that resume or extend it. No torch."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,8 +18,12 @@ from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import default_outputs, sweep_command
 from lightning_llm.tracking.files import write_json
-from lightning_llm.tracking.sweep_file import DESIGN, FILE, OTHER_KEYS, SEARCH, TOLD, read_sweep_file
-from lightning_llm.tracking.sweep_jobs import (
+from lightning_llm.tracking.sweep_file import (
+    DESIGN,
+    FILE,
+    OTHER_KEYS,
+    SEARCH,
+    TOLD,
     UNHASHED,
     RequestedJob,
     axes_of,
@@ -27,6 +31,7 @@ from lightning_llm.tracking.sweep_jobs import (
     key_of,
     keys_of_jobs,
     kind_of,
+    read_sweep_file,
 )
 
 GIVEN_ANEW = ("seed", "run.name", "run.root", "run.dir")
@@ -35,17 +40,17 @@ GIVEN_ANEW = ("seed", "run.name", "run.root", "run.dir")
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep. `words`: the overrides that identify it; `key`: its name in all sessions of the sweep."""
+    """One run of a sweep: its number, the overrides and the key that identify it in all starts, and its config."""
 
     number: int
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     key: str
     config: Config
 
     @property
     def name(self) -> str:
-        """The number and the overrides."""
-        return f"{self.number} {' '.join(self.words)}".strip()
+        """Name of the job in printed lines: its number and overrides."""
+        return f"{self.number} {' '.join(self.overrides)}".strip()
 
     @property
     def folder(self) -> Path:
@@ -55,10 +60,7 @@ class Job:
 
 @dataclass(frozen=True)
 class SweepSource:
-    """Source of a sweep: the overrides on its command line, and the user's folder of config groups.
-
-    `folder`: the working directory of the command.
-    """
+    """Command line of a sweep: its overrides, its `--config-dir`, and the working directory (`folder`)."""
 
     overrides: tuple[str, ...] = ()
     config_dir: Path | None = None
@@ -66,16 +68,15 @@ class SweepSource:
 
     @property
     def only_from(self) -> str | None:
-        """The working directory that a command with these overrides needs, None if any will do."""
+        """The working directory that the overrides need, because they have paths; None if any will do."""
         paths = (is_data_path(key) or key == "branch_from" for key in map(key_of, self.overrides))
         return str(self.folder) if any(paths) else None
 
     def without_seeds_and_place(self) -> dict[str, Any]:
         """Return its JSON data in `sweep.json`, without the keys that `command_with_seeds` sets."""
-        words = [redact_uri(word) for word in self.overrides if key_of(word) not in GIVEN_ANEW]
         in_folder = {} if self.only_from is None else {"folder": self.only_from}
         return {
-            "overrides": words,
+            "overrides": [redact_uri(each) for each in self.overrides if key_of(each) not in GIVEN_ANEW],
             "config_dir": str(self.config_dir.absolute()) if self.config_dir else None,
             **in_folder,
         }
@@ -83,7 +84,7 @@ class SweepSource:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Jobs in one folder. `hash` is the hash of the definition, independent of the folder's name."""
+    """A sweep: its folder, the hash of its definition, its jobs, its MLflow parent run, and its command line."""
 
     folder: Path
     hash: str
@@ -95,13 +96,13 @@ class Sweep:
 
     @property
     def experiment(self) -> str:
-        """The MLflow experiment of all its runs."""
+        """`run.experiment` of all its jobs, which is MLflow's experiment."""
         return self.jobs[0].config.run.experiment
 
     @property
     def axes(self) -> dict[str, list[str]]:
-        """Keys that differ between jobs, with their values."""
-        return axes_of(job.words for job in self.jobs)
+        """{key: its values} of the keys that differ between jobs."""
+        return axes_of(job.overrides for job in self.jobs)
 
 
 def define(
@@ -141,13 +142,13 @@ def define(
         check_declared_jobs(folder, known, asked, by_looks=by_looks)
     following = max([*numbers.values(), *_numbered_folders(folder)], default=-1) + 1  # sweep.json may be an older copy
     made = []
-    for key, (words, config) in zip(keys, jobs, strict=True):
+    for key, (overrides, config) in zip(keys, jobs, strict=True):
         if key not in numbers:
             numbers[key], following = following, following + 1
         number = numbers[key]
-        update = {"dir": str(folder / str(number)), "name": f"{number} {' '.join(words)}".strip()}
+        update = {"dir": str(folder / str(number)), "name": f"{number} {' '.join(overrides)}".strip()}
         placed = config.model_copy(update={"run": config.run.model_copy(update=update)})
-        made.append(Job(number, tuple(words), key, placed))
+        made.append(Job(number, tuple(overrides), key, placed))
     return Sweep(folder, digest, tuple(made), known.get("mlflow_run_id"), typed, declared)
 
 
@@ -188,7 +189,7 @@ def _as_declared(known: dict[str, Any], declared: Mapping[str, Any] | None, fold
 
 
 def tracked(sweep: Sweep, parent_run_id: str | None) -> Sweep:
-    """Return the sweep with its MLflow parent run, which is also set in the tags of every job."""
+    """Return the sweep with this id of its MLflow parent run (None: without one), also in the tags of every job."""
     tags = {"sweep": sweep.folder.name, "sweep_hash": sweep.hash}
     if parent_run_id:
         tags["mlflow.parentRunId"] = parent_run_id
@@ -247,7 +248,8 @@ def _described(job: Job) -> dict[str, Any]:
     digest = kind_of(job.config)
     begun = {} if job.config.branch_from is None else {"branch_from": job.config.branch_from}
     return {
-        "number": job.number, "words": list(job.words), "key": job.key, "seed": job.config.seed, "kind": digest, **begun
+        "number": job.number, "words": list(job.overrides), "key": job.key, "seed": job.config.seed, "kind": digest,
+        **begun
     }  # fmt: skip
 
 
@@ -269,7 +271,7 @@ def command_with_values(folder: Path, key: str, values: Iterable[float], seeds: 
 
 
 def command_for_the_rest(folder: Path) -> str:
-    """Return the command that runs the remaining jobs of the sweep in `folder`; "" if there is none.
+    """Return the command that runs the remaining jobs of the sweep in `folder`; "" if `sweep.json` has no seeds.
 
     For a sequential sweep it contains all seeds that its looks may need.
     """
@@ -284,7 +286,7 @@ def _command_adding(folder: Path, seeds: Iterable[int], choices: Mapping[str, st
     in_folder += [f"seed={','.join(map(str, sorted(set(seeds))))}", *_folder_overrides(folder)]
     return " && ".join(
         sweep_command(
-            [*(word for word in each["overrides"] if key_of(word) not in choices), *in_folder],
+            [*(own for own in each["overrides"] if key_of(own) not in choices), *in_folder],
             each["config_dir"],
             each.get("folder"),
         )
@@ -302,9 +304,9 @@ def _readable(folder: Path) -> dict[str, Any]:
 def command_to_go_on(sweep: Sweep) -> str:
     """Return the command that starts the remaining jobs of `sweep`, from any working directory."""
     typed = sweep.typed or SweepSource()
-    words = [redact_uri(word) for word in typed.overrides if key_of(word) not in ("run.name", "run.root", "run.dir")]
+    own = [redact_uri(each) for each in typed.overrides if key_of(each) not in ("run.name", "run.root", "run.dir")]
     config_dir = typed.config_dir and typed.config_dir.absolute()
-    return sweep_command([*words, *_folder_overrides(sweep.folder)], config_dir, typed.only_from)
+    return sweep_command([*own, *_folder_overrides(sweep.folder)], config_dir, typed.only_from)
 
 
 def _folder_overrides(folder: Path) -> list[str]:

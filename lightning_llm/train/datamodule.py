@@ -8,8 +8,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_llm.base.folders import use_short_sockets
 from lightning_llm.config.schema import Config
-from lightning_llm.data.batch import Batch
-from lightning_llm.data.corpus import Corpus
+from lightning_llm.data.corpus import Batch, Corpus
 from lightning_llm.plan.memory.units import micro_batches_per_rank
 
 WORKERS_ON_CUDA = 2

@@ -9,7 +9,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 
 from lightning_llm.config.schema import Config
-from lightning_llm.data.batch import Batch, ValidationBatch
+from lightning_llm.data.corpus import Batch, ValidationBatch
 from lightning_llm.data.tokens.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token

@@ -32,8 +32,8 @@ from lightning_llm.tracking.files import (
     write_json,
 )
 from lightning_llm.tracking.final_figures import draw_losses, final_figures
-from lightning_llm.tracking.liveness import Heartbeat, HeldFolder
 from lightning_llm.tracking.provenance import code_hash, git_state, process_mark, versions
+from lightning_llm.tracking.run_state import Heartbeat, HeldFolder
 from lightning_llm.tracking.sweep_file import title_of
 from lightning_llm.train.record_logger import RecordLogger
 

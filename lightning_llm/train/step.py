@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_llm.config.schema import Config
-from lightning_llm.data.batch import Batch
+from lightning_llm.data.corpus import Batch
 from lightning_llm.linalg.grouped import mark_stacks
 from lightning_llm.model.loss import IGNORED_LABEL, LossReduction
 from lightning_llm.optim.optimizer import LearningRate

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lightning_llm.data.batch import ValidationBatch
+from lightning_llm.data.corpus import ValidationBatch
 from lightning_llm.model.loss import IGNORED_LABEL
 from lightning_llm.parallel.dp_shard import reshard
 from lightning_llm.train.parallel_model import ParallelModel

@@ -102,7 +102,7 @@ def test_exceptions_without_a_signal_are_raised(monkeypatch):
     monkeypatch.setattr("lightning_llm.cli.command_line.run_verb", fails)
     with pytest.raises(ValueError, match="a fault"):
         main(["plan"])
-    assert signals.taken(ConfigError(Problem("key", "is wrong."))) == 0
+    assert signals.signal_of(ConfigError(Problem("key", "is wrong."))) == 0
 
 
 def test_importing_the_package_changes_the_signals_of_the_command_alone(monkeypatch):

@@ -61,7 +61,7 @@ FAULTS = {
     "heads that do not share keys": (1, lambda folder: change_json(folder / "config.json", num_key_value_heads=4,
                                                                    num_attention_heads=6), VERBS, ["a multiple of 4"]),
     "no tokenizer at all": (1, lambda folder: (folder / "tokenizer.json").write_text("{}"), VERBS,
-                            ["is no tokenizer.json of the `tokenizers` library"]),
+                            ["is not a tokenizer.json of the `tokenizers` library"]),
     "a tokenizer with more tokens than rows": (1, lambda folder: more_tokens(folder), VERBS, ["tokens"]),
     "two rope entries": (1, lambda folder: change_json(folder / "config.json", rope_scaling={
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}), VERBS,

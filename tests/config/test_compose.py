@@ -14,7 +14,7 @@ from lightning_llm.config.from_file import load_config, read_file
 from lightning_llm.config.recipes import recipe_files
 from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.config.yaml_file import write_config
-from lightning_llm.data.scoring.table import COLUMNS, write_scores
+from lightning_llm.data.scoring import COLUMNS, write_scores
 from lightning_llm.model.structure import shape_problems
 from lightning_llm.plan.check import check_config
 from lightning_llm.precision.native.decide import shipped_recipes

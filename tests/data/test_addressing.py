@@ -8,8 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_llm.base.keyed_hash import hash_words
-from lightning_llm.data.mixing.addressing import Address, SampleOrder, Shares, interleave, largest_remainder, permute
-from lightning_llm.data.mixing.skipped import before, merged
+from lightning_llm.data.mixing.addressing import (
+    Address,
+    SampleOrder,
+    Shares,
+    before,
+    interleave,
+    largest_remainder,
+    merged,
+    permute,
+)
 
 weights_strategy = st.lists(st.floats(0.02, 10), min_size=1, max_size=4)
 

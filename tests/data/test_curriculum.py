@@ -10,7 +10,7 @@ import pytest
 from lightning_llm.config.schema.data import Pace
 from lightning_llm.data.mixing.addressing import SampleOrder, Shares
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.data.scoring.table import write_scores
+from lightning_llm.data.scoring import write_scores
 from lightning_llm.data.sources.source import Source
 from tests.data.corpus_files import data_config
 

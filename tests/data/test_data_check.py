@@ -107,17 +107,17 @@ def test_tokenizer_files(tmp_path: Path) -> None:
     assert check(259) == ([], "")
     names, text = check(258)
     assert names == ["data.tokenizer.path"]
-    assert "has 259 tokens, model.vocab_size is 258" in text
+    assert "has 259 tokens, but model.vocab_size is 258" in text
     names, text = check(300, kind="bpe")
     assert names == ["data.tokenizer.path"]
-    assert text.endswith("kind is bpe. Set data.tokenizer.kind=file, or drop this key.")
+    assert text.endswith("kind is bpe. Set data.tokenizer.kind=file, or remove this key.")
     names, text = check(300, end_of_document="</s>")
     assert names == ["data.tokenizer.end_of_document"]
     assert "it has <|endoftext|>" in text
     assert "no file" in check(300, path=str(tmp_path / "other.json"))[1]
     assert "needs the path" in check(300, path=None)[1]
     file.write_text(json.dumps({"model": {}}))
-    assert "is no tokenizer.json" in check(300)[1]
+    assert "is not a tokenizer.json" in check(300)[1]
 
 
 def test_small_vocabularies(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.data.tokens.tokenizer import END_OF_DOCUMENT, Tokenizer
-from lightning_llm.data.tokens.tokenizer_files import switch_off_sampling
+from lightning_llm.data.tokens.tokenizer import END_OF_DOCUMENT, Tokenizer, switch_off_sampling
 from tests.data.corpus_files import data_config, write_jsonl
 
 KNOWN = "abcdefghij"

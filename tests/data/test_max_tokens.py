@@ -95,7 +95,7 @@ def test_impossible_settings_are_rejected(two_files, cache):
     phases = {"kind": "phases", "phases": {"one": {}, "two": {"start": 0.5, "weights": {"b": 2}}}}
     silent = {name: {**source, "weight": 0.0 if name == "b" else 1.0} for name, source in two_files.items()}
     config = data_config(cache, silent, mixture=phases, max_tokens=400)
-    assert "data.sources.b.weight: is 0, and data.max_tokens is shared out" in "\n".join(
+    assert "data.sources.b.weight: is 0, and data.max_tokens is divided by weight" in "\n".join(
         map(str, check_data(config, 300, 1))
     )
 

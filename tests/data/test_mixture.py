@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema.data import MIXTURES, DataConfig
-from lightning_llm.data.batch import ValidationBatch
 from lightning_llm.data.check import check_data
-from lightning_llm.data.corpus import Corpus
+from lightning_llm.data.corpus import Corpus, ValidationBatch
 from lightning_llm.data.mixing.addressing import SampleOrder, Shares
-from lightning_llm.data.mixing.phases import Phases
+from lightning_llm.data.mixing.weights import Phases
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.report import phase_reports, planned_phases, source_reports
-from lightning_llm.data.scoring.table import COLUMNS, write_scores
+from lightning_llm.data.scoring import COLUMNS, write_scores
 from tests.data.corpus_files import data_config, words, write_jsonl
 
 VOCABULARY = 300
@@ -124,14 +123,14 @@ def test_a_step_may_stand_for_a_share(two_files: dict[str, Any], tmp_path: Path)
     assert mixture(late={"start": 0.25}) == (True, mixture(late={"start_step": 25})[1])
     assert mixture(late={"start": 0.125}, total_steps=200) == (False, mixture(late={"start_step": 25})[1])
     config = data_config(tmp_path, two_files, mixture=TWO_PHASES)
-    with pytest.raises(ConfigError, match=r"data\.mixture\.total_steps: must be given"):
+    with pytest.raises(ConfigError, match=r"data\.mixture\.total_steps: a value must be given"):
         config.chosen_mixture.build(config.trained_weights, 8, None)
 
 
 @pytest.mark.parametrize(
     ("phases", "key", "said"),
     [
-        ({"x": {"start": 0.5}}, "data.mixture.phases", "one must begin with the run (start=0), and none does"),
+        ({"x": {"start": 0.5}}, "data.mixture.phases", "exactly one must begin with the run, and none does"),
         ({"x": {}, "y": {"start_step": 0}}, "data.mixture.phases", "x, y do"),
         ({"x": {"weights": {"aa": 1}}}, "data.mixture.phases.x.weights.aa", "Did you mean 'a'?"),
         ({"x": {"weights": {"a": 0, "b": 0}}}, "data.mixture.phases.x.weights", "are all 0"),

@@ -12,18 +12,16 @@ from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.base.keyed_hash import hash_words, name_word
 from lightning_llm.data.check import check_data
-from lightning_llm.data.mixing.chosen import ChosenStream
-from lightning_llm.data.mixing.samplemix import (
+from lightning_llm.data.mixing.scored import (
     document_draws,
     hashed_words,
     in_rounds,
     realised_copies,
     sampling_weights,
 )
-from lightning_llm.data.opening import open_corpus
+from lightning_llm.data.opening import ChosenStream, open_corpus
 from lightning_llm.data.report import source_reports
-from lightning_llm.data.scoring.scorers import LengthEntropy, TfidfKMeans
-from lightning_llm.data.scoring.table import read_scores, scores_problems, write_scores
+from lightning_llm.data.scoring import LengthEntropy, TfidfKMeans, read_scores, scores_problems, write_scores
 from lightning_llm.data.sources.source import Source, content_key
 from tests.data.corpus_files import data_config, words, write_jsonl
 from tests.run_metrics import curve
@@ -184,8 +182,8 @@ def test_refusals(two_files, cache, scored, tmp_path):
 
     assert "data.mixture.scores: /nowhere.parquet does not exist" in said(mixed(cache, two_files, "/nowhere.parquet"))
     weighed = data_config(cache, two_files, mixture={"kind": "samplemix", "scores": str(scored)})
-    assert "data.sources.a.weight: is 3, and documents are drawn by their scores" in said(weighed)
-    assert "data.mixture.ratio: is 1e+09, at most 1000" in said(mixed(cache, two_files, scored, ratio=1e9))
+    assert "data.sources.a.weight: is 3, but scores decide here" in said(weighed)
+    assert "data.mixture.ratio: is 1e+09: must be at most 1000" in said(mixed(cache, two_files, scored, ratio=1e9))
     bounded = mixed(cache, two_files, scored).model_copy(update={"max_tokens": 320})
     assert "data.max_tokens: limits sequences in stored order, but data.mixture.kind=samplemix chooses" in said(bounded)
     grown = {

@@ -73,7 +73,7 @@ def test_parquet_and_saved_datasets(tmp_path: Path) -> None:
     assert "data.sources.s.text_key" in problem
     assert "'text'" in problem
     assert "'body', 'n'" in problem
-    assert "holds int" in problem_of(loader="parquet", path=str(tmp_path), text_key="n")
+    assert "contains int" in problem_of(loader="parquet", path=str(tmp_path), text_key="n")
 
     rows.save_to_disk(tmp_path / "one")
     assert texts_of(loader="huggingface", path=str(tmp_path / "one"), text_key="body") == ["x", "y"]
@@ -104,7 +104,7 @@ def test_an_unreachable_hub_is_reported_at_once() -> None:
     environment = {"HF_HUB_OFFLINE": "1", "PATH": "", "HOME": "/nonexistent"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.startswith(
-        "data.sources.s.path: 'nobody/no-such-set' is no local path, the hub cannot be reached"
+        "data.sources.s.path: 'nobody/no-such-set' is not a local path, the hub cannot be reached"
     )
     assert done.stdout.endswith("True\n")
 

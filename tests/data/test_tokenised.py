@@ -191,9 +191,9 @@ def test_damaged_and_foreign_files_of_olmo_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.npy"
     source = {"loader": "olmo", "path": str(file)}
     file.write_bytes(b"\x01\x00" * 5 + b"\x01")
-    assert "11 bytes, which are no whole number of uint16" in problem_of(tmp_path, source)
+    assert "11 bytes, not a multiple of 2 (uint16)" in problem_of(tmp_path, source)
     np.save(file, np.arange(9, dtype=np.uint16))
-    assert "has numpy's header" in problem_of(tmp_path, source)
+    assert "has a NumPy header" in problem_of(tmp_path, source)
     file.write_bytes(b"")
     assert "is empty" in problem_of(tmp_path, source)
     np.array(ids("no end") * 20, "<u2").tofile(file)
@@ -208,7 +208,7 @@ def test_an_id_that_the_tokenizer_does_not_have_is_named_with_its_place(tmp_path
     np.array(tokens, "<u2").tofile(tmp_path / "a.npy")
     source = {"loader": "olmo", "path": str(tmp_path)}
     problem = problem_of(tmp_path, source, validation={"fraction": 0.0})
-    assert f"token 101 of {tmp_path / 'a.npy'} is 299, and data.tokenizer has 257 tokens" in problem
+    assert f"token 101 of {tmp_path / 'a.npy'} is 299, but data.tokenizer has 257 tokens" in problem
     assert "model.vocab_size is 300" in problem
     write_megatron(tmp_path / "x", [[[5, 6, -1]], [[7]]], "i4")
     negative = problem_of(tmp_path, {"loader": "megatron", "path": str(tmp_path / "x.idx")})
@@ -221,7 +221,7 @@ def test_every_loader_of_tokens_is_tested_here() -> None:
 
 def test_tokens_need_the_tokenizer_they_were_made_with(tmp_path: Path) -> None:
     source = written("olmo", tmp_path / "data", "u2")
-    assert "data.sources.s was tokenised before" in problem_of(tmp_path, source, tokenizer={"kind": "bpe"})
+    assert "data.sources.s is already tokenized" in problem_of(tmp_path, source, tokenizer={"kind": "bpe"})
 
 
 def test_modes_of_multimodal_datasets_are_skipped(of_text: Corpus, tmp_path: Path) -> None:

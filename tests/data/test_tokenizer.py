@@ -107,7 +107,7 @@ def test_vocabulary_read_without_the_library_is_the_library_s(bpe: Tokenizer, tm
     assert read_vocabulary(file) == {"a": 0, "b": 1}
     for broken in ("{", "[]", '{"model": 3}'):
         file.write_text(broken)
-        with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        with pytest.raises(ValueError, match=r"not a tokenizer\.json"):
             read_vocabulary(file)
 
 

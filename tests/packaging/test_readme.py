@@ -13,7 +13,7 @@ from lightning_llm.cli.command_line import _parser
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.recipes import recipe_files
 from lightning_llm.config.sweep_space import compose_sweep
-from lightning_llm.data.scoring.table import COLUMNS, write_scores
+from lightning_llm.data.scoring import COLUMNS, write_scores
 from lightning_llm.data.tokens.tokenizer import write_bytes_tokenizer
 from lightning_llm.plan.check import check_config
 from lightning_llm.sweep.jobs import NOT_CHECKED

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.cli import export as export_verb
-from lightning_llm.cli import parity
+from lightning_llm.cli import import_weights as parity
 from lightning_llm.compare.runs.differences import meaningful
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.from_file import load_config

@@ -21,7 +21,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.run.launch.lock import lock_run
 from lightning_llm.sweep import job_locks as elsewhere
-from lightning_llm.sweep.search import curves as watch
+from lightning_llm.sweep import running_jobs as watch
 from lightning_llm.tracking.sweep_definition import Job, define
 from lightning_llm.tracking.sweep_file import LOCKS
 from tests.sweep.made_jobs import MadeJob, make_jobs

@@ -12,8 +12,8 @@ from scipy import stats
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.sweep.search import curves as watch
-from lightning_llm.sweep.search.rungs import worse_than_best
+from lightning_llm.sweep import running_jobs as watch
+from lightning_llm.sweep.running_jobs import worse_than_best
 from tests.sweep.made_jobs import make_jobs
 from tests.sweep.searched_jobs import recipe_loss, trials_of, words
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from lightning_llm.__main__ import main
+from lightning_llm.cli import train as train_verb
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.config.sweep_space import compose_sweep
 from lightning_llm.sweep import ending
 from lightning_llm.sweep import jobs as sweep_jobs
-from lightning_llm.sweep import run as sweep_run
 from lightning_llm.sweep.local import DevicePool, Relay, cuda_devices, run_here
 from lightning_llm.sweep.progress import Progress, duration
 from lightning_llm.tracking.run_state import state_of
@@ -62,25 +62,25 @@ def test_two_starts_of_one_sweep_make_one_parent_and_see_each_others_failures(
             made.append(f"parent{len(made)}")
         return job["run_id"] or made[-1], ""
 
-    monkeypatch.setattr(sweep_run, "checked_jobs", lambda arguments: (composed, None, None))  # Hydra is of one thread
-    monkeypatch.setattr(sweep_run, "read_sweep_keys", lambda *_: SweepConfig())
+    monkeypatch.setattr(train_verb, "checked_jobs", lambda arguments: (composed, None, None))  # Hydra is of one thread
+    monkeypatch.setattr(train_verb, "read_sweep_keys", lambda *_: SweepConfig())
     typed = SimpleNamespace(overrides=[], config_dir=None)
-    monkeypatch.setattr(sweep_run, "signals_passed_on", lambda: nullcontext(Relay()))
+    monkeypatch.setattr(train_verb, "signals_passed_on", lambda: nullcontext(Relay()))
     monkeypatch.setattr(sweep_jobs, "run_here", lambda *_: None)
     monkeypatch.setattr(ending, "catch_up", lambda folders: "")
     for module in (sweep_jobs, ending):
         monkeypatch.setattr(module, "write_parent", slow_parent)
     with ThreadPoolExecutor(2) as pool:
-        assert [start.result() for start in [pool.submit(sweep_run.sweep, typed) for _ in range(2)]] == [0, 0]
+        assert [start.result() for start in [pool.submit(train_verb.sweep, typed) for _ in range(2)]] == [0, 0]
     assert made == ["parent0"]
     whole = define(composed, None)
     assert whole.parent_run_id == "parent0"
     whole.jobs[0].folder.mkdir()
     (whole.jobs[0].folder / "summary.json").write_text('{"status": "failed", "detail": "OSError: full"}')
     monkeypatch.setattr(sweep_jobs, "settled_state", lambda folder: "running")  # as if another start ran them
-    assert sweep_run.sweep(typed) == 0  # nothing to do here
+    assert train_verb.sweep(typed) == 0  # nothing to do here
     monkeypatch.setattr(sweep_jobs, "settled_state", state_of)
-    assert sweep_run.sweep(typed) == 1
+    assert train_verb.sweep(typed) == 1
     assert "failed in another start" in capsys.readouterr().err
 
 
@@ -122,7 +122,7 @@ def test_a_sweep_uploads_runs_of_a_killed_start(tmp_path: Path, monkeypatch: pyt
     small = ["model=llama_tiny", "data=python", "trainer.max_steps=20", "trainer.validate_every_steps=10"]
     words = ["train", "-m", *small, f"run.root={tmp_path}", "logger=mlflow", "run.name=all", "callbacks=none"]
     with monkeypatch.context() as patch:
-        patch.setattr(sweep_run, "close", lambda *_: (_ for _ in ()).throw(Killed))
+        patch.setattr(train_verb, "close", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             main([*words, "seed=0,1"])
     assert not handed_in

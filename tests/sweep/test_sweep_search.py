@@ -12,9 +12,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_llm.__main__ import main
 from lightning_llm.base.errors import ConfigError
-from lightning_llm.sweep.search import curves as watch
-from lightning_llm.sweep.search.curves import pruned_at
-from lightning_llm.sweep.search.space import corners_of, distributions_of, words_of
+from lightning_llm.sweep import running_jobs as watch
+from lightning_llm.sweep.optuna_study import corners_of, distributions_of, overrides_of
+from lightning_llm.sweep.running_jobs import pruned_at
 from tests.sweep.made_jobs import Killed, killed_after, make_jobs
 from tests.sweep.searched_jobs import recipe_loss, trials_of, words
 
@@ -175,7 +175,7 @@ def test_hydras_sweep_syntax_is_the_space():
         "a": FloatDistribution(1e-4, 1e-2, log=True), "b": IntDistribution(1, 8), "c": IntDistribution(2, 8, step=3),
         "d": CategoricalDistribution(["x", "y"]),
     }  # fmt: skip
-    assert words_of({"a": 1e-4, "b": 3, "d": "x"}) == ["a=0.0001", "b=3", "d=x"]
+    assert overrides_of({"a": 1e-4, "b": 3, "d": "x"}) == ["a=0.0001", "b=3", "d=x"]
     assert len(corners_of(found)) == 8
     assert distributions_of(space_of("c=shuffle(range(0,1000000000000))")) == {"c": IntDistribution(0, 10**12 - 1)}
     with pytest.raises(ConfigError, match=r"c: cannot be searched: it has more than 10,000 values, so use an interval"):

@@ -18,7 +18,7 @@ from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.precision import ModuleRules, slots_of
-from lightning_llm.data.batch import Batch
+from lightning_llm.data.corpus import Batch
 from lightning_llm.dry_run.rank import count_step
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.check import check_config

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.config_hash import config_hash
-from lightning_llm.data.batch import Batch, ValidationBatch
+from lightning_llm.data.corpus import Batch, ValidationBatch
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.train.datamodule import CorpusDataModule
 

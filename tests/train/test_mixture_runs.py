@@ -31,7 +31,7 @@ def test_phases_resume_exactly_and_what_is_watched_changes_nothing(tmp_path, sma
     assert "phase  anneal, steps 4 to 6: jsonl 96 tokens" in told
     assert "| b 288 tokens" in told
     run("watching", watched, "data.mixture.total_steps=6", "trainer.max_steps=3", "schedule.total_steps=6")
-    assert "w only watched (" in capsys.readouterr().out
+    assert "w validation only (" in capsys.readouterr().out
     words = [watched, "data.mixture.total_steps=6", "schedule.total_steps=6", "resume=auto"]
     resumed = run("watching", *words)
     steps = [record for record in resumed if "grad_norm" in record]

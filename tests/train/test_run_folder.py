@@ -14,9 +14,9 @@ import pytest
 
 from lightning_llm.base.errors import ConfigError
 from lightning_llm.config.schema import Config
-from lightning_llm.tracking import liveness as heartbeat
+from lightning_llm.tracking import run_state as heartbeat
 from lightning_llm.tracking.final_figures import final_figures
-from lightning_llm.tracking.liveness import FolderGoneError
+from lightning_llm.tracking.run_state import FolderGoneError
 from lightning_llm.train import run_folder
 from lightning_llm.train.run_folder import RunFolder
 from tests.protocol_module import TinyModule, fit

@@ -15,7 +15,7 @@ from lightning_llm.config.schema import ParallelConfig, PrecisionConfig, SpikesC
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES
 from lightning_llm.config.schema.precision import LossScalingConfig
-from lightning_llm.data.batch import Batch
+from lightning_llm.data.corpus import Batch
 from lightning_llm.model.auxiliary import AuxiliaryLosses
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise

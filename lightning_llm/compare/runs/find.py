@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem, did_you_mean, gathered
-from lightning_llm.base.sqlite_address import sqlite_address
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.weight_folders import TOKENIZER
 from lightning_llm.config.workspace import command, default_outputs, folders_named, possible_outputs
-from lightning_llm.tracking.mlflow.store import all_runs, existing_store
+from lightning_llm.tracking.mlflow.store import all_runs, existing_store, sqlite_address
 from lightning_llm.tracking.sweep_file import FILE
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")

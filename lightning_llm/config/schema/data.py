@@ -163,7 +163,7 @@ class MixtureConfig(Group):
         return self.model_dump()
 
     def chooser(self) -> Any:
-        """Return the `data.mixing.chosen.Chooser` of training documents; None to use each document once, in order."""
+        """Return the `data.opening.Chooser` of training documents; None to use each document once, in order."""
         return None
 
     def build(self, weights: Mapping[str, float], step_samples: int, max_steps: int | None) -> Any:
@@ -176,21 +176,14 @@ class MixtureConfig(Group):
 
 LOADERS: Registry[SourceConfig] = Registry(
     "loader",
-    "lightning_llm.data.sources.huggingface",
-    "lightning_llm.data.sources.jsonl",
-    "lightning_llm.data.sources.megatron",
-    "lightning_llm.data.sources.olmo",
-    "lightning_llm.data.sources.parquet",
-    "lightning_llm.data.sources.python",
     "lightning_llm.data.sources.text",
+    "lightning_llm.data.sources.huggingface",
+    "lightning_llm.data.sources.python",
+    "lightning_llm.data.sources.tokens",
     key="loader",
 )
 MIXTURES: Registry[MixtureConfig] = Registry(
-    "mixture",
-    "lightning_llm.data.mixing.static",
-    "lightning_llm.data.mixing.curriculum",
-    "lightning_llm.data.mixing.phases",
-    "lightning_llm.data.mixing.samplemix",
+    "mixture", "lightning_llm.data.mixing.weights", "lightning_llm.data.mixing.scored"
 )
 
 
@@ -324,4 +317,4 @@ class ScorerConfig(Group):
         raise NotImplementedError
 
 
-SCORERS: Registry[ScorerConfig] = Registry("scorer", "lightning_llm.data.scoring.scorers")
+SCORERS: Registry[ScorerConfig] = Registry("scorer", "lightning_llm.data.scoring")

@@ -1,1 +1,1 @@
-"""Mixtures, a file per kind: the source of each sample, and its place there, as a function of its number."""
+"""Mixtures: the source of each training sample, and its window there, as pure functions of the sample's number."""

@@ -1,18 +1,22 @@
 """Global sample index -> window of a source: a pure function, O(sources) per sample, nothing to resume.
 
-Two steps. The index is first given to a source, by a `Mixture`. That of weights which stay is `Shares`: indices come in
-blocks of `BLOCK` or a power of ten more, a block's positions are shared out by the weights with the largest-remainder
-method (Hamilton), and within the block they are interleaved by smooth weighted round robin (the balancer of nginx), so
-that every prefix, not only every block, is close to the weights. The same pattern serves every block, hence the count
-of a source's samples before any index is one multiplication. That count is the source's ordinal; ordinal // windows is
-the epoch, and ordinal % windows goes through a permutation keyed by (seed, source, epoch): every epoch takes each
-window exactly once, in a new order.
+First, a `Mixture` assigns the index to a source. `Shares` is the mixture of constant weights. It divides the indices
+into blocks of `BLOCK` samples (or a power of ten more). The weights share out the positions of a block by the
+largest-remainder method (Hamilton). Within the block the sources are interleaved by smooth weighted round robin
+(nginx's load balancer), so that every prefix, not only every block, is close to the weights. All blocks have the same
+pattern, so the number of a source's samples before any index is one multiplication.
 
-The permutation is a Feistel network with cycle walking (J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains,
-CT-RSA 2002), with MurmurHash3's finaliser as the round function.
+That number is the source's ordinal. ordinal // windows is the epoch. ordinal % windows goes through a permutation keyed
+by (seed, source, epoch), so that every epoch takes each window exactly once, in a new order. The permutation is a
+Feistel network with cycle walking (J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002), with
+MurmurHash3's finalizer as the round function.
+
+A run may skip samples (`data.skip_samples`, rollbacks), given as ranges [first, last] of the whole order. Position p of
+a run is the p-th sample of the order that is not skipped, so the address of a batch is a function of its step and of
+this list alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -21,24 +25,28 @@ import numpy as np
 
 from lightning_llm.base.keyed_hash import hash_words, mix, name_word
 from lightning_llm.config.schema.data import Pace
-from lightning_llm.data.mixing.skipped import Range, before, index_of
 
+Range = tuple[int, int]
+SKIPPED_SAMPLES = "skipped_samples"
+"""The key of progress.json and summary.json for the skipped samples."""
 BLOCK = 1_000
 LARGEST_BLOCK = 100_000
 SMALLEST_SHARE = 10 / LARGEST_BLOCK
 ROUNDS = 8
 BOUND = name_word("data.max_tokens")
-"""In place of a run's seed, where it is chosen which windows there are: the same ones for every seed."""
+"""Replaces the run's seed in the choice of the windows that `data.max_tokens` keeps, which is equal for all seeds."""
 BLOCK_OF = 1 << 16
-"""Added to the number of an epoch, which no run reaches, to key the shuffling within its blocks."""
-
+"""Added to an epoch's number in the keys of shuffling within its blocks; no run has as many epochs."""
 Permute = Callable[[int, int, int, int], int]
-"""(i, n, source, epoch) -> the image of i under a permutation of [0, n)."""
+"""(i, n, source, epoch) -> the image of i under the permutation of [0, n) for this source and epoch."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """One window: `source` by its position in the mix, `window` within the source, `epoch` of the source (from 0)."""
+    """One window of training tokens: index of its source, its number within the source, and the source's epoch.
+
+    All count from 0.
+    """
 
     source: int
     window: int
@@ -46,7 +54,7 @@ class Address:
 
 
 def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
-    """Return whole counts that sum to `total` in proportion to `weights`; ties go to the first."""
+    """Return integers in proportion to `weights` that sum to `total`; of equal remainders the first is rounded up."""
     whole = sum(weights)
     exact = [total * w / whole for w in weights]
     counts = [int(x) for x in exact]
@@ -57,9 +65,9 @@ def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
 
 
 def interleave(counts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Spread `counts[s]` positions of each source s evenly over sum(counts) positions.
+    """Return a sequence with each source s `counts[s]` times, evenly spread, as two lists over its positions.
 
-    Returns the source at each position, and how many positions of that same source come before it.
+    The first list has the source at each position, the second the number of earlier positions with the same source.
     """
     total = sum(counts)
     credit = [0] * len(counts)
@@ -75,30 +83,30 @@ def interleave(counts: Sequence[int]) -> tuple[list[int], list[int]]:
     return pattern, before
 
 
-class Mixture(Protocol):
-    """The source of each sample of a run: pure functions of the sample's number."""
-
-    names: Sequence[str]
-    """The sources, by their positions."""
-
-    def ordinal(self, index: int) -> tuple[int, int]:
-        """Return the source of sample `index` (from 0), and how many samples of that source come before it."""
-
-    def drawn(self, total: int) -> list[int]:
-        """Return the number of samples from each source among samples [0, total)."""
-
-    def phases(self, total: int) -> "Iterator[MixturePhase]":
-        """Yield the stretches of the samples [0, total) that differ in their weights."""
-
-
 @dataclass(frozen=True)
 class MixturePhase:
-    """The samples [first, last) of a run; `drawn`: the number from each source."""
+    """A phase of a run, samples [first, last), with `drawn`: its number of samples from each source."""
 
     name: str
     first: int
     last: int
     drawn: tuple[int, ...]
+
+
+class Mixture(Protocol):
+    """Assignment of a run's samples to sources, as pure functions of the sample's number (from 0)."""
+
+    names: Sequence[str]
+    """Names of the sources; methods refer to a source by its index here."""
+
+    def ordinal(self, index: int) -> tuple[int, int]:
+        """Return (source of sample `index`, number of earlier samples of that source)."""
+
+    def drawn(self, total: int) -> list[int]:
+        """Return the number of samples from each source among samples [0, total)."""
+
+    def phases(self, total: int) -> "Iterator[MixturePhase]":
+        """Yield the phases of the samples [0, total): ranges with constant weights, in order."""
 
 
 class Shares:
@@ -122,7 +130,7 @@ class Shares:
         self._pattern, self._before = interleave(self.counts)
 
     def ordinal(self, index: int) -> tuple[int, int]:
-        """Return the source of sample `index`, and how many of its samples come before."""
+        """Return (source of sample `index`, number of earlier samples of that source)."""
         block, position = divmod(index, self.block)
         source = self._pattern[position]
         return source, block * self.counts[source] + self._before[position]
@@ -136,7 +144,7 @@ class Shares:
         return drawn
 
     def phases(self, total: int) -> Iterator[MixturePhase]:
-        """Yield the one phase there is."""
+        """Yield one phase "all" with all samples, because the weights are constant."""
         yield MixturePhase("all", 0, total, tuple(self.drawn(total)))
 
 
@@ -146,10 +154,10 @@ def _round_keys(seed: int, name: int, epoch: int) -> tuple[int, ...]:
 
 
 def permute(i: int, n: int, keys: Sequence[int]) -> int:
-    """Return the image of `i` under a permutation of [0, n), n <= 2^64, chosen by the 32-bit round `keys`.
+    """Return the image of `i` under a permutation of [0, n), n <= 2^64, that the 32-bit round `keys` select.
 
-    An (unbalanced where the bit count is odd) Feistel network permutes [0, 2^bits), 2^bits < 2n; a value outside
-    [0, n) is sent through again until it falls inside, fewer than two passes on average.
+    A Feistel network (unbalanced if the number of bits is odd) permutes [0, 2^bits), 2^bits < 2n. A value outside
+    [0, n) passes through it again until it is inside, which takes fewer than two passes on average.
     """
     if n == 1:
         return 0
@@ -167,17 +175,40 @@ def permute(i: int, n: int, keys: Sequence[int]) -> int:
             return i
 
 
+def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
+    """Return `ranges` sorted, with overlapping or adjacent ones merged. A range is [first, last], both included."""
+    found: list[Range] = []
+    for first, last in sorted((int(first), int(last)) for first, last in ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(found[-1][1], last)
+        else:
+            found.append((first, last))
+    return tuple(found)
+
+
+def index_of(position: int, skipped: Sequence[Range]) -> int:
+    """Return the index in the whole order of the sample at `position` of a run that skips the samples `skipped`.
+
+    Both count from 0. `skipped` is the result of `merged`.
+    """
+    index = position
+    for first, last in skipped:
+        if index < first:
+            break
+        index += last - first + 1
+    return index
+
+
+def before(index: int, skipped: Sequence[Range]) -> tuple[Range, ...]:
+    """Return the part of the merged `skipped` before sample `index` of the whole order."""
+    return tuple((first, min(last, index - 1)) for first, last in skipped if first < index)
+
+
 class SampleOrder:
-    """Position in a run's training -> `Address`, as a function of (mixture, windows, seed, shuffle, skipped) alone.
+    """Order of a run's training samples: position (from 0) -> `Address` of a window.
 
-    `skipped`: merged ranges of the samples that are left out (`data.mixing.skipped`).
-
-    `windows` (how many windows a source holds, at least 1 of one that is drawn) is keyed by source name; the key of a
-    source's shuffling is its name, so that adding a source reorders no other. With `shuffle=False` every epoch takes
-    the windows in their order.
-
-    `limits`: how many windows of a source there are to be, at most, by its name. Which these are is a function of the
-    name alone, and those of a smaller limit are among those of a larger one; with `shuffle=False` they are the first.
+    Shuffling of a source is keyed by its name, so that adding a source does not reorder the others. With
+    `shuffle=False` every epoch takes the windows in stored order.
     """
 
     def __init__(
@@ -191,7 +222,19 @@ class SampleOrder:
         pace: Pace | None = None,
         total: int | None = None,
     ):
-        """`pace`: see `MixtureConfig`; of a run of `total` samples, None: of whole epochs."""
+        """Define the order.
+
+        Args:
+            mixture: assigns samples to sources.
+            windows: {source name: number of its windows}, at least 1 for a source that is sampled.
+            seed: seed of the shuffling.
+            shuffle: False: windows in stored order.
+            skipped: skipped samples, a result of `merged`.
+            limits: {source name: maximum number of windows to use}. Their choice depends on the name alone, and a
+                smaller limit chooses a subset of a larger one's; with `shuffle=False` it takes the first windows.
+            pace: order within an epoch, see `MixtureConfig.pace`; None: shuffled as a whole.
+            total: number of samples that `pace` orders; None: whole epochs.
+        """
         self.mixture = mixture
         self.names = mixture.names
         self.seed = seed
@@ -205,7 +248,7 @@ class SampleOrder:
             self.pacing = Pacing(pace, self.windows, self._drawn_in_order(total), self._shuffled)
 
     def locate(self, position: int) -> Address:
-        """Return the address of the sample at `position` (from 0)."""
+        """Return the address of the training sample at `position` (from 0)."""
         source, ordinal = self.mixture.ordinal(index_of(position, self.skipped))
         epoch, i = divmod(ordinal, self.windows[source])
         if self.pacing is not None:
@@ -241,10 +284,10 @@ class SampleOrder:
 class Pacing:
     """Order of a curriculum: position in an epoch of a source -> window, given the run's samples per source.
 
-    The windows are those that the seed's permutation gives, in the order they lie in: runs with and without a
-    curriculum learn from the same windows where their streams are the same. Within each stretch of the `Pace` the
-    order is shuffled. Samples that a run leaves out move no other; those taken in their place, at the end of the run,
-    come in the seed's order.
+    The windows of an epoch are those that the seed's permutation selects, sorted by their place in the stream. So runs
+    with and without a curriculum train on the same windows if their streams are equal. Within each block of the `Pace`
+    the order is shuffled. Skipping a sample does not move others; the samples that replace skipped ones come at the end
+    of the run, in the seed's order.
     """
 
     def __init__(self, pace: Pace, windows: Sequence[int], drawn: Sequence[int] | None, permute: Permute):

@@ -1,1 +1,1 @@
-"""Sources of documents: a file per loader, with its config class and its reader."""
+"""Sources of documents: loaders, each with its config class and its reader, and what all of them share."""

@@ -1,6 +1,7 @@
-"""Local files: those that a source's `path` names, problems with it, and opening them by their literal names.
+"""Local files of a source: finding those that match its `path`, reporting problems, and opening them.
 
-No library sees a path, since some take it for a pattern or a URL. Imports neither torch nor `datasets`.
+Files are opened here and not by the readers' libraries, because some take a path for a pattern or a URL. Imports
+neither torch nor `datasets`.
 """
 
 import bz2
@@ -32,21 +33,21 @@ DAMAGED = (ValueError, OSError, EOFError, KeyError, zlib.error, lzma.LZMAError)
 
 @dataclass(frozen=True)
 class FoundFiles:
-    """The files that a path names: `read`, absolute and sorted, and `skipped`, path -> reason."""
+    """The files that match a path: those to read, absolute and sorted, and {path: reason} of `skipped` ones."""
 
     read: list[Path] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
 
 
 class LocalFiles:
-    """Mixin of loaders that read all files with their suffixes in a folder."""
+    """Mixin of loaders with a `path`: a file, a glob, or a folder, of which all files with their suffixes are read."""
 
     def files(self: Any) -> list[Path]:
         """Return the files that are read, absolute and sorted."""
         return matching_files(self.path or "", self.suffixes)
 
     def skipped_files(self: Any) -> dict[str, str]:
-        """Return the files that `path` names and that are not read: path -> reason."""
+        """Return {path: reason} of the files that match `path` but are not read."""
         return find_files(self.path or "", self.suffixes).skipped
 
 
@@ -56,12 +57,12 @@ def local_path(path: str) -> Path:
 
 
 def matching_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files that `path` names, absolute and sorted; `find_files` also reports the others."""
+    """Return the files to read for `path`, absolute and sorted; `find_files` also returns the skipped ones."""
     return find_files(path, suffixes).read
 
 
 def find_files(path: str, suffixes: tuple[str, ...]) -> FoundFiles:
-    """Find the files that `path` (a file, a folder or a glob) names; those of a folder by their endings.
+    """Return the files that match `path` (a file, a folder or a glob); in a folder, those that end in `suffixes`.
 
     A path that exists is used literally, even with wildcard characters; any other is a pattern. In a folder, links are
     followed, each real folder is read once, and hidden files and folders are skipped.
@@ -134,15 +135,18 @@ def file_problems(
 ) -> Iterator[Problem]:
     """Yield a problem if `path` is missing, matches no file, or matches files with the ending of another loader.
 
-    `is_own`: whether the first file belongs to the loader despite its name.
+    Args:
+        key: data.sources.NAME.
+        source: the config of the source.
+        is_own: returns whether a file belongs to this loader although its ending is another's.
     """
     if isinstance(source, TextSourceConfig) and source.part is not None:
-        yield Problem(f"{key}.part", f"{source.part!r} belongs to loader=python, not to {source.loader}.")
+        yield Problem(f"{key}.part", f"{source.part!r} is a key of loader=python, not of {source.loader}. Remove it.")
     if isinstance(source, TextSourceConfig) and source.include is not None:
-        text = f"belongs to loader=python, not to {source.loader}: name files by a glob in {key}.path."
+        text = f"is a key of loader=python, not of {source.loader}. Select files with a glob in {key}.path."
         yield Problem(f"{key}.include", text)
     if not source.path:
-        yield Problem(f"{key}.path", f"loader={source.loader} needs a path.")
+        yield Problem(f"{key}.path", f"loader={source.loader} needs a path. Give a file, a folder or a glob.")
         return
     files = source.files()
     if not files:
@@ -163,7 +167,7 @@ def _no_file(path: str, suffixes: Sequence[str]) -> str:
     absolute = local_path(path)
     if os.path.isdir(absolute):
         endings = ", ".join(suffixes)
-        return f"the folder {absolute} holds no file that ends in {endings}. Name the files with a glob."
+        return f"the folder {absolute} contains no file that ends in {endings}. Select files with a glob."
     return f"{path!r} matches no file (looked for {absolute}). Give a file, a folder or a glob."
 
 
@@ -186,23 +190,23 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
 
 
 def with_compressed(*endings: str) -> tuple[str, ...]:
-    """Return `endings`, and each of them followed by that of a compression."""
+    """Return `endings` and their compressed forms: ".txt" gives ".txt", ".txt.gz", ".txt.bz2" and so on."""
     return endings + tuple(ending + compression for compression in OPENERS for ending in endings)
 
 
 def opened(file: Path) -> IO[bytes]:
-    """Open a file to read bytes, decompressed if its name has the ending of a compression."""
+    """Open a file for reading bytes; it is decompressed if its ending is that of a compression (`OPENERS`)."""
     found: IO[bytes] = OPENERS.get(file.suffix.lower(), lambda each: each.open("rb"))(file)
     return found
 
 
 def opened_as_text(file: Path, encoding: str = ENCODING) -> IO[str]:
-    """Open a file of text, decompressed if its name has the ending of a compression."""
+    """Open a file for reading text; it is decompressed if its ending is that of a compression (`OPENERS`)."""
     return io.TextIOWrapper(opened(file), encoding=encoding)
 
 
 def beginning(file: Path) -> bytes:
-    """Return the first bytes of a file after a byte order mark and blanks."""
+    """Return up to 4,096 bytes of the beginning of a file, without a byte order mark and leading blanks."""
     try:
         with file.open("rb") as opened:
             return opened.read(4096).removeprefix(BOM_UTF8).lstrip()
@@ -211,7 +215,7 @@ def beginning(file: Path) -> bytes:
 
 
 def first_that_is_no_text(files: Iterable[Path]) -> str | None:
-    """Return the location of the first line that cannot be decoded, and its first invalid byte."""
+    """Return the place of the first byte that is not UTF-8, as text ("line 3 of FILE, byte 0xff,"); None if valid."""
     for file in files:
         with opened(file) as content:
             for number, line in enumerate(io.BufferedReader(content), 1):  # type: ignore[type-var]

@@ -1,4 +1,4 @@
-"""loader=huggingface: a local folder (data files, or what `save_to_disk` wrote), or a dataset of the hub."""
+"""loader=huggingface: a dataset of the hub, or a local folder with data files or the output of `save_to_disk`."""
 
 import os
 import tempfile
@@ -18,9 +18,9 @@ HUB_PROBE_SECONDS = 5
 
 @LOADERS.register
 class HuggingFaceSource(TextSourceConfig):
-    """A dataset of the hub, or a local folder that `datasets` can load.
+    """loader=huggingface: a dataset of the hub, or a local folder that `datasets` can load.
 
-    A hub dataset without `revision` is known by its name alone: a newer version there is not noticed.
+    A hub dataset without `revision` is identified by its name alone, so a newer version on the hub is not noticed.
     """
 
     loader: Literal["huggingface"] = "huggingface"
@@ -31,15 +31,18 @@ class HuggingFaceSource(TextSourceConfig):
 
     def problems(self, key: str) -> Iterator[Problem]:
         if self.part is not None:
-            yield Problem(f"{key}.part", f"{self.part!r} belongs to loader=python, not to {self.loader}.")
+            yield Problem(f"{key}.part", f"{self.part!r} is a key of loader=python, not of {self.loader}. Remove it.")
         if not self.path:
-            yield Problem(f"{key}.path", f"loader={self.loader} needs a path.")
+            yield Problem(
+                f"{key}.path", f"loader={self.loader} needs a path. Give a folder or a hub name (owner/name)."
+            )
             return
         absolute = local_path(self.path)
         if os.path.isfile(absolute):
-            yield Problem(f"{key}.path", f"{absolute} is a file; files are read by loader=jsonl, text or parquet.")
+            yield Problem(f"{key}.path", f"{absolute} is a file. Use loader=jsonl, text or parquet for files.")
         elif not os.path.isdir(absolute) and (self.path[0] in "/.~" or self.path.count("/") > 1):
-            yield Problem(f"{key}.path", f"there is no folder {absolute}, and it is not a hub name (owner/name).")
+            text = f"there is no folder {absolute}, and it is not a hub name (owner/name). Give one of these."
+            yield Problem(f"{key}.path", text)
 
     def files(self) -> list[Path]:
         return self._in_folder().read
@@ -56,17 +59,20 @@ class HuggingFaceSource(TextSourceConfig):
 
 
 class HuggingFaceReader:
-    """`DocumentReader` of rows. `skipped`: files of a local folder that are not read, known after opening."""
+    """`DocumentReader` of the rows of a dataset.
+
+    `skipped`: {path: reason} of files of a local folder that are not read, known after the first reading.
+    """
 
     def __init__(self, config: TextSourceConfig, key: str, files: Sequence[Path]):
         self.config, self.key, self.files = config, key, files
         self.skipped: dict[str, str] = {}
 
     def documents(self) -> Iterator[str | None]:
-        """Yield each row's text.
+        """Yield each row's text, None if it is null.
 
-        Raises ConfigError, with the key at fault, for a hub name that is unknown, refused or out of reach, and for a
-        subset or split that does not exist.
+        Raises ConfigError for a hub name that is unknown, not accessible or not reachable, and for a subset or split
+        that does not exist.
         """
         local = local_path(self.config.path or "")
         if not os.path.isdir(local):
@@ -169,9 +175,7 @@ def _load_from_hub(key: str, config: TextSourceConfig) -> Any:
     try:
         HfApi().dataset_info(path, revision=config.revision, timeout=HUB_PROBE_SECONDS)
     except (HfHubHTTPError, HFValidationError) as error:
-        text = (
-            f"the hub does not give {path!r}: {str(error).splitlines()[0]} Check the name, or log in if it is private."
-        )
+        text = f"the hub rejects {path!r}: {str(error).splitlines()[0]} Check the name, or log in if it is private."
         raise ConfigError(Problem(f"{key}.path", text)) from error
     except Exception as error:  # those of the http library behind huggingface_hub, which has changed between versions
         with _hub_offline():
@@ -179,8 +183,8 @@ def _load_from_hub(key: str, config: TextSourceConfig) -> Any:
                 return _load(key, config)
             except ConfigError:
                 text = (
-                    f"{path!r} is no local path, the hub cannot be reached ({error}), and no copy of it is in the "
-                    "local cache. Give an existing path, or fetch the dataset once on a machine that is online."
+                    f"{path!r} is not a local path, the hub cannot be reached ({error}), and the local cache has no "
+                    "copy. Give an existing path, or download the dataset once on a machine that is online."
                 )
                 raise ConfigError(Problem(f"{key}.path", text)) from error
     return _load(key, config)

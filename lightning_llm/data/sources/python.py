@@ -1,9 +1,9 @@
-"""loader=python: real text that every Python installation carries, so that nothing is downloaded.
+"""loader=python: text of the Python installation itself, so that nothing is downloaded.
 
-`code` is the standard library's own sources. `prose` is the docstrings of those modules and the language reference in
-`pydoc_data`. Excluded are texts that would make the corpus depend on more than the Python version: installed packages,
-modules a distribution may ship apart (idlelib, tkinter, lib2to3, ...), files written at build time for one platform;
-and useless text: test folders and generated character tables.
+`part=code` is the source code of the standard library. `part=prose` is the docstrings of its modules and the language
+reference in `pydoc_data`. The corpus depends only on the Python version, so these are excluded: installed packages,
+modules that distributions may ship separately (idlelib, tkinter, lib2to3, ...), and files written at build time for one
+platform. Test folders and generated character tables are excluded, too.
 """
 
 import ast
@@ -34,14 +34,14 @@ LEFT_OUT_PREFIXES = ("_sysconfigdata", "_distutils_system_mod", "config-", "site
 GENERATED_MARKS = ("gencodec", "generated from", "automatically generated", "auto-generated")
 HEAD_CHARACTERS = 400
 TOPICS = "pydoc_data/topics.py"
-"""The language reference, as `include` knows it."""
+"""Path of the language reference for `include`."""
 
 Part = Literal["code", "prose"]
 
 
 @LOADERS.register
 class PythonSource(TextSourceConfig):
-    """The standard library's sources, or its documentation: real text without a download."""
+    """loader=python: the source code of the standard library, or its documentation."""
 
     loader: Literal["python"] = "python"
 
@@ -49,10 +49,12 @@ class PythonSource(TextSourceConfig):
         if self.part is None:
             yield Problem(f"{key}.part", "loader=python needs part=code or part=prose.")
         if self.path is not None:
-            yield Problem(f"{key}.path", f"{self.path!r}: loader=python reads this Python's library only.")
+            text = f"{self.path!r}: loader=python only reads this Python's standard library. Remove it."
+            yield Problem(f"{key}.path", text)
         for pattern in self.include or ():
             if not library_files((pattern,)) and not (self.part == "prose" and fnmatchcase(TOPICS, pattern)):
-                yield Problem(f"{key}.include", f"{pattern!r} matches no module of the library: http/*, os.py, json/*.")
+                text = f"{pattern!r} matches no module of the library. Give globs such as http/*, os.py or json/*."
+                yield Problem(f"{key}.include", text)
 
     def files(self) -> list[Path]:
         return list(library_files(self.include))
@@ -69,9 +71,9 @@ class PythonSource(TextSourceConfig):
 
 @cache  # nothing adds to an interpreter's own library while it runs
 def library_files(include: tuple[str, ...] | None = None) -> tuple[Path, ...]:
-    """Return the standard library's modules that belong to the corpus, in the order of their relative paths.
+    """Return the files of the standard library that belong to the corpus, sorted by their path within it.
 
-    `include`: only paths that match one of these globs; * also matches folders.
+    `include`: return only paths that match one of these globs, in which * also matches "/"; None: all.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     if include is not None:
@@ -90,7 +92,7 @@ def _matches(path: str, include: tuple[str, ...] | None) -> bool:
 
 
 class LibraryReader:
-    """`DocumentReader` of one part. Caches the documents, because reading them is slow."""
+    """`DocumentReader` of the part "code" or "prose". It keeps the documents in memory, because reading is slow."""
 
     def __init__(self, part: Part, include: tuple[str, ...] | None = None):
         self.part: Part = part
@@ -101,15 +103,15 @@ class LibraryReader:
         return [document(text, family) for text, family in texts_of(self.part, self.include)]
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents."""
+        """Yield the documents, with keys that hold out a module's code and docstrings together."""
         return iter(self._documents)
 
 
 def texts_of(part: Part, include: tuple[str, ...] | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (text, family) of each document; documents of one family are held out together.
+    """Yield (text, family) of each document; documents with the same family are held out together.
 
-    A module's docstrings have the module itself as family, so that text held out in one part is not trained on in
-    the other.
+    The family of a module's docstrings is its source code, so that text held out in one part is not trained on in the
+    other.
     """
     for source in modules(include):
         text = source if part == "code" else docstrings(source)
@@ -122,7 +124,7 @@ def texts_of(part: Part, include: tuple[str, ...] | None = None) -> Iterator[tup
 
 
 def modules(include: tuple[str, ...] | None = None) -> Iterator[str]:
-    """Yield the source text of each module, generated ones left out, in order; of those that `include` names."""
+    """Yield the source text of each module that matches `include`, in order, without generated modules."""
     for file in library_files(include):
         with tokenize.open(file) as opened:  # honours the file's coding line (PEP 263)
             text = opened.read()
@@ -132,7 +134,10 @@ def modules(include: tuple[str, ...] | None = None) -> Iterator[str]:
 
 
 def docstrings(source: str) -> str:
-    """Return the docstrings of a module, its classes and functions in order, dedented, a blank line between them."""
+    """Return the docstrings of a module, its classes and functions, dedented and separated by blank lines.
+
+    Returns "" if `source` has none.
+    """
     found = []
     pending: list[ast.AST] = [ast.parse(source)]
     while pending:

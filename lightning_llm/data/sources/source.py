@@ -1,6 +1,6 @@
-"""One source of a mix: its documents in a fixed order, readable any number of times, with any loader.
+"""One source of a mix: its documents in a fixed order, which can be read any number of times, with any loader.
 
-Readers of records share `text_of` and `raised_in_a_line`.
+`text_of` and `raised_in_a_line` are shared by readers of records (JSON lines, Parquet, datasets).
 """
 
 import logging
@@ -21,7 +21,7 @@ from lightning_llm.data.sources.files import DAMAGED, first_that_is_no_text
 
 @dataclass(frozen=True)
 class Document:
-    """A text, its size as UTF-8, and the 64-bit key that decides whether it is held out for validation."""
+    """One document: its text, its UTF-8 size, and the 64-bit key that decides whether it is held out."""
 
     text: str
     key: int
@@ -29,7 +29,10 @@ class Document:
 
 
 def document(text: str, family: str | None = None) -> Document:
-    """Return `text` with the key of `family`, by default its own; lone surrogates (JSON can carry them) become "?"."""
+    """Return the document with this `text`. Its key is the content key of `family`, by default of the text.
+
+    Lone surrogates, which JSON can contain, are replaced by "?".
+    """
     try:
         content = text.encode()
     except UnicodeEncodeError:
@@ -39,26 +42,31 @@ def document(text: str, family: str | None = None) -> Document:
 
 
 def content_key(text: str) -> int:
-    """Return 64 bits of the text's BLAKE2b: equal texts have equal keys, on every machine and for every seed."""
+    """Return 64 bits of the text's BLAKE2b hash: equal texts have equal keys, on every machine and for every seed."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 class DocumentReader(Protocol):
-    """Reader that a loader of text builds.
+    """Interface of a text source's reader, which `SourceConfig.build` returns.
 
-    `skipped`, if the reader has it: files found not to be data while reading, path -> reason.
+    A reader may have an attribute `skipped`: {path: reason} of files that turned out not to be data while reading.
     """
 
     def documents(self) -> Iterator["Document | str | None"]:
-        """Yield each document, always in the same order: its text, or None for a record that has none.
+        """Yield the documents, always in the same order: each as its text, or None for a record without text.
 
-        A `Document` if the loader itself decides which are held out together. Raises ConfigError for problems that the
-        user can fix, and ValueError, OSError, EOFError or KeyError for unreadable files, with the place in its text.
+        A loader that sets keys itself, so that several documents are held out together, yields a `Document`. Raises
+        ConfigError for problems that the user can fix, and ValueError, OSError, EOFError or KeyError that names the
+        place for unreadable files.
         """
 
 
 class Source:
-    """A named entry of `data.sources`. Every method raises `ConfigError` for problems that the user can fix."""
+    """A source: an entry of `data.sources`, with its files and documents.
+
+    Its methods and properties raise ConfigError for problems that the user can fix. `left_out`: number of blank
+    documents in the last reading.
+    """
 
     def __init__(self, name: str, config: SourceConfig):
         self.name = name
@@ -68,7 +76,7 @@ class Source:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The local files read, sorted; empty for a hub dataset."""
+        """The local files that are read, sorted; [] for a dataset of the hub."""
         found = self.config.files()
         if not found and self.config.suffixes:
             raise ConfigError(Problem(f"{self.key}.path", f"{getattr(self.config, 'path', None)!r} matches no file."))
@@ -81,7 +89,7 @@ class Source:
 
     @cached_property
     def skipped_files(self) -> dict[str, str]:
-        """The files that its path names and that are not read: path -> reason."""
+        """{path: reason} of files that match its path but are not read."""
         return self.config.skipped_files()
 
     @cached_property
@@ -91,11 +99,11 @@ class Source:
 
     @property
     def where(self) -> str:
-        """Name of the source's files for messages."""
+        """Name of the source's files in messages: the only file, or its path with their number."""
         return these_files(getattr(self.config, "path", None), self.files)
 
     def identity(self) -> dict[str, Any]:
-        """Return the identity of the documents as JSON data, cheaply: the loader's keys, and files' sizes and times."""
+        """Return JSON data that identifies the documents without reading them: keys, and the files' sizes and times."""
         return self._identity
 
     @cached_property
@@ -124,7 +132,7 @@ class Source:
     def documents(self) -> Iterator[Document]:
         """Yield the documents that are not blank, always in the same order; `left_out` counts the others.
 
-        Raises ConfigError, too, where a file has changed since this source was first looked at.
+        Raises ConfigError if a file cannot be read, or has changed since this source was opened.
         """
         self.check_unchanged()
         yield from self._documents()
@@ -158,15 +166,17 @@ class Source:
 
 
 def these_files(path: str | None, files: Sequence[Path]) -> str:
-    """Return how messages name a source: its only file, or its `path` with the number of `files`."""
+    """Return the name of these files for messages: the only file, or `path` with the number of `files`."""
     return str(files[0]) if len(files) == 1 else f"{path!r} ({len(files)} files)"
 
 
 def text_of(record: Mapping[str, Any], column: str, key: str, where: str) -> str | None:
-    """Return the text in `column`, None where it is null; `where` names the place in the source at `key`.
+    """Return the text in `column` of a record; None if it is null.
+
+    `key`: config key of the source, and `where`: place of the record, for messages.
 
     Raises:
-        ConfigError: there is no such column, or it holds something else.
+        ConfigError: there is no such column, or its value is not text.
     """
     if column not in record:
         text = (
@@ -176,16 +186,16 @@ def text_of(record: Mapping[str, Any], column: str, key: str, where: str) -> str
         raise ConfigError(Problem(f"{key}.text_key", text))
     value = record[column]
     if value is not None and not isinstance(value, str):
-        text = f"column {column!r} of {where} holds {type(value).__name__}, not text."
+        text = f"column {column!r} of {where} contains {type(value).__name__}, not text. Name the column of the text."
         raise ConfigError(Problem(f"{key}.text_key", text))
     return value
 
 
 @contextmanager
 def raised_in_a_line() -> Iterator[None]:
-    """Turn errors that `datasets` and pyarrow raise in the block into a ValueError of one line.
+    """Context that turns exceptions of `datasets` and pyarrow into a ValueError with a message of one line.
 
-    The readers of `datasets` also log tracebacks; those are suppressed.
+    Tracebacks that `datasets` logs are suppressed.
     """
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     try:

@@ -1,1 +1,1 @@
-"""From text to tokens and back."""
+"""Tokenizers, encoding in several processes, files of tokens, and text of generated tokens."""

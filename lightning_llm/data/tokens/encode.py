@@ -1,11 +1,11 @@
-"""Documents to tokens in several processes, in order: the result does not depend on their number.
+"""Encoding documents in several processes, in order: the result does not depend on their number.
 
 Threads would parallelize the search for merges, but not Python's work on each token. A process runs this module
-(`python -m ...data.tokens.encode`) and is driven through its pipes: unlike `multiprocessing` it neither forks a process
+(`python -m ...data.tokens.encode`) and communicates through pipes: unlike `multiprocessing` it neither forks a process
 with threads nor runs the user's script again. It ends when its input ends, and so with the process that started it.
 
-Protocol, pickles: in, a `Tokenizer`, then lists of texts; out, for each list its tokens end to end, their counts and
-the characters of each text without a token, or the error that the list met.
+Protocol, as pickles. Input: a `Tokenizer`, then lists of texts. Output for each list: (concatenated tokens, number of
+tokens of each text, number of characters of each text without a token), or a ConfigError.
 """
 
 import os
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # a process starts sooner without the config's schema
     from lightning_llm.data.sources.source import Document
 
 SMALLEST_TEXT_BYTES = 32 << 20
-"""Of a source that processes are started for unasked: a shorter one is done about when they have started."""
+"""Smallest source for which processes are started by default: shorter ones take less time than starting them."""
 AHEAD = 2  # batches per process that wait or are at work: the reader is never more than so far ahead of the writer
 
 Counted = tuple[list[np.ndarray], list[int]]
@@ -37,9 +37,9 @@ Encoded = tuple[list["Document"], list[np.ndarray], list[int]]
 
 
 def process_count(asked: int | None, text_bytes: int, tokenizer: Tokenizer) -> int:
-    """Return the number of processes that encode a source of `text_bytes`: `asked`, or else one per core.
+    """Return the number of processes that encode a source of `text_bytes`: `asked` if given, else one per core.
 
-    One (this process) for plain bytes, which are only copied, and by default for short texts.
+    1 means this process. It is used for plain bytes, which are only copied, and by default for short sources.
     """
     if tokenizer.is_bytes:
         return 1
@@ -53,13 +53,13 @@ def process_count(asked: int | None, text_bytes: int, tokenizer: Tokenizer) -> i
 def encode_batches(
     tokenizer: Tokenizer, batches: Iterable[list["Document"]], processes: int
 ) -> Generator[Encoded, None, None]:
-    """Yield each of `batches`, its documents' token ids, an integer array [tokens] each, and their lost characters.
+    """Yield (documents, token ids of each [tokens], characters of each without a token) for each of `batches`.
 
-    `processes` encode at once; with 1 this process does, with the tokenizer's own threads. At most `AHEAD` batches for
-    each are in memory.
+    `processes`: number of processes that encode; 1 means this process, with the tokenizer's own threads. At most
+    `AHEAD` batches per process are in memory.
 
     Raises:
-        ConfigError: a process ended on its own.
+        ConfigError: a process was killed, or the tokenizer rejects a text.
     """
     if processes == 1:
         for batch in batches:
@@ -154,8 +154,8 @@ class _Worker:
 
     def _ended(self) -> ConfigError:
         text = (
-            f"a process that tokenises ended with exit code {self.process.wait()} (-9: killed, often for want of "
-            "memory). Set fewer."
+            f"a process that tokenizes ended with exit code {self.process.wait()} (-9: killed, often because memory "
+            "was exhausted). Set fewer."
         )
         return ConfigError(Problem("data.tokenize_processes", text))
 
@@ -167,7 +167,10 @@ class _Worker:
 
 
 def serve() -> None:
-    """Encode the texts from stdin until it ends; results go to the original stdout, prints to stderr."""
+    """Run an encoding process: encode lists of texts from stdin until it ends, and write the results to stdout.
+
+    Anything that a library prints goes to stderr.
+    """
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     tokenizer: Tokenizer = pickle.load(sys.stdin.buffer)

@@ -1,4 +1,4 @@
-"""Streaming text of tokens: whole characters only, and no part of a possible stop string."""
+"""Text of generated tokens, piece by piece: only complete characters, and nothing of a stop string."""
 
 from collections.abc import Sequence
 
@@ -9,26 +9,26 @@ CONTEXT_TOKENS = 8
 
 
 class TextStream:
-    """Text of tokens, piece by piece; joined, the pieces equal `Tokenizer.decode` of all tokens.
+    """Decoder of tokens one by one; the returned pieces, joined, equal `Tokenizer.decode` of all tokens.
 
-    A character of several tokens comes with the last of them. Each piece is decoded after the piece before it, since a
-    decoder may treat the beginning of a text differently. (`tokenizers.DecodeStream` does the same, but cannot return
-    the rest at the end.)
+    A character of several tokens is returned with the last of them. Each piece is decoded together with the previous
+    one, since a decoder may treat the beginning of a text differently. (`tokenizers.DecodeStream` does the same, but
+    cannot return the rest at the end.)
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
-        """`prompt`: the tokens before the first, which are not shown."""
+        """`prompt`: the tokens before the first one; their text is not returned."""
         self._tokenizer = tokenizer
         self._tokens = list(prompt[-CONTEXT_TOKENS:])
         self._shown = len(self._tokens)
 
     def add(self, token: int) -> str:
-        """Return the text that `token` completes, "" if a character is incomplete."""
+        """Add `token` and return the text that it completes; "" if a character is still incomplete."""
         self._tokens.append(token)
         return self._next(whole=False)
 
     def finish(self) -> str:
-        """Return the remaining text, with bytes of an incomplete character as U+FFFD."""
+        """Return the remaining text after the last token, with U+FFFD for an incomplete character."""
         return self._next(whole=True)
 
     def _next(self, *, whole: bool) -> str:
@@ -42,16 +42,23 @@ class TextStream:
 
 
 class StopStrings:
-    """Passes text on up to the first complete string of `stops` (non-empty); the longest if several end there."""
+    """Filter that returns added text up to the first occurrence of a stop string.
+
+    If several stop strings end at the same place, the longest counts.
+    """
 
     def __init__(self, stops: Sequence[str]):
+        """`stops`: the stop strings, none of them empty."""
         self._stops = tuple(stops)
         self._held = ""
         self.found: str | None = None
-        """The stop string that was found, if any."""
+        """The stop string that was found; None so far."""
 
     def add(self, text: str) -> str:
-        """Return the text that is certainly before a stop string and was not returned yet."""
+        """Add `text`; return the text that can be shown, because it is not even the beginning of a stop string.
+
+        Returns "" after a stop string was found.
+        """
         if self.found is not None:
             return ""
         self._held += text
@@ -65,7 +72,7 @@ class StopStrings:
         return shown
 
     def finish(self) -> str:
-        """Return the text held back, after the last `add`."""
+        """Return the text that was held back as the possible beginning of a stop string; call it at the end."""
         shown, self._held = self._held, ""
         return shown
 

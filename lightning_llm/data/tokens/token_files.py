@@ -1,4 +1,4 @@
-"""Tokens of a split: files written document by document and mapped, or joined from documents elsewhere."""
+"""Tokens of one split of a source: written document by document, memory-mapped, or joined on access from elsewhere."""
 
 import os
 from collections.abc import Callable
@@ -11,13 +11,13 @@ import numpy as np
 
 FLUSH_BYTES = 8 << 20
 SIZES = ".sizes"
-"""Ending of the validation split's file of UTF-8 bytes of text per token, uint32 [tokens]."""
+"""Ending of a file with the UTF-8 bytes of text per token, uint32 [tokens]; only for the validation split."""
 
 
 class TokenWriter:
-    """Writes one split of one source: its documents' tokens end to end, and where each begins.
+    """Writer of one split of a source: the concatenated tokens of its documents, and the start of each document.
 
-    At most `FLUSH_BYTES` of tokens and one document are in memory, however long the split is.
+    At most `FLUSH_BYTES` of tokens and one document are in memory, for splits of any length.
     """
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], end_of_document: int):
@@ -35,7 +35,7 @@ class TokenWriter:
     def add(self, document: np.ndarray, sizes: np.ndarray | None = None) -> None:
         """Append one document's token ids and the end-of-document token.
 
-        `sizes`, of held-out documents: the bytes of text of each, uint32 [tokens + 1].
+        `sizes`: bytes of text of each token, uint32 [tokens + 1], for documents of the validation split.
         """
         if self._sizes_file is not None and sizes is not None:
             self._sizes_file.write(sizes.astype("<u4").tobytes())
@@ -56,7 +56,10 @@ class TokenWriter:
         self._pending, self._pending_tokens, self._starts = [], 0, []
 
     def close(self) -> dict[str, Any]:
-        """Flush buffered tokens, sync and close the files; return the split's manifest entry."""
+        """Write buffered tokens, sync and close the files; return the split's entry in the manifest.
+
+        The entry has the numbers of `tokens` and `documents`, and the `digest` of the tokens.
+        """
         self._flush()
         for file in (self._file, self._starts_file, self._sizes_file):
             if file is None:
@@ -69,10 +72,10 @@ class TokenWriter:
 
 @dataclass
 class TokenStream:
-    """One split of one source, memory-mapped: `tokens` uint16 or uint32 [tokens], `starts` int64 [documents].
+    """One split of a source, memory-mapped: its concatenated documents, each with an end-of-document token.
 
-    `starts` holds the position of each document's first token; the documents lie end to end, each closed by the
-    end-of-document token. Pickles as its path, so that a loader process maps the file itself.
+    `tokens`: uint16 or uint32 [tokens]. `starts`: position of each document's first token, int64 [documents]. It is
+    pickled as a path, so that a data loader process maps the file itself.
     """
 
     folder: Path
@@ -92,13 +95,16 @@ class TokenStream:
     def sizes(self) -> np.ndarray | None:
         """Return the bytes of text of each token, uint32 [tokens]; None if they were not counted.
 
-        They exist for the validation split, unless the source was tokenized elsewhere or by an earlier release.
+        They are counted for the validation split, unless the source was tokenized elsewhere or by an earlier release.
         """
         file = self.folder / f"{self.split}{SIZES}"
         return map_array(file, np.dtype("<u4")) if file.is_file() else None
 
     def document_ids(self, start: int, length: int) -> np.ndarray:
-        """Return int64 [length]: for each position from `start`, its document, counted from 0 in this window."""
+        """Return the document number of each token of the window `start` .. `start + length - 1`, int64 [length].
+
+        Numbers count from 0 within the window.
+        """
         first, last = np.searchsorted(self.starts, (start, start + length - 1), side="right")
         ids = np.zeros(length, np.int64)  # [length]
         ids[self.starts[first:last] - start] = 1
@@ -106,7 +112,7 @@ class TokenStream:
 
 
 class JoinedTokens:
-    """Concatenated tokens of documents, read on access. Supports `len` and slicing, like an array."""
+    """Concatenated tokens of documents that are read on access. Supports `len` and slicing, like an array."""
 
     def __init__(
         self,
@@ -116,9 +122,14 @@ class JoinedTokens:
         read: Callable[[int, int, int], np.ndarray],
         closing: int | None = None,
     ):
-        """`starts` int64 [documents]; `read(document, first, last)` returns these tokens of one document.
+        """Describe the documents.
 
-        `closing`: the token that ends each document, where `read` does not have it.
+        Args:
+            starts: position of each document's first token, int64 [documents].
+            length: number of tokens of all documents.
+            dtype: dtype of returned tokens.
+            read: `read(document, first, last)` returns tokens `first` .. `last` - 1 of one document.
+            closing: token to add after each document; None if `read` returns it.
         """
         self._starts, self._length, self._dtype = starts, length, np.dtype(dtype)
         self._read, self._closing = read, closing
@@ -142,7 +153,7 @@ class JoinedTokens:
 
 
 def map_array(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return a file as a one-dimensional, memory-mapped array."""
+    """Return the content of a file as a memory-mapped array [elements] of `dtype`."""
     if file.stat().st_size == 0:
         return np.empty(0, dtype)
     return np.asarray(np.memmap(file, dtype, mode="r"))  # a plain view: slicing a memmap object is several times slower

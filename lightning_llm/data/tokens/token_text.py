@@ -1,11 +1,11 @@
-"""The text of tokens, by the offsets, decoder and model of the `tokenizers` library, not by their spelling.
+"""Text of tokens, from the offsets, decoder and model of the `tokenizers` library instead of the tokens' spelling.
 
-A spelling is ambiguous: "Ã" is a byte to one tokenizer and a letter to another, and "▁", "##", "</w>" and "<0x0A>" are
-marks in some and text in others.
+A spelling is ambiguous: "Ã" is a byte for one tokenizer and a letter for another, and "▁", "##", "</w>" and "<0x0A>"
+are marks for some and text for others.
 
-Also counts the characters that a tokenizer drops: no token, not even one for the unknown, stands for them. BPE without
-an unknown token drops symbols in the middle of a word and shifts the offsets behind them, so its text is encoded once
-more by a copy with one.
+`LossCounter` counts the characters that a tokenizer drops: those without any token, not even one for unknown text. BPE
+without an unknown token drops symbols within words and shifts the offsets after them, so its text is encoded once more
+by a copy of the tokenizer with such a token.
 """
 
 import json
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     import tokenizers
 
 ADDED = "\ufdd0"
-"""In place of an added token for a decoder: a code point that is no character, and that no decoder changes."""
+"""Placeholder for an added token in a decoder's input: a code point that is not a character, and is never changed."""
 REPLACEMENT = "\ufffd"
-"""In place of bytes that are no UTF-8."""
+"""Replaces bytes that are not UTF-8."""
 NEIGHBORS = "aeinorstzx0"
-"""Letters that a piece is put between, to be encoded as within a text."""
+"""Letters placed around a piece, so that it is encoded as within a text."""
 PROBE = "\U0010fffdunknown\U0010fffd"
-"""An unknown token that no vocabulary has."""
+"""Name of the added unknown token; no vocabulary contains it."""
 CUTTING = ("ByteLevel", "Digits", "Punctuation", "Split")
 """Pre-tokenizers that split a text and keep all of it, unless their `behavior` removes the separators."""
 NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
-"""Normalizers that write the characters of a text in another way, and drop none."""
+"""Normalizers that change the form of characters, but drop none."""
 JAMO = range(0x1160, 0x1200)
 """Vowels and final consonants of Hangul, which normalization composes with the letter before them."""
 
 
 def byte_counts(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return the UTF-8 bytes of `text` that each token represents, uint32 [tokens + 1]; the sum is that of `text`.
+    """Return the number of UTF-8 bytes of `text` that each token represents, uint32 [tokens + 1].
 
-    `offsets` are the tokens' spans in characters of `text`, as it was before any normalizer. Characters that no token
-    has (spaces that were dropped, say) belong to the token after them, and the last of them to the end of the
-    document, the last entry. Tokens that share a character share its bytes evenly.
+    `offsets`: the tokens' spans in characters of `text` before normalization. Characters without a token (such as
+    dropped spaces) count for the next token; those after the last token count for the end of the document, the last
+    entry. Tokens that share a character share its bytes evenly. The sum is the size of `text`.
     """
     points = np.frombuffer(text.encode("utf-32-le"), "<u4")
     sizes = 1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)
@@ -63,7 +63,7 @@ def byte_counts(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def added_texts(backend: "tokenizers.Tokenizer") -> dict[int, str]:
-    """Return the added tokens that the decoder misreads ("Straße" as bytes, say): id -> text."""
+    """Return {id: text} of the added tokens that the decoder would change, e.g. by reading "Straße" as bytes."""
     decoder = backend.decoder
     added = {} if decoder is None else backend.get_added_tokens_decoder()
     return {index: token.content for index, token in added.items() if decoder.decode([token.content]) != token.content}
@@ -72,7 +72,7 @@ def added_texts(backend: "tokenizers.Tokenizer") -> dict[int, str]:
 def decoded(
     backend: "tokenizers.Tokenizer", tokens: Sequence[int], literal: dict[int, str], skip_special: bool = False
 ) -> str:
-    """Return the text of `tokens`, with special ones unless `skip_special`. `literal`: the result of `added_texts`."""
+    """Return the text of `tokens`; `skip_special` omits special tokens. `literal`: the result of `added_texts`."""
     if skip_special:
         special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
         tokens = [token for token in tokens if token not in special]
@@ -87,11 +87,11 @@ def decoded(
 
 
 def pieces_of_token(ours: "tokenizers.Tokenizer", theirs: "tokenizers.Tokenizer", token: int) -> list[int]:
-    """Return the ids of `theirs` for the text of `token`, an id of `ours`; empty if it has none.
+    """Return the ids with which `theirs` encodes the text of `token`, an id of `ours`; [] if that is impossible.
 
-    `theirs` is the same tokenizer with fewer tokens. An added token is plain text. Any other is a piece of the model:
-    `theirs`' model splits it, which is exact even for parts of a character. A model that marks the start or end of
-    words cannot: the piece is encoded at such a place of a text.
+    `theirs` is the same tokenizer with fewer tokens. An added token is encoded as text. Any other token is a piece of
+    the model, which the model of `theirs` splits; that is exact even for parts of a character. A model that marks the
+    start or end of words cannot do so; then the piece is encoded at a matching place of a text.
     """
     added = ours.get_added_tokens_decoder()
     if token in added:
@@ -130,7 +130,7 @@ def _encoded_between(backend: "tokenizers.Tokenizer", befores: str, text: str, a
 
 
 class LossCounter:
-    """Counts the characters that one tokenizer drops. `lossless`: it cannot drop any."""
+    """Counter of the characters that a tokenizer drops. `lossless`: True if the tokenizer cannot drop any."""
 
     def __init__(self, file: Path, backend: Any):
         from tokenizers import Tokenizer, pre_tokenizers
@@ -152,14 +152,14 @@ class LossCounter:
             self.backend.encode_special_tokens = True
 
     def dropped(self, texts: Sequence[str], encodings: Sequence[Any]) -> list[int]:
-        """Return how many characters of each text, blanks aside, have no token; `encodings` are the tokenizer's own."""
+        """Return the number of non-blank characters of each text without a token; `encodings`: the tokenizer's own."""
         if self.probe is not None:
             encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
         return [dropped_characters(text, each, self.probe) for text, each in zip(texts, encodings, strict=True)]
 
 
 def dropped_characters(text: str, encoding: Any, unknown: int | None = None) -> int:
-    """Return how many characters of `text`, blanks aside, no token covers, or one with the id `unknown`."""
+    """Return the number of non-blank characters of `text` that no token covers, or only one with the id `unknown`."""
     offsets = np.minimum(np.array(encoding.offsets, np.int64).reshape(-1, 2), len(text))  # see `byte_counts`
     is_unknown = np.array(encoding.ids, np.int64) == (-1 if unknown is None else unknown)  # [tokens]
     known, refused = _covered(len(text), offsets[~is_unknown]), _covered(len(text), offsets[is_unknown])

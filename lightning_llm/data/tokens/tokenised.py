@@ -1,6 +1,6 @@
-"""Sources of documents that are tokens already: each file is read once to find them, then mapped in place.
+"""Sources of token ids: each file is read once to find its documents, and then mapped in place.
 
-The cache keeps the documents' places and keys, 56 bytes each, and no token. A document is held out by a hash of its
+The cache contains the documents' places and keys, 56 bytes each, and no tokens. A document is held out by a hash of its
 token ids (as uint32), so the held-out set depends neither on the loader nor on the width of ids in the file.
 """
 
@@ -33,23 +33,29 @@ READ_TOKENS = 1 << 20
 
 
 class TokenReader(Protocol):
-    """Reader that a loader of tokens builds. Can be pickled: a loader process maps the files itself."""
+    """Interface of a token source's reader, which `SourceConfig.build` returns if `tokenised`.
+
+    It can be pickled, and a data loader process maps the files itself.
+    """
 
     def token_files(self) -> list[Path]:
-        """Return the files that hold tokens, in order."""
+        """Return the files with token ids, in order."""
 
     def tokens(self, number: int) -> np.ndarray:
         """Return the token ids of file `number`, an integer array [tokens], mapped."""
 
     def documents(self, number: int, end_of_document: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return int64 [documents] each: where the documents of file `number` begin, and how many tokens they have.
+        """Return (first token, number of tokens) of each document in file `number`, int64 [documents] each.
 
-        The token that ends a document is not counted. Raises ValueError for a damaged or foreign file.
+        The end-of-document token is not counted. Raises ValueError for a damaged file, or one of another format.
         """
 
 
 def end_of_document_of(config: TokenizerConfig) -> int:
-    """Return the id that ends a document for a tokenizer that needs no training and that `check_data` has verified."""
+    """Return the end-of-document id of a tokenizer that needs no training (kind `bytes` or `file`).
+
+    Raises ConfigError if the file has no such token.
+    """
     if config.kind == "bytes":
         return BYTES_VOCAB_SIZE - 1
     file = tokenizer_file(config.path or "")
@@ -60,7 +66,7 @@ def end_of_document_of(config: TokenizerConfig) -> int:
 
 
 def scan_identity(source: Source, config: TokenizerConfig) -> dict[str, Any]:
-    """Return the identity of a tokenised source's documents: its files, and the token that ends a document."""
+    """Return JSON data that identifies the documents of a token source: its files, and the end-of-document token."""
     mark = file_mark(tokenizer_file(config.path))[:3] if config.kind == "file" and config.path else []
     found = [config.kind, config.end_of_document, *mark]
     return source.identity() | {"tokenizer": found}
@@ -84,9 +90,10 @@ class _Ids:
 
 
 def scan_tokens(source: Source, config: TokenizerConfig, cache_dir: Path, shown: bool) -> tuple[Path, Scan]:
-    """Read `source` once; return the folder of its documents' places, and the scan.
+    """Return (folder with the places of the documents, scan) of a token source, which is read now unless cached.
 
-    Raises ConfigError for damaged or foreign files, and for a source without a document.
+    `shown`: show a progress bar. Raises ConfigError for damaged files or files of another format, and for a source
+    without documents.
     """
 
     def build(folder: Path) -> dict[str, Any]:
@@ -149,11 +156,11 @@ def _files(source: Source, end_of_document: int) -> Iterator[tuple[int, Path, np
 
 
 def id_problem(source: Source, found: Scan, tokenizer: Tokenizer, model_vocab_size: int) -> Problem | None:
-    """Return a problem if the source contains an id that the tokenizer does not have."""
+    """Return a problem if the source contains an id that the tokenizer does not have; else None."""
     if found.largest_id < tokenizer.vocab_size:
         return None
     text = (
-        f"{found.largest_at} is {found.largest_id:,}, and data.tokenizer has {tokenizer.vocab_size:,} tokens "
+        f"{found.largest_at} is {found.largest_id:,}, but data.tokenizer has {tokenizer.vocab_size:,} tokens "
         f"(model.vocab_size is {model_vocab_size:,}). Give the tokenizer that the files were made with."
     )
     return Problem(f"{source.key}.path", text)
@@ -168,9 +175,10 @@ def token_streams(
     cache_dir: Path,
     shown: bool,
 ) -> dict[str, TokenStream]:
-    """Return the source's `train` and `validation` streams, its documents' places split now where they are not cached.
+    """Return the "train" and "validation" stream of a token source, with its documents split now unless cached.
 
-    `scanned` is the folder that `scan_tokens` returned.
+    `scanned`: the folder that `scan_tokens` returned. `held_out`: rule of the validation documents. `shown`: show a
+    progress bar.
     """
     reader: TokenReader = source.reader
     dtype = tokenizer.token_dtype
@@ -214,7 +222,7 @@ def token_streams(
 
 @dataclass
 class MappedStream(TokenStream):
-    """A `TokenStream` that joins tokens on access from the files that contain them."""
+    """`TokenStream` of a token source: tokens are read on access from the source's files."""
 
     reader: TokenReader
     end_of_document: int

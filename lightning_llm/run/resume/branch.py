@@ -18,7 +18,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import BrokenKeyError
 from lightning_llm.config.schema.validation import ParsedConfig
 from lightning_llm.config.weight_folders import TOKENIZER, run_of
-from lightning_llm.data.mixing.phases import PhasedMixture, WeightPhase
+from lightning_llm.data.mixing.weights import PhasedMixture, WeightPhase
 from lightning_llm.data.tokens.tokenizer import tokenizer_file
 from lightning_llm.run.launch.environment import rank_environment
 from lightning_llm.run.resume.own_checkpoints import config_of_run

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.config.schema import Config
-from lightning_llm.data.mixing.skipped import SKIPPED_SAMPLES, Range, before, index_of, merged
+from lightning_llm.data.mixing.addressing import SKIPPED_SAMPLES, Range, before, index_of, merged
 from lightning_llm.tracking.files import write_json
 from lightning_llm.train.checkpoint.manifest import PROGRESS, Checkpoint, Damage
 from lightning_llm.train.checkpoint.verification import Verify

@@ -20,8 +20,7 @@ from lightning_llm.run.resume.own_checkpoints import (
 )
 from lightning_llm.run.resume.rollback import Rollback, read_rollbacks, with_same_samples
 from lightning_llm.tracking.files import summary_of
-from lightning_llm.tracking.liveness import whose
-from lightning_llm.tracking.run_state import settled_state, state_of
+from lightning_llm.tracking.run_state import settled_state, state_of, whose
 from lightning_llm.train.checkpoint.manifest import MANIFEST, Checkpoint, Damage, RunIdentity
 from lightning_llm.train.checkpoint.verification import Verify, newest_verified, verified
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lightning_llm.base.errors import AgreedError, ConfigError, Problem
 from lightning_llm.config.schema import Config
-from lightning_llm.data.mixing.skipped import Range
+from lightning_llm.data.mixing.addressing import Range
 from lightning_llm.parallel.process_group import gather_objects, object_of_first
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.launch.environment import is_first_rank

@@ -1,4 +1,8 @@
-"""Opening an MLflow store from many processes at once, and cleanup after dead processes. No torch."""
+"""Opening an MLflow store from many processes at once, and cleanup after dead processes. No torch.
+
+`sqlite_address` and `sqlite_file` convert between files and SQLAlchemy's addresses, in which "?" and "%" have a special
+meaning.
+"""
 
 import contextlib
 import os
@@ -9,14 +13,14 @@ from typing import Any
 
 from lightning_llm.base.imports import slow_imports
 from lightning_llm.base.interpreter import python_environment, python_module
-from lightning_llm.base.sqlite_address import sqlite_address, sqlite_file
 from lightning_llm.tracking.files import summary_of
-from lightning_llm.tracking.liveness import has_died
 from lightning_llm.tracking.provenance import has_ended
+from lightning_llm.tracking.run_state import has_died
 
+SQLITE = "sqlite:///"
 LARGEST_VALUE = {"params": 6000, "tags": 8000}  # mlflow.utils.validation; mlflow silently truncates longer values
 STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
-"""MLflow's status for each of ours."""
+"""{status of a run in its summary: MLflow's status}."""
 ORPHANED = "its process ended without recording a status"
 PATIENCE = {
     # By default an unreachable server is tried for minutes without any message.
@@ -28,7 +32,7 @@ PATIENCE = {
 
 
 def own_process(module: str) -> tuple[list[str], dict[str, str]]:
-    """Return command and environment of a process that runs our `module` and uses MLflow in one thread."""
+    """Return (command, environment) of a new process that runs our `module` and uses MLflow in one thread."""
     return python_module(module), {**PATIENCE, "OMP_NUM_THREADS": "1", **os.environ, **python_environment()}
 
 
@@ -42,7 +46,7 @@ def _client(uri: str) -> Any:
 
 
 def existing_store(uri: str) -> Any:
-    """Return a client of an existing store, in this process.
+    """Return an `MlflowClient` of the store at `uri`, which must exist.
 
     Raises:
         FileNotFoundError: the database does not exist.
@@ -53,7 +57,7 @@ def existing_store(uri: str) -> Any:
 
 
 def open_store(uri: str, experiment_name: str) -> tuple[Any, str]:
-    """Return (client, id of the experiment); create the database and the experiment if needed."""
+    """Return (`MlflowClient`, id of the experiment); the database and the experiment are created if missing."""
     lock: Any = contextlib.nullcontext()
     options = {}
     if (database := sqlite_file(uri)) is not None:
@@ -105,7 +109,7 @@ def noted_id(file: Path) -> str | None:
 
 
 def known_run(client: Any, run_id: str | None) -> Any:
-    """Return the run with that id, or None if this store does not have it or it was deleted."""
+    """Return MLflow's run with the id `run_id`; None if this store does not have it, or if it was deleted."""
     from mlflow.exceptions import MlflowException
 
     if not run_id:
@@ -130,10 +134,10 @@ def all_runs(client: Any, experiment_id: str, condition: str = "") -> Iterator[A
 
 
 def mark_orphans(client: Any, experiment_id: str, but: str) -> list[str]:
-    """Mark RUNNING runs of processes that have ended, except `but`; return their ids.
+    """Set the status of RUNNING runs whose processes have ended; return their ids. `but`: id of a run to skip.
 
-    They become KILLED, unless their folder has another status. This covers runs that failed with their machine or were
-    killed together with their writer. For another machine it needs access to the run's folder.
+    They become KILLED, unless their folder has another status. So runs that ended with their machine, or were killed
+    together with their writer, do not stay RUNNING. For another machine it needs access to the run's folder.
     """
     marked = []
     for run in list(all_runs(client, experiment_id, "attributes.status = 'RUNNING'")):
@@ -164,7 +168,10 @@ def _fate(tags: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def truncate(client: Any, run_id: str, kind: str, values: Mapping[str, str]) -> dict[str, str]:
-    """Return `values`, with those too long for MLflow truncated and logged as artifacts; `kind`: params or tags."""
+    """Return `values` with those truncated that are too long for MLflow; their full text is logged as an artifact.
+
+    `kind`: "params" or "tags", which have different limits.
+    """
     return {key: _fit(client, run_id, kind, key, value) for key, value in values.items()}
 
 
@@ -175,3 +182,35 @@ def _fit(client: Any, run_id: str, kind: str, key: str, value: str) -> str:
     client.log_text(run_id, value, file)
     marker = f" ... [truncated, see artifact {file}]"
     return value[: LARGEST_VALUE[kind] - len(marker)] + marker
+
+
+def sqlite_address(file: Path) -> str:
+    """Return the SQLAlchemy address of the database `file`, with an absolute path: "sqlite:////tmp/a.db"."""
+    path = str(file.absolute())
+    plain = f"{SQLITE}{path}"
+    if "?" not in path and "%" not in path:  # sqlalchemy takes 0.3 seconds to import
+        return plain
+    from sqlalchemy.engine import URL, make_url
+
+    return plain if make_url(plain).database == path else URL.create("sqlite", database=path).render_as_string()
+
+
+def sqlite_file(address: str) -> Path | None:
+    """Return the file of the SQLite database at `address`; None for an address of another kind."""
+    if not address.startswith(SQLITE):
+        return None
+    if "?" not in address and "%" not in address:
+        return Path(address.removeprefix(SQLITE))
+    from sqlalchemy.engine import make_url
+
+    return Path(make_url(address).database or "")
+
+
+def absolute_address(address: str) -> str:
+    """Return `address` with an absolute path if it is an SQLite database; other addresses are unchanged."""
+    file = sqlite_file(address)
+    if file is None or file.is_absolute():
+        return address
+    from sqlalchemy.engine import make_url
+
+    return make_url(address).set(database=str(file.absolute())).render_as_string()

@@ -1,7 +1,7 @@
-"""MLflow parent run of the runs of a sweep. Runs as a process, since MLflow takes seconds and may hang.
+"""MLflow parent run of the runs of a sweep. It is written by a separate process, since MLflow is slow and may hang.
 
-stdin is one JSON object: tracking_uri, experiment, run_id (or null), run_name, params, tags, metrics, status (null
-while running), artifacts. The last line of stdout is {"run_id": ...}.
+stdin of the process is one JSON object: tracking_uri, experiment, run_id (or null), run_name, params, tags, metrics,
+status (null while running), description, artifacts. The last line of stdout is {"run_id": ...}.
 """
 
 import json
@@ -29,9 +29,13 @@ DESCRIPTION = "mlflow.note.content"
 
 
 def parent_job(folder: Path, about: Mapping[str, Any], tracking_uri: str, *, runs_it: bool = True) -> dict[str, Any]:
-    """Return the input of this process for the sweep in `folder`; `about` is its sweep.json, with axes as tags.
+    """Return the description of a sweep's parent run for `write_parent` and `update`, as JSON data.
 
-    `runs_it`: this process starts the sweep's jobs. Otherwise (sync) the status of a running sweep is not changed.
+    Args:
+        folder: the sweep's folder.
+        about: the content of its `sweep.json`.
+        tracking_uri: MLflow's.
+        runs_it: True if this process runs the sweep's jobs. Otherwise (`sync`) the status of a running sweep is kept.
     """
     return {
         "tracking_uri": tracking_uri,
@@ -58,7 +62,7 @@ def parent_job(folder: Path, about: Mapping[str, Any], tracking_uri: str, *, run
 
 
 def write_parent(job: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Update the parent run described by `job`; return (its id or None, the problem or "")."""
+    """Create or update the parent run described by `job` in a new process; return (its id, "") or (None, problem)."""
     command, environment = own_process("lightning_llm.tracking.mlflow.sweep")
     with tempfile.TemporaryDirectory() as folder:  # MLflow creates ./mlruns in the working directory
         try:
@@ -74,7 +78,7 @@ def write_parent(job: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def update(job: Mapping[str, Any]) -> str:
-    """Create or update the parent run described by `job`; return its id."""
+    """Create or update the parent run described by `job` in this process; return its id. Raises MLflow's exceptions."""
     client, experiment_id = open_store(job["tracking_uri"], job["experiment"])
     from mlflow.entities import Metric, Param, RunTag
 

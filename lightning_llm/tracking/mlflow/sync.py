@@ -1,4 +1,4 @@
-"""Log run and sweep folders to MLflow that it missed, for the verb `sync`."""
+"""Uploading the data of runs and sweeps that MLflow lacks, from their folders, for the verb `sync`."""
 
 import json
 import subprocess
@@ -27,9 +27,10 @@ SECONDS_PER_RUN = 5.0
 
 
 def catch_up(folders: Sequence[Path]) -> str:
-    """Sync those of `folders` that are not completely in MLflow; return the problem, or "".
+    """Upload those of the run `folders` that are not completely in MLflow; return the problem, or "" for success.
 
-    With many jobs on few cores, jobs may end before their writers do. Jobs of a killed session have no writer.
+    With many jobs on few cores, a job may end before the process that uploads its data. Jobs of a killed start have no
+    such process.
     """
     behind = [str(folder) for folder in folders if _is_behind(folder)]
     if not behind:
@@ -51,13 +52,16 @@ def _is_behind(folder: Path) -> bool:
 
 
 def configs_of(folder: Path, uri: str | None) -> tuple[Config, Config]:
-    """Return the run's config with `uri` as its tracking URI, if given, and its original config."""
+    """Return (config of the run in `folder` with `uri` as its tracking URI, its original config); None: the same."""
     own = load_config(folder / "config.yaml", [])
     return load_config(folder / "config.yaml", [f"logger.tracking_uri={uri}"]) if uri else own, own
 
 
 def sync_run(folder: Path, config: Config, own: Config) -> str:
-    """Log one run; return its state and run id. Raises any exception of MLflow."""
+    """Upload the run in `folder` to MLflow; return a text with its state and MLflow's run id.
+
+    `config`, `own`: result of `configs_of`. Raises MLflow's exceptions, and ValueError for a damaged folder.
+    """
     # The folder keeps the MLflow of its run for later sessions and verdicts.
     store = redact_uri(tracking_uri(config))
     elsewhere = store != redact_uri(tracking_uri(own))

@@ -10,13 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.base.sqlite_address import absolute_address, sqlite_address, sqlite_file
 from lightning_llm.config.config_hash import config_hash, flatten
 from lightning_llm.config.redact import redact_uri, redacted, with_credentials
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import sync_command
 from lightning_llm.tracking.files import Record, Status
-from lightning_llm.tracking.mlflow.store import existing_store, noted_id, own_process
+from lightning_llm.tracking.mlflow.store import (
+    absolute_address,
+    existing_store,
+    noted_id,
+    own_process,
+    sqlite_address,
+    sqlite_file,
+)
 from lightning_llm.tracking.mlflow.writer import NO_ANSWER, RUN_ID_FILE, log_evaluations
 from lightning_llm.tracking.provenance import user_name
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from lightning_llm.base.interpreter import python_environment
-from lightning_llm.base.sqlite_address import sqlite_address, sqlite_file
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.workspace import default_outputs, program
-from lightning_llm.tracking.mlflow.store import PATIENCE, existing_store
+from lightning_llm.tracking.mlflow.store import PATIENCE, existing_store, sqlite_address, sqlite_file
 
 LOCAL_SERVER = "http://localhost:5000"
 """Default address of `mlflow ui`."""
@@ -33,9 +32,9 @@ def artifact_page(uri: str, experiment_id: str, run_id: str, path: str) -> str:
 
 
 def children_page(experiment_id: str, parent_id: str) -> str:
-    """Return the link, from any page of the same server, to charts of all runs of a sweep, with one line per run.
+    """Return a link to the charts of all runs of a sweep, one line per run; it is relative to MLflow's server.
 
-    The page of the parent run shows only its own metrics, which are counts of jobs.
+    `parent_id`: the sweep's parent run, whose own page shows only its counts of jobs.
     """
     only = quote(f"tags.`mlflow.parentRunId` = '{parent_id}'", safe="")
     query = f"searchFilter={only}&compareRunsMode=CHART&workflowType=machine_learning"
@@ -48,7 +47,7 @@ def ui_command(uri: str) -> str:
 
 
 def ui_lines(uri: str, experiment_id: str | None) -> list[str]:
-    """Return lines for a terminal about how to view the runs tracked at `uri`."""
+    """Return lines for a terminal that tell how to view the runs of an experiment tracked at `uri`."""
     if uri.startswith(("http://", "https://")):
         return [f"curves {experiment_page(uri, experiment_id)}"]
     if sqlite_file(uri) is None:
@@ -57,7 +56,10 @@ def ui_lines(uri: str, experiment_id: str | None) -> list[str]:
 
 
 def main() -> int:
-    """Print the pages of the newest experiments of the outputs folder's database, and run MLflow's UI on it."""
+    """Run MLflow's UI on the outputs folder's database, after printing the pages of the newest experiments (`make ui`).
+
+    Returns the exit code.
+    """
     uri = os.environ.get("MLFLOW_TRACKING_URI") or sqlite_address(Path(default_outputs(), "mlflow.db"))
     if uri.startswith(("http://", "https://")):
         print("\n".join(ui_lines(uri, None)))

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_llm.base.errors import StorageError
-from lightning_llm.base.signals import STOPPING, not_ignored, what_came
+from lightning_llm.base.signals import STOPPING, not_ignored, stop_reason
 from lightning_llm.config.schema import CheckpointConfig
 from lightning_llm.config.workspace import same_folder
 from lightning_llm.tracking.files import read_records
@@ -30,7 +30,7 @@ class StoppedBySignal(BaseException):
         self.number = number
         self.saved_step = saved_step
         saved = "nothing was saved yet" if saved_step is None else f"state saved at step {saved_step}"
-        super().__init__(f"stopped by {what_came(number)}, {saved}")
+        super().__init__(f"stopped by {stop_reason(number)}, {saved}")
 
     def __reduce__(self) -> tuple[type["StoppedBySignal"], tuple[int, int | None]]:
         return type(self), (self.number, self.saved_step)  # pickled between ranks if it interrupts a load or a save
@@ -190,8 +190,8 @@ class Checkpointing(pl.Callback):
     def _what_follows(self, number: int) -> str:
         """Return the line to print at once. A launcher of several ranks receives Ctrl-C itself and sends SIGTERMs."""
         if self._ended:
-            return f"{what_came(number)}: the last step is completed and saved, and the run is about to end"
-        text = f"{what_came(number)}: stopping after this step, which is saved"
+            return f"{stop_reason(number)}: the last step is completed and saved, and the run is about to end"
+        text = f"{stop_reason(number)}: stopping after this step, which is saved"
         if number != signal.SIGINT or not self._alone:
             return text
         saved = "no step is saved yet" if self.saved_step is None else f"the last saved step is {self.saved_step}"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_llm.data.batch import Batch
+from lightning_llm.data.corpus import Batch
 from lightning_llm.linalg.grouped import GroupedLinear
 from lightning_llm.linalg.local_part import local
 from lightning_llm.parallel.layout import Layout

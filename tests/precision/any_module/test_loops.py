@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_llm import ConfigError, quantize
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.data.batch import Batch
+from lightning_llm.data.corpus import Batch
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import LossReduction, next_token_loss_sum

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from lightning_llm.base.sqlite_address import sqlite_address
 from lightning_llm.compare.curves.named import is_uri
 from lightning_llm.compare.curves.readers.attempts import Attempts, columns_by_step
 from lightning_llm.compare.curves.table import LoggedTable, LogSource, Reader, columns_of
 from lightning_llm.config.config_hash import flatten
 from lightning_llm.config.workspace import command
 from lightning_llm.tracking.files import TOKENIZER_DIGEST, read_records
-from lightning_llm.tracking.mlflow.store import existing_store
+from lightning_llm.tracking.mlflow.store import existing_store, sqlite_address
 from lightning_llm.tracking.reading import read_run
 
 RECORDS = "metrics.jsonl"

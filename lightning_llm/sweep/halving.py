@@ -1,7 +1,8 @@
 """`sweep.search=halving`: recipes over a few seeds; clearly worse recipes are stopped early, at rungs.
 
 Successive halving (K. Jamieson and A. Talwalkar, AISTATS 2016) keeps the better half at each rung, by rank. Here a
-recipe is stopped only if the interval of its gap to the current best is above the margin (`rungs`).
+recipe is stopped only if the interval of its gap to the current best is above the margin (`worse_than_best`). Stopped
+recipes are recorded in `search.json`, so that no later start resumes them.
 """
 
 import math
@@ -9,6 +10,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from lightning_llm.base.errors import ConfigError, Problem
@@ -17,25 +19,51 @@ from lightning_llm.run.launch.relay import Relay, signals_passed_on
 from lightning_llm.sweep.decide import check_metric
 from lightning_llm.sweep.ending import close
 from lightning_llm.sweep.job_locks import Outcome, await_elsewhere, runs_elsewhere
-from lightning_llm.sweep.jobs import left_to_do, opened, start
+from lightning_llm.sweep.jobs import SearchRequest, check_launcher, left_to_do, opened, start
 from lightning_llm.sweep.progress import SearchPhase
-from lightning_llm.sweep.search.curves import run_in, watched
-from lightning_llm.sweep.search.request import SearchRequest, check_launcher
-from lightning_llm.sweep.search.rungs import Dropped, dropped_before, losses_at, worse_than_best
+from lightning_llm.sweep.running_jobs import losses_at, run_in, watched, worse_than_best
 from lightning_llm.tracking.files import summary_of
-from lightning_llm.tracking.liveness import whose
 from lightning_llm.tracking.rank_liveness import signal_ranks
-from lightning_llm.tracking.run_state import SETTLED, state_of
+from lightning_llm.tracking.run_state import SETTLED, state_of, whose
 from lightning_llm.tracking.sweep_definition import Job, Sweep, define
-from lightning_llm.tracking.sweep_file import ENDED_AT, SEARCH, SEARCH_FILE, write_results
-from lightning_llm.tracking.sweep_jobs import kind_of
+from lightning_llm.tracking.sweep_file import ENDED_AT, SEARCH, SEARCH_FILE, kind_of, read_trials, write_results
 
 FEWEST_SEEDS = 2
 
 
+@dataclass(frozen=True)
+class Dropped:
+    """A recipe that was stopped at `step`: its gap to the recipe `best` there, with the ends of its interval."""
+
+    name: str
+    step: int
+    best: str
+    gap: float
+    low: float
+    high: float
+
+    @property
+    def reason(self) -> str:
+        """Why it was stopped, in one line."""
+        if not math.isfinite(self.gap):
+            return f"{self.name}: all its runs diverged by step {self.step}"
+        interval = f"[{self.low:+.4f}, {self.high:+.4f}]"
+        return f"{self.name}: {self.gap:+.4f} {interval} above {self.best} at step {self.step}"
+
+    def as_data(self) -> dict[str, Any]:
+        """Return its entry in `search.json`, with None for numbers that are not finite."""
+        numbers = {"gap": self.gap, "low": self.low, "high": self.high}
+        finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+        return {"step": self.step, "best": self.best, **finite}
+
+
 @dataclass
 class Halving:
-    """`recipes`: {name: jobs by seed}; `rungs`: steps at which recipes may be stopped; `dropped`: stopped recipes."""
+    """State of a halving.
+
+    `recipes`: {name: its jobs by seed}. `rungs`: steps at which recipes may be stopped. `dropped`: {name: why it was
+    stopped}.
+    """
 
     keys: SweepConfig
     whole: Sweep
@@ -45,14 +73,14 @@ class Halving:
 
     @property
     def alive(self) -> dict[str, list[Job]]:
-        """The recipes that continue."""
+        """{name: jobs} of the recipes that continue."""
         return {name: jobs for name, jobs in self.recipes.items() if name not in self.dropped}
 
     @property
     def ended(self) -> dict[int, str]:
         """{job number: reason} of jobs that were stopped before their end."""
         return {
-            job.number: each.words
+            job.number: each.reason
             for name, each in self.dropped.items()
             for job in self.recipes[name]
             if state_of(job.folder) not in SETTLED
@@ -68,7 +96,7 @@ class Halving:
         ended = self.ended
         numbers = {name: [job.number for job in self.recipes[name]] for name in self.dropped}
         return {
-            number: self.dropped[name].words
+            number: self.dropped[name].reason
             for name, own in numbers.items()
             for number in own
             if not ended.keys().isdisjoint(own)
@@ -117,12 +145,36 @@ def planned_halving(asked: SearchRequest) -> Halving:
 
 
 def recipes_of(whole: Sweep) -> dict[str, list[Job]]:
-    """Return {name of a recipe, by its overrides: jobs by seed}."""
+    """Return {recipe: its jobs by seed}. A recipe is named by the overrides of its jobs, without the seed."""
     found: dict[str, list[Job]] = {}
     for job in whole.jobs:
-        words = " ".join(word for word in job.words if not word.startswith("seed="))
-        found.setdefault(words or "as it is", []).append(job)
+        name = " ".join(each for each in job.overrides if not each.startswith("seed="))
+        found.setdefault(name or "as it is", []).append(job)
     return {name: sorted(jobs, key=lambda job: job.config.seed) for name, jobs in found.items()}
+
+
+def dropped_before(folder: Path, recipes: Mapping[str, Sequence[Job]]) -> dict[str, Dropped]:
+    """Return {name: reason} of those of `recipes` that an earlier start of the halving in `folder` has stopped.
+
+    They are identified by their jobs, because names may grow with the sweep. Empty without an earlier start, or if its
+    version did not record them.
+
+    Raises:
+        ValueError: its record cannot be read.
+    """
+    named = {job.number: name for name, jobs in recipes.items() for job in jobs}
+    found: dict[str, Dropped] = {}
+    for row in read_trials(folder):
+        about = row.get(ENDED_AT)
+        name = next((named[number] for number in row.get("jobs", ()) if number in named), None)
+        if about is None or name is None:
+            continue
+        try:
+            gap, low, high = (math.inf if about[key] is None else float(about[key]) for key in ("gap", "low", "high"))
+            found[name] = Dropped(name, int(about["step"]), str(about["best"]), gap, low, high)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{folder / SEARCH_FILE} is damaged: {error}") from error
+    return found
 
 
 def halve(asked: SearchRequest) -> int:
@@ -135,7 +187,7 @@ def halve(asked: SearchRequest) -> int:
     steps = ", ".join(map(str, halving.rungs))
     print(f"sweep  {len(halving.recipes)} recipes, rungs at steps {steps}; in {halving.whole.folder}", flush=True)
     for each in halving.dropped.values():
-        print(f"ended  {each.words}, in an earlier start: not resumed", flush=True)
+        print(f"ended  {each.reason}, in an earlier start: not resumed", flush=True)
     halving.whole = opened(lambda: halving.whole)
     halving.recipes = recipes_of(halving.whole)
     outcomes: list[Outcome] = []
@@ -187,7 +239,7 @@ def _step_of(job: Job) -> int:
 
 
 def steps_left(halving: Halving) -> int:
-    """Return the remaining steps of all recipes, if no further one is stopped."""
+    """Return the number of remaining optimizer steps of all jobs if no further recipe is stopped."""
     jobs = [job for jobs in halving.alive.values() for job in jobs if state_of(job.folder) not in SETTLED]
     return sum(max(0, job.config.trainer.max_steps - _step_of(job)) for job in jobs)
 
@@ -195,8 +247,8 @@ def steps_left(halving: Halving) -> int:
 def drop_at(halving: Halving, rung: int, step: int, relay: Relay) -> None:
     """Stop the recipes that are worse than the best at `step` by more than the margin, and print them.
 
-    Their jobs in other starts are awaited: until they have stopped they use the cores of the others, and their results
-    are not final.
+    Waits for their jobs that another start runs: until these have stopped, they use cores and their results are not
+    final.
     """
     names = list(halving.alive)
     losses = losses_at([[run_in(job.folder) for job in halving.recipes[name]] for name in names], step, halving.keys)
@@ -204,7 +256,7 @@ def drop_at(halving: Halving, rung: int, step: int, relay: Relay) -> None:
     for place, (best, gap, low, high) in worse_than_best(losses, halving.keys, len(halving.rungs)).items():
         dropped = Dropped(names[place], step, names[best], gap, low, high)
         halving.dropped[names[place]] = dropped
-        print(f"ended  {dropped.words}", flush=True)
+        print(f"ended  {dropped.reason}", flush=True)
         stopping += stop_elsewhere(halving.recipes[names[place]])
     await_elsewhere(stopping, relay, "it saves and stops")
     at = f"rung {rung + 1} of {len(halving.rungs)}, step {step}"
@@ -212,9 +264,9 @@ def drop_at(halving: Halving, rung: int, step: int, relay: Relay) -> None:
 
 
 def stop_elsewhere(jobs: Sequence[Job]) -> list[Job]:
-    """Ask those of `jobs` that another start runs or left behind to save and stop; print a note if that is impossible.
+    """Ask those of `jobs` that another start runs or left behind to save and stop; return the jobs that were asked.
 
-    Returns the jobs that were asked to stop.
+    Prints a note for a job that cannot be reached, because it runs on another machine.
     """
     stopping = []
     for job in jobs:
@@ -234,7 +286,7 @@ def _rows(halving: Halving) -> list[Mapping[str, Any]]:
     return [
         {"recipe": name, "jobs": [job.number for job in jobs],
          "state": "ended" if name in halving.dropped else _whole_or_open(jobs),
-         "why": halving.dropped[name].words if name in halving.dropped else None,
+         "why": halving.dropped[name].reason if name in halving.dropped else None,
          ENDED_AT: halving.dropped[name].as_data() if name in halving.dropped else None}
         for name, jobs in halving.recipes.items()
     ]  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, text
 
-from lightning_llm.base.sqlite_address import absolute_address, sqlite_address, sqlite_file
+from lightning_llm.tracking.mlflow.store import absolute_address, sqlite_address, sqlite_file
 
 
 @pytest.mark.parametrize(

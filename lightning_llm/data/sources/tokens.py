@@ -1,9 +1,13 @@
-"""loader=megatron: `megatron/core/datasets/indexed_dataset.py` of Megatron-LM, index version 1.
+"""Loaders of files of token ids: `megatron` and `olmo`.
 
-All little-endian. PREFIX.idx: the magic `MMIDIDX\\0\\0`, uint64 version, uint8 code of the tokens' dtype, uint64
-sequences S, uint64 document indices D; then int32 [S] tokens of each sequence, int64 [S] its first byte in PREFIX.bin,
-int64 [D] the first sequence of each document and, last, S; of a multimodal dataset then int8 [S] modes. Sequences lie
-end to end in PREFIX.bin.
+Megatron-LM's format (`megatron/core/datasets/indexed_dataset.py`, index version 1) is a pair of files, both
+little-endian. PREFIX.bin has the token ids of all sequences, one after another. PREFIX.idx has the magic
+`MMIDIDX\\0\\0`, uint64 version, uint8 code of the tokens' dtype, uint64 number of sequences S, uint64 number of
+document indices D; then int32 [S] tokens of each sequence, int64 [S] its first byte in PREFIX.bin, int64 [D] the first
+sequence of each document and, last, S; in multimodal datasets also int8 [S] modes.
+
+OLMo's and OLMo-core's format (`MemMapDataset`, `NumpyDataset`) is a raw array without a header, as `numpy.memmap` reads
+it.
 """
 
 import os
@@ -14,23 +18,27 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
 
 from lightning_llm.base.errors import Problem
 from lightning_llm.config.schema.data import LOADERS, TokenSourceConfig
-from lightning_llm.data.sources.files import FoundFiles, file_problems, find_files, local_path
+from lightning_llm.data.sources.files import FoundFiles, LocalFiles, file_problems, find_files, local_path
 
 INDEX, TOKENS = ".idx", ".bin"
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+NUMPY_MAGIC = b"\x93NUMPY"
+READ_TOKENS = 1 << 24
+LOOKED_AT_TOKENS = 4096
 
 
 @LOADERS.register
 class MegatronSource(TokenSourceConfig):
-    """Output of Megatron-LM's `tools/preprocess_data.py`: token ids in `PREFIX.bin`, their places in `PREFIX.idx`.
+    """loader=megatron: output of Megatron-LM's `tools/preprocess_data.py`, pairs of PREFIX.bin and PREFIX.idx.
 
-    `path` is a prefix, a file of a pair, a folder or a glob. Whether documents end in the end-of-document token
-    (`--append-eod`) makes no difference.
+    `path` is a prefix, a file of a pair, a folder or a glob. Documents may end with the end-of-document token
+    (`--append-eod`) or not.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = (INDEX, TOKENS)
@@ -44,7 +52,7 @@ class MegatronSource(TokenSourceConfig):
                 yield Problem(f"{key}.path", f"{problem}.")
 
     def files(self) -> list[Path]:
-        """Return both files of each pair, as far as they are there."""
+        """Return both files of each pair, absolute and sorted; missing ones are omitted."""
         found = self._found().read
         if any(file.suffix not in self.suffixes for file in found):
             return found  # which are another loader's
@@ -68,7 +76,7 @@ class MegatronSource(TokenSourceConfig):
 
 @dataclass(frozen=True)
 class Header:
-    """The index's first bytes."""
+    """Header of PREFIX.idx: dtype of the tokens, number of sequences, number of document indices."""
 
     dtype: np.dtype
     sequences: int
@@ -76,7 +84,7 @@ class Header:
 
 
 def read_header(prefix: Path) -> Header:
-    """Return the header of PREFIX.idx. Raises OSError, and ValueError for any other content."""
+    """Return the header of PREFIX.idx. Raises OSError, or ValueError if it is damaged or not such an index."""
     index = Path(f"{prefix}.idx")
     with index.open("rb") as opened:
         content = opened.read(HEADER.size)
@@ -96,7 +104,7 @@ def read_header(prefix: Path) -> Header:
 
 
 def index_problem(prefix: Path) -> str | None:
-    """Return a problem found in the sizes and header of a pair, or None."""
+    """Return the problem of a pair, a missing file or a wrong header or size, as text; None if there is none."""
     for file in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
         if not file.is_file():
             return f"there is no {file}, and a dataset of Megatron-LM is a pair of .idx and .bin"
@@ -109,7 +117,7 @@ def index_problem(prefix: Path) -> str | None:
 
 @dataclass
 class MegatronReader:
-    """A `TokenReader`."""
+    """`TokenReader` of Megatron-LM's pairs of files, given by their prefixes."""
 
     prefixes: list[Path]
 
@@ -126,9 +134,9 @@ class MegatronReader:
         return np.asarray(np.memmap(file, dtype, mode="r", shape=(file.stat().st_size // dtype.itemsize,)))
 
     def documents(self, number: int, end_of_document: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the documents' first positions, and their lengths without an end-of-document token.
+        """Return (starts, lengths) of the documents in file `number`, int64 [documents], in tokens.
 
-        Raises ValueError for an index that does not fit the tokens.
+        The end-of-document token is not counted. Raises ValueError if the index does not match the tokens.
         """
         prefix = self.prefixes[number]
         header, index = read_header(prefix), Path(f"{prefix}.idx")
@@ -150,3 +158,73 @@ class MegatronReader:
         closed = stops > starts
         closed[closed] = self.tokens(number)[stops[closed] - 1] == end_of_document
         return starts, stops - starts - closed
+
+
+@LOADERS.register
+class OlmoSource(LocalFiles, TokenSourceConfig):
+    """loader=olmo: OLMo's `.npy` files of token ids, each document followed by the end-of-document token."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".npy",)
+
+    loader: Literal["olmo"] = "olmo"
+    dtype: Literal["uint16", "uint32"] = Field("uint16", description="dtype of a token in the file, little-endian")
+
+    def problems(self, key: str) -> Iterator[Problem]:
+        yield from file_problems(key, self)
+        size = int(self.dtype[-2:]) // 8
+        for file in self.files():
+            stored = file.stat().st_size
+            with file.open("rb") as opened:
+                head = opened.read(len(NUMPY_MAGIC))
+            if head == NUMPY_MAGIC:
+                text = f"{file} has a NumPy header, but OLMo's files have none. Write it again with numpy's tofile."
+                yield Problem(f"{key}.path", text)
+            elif stored % size or not stored:
+                text = f"{file} has {stored:,} bytes, not a multiple of {size} ({self.dtype}). It is truncated."
+                yield Problem(f"{key}.path", text if stored else f"{file} is empty.")
+
+    def build(self, key: str, files: Sequence[Path]) -> Any:
+        return OlmoReader(list(files), self.dtype)
+
+
+@dataclass
+class OlmoReader:
+    """`TokenReader` of OLMo's files of token ids with dtype `dtype`."""
+
+    files: list[Path]
+    dtype: str
+
+    def token_files(self) -> list[Path]:
+        """Return the files."""
+        return self.files
+
+    def tokens(self, number: int) -> np.ndarray:
+        """Return the token ids of file `number`, [tokens]."""
+        return np.asarray(np.memmap(self.files[number], np.dtype(self.dtype).newbyteorder("<"), mode="r"))
+
+    def documents(self, number: int, end_of_document: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (starts, lengths) of the documents in file `number`, int64 [documents], in tokens.
+
+        The end-of-document token is not counted; tokens after the last one are a document, too. Raises ValueError if no
+        document ends, or if ids look like halves of wider integers.
+        """
+        tokens = self.tokens(number)
+        self._check_width(tokens[:LOOKED_AT_TOKENS])
+        pieces = [
+            np.flatnonzero(tokens[first : first + READ_TOKENS] == end_of_document) + first
+            for first in range(0, len(tokens), READ_TOKENS)
+        ]
+        ends = np.concatenate(pieces).astype(np.int64)
+        if not len(ends):
+            text = f"has no token {end_of_document}, which ends a document in data.tokenizer: it was made with another"
+            raise ValueError(text)
+        if ends[-1] != len(tokens) - 1:
+            ends = np.append(ends, len(tokens))
+        starts = np.append(0, ends[:-1] + 1)
+        return starts, ends - starts
+
+    def _check_width(self, tokens: np.ndarray) -> None:
+        """Raise ValueError for uint32 ids that are read as uint16: every second value is then almost zero."""
+        high = tokens[1::2]
+        if self.dtype == "uint16" and len(high) > 1 and high.max() < 16 <= tokens[::2].max():
+            raise ValueError("looks like uint32, but is read as uint16. Set dtype=uint32")

@@ -1,4 +1,7 @@
-"""mixture=samplemix: copies of each document by its quality and diversity (SampleMix, arXiv 2503.01506, section 3)."""
+"""Mixtures by the scores of documents: `samplemix` sets their number of copies, `curriculum` their order.
+
+SampleMix: arXiv 2503.01506, section 3. Curriculum: Bengio et al. 2009. `prepare --score` writes the scores.
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,26 +12,27 @@ from pydantic import Field
 
 from lightning_llm.base.errors import ConfigError, Problem
 from lightning_llm.base.keyed_hash import name_word
-from lightning_llm.config.schema.base import Fraction, PositiveFloat
-from lightning_llm.config.schema.data import MIXTURES, MixtureConfig
+from lightning_llm.config.schema.base import Fraction, PositiveFloat, PositiveInt
+from lightning_llm.config.schema.data import MIXTURES, MixtureConfig, Pace
 from lightning_llm.data.mixing.addressing import SMALLEST_SHARE, Shares
-from lightning_llm.data.scoring.table import scores_digest, scores_of, scores_problems
+from lightning_llm.data.mixing.weights import StaticMixture
+from lightning_llm.data.scoring import scores_digest, scores_of, scores_problems
 
 SHOWN_CLUSTERS = 64
 MOST_COPIES = 2**28
-"""Documents in a training stream: its order and their places are some 32 bytes each, 8 GiB, on every rank."""
+"""Maximum number of documents in a training stream: its order takes about 32 bytes each, 8 GiB on every rank."""
 LEAST_TEMPERATURE = 1e-3
 LARGEST_RATIO = 1000.0
-"""At this ratio, rounding copies to whole numbers changes them by a tenth of a percent: a larger one gains nothing."""
+"""Largest `ratio`: rounding the copies to integers then changes them by 0.1% only, so a larger one has no effect."""
 
 
 @MIXTURES.register
 class SampleMix(MixtureConfig):
-    """SampleMix (Xi et al. 2025, arXiv 2503.01506): a document's scores decide its copies, and so the sources' shares.
+    """SampleMix (Xi et al. 2025, arXiv 2503.01506): scores set the copies of documents, and so the sources' shares.
 
-    A document's weight is the softmax, over all training documents, of `(alpha diversity + (1 - alpha) quality) / tau`;
-    `ratio x documents x weight` is how often it is expected in the training stream: the whole part of that, and once
-    more with the rest as probability, by a hash of the document's key.
+    A document's weight is the softmax, over all training documents, of `(alpha diversity + (1 - alpha) quality) / tau`.
+    Its expected number of copies in the training stream is `ratio x documents x weight`. It gets the integer part of
+    that, and one more with the fraction as probability, drawn by a hash of the document's key.
     """
 
     shares_by_tokens: ClassVar[bool] = True
@@ -45,14 +49,14 @@ class SampleMix(MixtureConfig):
     def problems(self, key: str, weights: Mapping[str, float]) -> Iterator[Problem]:
         if self.ratio > LARGEST_RATIO:
             text = (
-                f"is {self.ratio:g}, at most {LARGEST_RATIO:g}: the stream is gone through again, as epochs, where it "
-                "ends before the run, and a longer one only takes memory. Lower it."
+                f"is {self.ratio:g}: must be at most {LARGEST_RATIO:g}. A stream that ends before the run is repeated, "
+                "so a longer one only takes memory. Lower it."
             )
             yield Problem(f"{key}.ratio", text)
         yield from scores_problems(f"{key}.scores", Path(self.scores))
         for name, weight in weights.items():
             if weight not in (0, 1):
-                text = f"is {weight:g}, and documents are drawn by their scores. Leave it out (1), or 0 for none of it."
+                text = f"is {weight:g}, but scores decide here. Set 1 (the default), or 0 to use none of the source."
                 yield Problem(f"data.sources.{name}.weight", text)
         if not any(weights.values()):
             yield Problem(
@@ -75,21 +79,21 @@ class SampleMix(MixtureConfig):
         if small:
             text = (
                 f"gives {', '.join(small)} a share of the tokens below {SMALLEST_SHARE:.0e}, the smallest possible. "
-                "Raise tau, or leave the source out (weight 0)."
+                "Raise tau, or omit the source (weight 0)."
             )
             raise ConfigError(Problem("data.mixture", text))
         return Shares(weights)
 
 
 class ScoredCopies:
-    """The `data.mixing.chosen.Chooser` of SampleMix: the softmax goes over the documents of all sources."""
+    """`data.opening.Chooser` of SampleMix, with a softmax over the documents of all sources."""
 
     def __init__(self, config: SampleMix):
         self.config = config
         self._facts: dict[str, dict[str, Any]] = {}
 
     def orders(self, keys: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """See `Chooser`.
+        """Return each source's documents in training order, with copies; see `Chooser.orders`.
 
         Raises:
             ConfigError: scores are missing or wrong, or there would be more copies than an order can hold.
@@ -115,9 +119,10 @@ class ScoredCopies:
         return orders
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Return counts by source, and each cluster's share of all copies.
+        """Return {source: counts} of the last `orders`, as JSON data.
 
-        Counted are `documents`, their `copies`, those `expected`, the `most` of one document, and `dropped` documents.
+        `documents`: training documents. `copies`: of all, `expected` by the scores, and the `most` of one document.
+        `dropped`: documents without a copy. `clusters`: {cluster: its share of the copies of all sources}.
         """
         total = max(1, sum(each["copies"] for each in self._facts.values()))
         return {
@@ -146,15 +151,15 @@ def sampling_weights(quality: np.ndarray, diversity: np.ndarray, alpha: float, t
 
 
 def realised_copies(expected: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Return whole numbers with the expectation `expected`, int64 [documents], from `draws` uniform in [0, 1)."""
+    """Return integers with the expectation `expected`, int64 [documents]; `draws` are uniform in [0, 1)."""
     whole = np.floor(expected)
     return (whole + (draws < expected - whole)).astype(np.int64)
 
 
 def document_draws(source: str, keys: np.ndarray) -> np.ndarray:
-    """Return uniform draws in [0, 1) by `source` and uint64 `keys` [documents]: the same in every run.
+    """Return a uniform draw in [0, 1) per document, a hash of `source` and the document's key (uint64 [documents]).
 
-    Documents with equal keys are distinguished by their number among these.
+    Draws are equal in every run. Documents with equal keys get different draws, by their order.
     """
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
@@ -166,7 +171,7 @@ def document_draws(source: str, keys: np.ndarray) -> np.ndarray:
 
 
 def hashed_words(*words: np.ndarray, seed: int) -> np.ndarray:
-    """Return `keyed_hash.hash_words` of each row of uint32 `words` [documents]: uint32 [documents]."""
+    """Return `keyed_hash.hash_words` for arrays: uint32 [documents], one hash per row of the `words` [documents]."""
     h = np.full(len(words[0]), seed, np.uint32)
     for word in words:
         k = word * np.uint32(0xCC9E2D51)
@@ -180,7 +185,7 @@ def hashed_words(*words: np.ndarray, seed: int) -> np.ndarray:
 
 
 def in_rounds(copies: np.ndarray) -> np.ndarray:
-    """Return the numbers of the documents in rounds, int64: each once, then those of two copies once more, and so on.
+    """Return document numbers (int64) in rounds: all once, then those with two copies or more once again, and so on.
 
     So copies of a document are as far apart as possible, and only windows of a tiny corpus contain two.
     """
@@ -191,3 +196,63 @@ def in_rounds(copies: np.ndarray) -> np.ndarray:
         rounds.append(np.tile(left, int(level) - made))
         made = int(level)
     return np.concatenate(rounds)
+
+
+@MIXTURES.register
+class Curriculum(StaticMixture):
+    """Curriculum (Bengio et al. 2009): static weights; each source's epoch is ordered by a score of its documents.
+
+    The windows are the same in any order, so `order=shuffled` is the baseline.
+    """
+
+    chooses_documents: ClassVar[bool] = True
+
+    kind: Literal["curriculum"] = "curriculum"  # type: ignore[assignment]
+    scores: str = Field(description="the Parquet file that `prepare --score` wrote")
+    by: Literal["text_bytes", "quality", "diversity"] = Field("text_bytes", description="the score to sort by")
+    order: Literal["ascending", "descending", "shuffled"] = Field(
+        "ascending", description="order of the scores; shuffled: the same windows in random order"
+    )
+    blocks: PositiveInt = Field(20, description="number of parts of an epoch within which the order is shuffled")
+    total_steps: PositiveInt | None = Field(None, description="number of steps to order; null: trainer.max_steps")
+
+    @property
+    def follows_max_steps(self) -> bool:
+        """Whether the samples of a step depend on the length of the run."""
+        return self.total_steps is None and self.order != "shuffled"
+
+    def paced_steps(self, max_steps: int | None) -> int | None:
+        return self.total_steps or max_steps
+
+    @property
+    def pace(self) -> Pace | None:
+        return None if self.order == "shuffled" else Pace(self.blocks, self.order == "descending")
+
+    def problems(self, key: str, weights: Mapping[str, float]) -> Iterator[Problem]:
+        yield from super().problems(key, weights)
+        yield from scores_problems(f"{key}.scores", Path(self.scores))
+
+    def identity(self) -> Any:
+        return self.model_dump() | {"scores": scores_digest(self.scores)}
+
+    def chooser(self) -> Any:
+        return SortedDocuments(Path(self.scores), self.by)
+
+
+class SortedDocuments:
+    """`data.opening.Chooser` that takes each document once, sorted by ascending score.
+
+    Documents with equal scores keep their reading order.
+    """
+
+    def __init__(self, file: Path, by: str):
+        self.file, self.by = file, by
+
+    def orders(self, keys: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return each source's documents sorted by score; see `Chooser.orders`."""
+        scored = scores_of(self.file, keys, (self.by,))
+        return {name: np.argsort(each[self.by], kind="stable") for name, each in scored.items()}
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Return {}, because every document is used once."""
+        return {}

@@ -16,12 +16,21 @@ from lightning_llm.run.launch.relay import Relay, signals_passed_on
 from lightning_llm.sweep.decide import check_metric
 from lightning_llm.sweep.ending import close
 from lightning_llm.sweep.job_locks import Outcome, await_elsewhere, one_at_a_time
-from lightning_llm.sweep.jobs import left_to_do, opened, start
+from lightning_llm.sweep.jobs import SearchRequest, check_launcher, left_to_do, opened, start
+from lightning_llm.sweep.optuna_study import (
+    Search,
+    add_trial,
+    corners_of,
+    distributions_of,
+    open_study,
+    optuna_is_there,
+    overrides_of,
+    print_best,
+    tell,
+    write_trials,
+)
 from lightning_llm.sweep.progress import SearchPhase
-from lightning_llm.sweep.search.curves import pruned_at, watched
-from lightning_llm.sweep.search.request import SearchRequest, check_launcher
-from lightning_llm.sweep.search.space import corners_of, distributions_of, optuna_is_there, words_of
-from lightning_llm.sweep.search.study import Search, add_trial, open_study, print_best, tell, write_trials
+from lightning_llm.sweep.running_jobs import pruned_at, watched
 from lightning_llm.tracking.run_state import SETTLED, state_of
 from lightning_llm.tracking.sweep_definition import Job, define, write_sweep
 from lightning_llm.tracking.sweep_file import OTHER_KEYS, SEARCH
@@ -35,7 +44,7 @@ PRUNED_AFTER = 0.25
 
 
 def planned_search(asked: SearchRequest, space: "Mapping[str, Override]") -> Search:
-    """Return the search without starting anything.
+    """Return the checked search without starting anything.
 
     Raises:
         ConfigError: Optuna is missing, there is nothing to search, or a value at an edge of the space is invalid.
@@ -64,7 +73,7 @@ def _check_corners(asked: SearchRequest, distributions: Mapping[str, Any]) -> No
     problems: dict[Problem, None] = {}
     for corner in corners_of(distributions):
         try:
-            asked.jobs_at(words_of(corner))
+            asked.jobs_at(overrides_of(corner))
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
     if problems:
@@ -72,7 +81,7 @@ def _check_corners(asked: SearchRequest, distributions: Mapping[str, Any]) -> No
 
 
 def search_values(asked: SearchRequest, space: "Mapping[str, Override]") -> int:
-    """Run the baseline and the remaining trials; return the exit code.
+    """Run the baseline and the remaining trials of a search; return the exit code, as `train` does.
 
     Raises:
         ConfigError: as `planned_search`.
@@ -133,9 +142,9 @@ def _compose(study: "Study", search: Search, number: int, params: Mapping[str, A
         _tell_failed(study, number)
         return
     try:
-        search.trials[number] = search.asked.jobs_at(words_of(params))[0]
+        search.trials[number] = search.asked.jobs_at(overrides_of(params))[0]
     except ConfigError as error:
-        print(f"note   trial {number} ({' '.join(words_of(params))}) is invalid: {error}", file=sys.stderr)
+        print(f"note   trial {number} ({' '.join(overrides_of(params))}) is invalid: {error}", file=sys.stderr)
         _tell_failed(study, number)
 
 

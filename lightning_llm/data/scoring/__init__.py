@@ -1,1 +1,0 @@
-"""Scorers of documents, and the table of their scores."""

@@ -1,1 +1,0 @@
-"""Sweeps that choose their jobs as they go: values by Optuna, recipes by successive halving."""
